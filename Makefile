@@ -1,0 +1,65 @@
+# Two commands for a newcomer: `make run` and `make test`. `make help` lists the rest.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+OUT    ?= out
+READY  := $(VENV)/.ready
+SHELL  := /bin/bash
+
+.DEFAULT_GOAL := help
+
+help: ## show what every target does
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tracefit needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+setup: $(READY) ## create .venv from the lock file
+
+run: $(READY) ## the main job on the runs in fixtures/: tables, coefficients, evaluation, report in out/
+	$(BIN)/tracefit run fixtures --out $(OUT)
+
+test: $(READY) ## set up and run the tests
+	$(BIN)/python -m pytest
+
+check: $(READY) ## format, lint, types, tests: what a reviewer runs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: $(READY) ## format the code and fix what lint can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+schemas: $(READY) ## write schemas/ anew from the code
+	$(BIN)/python -m tracefit.schemas schemas
+
+fixtures: $(READY) ## write fixtures/ anew with the project's own generator
+	$(BIN)/python tests/make_fixtures.py fixtures
+
+models: $(READY) ## write models/ anew: the reference output on fixtures/
+	$(BIN)/python tests/make_models.py fixtures models
+
+bench: $(READY) ## measure speed and memory on generated traces (takes minutes)
+	$(BIN)/python tests/benchmarks/ingest.py
+
+lock: $(READY) ## pin the newest versions (requirements.lock) and the oldest ones (requirements-minimum.lock)
+	$(BIN)/python -m pip install --quiet uv
+	cd $(CURDIR) && $(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements.lock
+	cd $(CURDIR) && $(BIN)/uv pip compile pyproject.toml --extra dev --python-version 3.11 --resolution lowest-direct --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements-minimum.lock
+
+test-minimum: ## run the tests on the oldest versions pyproject.toml declares
+	$(PYTHON) -m venv .venv-minimum
+	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-minimum.lock
+	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	.venv-minimum/bin/python -m pytest
+
+clean: ## remove what make made
+	rm -rf $(OUT) $(VENV) .venv-minimum .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.PHONY: help setup run test check format schemas fixtures models bench lock test-minimum clean

@@ -1,0 +1,52 @@
+"""tracefit: from vLLM OpenTelemetry traces to latency coefficients one can trust.
+
+The verbs of the command line are here too::
+
+    import tracefit
+
+    result = tracefit.run(["runs/"], "out/")
+    print(result.trained.models)
+
+They are imported on first use, so that `import tracefit` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tracefit._version import __version__
+from tracefit.errors import DataError, TracefitError, UsageError
+
+if TYPE_CHECKING:
+    from tracefit.verbs.ingest import ServerOptions, ingest
+    from tracefit.verbs.run import run
+    from tracefit.verbs.train import TrainOptions, train
+
+_LAZY = {
+    "ingest": "tracefit.verbs.ingest",
+    "ServerOptions": "tracefit.verbs.ingest",
+    "train": "tracefit.verbs.train",
+    "TrainOptions": "tracefit.verbs.train",
+    "run": "tracefit.verbs.run",
+}
+
+__all__ = [
+    "DataError",
+    "ServerOptions",
+    "TracefitError",
+    "TrainOptions",
+    "UsageError",
+    "__version__",
+    "ingest",
+    "run",
+    "train",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a verb when it is first used."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'tracefit' has no attribute {name!r}")

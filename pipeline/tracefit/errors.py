@@ -1,0 +1,44 @@
+"""What can go wrong, as the user sees it: one line that says what, where and what to do.
+
+Exit codes of the command line: 0 done, 1 the data cannot support the result, 2 usage,
+3 done with something in quarantine (a result, not an error, so it has no class here).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TracefitError(Exception):
+    """Base of every error tracefit raises on purpose.
+
+    Args:
+        what: What happened, in a phrase that starts in lower case.
+        where: File, offset, key or option it happened at.
+        hint: What the user can do about it.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        self.what = what
+        self.where = where
+        self.hint = hint
+        super().__init__(self.line())
+
+    def line(self) -> str:
+        """Return the whole error as one line."""
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        if self.hint:
+            text = f"{text}; {self.hint}"
+        return " ".join(text.split())
+
+
+class DataError(TracefitError):
+    """The data cannot support the result that was asked for."""
+
+
+class UsageError(TracefitError):
+    """The command, an option or a file named by the user is wrong."""
+
+    exit_code = 2
