@@ -1,0 +1,181 @@
+"""One row per request, joined over the API and the core layer, with the durations users ask for."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from tracefit.tables import schema
+
+_API_TIMES = {
+    "arrival_ns": "ARRIVED",
+    "handoff_ns": "HANDOFF_TO_CORE",
+    "departed_ns": "DEPARTED",
+    "aborted_ns": "ABORTED",
+}
+_CUT_OFF = ("aborted", "error", "ignored")
+
+
+def build_requests(
+    journeys: pl.DataFrame,
+    api_spans: pl.DataFrame,
+    snapshots: pl.DataFrame,
+    core_parents: pl.DataFrame,
+    *,
+    run_id: str,
+) -> pl.DataFrame:
+    """Join the journeys of both layers into the `requests` table.
+
+    A core request belongs to the API span that is its parent in the same trace; one API span may have several cores
+    (n > 1). A layer without the other still gives a row. A request without an event has null there: an in-flight
+    request has no `finished_ns`.
+
+    Args:
+        journeys: The `journey_events` table of one run.
+        api_spans: trace_id, span_id, server, request_id, route, api_* of the `llm_request` spans.
+        snapshots: The `request_snapshots` table, for prefix-cache hits.
+        core_parents: trace_id, span_id, parent_span_id of the `llm_core` spans.
+        run_id: The run.
+
+    Returns:
+        The `requests` table; times in ns on the engine's clock, durations in us.
+    """
+    core = _core_requests(journeys).join(core_parents, on=["trace_id", "span_id"], how="left")
+    api = _api_requests(journeys, api_spans)
+    joined = core.join(
+        api,
+        left_on=["trace_id", "parent_span_id"],
+        right_on=["trace_id", "span_id"],
+        how="full",
+        suffix="_api",
+        coalesce=False,
+    )
+    both = joined.with_columns(
+        pl.coalesce(name, f"{name}_api").alias(name) for name in ("trace_id", "server", "epoch")
+    ).with_columns(
+        request_id=pl.coalesce("request_id_api", "request_id"),
+        core_request_id=pl.col("request_id"),
+        prompt_tokens=pl.coalesce("prompt_tokens", "api_prompt_tokens"),
+        output_tokens=pl.coalesce("output_tokens", "api_completion_tokens"),
+        max_tokens=pl.coalesce("max_tokens", "api_max_tokens"),
+        run_id=pl.lit(run_id),
+    )
+    with_cache = both.join(
+        _cached_prompt_tokens(snapshots), on=["server", "epoch", "core_request_id"], how="left"
+    )
+    return schema.REQUESTS.conform(with_durations(with_cache))
+
+
+def _core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
+    """One row per core span: times, steps and counts of its events."""
+    core = journeys.filter(pl.col("layer") == "core").sort("ts_ns")
+
+    def first(event: str, column: str) -> pl.Expr:
+        return pl.col(column).filter(pl.col("event") == event).first()
+
+    def last(event: str, column: str) -> pl.Expr:
+        return pl.col(column).filter(pl.col("event") == event).last()
+
+    rows = core.group_by("trace_id", "span_id").agg(
+        pl.col("server", "epoch", "request_id").first(),
+        queued_ns=first("QUEUED", "ts_ns"),
+        queued_step=first("QUEUED", "step_id"),
+        first_scheduled_ns=first("SCHEDULED", "ts_ns"),
+        first_scheduled_step=first("SCHEDULED", "step_id"),
+        first_token_ns=first("FIRST_TOKEN", "ts_ns"),
+        first_token_step=first("FIRST_TOKEN", "step_id"),
+        finished_ns=last("FINISHED", "ts_ns"),
+        finished_step=last("FINISHED", "step_id"),
+        finish_status=last("FINISHED", "finish_status"),
+        prompt_tokens=pl.col("prefill_total_tokens").max(),
+        max_tokens=pl.col("decode_max_tokens").max(),
+        output_tokens=last("FINISHED", "decode_done_tokens"),
+        num_preemptions=pl.col("num_preemptions").max(),
+    )
+    return rows.join(_requeue_waits(core), on=["trace_id", "span_id"], how="left")
+
+
+def _requeue_waits(core: pl.DataFrame) -> pl.DataFrame:
+    """Time between each PREEMPTED and the RESUME after it, split at the first token; in us.
+
+    A preemption that was never resumed has no known wait and adds none.
+    """
+    over = ["trace_id", "span_id"]
+    turns = core.filter(pl.col("event").is_in(["PREEMPTED", "SCHEDULED", "FIRST_TOKEN"]))
+    turns = turns.with_columns(
+        after_first_token=(pl.col("event") == "FIRST_TOKEN").cum_sum().over(over) > 0,
+    ).filter(pl.col("event") != "FIRST_TOKEN")
+    waits = turns.with_columns(
+        wait_us=(pl.col("ts_ns").shift(-1).over(over) - pl.col("ts_ns")) / 1e3,
+        resumed=pl.col("event").shift(-1).over(over) == "SCHEDULED",
+    ).filter((pl.col("event") == "PREEMPTED") & pl.col("resumed"))
+    late = pl.col("after_first_token")
+    return waits.group_by(over).agg(
+        requeue_before_us=pl.col("wait_us").filter(~late).sum(),
+        requeue_after_us=pl.col("wait_us").filter(late).sum(),
+    )
+
+
+def _api_requests(journeys: pl.DataFrame, api_spans: pl.DataFrame) -> pl.DataFrame:
+    """One row per API span: times of its events and the facts on the span itself."""
+    api = journeys.filter(pl.col("layer") == "api").sort("ts_ns")
+    rows = api.group_by("trace_id", "span_id").agg(
+        pl.col("server", "epoch", "request_id").first(),
+        *(
+            pl.col("ts_ns").filter(pl.col("event") == event).first().alias(column)
+            for column, event in _API_TIMES.items()
+        ),
+    )
+    counts = ("api_prompt_tokens", "api_completion_tokens", "api_max_tokens")
+    facts = api_spans.select(
+        "trace_id", "span_id", "route", *(pl.col(c).cast(pl.Int64, strict=False) for c in counts)
+    )
+    return rows.join(facts, on=["trace_id", "span_id"], how="left")
+
+
+def _cached_prompt_tokens(snapshots: pl.DataFrame) -> pl.DataFrame:
+    """Prefix-cache hits: prompt tokens less the effective prompt, as snapshots show them."""
+    hits = pl.col("num_prompt_tokens") - pl.col("effective_prompt_len")
+    return (
+        snapshots.filter(pl.col("effective_prompt_len").is_not_null())
+        .sort("step_id")
+        .group_by("server", "epoch", pl.col("request_id").alias("core_request_id"))
+        .agg(cached_prompt_tokens=hits.first())
+    )
+
+
+def _us(end: str, start: str) -> pl.Expr:
+    return (pl.col(end) - pl.col(start)) / 1e3
+
+
+def with_durations(requests: pl.DataFrame) -> pl.DataFrame:
+    """Add the derived durations of a request, in us; null wherever one of the two times is.
+
+    Source of the formulas: the request metrics of vLLM; the wait after a preemption belongs to neither prefill nor
+    decode.
+    """
+    preempted = (pl.col("num_preemptions") > 0) & pl.col("requeue_before_us").is_null()
+    # Never preempted: the requeue wait is a true zero. Preempted and never resumed: unknown.
+    requeue = {
+        side: pl.when(preempted).then(None).otherwise(pl.col(f"requeue_{side}_us").fill_null(0.0))
+        for side in ("before", "after")
+    }
+    cut_off = pl.col("finish_status").is_in(_CUT_OFF)
+    return requests.with_columns(
+        last_token_ns=pl.when(~cut_off & (pl.col("output_tokens") > 0)).then("finished_ns"),
+        admission_us=_us("queued_ns", "arrival_ns"),
+        queue_wait_us=_us("first_scheduled_ns", "queued_ns"),
+        requeue_wait_us=pl.when(pl.col("first_scheduled_ns").is_not_null()).then(
+            requeue["before"] + requeue["after"]
+        ),
+        time_in_queue_us=_us("first_scheduled_ns", "arrival_ns"),
+        prefill_us=_us("first_token_ns", "first_scheduled_ns") - requeue["before"],
+        decode_us=_us("finished_ns", "first_token_ns") - requeue["after"],
+        ttft_us=_us("first_token_ns", "arrival_ns"),
+        engine_us=_us("finished_ns", "queued_ns"),
+        e2e_us=_us("finished_ns", "arrival_ns"),
+        departure_us=_us("departed_ns", "finished_ns"),
+        client_us=_us("departed_ns", "arrival_ns"),
+        itl_us=pl.when(pl.col("output_tokens") > 1).then(
+            _us("finished_ns", "first_token_ns") / (pl.col("output_tokens") - 1)
+        ),
+    )

@@ -1,0 +1,382 @@
+"""The published tables: name, key, columns with their types, units and meaning.
+
+Everything that writes, reads, checks or documents a table takes its shape from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import polars as pl
+import pyarrow as pa
+
+Kind = Literal["string", "int64", "float64", "bool", "map", "json"]
+
+_ARROW: dict[Kind, pa.DataType] = {
+    "string": pa.string(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    "bool": pa.bool_(),
+    "map": pa.map_(pa.string(), pa.string()),
+    "json": pa.string(),
+}
+_ATTRIBUTE_LIST = pl.List(pl.Struct({"key": pl.String, "value": pl.String}))
+_POLARS: dict[Kind, pl.DataType] = {
+    "string": pl.String(),
+    "int64": pl.Int64(),
+    "float64": pl.Float64(),
+    "bool": pl.Boolean(),
+    "map": _ATTRIBUTE_LIST,
+    "json": pl.String(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. A missing value is null, never 0 or an empty string."""
+
+    name: str
+    kind: Kind
+    doc: str
+    unit: str | None = None
+
+    @property
+    def polars(self) -> pl.DataType:
+        """The column's type in a polars frame (a map is a list of key and value)."""
+        return _POLARS[self.kind]
+
+    @property
+    def arrow(self) -> pa.DataType:
+        """The column's type in a Parquet file."""
+        return _ARROW[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One published table: rows are sorted by `key`."""
+
+    name: str
+    doc: str
+    key: tuple[str, ...]
+    columns: tuple[Column, ...]
+    open_ended: bool = False
+    """Further float columns may follow (the features of a training frame)."""
+
+    @property
+    def names(self) -> list[str]:
+        """Column names in order."""
+        return [column.name for column in self.columns]
+
+    def conform(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Return `frame` with exactly this table's columns, types and row order.
+
+        Columns the frame lacks become null; columns the table does not know are dropped, unless the
+        table is open-ended.
+        """
+        have = set(frame.columns)
+        own = [
+            (pl.col(c.name).cast(c.polars) if c.name in have else pl.lit(None, c.polars)).alias(c.name)
+            for c in self.columns
+        ]
+        extra = [pl.col(n) for n in frame.columns if n not in set(self.names)] if self.open_ended else []
+        # Ties on the key are broken by every other plain column, so that row order never depends on input order.
+        others = [c.name for c in self.columns if c.name not in self.key and c.kind != "map"]
+        others = [n for n in others if not n.startswith("source_")]
+        return frame.select(*own, *extra).sort([*self.key, *others], nulls_last=True)
+
+    def empty(self) -> pl.DataFrame:
+        """Return a frame of no rows."""
+        return pl.DataFrame(schema={c.name: c.polars for c in self.columns})
+
+
+def _s(name: str, doc: str) -> Column:
+    return Column(name, "string", doc)
+
+
+def _i(name: str, doc: str, unit: str | None = None) -> Column:
+    return Column(name, "int64", doc, unit)
+
+
+def _ns(name: str, doc: str) -> Column:
+    return Column(name, "int64", doc, "ns")
+
+
+def _us(name: str, doc: str) -> Column:
+    return Column(name, "float64", doc, "us")
+
+
+_RUN = (
+    _s("run_id", "the run's folder name, cleaned"),
+    _s("server", "service.instance.id, else host.name, else service.name"),
+)
+_ENGINE = (*_RUN, _i("epoch", "0, 1, ... at each restart of the step counter"))
+
+RUNS = Table(
+    "runs",
+    "one row per run and server: its configuration, counts and times",
+    ("run_id", "server"),
+    (
+        *_RUN,
+        _s("model", "model name as served"),
+        Column("model_config", "json", "config.json as it was read"),
+        Column("settings", "json", "server settings, each with where it came from (given, read, assumed)"),
+        Column("gpu", "json", "GPU specification, null without one"),
+        _s("dialects", "trace dialects found, comma separated"),
+        _i("files", "trace files read"),
+        _i("bytes", "bytes read", "byte"),
+        _s("content_sha256", "hash of the trace files' contents"),
+        _i("spans", "spans of this server"),
+        _i("other_spans", "spans of other scopes, counted and left out of the tables"),
+        _i("duplicate_spans", "spans read more than once"),
+        _i("rejects", "records that could not be read (of the run)"),
+        _i("dropped_events", "events the SDK dropped, as it says itself"),
+        _i("dropped_attributes", "attributes the SDK dropped"),
+        Column("events", "json", "event name to count"),
+        _i("epochs", "engine starts seen"),
+        _i("steps", "steps with a summary"),
+        _i("requests", "requests"),
+        Column("step_sampling", "float64", "steps with a summary / steps counted", "ratio"),
+        Column("journey_sampling", "float64", "estimated share of requests with a journey", "ratio"),
+        Column("snapshot_sampling", "float64", "steps with snapshots / steps with a summary", "ratio"),
+        _ns("first_unix_ns", "first event"),
+        _ns("last_unix_ns", "last event"),
+    ),
+)
+
+SPANS = Table(
+    "spans",
+    "one row per span of the vLLM scopes",
+    ("run_id", "server", "start_unix_ns", "trace_id", "span_id"),
+    (
+        *_RUN,
+        _s("trace_id", "lower-case hex"),
+        _s("span_id", "lower-case hex"),
+        _s("parent_span_id", "lower-case hex, null for a root"),
+        _s("scope", "instrumentation scope"),
+        _s("name", "span name"),
+        _s("kind", "INTERNAL, SERVER, CLIENT, PRODUCER or CONSUMER"),
+        _ns("start_unix_ns", "start"),
+        _ns("end_unix_ns", "end"),
+        _s("status_code", "UNSET, OK or ERROR"),
+        _s("status_message", "status message"),
+        _s("service_name", "service.name"),
+        Column("attributes", "map", "allow-listed span attributes, scalars as JSON text"),
+        _i("dropped_events", "events of this span the SDK dropped"),
+        _s("source_file", "file the span was read from"),
+        _i("source_offset", "offset of its record in the decompressed file", "byte"),
+    ),
+)
+
+JOURNEY_EVENTS = Table(
+    "journey_events",
+    "one row per event of a request's journey, both layers",
+    ("run_id", "server", "epoch", "ts_ns", "trace_id", "span_id", "event"),
+    (
+        *_ENGINE,
+        _s("trace_id", "lower-case hex"),
+        _s("span_id", "lower-case hex"),
+        _s("request_id", "gen_ai.request.id of the span"),
+        _s("layer", "api or core"),
+        _s("event", "ARRIVED, HANDOFF_TO_CORE, FIRST_RESPONSE_FROM_CORE, DEPARTED, ABORTED, QUEUED, ..."),
+        _ns("ts_ns", "engine's monotonic clock"),
+        _ns("unix_ns", "wall clock"),
+        _i("step_id", "scheduler.step"),
+        _s("phase", "WAITING, PREFILL or DECODE"),
+        _i("prefill_done_tokens", "high-water mark of prompt tokens computed", "token"),
+        _i("prefill_total_tokens", "prompt tokens", "token"),
+        _i("decode_done_tokens", "output tokens so far", "token"),
+        _i("decode_max_tokens", "output tokens allowed", "token"),
+        _i("num_preemptions", "preemptions so far"),
+        _s("schedule_kind", "FIRST or RESUME"),
+        _s("finish_status", "stopped, length, aborted, ignored or error"),
+        _s("reason", "reason of an API abort"),
+    ),
+)
+
+STEPS = Table(
+    "steps",
+    "one row per sampled engine step (BATCH_SUMMARY)",
+    ("run_id", "server", "epoch", "step_id"),
+    (
+        *_ENGINE,
+        _i("step_id", "step counter, from 1"),
+        _ns("ts_start_ns", "start of schedule()"),
+        _ns("ts_end_ns", "end of schedule()"),
+        _i("duration_us", "time inside schedule(), not the step", "us"),
+        _i("running_depth", "running requests after scheduling"),
+        _i("waiting_depth", "waiting requests after scheduling"),
+        _i("num_prefill_reqs", "scheduled requests without an output token"),
+        _i("num_decode_reqs", "scheduled requests with output"),
+        _i("scheduled_tokens", "tokens of the step", "token"),
+        _i("prefill_tokens", "tokens of prefill requests", "token"),
+        _i("decode_tokens", "tokens of decode requests", "token"),
+        _i("num_finished", "requests finished since the previous step"),
+        _i("num_preempted", "requests preempted by this step"),
+        Column("kv_usage_ratio", "float64", "KV blocks in use / total", "ratio"),
+        _i("kv_blocks_total", "KV blocks", "block"),
+        _i("kv_blocks_free", "free KV blocks", "block"),
+        _ns("unix_ns", "wall clock of the event, at the end of schedule()"),
+    ),
+)
+
+REQUEST_SNAPSHOTS = Table(
+    "request_snapshots",
+    "one row per running request of a rich-sampled step",
+    ("run_id", "server", "epoch", "step_id", "request_id"),
+    (
+        *_ENGINE,
+        _i("step_id", "step counter"),
+        _s("request_id", "core request id"),
+        _s("phase", "PREFILL or DECODE"),
+        _i("num_prompt_tokens", "prompt tokens", "token"),
+        _i("num_computed_tokens", "tokens computed before this step", "token"),
+        _i("num_output_tokens", "output tokens before this step", "token"),
+        _i("num_preemptions", "preemptions so far"),
+        _i("scheduled_tokens", "tokens of this step", "token"),
+        _i("kv_blocks_allocated", "KV blocks of the request", "block"),
+        _i("kv_blocks_cached", "floor(tokens so far / block size): not prefix hits", "block"),
+        _i("effective_prompt_len", "prompt tokens without prefix-cache hits", "token"),
+    ),
+)
+
+REQUESTS = Table(
+    "requests",
+    "one row per request, joined over both layers",
+    ("run_id", "server", "epoch", "arrival_ns", "queued_ns", "core_request_id", "request_id"),
+    (
+        *_ENGINE,
+        _s("request_id", "client-facing id (API span), else the core id"),
+        _s("core_request_id", "id inside the engine core"),
+        _s("trace_id", "lower-case hex"),
+        _s("route", "http.route"),
+        _ns("arrival_ns", "ARRIVED"),
+        _ns("handoff_ns", "HANDOFF_TO_CORE"),
+        _ns("queued_ns", "QUEUED"),
+        _ns("first_scheduled_ns", "first SCHEDULED"),
+        _ns("first_token_ns", "FIRST_TOKEN"),
+        _ns("last_token_ns", "last output token: FINISHED of a request that was not cut off"),
+        _ns("finished_ns", "FINISHED"),
+        _ns("departed_ns", "DEPARTED"),
+        _ns("aborted_ns", "ABORTED of the API span"),
+        _i("queued_step", "step counter at QUEUED"),
+        _i("first_scheduled_step", "step of the first SCHEDULED"),
+        _i("first_token_step", "step of FIRST_TOKEN"),
+        _i("finished_step", "step of FINISHED"),
+        _i("prompt_tokens", "prompt tokens", "token"),
+        _i("output_tokens", "output tokens", "token"),
+        _i("max_tokens", "output tokens allowed", "token"),
+        _i("cached_prompt_tokens", "prompt tokens found in the prefix cache (snapshots only)", "token"),
+        _i("num_preemptions", "preemptions"),
+        _s("finish_status", "stopped, length, aborted, ignored or error"),
+        _us("admission_us", "QUEUED - ARRIVED"),
+        _us("queue_wait_us", "first SCHEDULED - QUEUED"),
+        _us("requeue_wait_us", "sum of RESUME - PREEMPTED"),
+        _us("time_in_queue_us", "first SCHEDULED - ARRIVED"),
+        _us("prefill_us", "FIRST_TOKEN - first SCHEDULED - requeue before it"),
+        _us("decode_us", "FINISHED - FIRST_TOKEN - requeue after it"),
+        _us("ttft_us", "FIRST_TOKEN - ARRIVED"),
+        _us("engine_us", "FINISHED - QUEUED"),
+        _us("e2e_us", "FINISHED - ARRIVED"),
+        _us("departure_us", "DEPARTED - FINISHED"),
+        _us("client_us", "DEPARTED - ARRIVED"),
+        _us("itl_us", "(FINISHED - FIRST_TOKEN) / (output tokens - 1)"),
+    ),
+)
+
+TIMELINE = Table(
+    "timeline",
+    "one row per engine step known",
+    ("run_id", "server", "epoch", "step_id"),
+    (
+        *_ENGINE,
+        _i("step_id", "step counter"),
+        _ns("ts_start_ns", "start of the step"),
+        _us("cycle_us", "start of the step to start of the next; null where the next is not known"),
+        _s("cycle_source", "adjacent, interval or duration"),
+        _i("interval_steps", "steps the cycle spans (1 when adjacent)"),
+        _i("num_prefill_reqs", "scheduled requests without an output token"),
+        _i("num_decode_reqs", "scheduled requests with output"),
+        _i("prefill_tokens", "tokens of prefill requests", "token"),
+        _i("decode_tokens", "tokens of decode requests", "token"),
+        _i("context_tokens", "KV tokens read by decode requests; null without full snapshots", "token"),
+        _i("prefill_context_tokens", "tokens computed before by prefill requests", "token"),
+        _i("running_depth", "running requests after scheduling"),
+        _i("waiting_depth", "waiting requests after scheduling"),
+        _i("waiting_tokens", "prompt tokens waiting", "token"),
+        Column("kv_usage_ratio", "float64", "KV blocks in use / total", "ratio"),
+        _i("kv_blocks_used", "KV blocks in use", "block"),
+        _i("num_preempted", "requests preempted by this step"),
+        _i("duration_us", "time inside schedule()", "us"),
+        _s("composition_source", "summary, snapshots or journey"),
+        Column("idle_before", "bool", "the engine was idle before this step"),
+        Column("idle_after", "bool", "the step left nothing running and nothing waiting"),
+    ),
+)
+
+_TRAINING = (
+    Column("y", "float64", "the target", "us"),
+    _s("split", "train or holdout, by the time the interval began"),
+    _s("excluded_because", "why the row is left out; null for a row that counts"),
+)
+
+ALPHA_TRAINING = Table(
+    "alpha_training",
+    "one row per request and target; feature columns follow",
+    ("run_id", "server", "epoch", "target", "ts_ns", "request_id"),
+    (
+        *_ENGINE,
+        _s("scope_id", "scope the row was fitted in"),
+        _s("target", "queue_wait, admission or departure"),
+        _s("request_id", "core request id"),
+        _ns("ts_ns", "event the interval began with"),
+        *_TRAINING,
+    ),
+    open_ended=True,
+)
+
+BETA_TRAINING = Table(
+    "beta_training",
+    "one row per step with a known time; feature columns follow",
+    ("run_id", "server", "epoch", "step_id"),
+    (
+        *_ENGINE,
+        _s("scope_id", "scope the row was fitted in"),
+        _i("step_id", "step counter"),
+        _ns("ts_ns", "start of the interval"),
+        _s("source", "adjacent, interval or duration"),
+        *_TRAINING,
+    ),
+    open_ended=True,
+)
+
+REJECTS = Table(
+    "rejects",
+    "one row per record that could not be read",
+    ("run_id", "source_file", "source_offset", "reason"),
+    (
+        _s("run_id", "the run's folder name, cleaned"),
+        _s("source_file", "file"),
+        _i("source_offset", "offset in the decompressed file", "byte"),
+        _i("length", "length", "byte"),
+        _s("reason", "why"),
+        _s("excerpt", "structure and keys, no values"),
+    ),
+)
+
+TABLES: dict[str, Table] = {
+    table.name: table
+    for table in (
+        RUNS,
+        SPANS,
+        JOURNEY_EVENTS,
+        STEPS,
+        REQUEST_SNAPSHOTS,
+        REQUESTS,
+        TIMELINE,
+        ALPHA_TRAINING,
+        BETA_TRAINING,
+        REJECTS,
+    )
+}
+INGEST_TABLES = tuple(n for n in TABLES if n not in ("alpha_training", "beta_training"))
