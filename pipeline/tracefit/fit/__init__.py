@@ -1,0 +1,1 @@
+"""Training frames become linear models with a validation beside every number."""

@@ -1,0 +1,91 @@
+"""Which rows train, which are held out, and which are left out of what, by the published rules.
+
+Hold-out rows lose idle gaps and epoch boundaries, nothing else: an error without its hiccups is not the error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.fit.estimators import RobustLinear
+
+if TYPE_CHECKING:
+    from tracefit.fit.metrics import Vector
+
+SERVER = ["run_id", "server"]
+TRAIN_SHARE = 0.7
+WARM_UP_STEPS = 20
+WARM_UP_SHARE = 0.01
+
+IDLE_GAP = "idle_gap"
+EPOCH_BOUNDARY = "epoch_boundary"
+WARM_UP = "warm_up"
+OUTLIER = "outlier"
+PREEMPTION_HEAVY = "preemption_heavy"
+UNKNOWN_FEATURES = "unknown_features"
+
+ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY)
+"""Reasons that apply to both parts."""
+
+OUTLIER_SPREADS = 8.0
+OUTLIER_FACTOR = 3.0
+"""A training row is an outlier when it is both more than 8 robust standard deviations and more than a factor of 3 away
+from a first robust fit."""
+
+
+def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
+    """Add `split`: the first 70 % of each server's rows in time train, the rest is held out.
+
+    Rows that are left out of both parts do not move the boundary; they carry the part their time falls in.
+
+    Args:
+        rows: Columns run_id, server, ts_ns, excluded_because.
+    """
+    counted = ~pl.col("excluded_because").is_in(ALWAYS).fill_null(value=False)
+    boundary = (
+        rows.filter(counted)
+        .sort(*SERVER, "ts_ns")
+        .group_by(SERVER)
+        .agg(
+            holdout_from_ns=pl.col("ts_ns").get(
+                (pl.len() * TRAIN_SHARE).ceil().cast(pl.Int64).clip(0, pl.len() - 1)
+            )
+        )
+    )
+    held_out = pl.col("ts_ns") >= pl.col("holdout_from_ns")
+    joined = rows.join(boundary, on=SERVER, how="left", maintain_order="left")
+    split = pl.when(held_out.fill_null(value=False)).then(pl.lit("holdout")).otherwise(pl.lit("train"))
+    return joined.with_columns(split=split)
+
+
+def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr, *, train_only: bool = True) -> pl.DataFrame:
+    """Mark rows that meet `condition` with `reason`, unless they are marked already."""
+    free = pl.col("excluded_because").is_null() & condition.fill_null(value=False)
+    if train_only:
+        free = free & (pl.col("split") == "train")
+    because = pl.when(free).then(pl.lit(reason)).otherwise("excluded_because")
+    return rows.with_columns(excluded_because=because)
+
+
+def warm_up_ends(counters: pl.DataFrame) -> pl.DataFrame:
+    """Return the first step id after warm-up of each epoch: 1 % of the epoch's steps or 20, whichever is more.
+
+    Args:
+        counters: run_id, server, epoch, first_step, last_step.
+    """
+    steps = pl.col("last_step") - pl.col("first_step") + 1
+    length = pl.max_horizontal((steps * WARM_UP_SHARE).ceil().cast(pl.Int64), pl.lit(WARM_UP_STEPS))
+    return counters.select(*SERVER, "epoch", warm_up_until=pl.col("first_step") + length)
+
+
+def outliers(x: Vector, y: Vector) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Find training rows that a first robust fit is far off, by the stated rule; shape (n,)."""
+    fitted = RobustLinear().fit(x, y).predict(x)
+    residual = y - fitted
+    spread = 1.4826 * float(np.median(np.abs(residual - np.median(residual))))
+    floor = np.maximum(fitted, 1e-9)
+    far = np.abs(residual) > OUTLIER_SPREADS * spread
+    return np.asarray(far & ((y > OUTLIER_FACTOR * floor) | (y * OUTLIER_FACTOR < floor)))

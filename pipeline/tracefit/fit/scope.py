@@ -1,0 +1,231 @@
+"""Everything that is fitted for one scope: which target beta has, which models there are, what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import polars as pl
+
+from tracefit.features import training
+from tracefit.features.sets import FeatureSet, add_features
+from tracefit.fit import rows as rules
+from tracefit.fit.train import FeatureColumn, FitOptions, Fitted, TooFewRows, fit_linear
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tracefit.features.context import Scope
+
+BetaTarget = Literal["auto", "clock", "duration"]
+
+COVERED_SHARE = 0.8
+"""Durations that cover this share of busy time are the step times themselves."""
+
+_STEP_FLAGS = "--step-tracing-enabled --step-tracing-sample-rate 1.0"
+_JOURNEY_FLAGS = "--enable-journey-tracing --journey-tracing-sample-rate 1.0"
+_REGIME_BY_STEP = pl.col("first_scheduled_step") > pl.col("queued_step") + 1
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeTables:
+    """The tables of the runs of one scope."""
+
+    runs: pl.DataFrame
+    timeline: pl.DataFrame
+    steps: pl.DataFrame
+    requests: pl.DataFrame
+    counters: pl.DataFrame
+    """run_id, server, epoch, first_step, last_step."""
+    lags: Mapping[tuple[str, str], int]
+    """(run_id, server) to steps that scheduling runs ahead of execution."""
+
+
+@dataclass(frozen=True, slots=True)
+class DurationCover:
+    """What `step.duration_us` covers of the time the engine was busy, over consecutive sampled steps."""
+
+    share: float | None
+    median_cycle_us: float | None
+    median_duration_us: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetChoice:
+    """Where beta's target comes from, and why."""
+
+    source: Literal["clock", "duration"]
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A model that was not fitted, and what would give it."""
+
+    name: str
+    reason: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FittedModel:
+    """A fitted model under its published name."""
+
+    name: str
+    target: str
+    definition: str
+    source: str
+    fitted: Fitted
+
+
+@dataclass(frozen=True, slots=True)
+class FittedScope:
+    """All results of one scope."""
+
+    scope: Scope
+    tables: ScopeTables
+    cover: DurationCover
+    choice: TargetChoice | None
+    models: tuple[FittedModel, ...]
+    missing: tuple[Missing, ...]
+    alpha_rows: pl.DataFrame | None
+    beta_rows: pl.DataFrame | None
+    notes: tuple[str, ...] = field(default=())
+
+
+def fit_scope(
+    scope: Scope, tables: ScopeTables, sets: Mapping[str, FeatureSet], beta_target: BetaTarget
+) -> FittedScope:
+    """Fit beta and the three alpha models of one scope, as far as its data allow.
+
+    Args:
+        scope: The scope.
+        tables: Its runs' tables.
+        sets: Feature set by target: cycle_time, queue_wait, admission, departure.
+        beta_target: Which step time to fit.
+    """
+    constants = training.constants_of(scope.context)
+    cover = duration_cover(tables.timeline)
+    models: list[FittedModel] = []
+    missing: list[Missing] = []
+    choice, beta = _fit_beta(tables, cover, beta_target, sets["cycle_time"], constants)
+    _sort_out(beta, models, missing)
+    alphas = [_fit_alpha(tables, target, sets[target], constants) for target in training.ALPHA_TARGETS]
+    for alpha in alphas:
+        _sort_out(alpha, models, missing)
+    alpha_frames = [a.fitted.rows for a in alphas if isinstance(a, FittedModel)]
+    return FittedScope(
+        scope=scope,
+        tables=tables,
+        cover=cover,
+        choice=choice,
+        models=tuple(models),
+        missing=tuple(missing),
+        alpha_rows=pl.concat(alpha_frames, how="diagonal_relaxed") if alpha_frames else None,
+        beta_rows=beta.fitted.rows if isinstance(beta, FittedModel) else None,
+    )
+
+
+def _sort_out(result: FittedModel | Missing, models: list[FittedModel], missing: list[Missing]) -> None:
+    if isinstance(result, FittedModel):
+        models.append(result)
+    else:
+        missing.append(result)
+
+
+def duration_cover(timeline: pl.DataFrame) -> DurationCover:
+    """Measure the share of busy time that step durations cover, over adjacent steps."""
+    busy = timeline.filter(pl.col("cycle_us").is_not_null() & ~pl.col("idle_after"))
+    total = float(busy["cycle_us"].sum())
+    if not busy.height or total <= 0:
+        return DurationCover(None, None, None)
+    medians = busy.select(pl.col("cycle_us").median(), pl.col("duration_us").cast(pl.Float64).median()).row(0)
+    return DurationCover(float(busy["duration_us"].sum() or 0) / total, *medians)
+
+
+def choose_target(cover: DurationCover, wanted: BetaTarget) -> TargetChoice:
+    """Choose where step times come from: the durations where they are the step times, else the step clock."""
+    if wanted == "duration":
+        return TargetChoice("duration", "asked for with --beta-target duration")
+    if wanted == "clock":
+        return TargetChoice("clock", "asked for with --beta-target clock")
+    if cover.share is None:
+        return TargetChoice(
+            "clock", "no two consecutive steps in the sample to compare step.duration_us with"
+        )
+    medians = f"median cycle {cover.median_cycle_us:.0f} us, median step.duration_us {cover.median_duration_us:.0f} us"
+    share = f"step.duration_us covers {100 * cover.share:.1f} % of busy time"
+    if cover.share >= COVERED_SHARE:
+        return TargetChoice("duration", f"{share}: durations are the step times ({medians})")
+    return TargetChoice("clock", f"{share}: it is the time inside schedule(), not the step ({medians})")
+
+
+def _fit_beta(
+    tables: ScopeTables,
+    cover: DurationCover,
+    wanted: BetaTarget,
+    features: FeatureSet,
+    constants: Mapping[str, float | None],
+) -> tuple[TargetChoice | None, FittedModel | Missing]:
+    name = "beta.duration" if wanted == "duration" else "beta.cycle_time"
+    if not tables.timeline.height:
+        return None, Missing(name, "the traces hold no step events", f"start the server with {_STEP_FLAGS}")
+    choice = choose_target(cover, wanted)
+    rows = training.beta_rows(tables.timeline, tables.lags, choice.source)
+    rows = rules.split_by_time(add_features(rows, features, constants))
+    rows = _mark_warm_up(rows, tables.counters, "step_id")
+    rows = rules.mark(rows, rules.PREEMPTION_HEAVY, training.preemption_heavy(rows))
+    decode_only = pl.col("prefill_tokens") == 0
+    options = FitOptions(groups=(("decode_only", decode_only), ("mixed", ~decode_only)))
+    result = fit_linear(rows, _columns(features), options)
+    if isinstance(result, TooFewRows):
+        remedy = (
+            f"raise --step-tracing-sample-rate: of {tables.steps.height} sampled steps few are consecutive"
+        )
+        return choice, Missing(name, f"step times: {result.reason}", remedy)
+    definition, source = _beta_definition(choice, tables.lags)
+    return choice, FittedModel(name, name.removeprefix("beta."), definition, source, result)
+
+
+def _beta_definition(choice: TargetChoice, lags: Mapping[tuple[str, str], int]) -> tuple[str, str]:
+    if choice.source == "duration":
+        return "step.duration_us as the server stamps it", "duration"
+    if any(lags.values()):
+        ahead = "; scheduling runs a step ahead, so that a step's time is the cycle after its own start"
+        return f"start of a step to start of the next, engine busy{ahead}", "step_clock"
+    return "start of a step to start of the next, engine busy", "step_clock"
+
+
+def _mark_warm_up(rows: pl.DataFrame, counters: pl.DataFrame, step: str) -> pl.DataFrame:
+    ends = rules.warm_up_ends(counters)
+    joined = rows.join(ends, on=[*rules.SERVER, "epoch"], how="left", maintain_order="left")
+    return rules.mark(joined, rules.WARM_UP, pl.col(step) < pl.col("warm_up_until"))
+
+
+_ALPHA_DEFINITIONS = {
+    "queue_wait": "QUEUED to first SCHEDULED",
+    "admission": "ARRIVED to QUEUED; includes the wait for the step in progress to end",
+    "departure": "FINISHED to DEPARTED",
+}
+
+
+def _fit_alpha(
+    tables: ScopeTables, target: str, features: FeatureSet, constants: Mapping[str, float | None]
+) -> FittedModel | Missing:
+    name = f"alpha.{target}"
+    if not tables.requests.height:
+        return Missing(name, "the traces hold no journeys", f"start the server with {_JOURNEY_FLAGS}")
+    rows = training.alpha_rows(tables.requests, tables.steps, target)
+    rows = rules.split_by_time(add_features(rows, features, constants))
+    rows = _mark_warm_up(rows, tables.counters, "at_step")
+    is_wait = target == "queue_wait"
+    groups = (("queued", _REGIME_BY_STEP), ("free", ~_REGIME_BY_STEP)) if is_wait else ()
+    # A queue wait of seconds among waits of 0.2 ms is not an outlier, it is what the model is for.
+    result = fit_linear(rows, _columns(features), FitOptions(drop_outliers=not is_wait, groups=groups))
+    if isinstance(result, TooFewRows):
+        return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
+    return FittedModel(name, target, _ALPHA_DEFINITIONS[target], "journey", result)
+
+
+def _columns(features: FeatureSet) -> list[FeatureColumn]:
+    return [FeatureColumn(f.name, f.coefficient_unit, f.formula) for f in features.features]

@@ -1,0 +1,137 @@
+"""Which features and which penalty: decided inside the training part, by time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tracefit.fit.estimators import NDArrayInt, Penalty, RobustLinear
+
+if TYPE_CHECKING:
+    from tracefit.fit.metrics import Matrix, Vector
+
+MAX_VIF = 10.0
+"""A feature whose variance inflation against those before it exceeds this says nothing new."""
+
+FOLDS = 5
+CANDIDATES: tuple[tuple[Penalty, float], ...] = (
+    *(("ridge", s) for s in (1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
+    *(("lasso", s) for s in (1e-3, 1e-2, 3e-2)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A feature that is not in the model, and why."""
+
+    feature: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A penalty chosen by time-blocked cross-validation; `score` is its mean absolute error over the folds."""
+
+    penalty: Penalty
+    strength: float
+    score: float
+    folds: int
+
+
+def usable_features(x: Matrix, names: list[str]) -> tuple[list[int], list[LeftOut]]:
+    """Keep, in the order declared, features that are known, vary and are not a mix of those before them.
+
+    Args:
+        x: Raw features of the training rows, shape (n, n_features); NaN where unknown.
+        names: Feature names, in order of preference.
+
+    Returns:
+        Kept column indices, and the others with reasons.
+    """
+    kept: list[int] = []
+    left: list[LeftOut] = []
+    basis = np.ones((len(x), 1)) / np.sqrt(max(len(x), 1))
+    for index, name in enumerate(names):
+        column = x[:, index]
+        reason = _unfit(column)
+        if reason is None:
+            centered = column - column.mean()
+            rest = centered - basis @ (basis.T @ centered)
+            rest -= basis @ (basis.T @ rest)  # once more, against rounding
+            share = float(rest @ rest) / float(centered @ centered)
+            if share * MAX_VIF < 1:
+                reason = _collinear(x, kept, names, column, share)
+        if reason is not None:
+            left.append(LeftOut(name, reason))
+            continue
+        basis = np.column_stack([basis, rest / np.linalg.norm(rest)])
+        kept.append(index)
+    return kept, left
+
+
+def _unfit(column: Vector) -> str | None:
+    known = column[np.isfinite(column)]
+    if known.size == 0:
+        return "not known in these runs"
+    if known.size < column.size:
+        return f"unknown on {column.size - known.size} of {column.size} training rows"
+    if np.ptp(known) <= 1e-12 * max(1.0, float(np.abs(known).max())):
+        return f"constant in the training rows ({known[0]:.6g})"
+    return None
+
+
+def _collinear(x: Matrix, kept: list[int], names: list[str], column: Vector, share: float) -> str:
+    others = [abs(float(np.corrcoef(column, x[:, k])[0, 1])) for k in kept]
+    nearest = names[kept[int(np.argmax(others))]]
+    inflation = "infinite" if share < 1e-10 else f"{1 / share:.0f}"
+    return f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
+
+
+def time_blocks(run: NDArrayInt, time: NDArrayInt, count: int) -> NDArrayInt:
+    """Cut each run's rows into `count` contiguous blocks of time; block i of every run has number i.
+
+    Args:
+        run: Shape (n,), which run a row belongs to.
+        time: Shape (n,), when it began; compared within a run only.
+        count: Blocks per run.
+    """
+    block = np.zeros(len(run), dtype=np.int64)
+    for one in np.unique(run):
+        rows = np.flatnonzero(run == one)
+        rank = np.argsort(np.argsort(time[rows], kind="stable"), kind="stable")
+        block[rows] = rank * count // len(rows)
+    return block
+
+
+def choose_penalty(
+    x: Matrix, y: Vector, blocks: NDArrayInt, candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES
+) -> Choice:
+    """Choose penalty and strength by leave-one-time-block-out error on the training rows.
+
+    Ties (within 0.1 %) go to the earlier candidate: Ridge before Lasso, weaker before stronger.
+    """
+    folds = [f for f in np.unique(blocks) if 0 < np.sum(blocks == f) < len(y)]
+    if not folds:
+        penalty, strength = candidates[0]
+        return Choice(penalty, strength, float("nan"), 0)
+    best: Choice | None = None
+    for penalty, strength in candidates:
+        score = _cross_validated_mae(x, y, blocks, folds, penalty, strength)
+        if best is None or score < best.score * 0.999:
+            best = Choice(penalty, strength, score, len(folds))
+    if best is None:
+        raise AssertionError("no candidates")
+    return best
+
+
+def _cross_validated_mae(
+    x: Matrix, y: Vector, blocks: NDArrayInt, folds: list[np.int64], penalty: Penalty, strength: float
+) -> float:
+    errors = np.zeros(len(y))
+    for fold in folds:
+        test = blocks == fold
+        model = RobustLinear(penalty, strength).fit(x[~test], y[~test])
+        errors[test] = np.abs(np.maximum(model.predict(x[test]), 0.0) - y[test])
+    return float(errors.mean())
