@@ -1,0 +1,1 @@
+"""The coefficient file and the evaluation file: their published shape, reading and writing."""

@@ -1,0 +1,243 @@
+"""Fitted scopes become the published documents: coefficient files and evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Literal
+
+import polars as pl
+
+from tracefit._version import __version__
+from tracefit.coefficients import evaluation as ev
+from tracefit.coefficients import model as cf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tracefit.features.context import Scope
+    from tracefit.fit.metrics import Metrics
+    from tracefit.fit.scope import FittedModel, FittedScope
+    from tracefit.fit.train import Fitted
+
+_LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
+
+Kind = Literal["alpha", "beta"]
+
+
+def provenance(options: dict[str, cf.Scalar]) -> cf.Provenance:
+    """State which program makes the files, with which libraries and options."""
+    return cf.Provenance(
+        tool="tracefit",
+        version=__version__,
+        libraries={name: version(name) for name in _LIBRARIES},
+        options=options,
+    )
+
+
+def coefficient_file(kind: Kind, scopes: Sequence[FittedScope], made_by: cf.Provenance) -> cf.CoefficientFile:
+    """Collect the models of one kind over all scopes."""
+    prefix = f"{kind}."
+    return cf.CoefficientFile(
+        kind=kind,
+        models=tuple(_model(s, m) for s in scopes for m in s.models if m.name.startswith(prefix)),
+        not_fitted=tuple(
+            cf.NotFitted(name=m.name, scope_id=s.scope.scope_id, reason=m.reason, remedy=m.remedy)
+            for s in scopes
+            for m in s.missing
+            if m.name.startswith(prefix)
+        ),
+        provenance=made_by,
+    )
+
+
+def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel:
+    fitted = model.fitted
+    return cf.LinearModel(
+        name=model.name,
+        scope_id=scope.scope.scope_id,
+        target=cf.Target(name=model.target, definition=model.definition, source=model.source),
+        estimator=_estimator(fitted),
+        features_left_out=tuple(
+            cf.FeatureLeftOut(feature=x.feature, reason=x.reason) for x in fitted.left_out
+        ),
+        training=_training(scope, fitted),
+        validation=entry(fitted),
+        scope=scope_facts(scope.scope),
+        intercept=cf.Number(value=fitted.intercept, ci95=fitted.intercept_ci95),
+        terms=tuple(
+            cf.Term(
+                feature=t.feature.name,
+                unit=t.feature.unit,
+                value=t.value,
+                ci95=t.ci95,
+                seen=t.seen,
+                formula=t.feature.formula,
+            )
+            for t in fitted.terms
+        ),
+    )
+
+
+def _estimator(fitted: Fitted) -> cf.Estimator:
+    return cf.Estimator(
+        name="huber_linear",
+        penalty=fitted.choice.penalty,
+        strength=fitted.choice.strength,
+        huber=fitted.huber,
+        chosen_by="mean absolute error of time-blocked cross-validation on the training part",
+        cv_mae=fitted.choice.score if fitted.choice.folds else None,
+        folds=fitted.choice.folds,
+    )
+
+
+def _training(scope: FittedScope, fitted: Fitted) -> cf.Training:
+    rows = fitted.rows
+    ranges = (
+        rows.group_by("run_id", "server")
+        .agg(
+            pl.col("ts_ns").min().alias("first"),
+            pl.col("holdout_from_ns").first(),
+            pl.col("ts_ns").max().alias("last"),
+        )
+        .drop_nulls()
+        .sort("run_id", "server")
+    )
+    return cf.Training(
+        runs=tuple(sorted(rows["run_id"].unique())),
+        rows=fitted.rows_train,
+        rows_used=fitted.rows_used,
+        rows_holdout=fitted.rows_holdout,
+        exclusions=exclusions(fitted),
+        time_range=tuple(
+            cf.TimeRange(run_id=run, server=server, first_ns=first, holdout_from_ns=boundary, last_ns=last)
+            for run, server, first, boundary, last in ranges.iter_rows()
+        ),
+        inputs_sha256=_inputs_hash(scope),
+    )
+
+
+def _inputs_hash(scope: FittedScope) -> str:
+    contents = scope.tables.runs.select("run_id", "content_sha256").unique().sort("run_id")
+    return hashlib.sha256("\n".join(":".join(row) for row in contents.iter_rows()).encode()).hexdigest()
+
+
+def exclusions(fitted: Fitted) -> dict[str, int]:
+    """Count the rows that were left out, by reason, in name order."""
+    return dict(sorted(Counter(fitted.rows["excluded_because"].drop_nulls().to_list()).items()))
+
+
+def scope_facts(scope: Scope) -> cf.ScopeFacts:
+    """State what a model speaks about."""
+    context = scope.context
+    return cf.ScopeFacts(
+        model=context.settings.model or (context.architecture.name if context.architecture else None),
+        gpu=context.gpu.name if context.gpu else None,
+        architecture=dict(context.architecture.facts()) if context.architecture else {},
+        hardware=dict(context.gpu.facts()) if context.gpu else {},
+        settings=dict(context.settings.values()),
+        assumed=scope.assumed(),
+    )
+
+
+def metrics_entry(metrics: Metrics) -> ev.MetricsEntry:
+    """Publish metrics."""
+    return ev.MetricsEntry(**dataclasses.asdict(metrics))
+
+
+def entry(fitted: Fitted) -> ev.Entry:
+    """Publish a model's validation."""
+    v = fitted.validation
+    return ev.Entry(
+        unit="us",
+        n_features=len(fitted.terms),
+        train=metrics_entry(v.train),
+        holdout=metrics_entry(v.holdout),
+        baseline=metrics_entry(v.baseline),
+        reference=metrics_entry(v.reference) if v.reference else None,
+        by={name: metrics_entry(m) for name, m in v.by.items()},
+        within_5_pct=v.within_5_pct,
+        extrapolated_rows=v.extrapolated_rows,
+        skill=v.skill,
+    )
+
+
+def evaluate(scopes: Sequence[FittedScope], all_runs: pl.DataFrame) -> ev.Evaluation:
+    """Publish everything that was measured."""
+    return ev.Evaluation(ingest=_ingest(all_runs), scopes=tuple(_scope(s) for s in scopes))
+
+
+def _ingest(runs: pl.DataFrame) -> ev.IngestEntry:
+    # Files, rejects and duplicates are counted per run; spans and dropped events per server of it.
+    per_run = runs.unique("run_id", keep="first", maintain_order=True)
+    events: Counter[str] = Counter()
+    for text in per_run["events"]:
+        events.update(_event_counts(text))
+    return ev.IngestEntry(
+        files=_sum(per_run, "files"),
+        bytes=_sum(per_run, "bytes"),
+        spans=_sum(runs, "spans"),
+        other_spans=_sum(per_run, "other_spans"),
+        events=dict(sorted(events.items())),
+        rejects=_sum(per_run, "rejects"),
+        dropped_events=_sum(runs, "dropped_events"),
+        dropped_attributes=_sum(per_run, "dropped_attributes"),
+        duplicates=_sum(per_run, "duplicate_spans"),
+    )
+
+
+def _event_counts(text: str | None) -> dict[str, int]:
+    return dict(json.loads(text)) if text else {}
+
+
+def _sum(frame: pl.DataFrame, column: str) -> int:
+    return int(frame[column].sum() or 0)
+
+
+def _scope(scope: FittedScope) -> ev.ScopeEvaluation:
+    return ev.ScopeEvaluation(
+        scope_id=scope.scope.scope_id,
+        runs=tuple(sorted(scope.tables.runs["run_id"].unique())),
+        models={m.name: entry(m.fitted) for m in scope.models},
+        not_fitted=tuple(
+            ev.NotFittedEntry(name=m.name, reason=m.reason, remedy=m.remedy) for m in scope.missing
+        ),
+        timeline=_timeline(scope),
+        exclusions={m.name: exclusions(m.fitted) for m in scope.models},
+        notes=scope.notes,
+    )
+
+
+def _timeline(scope: FittedScope) -> ev.TimelineEntry:
+    tables, runs = scope.tables, scope.tables.runs
+    timeline = tables.timeline
+    idle = timeline.filter(pl.col("cycle_us").is_not_null() & pl.col("idle_after"))
+    return ev.TimelineEntry(
+        epochs=_sum(runs, "epochs"),
+        servers=runs.height,
+        steps_known=timeline.height,
+        adjacent_cycles=int(timeline["cycle_us"].is_not_null().sum()),
+        idle_gaps=idle.height,
+        step_sampling=_mean(runs["step_sampling"]),
+        journey_sampling=_mean(runs["journey_sampling"]),
+        duration_coverage=scope.cover.share,
+        median_cycle_us=scope.cover.median_cycle_us,
+        median_duration_us=scope.cover.median_duration_us,
+        beta_target_source=scope.choice.source if scope.choice else None,
+        beta_target_because=scope.choice.because if scope.choice else None,
+        execution_lag_steps=max(tables.lags.values(), default=0),
+        dropped_events=_sum(runs, "dropped_events"),
+    )
+
+
+def _mean(column: pl.Series) -> float | None:
+    value = column.mean()
+    return float(value) if isinstance(value, int | float) else None
+
+
+def model_names(scopes: Iterable[FittedScope]) -> list[str]:
+    """Names of all fitted models, in order."""
+    return [m.name for s in scopes for m in s.models]

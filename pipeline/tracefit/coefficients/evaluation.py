@@ -1,0 +1,127 @@
+"""The evaluation file: its published shape."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+EVALUATION_SCHEMA: Literal["tracefit/evaluation"] = "tracefit/evaluation"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class MetricsEntry(_Part):
+    """Errors over n rows; percentages in percent, mae and rmse in the model's unit."""
+
+    n: int
+    mape_pct: float | None
+    mdape_pct: float | None
+    mae: float | None
+    rmse: float | None
+    r2: float | None
+    bias_pct: float | None
+    p90_ape_pct: float | None
+    p99_ape_pct: float | None
+    zero_targets: int = Field(default=0, description="rows with a zero target, left out of percentage errors")
+
+
+class Classifier(_Part):
+    """How well a regime condition tells the regimes apart on the hold-out."""
+
+    balanced_accuracy: float | None
+    confusion: dict[str, int]
+
+
+class Entry(_Part):
+    """One model's validation."""
+
+    unit: str
+    n_features: int
+    train: MetricsEntry
+    holdout: MetricsEntry
+    baseline: MetricsEntry = Field(description="the training median on the hold-out")
+    reference: MetricsEntry | None = Field(
+        description="gradient boosting on the same features and rows, hold-out"
+    )
+    by: dict[str, MetricsEntry] = Field(default_factory=dict, description="hold-out errors by kind of row")
+    classifier: Classifier | None = None
+    within_5_pct: float | None = Field(default=None, description="share of hold-out rows within 5 %")
+    extrapolated_rows: int = Field(
+        default=0, description="hold-out rows with a feature outside its training range"
+    )
+    skill: float | None = Field(description="1 - mae / baseline.mae on the hold-out")
+
+
+class TimelineEntry(_Part):
+    """What the step clock had to go on."""
+
+    epochs: int
+    servers: int
+    steps_known: int
+    adjacent_cycles: int
+    intervals: int = 0
+    interval_steps: int = 0
+    idle_gaps: int
+    composition_agreement: float | None = None
+    step_sampling: float | None
+    journey_sampling: float | None
+    duration_coverage: float | None = Field(
+        description="share of busy time that step.duration_us covers, over adjacent steps"
+    )
+    median_cycle_us: float | None = None
+    median_duration_us: float | None = None
+    beta_target_source: str | None = None
+    beta_target_because: str | None = None
+    execution_lag_steps: int = Field(
+        default=0, description="1 where scheduling runs a step ahead of execution"
+    )
+    dropped_events: int
+
+
+class NotFittedEntry(_Part):
+    """A model this scope lacks, and what would give it."""
+
+    name: str
+    reason: str
+    remedy: str | None = None
+
+
+class ScopeEvaluation(_Part):
+    """Everything about one scope."""
+
+    scope_id: str
+    runs: tuple[str, ...]
+    models: dict[str, Entry]
+    not_fitted: tuple[NotFittedEntry, ...] = ()
+    timeline: TimelineEntry
+    exclusions: dict[str, dict[str, int]] = Field(
+        default_factory=dict, description="model name to rows left out by reason"
+    )
+    notes: tuple[str, ...] = ()
+
+
+class IngestEntry(_Part):
+    """What was read, and what of it was not usable."""
+
+    files: int
+    bytes: int
+    spans: int
+    other_spans: int = 0
+    events: dict[str, int]
+    rejects: int
+    dropped_events: int
+    dropped_attributes: int = 0
+    duplicates: int
+
+
+class Evaluation(_Part):
+    """evaluation.json."""
+
+    schema_: Literal["tracefit/evaluation"] = Field(default=EVALUATION_SCHEMA, alias="schema")
+    version: Literal[1] = 1
+    ingest: IngestEntry
+    scopes: tuple[ScopeEvaluation, ...]
+    across: tuple[ScopeEvaluation, ...] = ()

@@ -1,0 +1,214 @@
+"""The coefficient file: its published shape. One model per name and scope, in one of three forms."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tracefit.coefficients.evaluation import Entry
+
+FILE_SCHEMA: Literal["tracefit/coefficients"] = "tracefit/coefficients"
+FILE_VERSION: Literal[1] = 1
+
+Scalar = str | int | float | bool | None
+Interval = tuple[float, float]
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$", max_length=200)]
+
+
+class Strict(BaseModel):
+    """A part of a published file: immutable, finite numbers, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class Target(Strict):
+    """What a model predicts."""
+
+    name: str
+    unit: Literal["us"] = "us"
+    definition: str
+    source: str = Field(
+        description="which evidence the target was measured from, e.g. step_clock or duration"
+    )
+
+
+class Number(Strict):
+    """A fitted number in the target's unit."""
+
+    value: float
+    ci95: Interval | None = Field(default=None, description="95 % interval; contains the value")
+
+
+class Term(Strict):
+    """One addend: value times feature, both raw."""
+
+    feature: Identifier
+    unit: str = Field(description="unit of the value, e.g. us/token")
+    value: float
+    ci95: Interval | None = None
+    seen: Interval | None = Field(default=None, description="smallest and largest value in the training rows")
+    formula: str | None = Field(default=None, description="how the feature is computed from table columns")
+
+
+class Linear(Strict):
+    """intercept + sum of value * feature, clipped at 0."""
+
+    form: Literal["linear"] = "linear"
+    intercept: Number
+    terms: tuple[Term, ...] = Field(default=(), max_length=1000)
+
+
+class Comparison(Strict):
+    """A feature compared with a number or with another feature."""
+
+    feature: Identifier
+    op: Literal["<", "<=", ">", ">=", "=="]
+    value: float | None = None
+    feature2: Identifier | None = None
+
+
+class Condition(Strict):
+    """True if any / all of the comparisons hold; an empty `all` is true."""
+
+    any: tuple[Comparison, ...] | None = Field(default=None, max_length=100)
+    all: tuple[Comparison, ...] | None = Field(default=None, max_length=100)
+
+
+class Regime(Strict):
+    """One regime of a two-regime model."""
+
+    name: str
+    when: Condition
+    intercept: Number
+    terms: tuple[Term, ...] = Field(default=(), max_length=1000)
+
+
+class Work(Strict):
+    """A linear amount of work."""
+
+    intercept: Number
+    terms: tuple[Term, ...] = Field(default=(), max_length=1000)
+
+
+class Estimator(Strict):
+    """How the numbers were found."""
+
+    name: str
+    penalty: str
+    strength: float
+    huber: float | None = None
+    chosen_by: str
+    cv_mae: float | None = Field(
+        default=None, description="cross-validated mean absolute error of the choice"
+    )
+    folds: int = 0
+
+
+class FeatureLeftOut(Strict):
+    """A feature of the set that is not in the model."""
+
+    feature: str
+    reason: str
+
+
+class TimeRange(Strict):
+    """Times of one server's rows, ns on its own monotonic clock."""
+
+    run_id: str
+    server: str
+    first_ns: int
+    holdout_from_ns: int
+    last_ns: int
+
+
+class Training(Strict):
+    """What the model was trained on."""
+
+    runs: tuple[str, ...]
+    rows: int = Field(description="rows of the training part")
+    rows_used: int
+    rows_holdout: int
+    exclusions: dict[str, int] = Field(description="rows left out, by reason, both parts together")
+    time_range: tuple[TimeRange, ...]
+    inputs_sha256: str = Field(description="hash over the trace files' contents")
+
+
+class Provenance(Strict):
+    """Which program made the file; comparisons ignore this."""
+
+    tool: str
+    version: str
+    libraries: dict[str, str]
+    options: dict[str, Scalar]
+
+
+class ScopeFacts(Strict):
+    """What the model speaks about; everything in `assumed` was not stated by any input."""
+
+    model: str | None
+    gpu: str | None
+    architecture: dict[str, Scalar]
+    hardware: dict[str, Scalar]
+    settings: dict[str, Scalar]
+    assumed: tuple[str, ...] = ()
+
+
+class _ModelBase(Strict):
+    name: str
+    scope_id: str
+    target: Target
+    estimator: Estimator | None = None
+    features_left_out: tuple[FeatureLeftOut, ...] = ()
+    training: Training | None = None
+    validation: Entry | None = None
+    scope: ScopeFacts
+    notes: tuple[str, ...] = ()
+
+
+class LinearModel(_ModelBase):
+    """A linear model."""
+
+    form: Literal["linear"] = "linear"
+    intercept: Number
+    terms: tuple[Term, ...] = Field(default=(), max_length=1000)
+
+
+class RegimesModel(_ModelBase):
+    """The first regime whose condition holds, then linear."""
+
+    form: Literal["regimes"]
+    regimes: tuple[Regime, ...] = Field(min_length=1, max_length=20)
+
+
+class BoundaryModel(_ModelBase):
+    """The first step start at or after (event + work), plus offset; event + work when the engine is idle."""
+
+    form: Literal["boundary"]
+    boundary: Literal["step_start"]
+    work: Work
+    offset: Number
+    without_clock: Linear
+
+
+Model = Annotated[LinearModel | RegimesModel | BoundaryModel, Field(discriminator="form")]
+
+
+class NotFitted(Strict):
+    """A model that could not be fitted, why, and what would give the data."""
+
+    name: str
+    scope_id: str
+    reason: str
+    remedy: str | None = None
+
+
+class CoefficientFile(Strict):
+    """alpha.json or beta.json."""
+
+    schema_: Literal["tracefit/coefficients"] = Field(default=FILE_SCHEMA, alias="schema")
+    version: Literal[1] = FILE_VERSION
+    kind: Literal["alpha", "beta"]
+    models: tuple[Model, ...] = Field(max_length=10_000)
+    not_fitted: tuple[NotFitted, ...] = ()
+    provenance: Provenance | None = None
