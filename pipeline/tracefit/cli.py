@@ -1,0 +1,214 @@
+"""The command line: arguments to one call into the library. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from tracefit._version import __version__
+from tracefit.console import Terminal, one_line_errors, show
+
+if TYPE_CHECKING:
+    from tracefit.verbs.ingest import ServerOptions
+
+app = typer.Typer(
+    name="tracefit",
+    help="From vLLM OpenTelemetry traces to latency coefficients one can trust.",
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+
+class BetaTarget(StrEnum):
+    """Which step time to fit."""
+
+    auto = "auto"
+    clock = "clock"
+    duration = "duration"
+
+
+class Law(StrEnum):
+    """Step-time law of generated traces."""
+
+    linear = "linear"
+    roofline = "roofline"
+
+
+class DurationMode(StrEnum):
+    """What step.duration_us of generated traces holds."""
+
+    schedule = "schedule"
+    step = "step"
+
+
+class TraceFormat(StrEnum):
+    """File format of generated traces."""
+
+    json = "json"
+    protobuf = "protobuf"
+    both = "both"
+
+
+# typer reads Optional[...] on every version we support; X | None only on newer ones.
+Paths = Annotated[
+    list[Path],
+    typer.Argument(help="Run folders, folders of run folders, or trace files (which make one run together)."),
+]
+RunConfig = Annotated[
+    Optional[Path],
+    typer.Option(
+        help="exp-config.yaml or run.yaml, a `vllm serve` command line, or a server log, for every run."
+    ),
+]
+ModelConfig = Annotated[Optional[Path], typer.Option(help="The model's config.json, for every run.")]
+GpuName = Annotated[
+    Optional[str],
+    typer.Option(help="GPU name, such as H100, or a JSON file that describes one."),
+]
+TensorParallel = Annotated[Optional[int], typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
+Settings = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any server setting, such as max_num_seqs=128; repeatable."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+Target = Annotated[
+    BetaTarget,
+    typer.Option(
+        help="Step times from the step clock, from step.duration_us, or from whichever covers the busy time."
+    ),
+]
+SampleCsv = Annotated[
+    bool, typer.Option("--sample-csv", help="Also write the specification's two sample tables.")
+]
+
+
+def _version(value: bool) -> None:  # typer calls it so
+    if value:
+        typer.echo(f"tracefit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[  # the callback prints it
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    paths: Paths,
+    out: Annotated[Path, typer.Option(help="Folder for tables, models, evaluation and report.")],
+    run_config: RunConfig = None,
+    model_config: ModelConfig = None,
+    gpu: GpuName = None,
+    tp: TensorParallel = None,
+    settings: Settings = None,
+    beta_target: Target = BetaTarget.auto,
+    sample_csv: SampleCsv = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """The main job: traces to tables, coefficient files, evaluation and report.
+
+    Example: `tracefit run runs/ --out out/`
+    """
+    told = Terminal(quiet=quiet)
+    with one_line_errors(told):
+        from tracefit.reports.summary import run_text
+        from tracefit.verbs.run import run as run_verb
+        from tracefit.verbs.train import TrainOptions
+
+        server = _server(run_config, model_config, gpu, tp, settings)
+        options = TrainOptions(beta_target=beta_target.value, sample_csv=sample_csv)
+        result = run_verb(paths, out, server=server, options=options, progress=told)
+        told.close()
+        show(result, run_text(result), as_json=json, quiet=quiet)
+        raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def ingest(
+    paths: Paths,
+    out: Annotated[Path, typer.Option(help="The tables folder.")],
+    run_config: RunConfig = None,
+    model_config: ModelConfig = None,
+    gpu: GpuName = None,
+    tp: TensorParallel = None,
+    settings: Settings = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Traces to Parquet tables.
+
+    Example: `tracefit ingest runs/ --out tables/`
+    """
+    told = Terminal(quiet=quiet)
+    with one_line_errors(told):
+        from tracefit.reports.summary import ingest_text
+        from tracefit.verbs.ingest import ingest as ingest_verb
+
+        server = _server(run_config, model_config, gpu, tp, settings)
+        result = ingest_verb(paths, out, server=server, progress=told)
+        told.close()
+        show(result, ingest_text(result), as_json=json, quiet=quiet)
+        raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def train(
+    tables: Annotated[Path, typer.Argument(help="A tables folder that ingest wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder for the models, the evaluation and the report.")],
+    beta_target: Target = BetaTarget.auto,
+    sample_csv: SampleCsv = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Tables to coefficient files, evaluation and report.
+
+    Example: `tracefit train tables/ --out models/`
+    """
+    told = Terminal(quiet=quiet)
+    with one_line_errors(told):
+        from tracefit.reports.summary import train_text
+        from tracefit.verbs.train import TrainOptions
+        from tracefit.verbs.train import train as train_verb
+
+        options = TrainOptions(beta_target=beta_target.value, sample_csv=sample_csv)
+        result = train_verb(tables, out, options=options, progress=told)
+        told.close()
+        show(result, train_text(result), as_json=json, quiet=quiet)
+        raise typer.Exit(result.exit_code)
+
+
+def _server(
+    run_config: Path | None,
+    model_config: Path | None,
+    gpu: str | None,
+    tp: int | None,
+    settings: list[str] | None,
+) -> ServerOptions:
+    from tracefit.features.settings import settings_from
+    from tracefit.verbs.ingest import ServerOptions, parse_assignments
+
+    given = {**parse_assignments(settings or []), "tensor_parallel": tp}
+    return ServerOptions(run_config, model_config, gpu, settings_from(given, where="--set"))
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What a command says at its end, in a few lines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tracefit.verbs.results import IngestResult, ModelSummary, RunResult, TrainResult
+
+
+def ingest_text(result: IngestResult) -> str:
+    """Say what was read and where the tables are."""
+    head = ("run", "spans", "steps", "requests", "rejects", "dropped events", "duplicates")
+    rows = [
+        (
+            r.run_id,
+            *(
+                f"{n:,}"
+                for n in (r.spans, r.steps, r.requests, r.rejects, r.dropped_events, r.duplicate_spans)
+            ),
+        )
+        for r in result.runs
+    ]
+    return f"{_columns(head, rows)}\n\ntables  {result.tables}"
+
+
+def train_text(result: TrainResult) -> str:
+    """Say how good the models are and where they and the report are."""
+    head = ("scope", "model", "held out", "MAPE %", "MAE us", "baseline", "reference", "skill")
+    rows = [_model_row(m) for m in result.fitted]
+    lines = [_columns(head, rows), ""]
+    lines += [f"not fitted: {text}" for text in result.not_fitted]
+    lines += [f"wrote   {path}" for path in result.files]
+    return "\n".join(lines)
+
+
+def run_text(result: RunResult) -> str:
+    """Say what the main job made."""
+    return f"{ingest_text(result.ingested)}\n\n{train_text(result.trained)}"
+
+
+def _model_row(m: ModelSummary) -> tuple[str, ...]:
+    numbers = (m.holdout_mape_pct, m.holdout_mae, m.baseline_mae, m.reference_mae, m.skill)
+    return (m.scope_id, m.name, f"{m.rows_holdout:,}", *(_number(v) for v in numbers))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Align columns: the first to the left, numbers to the right."""
+    table = [tuple(head), *(tuple(r) for r in rows)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    text_columns = {i for i, name in enumerate(head) if name in ("run", "scope", "model")}
+    return "\n".join(
+        "  ".join(
+            c.ljust(w) if i in text_columns else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    )

@@ -1,0 +1,40 @@
+"""The main job: traces to tables, coefficients, evaluation and report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracefit.verbs.ingest import ServerOptions, ingest
+from tracefit.verbs.results import Progress, RunResult
+from tracefit.verbs.train import TrainOptions, train
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def run(
+    paths: Iterable[str | Path],
+    out: str | Path,
+    *,
+    server: ServerOptions | None = None,
+    options: TrainOptions | None = None,
+    progress: Progress | None = None,
+) -> RunResult:
+    """Ingest traces and train on them: OUT/tables, OUT/models, OUT/evaluation.json, OUT/report.md.
+
+    Args:
+        paths: Run folders, folders of run folders, or trace files.
+        out: Where everything goes.
+        server: What is known about the server beyond the run's files.
+        options: How to train.
+        progress: Told of what is going on.
+
+    Raises:
+        UsageError: A path, a file or an option is wrong.
+        DataError: The traces cannot support a single model.
+    """
+    out = Path(out)
+    ingested = ingest(paths, out / "tables", server=server, progress=progress)
+    trained = train(out / "tables", out / "models", options=options, report_folder=out, progress=progress)
+    return RunResult(ingested, trained, out)

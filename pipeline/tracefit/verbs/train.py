@@ -1,0 +1,201 @@
+"""Tables to coefficient files, evaluation and report."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.coefficients import assemble
+from tracefit.coefficients.files import to_json
+from tracefit.errors import DataError, UsageError
+from tracefit.features.context import Scope, context_from_json, scope_of
+from tracefit.features.sets import BUILT_IN, FeatureSet
+from tracefit.fit.scope import BetaTarget, FittedModel, FittedScope, ScopeTables, fit_scope
+from tracefit.reports.markdown import report_markdown
+from tracefit.tables import schema
+from tracefit.tables.runs import step_counters
+from tracefit.tables.store import TableStore
+from tracefit.timeline import execution_lags
+from tracefit.verbs.results import ModelSummary, Progress, Silent, TrainResult
+from tracefit.verbs.samples import sample_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_SETS = {"cycle_time": "batch", "queue_wait": "queue", "admission": "admission", "departure": "departure"}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """How to train.
+
+    Attributes:
+        beta_target: `clock` fits step times from the step clock, `duration` fits `step.duration_us`, `auto` takes
+            durations where they cover the engine's busy time and the clock where they do not.
+        sample_csv: Also write the specification's two sample tables beside the models.
+    """
+
+    beta_target: BetaTarget = "auto"
+    sample_csv: bool = False
+
+
+def train(
+    tables: str | Path,
+    out: str | Path,
+    *,
+    options: TrainOptions | None = None,
+    report_folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> TrainResult:
+    """Fit every scope in the tables and write models, evaluation and report.
+
+    Args:
+        tables: A folder that `ingest` wrote; the training frames are added to it.
+        out: Folder for alpha.json and beta.json.
+        options: How to train.
+        report_folder: Folder for evaluation.json and report.md; `out` if not given.
+        progress: Told of what is going on.
+
+    Raises:
+        UsageError: The folders are not what they should be.
+        DataError: Not a single model can be fitted; nothing is written.
+    """
+    options = options or TrainOptions()
+    told = progress or Silent()
+    store = TableStore(tables).require()
+    runs = store.read("runs")
+    scopes = []
+    for scope, run_ids in _scopes(runs, str(tables)):
+        told.stage(f"fitting {scope.scope_id}")
+        scopes.append(fit_scope(scope, _load(store, runs, run_ids), _feature_sets(), options.beta_target))
+    _require_models(scopes, str(tables))
+    made_by = assemble.provenance({"beta_target": options.beta_target})
+    alpha = assemble.coefficient_file("alpha", scopes, made_by)
+    beta = assemble.coefficient_file("beta", scopes, made_by)
+    evaluation = assemble.evaluate(scopes, runs)
+    report = Path(report_folder or out)
+    texts = {
+        Path(out) / "alpha.json": to_json(alpha),
+        Path(out) / "beta.json": to_json(beta),
+        report / "evaluation.json": to_json(evaluation),
+        report / "report.md": report_markdown(evaluation, alpha, beta),
+    }
+    if options.sample_csv:
+        texts.update({Path(out) / name: text for name, text in sample_tables(scopes).items()})
+    _write_training_frames(store, scopes)
+    write_texts(texts)
+    fitted = [(s, m) for s in scopes for m in s.models]
+    return TrainResult(
+        models=Path(out),
+        files=tuple(texts),
+        evaluation=report / "evaluation.json",
+        report=report / "report.md",
+        fitted=tuple(_summary(s, m) for s, m in fitted),
+        not_fitted=tuple(f"{m.name} ({s.scope.scope_id}): {m.reason}" for s in scopes for m in s.missing),
+        quarantined=bool(
+            runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
+        ),
+    )
+
+
+def _feature_sets() -> dict[str, FeatureSet]:
+    return {target: BUILT_IN[name] for target, name in _SETS.items()}
+
+
+def _scopes(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
+    """Group the runs by what their models would speak about, in scope order."""
+    scopes: dict[str, Scope] = {}
+    members: dict[str, list[str]] = {}
+    one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
+    for row in one_per_run.select("run_id", "settings", "model_config", "gpu").iter_rows(named=True):
+        place = f"{where}/runs/run_id={row['run_id']}"
+        scope = scope_of(context_from_json(row["settings"], row["model_config"], row["gpu"], where=place))
+        scopes.setdefault(scope.scope_id, scope)
+        members.setdefault(scope.scope_id, []).append(row["run_id"])
+    return [(scopes[i], members[i]) for i in sorted(scopes)]
+
+
+def _load(store: TableStore, runs: pl.DataFrame, run_ids: list[str]) -> ScopeTables:
+    timeline, journeys = store.read("timeline", run_ids), store.read("journey_events", run_ids)
+    steps = store.read("steps", run_ids)
+    mine = runs.filter(pl.col("run_id").is_in(run_ids))
+    lags = {(run, server): lag for run, server, lag in execution_lags(timeline, journeys).iter_rows()}
+    return ScopeTables(
+        runs=mine,
+        timeline=timeline,
+        steps=steps,
+        requests=store.read("requests", run_ids),
+        counters=step_counters(steps, journeys),
+        lags={key: lags.get(key, 0) for key in mine.select("run_id", "server").iter_rows()},
+    )
+
+
+def _require_models(scopes: list[FittedScope], where: str) -> None:
+    if any(s.models for s in scopes):
+        return
+    reasons = dict.fromkeys(f"{m.name}: {m.reason}" for s in scopes for m in s.missing)
+    raise DataError(f"nothing can be fitted: {'; '.join(reasons)}", where=where, hint="trace a longer run")
+
+
+def _write_training_frames(store: TableStore, scopes: list[FittedScope]) -> None:
+    for scope in scopes:
+        frames = {"alpha_training": scope.alpha_rows, "beta_training": scope.beta_rows}
+        for run_id in sorted(scope.tables.runs["run_id"].unique()):
+            parts = {n: _training_part(schema.TABLES[n], f, run_id, scope) for n, f in frames.items()}
+            store.write_run(run_id, parts)
+
+
+def _training_part(
+    table: schema.Table, frame: pl.DataFrame | None, run_id: str, scope: FittedScope
+) -> pl.DataFrame:
+    """Return the training rows of one run: what they are, and the features their models were offered."""
+    if frame is None:
+        return table.empty()
+    known = set(table.names)
+    features = {f for m in scope.models for f in _offered(m)}
+    kept = [c for c in frame.columns if c in known or c in features]
+    part = frame.filter(pl.col("run_id") == run_id).select(kept)
+    return table.conform(part.with_columns(scope_id=pl.lit(scope.scope.scope_id)))
+
+
+def _offered(model: FittedModel) -> list[str]:
+    fitted = model.fitted
+    return [t.feature.name for t in fitted.terms] + [x.feature for x in fitted.left_out]
+
+
+def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
+    v = model.fitted.validation
+    return ModelSummary(
+        name=model.name,
+        scope_id=scope.scope.scope_id,
+        holdout_mape_pct=v.holdout.mape_pct,
+        holdout_mae=v.holdout.mae,
+        baseline_mae=v.baseline.mae,
+        reference_mae=v.reference.mae if v.reference else None,
+        skill=v.skill,
+        rows_used=model.fitted.rows_used,
+        rows_holdout=model.fitted.rows_holdout,
+    )
+
+
+def write_texts(texts: Mapping[Path, str]) -> None:
+    """Write files so that each is there whole or not at all.
+
+    Raises:
+        UsageError: A file cannot be written.
+    """
+    for path, text in texts.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, unfinished = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
+                stream.write(text)
+            Path(unfinished).chmod(0o644)
+            Path(unfinished).replace(path)
+        except OSError as error:
+            raise UsageError(f"cannot be written ({error.strerror or error})", where=str(path)) from error
