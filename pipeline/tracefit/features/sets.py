@@ -1,0 +1,390 @@
+"""Feature sets: what a model is offered, declared as formulas over a frame's columns and a run's constants.
+
+A feature's name is what a coefficient file calls it and what a consumer has to compute; its formula says how. Built-in
+sets are below; a user's own comes from a file with the same fields and is compiled the same way.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from tracefit.errors import UsageError
+from tracefit.features.documents import (
+    Document,
+    checked_text,
+    excerpt,
+    kind_of,
+    parse_json_object,
+    parse_yaml_object,
+    read_bytes,
+)
+from tracefit.features.expressions import Name, Node, evaluate, names_in, parse_formula, to_polars
+from tracefit.features.roofline import ROOFLINE_TERMS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import polars as pl
+
+_IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,79}", re.ASCII)
+_MAX_FEATURES = 200
+_MAX_UNIT_CHARS = 40
+_MAX_REASON_CHARS = 400
+_MAX_FORMULA_CHARS = 400
+_SUGGESTIONS = 3
+_DIMENSIONLESS = frozenset({"1", "ratio", "flag"})
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One number about a step or a request.
+
+    Attributes:
+        name: Name in coefficient files, a plain identifier.
+        unit: Unit of its values: `token`, `request`, `us`, `1` for none, …
+        formula: How it is computed, in the language of `expressions`.
+        reason: Why it should matter.
+    """
+
+    name: str
+    unit: str
+    formula: str
+    reason: str = ""
+
+    @property
+    def coefficient_unit(self) -> str:
+        """Unit of its coefficient in a model of microseconds: `us/token`, `us`, or `1` for a roofline term."""
+        if self.unit == "us":
+            return "1"
+        return "us" if self.unit in _DIMENSIONLESS else f"us/{self.unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSet:
+    """Features in order of preference: one that others before it already tell is the one to leave out."""
+
+    name: str
+    features: tuple[Feature, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the features, in order."""
+        return tuple(feature.name for feature in self.features)
+
+
+# -- use -------------------------------------------------------------------------------------------------
+
+
+def add_features(
+    frame: pl.DataFrame, features: FeatureSet, constants: Mapping[str, float | None]
+) -> pl.DataFrame:
+    """Add one Float64 column per feature to a frame.
+
+    Args:
+        frame: One row per step or request.
+        features: What to add; a column of the same name is replaced by its own values as Float64.
+        constants: What is the same for every row, by name; null where not known.
+
+    Raises:
+        UsageError: A formula needs a name that is neither a column nor a constant, or a feature has the name of a column
+            that it is not.
+    """
+    return frame.with_columns(compile_set(features, constants, columns=frame.columns))
+
+
+def compile_set(
+    features: FeatureSet, constants: Mapping[str, float | None], *, columns: Collection[str]
+) -> list[pl.Expr]:
+    """Compile a set to polars expressions, one per feature, named and of type Float64.
+
+    Args:
+        features: The set.
+        constants: What is the same for every row, by name; null where not known. A column of the same name wins.
+        columns: Columns of the frame the expressions are for.
+
+    Raises:
+        UsageError: As `add_features`.
+    """
+    fixed = {name: value for name, value in constants.items() if name not in columns}
+    known = {*columns, *fixed}
+    compiled = []
+    for feature in features.features:
+        where = f"feature {feature.name} of set {features.name}"
+        node = _parsed(feature.formula, where)
+        _check_names(node, known, where=where)
+        if feature.name in columns and node != Name(feature.name):
+            raise UsageError(
+                "has the name of a column and other values", where=where, hint="rename the feature"
+            )
+        compiled.append(to_polars(node, fixed).alias(feature.name))
+    return compiled
+
+
+def feature_values(features: FeatureSet, values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Compute a set for one row, in plain Python; agrees with `add_features`.
+
+    Args:
+        features: The set.
+        values: The row's columns and constants by name; None is null.
+
+    Raises:
+        UsageError: A formula needs a name that is not in `values`.
+    """
+    result = {}
+    for feature in features.features:
+        where = f"feature {feature.name} of set {features.name}"
+        node = _parsed(feature.formula, where)
+        _check_names(node, values.keys(), where=where)
+        result[feature.name] = evaluate(node, values)
+    return result
+
+
+@lru_cache(maxsize=1024)
+def _parsed(formula: str, where: str) -> Node:
+    return parse_formula(formula, where=where)
+
+
+def _check_names(node: Node, known: Collection[str], *, where: str) -> None:
+    for name in sorted(names_in(node)):
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=_SUGGESTIONS)
+            suggestion = f"did you mean {' or '.join(close)}? " if close else ""
+            raise UsageError(
+                f"needs {excerpt(name)}, which is not known",
+                where=where,
+                hint=f"{suggestion}known: {', '.join(sorted(known))}",
+            )
+
+
+# -- files -----------------------------------------------------------------------------------------------
+
+
+def find_feature_set(name_or_file: str) -> FeatureSet:
+    """Return a built-in set by its name.
+
+    Raises:
+        UsageError: No such set; the line names the known ones.
+    """
+    found = BUILT_IN.get(name_or_file)
+    if found is None:
+        raise UsageError(
+            f"feature set {excerpt(name_or_file)!r} is not known",
+            hint=f"known: {', '.join(BUILT_IN)}; or give a .yaml or .json file",
+        )
+    return found
+
+
+def read_feature_set(path: Path) -> FeatureSet:
+    """Read a user's own feature set from a YAML or JSON file.
+
+    The file holds `name` and `features`, a list of objects with `name`, `unit`, `formula` and optionally `reason`.
+
+    Raises:
+        UsageError: The file cannot be read, or `parse_feature_set` refuses it.
+    """
+    return parse_feature_set(read_bytes(path), where=str(path), is_json=path.suffix.lower() == ".json")
+
+
+def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False) -> FeatureSet:
+    """Parse a feature set, see `read_feature_set`. Formulas are checked here, names when the set is used.
+
+    Args:
+        content: YAML, or JSON if `is_json`.
+        where: Name of the source, for errors.
+        is_json: Read as JSON.
+
+    Raises:
+        UsageError: A field is missing, unknown, or not what it should be; a name comes twice; a formula is wrong.
+    """
+    read = parse_json_object if is_json else parse_yaml_object
+    document = read(content, where=where)
+    _only(document, {"name", "features"}, where=where)
+    listed = document.get("features")
+    if not isinstance(listed, list) or not 1 <= len(listed) <= _MAX_FEATURES:
+        raise UsageError(f"features must be a list of 1 to {_MAX_FEATURES} features", where=where)
+    features = tuple(
+        _feature(item, where=f"{where}, feature {index}") for index, item in enumerate(listed, 1)
+    )
+    names = [feature.name for feature in features]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"has feature {twice} twice", where=where)
+    name = document.get("name", "custom")
+    return FeatureSet(checked_text(name, key="name", where=where, most_chars=80), features)
+
+
+def _feature(item: object, *, where: str) -> Feature:
+    if not isinstance(item, Mapping):
+        raise UsageError(f"is {kind_of(item)}, not an object with name, unit and formula", where=where)
+    _only(item, {"name", "unit", "formula", "reason"}, where=where)
+    name = _text(item, "name", where=where, most_chars=80)
+    if not _IDENTIFIER.fullmatch(name):
+        raise UsageError(
+            f"name {excerpt(name)!r} is no plain identifier",
+            where=where,
+            hint="letters, digits and _, a letter first",
+        )
+    formula = _text(item, "formula", where=where, most_chars=_MAX_FORMULA_CHARS)
+    parse_formula(formula, where=where)
+    unit = _text(item, "unit", where=where, most_chars=_MAX_UNIT_CHARS)
+    reason = _text(item, "reason", where=where, most_chars=_MAX_REASON_CHARS) if item.get("reason") else ""
+    return Feature(name, unit, formula, reason)
+
+
+def _text(item: Mapping[object, object], key: str, *, where: str, most_chars: int) -> str:
+    value = item.get(key)
+    if value is None:
+        raise UsageError(f"{key} is missing", where=where)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)  # the unit 1 and the formula 1 are numbers to YAML
+    return checked_text(value, key=key, where=where, most_chars=most_chars)
+
+
+def _only(document: Document | Mapping[object, object], keys: set[str], *, where: str) -> None:
+    for key in document:
+        if key not in keys:
+            raise UsageError(
+                f"{excerpt(key)!r} is no key here", where=where, hint=f"keys: {', '.join(sorted(keys))}"
+            )
+
+
+# -- built-in sets ---------------------------------------------------------------------------------------
+
+_CONFIGURATION = (
+    Feature("tensor_parallel", "rank", "tensor_parallel", "work and weights are divided over ranks"),
+    Feature("size_proxy", "element", "size_proxy", "hidden size times layers: how big the model is"),
+    Feature(
+        "kv_bytes_per_token", "byte", "kv_bytes_per_token", "how fast the cache fills and how much is read"
+    ),
+    Feature("is_moe", "flag", "is_moe", "experts: weights read depend on the batch"),
+    Feature("compute_to_bandwidth", "FLOP/byte", "compute_to_bandwidth", "where compute overtakes memory"),
+    Feature("gpu_memory_gb", "GB", "gpu_memory_gb", "room for the KV cache"),
+    Feature("max_num_seqs", "request", "max_num_seqs", "caps concurrent requests"),
+    Feature("max_num_batched_tokens", "token", "max_num_batched_tokens", "caps the tokens of a step"),
+)
+
+BATCH = FeatureSet(
+    "batch",
+    (
+        Feature("prefill_tokens", "token", "prefill_tokens", "prefill is bound by compute per token"),
+        Feature("decode_tokens", "token", "decode_tokens", "one per decoding request, as a rule"),
+        Feature("num_prefill_reqs", "request", "num_prefill_reqs", "per-request cost of a prefill"),
+        Feature("num_decode_reqs", "request", "num_decode_reqs", "per-request cost of a decode"),
+        Feature("running_depth", "request", "running_depth", "batch size in requests"),
+        Feature("waiting_depth", "request", "waiting_depth", "the scheduler walks the queue"),
+        Feature("kv_usage_ratio", "ratio", "kv_usage_ratio", "memory pressure"),
+        Feature(
+            "decode_tokens_x_kv_blocks",
+            "token*block",
+            "decode_tokens * kv_blocks_used",
+            "decode is bound by reading the cache",
+        ),
+        Feature(
+            "prefill_share",
+            "1",
+            "prefill_tokens / (prefill_tokens + decode_tokens)",
+            "prefill against decode; 0 of no token",
+        ),
+        Feature("scheduled_tokens", "token", "prefill_tokens + decode_tokens", "total work of the step"),
+        Feature(
+            "prefill_tokens_x_layers",
+            "token*layer",
+            "prefill_tokens * layers",
+            "tells models apart where there are several",
+        ),
+        *_CONFIGURATION,
+    ),
+)
+"""The specification's first set for beta: what a step carries, and what carries it."""
+
+_ROOFLINE_REASONS = {
+    "prefill_compute_us": "FLOPs of the prompt tokens at the GPU's peak",
+    "decode_compute_us": "FLOPs of the generated tokens at the GPU's peak",
+    "prefill_kv_write_us": "writing the cache at memory bandwidth",
+    "decode_kv_read_us": "reading the cache at memory bandwidth",
+    "weight_read_us": "reading the weights every step needs",
+    "tp_comm_us": "two all-reduces per layer over the link",
+    "moe_expert_read_us": "reading the experts the batch is expected to visit",
+    "moe_dispatch_us": "tokens to their experts and back",
+    "layers": "launch overhead per layer",
+    "batch_requests": "overhead per request",
+}
+
+ROOFLINE = FeatureSet(
+    "roofline",
+    tuple(Feature(name, ROOFLINE_TERMS[name], name, reason) for name, reason in _ROOFLINE_REASONS.items()),
+)
+"""The terms of `roofline.add_roofline`; the constant is the model's intercept."""
+
+QUEUE = FeatureSet(
+    "queue",
+    (
+        Feature("waiting_depth", "request", "waiting_depth", "queue depth when the request came"),
+        Feature("kv_usage_ratio", "ratio", "kv_usage_ratio", "KV cache pressure"),
+        Feature("prompt_tokens", "token", "prompt_tokens", "a long prompt needs more budget and blocks"),
+        Feature("running_depth", "request", "running_depth", "batch size in requests"),
+        Feature(
+            "batch_fullness", "ratio", "running_depth / max_num_seqs", "share of the slots that are taken"
+        ),
+        Feature(
+            "waiting_depth_x_kv_usage_ratio",
+            "request",
+            "waiting_depth * kv_usage_ratio",
+            "a deep queue under cache pressure waits longer",
+        ),
+        Feature(
+            "prompt_tokens_x_batch_fullness",
+            "token",
+            "prompt_tokens * running_depth / max_num_seqs",
+            "long prompts are harder to fit when the batch is full",
+        ),
+        *_CONFIGURATION,
+    ),
+)
+"""The specification's set for the queue wait: the queue as the request found it."""
+
+ADMISSION = FeatureSet(
+    "admission",
+    (
+        Feature("prompt_tokens", "token", "prompt_tokens", "the API tokenizes the prompt"),
+        Feature(
+            "running_depth",
+            "request",
+            "running_depth",
+            "the wait for the step in progress grows with its batch",
+        ),
+        Feature("prefill_tokens", "token", "prefill_tokens", "prompts in the step in progress make it long"),
+        Feature("decode_tokens", "token", "decode_tokens", "generated tokens of the step in progress"),
+        Feature("waiting_depth", "request", "waiting_depth", "bursts queue in the API process too"),
+    ),
+)
+"""ARRIVED to QUEUED without a step clock: API work and the wait for the step in progress to end."""
+
+DEPARTURE = FeatureSet(
+    "departure",
+    (
+        Feature(
+            "batch_requests",
+            "request",
+            "num_prefill_reqs + num_decode_reqs",
+            "the API works through the outputs of the whole step",
+        ),
+        Feature(
+            "finishing_reqs", "request", "finishing_reqs", "requests that finish in the same step cost more"
+        ),
+        Feature(
+            "output_tokens", "token", "output_tokens", "a cost per output token, as some consumers have it"
+        ),
+    ),
+)
+"""FINISHED to DEPARTED: the API process working through the outputs of the finishing step."""
+
+BUILT_IN: Mapping[str, FeatureSet] = {
+    feature_set.name: feature_set for feature_set in (BATCH, ROOFLINE, QUEUE, ADMISSION, DEPARTURE)
+}
+"""Feature sets by name."""
