@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tracefit.verbs.results import IngestResult, ModelSummary, RunResult, TrainResult
+    from tracefit.verbs.results import IngestResult, ModelSummary, RunResult, SynthResult, TrainResult
 
 
 def ingest_text(result: IngestResult) -> str:
@@ -39,6 +39,12 @@ def train_text(result: TrainResult) -> str:
 def run_text(result: RunResult) -> str:
     """Say what the main job made."""
     return f"{ingest_text(result.ingested)}\n\n{train_text(result.trained)}"
+
+
+def synth_text(result: SynthResult) -> str:
+    """Say what was generated and where it is."""
+    lines = [f"{result.requests:,} requests, {result.steps:,} steps"]
+    return "\n".join([*lines, *(f"wrote   {folder}" for folder in result.folders)])
 
 
 def _model_row(m: ModelSummary) -> tuple[str, ...]:
