@@ -1,0 +1,46 @@
+"""Synthetic traces with a known answer: a small model of the engine, told in the real emitter's words.
+
+A run is simulated step by step with a step-time law whose coefficients are known, then written as the spans an
+instrumented server sends. A fit on such a trace can be held against the law, the timeline against the truth
+tables. Nothing here is shared with the rooms that read traces: the two paths agree only if both are right.
+
+    run = synth(SynthOptions(name="demo", seed=1, requests=500))
+    folder = write_run(run, Path("runs"), compress="gz")
+"""
+
+from tracefit.synth.engine import Request, Scheduler, SchedulerConfig
+from tracefit.synth.laws import AdmissionLaw, Composition, DepartureLaw, LinearLaw, RooflineLaw, StepLaw
+from tracefit.synth.models import GPUS, MODELS, Gpu, Model
+from tracefit.synth.options import LengthMix, Phase, SynthOptions
+from tracefit.synth.run import SynthRun, synth, write_run
+from tracefit.synth.spans import Attributes, Event, ExportBatch, Span, SpanKind
+from tracefit.synth.truth import REQUEST_COLUMNS, STEP_COLUMNS
+
+__all__ = [
+    "GPUS",
+    "MODELS",
+    "REQUEST_COLUMNS",
+    "STEP_COLUMNS",
+    "AdmissionLaw",
+    "Attributes",
+    "Composition",
+    "DepartureLaw",
+    "Event",
+    "ExportBatch",
+    "Gpu",
+    "LengthMix",
+    "LinearLaw",
+    "Model",
+    "Phase",
+    "Request",
+    "RooflineLaw",
+    "Scheduler",
+    "SchedulerConfig",
+    "Span",
+    "SpanKind",
+    "StepLaw",
+    "SynthOptions",
+    "SynthRun",
+    "synth",
+    "write_run",
+]

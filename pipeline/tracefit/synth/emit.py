@@ -1,0 +1,358 @@
+"""From the facts of a simulation to the spans the instrumented server would have sent."""
+
+from __future__ import annotations
+
+import uuid
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from tracefit.synth.spans import Attributes, Event, ExportBatch, Span, SpanKind, Value, limited
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import numpy as np
+
+    from tracefit.synth.logs import EpochLog, JourneyPoint, RequestLog, SnapshotRow, StepLog
+    from tracefit.synth.options import SynthOptions
+
+_API, _CORE, _STEP = "vllm.api", "vllm.scheduler", "vllm.scheduler.step"
+_FLAGS_ROOT, _FLAGS_CHILD_OF_REMOTE = 0x100, 0x300
+_FLUSH_NS = 5_000_000_000
+"""Period in which a process exports the spans that ended."""
+_MAX_BATCH_SPANS = 512
+_DISCONNECT = "Client disconnected"
+
+_SUMMARY_KEYS = (
+    "step.id",
+    "step.ts_start_ns",
+    "step.ts_end_ns",
+    "step.duration_us",
+    "queue.running_depth",
+    "queue.waiting_depth",
+    "batch.num_prefill_reqs",
+    "batch.num_decode_reqs",
+    "batch.scheduled_tokens",
+    "batch.prefill_tokens",
+    "batch.decode_tokens",
+    "batch.num_finished",
+    "batch.num_preempted",
+    "kv.usage_gpu_ratio",
+    "kv.blocks_total_gpu",
+    "kv.blocks_free_gpu",
+)
+_SNAPSHOT_KEYS = (
+    "step.id",
+    "request.id",
+    "request.phase",
+    "request.num_prompt_tokens",
+    "request.num_computed_tokens",
+    "request.num_output_tokens",
+    "request.num_preemptions",
+    "request.scheduled_tokens_this_step",
+    "kv.blocks_allocated_gpu",
+    "kv.blocks_cached_gpu",
+    "request.effective_prompt_len",
+)
+_JOURNEY_KEYS = (
+    "event.type",
+    "ts.monotonic",
+    "ts.monotonic_ns",
+    "scheduler.step",
+    "phase",
+    "prefill.done_tokens",
+    "prefill.total_tokens",
+    "decode.done_tokens",
+    "decode.max_tokens",
+    "num_preemptions",
+)
+_DETAIL_KEYS = {"SCHEDULED": "schedule.kind", "FINISHED": "finish.status"}
+_API_KEYS = (
+    "gen_ai.request.id",
+    "http.route",
+    "gen_ai.response.model",
+    "gen_ai.usage.prompt_tokens",
+    "gen_ai.request.temperature",
+    "gen_ai.request.top_p",
+    "gen_ai.request.max_tokens",
+    "gen_ai.request.n",
+)
+_STEP_SPAN_KEYS = (
+    "scheduler.span_sequence",
+    "scheduler.step_range_start",
+    "scheduler.closure_interval",
+    "scheduler.step_range_end",
+)
+
+
+def api_request_id(log_number: int, *, server: int, is_chat: bool) -> str:
+    """Return the id the API process gives a request."""
+    prefix = "chatcmpl" if is_chat else "cmpl"
+    return f"{prefix}-req-{server}-{log_number:06d}" if server else f"{prefix}-req-{log_number:06d}"
+
+
+def core_request_id(api_id: str, *, is_chat: bool, token: str) -> str:
+    """Return the id of the same request in the engine core: a prompt's number and a random token longer."""
+    return f"{api_id}-{token}" if is_chat else f"{api_id}-0-{token}"
+
+
+class Emitter:
+    """Writes the spans of one epoch of one server."""
+
+    def __init__(self, options: SynthOptions, epoch: EpochLog, rng: np.random.Generator) -> None:
+        self._options = options
+        self._epoch = epoch
+        id_rng, journey_rng, jitter_rng = rng.spawn(3)
+        self._id_rng = id_rng
+        self._is_sampled = (journey_rng.random(len(epoch.requests)) < options.journey_sampling).tolist()
+        # Unix stamps follow the monotonic ones by a few microseconds.
+        self._lags_ns: list[int] = jitter_rng.integers(500, 9_000, 1_021).tolist()
+
+    def spans(self) -> tuple[list[Span], list[Span]]:
+        """Return the spans of the API process and of the engine core."""
+        api: list[Span] = []
+        core: list[Span] = []
+        for log, is_sampled in zip(self._epoch.requests, self._is_sampled, strict=True):
+            trace_id, api_id, core_id = self._hex(16), self._hex(8), self._hex(8)
+            if is_sampled:
+                api.append(self._api_span(log, trace_id, api_id))
+                core.append(self._core_span(log, trace_id, core_id, parent_id=api_id))
+        core.extend(self._step_spans())
+        return api, core
+
+    def _hex(self, size_bytes: int) -> str:
+        return self._id_rng.bytes(size_bytes).hex()
+
+    def _unix_ns(self, ts_ns: int) -> int:
+        return ts_ns + self._epoch.unix_offset_ns
+
+    def _stamp_ns(self, ts_ns: int) -> int:
+        return self._unix_ns(ts_ns) + self._lags_ns[ts_ns % len(self._lags_ns)]
+
+    def _event(self, name: str, ts_ns: int, attributes: Attributes) -> Event:
+        return Event(name, self._stamp_ns(ts_ns), attributes)
+
+    def _limited(self, events: list[Event]) -> tuple[tuple[Event, ...], int]:
+        return limited(events, self._options.span_event_limit)
+
+    def _api_span(self, log: RequestLog, trace_id: str, span_id: str) -> Span:
+        arrival = log.arrival
+        is_failed = log.is_aborted and (arrival.is_chat or not arrival.is_streaming)
+        error = _DISCONNECT if is_failed else ""
+        events, dropped = self._limited(list(self._api_events(log, error)))
+        return Span(
+            scope=_API,
+            trace_id=trace_id,
+            span_id=span_id,
+            parent_span_id="",
+            flags=_FLAGS_ROOT,
+            name="llm_request",
+            kind=SpanKind.SERVER,
+            start_unix_ns=self._unix_ns(arrival.arrival_ns) - 60_000,
+            end_unix_ns=self._unix_ns(log.departed_ns) + 30_000,
+            attributes=self._api_attributes(log),
+            events=events,
+            dropped_events=dropped,
+            error=error,
+        )
+
+    def _api_attributes(self, log: RequestLog) -> Attributes:
+        arrival = log.arrival
+        api_id = api_request_id(arrival.number, server=self._epoch.server, is_chat=arrival.is_chat)
+        values: tuple[Value, ...] = (
+            api_id,
+            "/v1/chat/completions" if arrival.is_chat else "/v1/completions",
+            self._options.architecture.served_name,
+            arrival.prompt_tokens,
+            0.0,
+            1.0,
+            arrival.max_tokens,
+            1,
+        )
+        if arrival.is_chat and not log.is_aborted:
+            keys = (*_API_KEYS, "gen_ai.usage.completion_tokens")
+            return Attributes(keys, (*values, log.request.done_tokens))
+        return Attributes(_API_KEYS, values)
+
+    def _api_events(self, log: RequestLog, error: str) -> Iterator[Event]:
+        yield self._api_event("ARRIVED", log.arrival.arrival_ns)
+        if log.arrival.is_chat:
+            if not log.is_aborted or log.handoff_ns < log.departed_ns:
+                yield self._api_event("HANDOFF_TO_CORE", log.handoff_ns)
+            if log.first_response_ns is not None:
+                yield self._api_event("FIRST_RESPONSE_FROM_CORE", log.first_response_ns)
+        if not log.is_aborted:
+            yield self._api_event("DEPARTED", log.departed_ns)
+        elif error:
+            yield self._api_event("ABORTED", log.departed_ns, reason="client_disconnect", error=error)
+        else:
+            yield self._api_event("ABORTED", log.departed_ns, reason="client_disconnect")
+
+    def _api_event(self, name: str, ts_ns: int, **details: str) -> Event:
+        keys = ("event.ts.monotonic", *details)
+        return self._event(f"api.{name}", ts_ns, Attributes(keys, (ts_ns / 1e9, *details.values())))
+
+    def _core_span(self, log: RequestLog, trace_id: str, span_id: str, *, parent_id: str) -> Span:
+        events, dropped = self._limited([self._journey_event(log, point) for point in log.points])
+        return Span(
+            scope=_CORE,
+            trace_id=trace_id,
+            span_id=span_id,
+            parent_span_id=parent_id,
+            flags=_FLAGS_CHILD_OF_REMOTE,
+            name="llm_core",
+            kind=SpanKind.INTERNAL,
+            start_unix_ns=self._unix_ns(log.points[0].ts_ns) - 12_000,
+            end_unix_ns=self._stamp_ns(log.points[-1].ts_ns) + 60_000,
+            attributes=Attributes(("gen_ai.request.id",), (log.request.request_id,)),
+            events=events,
+            dropped_events=dropped,
+        )
+
+    def _journey_event(self, log: RequestLog, point: JourneyPoint) -> Event:
+        values: tuple[Value, ...] = (
+            point.event,
+            point.ts_ns / 1e9,
+            point.ts_ns,
+            point.step_id,
+            point.phase,
+            point.prefill_done_tokens,
+            log.arrival.prompt_tokens,
+            point.decode_done_tokens,
+            log.arrival.max_tokens,
+            point.num_preemptions,
+        )
+        keys: tuple[str, ...] = _JOURNEY_KEYS
+        if point.detail:
+            keys, values = (*keys, _DETAIL_KEYS[point.event]), (*values, point.detail)
+        return self._event(f"journey.{point.event}", point.ts_ns, Attributes(keys, values))
+
+    def _step_spans(self) -> Iterator[Span]:
+        """Yield a span per so many steps; one without an event stays open for as many more."""
+        interval = self._options.steps_per_span
+        events: list[Event] = []
+        first, sequence = 1, 1
+        opened_ns = self._unix_ns(self._epoch.started_ns)
+        for step in self._epoch.steps:
+            if step.is_sampled:
+                events.extend(self._step_events(step))
+            if events and step.step_id % interval == 0:
+                ended_ns = max(self._stamp_ns(step.start_ns + step.schedule_ns), events[-1].unix_ns) + 12_000
+                yield self._step_span(events, (sequence, first, step.step_id), (opened_ns, ended_ns))
+                first, sequence, opened_ns, events = step.step_id + 1, sequence + 1, ended_ns + 8_000, []
+        if events:
+            last = self._epoch.steps[-1].step_id
+            ended_ns = self._unix_ns(self._epoch.stopped_ns)
+            yield self._step_span(events, (sequence, first, last), (opened_ns, ended_ns))
+
+    def _step_span(self, events: list[Event], steps: tuple[int, int, int], unix_ns: tuple[int, int]) -> Span:
+        sequence, first, last = steps
+        kept, dropped = self._limited(events)
+        return Span(
+            scope=_STEP,
+            trace_id=self._hex(16),
+            span_id=self._hex(8),
+            parent_span_id="",
+            flags=_FLAGS_ROOT,
+            name=f"scheduler_steps_{sequence}",
+            kind=SpanKind.INTERNAL,
+            start_unix_ns=unix_ns[0],
+            end_unix_ns=unix_ns[1],
+            attributes=Attributes(_STEP_SPAN_KEYS, (sequence, first, self._options.steps_per_span, last)),
+            events=kept,
+            dropped_events=dropped,
+        )
+
+    def _step_events(self, step: StepLog) -> Iterator[Event]:
+        took_ns = step.cycle_ns if self._options.duration == "step" else step.schedule_ns
+        end_ns = step.start_ns + took_ns
+        yield self._event("step.BATCH_SUMMARY", end_ns, self._summary(step, end_ns))
+        # Snapshots carry no clock; they are stamped one after the other behind the summary.
+        for i, row in enumerate(step.snapshots or ()):
+            yield self._event(
+                "step.REQUEST_SNAPSHOT", end_ns + 20_000 + 12_000 * i, self._snapshot(step, row)
+            )
+
+    def _summary(self, step: StepLog, end_ns: int) -> Attributes:
+        batch, total = step.composition, self._epoch.blocks_total
+        values: tuple[Value, ...] = (
+            step.step_id,
+            step.start_ns,
+            end_ns,
+            (end_ns - step.start_ns) // 1_000,
+            step.running_depth,
+            step.waiting_depth,
+            batch.num_prefill_reqs,
+            batch.num_decode_reqs,
+            batch.scheduled_tokens,
+            batch.prefill_tokens,
+            batch.decode_tokens,
+            step.num_finished,
+            step.num_preempted,
+            1.0 - step.blocks_free / total,
+            total,
+            step.blocks_free,
+        )
+        return Attributes(_SUMMARY_KEYS, values)
+
+    def _snapshot(self, step: StepLog, row: SnapshotRow) -> Attributes:
+        values: tuple[Value, ...] = (
+            step.step_id,
+            row.request_id,
+            "DECODE" if row.is_decode else "PREFILL",
+            row.prompt_tokens,
+            row.computed_tokens,
+            row.output_tokens,
+            row.num_preemptions,
+            row.scheduled_tokens,
+            row.blocks,
+            (row.computed_tokens + row.scheduled_tokens) // self._options.block_size,
+            row.prompt_tokens - row.cached_tokens,
+        )
+        return Attributes(_SNAPSHOT_KEYS, values)
+
+
+def export(options: SynthOptions, epochs: Iterable[EpochLog], rng: np.random.Generator) -> list[ExportBatch]:
+    """Return everything the processes of all servers sent, in the order a collector received it."""
+    id_rng, span_rng = rng.spawn(2)
+    batches: list[tuple[int, ExportBatch]] = []
+    for _, lives in groupby(epochs, key=lambda epoch: epoch.server):
+        api: list[Span] = []
+        core: list[Span] = []
+        for life in lives:
+            for whole, part in zip(
+                (api, core), Emitter(options, life, span_rng.spawn(1)[0]).spans(), strict=True
+            ):
+                whole.extend(part)
+        for resource, spans in zip(_resources(options, id_rng.bytes), (api, core), strict=True):
+            batches.extend(_flushes(resource, spans))
+    batches.sort(key=lambda sent: sent[0])
+    return [batch for _, batch in batches]
+
+
+def _resources(options: SynthOptions, draw: Callable[[int], bytes]) -> tuple[Attributes, Attributes]:
+    """Return the resource of a server's API process and of its engine core."""
+    choice = options.instance_ids
+    if choice == "auto":
+        choice = "none" if options.servers == 1 else "server"
+    keys: tuple[str, ...] = ("telemetry.sdk.language", "telemetry.sdk.name", "telemetry.sdk.version")
+    ids = [str(uuid.UUID(bytes=draw(16), version=4)) for _ in range(2)]
+    if choice == "none":
+        plain = Attributes((*keys, "service.name"), ("python", "opentelemetry", "1.26.0", "vllm-synth"))
+        return plain, plain
+    keys = (*keys, "service.instance.id", "service.name")
+    api_id, core_id = ids if choice == "process" else (ids[0], ids[0])
+    return (
+        Attributes(keys, ("python", "opentelemetry", "1.45.2", api_id, "vllm-synth")),
+        Attributes(keys, ("python", "opentelemetry", "1.45.2", core_id, "vllm-synth")),
+    )
+
+
+def _flushes(resource: Attributes, spans: list[Span]) -> Iterator[tuple[int, ExportBatch]]:
+    """Yield what one process exports, with the time: the spans that ended since it did so last."""
+    ordered = sorted(spans, key=lambda span: (span.end_unix_ns, span.span_id))
+    for period, group in groupby(ordered, key=lambda span: span.end_unix_ns // _FLUSH_NS):
+        ended = tuple(group)
+        for first in range(0, len(ended), _MAX_BATCH_SPANS):
+            sent_ns = (period + 1) * _FLUSH_NS + first
+            yield sent_ns, ExportBatch(resource, ended[first : first + _MAX_BATCH_SPANS])

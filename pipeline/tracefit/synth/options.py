@@ -1,0 +1,261 @@
+"""What a synthetic run can be asked for, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from tracefit.errors import UsageError
+from tracefit.synth.engine import SchedulerConfig
+from tracefit.synth.laws import AdmissionLaw, DepartureLaw, LinearLaw, RooflineLaw, StepLaw
+from tracefit.synth.models import GPUS, MODELS, Model, lookup
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LawName: TypeAlias = Literal["linear", "roofline"]
+DurationMode: TypeAlias = Literal["schedule", "step"]
+InstanceIds: TypeAlias = Literal["auto", "none", "server", "process"]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthMix:
+    """A mixture of log-normal lengths.
+
+    Attributes:
+        components: (weight, median in tokens, sigma of the logarithm) of each; a sigma of 0 is a constant.
+        minimum: Shortest length, tokens.
+        maximum: Longest length, tokens.
+    """
+
+    components: tuple[tuple[float, float, float], ...]
+    minimum: int = 1
+    maximum: int = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of the load.
+
+    Attributes:
+        name: For the reader.
+        share: Share of the requests, relative to the other phases.
+        rate: Factor on the arrival rate.
+    """
+
+    name: str
+    share: float
+    rate: float
+
+
+DEFAULT_PHASES = (Phase("light", 0.3, 0.4), Phase("burst", 0.2, 3.0), Phase("heavy", 0.5, 1.2))
+
+
+@dataclass(frozen=True, slots=True)
+class SynthOptions:
+    """One synthetic run; equal options give equal bytes.
+
+    Attributes:
+        name: Name of the run folder.
+        seed: Seed of every draw. The draws of load, engine and sampling are separate streams: other sampling
+            rates show more or less of the same run.
+        law: Step-time law by name (coefficients by default, or from model and GPU) or as an object.
+        admission: API work before the engine's input socket.
+        departure: FINISHED to DEPARTED.
+        model: Name in `MODELS`.
+        gpu: Name in `GPUS`; None leaves the GPU out of the run's config and allows no roofline.
+        tp: Tensor parallel size.
+        requests: Requests per server, over all its epochs.
+        rate_per_s: Mean arrival rate where a phase's factor is 1.
+        prompt_tokens: Prompt lengths.
+        output_tokens: Output lengths.
+        phases: The load, in order.
+        stop_fraction: Share of requests that stop before their `max_tokens`.
+        abort_fraction: Share of requests whose client disconnects, a third each while waiting, in prefill and
+            in decode.
+        chat_fraction: Share of requests on the chat route.
+        non_streaming_fraction: Share of completions requests that do not stream.
+        prefix_fraction: Share of requests that start with a shared prefix.
+        prefix_tokens: Length of a shared prefix, cut to whole blocks.
+        num_prefixes: Different shared prefixes.
+        max_model_len: Longest prompt plus output; cut to what KV cache and token budget can hold.
+        max_num_seqs: Requests that can run at once.
+        max_num_batched_tokens: Token budget of a step.
+        num_blocks: KV blocks, the null block included.
+        block_size: Tokens in a block.
+        chunked_prefill: Whether a prompt may be split over steps.
+        noise: Sigma of the log-normal factor on every step time.
+        hiccup_rate: Chance that a step is delayed by something outside the law.
+        hiccup_us: Mean of that delay (exponential).
+        empty_step_us: Time of a step without tokens.
+        step_sampling: Chance of a step to be in the trace.
+        rich_sampling: Chance of such a step to carry request snapshots too.
+        journey_sampling: Chance of a request to be in the trace.
+        duration: What `step.duration_us` says: time in `schedule()`, as the real emitter does, or the step time.
+        span_event_limit: Events a span keeps: the last ones; None keeps all.
+        steps_per_span: Steps a step span covers.
+        epochs: Times the engine is started, minus none: each starts the step counter again.
+        servers: Servers in the same file, each with its own clock.
+        instance_ids: Who has a `service.instance.id`: nobody, a server as a whole, or, as newer SDKs do, each
+            process (the API's differs from the engine's). Auto is `none` for one server, else `server`.
+    """
+
+    name: str = "synth-run"
+    seed: int = 0
+    law: LawName | StepLaw = "linear"
+    admission: AdmissionLaw = field(default_factory=AdmissionLaw)
+    departure: DepartureLaw = field(default_factory=DepartureLaw)
+    model: str = "llama-8b"
+    gpu: str | None = "H100"
+    tp: int = 1
+    requests: int = 300
+    rate_per_s: float = 14.0
+    prompt_tokens: LengthMix = LengthMix(((0.6, 160.0, 0.6), (0.4, 600.0, 0.5)), minimum=4)
+    output_tokens: LengthMix = LengthMix(((0.5, 40.0, 0.7), (0.5, 150.0, 0.5)))
+    phases: tuple[Phase, ...] = DEFAULT_PHASES
+    stop_fraction: float = 0.5
+    abort_fraction: float = 0.02
+    chat_fraction: float = 0.2
+    non_streaming_fraction: float = 0.1
+    prefix_fraction: float = 0.0
+    prefix_tokens: int = 128
+    num_prefixes: int = 4
+    max_model_len: int = 4_096
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2_048
+    num_blocks: int = 4_097
+    block_size: int = 16
+    chunked_prefill: bool = True
+    noise: float = 0.03
+    hiccup_rate: float = 0.0
+    hiccup_us: float = 30_000.0
+    empty_step_us: float = 260.0
+    step_sampling: float = 1.0
+    rich_sampling: float = 0.0
+    journey_sampling: float = 1.0
+    duration: DurationMode = "schedule"
+    span_event_limit: int | None = None
+    steps_per_span: int = 100
+    epochs: int = 1
+    servers: int = 1
+    instance_ids: InstanceIds = "auto"
+
+    @property
+    def architecture(self) -> Model:
+        """The model that is served."""
+        return lookup(MODELS, self.model, option="model")
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """The limits of the engine."""
+        prefix_blocks = self.prefix_tokens // self.block_size if self.prefix_fraction else 0
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            chunked_prefill=self.chunked_prefill,
+            prefix_tokens=prefix_blocks * self.block_size,
+        )
+
+    @property
+    def longest_sequence_tokens(self) -> int:
+        """Longest prompt plus output the run holds."""
+        return min(self.max_model_len, self.scheduler.longest_sequence_tokens)
+
+    def step_law(self) -> StepLaw:
+        """Return the law object, built from its name where only that was given.
+
+        Raises:
+            UsageError: The law is unknown, or a roofline was asked for without a GPU.
+        """
+        if not isinstance(self.law, str):
+            return self.law
+        if self.law == "linear":
+            return LinearLaw()
+        if self.law != "roofline":
+            raise UsageError(f"unknown law {self.law!r}", where="law", hint="known: linear, roofline")
+        if self.gpu is None:
+            known = ", ".join(sorted(GPUS))
+            raise UsageError("the roofline law needs a GPU", where="gpu", hint=f"known: {known}")
+        return RooflineLaw(self.architecture, lookup(GPUS, self.gpu, option="gpu"), tp=self.tp)
+
+    def check(self) -> None:
+        """Refuse what cannot be simulated.
+
+        Raises:
+            UsageError: An option is out of range or unknown.
+        """
+        self.step_law()
+        lookup(MODELS, self.model, option="model")
+        if self.gpu is not None:
+            lookup(GPUS, self.gpu, option="gpu")
+        self._check_ranges()
+        self._check_choices()
+        self._check_lengths()
+
+    def _check_ranges(self) -> None:
+        at_least_one = {
+            "requests": self.requests,
+            "tp": self.tp,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "block_size": self.block_size,
+            "steps_per_span": self.steps_per_span,
+            "epochs": self.epochs,
+            "servers": self.servers,
+            "num_prefixes": self.num_prefixes,
+            "span_event_limit": 1 if self.span_event_limit is None else self.span_event_limit,
+        }
+        _check_bounds(at_least_one, low=1, high=float("inf"))
+        shares = {
+            "stop_fraction": self.stop_fraction,
+            "abort_fraction": self.abort_fraction,
+            "chat_fraction": self.chat_fraction,
+            "non_streaming_fraction": self.non_streaming_fraction,
+            "prefix_fraction": self.prefix_fraction,
+            "hiccup_rate": self.hiccup_rate,
+            "step_sampling": self.step_sampling,
+            "rich_sampling": self.rich_sampling,
+            "journey_sampling": self.journey_sampling,
+        }
+        _check_bounds(shares, low=0, high=1)
+        _check_bounds({"noise": self.noise, "hiccup_us": self.hiccup_us}, low=0, high=float("inf"))
+        _check_bounds({"empty_step_us": self.empty_step_us}, low=10, high=float("inf"))
+
+    def _check_choices(self) -> None:
+        if self.duration not in ("schedule", "step"):
+            raise UsageError(
+                f"unknown mode {self.duration!r}", where="duration", hint="known: schedule, step"
+            )
+        if self.instance_ids not in ("auto", "none", "server", "process"):
+            hint = "known: auto, none, server, process"
+            raise UsageError(f"unknown choice {self.instance_ids!r}", where="instance_ids", hint=hint)
+        if not self.phases or any(phase.share <= 0 or phase.rate <= 0 for phase in self.phases):
+            raise UsageError("every phase needs a share and a rate above 0", where="phases")
+        if not self.rate_per_s > 0:
+            raise UsageError("must be above 0", where="rate_per_s")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise UsageError(f"{self.name!r} is not a folder's name", where="name")
+
+    def _check_lengths(self) -> None:
+        for where, mix in (("prompt_tokens", self.prompt_tokens), ("output_tokens", self.output_tokens)):
+            if not mix.components or not 1 <= mix.minimum <= mix.maximum:
+                raise UsageError("needs a component and 1 <= minimum <= maximum", where=where)
+            if any(weight <= 0 or median < 1 or sigma < 0 for weight, median, sigma in mix.components):
+                hint = "weights above 0, medians from 1, sigmas from 0"
+                raise UsageError("impossible component", where=where, hint=hint)
+        needed = self.scheduler.prefix_tokens + 2
+        if self.longest_sequence_tokens < needed:
+            raise UsageError(
+                f"no request fits: the KV cache or the token budget holds {self.longest_sequence_tokens} tokens",
+                where="num_blocks",
+                hint=f"at least {needed} are needed",
+            )
+
+
+def _check_bounds(values: Mapping[str, float], *, low: float, high: float) -> None:
+    for where, value in values.items():
+        if not low <= value <= high:
+            wanted = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
+            raise UsageError(f"{value} is out of range", where=where, hint=f"must be {wanted}")
