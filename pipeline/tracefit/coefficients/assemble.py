@@ -161,8 +161,16 @@ def entry(fitted: Fitted) -> ev.Entry:
         by={name: metrics_entry(m) for name, m in v.by.items()},
         within_5_pct=v.within_5_pct,
         extrapolated_rows=v.extrapolated_rows,
+        equations=_equations(fitted.rows),
         skill=v.skill,
     )
+
+
+def _equations(rows: pl.DataFrame) -> dict[str, int]:
+    if "source" not in rows.columns:
+        return {}
+    used = rows.filter((pl.col("split") == "train") & pl.col("excluded_because").is_null())
+    return dict(sorted(used.group_by("source").len().iter_rows()))
 
 
 def evaluate(scopes: Sequence[FittedScope], all_runs: pl.DataFrame) -> ev.Evaluation:
@@ -219,7 +227,11 @@ def _timeline(scope: FittedScope) -> ev.TimelineEntry:
         epochs=_sum(runs, "epochs"),
         servers=runs.height,
         steps_known=timeline.height,
-        adjacent_cycles=int(timeline["cycle_us"].is_not_null().sum()),
+        adjacent_cycles=int((timeline["cycle_source"] == "adjacent").sum()),
+        intervals=int((timeline["cycle_source"] == "interval").sum()),
+        interval_steps=_sum(timeline.filter(pl.col("cycle_source") == "interval"), "interval_steps"),
+        composition_agreement=_mean(timeline["journey_agrees"].cast(pl.Float64)),
+        composition_errors=_composition_errors(timeline),
         idle_gaps=idle.height,
         step_sampling=_mean(runs["step_sampling"]),
         journey_sampling=_mean(runs["journey_sampling"]),
@@ -231,6 +243,16 @@ def _timeline(scope: FittedScope) -> ev.TimelineEntry:
         execution_lag_steps=max(tables.lags.values(), default=0),
         dropped_events=_sum(runs, "dropped_events"),
     )
+
+
+def _composition_errors(timeline: pl.DataFrame) -> dict[str, float]:
+    errors: dict[str, float] = {}
+    for name in ("reqs", "tokens"):
+        column = timeline[f"journey_error_{name}"].drop_nulls().abs()
+        if column.len():
+            errors[f"mean_abs_{name}"] = _mean(column) or 0.0
+            errors[f"p99_abs_{name}"] = float(column.quantile(0.99) or 0.0)
+    return errors
 
 
 def _mean(column: pl.Series) -> float | None:

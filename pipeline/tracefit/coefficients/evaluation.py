@@ -52,6 +52,9 @@ class Entry(_Part):
     extrapolated_rows: int = Field(
         default=0, description="hold-out rows with a feature outside its training range"
     )
+    equations: dict[str, int] = Field(
+        default_factory=dict, description="training rows by kind: adjacent, interval, duration"
+    )
     skill: float | None = Field(description="1 - mae / baseline.mae on the hold-out")
 
 
@@ -65,7 +68,13 @@ class TimelineEntry(_Part):
     intervals: int = 0
     interval_steps: int = 0
     idle_gaps: int
-    composition_agreement: float | None = None
+    composition_agreement: float | None = Field(
+        default=None,
+        description="share of sampled steps whose batch, worked out from journeys, matches exactly",
+    )
+    composition_errors: dict[str, float] = Field(
+        default_factory=dict, description="absolute differences on sampled steps: mean and 99th percentile"
+    )
     step_sampling: float | None
     journey_sampling: float | None
     duration_coverage: float | None = Field(

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit.features.sets import FeatureSet, add_features
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -58,61 +60,99 @@ def _number(value: float | None) -> float | None:
     return None if value is None else float(value)
 
 
-def beta_rows(timeline: pl.DataFrame, lags: Mapping[tuple[str, str], int], source: str) -> pl.DataFrame:
-    """One row per step whose time is known: composition and `y` in us.
+def beta_rows(
+    timeline: pl.DataFrame,
+    features: FeatureSet,
+    constants: Mapping[str, float | None],
+    lags: Mapping[tuple[str, str], int],
+    source: str,
+) -> pl.DataFrame:
+    """One row per step, or interval of steps, whose time is known: features and `y`, both means per step.
 
-    With scheduling a step ahead (`lags` 1) step k executes between the starts of steps k+1 and k+2: its time is the
-    cycle of the step after it.
+    A cycle model is linear in its features, so that an interval's mean cycle is the model at its steps' mean
+    features. With scheduling a step ahead (`lags` 1) step k executes between the starts of steps k+1 and k+2: a
+    cycle is explained by the composition of the step before it.
 
     Args:
         timeline: The `timeline` table.
+        features: What the model is offered.
+        constants: What is the same for every row.
         lags: (run_id, server) to steps that scheduling runs ahead of execution.
         source: `clock` for cycle times, `duration` for `step.duration_us` as it is.
 
     Returns:
-        Columns of the engine, step_id, ts_ns, source, y, excluded_because, and the composition.
+        Columns of the engine, step_id, ts_ns, source, interval_steps, cycle_sd_us, y (us), excluded_because,
+        preemption_heavy, has_prefill, and the features.
     """
-    rows = timeline.sort(*ENGINE, "step_id")
-    idle = pl.col("idle_after")
-    if source == "duration":
-        rows = rows.with_columns(
-            y=pl.col("duration_us").cast(pl.Float64), ts_ns=pl.col("ts_start_ns"), source=pl.lit("duration")
-        )
-    else:
-        rows = _clock_rows(rows, lags)
-        idle = idle | pl.col("next_idle").fill_null(value=False)
-    known = rows.filter(pl.col("y").is_not_null())
-    because = pl.when(idle).then(pl.lit("idle_gap")).otherwise(pl.lit(None, pl.String))
-    return known.with_columns(excluded_because=because)
-
-
-def _clock_rows(rows: pl.DataFrame, lags: Mapping[tuple[str, str], int]) -> pl.DataFrame:
-    ahead = [key for key, lag in lags.items() if lag]
-    is_ahead = (
-        pl.struct("run_id", "server").is_in([{"run_id": r, "server": s} for r, s in ahead]) if ahead else None
+    rows = add_features(timeline.sort(*ENGINE, "step_id"), features, constants)
+    rows = rows.with_columns(
+        preemption_heavy=_preemption_heavy(rows), has_prefill=pl.col("prefill_tokens") > 0
     )
+    carried = [*features.names, "preemption_heavy", "has_prefill", "is_empty"]
+    rows = rows.with_columns(is_empty=(pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0))
+    if source == "duration":
+        return _duration_rows(rows, carried)
+    rows = _shifted(rows, carried, lags)
+    means = [_mean_of_all(pl.col(n)).alias(n) for n in features.names]
+    flags = [pl.col(n).any().alias(n) for n in ("preemption_heavy", "has_prefill", "is_empty")]
+    interval = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null()
+    spans = rows.with_columns(interval=interval.cum_sum().over(ENGINE))
+    whole = spans.group_by(*ENGINE, "interval").agg(*means, *flags)
+    ends = spans.filter(pl.col("cycle_us").is_not_null()).select(
+        *ENGINE,
+        "interval",
+        "step_id",
+        "interval_steps",
+        "cycle_sd_us",
+        "idle_after",
+        ts_ns="ts_start_ns",
+        source="cycle_source",
+        y="cycle_us",
+    )
+    joined = ends.join(whole, on=[*ENGINE, "interval"], how="left").drop("interval")
+    return _with_reason(joined, pl.col("idle_after") | pl.col("is_empty"))
 
-    def following(name: str) -> pl.Expr:
-        return pl.when(pl.col("cycle_us").is_not_null()).then(pl.col(name).shift(-1).over(ENGINE))
 
-    here = [
-        pl.col("cycle_us").alias("y"),
-        pl.col("ts_start_ns").alias("ts_ns"),
-        pl.lit(value=False).alias("next_idle"),
-    ]
-    if is_ahead is not None:
-        there = {"y": "cycle_us", "ts_ns": "ts_start_ns", "next_idle": "idle_after"}
-        here = [
-            pl.when(is_ahead)
-            .then(following(there[e.meta.output_name()]))
-            .otherwise(e)
-            .alias(e.meta.output_name())
-            for e in here
-        ]
-    return rows.with_columns(*here, source=pl.col("cycle_source"))
+def _duration_rows(rows: pl.DataFrame, carried: list[str]) -> pl.DataFrame:
+    known = rows.filter(pl.col("duration_us").is_not_null()).select(
+        *ENGINE,
+        "step_id",
+        *carried,
+        interval_steps=pl.lit(1),
+        cycle_sd_us=pl.lit(0.0),
+        ts_ns="ts_start_ns",
+        source=pl.lit("duration"),
+        y=pl.col("duration_us").cast(pl.Float64),
+    )
+    return _with_reason(known, pl.col("is_empty"))
 
 
-def preemption_heavy(rows: pl.DataFrame) -> pl.Expr:
+def _with_reason(rows: pl.DataFrame, idle: pl.Expr) -> pl.DataFrame:
+    because = pl.when(idle.fill_null(value=False)).then(pl.lit("idle_gap"))
+    return rows.with_columns(excluded_because=because).sort(*ENGINE, "step_id")
+
+
+def _mean_of_all(column: pl.Expr) -> pl.Expr:
+    """Mean over an interval, null when one of its steps is unknown."""
+    return pl.when(column.null_count() == 0).then(column.mean())
+
+
+def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, str], int]) -> pl.DataFrame:
+    """Give each step what executes during its cycle: with scheduling ahead, the composition of the step before."""
+    ahead = [{"run_id": run, "server": server} for (run, server), lag in lags.items() if lag]
+    if not ahead:
+        return rows
+    is_ahead = pl.struct("run_id", "server").is_in(ahead)
+    follows = pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1
+
+    def before(name: str) -> pl.Expr:
+        value = pl.when(follows).then(pl.col(name).shift(1).over(ENGINE))
+        return pl.when(is_ahead).then(value).otherwise(pl.col(name)).alias(name)
+
+    return rows.with_columns(before(name) for name in columns)
+
+
+def _preemption_heavy(rows: pl.DataFrame) -> pl.Expr:
     """Tell steps that preempted, or whose tokens are mostly a resumed request's recomputation.
 
     A recomputed request that has output counts as one decode request with many tokens. Where nothing was ever
@@ -121,9 +161,8 @@ def preemption_heavy(rows: pl.DataFrame) -> pl.Expr:
     if not int(rows["num_preempted"].sum() or 0):
         return pl.lit(value=False)
     recomputed = pl.col("decode_tokens") - pl.col("num_decode_reqs")
-    return (pl.col("num_preempted") > 0) | (
-        2 * recomputed > pl.col("prefill_tokens") + pl.col("decode_tokens")
-    )
+    heavy = 2 * recomputed > pl.col("prefill_tokens") + pl.col("decode_tokens")
+    return (pl.col("num_preempted") > 0) | heavy
 
 
 ALPHA_TARGETS = {

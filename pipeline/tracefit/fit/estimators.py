@@ -40,7 +40,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
     Attributes:
         intercept_: In the unit of y, for raw features.
         coef_: Shape (n_features,), for raw features: `intercept_ + x @ coef_` is the prediction.
-        weights_: Shape (n,), final Huber weights of the training rows.
+        weights_: Shape (n,), final weights of the training rows: given ones times Huber's.
     """
 
     def __init__(self, penalty: Penalty = "ridge", strength: float = 1e-6, huber: float = HUBER) -> None:
@@ -48,21 +48,27 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         self.strength = strength
         self.huber = huber
 
-    def fit(self, X: Matrix, y: Vector) -> Self:  # noqa: N803  # scikit-learn's contract
-        """Fit on raw features of shape (n, n_features) and targets of shape (n,)."""
+    def fit(self, X: Matrix, y: Vector, sample_weight: Vector | None = None) -> Self:  # noqa: N803  # sklearn's contract
+        """Fit on raw features of shape (n, n_features) and targets of shape (n,).
+
+        Args:
+            X: Raw features.
+            y: Targets.
+            sample_weight: Inverse variance of each row up to a factor, shape (n,); equal if not given.
+        """
         x = np.asarray(X, dtype=float)
         y = np.asarray(y, dtype=float)
+        given = np.ones(len(y)) if sample_weight is None else sample_weight / np.mean(sample_weight)
         center, scale = x.mean(axis=0), x.std(axis=0)
         scale = np.where(scale > 0, scale, 1.0)
         z = (x - center) / scale
-        weights = np.ones(len(y))
+        weights = given
         intercept, slopes = self._solve(z, y, weights)
         for _ in range(_ROUNDS):
             residual = y - intercept - z @ slopes
-            weights = huber_weights(residual, self.huber)
-            before = residual
+            weights = given * huber_weights(residual * np.sqrt(given), self.huber)
             intercept, slopes = self._solve(z, y, weights)
-            moved = np.abs(before - (y - intercept - z @ slopes)).max(initial=0.0)
+            moved = np.abs(residual - (y - intercept - z @ slopes)).max(initial=0.0)
             if moved <= _SETTLED * (np.abs(y).max(initial=0.0) or 1.0):
                 break
         self.n_features_in_ = x.shape[1]

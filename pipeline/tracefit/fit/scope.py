@@ -135,7 +135,7 @@ def _sort_out(result: FittedModel | Missing, models: list[FittedModel], missing:
 
 def duration_cover(timeline: pl.DataFrame) -> DurationCover:
     """Measure the share of busy time that step durations cover, over adjacent steps."""
-    busy = timeline.filter(pl.col("cycle_us").is_not_null() & ~pl.col("idle_after"))
+    busy = timeline.filter((pl.col("cycle_source") == "adjacent") & ~pl.col("idle_after"))
     total = float(busy["cycle_us"].sum())
     if not busy.height or total <= 0:
         return DurationCover(None, None, None)
@@ -171,12 +171,13 @@ def _fit_beta(
     if not tables.timeline.height:
         return None, Missing(name, "the traces hold no step events", f"start the server with {_STEP_FLAGS}")
     choice = choose_target(cover, wanted)
-    rows = training.beta_rows(tables.timeline, tables.lags, choice.source)
-    rows = rules.split_by_time(add_features(rows, features, constants))
-    rows = _mark_warm_up(rows, tables.counters, "step_id")
-    rows = rules.mark(rows, rules.PREEMPTION_HEAVY, training.preemption_heavy(rows))
-    decode_only = pl.col("prefill_tokens") == 0
-    options = FitOptions(groups=(("decode_only", decode_only), ("mixed", ~decode_only)))
+    rows = training.beta_rows(tables.timeline, features, constants, tables.lags, choice.source)
+    rows = _mark_warm_up(rules.split_by_time(rows), tables.counters, "step_id")
+    rows = rules.mark(rows, rules.PREEMPTION_HEAVY, pl.col("preemption_heavy"))
+    mixed = pl.col("has_prefill")
+    # A mean over an interval is easier to predict than a step: the error of the model is its error on steps.
+    single = pl.col("source") != "interval"
+    options = FitOptions(groups=(("decode_only", ~mixed), ("mixed", mixed)), judge=single)
     result = fit_linear(rows, _columns(features), options)
     if isinstance(result, TooFewRows):
         remedy = (

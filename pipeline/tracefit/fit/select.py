@@ -106,7 +106,11 @@ def time_blocks(run: NDArrayInt, time: NDArrayInt, count: int) -> NDArrayInt:
 
 
 def choose_penalty(
-    x: Matrix, y: Vector, blocks: NDArrayInt, candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES
+    x: Matrix,
+    y: Vector,
+    blocks: NDArrayInt,
+    weights: Vector | None = None,
+    candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES,
 ) -> Choice:
     """Choose penalty and strength by leave-one-time-block-out error on the training rows.
 
@@ -116,9 +120,10 @@ def choose_penalty(
     if not folds:
         penalty, strength = candidates[0]
         return Choice(penalty, strength, float("nan"), 0)
+    weights = np.ones(len(y)) if weights is None else weights
     best: Choice | None = None
     for penalty, strength in candidates:
-        score = _cross_validated_mae(x, y, blocks, folds, penalty, strength)
+        score = _cross_validated_mae(x, y, weights, blocks, folds, (penalty, strength))
         if best is None or score < best.score * 0.999:
             best = Choice(penalty, strength, score, len(folds))
     if best is None:
@@ -127,11 +132,16 @@ def choose_penalty(
 
 
 def _cross_validated_mae(
-    x: Matrix, y: Vector, blocks: NDArrayInt, folds: list[np.int64], penalty: Penalty, strength: float
+    x: Matrix,
+    y: Vector,
+    weights: Vector,
+    blocks: NDArrayInt,
+    folds: list[np.int64],
+    candidate: tuple[Penalty, float],
 ) -> float:
     errors = np.zeros(len(y))
     for fold in folds:
         test = blocks == fold
-        model = RobustLinear(penalty, strength).fit(x[~test], y[~test])
+        model = RobustLinear(*candidate).fit(x[~test], y[~test], weights[~test])
         errors[test] = np.abs(np.maximum(model.predict(x[test]), 0.0) - y[test])
-    return float(errors.mean())
+    return float(np.average(errors, weights=weights))

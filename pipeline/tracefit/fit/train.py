@@ -10,9 +10,10 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
 from tracefit.fit import rows as rules
-from tracefit.fit.estimators import HUBER, RobustLinear, confidence_intervals
+from tracefit.fit.estimators import HUBER, NDArrayInt, RobustLinear, confidence_intervals
 from tracefit.fit.metrics import Matrix, Metrics, Vector, measure, skill
 from tracefit.fit.select import FOLDS, Choice, LeftOut, choose_penalty, time_blocks, usable_features
+from tracefit.fit.weights import interval_weights
 
 MIN_TRAIN_ROWS = 30
 MIN_HOLDOUT_ROWS = 10
@@ -87,11 +88,13 @@ class FitOptions:
     Attributes:
         drop_outliers: Leave outliers out of the training part. Not for a target whose tail is its signal.
         groups: Name to condition: hold-out errors are also given for these rows.
+        judge: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
         reference: Fit the gradient-boosted reference.
     """
 
     drop_outliers: bool = True
     groups: tuple[tuple[str, pl.Expr], ...] = ()
+    judge: pl.Expr | None = None
     reference: bool = True
 
 
@@ -104,45 +107,79 @@ def fit_linear(rows: pl.DataFrame, features: list[FeatureColumn], options: FitOp
         options: How.
     """
     rows, features, unknown = _drop_unknown(rows, features)
-    used = rows.filter((pl.col("split") == "train") & pl.col("excluded_because").is_null())
+    used = _counted(rows, "train")
     if options.drop_outliers and used.height >= MIN_TRAIN_ROWS:
         rows = _mark_outliers(rows, used, features)
-        used = rows.filter((pl.col("split") == "train") & pl.col("excluded_because").is_null())
-    holdout = rows.filter((pl.col("split") == "holdout") & pl.col("excluded_because").is_null())
+        used = _counted(rows, "train")
+    holdout = _counted(rows, "holdout")
     if used.height < MIN_TRAIN_ROWS or holdout.height < MIN_HOLDOUT_ROWS:
         have = f"{used.height} training and {holdout.height} held-out rows"
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
         return TooFewRows(f"{have}, {need}", rows)
-    names = [f.name for f in features]
-    everything, y = _matrix(used, names), _target(used)
-    kept, left = usable_features(everything, names)
-    x = everything[:, kept]
-    run, time = _run_index(used), used["ts_ns"].to_numpy()
-    choice = choose_penalty(x, y, time_blocks(run, time, FOLDS))
-    model = RobustLinear(choice.penalty, choice.strength).fit(x, y)
-    blocks = time_blocks(run, time, INTERVAL_BLOCKS) + run * INTERVAL_BLOCKS
-    intercept_ci, intervals = confidence_intervals(x, y, model, blocks)
-    columns = [features[k] for k in kept]
-    terms = _terms(columns, model, intervals, x)
+    data, left = _training_data(used, features)
+    choice = choose_penalty(data.x, data.y, time_blocks(data.run, data.time, FOLDS), data.weights)
+    model = RobustLinear(choice.penalty, choice.strength).fit(data.x, data.y, data.weights)
+    intercept_ci, intervals = confidence_intervals(data.x, data.y, model, data.blocks(INTERVAL_BLOCKS))
     zeroed = [
         LeftOut(c.name, "set to zero by the Lasso")
-        for c, v in zip(columns, model.coef_, strict=True)
+        for c, v in zip(data.columns, model.coef_, strict=True)
         if v == 0
     ]
-    validation = _validate(model, x, y, holdout, [c.name for c in columns], options)
+    judged = _judged(holdout, options.judge)
     return Fitted(
         intercept=model.intercept_,
         intercept_ci95=intercept_ci,
-        terms=tuple(terms),
+        terms=tuple(_terms(data.columns, model, intervals, data.x)),
         left_out=tuple(unknown + left + zeroed),
         choice=choice,
         huber=HUBER,
         rows_train=int((rows["split"] == "train").sum()),
         rows_used=used.height,
-        rows_holdout=holdout.height,
-        validation=validation,
+        rows_holdout=judged.height,
+        validation=_validate(model, data, judged, options),
         rows=rows,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """Training rows as arrays: features (n, n_features), targets, weights, run and time, each (n,)."""
+
+    columns: list[FeatureColumn]
+    x: Matrix
+    y: Vector
+    weights: Vector
+    run: NDArrayInt
+    time: NDArrayInt
+
+    def blocks(self, count: int) -> NDArrayInt:
+        """Blocks of time, numbered over all runs."""
+        return time_blocks(self.run, self.time, count) + self.run * count
+
+
+def _training_data(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[_Data, list[LeftOut]]:
+    names = [f.name for f in features]
+    everything, y = _matrix(used, names), _target(used)
+    kept, left = usable_features(everything, names)
+    x = everything[:, kept]
+    weights = np.ones(len(y))
+    if "interval_steps" in used.columns:
+        steps, sd = _matrix(used, ["interval_steps", "cycle_sd_us"]).T
+        weights = interval_weights(x, y, steps, sd)
+    columns = [features[k] for k in kept]
+    return _Data(columns, x, y, weights, _run_index(used), used["ts_ns"].to_numpy()), left
+
+
+def _counted(rows: pl.DataFrame, split: str) -> pl.DataFrame:
+    return rows.filter((pl.col("split") == split) & pl.col("excluded_because").is_null())
+
+
+def _judged(holdout: pl.DataFrame, judge: pl.Expr | None) -> pl.DataFrame:
+    """Return the held-out rows the error is measured on: those `judge` asks for, all if they are too few."""
+    if judge is None:
+        return holdout
+    wanted = holdout.filter(judge)
+    return wanted if wanted.height >= MIN_HOLDOUT_ROWS else holdout
 
 
 def _drop_unknown(
@@ -191,7 +228,7 @@ def _target(rows: pl.DataFrame) -> Vector:
     return rows["y"].to_numpy().astype(np.float64)
 
 
-def _run_index(rows: pl.DataFrame) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _run_index(rows: pl.DataFrame) -> NDArrayInt:
     return rows.select(pl.struct(rules.SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
 
 
@@ -205,25 +242,21 @@ def _terms(
     ]
 
 
-def _validate(
-    model: RobustLinear, x: Matrix, y: Vector, holdout: pl.DataFrame, names: list[str], options: FitOptions
-) -> Validation:
-    x_held, y_held = _matrix(holdout, names), _target(holdout)
+def _validate(model: RobustLinear, data: _Data, judged: pl.DataFrame, options: FitOptions) -> Validation:
+    names = [c.name for c in data.columns]
+    x, y = data.x, data.y
+    x_held, y_held = _matrix(judged, names), _target(judged)
     predicted = np.maximum(model.predict(x_held), 0.0)
     measured = measure(y_held, predicted)
     baseline = measure(y_held, np.full(len(y_held), float(np.median(y))))
-    groups = {name: holdout.select(condition).to_series().to_numpy() for name, condition in options.groups}
-    outside = (
-        (x_held < x.min(axis=0)) | (x_held > x.max(axis=0))
-        if names
-        else np.zeros((len(y_held), 1), dtype=bool)
-    )
+    groups = {name: judged.select(condition).to_series().to_numpy() for name, condition in options.groups}
+    outside = (x_held < x.min(axis=0)) | (x_held > x.max(axis=0))
     close = np.abs(predicted - y_held) <= WITHIN_PCT / 100 * np.abs(y_held)
     return Validation(
         train=measure(y, np.maximum(model.predict(x), 0.0)),
         holdout=measured,
         baseline=baseline,
-        reference=_reference(x, y, x_held, y_held) if options.reference and names else None,
+        reference=_reference(data, x_held, y_held) if options.reference and names else None,
         by={name: measure(y_held[rows], predicted[rows]) for name, rows in groups.items() if rows.any()},
         within_5_pct=100 * float(close.mean()),
         extrapolated_rows=int(outside.any(axis=1).sum()),
@@ -231,11 +264,11 @@ def _validate(
     )
 
 
-def _reference(x: Matrix, y: Vector, x_held: Matrix, y_held: Vector) -> Metrics:
+def _reference(data: _Data, x_held: Matrix, y_held: Vector) -> Metrics:
     """Gradient boosting on the same features and rows: what a model nobody can read would get."""
     boosted = HistGradientBoostingRegressor(loss="absolute_error", max_iter=200, random_state=0)
     # One thread: threads that wait for each other on a busy machine cost more than they bring on frames this small,
     # and sums do not depend on how many there are.
     with threadpool_limits(1):
-        boosted.fit(x, y)
+        boosted.fit(data.x, data.y, data.weights)
     return measure(y_held, np.maximum(boosted.predict(x_held), 0.0))

@@ -124,7 +124,12 @@ def _timeline(scope: ScopeEvaluation) -> list[str]:
         ("step sampling", _share(t.step_sampling)),
         ("journey sampling (estimated)", _share(t.journey_sampling)),
         ("consecutive steps (cycles)", _count(t.adjacent_cycles)),
-        ("idle gaps among them", _count(t.idle_gaps)),
+        (
+            "intervals between other known starts",
+            f"{_count(t.intervals)} over {_count(t.interval_steps)} steps",
+        ),
+        ("idle gaps among both", _count(t.idle_gaps)),
+        ("steps whose batch the journeys tell exactly", _share(t.composition_agreement)),
         ("busy time covered by `step.duration_us`", _share(t.duration_coverage)),
         ("median cycle us", _number(t.median_cycle_us)),
         ("median `step.duration_us`", _number(t.median_duration_us)),
@@ -168,6 +173,9 @@ def _model(name: str, entry: Entry, model: AnyModel, left_out: dict[str, int]) -
             f"In-sample MAPE, for comparison with the hold-out's {_number(entry.holdout.mape_pct)} %: "
             f"{_number(entry.train.mape_pct)} %."
         )
+    if entry.equations:
+        kinds = ", ".join(f"{_count(n)} {kind}" for kind, n in entry.equations.items())
+        parts.append(f"Equations trained on: {kinds}.")
     if model.features_left_out:
         parts.append(
             "Features left out: "

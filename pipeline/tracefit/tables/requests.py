@@ -97,22 +97,26 @@ def _core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
 def _requeue_waits(core: pl.DataFrame) -> pl.DataFrame:
     """Time between each PREEMPTED and the RESUME after it, split at the first token; in us.
 
-    A preemption that was never resumed has no known wait and adds none.
+    Where one of them was never resumed the sum is unknown.
     """
     over = ["trace_id", "span_id"]
     turns = core.filter(pl.col("event").is_in(["PREEMPTED", "SCHEDULED", "FIRST_TOKEN"]))
     turns = turns.with_columns(
         after_first_token=(pl.col("event") == "FIRST_TOKEN").cum_sum().over(over) > 0,
     ).filter(pl.col("event") != "FIRST_TOKEN")
-    waits = turns.with_columns(
-        wait_us=(pl.col("ts_ns").shift(-1).over(over) - pl.col("ts_ns")) / 1e3,
-        resumed=pl.col("event").shift(-1).over(over) == "SCHEDULED",
-    ).filter((pl.col("event") == "PREEMPTED") & pl.col("resumed"))
+    resumed = pl.col("event").shift(-1).over(over) == "SCHEDULED"
+    wait = (pl.col("ts_ns").shift(-1).over(over) - pl.col("ts_ns")) / 1e3
+    waits = turns.with_columns(wait_us=pl.when(resumed).then(wait)).filter(pl.col("event") == "PREEMPTED")
     late = pl.col("after_first_token")
     return waits.group_by(over).agg(
-        requeue_before_us=pl.col("wait_us").filter(~late).sum(),
-        requeue_after_us=pl.col("wait_us").filter(late).sum(),
+        preempted_events=pl.len(),
+        requeue_before_us=_known_sum(pl.col("wait_us").filter(~late)),
+        requeue_after_us=_known_sum(pl.col("wait_us").filter(late)),
     )
+
+
+def _known_sum(values: pl.Expr) -> pl.Expr:
+    return pl.when(values.null_count() == 0).then(values.sum())
 
 
 def _api_requests(journeys: pl.DataFrame, api_spans: pl.DataFrame) -> pl.DataFrame:
@@ -153,10 +157,11 @@ def with_durations(requests: pl.DataFrame) -> pl.DataFrame:
     Source of the formulas: the request metrics of vLLM; the wait after a preemption belongs to neither prefill nor
     decode.
     """
-    preempted = (pl.col("num_preemptions") > 0) & pl.col("requeue_before_us").is_null()
-    # Never preempted: the requeue wait is a true zero. Preempted and never resumed: unknown.
+    seen = pl.col("preempted_events").fill_null(0)
+    lost = pl.col("num_preemptions") > seen
+    # Never preempted: the requeue wait is a true zero. Preempted without the events of it: unknown.
     requeue = {
-        side: pl.when(preempted).then(None).otherwise(pl.col(f"requeue_{side}_us").fill_null(0.0))
+        side: pl.when(lost).then(None).when(seen > 0).then(f"requeue_{side}_us").otherwise(0.0)
         for side in ("before", "after")
     }
     cut_off = pl.col("finish_status").is_in(_CUT_OFF)

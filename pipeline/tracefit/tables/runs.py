@@ -65,7 +65,9 @@ def run_rows(
         rows.with_columns(
             step_sampling=pl.when(traced).then(pl.col("steps") / pl.col("counted")).otherwise(0.0),
             snapshot_sampling=pl.when(traced).then(pl.col("rich_steps") / pl.col("steps")),
-            journey_sampling=_journey_sampling(frames["steps"], frames["requests"]),
+            journey_sampling=pl.col(_SERVER).replace_strict(
+                journey_sampling(frames["steps"], frames["requests"]), default=None, return_dtype=pl.Float64
+            ),
         )
     )
 
@@ -81,19 +83,18 @@ def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _journey_sampling(steps: pl.DataFrame, requests: pl.DataFrame) -> pl.Expr:
-    """Estimate the share of requests with a journey: decode tokens in journeys over those in step summaries.
+def journey_sampling(steps: pl.DataFrame, requests: pl.DataFrame) -> dict[str, float]:
+    """Estimate per server the share of requests with a journey: decodes in journeys over those in step summaries.
 
     Over the sampled steps, each traced request decodes in the steps between its first token and its end; the
-    summaries count everybody.
+    summaries count everybody. A server without step summaries has no estimate.
+
+    Args:
+        steps: The `steps` table of one run.
+        requests: Its `requests` table.
     """
-    # Counting members of each sampled step needs the two ends of every decode only.
-    ends = requests.filter(pl.col("first_token_step").is_not_null() & pl.col("finished_step").is_not_null())
-    if not ends.height:
-        return pl.lit(0.0 if steps.height else None, pl.Float64)
-    if not steps.height:
-        return pl.lit(None, pl.Float64)
     engine = [_SERVER, "epoch"]
+    ends = requests.filter(pl.col("first_token_step").is_not_null() & pl.col("finished_step").is_not_null())
     edges = pl.concat(
         [
             ends.select(*engine, step_id=pl.col("first_token_step") + 1, change=pl.lit(1)),
@@ -101,13 +102,10 @@ def _journey_sampling(steps: pl.DataFrame, requests: pl.DataFrame) -> pl.Expr:
         ]
     ).sort(*engine, "step_id")
     running = edges.with_columns(members=pl.col("change").cum_sum().over(engine))
-    at_steps = (
-        steps.sort("step_id")
-        .join_asof(running.sort("step_id"), on="step_id", by=engine, check_sortedness=False)
-        .select(_SERVER, "num_decode_reqs", pl.col("members").fill_null(0))
+    at_steps = steps.sort("step_id").join_asof(
+        running.sort("step_id"), on="step_id", by=engine, check_sortedness=False
     )
     shares = at_steps.group_by(_SERVER).agg(
-        share=(pl.col("members").sum() / pl.col("num_decode_reqs").sum()).clip(0.0, 1.0)
+        share=(pl.col("members").fill_null(0).sum() / pl.col("num_decode_reqs").sum()).clip(0.0, 1.0)
     )
-    table = dict(shares.iter_rows())
-    return pl.col(_SERVER).replace_strict(table, default=None, return_dtype=pl.Float64)
+    return dict(shares.filter(pl.col("share").is_finite()).iter_rows())

@@ -44,10 +44,8 @@ class TableStore:
             self.root.mkdir(parents=True, exist_ok=True)
             scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.root))
             try:
-                return [
-                    self._publish(name, run_id, _write_part(frame, schema.TABLES[name], scratch))
-                    for name, frame in frames.items()
-                ]
+                parts = {n: _write_part(frame, schema.TABLES[n], scratch) for n, frame in frames.items()}
+                return [self._publish(name, run_id, part) for name, part in parts.items()]
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
 

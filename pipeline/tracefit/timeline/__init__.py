@@ -1,5 +1,7 @@
-"""Tables become what the engine did, step by step: the step clock, composition, idle gaps."""
+"""Tables become what the engine did, step by step: the step clock, composition, idle gaps, queue state."""
 
-from tracefit.timeline.build import build_timeline, execution_lags
+from tracefit.timeline.anchors import execution_lags
+from tracefit.timeline.build import build_timeline
+from tracefit.timeline.composition import EngineLimits
 
-__all__ = ["build_timeline", "execution_lags"]
+__all__ = ["EngineLimits", "build_timeline", "execution_lags"]

@@ -1,99 +1,212 @@
-"""The step clock: true step times from the starts of consecutive steps.
-
-`step.duration_us` is the time inside `schedule()`. The time a step takes is the start of the next step less its own,
-as long as the engine stayed busy; that difference needs two consecutive steps in the sample.
-"""
+"""The timeline: one row per engine step known or inferred, from all evidence at once."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import polars as pl
 
 from tracefit.tables import schema
+from tracefit.timeline.anchors import execution_lags, scheduled_starts, step_starts
+from tracefit.timeline.composition import EngineLimits, compose
+from tracefit.timeline.engines import ENGINE, MAX_STEPS, StepAxis, lay_out, pile
+from tracefit.timeline.segments import running_segments, waiting_segments
 
-ENGINE = ["run_id", "server", "epoch"]
+_COUNTS = (
+    "num_prefill_reqs",
+    "num_decode_reqs",
+    "prefill_tokens",
+    "decode_tokens",
+    "running_depth",
+    "waiting_depth",
+)
+_CONTEXTS = ("context_tokens", "prefill_context_tokens", "waiting_tokens")
 
-_LAG_SHARE = 0.25
-"""An update that comes later than a quarter of a cycle after the next step began is the update of a step that was
-still executing then: scheduling runs ahead of execution."""
 
-_LAG_EVENTS = 20
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    axis: StepAxis
+    steps: pl.DataFrame
+    snapshots: pl.DataFrame
+    journeys: pl.DataFrame
+    lags: pl.DataFrame
 
 
-def build_timeline(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
-    """Build the `timeline` table from the sampled steps.
+def build_timeline(
+    steps: pl.DataFrame,
+    snapshots: pl.DataFrame,
+    journeys: pl.DataFrame,
+    limits: EngineLimits | None = None,
+    *,
+    journeys_complete: bool = False,
+) -> pl.DataFrame:
+    """Build the `timeline` table.
 
-    `cycle_us` is known where the next step is in the sample too. `idle_after` says that the step left nothing
-    running and nothing waiting, so that its cycle holds idle time.
+    With complete journeys every step between the first and the last is there, its composition worked out from them;
+    a summary or a full set of snapshots is the truth where there is one. Without, only sampled steps are.
+
+    `cycle_us` is the mean cycle from this step's start to the next start that is known, `interval_steps` steps on:
+    one step (`adjacent`, between two summaries), or an `interval` when a start was told by a journey event or steps
+    in between have no known start. `idle_after` says that one of those steps left nothing running and nothing
+    waiting, so that the time holds idle time.
 
     Args:
         steps: The `steps` table.
-        snapshots: The `request_snapshots` table; context tokens come from steps whose every running request has one.
+        snapshots: The `request_snapshots` table.
+        journeys: The `journey_events` table.
+        limits: What the scheduler is bound by.
+        journeys_complete: Every request has a journey.
 
     Returns:
-        The `timeline` table, one row per known step.
+        The `timeline` table.
     """
-    ordered = steps.sort(*ENGINE, "step_id")
-    next_step, next_start = (pl.col(c).shift(-1).over(ENGINE) for c in ("step_id", "ts_start_ns"))
-    last_step = pl.col("step_id").shift(1).over(ENGINE)
-    idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
-    adjacent = (next_step == pl.col("step_id") + 1) & (next_start > pl.col("ts_start_ns"))
-    rows = ordered.with_columns(
-        cycle_us=pl.when(adjacent).then((next_start - pl.col("ts_start_ns")) / 1e3),
-        idle_after=idle,
-        kv_blocks_used=pl.col("kv_blocks_total") - pl.col("kv_blocks_free"),
-        composition_source=pl.lit("summary"),
-    ).with_columns(
-        cycle_source=pl.when(pl.col("cycle_us").is_not_null()).then(pl.lit("adjacent")),
-        interval_steps=pl.when(pl.col("cycle_us").is_not_null()).then(1),
-        idle_before=pl.when(last_step == pl.col("step_id") - 1).then(
-            pl.col("idle_after").shift(1).over(ENGINE)
-        ),
+    limits = limits or EngineLimits()
+    axis = lay_out(steps, snapshots, journeys)
+    if axis.size > MAX_STEPS:
+        axis = StepAxis(axis.engines.clear(), 0)
+    lags = execution_lags(scheduled_starts(steps, journeys), journeys)
+    evidence = _Evidence(axis, steps, snapshots, journeys, lags)
+    rows = axis.frame()
+    if journeys_complete and axis.size:
+        rows = pl.concat([rows, _inferred(evidence, limits)], how="horizontal")
+    rows = _with_usage(_with_truth(rows, evidence), limits)
+    rows = rows.join(
+        step_starts(axis, steps, journeys, lags), on="position", how="left", maintain_order="left"
     )
-    return schema.TIMELINE.conform(
-        rows.join(_contexts(steps, snapshots), on=[*ENGINE, "step_id"], how="left")
+    known = pl.col("ts_start_ns").is_not_null() | pl.col("composition_source").is_not_null()
+    return schema.TIMELINE.conform(_with_cycles(rows.filter(known)))
+
+
+def _inferred(evidence: _Evidence, limits: EngineLimits) -> pl.DataFrame:
+    """Composition of every position from the journeys, columns prefixed `journey.`."""
+    axis, journeys = evidence.axis, evidence.journeys
+    lasts = axis.engines.select(*ENGINE, "last_step")
+    running = running_segments(journeys, _cached(evidence.snapshots), lasts).sort(*ENGINE, "ts_ns")
+    waiting = waiting_segments(journeys, lasts)
+    for name in ("start", "end", "complete"):
+        running = axis.place(running, f"{name}_step", name)
+    for name in ("first", "last"):
+        waiting = axis.place(waiting, f"{name}_step", name)
+    running = running.drop_nulls(["start", "end"])
+    lag = int(evidence.lags["execution_lag_steps"].fill_null(0).sum() > 0)
+    preempted = axis.place(journeys.filter(pl.col("event") == "PREEMPTED"), "step_id").drop_nulls("position")
+    composed = compose(axis, running, waiting.drop_nulls(["first", "last"]), limits, lag).with_columns(
+        num_preempted=pile(axis.size, preempted["position"].to_numpy(), np.ones(preempted.height)).astype(
+            np.int64
+        )
     )
+    return composed.rename(lambda name: f"journey.{name}")
+
+
+def _cached(snapshots: pl.DataFrame) -> pl.DataFrame:
+    """Prompt tokens found in the prefix cache, per request, where a snapshot tells."""
+    hits = pl.col("num_prompt_tokens") - pl.col("effective_prompt_len")
+    told = snapshots.filter(pl.col("effective_prompt_len").is_not_null()).sort("step_id")
+    return told.group_by(*ENGINE, "request_id").agg(cached_tokens=hits.first())
+
+
+def _with_truth(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
+    """Put summaries and full snapshots over what the journeys say."""
+    steps = evidence.steps.with_columns(
+        kv_blocks_used=pl.col("kv_blocks_total") - pl.col("kv_blocks_free"), has_summary=pl.lit(value=True)
+    ).drop("ts_start_ns", "unix_ns")
+    shown = _contexts(evidence.steps, evidence.snapshots)
+    keys = [*ENGINE, "step_id"]
+    joined = rows.join(steps, on=keys, how="left", maintain_order="left").join(
+        shown, on=keys, how="left", maintain_order="left"
+    )
+    have = set(joined.columns)
+
+    def either(name: str) -> pl.Expr:
+        options = [pl.col(c) for c in (name, f"journey.{name}") if c in have]
+        return pl.coalesce(options).alias(name) if options else pl.lit(None, pl.Int64).alias(name)
+
+    inferred = pl.lit("journey") if "journey.running_depth" in have else pl.lit(None, pl.String)
+    joined = joined.with_columns(_agreement() if "journey.running_depth" in have else [])
+    source = pl.when("has_summary").then(pl.lit("summary")).otherwise(inferred)
+    return joined.with_columns(
+        *(either(name) for name in (*_COUNTS, *_CONTEXTS, "kv_blocks_used", "num_preempted")),
+        composition_source=source,
+    )
+
+
+def _agreement() -> list[pl.Expr]:
+    """Hold the journeys' composition against the summaries' where there are both."""
+    compared = _COUNTS[:4]
+
+    def error(*names: str) -> pl.Expr:
+        return pl.sum_horizontal((pl.col(f"journey.{n}") - pl.col(n) for n in names), ignore_nulls=False)
+
+    equal = pl.all_horizontal(pl.col(f"journey.{n}") == pl.col(n) for n in compared)
+    return [
+        equal.alias("journey_agrees"),
+        error("num_prefill_reqs", "num_decode_reqs").alias("journey_error_reqs"),
+        error("prefill_tokens", "decode_tokens").alias("journey_error_tokens"),
+    ]
+
+
+def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
+    """Fill in the KV usage of steps without a summary from the blocks their requests hold."""
+    total = pl.coalesce(pl.col("kv_blocks_total").max().over(ENGINE), pl.lit(limits.num_blocks, pl.Int64))
+    usage = (pl.col("kv_blocks_used") / total).clip(0.0, 1.0)
+    return rows.with_columns(kv_usage_ratio=pl.coalesce("kv_usage_ratio", usage))
 
 
 def _contexts(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
     """KV tokens read per step, from steps where every running request has a snapshot."""
     step = [*ENGINE, "step_id"]
     scheduled, before = pl.col("scheduled_tokens") > 0, pl.col("num_computed_tokens")
-    decoding = pl.col("phase") == "DECODE"
+    has_output = pl.col("num_output_tokens") > 0
     sums = snapshots.group_by(step).agg(
         shown=pl.len(),
-        context_tokens=before.filter(scheduled & decoding).sum(),
-        prefill_context_tokens=before.filter(scheduled & ~decoding).sum(),
+        context_tokens=before.filter(scheduled & has_output).sum(),
+        prefill_context_tokens=before.filter(scheduled & ~has_output).sum(),
     )
     whole = sums.join(steps.select(*step, "running_depth"), on=step, how="inner")
     return whole.filter(pl.col("shown") == pl.col("running_depth")).drop("shown", "running_depth")
 
 
-def execution_lags(timeline: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
-    """Find engines that schedule a step while the one before it executes (asynchronous scheduling).
-
-    There, a request's FIRST_TOKEN or FINISHED of step k is stamped well after step k+1 began, because step k
-    executes in the period between the starts of k+1 and k+2. Composition k then explains the cycle of step k+1.
-
-    Args:
-        timeline: The `timeline` table.
-        journeys: The `journey_events` table.
-
-    Returns:
-        One row per (run_id, server) that has enough events to tell: `execution_lag_steps`, 0 or 1.
-    """
-    nexts = timeline.select(
-        *ENGINE, "cycle_us", pl.col("step_id"), next_start_ns=pl.col("ts_start_ns") + pl.col("cycle_us") * 1e3
-    ).drop_nulls()
-    updates = journeys.filter(
-        pl.col("event").is_in(["FIRST_TOKEN", "FINISHED"])
-        & (pl.col("finish_status") != "aborted").fill_null(value=True)
+def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
+    """Add cycles between consecutive known starts, and what the engine did between them."""
+    idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
+    ordered = rows.sort(*ENGINE, "step_id").with_columns(idle=idle)
+    last_step = pl.col("step_id").shift(1).over(ENGINE)
+    ordered = ordered.with_columns(
+        interval=pl.col("ts_start_ns").is_not_null().cum_sum().over(ENGINE),
+        idle_before=pl.when(last_step == pl.col("step_id") - 1).then(pl.col("idle").shift(1).over(ENGINE)),
     )
-    late = updates.join(nexts, on=[*ENGINE, "step_id"], how="inner").with_columns(
-        lateness=(pl.col("ts_ns") - pl.col("next_start_ns")) / 1e3 / pl.col("cycle_us")
+    whole = [*ENGINE, "interval"]
+    spans = ordered.filter(pl.col("ts_start_ns").is_not_null())
+    nexts = {
+        c: pl.col(c).shift(-1).over(ENGINE) for c in ("ts_start_ns", "step_id", "start_source", "start_sd_us")
+    }
+    count = nexts["step_id"] - pl.col("step_id")
+    spans = spans.select(
+        *whole,
+        "step_id",
+        interval_steps=count,
+        cycle_us=(nexts["ts_start_ns"] - pl.col("ts_start_ns")) / 1e3 / count,
+        exact=(pl.col("start_source") == "summary") & (nexts["start_source"] == "summary"),
+        cycle_sd_us=(pl.col("start_sd_us") ** 2 + nexts["start_sd_us"] ** 2).sqrt() / count,
     )
-    return (
-        late.group_by("run_id", "server")
-        .agg(events=pl.len(), lateness=pl.col("lateness").median())
-        .filter(pl.col("events") >= _LAG_EVENTS)
-        .select("run_id", "server", execution_lag_steps=(pl.col("lateness") > _LAG_SHARE).cast(pl.Int64))
+    members = ordered.group_by(whole).agg(
+        members=pl.len(),
+        composed=pl.col("running_depth").is_not_null().all(),
+        idle_after=pl.col("idle").any(),
     )
+    spans = spans.join(members, on=whole, how="left")
+    # Between two starts every step must be known, or nobody can say what the time was spent on.
+    full = (pl.col("members") == pl.col("interval_steps")) & pl.col("composed") & (pl.col("cycle_us") > 0)
+    adjacent = pl.col("exact") & (pl.col("interval_steps") == 1)
+    spans = spans.filter(full).select(
+        *ENGINE,
+        "step_id",
+        "interval_steps",
+        "cycle_us",
+        "cycle_sd_us",
+        "idle_after",
+        cycle_source=pl.when(adjacent).then(pl.lit("adjacent")).otherwise(pl.lit("interval")),
+    )
+    joined = ordered.join(spans, on=[*ENGINE, "step_id"], how="left", maintain_order="left")
+    return joined.with_columns(idle_after=pl.coalesce("idle_after", "idle"))

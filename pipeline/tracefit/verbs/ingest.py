@@ -19,9 +19,9 @@ from tracefit.sources.runs import RunSource, find_runs
 from tracefit.tables import dialects
 from tracefit.tables.build import EventTables, build_event_tables
 from tracefit.tables.requests import build_requests
-from tracefit.tables.runs import run_rows
+from tracefit.tables.runs import journey_sampling, run_rows
 from tracefit.tables.store import TableStore
-from tracefit.timeline import build_timeline
+from tracefit.timeline import EngineLimits, build_timeline
 from tracefit.verbs.results import IngestResult, Progress, RunSummary, Silent
 
 if TYPE_CHECKING:
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from tracefit.otlp.batch import SpanBatch
 
 _CHUNK = 1 << 20
+
+COMPLETE_SHARE = 0.97
+"""Journeys of this share of requests count as all of them: a few are lost to clients that reuse ids."""
+
+DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ def ingest(
         run_id = _free_run_id(store, source.run_id, digest, warnings)
         events = build_event_tables(_batches(source.trace_files, told), run_id=run_id)
         _require_spans(source, events)
-        frames = _tables(run_id, events)
+        frames = _tables(run_id, events, context)
         frames["runs"] = run_rows(run_id, events, frames, _run_columns(source, context, digest, size))
         store.write_run(run_id, frames)
         summaries.append(_summary(run_id, context, frames["runs"], events))
@@ -149,20 +154,50 @@ def _require_spans(source: RunSource, events: EventTables) -> None:
     )
 
 
-def _tables(run_id: str, events: EventTables) -> dict[str, pl.DataFrame]:
+def _tables(run_id: str, events: EventTables, context: RunContext) -> dict[str, pl.DataFrame]:
     core = events.spans.filter(pl.col("scope") == dialects.CORE_SCOPE)
     parents = core.select("trace_id", "span_id", "parent_span_id")
+    journeys, snapshots = events.journey_events, events.request_snapshots
+    requests = build_requests(journeys, events.api_spans, snapshots, parents, run_id=run_id)
+    timeline = build_timeline(
+        events.steps,
+        snapshots,
+        journeys,
+        engine_limits(context),
+        journeys_complete=_journeys_complete(context.settings, events.steps, requests),
+    )
     return {
         "spans": events.spans,
-        "journey_events": events.journey_events,
+        "journey_events": journeys,
         "steps": events.steps,
-        "request_snapshots": events.request_snapshots,
-        "requests": build_requests(
-            events.journey_events, events.api_spans, events.request_snapshots, parents, run_id=run_id
-        ),
-        "timeline": build_timeline(events.steps, events.request_snapshots),
+        "request_snapshots": snapshots,
+        "requests": requests,
+        "timeline": timeline,
         "rejects": events.rejects,
     }
+
+
+def engine_limits(context: RunContext) -> EngineLimits:
+    """Return what the server's scheduler is bound by, as far as it is known."""
+    s = context.settings
+    return EngineLimits(
+        max_num_batched_tokens=s.max_num_batched_tokens,
+        max_num_seqs=s.max_num_seqs,
+        block_size=s.block_size or DEFAULT_BLOCK_SIZE,
+        # vLLM keeps one block back that stands for "no block".
+        num_blocks=s.num_gpu_blocks - 1 if s.num_gpu_blocks else None,
+        chunked_prefill=s.enable_chunked_prefill is not False,
+    )
+
+
+def _journeys_complete(settings: ServerSettings, steps: pl.DataFrame, requests: pl.DataFrame) -> bool:
+    """Tell whether every request has a journey: by the server's setting, else by what step summaries count."""
+    if not requests["queued_ns"].is_not_null().any():
+        return False
+    if settings.journey_tracing_sample_rate is not None:
+        return settings.journey_tracing_sample_rate >= COMPLETE_SHARE
+    shares = journey_sampling(steps, requests)
+    return min(shares.values(), default=1.0) >= COMPLETE_SHARE
 
 
 def _run_columns(

@@ -144,20 +144,19 @@ def _require_models(scopes: list[FittedScope], where: str) -> None:
 
 def _write_training_frames(store: TableStore, scopes: list[FittedScope]) -> None:
     for scope in scopes:
-        frames = {"alpha_training": scope.alpha_rows, "beta_training": scope.beta_rows}
+        frames = {"alpha": scope.alpha_rows, "beta": scope.beta_rows}
         for run_id in sorted(scope.tables.runs["run_id"].unique()):
-            parts = {n: _training_part(schema.TABLES[n], f, run_id, scope) for n, f in frames.items()}
+            parts = {f"{kind}_training": _training_part(kind, f, run_id, scope) for kind, f in frames.items()}
             store.write_run(run_id, parts)
 
 
-def _training_part(
-    table: schema.Table, frame: pl.DataFrame | None, run_id: str, scope: FittedScope
-) -> pl.DataFrame:
+def _training_part(kind: str, frame: pl.DataFrame | None, run_id: str, scope: FittedScope) -> pl.DataFrame:
     """Return the training rows of one run: what they are, and the features their models were offered."""
+    table = schema.TABLES[f"{kind}_training"]
     if frame is None:
         return table.empty()
     known = set(table.names)
-    features = {f for m in scope.models for f in _offered(m)}
+    features = {f for m in scope.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
     kept = [c for c in frame.columns if c in known or c in features]
     part = frame.filter(pl.col("run_id") == run_id).select(kept)
     return table.conform(part.with_columns(scope_id=pl.lit(scope.scope.scope_id)))
