@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tracefit.features.context import Scope
     from tracefit.fit.metrics import Metrics
     from tracefit.fit.scope import FittedModel, FittedScope
-    from tracefit.fit.train import Fitted
+    from tracefit.fit.train import Classified, Fitted, FittedPart
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
 
@@ -54,43 +54,62 @@ def coefficient_file(kind: Kind, scopes: Sequence[FittedScope], made_by: cf.Prov
     )
 
 
-def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel:
-    fitted = model.fitted
-    return cf.LinearModel(
-        name=model.name,
-        scope_id=scope.scope.scope_id,
-        target=cf.Target(name=model.target, definition=model.definition, source=model.source),
-        estimator=_estimator(fitted),
-        features_left_out=tuple(
+def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel | cf.RegimesModel:
+    fitted, first = model.fitted, model.fitted.parts[0]
+    common = {
+        "name": model.name,
+        "scope_id": scope.scope.scope_id,
+        "target": cf.Target(name=model.target, definition=model.definition, source=model.source),
+        "estimator": _estimator(fitted, first),
+        "features_left_out": tuple(
             cf.FeatureLeftOut(feature=x.feature, reason=x.reason) for x in fitted.left_out
         ),
-        training=_training(scope, fitted),
-        validation=entry(fitted),
-        scope=scope_facts(scope.scope),
-        intercept=cf.Number(value=fitted.intercept, ci95=fitted.intercept_ci95),
-        terms=tuple(
-            cf.Term(
-                feature=t.feature.name,
-                unit=t.feature.unit,
-                value=t.value,
-                ci95=t.ci95,
-                seen=t.seen,
-                formula=t.feature.formula,
-            )
-            for t in fitted.terms
-        ),
+        "training": _training(scope, fitted),
+        "validation": entry(fitted),
+        "scope": scope_facts(scope.scope),
+        "notes": model.notes,
+    }
+    if len(fitted.parts) == 1:
+        return cf.LinearModel(**common, intercept=_intercept(first), terms=_terms(first))
+    return cf.RegimesModel(form="regimes", **common, regimes=tuple(_regime(part) for part in fitted.parts))
+
+
+def _intercept(part: FittedPart) -> cf.Number:
+    return cf.Number(value=part.intercept, ci95=part.intercept_ci95)
+
+
+def _terms(part: FittedPart) -> tuple[cf.Term, ...]:
+    return tuple(
+        cf.Term(
+            feature=t.feature.name,
+            unit=t.feature.unit,
+            value=t.value,
+            ci95=t.ci95,
+            seen=t.seen,
+            formula=t.feature.formula,
+        )
+        for t in part.terms
     )
 
 
-def _estimator(fitted: Fitted) -> cf.Estimator:
+def _regime(part: FittedPart) -> cf.Regime:
+    any_of = tuple(
+        cf.Comparison(feature=c.feature, op=c.op, value=c.value, feature2=c.feature2)
+        for c in part.regime.any_of
+    )
+    when = cf.Condition(any=any_of) if any_of else cf.Condition(all=())
+    return cf.Regime(name=part.regime.name, when=when, intercept=_intercept(part), terms=_terms(part))
+
+
+def _estimator(fitted: Fitted, part: FittedPart) -> cf.Estimator:
     return cf.Estimator(
         name="huber_linear",
-        penalty=fitted.choice.penalty,
-        strength=fitted.choice.strength,
+        penalty=part.choice.penalty,
+        strength=part.choice.strength,
         huber=fitted.huber,
         chosen_by="mean absolute error of time-blocked cross-validation on the training part",
-        cv_mae=fitted.choice.score if fitted.choice.folds else None,
-        folds=fitted.choice.folds,
+        cv_mae=part.choice.score if part.choice.folds else None,
+        folds=part.choice.folds,
     )
 
 
@@ -162,8 +181,16 @@ def entry(fitted: Fitted) -> ev.Entry:
         within_5_pct=v.within_5_pct,
         extrapolated_rows=v.extrapolated_rows,
         equations=_equations(fitted.rows),
+        classifier=_classifier(v.classifier),
         skill=v.skill,
     )
+
+
+def _classifier(classified: Classified | None) -> ev.Classifier | None:
+    if classified is None:
+        return None
+    counts = dataclasses.asdict(classified)
+    return ev.Classifier(balanced_accuracy=counts.pop("balanced_accuracy"), confusion=counts)
 
 
 def _equations(rows: pl.DataFrame) -> dict[str, int]:

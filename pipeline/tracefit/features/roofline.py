@@ -27,6 +27,8 @@ to its k experts and back through memory. All three MoE terms are 0 for a dense 
 `tp_comm_us` = (layers)·2·(T_p + T_d)·hidden·bytes·2(tp - 1)/tp/(link/2): two ring all-reduces per layer, over one direction of the
 link; PCIe 4.0 x16 where the GPU has no link of its own.
 
+Pipeline stages are not told apart: a term is the work of all layers.
+
 Null in, null out: a term whose columns are unknown is null, save where a count of 0 makes it 0 anyway.
 """
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
+from tracefit.features.documents import excerpt
 from tracefit.features.quantization import (
     EXPERT_ONLY_METHODS,
     FP8_COMPUTE_METHODS,
@@ -58,10 +59,11 @@ def as_served(
         dtype: The server's `--dtype`; None or `auto` keeps the config's, save that a float32 checkpoint is
             served as bfloat16 (vLLM's own rule), which is noted in `assumed`.
         kv_cache_dtype: The server's `--kv-cache-dtype`; None or `auto` keeps the config's.
-        quantization: The server's `--quantization`, for a config that is not quantized itself.
+        quantization: The server's `--quantization`, for a config that is not quantized itself; a method that is
+            not known is taken not to shrink weights, which is noted in `assumed`.
 
     Raises:
-        UsageError: A name that is not known.
+        UsageError: A data type that is not known.
     """
     if dtype in {None, "auto"}:
         if arch.dtype in {"float32", "float"}:
@@ -69,7 +71,8 @@ def as_served(
             note = "dtype bfloat16 assumed: float32 checkpoints are served in 16 bits"
             arch = replace(arch, assumed=(*arch.assumed, note))
     elif dtype is not None:
-        arch = _with_dtype(arch, dtype)
+        stated = tuple(note for note in arch.assumed if not note.startswith("dtype "))
+        arch = replace(_with_dtype(arch, dtype), assumed=stated)
     if quantization is not None and arch.quantization is None:
         arch = _with_quantization(arch, quantization)
     if kv_cache_dtype not in {None, "auto"} and kv_cache_dtype is not None:
@@ -98,8 +101,8 @@ def _with_quantization(arch: ModelArchitecture, method: str) -> ModelArchitectur
     """Shrink the weights of a model that the server quantizes as it loads it."""
     size = QUANTIZED_WEIGHT_BYTES.get(method)
     if size is None:
-        known = ", ".join(QUANTIZED_WEIGHT_BYTES)
-        raise UsageError(f"quantization {method!r} is not known", hint=f"one of {known}")
+        note = f"weights in the model's data type assumed: quantization {excerpt(method)} is not known"
+        return replace(arch, quantization=method, assumed=(*arch.assumed, note))
     if method in EXPERT_ONLY_METHODS:
         return replace(arch, quantization=method, expert_weight_bytes=size)
     return replace(

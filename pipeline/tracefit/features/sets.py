@@ -324,6 +324,13 @@ ROOFLINE = FeatureSet(
 QUEUE = FeatureSet(
     "queue",
     (
+        Feature("outputs_ahead", "token", "outputs_ahead", "what those ahead will hold the engine for"),
+        Feature(
+            "running_remaining_tokens",
+            "token",
+            "running_remaining_tokens",
+            "room comes free when those running end",
+        ),
         Feature("waiting_depth", "request", "waiting_depth", "queue depth when the request came"),
         Feature("kv_usage_ratio", "ratio", "kv_usage_ratio", "KV cache pressure"),
         Feature("prompt_tokens", "token", "prompt_tokens", "a long prompt needs more budget and blocks"),
@@ -347,6 +354,12 @@ QUEUE = FeatureSet(
     ),
 )
 """The specification's set for the queue wait: the queue as the request found it."""
+
+QUEUED_FEATURES = ("outputs_ahead", "running_remaining_tokens", "prompt_tokens")
+"""Features of `queue` for a request that no capacity is left for: the work ahead of it."""
+
+FREE_FEATURES = ("prompt_tokens", "running_depth")
+"""Features of `queue` for a request that goes with the next step: the scheduler's own work."""
 
 ADMISSION = FeatureSet(
     "admission",

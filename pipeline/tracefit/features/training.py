@@ -24,7 +24,7 @@ STATE_COLUMNS = (
     "prefill_tokens",
     "decode_tokens",
 )
-"""What a sampled step says of the engine's state; requests take it from the latest one."""
+"""What a step says of the engine's state."""
 
 
 def constants_of(context: RunContext) -> dict[str, float | None]:
@@ -173,15 +173,18 @@ ALPHA_TARGETS = {
 """Target to its duration, the event its interval begins with, and the step counter then."""
 
 
-def alpha_rows(requests: pl.DataFrame, steps: pl.DataFrame, target: str) -> pl.DataFrame:
+def alpha_rows(
+    requests: pl.DataFrame, timeline: pl.DataFrame, queue: pl.DataFrame | None, target: str
+) -> pl.DataFrame:
     """One row per request whose `target` is known: `y` in us, and the state when its interval began.
 
-    The state is that of the latest sampled step at or before, with its age (`state_age_us`). A departure is told by
-    the requests finishing in the same step too.
+    The state of a queue wait is exact where `queue` has it. That of a departure is the batch of the step the request
+    finished in. Otherwise it is that of the latest step with a known start and batch, with its age (`state_age_us`).
 
     Args:
         requests: The `requests` table.
-        steps: The `steps` table; may be empty.
+        timeline: The `timeline` table; may be empty.
+        queue: `queue_state`, null where the journeys are not complete.
         target: queue_wait, admission or departure.
     """
     duration, begin, step = ALPHA_TARGETS[target]
@@ -194,23 +197,67 @@ def alpha_rows(requests: pl.DataFrame, steps: pl.DataFrame, target: str) -> pl.D
         finishing_reqs=pl.when(pl.col("finished_step").is_not_null()).then(finishing),
     ).filter(pl.col("y").is_not_null() & pl.col("ts_ns").is_not_null())
     rows = rows.with_columns(
-        excluded_because=pl.lit(None, pl.String),
-        request_id=pl.coalesce("core_request_id", "request_id"),
+        excluded_because=pl.lit(None, pl.String), request_id=pl.coalesce("core_request_id", "request_id")
     )
-    state = _states(steps)
-    joined = rows.sort("ts_ns").join_asof(
-        state.sort("state_ns"), left_on="ts_ns", right_on="state_ns", by=ENGINE, check_sortedness=False
+    if target == "departure":
+        rows = rows.join(
+            _states(timeline), left_on=[*ENGINE, "at_step"], right_on=[*ENGINE, "step_id"], how="left"
+        )
+        return rows.with_columns(state_age_us=pl.lit(0.0))
+    latest = _states(timeline).drop_nulls(["state_ns", "running_depth"]).sort("state_ns")
+    rows = rows.sort("ts_ns").join_asof(
+        latest, left_on="ts_ns", right_on="state_ns", by=ENGINE, check_sortedness=False
     )
-    return joined.with_columns(state_age_us=(pl.col("ts_ns") - pl.col("state_ns")) / 1e3)
+    rows = rows.with_columns(state_age_us=(pl.col("ts_ns") - pl.col("state_ns")) / 1e3)
+    return _with_queue(rows, queue) if target == "queue_wait" else rows
 
 
-def _states(steps: pl.DataFrame) -> pl.DataFrame:
-    used = pl.col("kv_blocks_total") - pl.col("kv_blocks_free")
-    return steps.select(
+_QUEUE_COLUMNS = (
+    "outputs_ahead",
+    "token_steps_ahead",
+    "tokens_ahead",
+    "blocks_ahead",
+    "running_remaining_tokens",
+    "free_slots",
+    "free_tokens",
+    "block_demand",
+)
+
+
+def _with_queue(rows: pl.DataFrame, queue: pl.DataFrame | None) -> pl.DataFrame:
+    """Put the exact state of the queue over the nearest step's."""
+    if queue is None:
+        return rows.with_columns(pl.lit(None, pl.Float64).alias(name) for name in _QUEUE_COLUMNS)
+    keys = [*ENGINE, "trace_id", "request_id"]
+    exact = queue.select(
+        *keys,
+        *_QUEUE_COLUMNS,
+        exact_waiting="waiting_ahead",
+        exact_running="running_reqs",
+        exact_free="kv_blocks_free",
+        exact_usage=1 - pl.col("kv_blocks_free") / pl.col("kv_blocks_total"),
+    )
+    rows = rows.join(exact, on=keys, how="left", maintain_order="left")
+    over = {
+        "waiting_depth": "exact_waiting",
+        "running_depth": "exact_running",
+        "kv_blocks_free": "exact_free",
+        "kv_usage_ratio": "exact_usage",
+    }
+    age = pl.when(pl.col("exact_waiting").is_not_null()).then(0.0).otherwise("state_age_us")
+    return rows.with_columns(
+        *(pl.coalesce(better, name).alias(name) for name, better in over.items()), state_age_us=age
+    )
+
+
+def _states(timeline: pl.DataFrame) -> pl.DataFrame:
+    """Batch and queue of each step, as a state that requests meet."""
+    free = pl.col("kv_blocks_total") - pl.col("kv_blocks_used")
+    return timeline.select(
         *ENGINE,
+        "step_id",
         *STATE_COLUMNS,
-        "kv_blocks_free",
-        "scheduled_tokens",
+        "kv_blocks_used",
         state_ns=pl.col("ts_start_ns"),
-        kv_blocks_used=used,
+        kv_blocks_free=free,
     )

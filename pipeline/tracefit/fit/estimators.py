@@ -22,6 +22,8 @@ _ROUNDS = 30
 _SETTLED = 1e-6
 _LASSO_ROUNDS = 100_000
 _NORMAL_MAD = 1.4826
+_FLAT = 0.05
+"""Slope of a row's pull beyond the bend: zero in truth, which would let a feature that only such rows carry look certain."""
 
 
 class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -41,6 +43,8 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         intercept_: In the unit of y, for raw features.
         coef_: Shape (n_features,), for raw features: `intercept_ + x @ coef_` is the prediction.
         weights_: Shape (n,), final weights of the training rows: given ones times Huber's.
+        slopes_: Shape (n,), how much more a row pulls per unit of residual: its given weight, next to nothing beyond
+            the bend of Huber's loss.
     """
 
     def __init__(self, penalty: Penalty = "ridge", strength: float = 1e-6, huber: float = HUBER) -> None:
@@ -62,11 +66,12 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         center, scale = x.mean(axis=0), x.std(axis=0)
         scale = np.where(scale > 0, scale, 1.0)
         z = (x - center) / scale
-        weights = given
+        weights, bent = given, given
         intercept, slopes = self._solve(z, y, weights)
         for _ in range(_ROUNDS):
             residual = y - intercept - z @ slopes
-            weights = given * huber_weights(residual * np.sqrt(given), self.huber)
+            bent = huber_weights(residual * np.sqrt(given), self.huber)
+            weights = given * bent
             intercept, slopes = self._solve(z, y, weights)
             moved = np.abs(residual - (y - intercept - z @ slopes)).max(initial=0.0)
             if moved <= _SETTLED * (np.abs(y).max(initial=0.0) or 1.0):
@@ -75,6 +80,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         self.coef_: Vector = slopes / scale
         self.intercept_ = float(intercept - center @ self.coef_)
         self.weights_: Vector = weights
+        self.slopes_: Vector = given * np.where(bent < 1, _FLAT, 1.0)
         return self
 
     def predict(self, X: Matrix) -> Vector:  # noqa: N803  # scikit-learn's contract
@@ -115,9 +121,10 @@ def confidence_intervals(
 ) -> tuple[tuple[float, float], list[tuple[float, float] | None]]:
     """Intervals of the intercept and of each coefficient, robust to neighbours in time resembling each other.
 
-    Cluster-robust sandwich: V = A^-1 (sum over blocks g_b g_b') A^-1 with A = Z'WZ + penalty and g_b the sum of a
-    block's weighted scores, times the small-sample factor B/(B-1); quantile of Student's t with B-1 degrees of
-    freedom (Liang and Zeger 1986; Cameron and Miller 2015). Coefficients the Lasso set to zero have no interval.
+    Cluster-robust sandwich: V = A^-1 (sum over blocks g_b g_b') A^-1 with A = Z'DZ + penalty, D the slopes of the rows'
+    pull (not its weights, which would make intervals too narrow: Huber 1981) and g_b the sum of a block's weighted
+    scores, times the small-sample factor B/(B-1); quantile of Student's t with B-1 degrees of freedom (Liang and Zeger
+    1986; Cameron and Miller 2015). Coefficients the Lasso set to zero have no interval.
 
     Args:
         x: Raw features, shape (n, n_features).
@@ -134,7 +141,7 @@ def confidence_intervals(
     penalty = np.zeros(design.shape[1])
     if model.penalty == "ridge":
         penalty[1:] = model.strength * len(y)
-    bread = np.linalg.pinv(design.T @ weighted + np.diag(penalty))
+    bread = np.linalg.pinv(design.T @ (design * model.slopes_[:, None]) + np.diag(penalty))
     residual = y - model.predict(x)
     _, index = np.unique(blocks, return_inverse=True)
     count = int(index.max()) + 1

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Literal
 import polars as pl
 
 from tracefit.features import training
-from tracefit.features.sets import FeatureSet, add_features
+from tracefit.features.sets import FREE_FEATURES, QUEUED_FEATURES, FeatureSet, add_features
 from tracefit.fit import rows as rules
-from tracefit.fit.train import FeatureColumn, FitOptions, Fitted, TooFewRows, fit_linear
+from tracefit.fit.train import (
+    Comparison,
+    FeatureColumn,
+    FitOptions,
+    Fitted,
+    Regime,
+    TooFewRows,
+    fit_linear,
+    fit_regimes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +44,8 @@ class ScopeTables:
     timeline: pl.DataFrame
     steps: pl.DataFrame
     requests: pl.DataFrame
+    queue: pl.DataFrame | None
+    """What each request found when it was queued; null where journeys are not complete."""
     counters: pl.DataFrame
     """run_id, server, epoch, first_step, last_step."""
     lags: Mapping[tuple[str, str], int]
@@ -76,6 +87,7 @@ class FittedModel:
     definition: str
     source: str
     fitted: Fitted
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +228,54 @@ def _fit_alpha(
     name = f"alpha.{target}"
     if not tables.requests.height:
         return Missing(name, "the traces hold no journeys", f"start the server with {_JOURNEY_FLAGS}")
-    rows = training.alpha_rows(tables.requests, tables.steps, target)
+    rows = training.alpha_rows(tables.requests, tables.timeline, tables.queue, target)
     rows = rules.split_by_time(add_features(rows, features, constants))
     rows = _mark_warm_up(rows, tables.counters, "at_step")
-    is_wait = target == "queue_wait"
-    groups = (("queued", _REGIME_BY_STEP), ("free", ~_REGIME_BY_STEP)) if is_wait else ()
-    # A queue wait of seconds among waits of 0.2 ms is not an outlier, it is what the model is for.
-    result = fit_linear(rows, _columns(features), FitOptions(drop_outliers=not is_wait, groups=groups))
+    if target == "queue_wait":
+        return _fit_wait(rows, name, features, exact=tables.queue is not None)
+    result = fit_linear(rows, _columns(features), FitOptions())
     if isinstance(result, TooFewRows):
         return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
     return FittedModel(name, target, _ALPHA_DEFINITIONS[target], "journey", result)
+
+
+NO_CAPACITY = (
+    Comparison("free_slots", "<=", value=0.0),
+    Comparison("free_tokens", "<=", value=0.0),
+    Comparison("block_demand", ">", feature2="kv_blocks_free"),
+)
+"""A request is left waiting by the next scheduling pass when slots, token budget or KV blocks do not last for it."""
+
+_WAIT_NOTES = (
+    "free_slots = max_num_seqs - running requests - requests waiting ahead",
+    "free_tokens = max_num_batched_tokens - running requests - their prompt tokens still to compute - tokens_ahead",
+    "tokens_ahead, outputs_ahead = tokens to compute, and output tokens allowed, of the requests waiting ahead",
+    "block_demand = KV blocks of the prompts waiting ahead and of the request's own prompt",
+    "kv_blocks_free = free KV blocks when the request is queued",
+    "running_remaining_tokens = output tokens the running requests may still produce (by max_tokens)",
+)
+
+
+def _fit_wait(rows: pl.DataFrame, name: str, features: FeatureSet, *, exact: bool) -> FittedModel | Missing:
+    """Fit the wait in the queue: two regimes on the exact state of the queue, one line on a sampled step's state."""
+    groups = (("queued", _REGIME_BY_STEP), ("free", ~_REGIME_BY_STEP))
+    # A queue wait of seconds among waits of 0.2 ms is not an outlier, it is what the model is for.
+    options = FitOptions(drop_outliers=False, groups=groups, truth=_REGIME_BY_STEP)
+    columns = _columns(features)
+    if exact:
+        ahead = [c for c in columns if c.name in QUEUED_FEATURES]
+        here = [c for c in columns if c.name in FREE_FEATURES]
+        regimes = [Regime("queued", NO_CAPACITY, tuple(ahead)), Regime("free", (), tuple(here))]
+        result = fit_regimes(rows, regimes, options)
+        source = "journey, exact queue state"
+    else:
+        result = fit_linear(rows, columns, options)
+        source = "journey, queue state of the latest sampled step"
+    if isinstance(result, TooFewRows):
+        return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
+    return FittedModel(
+        name, "queue_wait", _ALPHA_DEFINITIONS["queue_wait"], source, result, _WAIT_NOTES if exact else ()
+    )
 
 
 def _columns(features: FeatureSet) -> list[FeatureColumn]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import polars as pl
@@ -15,10 +16,16 @@ from tracefit.fit.metrics import Matrix, Metrics, Vector, measure, skill
 from tracefit.fit.select import FOLDS, Choice, LeftOut, choose_penalty, time_blocks, usable_features
 from tracefit.fit.weights import interval_weights
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 MIN_TRAIN_ROWS = 30
 MIN_HOLDOUT_ROWS = 10
 MAX_UNKNOWN_SHARE = 0.05
-INTERVAL_BLOCKS = 50
+BLOCK_ROWS = 10
+FEWEST_BLOCKS, MOST_BLOCKS = 10, 50
+"""Blocks of time for intervals: long enough that rows of two blocks have little in common, enough to tell a variance."""
+
 WITHIN_PCT = 5.0
 
 
@@ -42,6 +49,17 @@ class FittedTerm:
 
 
 @dataclass(frozen=True, slots=True)
+class Classified:
+    """How a regime's condition did on the held-out rows; the first regime is the positive one."""
+
+    balanced_accuracy: float | None
+    true_positive: int
+    false_negative: int
+    false_positive: int
+    true_negative: int
+
+
+@dataclass(frozen=True, slots=True)
 class Validation:
     """Errors of one model and of what stands beside it; all but `train` on the hold-out."""
 
@@ -53,17 +71,63 @@ class Validation:
     within_5_pct: float | None
     extrapolated_rows: int
     skill: float | None
+    classifier: Classified | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """A fitted linear model with its validation."""
+class Comparison:
+    """A feature compared with a number or with another feature; null compares false."""
 
+    feature: str
+    op: Literal["<=", ">"]
+    value: float | None = None
+    feature2: str | None = None
+
+    def holds(self) -> pl.Expr:
+        """Return the comparison as an expression over a training frame."""
+        left = pl.col(self.feature)
+        right = pl.col(self.feature2) if self.feature2 else pl.lit(self.value)
+        return (left <= right if self.op == "<=" else left > right).fill_null(value=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Rows that one linear model speaks for: those any of the comparisons holds for; all others if there are none."""
+
+    name: str
+    any_of: tuple[Comparison, ...]
+    features: tuple[FeatureColumn, ...]
+
+    def holds(self) -> pl.Expr:
+        """Return the condition as an expression over a training frame."""
+        return pl.any_horizontal(c.holds() for c in self.any_of) if self.any_of else pl.lit(value=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FittedPart:
+    """One linear model: the whole of a linear fit, or one regime of a fit by regimes."""
+
+    regime: Regime
     intercept: float
     intercept_ci95: tuple[float, float]
     terms: tuple[FittedTerm, ...]
     left_out: tuple[LeftOut, ...]
     choice: Choice
+    rows_used: int
+
+    def predict(self, rows: pl.DataFrame) -> Vector:
+        """Predict the rows of a training frame, clipped at 0; shape (n,)."""
+        values: Vector = np.full(rows.height, self.intercept)
+        for term in self.terms:
+            values += term.value * rows[term.feature.name].cast(pl.Float64).to_numpy()
+        return np.asarray(np.maximum(values, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A fitted model with its validation: one part, or one per regime, the first whose condition holds speaking."""
+
+    parts: tuple[FittedPart, ...]
     huber: float
     rows_train: int
     rows_used: int
@@ -71,6 +135,21 @@ class Fitted:
     validation: Validation
     rows: pl.DataFrame
     """The training frame with `excluded_because` as the fit left it."""
+
+    @property
+    def terms(self) -> tuple[FittedTerm, ...]:
+        """Terms of all parts."""
+        return tuple(t for part in self.parts for t in part.terms)
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """Features left out of all parts; with several, the regime's name leads the reason."""
+        many = len(self.parts) > 1
+        return tuple(
+            LeftOut(x.feature, f"{part.regime.name}: {x.reason}" if many else x.reason)
+            for part in self.parts
+            for x in part.left_out
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +167,7 @@ class FitOptions:
     Attributes:
         drop_outliers: Leave outliers out of the training part. Not for a target whose tail is its signal.
         groups: Name to condition: hold-out errors are also given for these rows.
+        truth: What the first regime's condition should have told, where there are regimes.
         judge: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
         reference: Fit the gradient-boosted reference.
     """
@@ -95,6 +175,7 @@ class FitOptions:
     drop_outliers: bool = True
     groups: tuple[tuple[str, pl.Expr], ...] = ()
     judge: pl.Expr | None = None
+    truth: pl.Expr | None = None
     reference: bool = True
 
 
@@ -106,39 +187,100 @@ def fit_linear(rows: pl.DataFrame, features: list[FeatureColumn], options: FitOp
         features: Candidates in order of preference.
         options: How.
     """
-    rows, features, unknown = _drop_unknown(rows, features)
+    return fit_regimes(rows, [Regime("all", (), tuple(features))], options)
+
+
+def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) -> Fitted | TooFewRows:
+    """Fit one robust linear model per regime and measure them together on the held-out rows.
+
+    A regime with too few training rows is not fitted; its rows fall to the next one.
+
+    Args:
+        rows: As for `fit_linear`; also the features the conditions compare.
+        regimes: The first whose condition holds speaks for a row; the last one has no condition.
+        options: How.
+    """
+    features = list({f.name: f for regime in regimes for f in regime.features}.values())
+    rows, known, unknown = _drop_unknown(rows, features)
     used = _counted(rows, "train")
     if options.drop_outliers and used.height >= MIN_TRAIN_ROWS:
-        rows = _mark_outliers(rows, used, features)
+        rows = _mark_outliers(rows, used, known)
         used = _counted(rows, "train")
     holdout = _counted(rows, "holdout")
-    if used.height < MIN_TRAIN_ROWS or holdout.height < MIN_HOLDOUT_ROWS:
+    parts = _fit_parts(used, regimes, {f.name for f in known}, unknown)
+    if not parts or holdout.height < MIN_HOLDOUT_ROWS:
         have = f"{used.height} training and {holdout.height} held-out rows"
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
         return TooFewRows(f"{have}, {need}", rows)
+    judged = _judged(holdout, options.judge)
+    return Fitted(
+        parts=tuple(parts),
+        huber=HUBER,
+        rows_train=int((rows["split"] == "train").sum()),
+        rows_used=used.height,
+        rows_holdout=judged.height,
+        validation=_validate(parts, used, judged, options),
+        rows=rows,
+    )
+
+
+def _fit_parts(
+    used: pl.DataFrame, regimes: list[Regime], known: set[str], unknown: list[LeftOut]
+) -> list[FittedPart]:
+    parts: list[FittedPart] = []
+    rest = used
+    for regime in regimes:
+        mine = rest.filter(regime.holds())
+        if mine.height < MIN_TRAIN_ROWS:
+            continue
+        rest = rest.filter(~regime.holds()) if regime.any_of else rest.clear()
+        columns = [f for f in regime.features if f.name in known]
+        lacking = [x for x in unknown if x.feature in {f.name for f in regime.features}]
+        parts.append(_fit_part(mine, regime, columns, lacking))
+    # The last part speaks for all rows that are left, whatever condition it was fitted under.
+    if parts and parts[-1].regime.any_of:
+        parts[-1] = replace(parts[-1], regime=replace(parts[-1].regime, any_of=()))
+    return parts
+
+
+def _fit_part(
+    used: pl.DataFrame, regime: Regime, features: list[FeatureColumn], unknown: list[LeftOut]
+) -> FittedPart:
     data, left = _training_data(used, features)
     choice = choose_penalty(data.x, data.y, time_blocks(data.run, data.time, FOLDS), data.weights)
     model = RobustLinear(choice.penalty, choice.strength).fit(data.x, data.y, data.weights)
-    intercept_ci, intervals = confidence_intervals(data.x, data.y, model, data.blocks(INTERVAL_BLOCKS))
+    intercept_ci, intervals = confidence_intervals(data.x, data.y, model, data.blocks())
     zeroed = [
         LeftOut(c.name, "set to zero by the Lasso")
         for c, v in zip(data.columns, model.coef_, strict=True)
         if v == 0
     ]
-    judged = _judged(holdout, options.judge)
-    return Fitted(
+    return FittedPart(
+        regime=regime,
         intercept=model.intercept_,
         intercept_ci95=intercept_ci,
         terms=tuple(_terms(data.columns, model, intervals, data.x)),
         left_out=tuple(unknown + left + zeroed),
         choice=choice,
-        huber=HUBER,
-        rows_train=int((rows["split"] == "train").sum()),
         rows_used=used.height,
-        rows_holdout=judged.height,
-        validation=_validate(model, data, judged, options),
-        rows=rows,
     )
+
+
+def predict_parts(parts: Sequence[FittedPart], rows: pl.DataFrame) -> Vector:
+    """Predict rows, each by the first part whose condition holds; shape (n,)."""
+    speaker = _speakers(parts, rows)
+    predicted = np.zeros(rows.height)
+    for index, part in enumerate(parts):
+        predicted = np.where(speaker == index, part.predict(rows), predicted)
+    return predicted
+
+
+def _speakers(parts: Sequence[FittedPart], rows: pl.DataFrame) -> NDArrayInt:
+    """Return the index of the part that speaks for each row; shape (n,)."""
+    speaker = np.full(rows.height, len(parts) - 1)
+    for index in reversed(range(len(parts) - 1)):
+        speaker[rows.select(holds=parts[index].regime.holds())["holds"].to_numpy()] = index
+    return speaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +294,10 @@ class _Data:
     run: NDArrayInt
     time: NDArrayInt
 
-    def blocks(self, count: int) -> NDArrayInt:
-        """Blocks of time, numbered over all runs."""
+    def blocks(self) -> NDArrayInt:
+        """Blocks of time for intervals, numbered over all runs."""
+        rows = len(self.y) // (int(self.run.max()) + 1)
+        count = min(max(rows // BLOCK_ROWS, FEWEST_BLOCKS), MOST_BLOCKS)
         return time_blocks(self.run, self.time, count) + self.run * count
 
 
@@ -242,33 +386,61 @@ def _terms(
     ]
 
 
-def _validate(model: RobustLinear, data: _Data, judged: pl.DataFrame, options: FitOptions) -> Validation:
-    names = [c.name for c in data.columns]
-    x, y = data.x, data.y
-    x_held, y_held = _matrix(judged, names), _target(judged)
-    predicted = np.maximum(model.predict(x_held), 0.0)
+def _validate(
+    parts: list[FittedPart], used: pl.DataFrame, judged: pl.DataFrame, options: FitOptions
+) -> Validation:
+    y, y_held = _target(used), _target(judged)
+    predicted = predict_parts(parts, judged)
     measured = measure(y_held, predicted)
     baseline = measure(y_held, np.full(len(y_held), float(np.median(y))))
     groups = {name: judged.select(condition).to_series().to_numpy() for name, condition in options.groups}
-    outside = (x_held < x.min(axis=0)) | (x_held > x.max(axis=0))
     close = np.abs(predicted - y_held) <= WITHIN_PCT / 100 * np.abs(y_held)
+    names = sorted({t.feature.name for part in parts for t in part.terms})
     return Validation(
-        train=measure(y, np.maximum(model.predict(x), 0.0)),
+        train=measure(y, predict_parts(parts, used)),
         holdout=measured,
         baseline=baseline,
-        reference=_reference(data, x_held, y_held) if options.reference and names else None,
+        reference=_reference(used, judged, names) if options.reference and names else None,
         by={name: measure(y_held[rows], predicted[rows]) for name, rows in groups.items() if rows.any()},
         within_5_pct=100 * float(close.mean()),
-        extrapolated_rows=int(outside.any(axis=1).sum()),
+        extrapolated_rows=_extrapolated(parts, judged),
         skill=skill(measured, baseline),
+        classifier=_classify(parts, judged, options.truth)
+        if len(parts) > 1 and options.truth is not None
+        else None,
     )
 
 
-def _reference(data: _Data, x_held: Matrix, y_held: Vector) -> Metrics:
+def _extrapolated(parts: list[FittedPart], judged: pl.DataFrame) -> int:
+    """Count held-out rows with a feature outside the range of the training rows of their part."""
+    outside = np.zeros(judged.height, dtype=bool)
+    speaker = _speakers(parts, judged)
+    for index, part in enumerate(parts):
+        for term in part.terms:
+            values = judged[term.feature.name].cast(pl.Float64).to_numpy()
+            outside |= (speaker == index) & ((values < term.seen[0]) | (values > term.seen[1]))
+    return int(outside.sum())
+
+
+def _classify(parts: list[FittedPart], judged: pl.DataFrame, truth: pl.Expr) -> Classified:
+    """Hold the first regime's condition against what happened."""
+    frame = judged.select(truth=truth, told=parts[0].regime.holds())
+    true, told = frame["truth"].to_numpy().astype(bool), frame["told"].to_numpy().astype(bool)
+    rates = [float((told[true == side] == side).mean()) for side in (True, False) if (true == side).any()]
+    return Classified(
+        balanced_accuracy=float(np.mean(rates)) if rates else None,
+        true_positive=int((true & told).sum()),
+        false_negative=int((true & ~told).sum()),
+        false_positive=int((~true & told).sum()),
+        true_negative=int((~true & ~told).sum()),
+    )
+
+
+def _reference(used: pl.DataFrame, judged: pl.DataFrame, names: list[str]) -> Metrics:
     """Gradient boosting on the same features and rows: what a model nobody can read would get."""
     boosted = HistGradientBoostingRegressor(loss="absolute_error", max_iter=200, random_state=0)
     # One thread: threads that wait for each other on a busy machine cost more than they bring on frames this small,
     # and sums do not depend on how many there are.
     with threadpool_limits(1):
-        boosted.fit(data.x, data.y, data.weights)
-    return measure(y_held, np.maximum(boosted.predict(x_held), 0.0))
+        boosted.fit(_matrix(used, names), _target(used))
+    return measure(_target(judged), np.maximum(boosted.predict(_matrix(judged, names)), 0.0))

@@ -56,7 +56,7 @@ def find_runs(paths: Iterable[str | Path]) -> list[RunSource]:
         runs.append(RunSource(clean_run_id(_common_stem(loose)), tuple(loose)))
     if not runs:
         raise UsageError("no trace files were named", hint="name a run folder, or trace files")
-    return _unique(runs)
+    return list({run.trace_files: run for run in runs}.values())
 
 
 def _runs_in(folder: Path) -> list[RunSource]:
@@ -95,14 +95,3 @@ def _common_stem(files: list[Path]) -> str:
         while not stem.startswith(common):
             common = common[:-1]
     return common.rstrip("-._") or stems[0]
-
-
-def _unique(runs: list[RunSource]) -> list[RunSource]:
-    """Two folders of the same name are two runs: the second one's id gets a number."""
-    seen: dict[str, int] = {}
-    result: list[RunSource] = []
-    for run in runs:
-        count = seen[run.run_id] = seen.get(run.run_id, 0) + 1
-        run_id = run.run_id if count == 1 else f"{run.run_id}-{count}"
-        result.append(RunSource(run_id, run.trace_files, run.run_config, run.model_config))
-    return result

@@ -94,7 +94,7 @@ class SynthOptions:
         duration: What `step.duration_us` says: time in `schedule()`, as the real emitter does, or the step time.
         span_event_limit: Events a span keeps: the last ones; None keeps all.
         steps_per_span: Steps a step span covers.
-        epochs: Times the engine is started, minus none: each starts the step counter again.
+        epochs: Lives of the engine: each restart begins the step counter at 1 again, on the same clock.
         servers: Servers in the same file, each with its own clock.
         instance_ids: Who has a `service.instance.id`: nobody, a server as a whole, or, as newer SDKs do, each
             process (the API's differs from the engine's). Auto is `none` for one server, else `server`.

@@ -3,5 +3,6 @@
 from tracefit.timeline.anchors import execution_lags
 from tracefit.timeline.build import build_timeline
 from tracefit.timeline.composition import EngineLimits
+from tracefit.timeline.queue import queue_state
 
-__all__ = ["EngineLimits", "build_timeline", "execution_lags"]
+__all__ = ["EngineLimits", "build_timeline", "execution_lags", "queue_state"]

@@ -21,6 +21,7 @@ _COUNTS = (
     "running_depth",
     "waiting_depth",
 )
+_AFTER = ("kv_blocks_freed", "running_after", "remaining_after", "prefill_left_after")
 _CONTEXTS = ("context_tokens", "prefill_context_tokens", "waiting_tokens")
 
 
@@ -126,7 +127,7 @@ def _with_truth(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
     joined = joined.with_columns(_agreement() if "journey.running_depth" in have else [])
     source = pl.when("has_summary").then(pl.lit("summary")).otherwise(inferred)
     return joined.with_columns(
-        *(either(name) for name in (*_COUNTS, *_CONTEXTS, "kv_blocks_used", "num_preempted")),
+        *(either(name) for name in (*_COUNTS, *_CONTEXTS, *_AFTER, "kv_blocks_used", "num_preempted")),
         composition_source=source,
     )
 
@@ -150,7 +151,7 @@ def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
     """Fill in the KV usage of steps without a summary from the blocks their requests hold."""
     total = pl.coalesce(pl.col("kv_blocks_total").max().over(ENGINE), pl.lit(limits.num_blocks, pl.Int64))
     usage = (pl.col("kv_blocks_used") / total).clip(0.0, 1.0)
-    return rows.with_columns(kv_usage_ratio=pl.coalesce("kv_usage_ratio", usage))
+    return rows.with_columns(kv_usage_ratio=pl.coalesce("kv_usage_ratio", usage), kv_blocks_total=total)
 
 
 def _contexts(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:

@@ -40,6 +40,8 @@ class _Prompts:
     context: Ints
     """Tokens computed before, cached ones included."""
     has_output: Ints
+    owner: Ints
+    """Which stretch."""
 
 
 def compose(
@@ -81,8 +83,37 @@ def compose(
             "waiting_depth": _whole(spread(size, wait_first, wait_last, np.ones(len(wait_first)))),
             "waiting_tokens": _whole(spread(size, wait_first, wait_last, wait_tokens)),
             "kv_blocks_used": _blocks(size, prompts, first, last, context, limits.block_size),
+            **_left_after(size, running, prompts, limits.block_size),
         }
     )
+
+
+def _left_after(size: int, running: pl.DataFrame, prompts: _Prompts, block: int) -> dict[str, Ints]:
+    """Tell what is left once each step's outputs are processed: the state a request finds that is queued then."""
+    start, end, outputs = (_ints(running, c) for c in ("start", "end", "outputs"))
+    complete = running["complete"].fill_null(-1).to_numpy()
+    finished = _ints(running, "has_finished")
+    # A finished request is gone after its last step's update; a preempted one holds on until the next schedule().
+    until = end - finished
+    stays = until >= start
+    limit = np.maximum(_ints(running, "max_tokens") - outputs, 0)
+    done = (complete >= 0) & (complete <= until)
+    where = np.arange(size)
+    # After step q a request whose prompt was complete at step c has put out 1 + q - c tokens of this stretch.
+    produced = spread(size, complete[done], until[done], 1 - complete[done])
+    produced += where * spread(size, complete[done], until[done], np.ones(int(done.sum())))
+    held_tokens = _ints(running, "prompt_tokens") + outputs + np.where(complete >= 0, end - complete, 0)
+    need = _ints(running, "need_tokens")
+    given_up = need - np.bincount(prompts.owner, weights=prompts.tokens, minlength=len(need))
+    prompt_left = np.cumsum(
+        pile(size, start, need) - pile(size, prompts.position, prompts.tokens) - pile(size, end, given_up)
+    )
+    return {
+        "running_after": _whole(spread(size, start[stays], until[stays], np.ones(int(stays.sum())))),
+        "remaining_after": _whole(spread(size, start[stays], until[stays], limit[stays]) - produced),
+        "prefill_left_after": _whole(prompt_left),
+        "kv_blocks_freed": _whole(pile(size, end, finished * -(-held_tokens // block))),
+    }
 
 
 def _ints(frame: pl.DataFrame, column: str) -> Ints:
@@ -137,7 +168,7 @@ def _prompt_rows(running: pl.DataFrame, decodes: Floats, size: int, limits: Engi
     cached, has_output = _ints(running, "cached_tokens"), (_ints(running, "outputs") > 0).astype(np.int64)
     whole = complete == start
     singles = pile(size, start[whole], need[whole])
-    rows = [(start[whole], need[whole], cached[whole], has_output[whole])]
+    rows = [(start[whole], need[whole], cached[whole], has_output[whole], np.flatnonzero(whole))]
     budget = limits.max_num_batched_tokens
     room = np.maximum((budget or 0) - decodes - singles, 0.0) if budget else None
     for i in np.flatnonzero(~whole):  # chunked prompts only, in the order they were scheduled
@@ -146,8 +177,9 @@ def _prompt_rows(running: pl.DataFrame, decodes: Floats, size: int, limits: Engi
         before = cached[i] + np.concatenate([[0], np.cumsum(chunks)[:-1]])
         places = np.arange(start[i], stop + 1)
         used = chunks > 0
-        rows.append((places[used], chunks[used], before[used], np.full(int(used.sum()), has_output[i])))
-    columns = [np.concatenate([row[k] for row in rows]).astype(np.int64) for k in range(4)]
+        same = np.ones(int(used.sum()), dtype=np.int64)
+        rows.append((places[used], chunks[used], before[used], same * has_output[i], same * i))
+    columns = [np.concatenate([row[k] for row in rows]).astype(np.int64) for k in range(5)]
     return _Prompts(*columns)
 
 

@@ -20,7 +20,8 @@ from tracefit.reports.markdown import report_markdown
 from tracefit.tables import schema
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
-from tracefit.timeline import execution_lags
+from tracefit.timeline import EngineLimits, execution_lags, queue_state
+from tracefit.verbs.ingest import engine_limits
 from tracefit.verbs.results import ModelSummary, Progress, Silent, TrainResult
 from tracefit.verbs.samples import sample_tables
 
@@ -72,7 +73,14 @@ def train(
     scopes = []
     for scope, run_ids in _scopes(runs, str(tables)):
         told.stage(f"fitting {scope.scope_id}")
-        scopes.append(fit_scope(scope, _load(store, runs, run_ids), _feature_sets(), options.beta_target))
+        scopes.append(
+            fit_scope(
+                scope,
+                _load(store, runs, run_ids, engine_limits(scope.context)),
+                _feature_sets(),
+                options.beta_target,
+            )
+        )
     _require_models(scopes, str(tables))
     made_by = assemble.provenance({"beta_target": options.beta_target})
     alpha = assemble.coefficient_file("alpha", scopes, made_by)
@@ -120,16 +128,19 @@ def _scopes(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
     return [(scopes[i], members[i]) for i in sorted(scopes)]
 
 
-def _load(store: TableStore, runs: pl.DataFrame, run_ids: list[str]) -> ScopeTables:
+def _load(store: TableStore, runs: pl.DataFrame, run_ids: list[str], limits: EngineLimits) -> ScopeTables:
     timeline, journeys = store.read("timeline", run_ids), store.read("journey_events", run_ids)
     steps = store.read("steps", run_ids)
     mine = runs.filter(pl.col("run_id").is_in(run_ids))
     lags = {(run, server): lag for run, server, lag in execution_lags(timeline, journeys).iter_rows()}
+    # Complete journeys leave their mark on every step; without them nobody knows who ran when a request was queued.
+    complete = timeline["running_after"].is_not_null().any()
     return ScopeTables(
         runs=mine,
         timeline=timeline,
         steps=steps,
         requests=store.read("requests", run_ids),
+        queue=queue_state(journeys, timeline, limits) if complete else None,
         counters=step_counters(steps, journeys),
         lags={key: lags.get(key, 0) for key in mine.select("run_id", "server").iter_rows()},
     )

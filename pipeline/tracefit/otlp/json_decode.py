@@ -1,0 +1,104 @@
+"""JSON records to spans, and what can be had of records that are damaged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from tracefit.otlp.json_fast import decode_fast
+from tracefit.otlp.json_general import decode_general
+from tracefit.otlp.model import Decoded
+from tracefit.sources.excerpt import excerpt
+from tracefit.sources.json_records import object_end
+from tracefit.sources.records import Frame, Reject
+from tracefit.sources.shape import RECORD_START
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PUNCTUATION = b" \t\r\n,[]{}"
+
+_Stretch = tuple[int, int, Decoded | str]
+"""Start and stop in a payload, and the spans there or the reason why there are none."""
+
+
+def decode_json(frame: Frame, *, check_events: bool) -> Decoded:
+    """Decode a JSON record.
+
+    A restarted exporter glues its next record onto a cut one. No string of JSON can hold the beginning of a record
+    unescaped, so a bad record is cut where others begin, and each piece tried by itself.
+
+    Args:
+        frame: A JSON frame.
+        check_events: Whether to read the attributes of events here too, where what is wrong with them costs no more
+            than their span or record. Else the column builder may find it.
+
+    Returns:
+        The good spans, and rejects with the offset and length of what is bad.
+    """
+    whole = _decode(frame, check_events)
+    if isinstance(whole, Decoded):
+        return whole
+    decoded = Decoded()
+    for start, stop, part in _joined(_stretches(frame, check_events)):
+        if isinstance(part, Decoded):
+            decoded.extend(part)
+        else:
+            text = frame.payload[start:stop]
+            decoded.rejects.append(
+                Reject(frame.source_file, frame.offset + start, len(text), part, excerpt(text, "json"))
+            )
+    return decoded
+
+
+def _decode(frame: Frame, check_events: bool) -> Decoded | str:
+    """Return what is in a record, or the reason why it cannot be read at all."""
+    if (usual := decode_fast(frame, check_events=check_events)) is not None:
+        return usual
+    try:
+        return decode_general(frame)
+    except RecursionError:
+        return "JSON is nested too deep"
+    except UnicodeDecodeError:
+        return "JSON is not UTF-8"
+    except ValueError as error:  # msgspec's messages name a byte or a path, not a value
+        return f"not JSON ({error})"
+
+
+def _stretches(frame: Frame, check_events: bool) -> Iterator[_Stretch]:
+    text = frame.payload
+    starts = {found.start() for found in RECORD_START.finditer(text)}
+    for start, stop in pairwise(sorted({0, len(text)} | starts)):
+        part = _decode(_piece(frame, start, stop), check_events)
+        if isinstance(part, str):
+            end = start + object_end(text[start:stop])
+            if start < end < stop and isinstance(
+                head := _decode(_piece(frame, start, end), check_events), Decoded
+            ):
+                yield start, end, head
+                start, part = end, "not a record"  # noqa: PLW2901 - the piece goes on behind its good head
+        if isinstance(part, Decoded) or text[start:stop].strip(_PUNCTUATION):
+            yield start, stop, part
+
+
+def _piece(frame: Frame, start: int, stop: int) -> Frame:
+    return replace(frame, offset=frame.offset + start, payload=frame.payload[start:stop])
+
+
+def _joined(stretches: Iterator[_Stretch]) -> Iterator[_Stretch]:
+    """Join bad stretches that touch: they are one damage."""
+    held: _Stretch | None = None
+    for start, stop, part in stretches:
+        if held and isinstance(part, str) and held[1] == start:
+            held = (held[0], stop, held[2])
+            continue
+        if held:
+            yield held
+            held = None
+        if isinstance(part, str):
+            held = (start, stop, part)
+        else:
+            yield start, stop, part
+    if held:
+        yield held

@@ -1,0 +1,114 @@
+"""What a file is, told from its content: names are no promise."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from tracefit.sources import wire
+from tracefit.sources.compression import ZSTD_MAGIC
+from tracefit.sources.framing import LENGTH_BYTES, FrameFinder, next_zstd_frame
+from tracefit.sources.limits import HEAD_BYTES, MAX_RECORD_BYTES
+
+if TYPE_CHECKING:
+    from tracefit.sources.window import Window
+
+Shape = Literal["empty", "lines", "document", "bare", "framed", "framed zstd", "unknown"]
+
+BOM = b"\xef\xbb\xbf"
+TRACES_KEY = re.compile(rb'"(?:resourceSpans|resource_spans|batches)"\s*:')
+RECORD_START = re.compile(rb'\{\s*"(?:trace"\s*:\s*\{\s*")?(?:resourceSpans|resource_spans|batches)"\s*:')
+_OTHER_SIGNAL = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"resource_?(logs|metrics)"\s*:', re.IGNORECASE)
+_EMPTY_JSON = re.compile(rb"(?:\xef\xbb\xbf)?(?:\s*(?:\{\s*\}|\[\s*\]))+\s*")
+
+
+def other_signal_of(head: bytes) -> str | None:
+    """Return `logs` or `metrics` if JSON begins as a request of these, else None."""
+    found = _OTHER_SIGNAL.match(head)
+    return found[1].decode().lower() if found else None
+
+
+def tell_shape(window: Window) -> Shape:
+    """Tell the shape of a file from its head.
+
+    Args:
+        window: The decompressed file, at its beginning; nothing of it is taken.
+
+    Returns:
+        The shape; `unknown` if nothing in the head looks like OTLP traces.
+    """
+    window.fill(HEAD_BYTES)
+    head = window.peek(0, HEAD_BYTES)
+    if not head.strip():
+        return "empty"
+    if head[LENGTH_BYTES : LENGTH_BYTES + 4] == ZSTD_MAGIC:
+        return "framed zstd"
+    if TRACES_KEY.search(head) or other_signal_of(head) or _EMPTY_JSON.fullmatch(head):
+        return "document" if _is_document(window) else "lines"
+    return _binary_shape(window, head)
+
+
+def _binary_shape(window: Window, head: bytes) -> Shape:
+    if head[0] == wire.RESOURCE_SPANS_TAG and _begins_bare(head):
+        return "bare"
+    if FrameFinder(window).next(0, HEAD_BYTES) >= 0:
+        return "framed"
+    return "framed zstd" if next_zstd_frame(window, 0) >= 0 else "unknown"
+
+
+def _begins_bare(head: bytes) -> bool:
+    field = wire.read_field(head, 0)
+    if field is None or field[3] > MAX_RECORD_BYTES:
+        return False
+    stop = field[3]
+    if stop <= len(head):
+        followed = stop == len(head) or head[stop] == wire.RESOURCE_SPANS_TAG
+        return followed and wire.is_traces_message(head, 0, stop)
+    inner = wire.read_field(head, field[2])
+    return inner is not None and inner[0] in (1, 2) and inner[3] <= stop
+
+
+def _is_document(window: Window) -> bool:
+    """Tell one JSON document over many lines from one record per line.
+
+    The first line decides: a record is whole on its line, a document breaks after a bracket, a colon or a comma. A
+    record may be cut there too; then the next line begins another.
+    """
+    first, second = _first_lines(window)
+    if second is None or is_json(first) or first[-1:] not in b"{[,:":
+        return False
+    return first.startswith(b"[") or not RECORD_START.match(second)
+
+
+def _first_lines(window: Window) -> tuple[bytes, bytes | None]:
+    """Return the first line that is not blank and the beginning of the next such line."""
+    stop, first = 0, b""
+    while not first:
+        start = stop
+        stop = _line_end(window, start)
+        if stop < 0:
+            return window.peek(start, HEAD_BYTES), None
+        first = window.peek(start, stop).strip().removeprefix(BOM)
+    while window.fill(stop + 1):
+        window.fill(stop + 256)
+        if second := window.peek(stop, stop + 256).lstrip():
+            return first, second
+        stop += 256
+    return first, None
+
+
+def _line_end(window: Window, start: int) -> int:
+    """Return the position behind the line that begins at `start`, or -1 if nothing ends it."""
+    index = window.find(b"\n", MAX_RECORD_BYTES, start)
+    return index + 1 if index >= 0 else -1
+
+
+def is_json(text: bytes) -> bool:
+    """Return whether the text is one whole JSON value."""
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,87 @@
+"""A stream of chunks seen through a buffer: look ahead, find, take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tracefit.sources.compression import DamagedStreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Window:
+    """The part of a stream that has been read and not yet taken.
+
+    Attributes:
+        offset: Bytes taken so far: where in the stream the buffer begins.
+        damage: Why the stream ended before its end, once that is known.
+    """
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._buffer = bytearray()
+        self._ended = False
+        self.offset = 0
+        self.damage: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._buffer)
+
+    def fill(self, size: int) -> bool:
+        """Read until the buffer holds `size` bytes; return whether it does."""
+        while len(self._buffer) < size and not self._ended:
+            self._read()
+        return len(self._buffer) >= size
+
+    def _read(self) -> None:
+        try:
+            self._buffer += next(self._chunks)
+        except StopIteration:
+            self._ended = True
+        except DamagedStreamError as error:
+            self._ended, self.damage = True, error.what
+
+    def peek(self, start: int, stop: int) -> bytes:
+        """Return buffered bytes, of the buffer's own counting; `fill` comes first."""
+        return bytes(memoryview(self._buffer)[start:stop])
+
+    def buffered(self) -> bytearray:
+        """Return the buffer itself, to be read before the next call and not to be changed."""
+        return self._buffer
+
+    def find(self, byte: bytes, limit: int, start: int = 0) -> int:
+        """Return where `byte` is first found from `start` and before `limit`, or -1."""
+        searched = start
+        while (index := self._buffer.find(byte, searched, limit)) < 0:
+            searched = len(self._buffer)
+            if searched >= limit or not self.fill(searched + 1):
+                return -1
+        return index
+
+    def take(self, size: int) -> bytes:
+        """Return the first `size` bytes of the buffer, or all there are, and move behind them."""
+        taken = self.peek(0, size)
+        self.skip(size)
+        return taken
+
+    def skip(self, size: int) -> None:
+        """Move behind the first `size` bytes of the buffer."""
+        size = min(size, len(self._buffer))
+        del self._buffer[:size]
+        self.offset += size
+
+    def skip_past(self, byte: bytes) -> None:
+        """Move behind the next `byte`, or to the end of the stream, holding no more than a chunk."""
+        while (index := self._buffer.find(byte)) < 0:
+            self.skip(len(self._buffer))
+            if not self.fill(1):
+                return
+        self.skip(index + 1)
+
+    def drain(self) -> int:
+        """Move to the end of the stream; return how many bytes were passed over."""
+        start = self.offset
+        while self.fill(1):
+            self.skip(len(self._buffer))
+        return self.offset - start

@@ -1,0 +1,126 @@
+"""Just enough of the protobuf wire format to tell messages from other bytes and traces from other signals."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+Signal = Literal["traces", "logs", "metrics"]
+
+RESOURCE_SPANS_TAG = 0x0A
+_RESOURCE_SPANS_FIELDS = (1, 2, 3, 1000)  # resource, scope_spans, schema_url, and what the second once was
+_METRIC_NAME = re.compile(rb"[A-Za-z][A-Za-z0-9_./-]{0,254}")
+_MAX_FIELDS_GUESSED = 1000
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+Buffer = bytes | bytearray
+Field = tuple[int, int, int, int]
+"""Field number, wire type, where its content begins, where it ends."""
+
+
+def read_varint(buffer: Buffer, position: int) -> tuple[int, int]:
+    """Read a base-128 number.
+
+    Args:
+        buffer: Bytes that hold it.
+        position: Where it begins.
+
+    Returns:
+        The number and the position behind it; the number is -1 where there is none.
+    """
+    value = 0
+    for count, byte in enumerate(buffer[position : position + 10]):
+        value |= (byte & 0x7F) << (7 * count)
+        if byte < 0x80:
+            return value, position + count + 1
+    return -1, position
+
+
+def read_field(buffer: Buffer, position: int) -> Field | None:
+    """Read one field's tag and extent, or return None where there is none.
+
+    The extent is what the field says, which may be more than the buffer holds.
+    """
+    tag, start = read_varint(buffer, position)
+    if tag < 8:
+        return None
+    wire_type = tag & 7
+    if wire_type == _VARINT:
+        value, stop = read_varint(buffer, start)
+        return None if value < 0 else (tag >> 3, wire_type, start, stop)
+    if wire_type == _BYTES:
+        size, start = read_varint(buffer, start)
+        return None if size < 0 else (tag >> 3, wire_type, start, start + size)
+    size = {_FIXED64: 8, _FIXED32: 4}.get(wire_type, -1)
+    return None if size < 0 else (tag >> 3, wire_type, start, start + size)
+
+
+def fields(buffer: Buffer, position: int, stop: int, *, limit: int | None = None) -> list[Field] | None:
+    """Return the fields of a message, or None if they do not fill it exactly or are more than `limit`."""
+    found: list[Field] = []
+    while position < stop:
+        if len(found) == limit:
+            return None
+        field = read_field(buffer, position)
+        if field is None or field[3] > stop:
+            return None
+        found.append(field)
+        position = field[3]
+    return found
+
+
+def is_message(buffer: Buffer, start: int, stop: int) -> bool:
+    """Return whether the bytes are one message whose first field is `resource_spans`; an empty one is not."""
+    return start < stop and buffer[start] == RESOURCE_SPANS_TAG and fields(buffer, start, stop) is not None
+
+
+def is_traces_message(buffer: Buffer, start: int, stop: int) -> bool:
+    """Return whether the bytes are one message of `resource_spans` alone, looked at two levels deep.
+
+    Stricter than `is_message`, for guesses; messages of very many resources are not guessed.
+    """
+    position = start
+    for _ in range(_MAX_FIELDS_GUESSED):
+        field = read_field(buffer, position)
+        if field is None or field[:2] != (1, _BYTES) or field[3] > stop:
+            return False
+        inner = fields(buffer, field[2], field[3], limit=_MAX_FIELDS_GUESSED)
+        if inner is None or any(f[0] not in _RESOURCE_SPANS_FIELDS or f[1] != _BYTES for f in inner):
+            return False
+        position = field[3]
+        if position == stop:
+            return True
+    return False
+
+
+def signal_of(payload: bytes) -> Signal:
+    """Tell which signal an export request holds, by its first item.
+
+    The three requests nest alike (resource, scope, item). A log record's times are the fixed64 fields 1 and 11, a
+    span's are 7 and 8, and a metric has none; its first field is a name, where a span's is an id of random bytes.
+
+    Args:
+        payload: The message.
+
+    Returns:
+        The signal; `traces` also where the message does not say.
+    """
+    item = _first_item(payload) or []
+    times = {f[0] for f in item if f[1] == _FIXED64}
+    if times & {1, 11} and not times & {7, 8}:
+        return "logs"
+    name = next((f for f in item if f[:2] == (1, _BYTES)), None)
+    if name and not times and _METRIC_NAME.fullmatch(payload, name[2], name[3]):
+        return "metrics"
+    return "traces"
+
+
+def _first_item(payload: bytes) -> list[Field] | None:
+    start, stop = 0, len(payload)
+    for number in (1, 2, 2):
+        inside = fields(payload, start, stop)
+        child = next((f for f in inside or () if f[0] == number and f[1] == _BYTES), None)
+        if child is None:
+            return None
+        _, _, start, stop = child
+    return fields(payload, start, stop)

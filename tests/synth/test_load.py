@@ -1,0 +1,63 @@
+"""Who sends load to whom: epochs, servers, phases and lengths."""
+
+from __future__ import annotations
+
+import pytest
+
+from tracefit.synth import LengthMix, Phase, SynthOptions, synth
+
+
+def test_a_restart_counts_steps_from_one_on_the_same_clock(read):
+    run = synth(SynthOptions(requests=24, epochs=2, seed=3))
+    first, second = (run.truth_steps.filter(run.truth_steps["epoch"] == epoch) for epoch in (0, 1))
+    assert (first["step_id"][0], second["step_id"][0]) == (1, 1)
+    assert second["start_ns"][0] > first["end_ns"][-1]
+    assert run.truth_requests["request_id"].n_unique() == 24
+    assert run.truth_requests["epoch"].value_counts()["count"].to_list() == [12, 12]
+    names = [span.name for span in read(run.spans).step_spans]
+    assert names.count("scheduler_steps_1") == 2
+
+
+@pytest.mark.parametrize(("choice", "instances"), [("auto", 3), ("process", 6), ("none", 0)])
+def test_servers_are_told_apart_by_their_resource(choice, instances):
+    run = synth(SynthOptions(requests=12, servers=3, instance_ids=choice))
+    ids = {batch.resource.as_dict().get("service.instance.id") for batch in run.batches}
+    assert len(ids - {None}) == instances
+    assert sorted(set(run.truth_steps["server"])) == [0, 1, 2]
+    assert run.truth_requests["request_id"].n_unique() == 36
+    starts = run.truth_steps.group_by("server", maintain_order=True).first()["start_ns"]
+    assert starts.diff().drop_nulls().min() > 10**12
+
+
+def test_one_server_has_no_instance_id(busy_run):
+    assert all("service.instance.id" not in batch.resource.keys for batch in busy_run.batches)
+
+
+def test_a_phase_sets_the_rate():
+    phases = (Phase("slow", 0.5, 1.0), Phase("fast", 0.5, 10.0))
+    rows = synth(SynthOptions(requests=200, rate_per_s=2.0, phases=phases)).truth_requests
+    gaps = {}
+    for name in ("slow", "fast"):
+        part = rows.filter(rows["load_phase"] == name)
+        assert part.height == 100
+        gaps[name] = part["arrival_ns"].diff().mean() / 1e9
+    assert gaps["slow"] == pytest.approx(0.5, rel=0.3)
+    assert gaps["fast"] == pytest.approx(0.05, rel=0.3)
+
+
+def test_lengths_stay_within_what_the_engine_holds():
+    lengths = LengthMix(((1.0, 900.0, 1.5),), minimum=2, maximum=5_000)
+    options = SynthOptions(
+        requests=60, prompt_tokens=lengths, output_tokens=lengths, num_blocks=41, max_num_batched_tokens=256
+    )
+    rows = synth(options).truth_requests
+    assert (rows["prompt_tokens"] + rows["max_tokens"]).max() >= 640
+    assert (rows["prompt_tokens"] + rows["output_tokens"]).max() <= 640
+    assert rows["output_tokens"].filter(rows["abort_ns"].is_null()).min() >= 1
+
+
+def test_lengths_follow_their_mixture():
+    prompts = LengthMix(((0.25, 10.0, 0.0), (0.75, 100.0, 0.0)))
+    rows = synth(SynthOptions(requests=400, prompt_tokens=prompts, rate_per_s=100.0)).truth_requests
+    assert set(rows["prompt_tokens"]) == {10, 100}
+    assert (rows["prompt_tokens"] == 10).mean() == pytest.approx(0.25, abs=0.06)
