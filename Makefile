@@ -21,7 +21,7 @@ $(READY): requirements.lock pyproject.toml
 setup: $(READY) ## create .venv from the lock file
 
 run: $(READY) ## the main job on the runs in fixtures/: tables, coefficients, evaluation, report in out/
-	$(BIN)/tracefit run fixtures --out $(OUT)
+	$(BIN)/tracefit run fixtures/runs --out $(OUT)
 
 test: $(READY) ## set up and run the tests
 	$(BIN)/python -m pytest
@@ -43,10 +43,11 @@ fixtures: $(READY) ## write fixtures/ anew with the project's own generator
 	$(BIN)/python tests/make_fixtures.py fixtures
 
 models: $(READY) ## write models/ anew: the reference output on fixtures/
-	$(BIN)/python tests/make_models.py fixtures models
+	$(BIN)/tracefit run fixtures/runs --out build/models --quiet
+	cp build/models/models/*.json build/models/evaluation.json build/models/report.md models/
 
 bench: $(READY) ## measure speed and memory on generated traces (takes minutes)
-	$(BIN)/python tests/benchmarks/ingest.py
+	for script in tests/benchmarks/*.py; do $(BIN)/python $$script; done
 
 lock: $(READY) ## pin the newest versions (requirements.lock) and the oldest ones (requirements-minimum.lock)
 	$(BIN)/python -m pip install --quiet uv

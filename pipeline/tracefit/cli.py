@@ -103,6 +103,12 @@ Target = Annotated[
         help="Step times from the step clock, from step.duration_us, or from whichever covers the busy time."
     ),
 ]
+Features = Annotated[
+    str,
+    typer.Option(
+        help="Feature set for step times: batch, roofline, a YAML or JSON file, or auto: validation chooses."
+    ),
+]
 SampleCsv = Annotated[
     bool, typer.Option("--sample-csv", help="Also write the specification's two sample tables.")
 ]
@@ -133,6 +139,7 @@ def run(
     tp: TensorParallel = None,
     settings: Settings = None,
     beta_target: Target = BetaTarget.auto,
+    features: Features = "auto",
     sample_csv: SampleCsv = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -148,7 +155,7 @@ def run(
         from tracefit.verbs.train import TrainOptions
 
         server = _server(run_config, model_config, gpu, tp, settings)
-        options = TrainOptions(beta_target=beta_target.value, sample_csv=sample_csv)
+        options = TrainOptions(beta_target=beta_target.value, features=features, sample_csv=sample_csv)
         result = run_verb(paths, out, server=server, options=options, progress=told)
         told.close()
         show(result, run_text(result), as_json=json, quiet=quiet)
@@ -188,6 +195,7 @@ def train(
     tables: Annotated[Path, typer.Argument(help="A tables folder that ingest wrote.")],
     out: Annotated[Path, typer.Option(help="Folder for the models, the evaluation and the report.")],
     beta_target: Target = BetaTarget.auto,
+    features: Features = "auto",
     sample_csv: SampleCsv = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -202,11 +210,33 @@ def train(
         from tracefit.verbs.train import TrainOptions
         from tracefit.verbs.train import train as train_verb
 
-        options = TrainOptions(beta_target=beta_target.value, sample_csv=sample_csv)
+        options = TrainOptions(beta_target=beta_target.value, features=features, sample_csv=sample_csv)
         result = train_verb(tables, out, options=options, progress=told)
         told.close()
         show(result, train_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def features(
+    names: Annotated[
+        Optional[list[str]],
+        typer.Argument(help="Built-in sets or files; every built-in set if none is named."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show the declared feature sets: name, unit, formula and reason of every feature.
+
+    Example: `tracefit features batch`
+    """
+    told = Terminal(quiet=False)
+    with one_line_errors(told):
+        from tracefit.features.sets import BUILT_IN
+        from tracefit.reports.summary import features_text
+        from tracefit.verbs.train import beta_feature_sets
+
+        sets = [s for name in names or BUILT_IN for s in beta_feature_sets(name)]
+        show(sets, features_text(sets), as_json=json, quiet=False)
 
 
 @app.command()

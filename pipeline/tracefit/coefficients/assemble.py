@@ -67,6 +67,7 @@ def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel | cf.Regime
         "training": _training(scope, fitted),
         "validation": entry(fitted),
         "scope": scope_facts(scope.scope),
+        "feature_set": model.feature_set,
         "notes": model.notes,
     }
     if len(fitted.parts) == 1:

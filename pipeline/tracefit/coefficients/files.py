@@ -13,6 +13,7 @@ from tracefit.coefficients.model import CoefficientFile
 from tracefit.errors import UsageError
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
+MAX_PLACE_CHARS = 200
 DIGITS = 9
 """Significant digits a file keeps: more than the 1e-6 on which machines agree."""
 
@@ -77,9 +78,10 @@ def _read(path: Path, kind: type[_Document]) -> _Document:
         return kind.model_validate(plain)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "document"
+        place = ".".join(str(part) for part in first["loc"])[:MAX_PLACE_CHARS] or "document"
+        schema = kind.model_fields["schema_"].default.removeprefix("tracefit/")
         raise UsageError(
-            f"{place}: {first['msg']}", where=where, hint=f"see schemas/{kind.__name__}"
+            f"{place}: {first['msg']}", where=where, hint=f"see schemas/{schema}.schema.json"
         ) from error
 
 

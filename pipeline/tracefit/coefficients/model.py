@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tracefit.coefficients.evaluation import Entry
 
@@ -25,7 +25,7 @@ class Strict(BaseModel):
 class Target(Strict):
     """What a model predicts."""
 
-    name: str
+    name: str | None = None
     unit: Literal["us"] = "us"
     definition: str
     source: str = Field(
@@ -67,12 +67,24 @@ class Comparison(Strict):
     value: float | None = None
     feature2: Identifier | None = None
 
+    @model_validator(mode="after")
+    def _has_one_right_side(self) -> Self:
+        if (self.value is None) == (self.feature2 is None):
+            raise ValueError("a comparison needs either value or feature2")
+        return self
+
 
 class Condition(Strict):
     """True if any / all of the comparisons hold; an empty `all` is true."""
 
     any: tuple[Comparison, ...] | None = Field(default=None, max_length=100)
     all: tuple[Comparison, ...] | None = Field(default=None, max_length=100)
+
+    @model_validator(mode="after")
+    def _has_comparisons(self) -> Self:
+        if self.any is None and self.all is None:
+            raise ValueError("a condition needs any or all")
+        return self
 
 
 class Regime(Strict):
@@ -156,13 +168,14 @@ class ScopeFacts(Strict):
 
 class _ModelBase(Strict):
     name: str
-    scope_id: str
-    target: Target
+    scope_id: str | None = None
+    target: Target | None = None
     estimator: Estimator | None = None
     features_left_out: tuple[FeatureLeftOut, ...] = ()
     training: Training | None = None
     validation: Entry | None = None
-    scope: ScopeFacts
+    scope: ScopeFacts | None = None
+    feature_set: str | None = Field(default=None, description="the declared features the model was offered")
     notes: tuple[str, ...] = ()
 
 

@@ -272,12 +272,11 @@ BATCH = FeatureSet(
     "batch",
     (
         Feature("prefill_tokens", "token", "prefill_tokens", "prefill is bound by compute per token"),
-        Feature("decode_tokens", "token", "decode_tokens", "one per decoding request, as a rule"),
         Feature("num_prefill_reqs", "request", "num_prefill_reqs", "per-request cost of a prefill"),
         Feature("num_decode_reqs", "request", "num_decode_reqs", "per-request cost of a decode"),
-        Feature("running_depth", "request", "running_depth", "batch size in requests"),
-        Feature("waiting_depth", "request", "waiting_depth", "the scheduler walks the queue"),
-        Feature("kv_usage_ratio", "ratio", "kv_usage_ratio", "memory pressure"),
+        Feature("context_tokens", "token", "context_tokens", "decode reads the cache of its requests"),
+        Feature("kv_usage_ratio", "ratio", "kv_usage_ratio", "memory pressure; the cache read where unknown"),
+        Feature("decode_tokens", "token", "decode_tokens", "one per decoding request, as a rule"),
         Feature(
             "decode_tokens_x_kv_blocks",
             "token*block",
@@ -290,6 +289,8 @@ BATCH = FeatureSet(
             "prefill_tokens / (prefill_tokens + decode_tokens)",
             "prefill against decode; 0 of no token",
         ),
+        Feature("waiting_depth", "request", "waiting_depth", "the scheduler walks the queue"),
+        Feature("running_depth", "request", "running_depth", "batch size in requests"),
         Feature("scheduled_tokens", "token", "prefill_tokens + decode_tokens", "total work of the step"),
         Feature(
             "prefill_tokens_x_layers",

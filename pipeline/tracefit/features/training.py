@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import polars as pl
 
+from tracefit.features.roofline import ROOFLINE_TERMS, add_roofline
 from tracefit.features.sets import FeatureSet, add_features
 
 if TYPE_CHECKING:
@@ -58,6 +60,14 @@ def constants_of(context: RunContext) -> dict[str, float | None]:
 
 def _number(value: float | None) -> float | None:
     return None if value is None else float(value)
+
+
+def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
+    """Add the roofline terms of every step; null without a model or a GPU."""
+    model, gpu = context.architecture, context.gpu
+    if model is None or gpu is None:
+        return timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in ROOFLINE_TERMS)
+    return add_roofline(timeline, model, gpu, tp=context.settings.tensor_parallel or 1)
 
 
 def beta_rows(
@@ -196,7 +206,7 @@ def alpha_rows(
         at_step=pl.col(step),
         finishing_reqs=pl.when(pl.col("finished_step").is_not_null()).then(finishing),
     ).filter(pl.col("y").is_not_null() & pl.col("ts_ns").is_not_null())
-    rows = rows.with_columns(
+    rows = _with_workload(rows).with_columns(
         excluded_because=pl.lit(None, pl.String), request_id=pl.coalesce("core_request_id", "request_id")
     )
     if target == "departure":
@@ -209,7 +219,44 @@ def alpha_rows(
         latest, left_on="ts_ns", right_on="state_ns", by=ENGINE, check_sortedness=False
     )
     rows = rows.with_columns(state_age_us=(pl.col("ts_ns") - pl.col("state_ns")) / 1e3)
+    rows = _with_next_start(rows, latest)
     return _with_queue(rows, queue) if target == "queue_wait" else rows
+
+
+ARRIVAL_WINDOW_S = 10.0
+"""Window of the arrival rate a request meets: the seconds before it arrived."""
+
+
+def _with_workload(rows: pl.DataFrame) -> pl.DataFrame:
+    """Add what the request brings and the load it comes in: prefix hits, and arrivals per second before its own."""
+    hits = pl.col("cached_prompt_tokens") / pl.col("prompt_tokens")
+    ordered = rows.sort("run_id", "server", "arrival_ns", nulls_last=True)
+    times = ordered["arrival_ns"].to_numpy()
+    servers = ordered.select(pl.struct("run_id", "server").rank("dense")).to_series().to_numpy()
+    rate = np.full(ordered.height, np.nan)
+    for server in np.unique(servers):
+        mine = np.flatnonzero((servers == server) & ~np.isnan(times.astype(float)))
+        at = times[mine].astype(np.int64)
+        earlier = np.searchsorted(at, at - round(ARRIVAL_WINDOW_S * 1e9), side="left")
+        rate[mine] = (np.searchsorted(at, at, side="left") - earlier) / ARRIVAL_WINDOW_S
+    return ordered.with_columns(
+        prefix_hit_ratio=pl.when(pl.col("prompt_tokens") > 0).then(hits),
+        arrival_rate_per_s=pl.Series(rate, dtype=pl.Float64).fill_nan(None),
+    )
+
+
+def _with_next_start(rows: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
+    """Add the time from the event to the next known step start: what is left of the step in progress.
+
+    Null where the engine was idle: no step was in progress.
+    """
+    ends = starts.select(*ENGINE, next_start_ns="state_ns").sort("next_start_ns")
+    joined = rows.sort("ts_ns").join_asof(
+        ends, left_on="ts_ns", right_on="next_start_ns", by=ENGINE, strategy="forward", check_sortedness=False
+    )
+    left = (pl.col("next_start_ns") - pl.col("ts_ns")) / 1e3
+    busy = (pl.col("running_depth") > 0) | (pl.col("waiting_depth") > 0)
+    return joined.with_columns(step_residual_us=pl.when(busy).then(left))
 
 
 _QUEUE_COLUMNS = (

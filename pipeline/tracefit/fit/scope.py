@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import polars as pl
 
 from tracefit.features import training
-from tracefit.features.sets import FREE_FEATURES, QUEUED_FEATURES, FeatureSet, add_features
+from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES, FeatureSet, add_features
 from tracefit.fit import rows as rules
 from tracefit.fit.train import (
     Comparison,
@@ -22,7 +22,7 @@ from tracefit.fit.train import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from tracefit.features.context import Scope
 
@@ -87,6 +87,7 @@ class FittedModel:
     definition: str
     source: str
     fitted: Fitted
+    feature_set: str
     notes: tuple[str, ...] = ()
 
 
@@ -106,23 +107,26 @@ class FittedScope:
 
 
 def fit_scope(
-    scope: Scope, tables: ScopeTables, sets: Mapping[str, FeatureSet], beta_target: BetaTarget
+    scope: Scope, tables: ScopeTables, beta_sets: Sequence[FeatureSet], beta_target: BetaTarget
 ) -> FittedScope:
     """Fit beta and the three alpha models of one scope, as far as its data allow.
 
     Args:
         scope: The scope.
         tables: Its runs' tables.
-        sets: Feature set by target: cycle_time, queue_wait, admission, departure.
+        beta_sets: Feature sets for step times; of several, cross-validation chooses.
         beta_target: Which step time to fit.
     """
     constants = training.constants_of(scope.context)
     cover = duration_cover(tables.timeline)
     models: list[FittedModel] = []
     missing: list[Missing] = []
-    choice, beta = _fit_beta(tables, cover, beta_target, sets["cycle_time"], constants)
+    choice, beta = _fit_beta(scope, tables, cover, beta_target, beta_sets)
     _sort_out(beta, models, missing)
-    alphas = [_fit_alpha(tables, target, sets[target], constants) for target in training.ALPHA_TARGETS]
+    alphas = [
+        _fit_alpha(tables, target, BUILT_IN[_ALPHA_SETS[target]], constants)
+        for target in training.ALPHA_TARGETS
+    ]
     for alpha in alphas:
         _sort_out(alpha, models, missing)
     alpha_frames = [a.fitted.rows for a in alphas if isinstance(a, FittedModel)]
@@ -161,10 +165,8 @@ def choose_target(cover: DurationCover, wanted: BetaTarget) -> TargetChoice:
         return TargetChoice("duration", "asked for with --beta-target duration")
     if wanted == "clock":
         return TargetChoice("clock", "asked for with --beta-target clock")
-    if cover.share is None:
-        return TargetChoice(
-            "clock", "no two consecutive steps in the sample to compare step.duration_us with"
-        )
+    if cover.share is None or cover.median_duration_us is None:
+        return TargetChoice("clock", "no two consecutive steps in the sample with a step.duration_us to compare")
     medians = f"median cycle {cover.median_cycle_us:.0f} us, median step.duration_us {cover.median_duration_us:.0f} us"
     share = f"step.duration_us covers {100 * cover.share:.1f} % of busy time"
     if cover.share >= COVERED_SHARE:
@@ -173,31 +175,57 @@ def choose_target(cover: DurationCover, wanted: BetaTarget) -> TargetChoice:
 
 
 def _fit_beta(
-    tables: ScopeTables,
-    cover: DurationCover,
-    wanted: BetaTarget,
-    features: FeatureSet,
-    constants: Mapping[str, float | None],
+    scope: Scope, tables: ScopeTables, cover: DurationCover, wanted: BetaTarget, sets: Sequence[FeatureSet]
 ) -> tuple[TargetChoice | None, FittedModel | Missing]:
     name = "beta.duration" if wanted == "duration" else "beta.cycle_time"
     if not tables.timeline.height:
         return None, Missing(name, "the traces hold no step events", f"start the server with {_STEP_FLAGS}")
     choice = choose_target(cover, wanted)
-    rows = training.beta_rows(tables.timeline, features, constants, tables.lags, choice.source)
-    rows = _mark_warm_up(rules.split_by_time(rows), tables.counters, "step_id")
-    rows = rules.mark(rows, rules.PREEMPTION_HEAVY, pl.col("preemption_heavy"))
-    mixed = pl.col("has_prefill")
-    # A mean over an interval is easier to predict than a step: the error of the model is its error on steps.
-    single = pl.col("source") != "interval"
-    options = FitOptions(groups=(("decode_only", ~mixed), ("mixed", mixed)), judge=single)
-    result = fit_linear(rows, _columns(features), options)
+    features, note = _choose_set(scope, tables, sets, choice)
+    result = fit_linear(_beta_rows(scope, tables, features, choice), _columns(features), _beta_options())
     if isinstance(result, TooFewRows):
         remedy = (
             f"raise --step-tracing-sample-rate: of {tables.steps.height} sampled steps few are consecutive"
         )
         return choice, Missing(name, f"step times: {result.reason}", remedy)
     definition, source = _beta_definition(choice, tables.lags)
-    return choice, FittedModel(name, name.removeprefix("beta."), definition, source, result)
+    target = name.removeprefix("beta.")
+    return choice, FittedModel(name, target, definition, source, result, features.name, note)
+
+
+def _beta_options(*, reference: bool = True) -> FitOptions:
+    mixed = pl.col("has_prefill")
+    # A mean over an interval is easier to predict than a step: the error of the model is its error on steps.
+    single = pl.col("source") != "interval"
+    return FitOptions(groups=(("decode_only", ~mixed), ("mixed", mixed)), judge=single, reference=reference)
+
+
+def _beta_rows(scope: Scope, tables: ScopeTables, features: FeatureSet, choice: TargetChoice) -> pl.DataFrame:
+    timeline = training.with_roofline(tables.timeline, scope.context)
+    constants = training.constants_of(scope.context)
+    rows = training.beta_rows(timeline, features, constants, tables.lags, choice.source)
+    rows = _mark_warm_up(rules.split_by_time(rows), tables.counters, "step_id")
+    return rules.mark(rows, rules.PREEMPTION_HEAVY, pl.col("preemption_heavy"))
+
+
+def _choose_set(
+    scope: Scope, tables: ScopeTables, sets: Sequence[FeatureSet], choice: TargetChoice
+) -> tuple[FeatureSet, tuple[str, ...]]:
+    """Choose the feature set with the smallest cross-validated error on the training part; ties to the first."""
+    if len(sets) == 1:
+        return sets[0], ()
+    scores: dict[str, float] = {}
+    for features in sets:
+        rows = _beta_rows(scope, tables, features, choice)
+        result = fit_linear(rows, _columns(features), _beta_options(reference=False))
+        if isinstance(result, Fitted) and result.terms:
+            scores[features.name] = result.parts[0].choice.score
+    if not scores:
+        return sets[0], ()
+    best = min(scores, key=lambda name: scores[name])
+    said = ", ".join(f"{name} {score:.1f} us" for name, score in scores.items())
+    note = f"feature set {best} chosen by cross-validated mean absolute error on the training part ({said})"
+    return next(s for s in sets if s.name == best), (note,)
 
 
 def _beta_definition(choice: TargetChoice, lags: Mapping[tuple[str, str], int]) -> tuple[str, str]:
@@ -215,6 +243,7 @@ def _mark_warm_up(rows: pl.DataFrame, counters: pl.DataFrame, step: str) -> pl.D
     return rules.mark(joined, rules.WARM_UP, pl.col(step) < pl.col("warm_up_until"))
 
 
+_ALPHA_SETS = {"queue_wait": "queue", "admission": "admission", "departure": "departure"}
 _ALPHA_DEFINITIONS = {
     "queue_wait": "QUEUED to first SCHEDULED",
     "admission": "ARRIVED to QUEUED; includes the wait for the step in progress to end",
@@ -236,7 +265,7 @@ def _fit_alpha(
     result = fit_linear(rows, _columns(features), FitOptions())
     if isinstance(result, TooFewRows):
         return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
-    return FittedModel(name, target, _ALPHA_DEFINITIONS[target], "journey", result)
+    return FittedModel(name, target, _ALPHA_DEFINITIONS[target], "journey", result, features.name)
 
 
 NO_CAPACITY = (
@@ -273,9 +302,9 @@ def _fit_wait(rows: pl.DataFrame, name: str, features: FeatureSet, *, exact: boo
         source = "journey, queue state of the latest sampled step"
     if isinstance(result, TooFewRows):
         return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
-    return FittedModel(
-        name, "queue_wait", _ALPHA_DEFINITIONS["queue_wait"], source, result, _WAIT_NOTES if exact else ()
-    )
+    notes = _WAIT_NOTES if exact else ()
+    definition = _ALPHA_DEFINITIONS["queue_wait"]
+    return FittedModel(name, "queue_wait", definition, source, result, features.name, notes)
 
 
 def _columns(features: FeatureSet) -> list[FeatureColumn]:

@@ -52,7 +52,7 @@ def _ingest(entry: IngestEntry) -> list[str]:
     return parts
 
 
-def _scope(scope: ScopeEvaluation, models: dict[tuple[str, str], AnyModel]) -> list[str]:
+def _scope(scope: ScopeEvaluation, models: dict[tuple[str | None, str], AnyModel]) -> list[str]:
     parts = [f"## Scope `{scope.scope_id}`", f"Runs: {', '.join(f'`{r}`' for r in scope.runs)}"]
     mine = {name: models[scope.scope_id, name] for name in scope.models}
     parts += _facts(next(iter(mine.values())) if mine else None)
@@ -69,9 +69,9 @@ def _remedy(remedy: str | None) -> str:
 
 
 def _facts(model: AnyModel | None) -> list[str]:
-    if model is None:
+    facts = model.scope if model else None
+    if facts is None:
         return []
-    facts = model.scope
     known = {**facts.settings}
     lines = [f"Model {facts.model or 'not named'}, GPU {facts.gpu or 'not given'}."]
     if facts.gpu is None:
@@ -148,10 +148,10 @@ def _timeline(scope: ScopeEvaluation) -> list[str]:
 
 
 def _model(name: str, entry: Entry, model: AnyModel, left_out: dict[str, int]) -> list[str]:
-    parts = [
-        f"### `{name}`",
-        f"Target: {model.target.definition} ({model.target.unit}, from {model.target.source}).",
-    ]
+    parts = [f"### `{name}`"]
+    if model.target is not None:
+        t = model.target
+        parts.append(f"Target: {t.definition} ({t.unit}, from {t.source}).")
     if isinstance(model, LinearModel):
         rows: list[tuple[str, ...]] = []
         rows += [("intercept", "us", _number(model.intercept.value), _interval(model.intercept.ci95), "")]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from tracefit.features.sets import FeatureSet
     from tracefit.verbs.results import IngestResult, ModelSummary, RunResult, SynthResult, TrainResult
 
 
@@ -41,6 +42,15 @@ def run_text(result: RunResult) -> str:
     return f"{ingest_text(result.ingested)}\n\n{train_text(result.trained)}"
 
 
+def features_text(sets: Sequence[FeatureSet]) -> str:
+    """Say what the feature sets hold."""
+    parts = []
+    for one in sets:
+        rows = [(f.name, f.unit, f.formula, f.reason) for f in one.features]
+        parts.append(f"{one.name}\n{_columns(('feature', 'unit', 'formula', 'reason'), rows)}")
+    return "\n\n".join(parts)
+
+
 def synth_text(result: SynthResult) -> str:
     """Say what was generated and where it is."""
     lines = [f"{result.requests:,} requests, {result.steps:,} steps"]
@@ -58,11 +68,14 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+_TEXT = ("run", "scope", "model", "feature", "unit", "formula", "reason")
+
+
 def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Align columns: the first to the left, numbers to the right."""
     table = [tuple(head), *(tuple(r) for r in rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
-    text_columns = {i for i, name in enumerate(head) if name in ("run", "scope", "model")}
+    text_columns = {i for i, name in enumerate(head) if name in _TEXT}
     return "\n".join(
         "  ".join(
             c.ljust(w) if i in text_columns else c.rjust(w)

@@ -36,5 +36,13 @@ def run(
     """
     out = Path(out)
     ingested = ingest(paths, out / "tables", server=server, progress=progress)
-    trained = train(out / "tables", out / "models", options=options, report_folder=out, progress=progress)
+    trained = train(
+        out / "tables",
+        out / "models",
+        options=options,
+        report_folder=out,
+        # A folder that was used before holds other runs too; this job is about the ones it was given.
+        run_ids=[r.run_id for r in ingested.runs],
+        progress=progress,
+    )
     return RunResult(ingested, trained, out)

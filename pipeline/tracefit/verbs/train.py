@@ -14,8 +14,8 @@ from tracefit.coefficients import assemble
 from tracefit.coefficients.files import to_json
 from tracefit.errors import DataError, UsageError
 from tracefit.features.context import Scope, context_from_json, scope_of
-from tracefit.features.sets import BUILT_IN, FeatureSet
-from tracefit.fit.scope import BetaTarget, FittedModel, FittedScope, ScopeTables, fit_scope
+from tracefit.features.sets import BUILT_IN, FeatureSet, find_feature_set, read_feature_set
+from tracefit.fit.scope import BetaTarget, FittedModel, FittedScope, Missing, ScopeTables, fit_scope
 from tracefit.reports.markdown import report_markdown
 from tracefit.tables import schema
 from tracefit.tables.runs import step_counters
@@ -26,9 +26,7 @@ from tracefit.verbs.results import ModelSummary, Progress, Silent, TrainResult
 from tracefit.verbs.samples import sample_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-_SETS = {"cycle_time": "batch", "queue_wait": "queue", "admission": "admission", "departure": "departure"}
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +36,12 @@ class TrainOptions:
     Attributes:
         beta_target: `clock` fits step times from the step clock, `duration` fits `step.duration_us`, `auto` takes
             durations where they cover the engine's busy time and the clock where they do not.
+        features: Feature set for step times: `batch`, `roofline`, a file, or `auto` for what validation chooses.
         sample_csv: Also write the specification's two sample tables beside the models.
     """
 
     beta_target: BetaTarget = "auto"
+    features: str = "auto"
     sample_csv: bool = False
 
 
@@ -51,6 +51,7 @@ def train(
     *,
     options: TrainOptions | None = None,
     report_folder: str | Path | None = None,
+    run_ids: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> TrainResult:
     """Fit every scope in the tables and write models, evaluation and report.
@@ -60,6 +61,7 @@ def train(
         out: Folder for alpha.json and beta.json.
         options: How to train.
         report_folder: Folder for evaluation.json and report.md; `out` if not given.
+        run_ids: Runs to train on; every run in the tables if not given.
         progress: Told of what is going on.
 
     Raises:
@@ -69,7 +71,8 @@ def train(
     options = options or TrainOptions()
     told = progress or Silent()
     store = TableStore(tables).require()
-    runs = store.read("runs")
+    runs = store.read("runs", None if run_ids is None else list(run_ids))
+    sets = beta_feature_sets(options.features)
     scopes = []
     for scope, run_ids in _scopes(runs, str(tables)):
         told.stage(f"fitting {scope.scope_id}")
@@ -77,12 +80,12 @@ def train(
             fit_scope(
                 scope,
                 _load(store, runs, run_ids, engine_limits(scope.context)),
-                _feature_sets(),
+                sets,
                 options.beta_target,
             )
         )
     _require_models(scopes, str(tables))
-    made_by = assemble.provenance({"beta_target": options.beta_target})
+    made_by = assemble.provenance({"beta_target": options.beta_target, "features": options.features})
     alpha = assemble.coefficient_file("alpha", scopes, made_by)
     beta = assemble.coefficient_file("beta", scopes, made_by)
     evaluation = assemble.evaluate(scopes, runs)
@@ -104,15 +107,24 @@ def train(
         evaluation=report / "evaluation.json",
         report=report / "report.md",
         fitted=tuple(_summary(s, m) for s, m in fitted),
-        not_fitted=tuple(f"{m.name} ({s.scope.scope_id}): {m.reason}" for s in scopes for m in s.missing),
+        not_fitted=tuple(_what_is_missing(s, m) for s in scopes for m in s.missing),
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
         ),
     )
 
 
-def _feature_sets() -> dict[str, FeatureSet]:
-    return {target: BUILT_IN[name] for target, name in _SETS.items()}
+def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
+    """Return the feature sets a choice stands for: `auto`, a built-in set's name, or a YAML or JSON file.
+
+    Raises:
+        UsageError: No such set or file, or the file declares none.
+    """
+    if choice == "auto":
+        return (BUILT_IN["batch"], BUILT_IN["roofline"])
+    if Path(choice).suffix.lower() in {".yaml", ".yml", ".json"}:
+        return (read_feature_set(Path(choice)),)
+    return (find_feature_set(choice),)
 
 
 def _scopes(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
@@ -169,13 +181,21 @@ def _training_part(kind: str, frame: pl.DataFrame | None, run_id: str, scope: Fi
     known = set(table.names)
     features = {f for m in scope.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
     kept = [c for c in frame.columns if c in known or c in features]
-    part = frame.filter(pl.col("run_id") == run_id).select(kept)
+    part = frame.filter(pl.col("run_id") == run_id).select(
+        pl.col(c) if c in known else pl.col(c).cast(pl.Float64) for c in kept
+    )
     return table.conform(part.with_columns(scope_id=pl.lit(scope.scope.scope_id)))
 
 
 def _offered(model: FittedModel) -> list[str]:
     fitted = model.fitted
-    return [t.feature.name for t in fitted.terms] + [x.feature for x in fitted.left_out]
+    compared = [n for part in fitted.parts for c in part.regime.any_of for n in (c.feature, c.feature2) if n]
+    return [*(t.feature.name for t in fitted.terms), *(x.feature for x in fitted.left_out), *compared]
+
+
+def _what_is_missing(scope: FittedScope, missing: Missing) -> str:
+    text = f"{missing.name} ({scope.scope.scope_id}): {missing.reason}"
+    return f"{text}; {missing.remedy}" if missing.remedy else text
 
 
 def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:

@@ -1,0 +1,76 @@
+"""Write `fixtures/` anew: small generated runs, damaged files, and what each must yield (by the generator's truth).
+
+`python tests/make_fixtures.py FOLDER`
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tracefit.synth import SynthOptions, SynthRun, synth, write_run
+
+RUNS = (
+    (SynthOptions(name="llama-8b-linear", seed=11, requests=400, rich_sampling=0.02), "json", "gz"),
+    (SynthOptions(name="llama-8b-sampled", seed=12, requests=600, step_sampling=0.1), "protobuf", "zst"),
+    (
+        SynthOptions(
+            name="llama-70b-roofline",
+            seed=13,
+            requests=300,
+            law="roofline",
+            model="llama-70b",
+            tp=4,
+            num_blocks=900,
+        ),
+        "json",
+        "zst",
+    ),
+)
+DAMAGED = SynthOptions(name="damaged", seed=14, requests=60)
+
+
+def yields(run: SynthRun) -> dict[str, object]:
+    """Count what reading the run must give, from the generator's own lists."""
+    events = Counter(event.name for span in run.spans for event in span.events)
+    return {
+        "spans": len(run.spans),
+        "events": dict(sorted(events.items())),
+        "steps": int(run.truth_steps["is_sampled"].sum()),
+        "requests": run.truth_requests.height,
+        "output_tokens": int(run.truth_requests["output_tokens"].sum()),
+    }
+
+
+def damage(lines: list[bytes]) -> tuple[bytes, int]:
+    """Cut one line and glue the next one onto it, spoil another with a bad byte, cut the tail; rejects it must give."""
+    glued = lines[0][: len(lines[0]) // 2] + lines[1]
+    spoiled = lines[2][:40] + b"\xff" + lines[2][41:]
+    return b"".join([glued, spoiled, *lines[3:-1], lines[-1][: len(lines[-1]) // 3]]), 3
+
+
+def main(folder: Path) -> None:
+    """Write everything below `folder`, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    expected: dict[str, object] = {}
+    for options, kind, compress in RUNS:
+        run = synth(options)
+        write_run(run, folder / "runs", formats=(kind,), compress=compress)
+        expected[f"runs/{options.name}"] = yields(run)
+    broken = write_run(synth(DAMAGED), folder, formats=("json",))
+    for truth in broken.glob("truth*"):
+        truth.unlink()
+    trace = broken / "traces.json"
+    spoiled, rejects = damage(trace.read_bytes().splitlines(keepends=True))
+    trace.unlink()
+    trace.with_suffix(".json.gz").write_bytes(gzip.compress(spoiled, mtime=0))
+    expected["damaged"] = {"rejects": rejects}
+    (folder / "expected.json").write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
