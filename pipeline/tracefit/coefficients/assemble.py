@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import polars as pl
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.features.context import Scope
+    from tracefit.fit.boundary import FittedBoundary
     from tracefit.fit.metrics import Metrics
     from tracefit.fit.scope import FittedModel, FittedScope
     from tracefit.fit.train import Classified, Fitted, FittedPart
@@ -54,7 +55,7 @@ def coefficient_file(kind: Kind, scopes: Sequence[FittedScope], made_by: cf.Prov
     )
 
 
-def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel | cf.RegimesModel:
+def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel | cf.RegimesModel | cf.BoundaryModel:
     fitted, first = model.fitted, model.fitted.parts[0]
     common = {
         "name": model.name,
@@ -65,14 +66,29 @@ def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel | cf.Regime
             cf.FeatureLeftOut(feature=x.feature, reason=x.reason) for x in fitted.left_out
         ),
         "training": _training(scope, fitted),
-        "validation": entry(fitted),
+        "validation": entry(model),
         "scope": scope_facts(scope.scope),
         "feature_set": model.feature_set,
         "notes": model.notes,
     }
+    if model.boundary is not None:
+        return _boundary(common, model.boundary, first)
     if len(fitted.parts) == 1:
         return cf.LinearModel(**common, intercept=_intercept(first), terms=_terms(first))
     return cf.RegimesModel(form="regimes", **common, regimes=tuple(_regime(part) for part in fitted.parts))
+
+
+def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedPart) -> cf.BoundaryModel:
+    slope = fitted.work_us_per_prompt_token
+    terms = (cf.Term(feature="prompt_tokens", unit="us/token", value=slope),) if slope else ()
+    return cf.BoundaryModel(
+        **common,
+        form="boundary",
+        boundary="step_start",
+        work=cf.Work(intercept=cf.Number(value=fitted.work_us), terms=terms),
+        offset=cf.Number(value=fitted.offset_us),
+        without_clock=cf.Linear(intercept=_intercept(linear), terms=_terms(linear)),
+    )
 
 
 def _intercept(part: FittedPart) -> cf.Number:
@@ -168,9 +184,9 @@ def metrics_entry(metrics: Metrics) -> ev.MetricsEntry:
     return ev.MetricsEntry(**dataclasses.asdict(metrics))
 
 
-def entry(fitted: Fitted) -> ev.Entry:
+def entry(model: FittedModel) -> ev.Entry:
     """Publish a model's validation."""
-    v = fitted.validation
+    fitted, v, boundary = model.fitted, model.validation, model.boundary
     return ev.Entry(
         unit="us",
         n_features=len(fitted.terms),
@@ -183,8 +199,14 @@ def entry(fitted: Fitted) -> ev.Entry:
         extrapolated_rows=v.extrapolated_rows,
         equations=_equations(fitted.rows),
         classifier=_classifier(v.classifier),
+        right_boundary_pct=_percent(boundary.right_boundary) if boundary else None,
+        right_boundary_without_work_pct=_percent(boundary.right_boundary_without_work) if boundary else None,
         skill=v.skill,
     )
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _classifier(classified: Classified | None) -> ev.Classifier | None:
@@ -237,7 +259,7 @@ def _scope(scope: FittedScope) -> ev.ScopeEvaluation:
     return ev.ScopeEvaluation(
         scope_id=scope.scope.scope_id,
         runs=tuple(sorted(scope.tables.runs["run_id"].unique())),
-        models={m.name: entry(m.fitted) for m in scope.models},
+        models={m.name: entry(m) for m in scope.models},
         not_fitted=tuple(
             ev.NotFittedEntry(name=m.name, reason=m.reason, remedy=m.remedy) for m in scope.missing
         ),

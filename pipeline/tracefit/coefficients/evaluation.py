@@ -55,6 +55,13 @@ class Entry(_Part):
     equations: dict[str, int] = Field(
         default_factory=dict, description="training rows by kind: adjacent, interval, duration"
     )
+    right_boundary_pct: float | None = Field(
+        default=None,
+        description="hold-out requests that get the right step boundary, of those whose step is known",
+    )
+    right_boundary_without_work_pct: float | None = Field(
+        default=None, description="the same with zero API work"
+    )
     skill: float | None = Field(description="1 - mae / baseline.mae on the hold-out")
 
 

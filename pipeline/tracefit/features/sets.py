@@ -322,6 +322,14 @@ ROOFLINE = FeatureSet(
 )
 """The terms of `roofline.add_roofline`; the constant is the model's intercept."""
 
+_WORKLOAD = (
+    Feature("max_tokens", "token", "max_tokens", "output the request may ask for"),
+    Feature("prefix_hit_ratio", "ratio", "prefix_hit_ratio", "prompt found in the cache needs no prefill"),
+    Feature("arrival_rate_per_s", "1/s", "arrival_rate_per_s", "requests that came in the 10 s before"),
+    Feature("state_age_us", "us", "state_age_us", "time since the last scheduling decision"),
+)
+"""What a request brings, and the load it comes in."""
+
 QUEUE = FeatureSet(
     "queue",
     (
@@ -351,6 +359,8 @@ QUEUE = FeatureSet(
             "prompt_tokens * running_depth / max_num_seqs",
             "long prompts are harder to fit when the batch is full",
         ),
+        Feature("tokens_ahead", "token", "tokens_ahead", "prompt tokens of those waiting ahead"),
+        *_WORKLOAD,
         *_CONFIGURATION,
     ),
 )
@@ -375,6 +385,7 @@ ADMISSION = FeatureSet(
         Feature("prefill_tokens", "token", "prefill_tokens", "prompts in the step in progress make it long"),
         Feature("decode_tokens", "token", "decode_tokens", "generated tokens of the step in progress"),
         Feature("waiting_depth", "request", "waiting_depth", "bursts queue in the API process too"),
+        *_WORKLOAD,
     ),
 )
 """ARRIVED to QUEUED without a step clock: API work and the wait for the step in progress to end."""

@@ -175,6 +175,18 @@ def _preemption_heavy(rows: pl.DataFrame) -> pl.Expr:
     return (pl.col("num_preempted") > 0) | heavy
 
 
+WORKLOAD_COLUMNS = (
+    "prompt_tokens",
+    "max_tokens",
+    "prefix_hit_ratio",
+    "arrival_rate_per_s",
+    "state_age_us",
+    "step_residual_us",
+    "batch_fullness",
+    "tokens_ahead",
+)
+"""What alpha training frames say of every request's load, whether a model uses it or not."""
+
 ALPHA_TARGETS = {
     "queue_wait": ("queue_wait_us", "queued_ns", "queued_step"),
     "admission": ("admission_us", "arrival_ns", "queued_step"),

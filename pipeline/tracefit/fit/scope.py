@@ -10,6 +10,7 @@ import polars as pl
 from tracefit.features import training
 from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES, FeatureSet, add_features
 from tracefit.fit import rows as rules
+from tracefit.fit.boundary import FittedBoundary, fit_boundary
 from tracefit.fit.train import (
     Comparison,
     FeatureColumn,
@@ -17,6 +18,7 @@ from tracefit.fit.train import (
     Fitted,
     Regime,
     TooFewRows,
+    Validation,
     fit_linear,
     fit_regimes,
 )
@@ -89,6 +91,13 @@ class FittedModel:
     fitted: Fitted
     feature_set: str
     notes: tuple[str, ...] = ()
+    boundary: FittedBoundary | None = None
+    """With it the model is API work and the step clock; `fitted` is what to use without a clock."""
+
+    @property
+    def validation(self) -> Validation:
+        """Errors of the model in its published form."""
+        return self.boundary.validation if self.boundary else self.fitted.validation
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +175,9 @@ def choose_target(cover: DurationCover, wanted: BetaTarget) -> TargetChoice:
     if wanted == "clock":
         return TargetChoice("clock", "asked for with --beta-target clock")
     if cover.share is None or cover.median_duration_us is None:
-        return TargetChoice("clock", "no two consecutive steps in the sample with a step.duration_us to compare")
+        return TargetChoice(
+            "clock", "no two consecutive steps in the sample with a step.duration_us to compare"
+        )
     medians = f"median cycle {cover.median_cycle_us:.0f} us, median step.duration_us {cover.median_duration_us:.0f} us"
     share = f"step.duration_us covers {100 * cover.share:.1f} % of busy time"
     if cover.share >= COVERED_SHARE:
@@ -265,8 +276,19 @@ def _fit_alpha(
     result = fit_linear(rows, _columns(features), FitOptions())
     if isinstance(result, TooFewRows):
         return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
-    return FittedModel(name, target, _ALPHA_DEFINITIONS[target], "journey", result, features.name)
+    boundary = fit_boundary(result, tables.timeline) if target == "admission" else None
+    source = "journey, step clock" if boundary else "journey"
+    notes = _BOUNDARY_NOTES if boundary else ()
+    return FittedModel(
+        name, target, _ALPHA_DEFINITIONS[target], source, result, features.name, notes, boundary
+    )
 
+
+_BOUNDARY_NOTES = (
+    "work is the API process's own time: what a consumer that simulates step boundaries itself needs",
+    "admission = time to the first step start at or after ARRIVED + work, plus offset; the work itself when idle",
+    "without_clock is the mean admission, the wait for the boundary included: not to be added to simulated boundaries",
+)
 
 NO_CAPACITY = (
     Comparison("free_slots", "<=", value=0.0),
@@ -307,5 +329,12 @@ def _fit_wait(rows: pl.DataFrame, name: str, features: FeatureSet, *, exact: boo
     return FittedModel(name, "queue_wait", definition, source, result, features.name, notes)
 
 
+_ONLY_POSITIVE = {"departure": ("batch_requests", "finishing_reqs", "output_tokens")}
+
+
 def _columns(features: FeatureSet) -> list[FeatureColumn]:
-    return [FeatureColumn(f.name, f.coefficient_unit, f.formula) for f in features.features]
+    positive = _ONLY_POSITIVE.get(features.name, ())
+    return [
+        FeatureColumn(f.name, f.coefficient_unit, f.formula, only_positive=f.name in positive)
+        for f in features.features
+    ]

@@ -36,6 +36,8 @@ class FeatureColumn:
     name: str
     unit: str
     formula: str | None = None
+    only_positive: bool = False
+    """A cost that can only add: the feature is left out where the data put it at or below zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +251,13 @@ def _fit_part(
     data, left = _training_data(used, features)
     choice = choose_penalty(data.x, data.y, time_blocks(data.run, data.time, FOLDS), data.weights)
     model = RobustLinear(choice.penalty, choice.strength).fit(data.x, data.y, data.weights)
+    fitted = list(zip(data.columns, model.coef_, strict=True))
+    below = [c for c, value in fitted if c.only_positive and value <= 0]
+    if below:
+        reasons = [LeftOut(c.name, "not above zero in these runs") for c in below]
+        return _fit_part(used, regime, [f for f in features if f not in below], unknown + reasons)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, data.blocks())
-    zeroed = [
-        LeftOut(c.name, "set to zero by the Lasso")
-        for c, v in zip(data.columns, model.coef_, strict=True)
-        if v == 0
-    ]
+    zeroed = [LeftOut(c.name, "set to zero by the Lasso") for c, value in fitted if value == 0]
     return FittedPart(
         regime=regime,
         intercept=model.intercept_,
@@ -400,7 +403,7 @@ def _validate(
         train=measure(y, predict_parts(parts, used)),
         holdout=measured,
         baseline=baseline,
-        reference=_reference(used, judged, names) if options.reference and names else None,
+        reference=reference(used, judged, names) if options.reference and names else None,
         by={name: measure(y_held[rows], predicted[rows]) for name, rows in groups.items() if rows.any()},
         within_5_pct=100 * float(close.mean()),
         extrapolated_rows=_extrapolated(parts, judged),
@@ -436,7 +439,7 @@ def _classify(parts: list[FittedPart], judged: pl.DataFrame, truth: pl.Expr) -> 
     )
 
 
-def _reference(used: pl.DataFrame, judged: pl.DataFrame, names: list[str]) -> Metrics:
+def reference(used: pl.DataFrame, judged: pl.DataFrame, names: list[str]) -> Metrics:
     """Gradient boosting on the same features and rows: what a model nobody can read would get."""
     boosted = HistGradientBoostingRegressor(loss="absolute_error", max_iter=200, random_state=0)
     # One thread: threads that wait for each other on a busy machine cost more than they bring on frames this small,

@@ -26,7 +26,7 @@ def decode_frames(frames: Iterable[Frame | Reject], *, batch_bytes: int = BATCH_
     Args:
         frames: Frames and rejects of any number of files.
         batch_bytes: Payload bytes, at least, in each batch but the last and those before a change of encoding. A
-            batch takes about eight times as much memory while it is built.
+            batch takes up to ten times as much memory while it is built.
 
     Yields:
         Batches; none if there is neither a frame nor a reject. A batch's rejects are those among its frames, then

@@ -17,7 +17,8 @@ from tracefit.sources.shape import RECORD_START
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PUNCTUATION = b" \t\r\n,[]{}"
+_PUNCTUATION = b" \t\r\n,[]}"
+"""What an array or an envelope leaves between its good records."""
 
 _Stretch = tuple[int, int, Decoded | str]
 """Start and stop in a payload, and the spans there or the reason why there are none."""
@@ -41,7 +42,7 @@ def decode_json(frame: Frame, *, check_events: bool) -> Decoded:
     if isinstance(whole, Decoded):
         return whole
     decoded = Decoded()
-    for start, stop, part in _joined(_stretches(frame, check_events)):
+    for start, stop, part in _joined(frame.payload, list(_stretches(frame, check_events))):
         if isinstance(part, Decoded):
             decoded.extend(part)
         else:
@@ -77,28 +78,27 @@ def _stretches(frame: Frame, check_events: bool) -> Iterator[_Stretch]:
                 head := _decode(_piece(frame, start, end), check_events), Decoded
             ):
                 yield start, end, head
-                start, part = end, "not a record"  # noqa: PLW2901 - the piece goes on behind its good head
-        if isinstance(part, Decoded) or text[start:stop].strip(_PUNCTUATION):
-            yield start, stop, part
+                yield end, stop, "not a record"
+                continue
+        yield start, stop, part
 
 
 def _piece(frame: Frame, start: int, stop: int) -> Frame:
     return replace(frame, offset=frame.offset + start, payload=frame.payload[start:stop])
 
 
-def _joined(stretches: Iterator[_Stretch]) -> Iterator[_Stretch]:
-    """Join bad stretches that touch: they are one damage."""
-    held: _Stretch | None = None
+def _joined(text: bytes, stretches: list[_Stretch]) -> list[_Stretch]:
+    """Join bad stretches that touch: they are one damage. Drop those of mere punctuation, unless there is no more."""
+    joined: list[_Stretch] = []
     for start, stop, part in stretches:
-        if held and isinstance(part, str) and held[1] == start:
-            held = (held[0], stop, held[2])
-            continue
-        if held:
-            yield held
-            held = None
-        if isinstance(part, str):
-            held = (start, stop, part)
+        if joined and isinstance(part, str) and isinstance(joined[-1][2], str):
+            joined[-1] = (joined[-1][0], stop, joined[-1][2])
         else:
-            yield start, stop, part
-    if held:
-        yield held
+            joined.append((start, stop, part))
+    return [
+        stretch
+        for stretch in joined
+        if len(joined) == 1
+        or isinstance(stretch[2], Decoded)
+        or text[slice(*stretch[:2])].strip(_PUNCTUATION)
+    ]

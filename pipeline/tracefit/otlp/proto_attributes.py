@@ -18,11 +18,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class EventAttributes(msgspec.Struct, gc=False, frozen=True):
-    """The attributes of an event: each of them serialized, and the whole event, to be read with others at once."""
+_SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
 
-    each: Any
-    event: bytes
+
+class ProtobufEvent(msgspec.Struct, gc=False, frozen=True):
+    """An event as it was parsed, and serialized, to be read with others at once.
+
+    It is its own `attributes`: an object less for each of the many events.
+    """
+
+    time_unix_nano: int
+    name: str
+    dropped_attributes_count: int
+    message: Any
+    serialized: bytes
+
+    @property
+    def attributes(self) -> ProtobufEvent:
+        """What `ProtobufAttributes` reads."""
+        return self
 
 
 def read_pairs(attributes: Iterable[bytes]) -> Pairs:
@@ -40,37 +54,44 @@ def read_pairs(attributes: Iterable[bytes]) -> Pairs:
 
 
 class ProtobufAttributes:
-    """Reads `EventAttributes`."""
+    """Reads the attributes of `ProtobufEvent`."""
 
-    def pairs(self, attributes: EventAttributes) -> Pairs:
+    def pairs(self, attributes: ProtobufEvent) -> Pairs:
         """Return keys and values of one event, in order; see `read_pairs` for what it raises."""
-        return read_pairs(attributes.each)
+        return read_pairs(attributes.message.attributes)
 
-    def parts(self, attributes: list[EventAttributes]) -> list[Part]:
+    def parts(self, attributes: list[ProtobufEvent]) -> list[Part]:
         """Sort events by layout and read each layout as columns; see `AttributeReader`."""
-        return parts_by_template([each.event for each in attributes], template_of)
+        return parts_by_template([event.serialized for event in attributes], template_of)
 
 
 READER = ProtobufAttributes()
 
 
 def _scalar(value: Any) -> Scalar:
-    if value.WhichOneof("value") == "double_value":
-        return float(value.double_value)
-    plain = _plain(value, 1)
-    return nested_text(plain) if isinstance(plain, list | dict) else plain
+    kind = value.WhichOneof("value")
+    if kind in _SCALAR_KINDS:
+        scalar: Scalar = getattr(value, kind)
+        return scalar
+    nested = _container(value, kind, 1)
+    return nested if isinstance(nested, str) or nested is None else nested_text(nested)
 
 
 def _plain(value: Any, depth: int) -> Plain:
-    """Read a value of any kind, as what it is in plain JSON."""
+    """Read a value inside another, as what it is in plain JSON."""
     check_depth(depth)
     kind = value.WhichOneof("value")
+    if kind == "double_value":
+        return finite(value.double_value)
+    if kind in _SCALAR_KINDS:
+        scalar: Scalar = getattr(value, kind)
+        return scalar
+    return _container(value, kind, depth)
+
+
+def _container(value: Any, kind: str | None, depth: int) -> Plain:
     if kind == "array_value":
         return [_plain(item, depth + 1) for item in value.array_value.values]
     if kind == "kvlist_value":
         return {pair.key: _plain(pair.value, depth + 1) for pair in value.kvlist_value.values}
-    if kind == "bytes_value":
-        return b64encode(value.bytes_value).decode()
-    if kind == "double_value":
-        return finite(value.double_value)
-    return getattr(value, kind) if kind in ("string_value", "int_value", "bool_value") else None
+    return b64encode(value.bytes_value).decode() if kind == "bytes_value" else None

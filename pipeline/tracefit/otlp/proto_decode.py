@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from google.protobuf.message import DecodeError
 
 from tracefit.otlp.model import (
@@ -15,7 +14,7 @@ from tracefit.otlp.model import (
     UncheckedAttributeError,
     origin_of,
 )
-from tracefit.otlp.proto_attributes import READER, EventAttributes, read_pairs
+from tracefit.otlp.proto_attributes import READER, ProtobufEvent, read_pairs
 from tracefit.otlp.proto_schema import EventsOfTraces, TracesData
 from tracefit.sources.excerpt import excerpt
 from tracefit.sources.records import Frame, Reject
@@ -45,13 +44,6 @@ def _reject(frame: Frame, reason: str) -> Reject:
     return Reject(
         frame.source_file, frame.offset, len(frame.payload), reason, excerpt(frame.payload, "protobuf")
     )
-
-
-class _Event(msgspec.Struct, gc=False, frozen=True):
-    time_unix_nano: int
-    name: str
-    attributes: EventAttributes
-    dropped_attributes_count: int
 
 
 class _RecordReader:
@@ -91,7 +83,7 @@ class _RecordReader:
 
     def _span(self, message: Any, serialized: Sequence[bytes]) -> Span:
         events = [
-            _Event(e.time_unix_nano, e.name, EventAttributes(e.attributes, whole), e.dropped_attributes_count)
+            ProtobufEvent(e.time_unix_nano, e.name, e.dropped_attributes_count, e, whole)
             for e, whole in zip(message.events, serialized, strict=True)
         ]
         _check_times(message, events)
@@ -115,7 +107,7 @@ class _RecordReader:
         )
 
 
-def _check_times(message: Any, events: list[_Event]) -> None:
+def _check_times(message: Any, events: list[ProtobufEvent]) -> None:
     times = {
         "startTimeUnixNano": message.start_time_unix_nano,
         "endTimeUnixNano": message.end_time_unix_nano,

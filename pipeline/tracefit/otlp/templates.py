@@ -69,11 +69,6 @@ class Template:
     slots: tuple[Slot, ...]
     tail: bytes
 
-    def has_keys_once(self) -> bool:
-        """Return whether no attribute is there twice."""
-        keys = [slot.key for slot in self.slots if slot.key is not None]
-        return len(set(keys)) == len(keys)
-
 
 def parts_by_template(texts: list[bytes], template_of: Callable[[bytes], Template | None]) -> list[Part]:
     """Sort texts by template and read each sort as columns.
@@ -93,7 +88,7 @@ def parts_by_template(texts: list[bytes], template_of: Callable[[bytes], Templat
         if not len(rest):
             break
         template = template_of(texts[rest[0]])
-        part = _match(template, together, rest) if template and template.has_keys_once() else None
+        part = _match(template, together, rest) if template else None
         if part is None or not len(part.rows):
             left_over.append(int(rest[0]))
             rest = rest[1:]
@@ -121,7 +116,7 @@ def _match(template: Template, texts: Texts, rows: Positions) -> Part | None:
         column = slot.column(texts, content, sizes)
         if column is None:
             return None
-        columns[slot.key] = column.alias(slot.key)
+        columns[slot.key] = column.alias(slot.key)  # of a key that is there twice, the last counts
     return Part(rows[fits], columns)
 
 

@@ -165,7 +165,7 @@ def _first_mark(marks: Words) -> Positions:
 def _number_of(word: Words, count: Positions) -> Words:
     """Return the number that the first `count` bytes of each word make, each byte a digit's value."""
     shift = ((_WORD - count) * 8).astype(np.uint64)
-    half = shift >> _ONE  # twice half the way, for a shift by the whole width is undefined
+    half: Words = shift >> _ONE  # twice half the way, for a shift by the whole width is undefined
     value = word << half << (shift - half)
     value = value * np.uint64(10) + (value >> np.uint64(8))
     value = (value & np.uint64(0x00FF00FF00FF00FF)) * np.uint64(100) + (

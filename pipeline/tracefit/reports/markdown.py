@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.model import BoundaryModel, CoefficientFile, LinearModel, RegimesModel, Term
+from tracefit.coefficients.model import (
+    BoundaryModel,
+    CoefficientFile,
+    Condition,
+    LinearModel,
+    Number,
+    RegimesModel,
+    Term,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -152,11 +160,20 @@ def _model(name: str, entry: Entry, model: AnyModel, left_out: dict[str, int]) -
     if model.target is not None:
         t = model.target
         parts.append(f"Target: {t.definition} ({t.unit}, from {t.source}).")
-    if isinstance(model, LinearModel):
-        rows: list[tuple[str, ...]] = []
-        rows += [("intercept", "us", _number(model.intercept.value), _interval(model.intercept.ci95), "")]
-        rows += [_term(t) for t in model.terms]
-        parts.append(_table(("term", "unit", "value", "95 % interval", "seen"), rows))
+    parts += _coefficients(model)
+    if entry.right_boundary_pct is not None:
+        parts.append(
+            f"Right step boundary: {_number(entry.right_boundary_pct)} % of held-out requests whose step is known "
+            f"({_number(entry.right_boundary_without_work_pct)} % with zero API work)."
+        )
+    if entry.classifier is not None:
+        counts = ", ".join(
+            f"{k.replace('_', ' ')} {_count(n)}" for k, n in entry.classifier.confusion.items()
+        )
+        accuracy = _number(entry.classifier.balanced_accuracy)
+        parts.append(
+            f"The condition of the first regime on the hold-out: balanced accuracy {accuracy} ({counts})."
+        )
     if model.estimator is not None:
         e = model.estimator
         parts.append(f"Estimator: {e.name}, {e.penalty} penalty {e.strength:g}, chosen by {e.chosen_by}.")
@@ -183,6 +200,43 @@ def _model(name: str, entry: Entry, model: AnyModel, left_out: dict[str, int]) -
             + "."
         )
     return parts
+
+
+def _coefficients(model: AnyModel) -> list[str]:
+    if isinstance(model, RegimesModel):
+        return [
+            part
+            for regime in model.regimes
+            for part in (
+                f"Regime *{regime.name}*, {_condition(regime.when)}:",
+                _terms(regime.intercept, regime.terms),
+            )
+        ]
+    if isinstance(model, BoundaryModel):
+        return [
+            "API work:",
+            _terms(model.work.intercept, model.work.terms),
+            f"then the first step start at or after it, {_number(model.offset.value)} us; without a step clock:",
+            _terms(model.without_clock.intercept, model.without_clock.terms),
+        ]
+    return [_terms(model.intercept, model.terms)]
+
+
+def _condition(when: Condition) -> str:
+    if not when.any:
+        return "otherwise"
+    tests = (
+        f"`{c.feature}` {c.op} {f'`{c.feature2}`' if c.feature2 else _number(c.value)}" for c in when.any
+    )
+    return "when " + " or ".join(tests)
+
+
+def _terms(intercept: Number, terms: Iterable[Term]) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("intercept", "us", _number(intercept.value), _interval(intercept.ci95), "")
+    ]
+    rows += [_term(t) for t in terms]
+    return _table(("term", "unit", "value", "95 % interval", "seen"), rows)
 
 
 def _term(term: Term) -> tuple[str, ...]:

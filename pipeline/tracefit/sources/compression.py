@@ -42,7 +42,11 @@ def decompressed(raw: BinaryIO) -> Iterator[bytes]:
     if head.startswith(GZIP_MAGIC):
         yield from _gunzip(_pieces(head, raw, _PIECE_BYTES))
     elif head == ZSTD_MAGIC:
-        yield from _unzstd(raw if raw.seekable() else _spooled(_pieces(head, raw, _PIECE_BYTES)))
+        if raw.seekable():
+            yield from _unzstd(raw)
+        else:
+            with _spooled(_pieces(head, raw, _PIECE_BYTES)) as file:
+                yield from _unzstd(file)
     else:
         yield from _pieces(head, raw, CHUNK_BYTES)
 
@@ -84,7 +88,7 @@ def _pieces(head: bytes, raw: BinaryIO, size: int) -> Iterator[bytes]:
 
 def _spooled(pieces: Iterable[bytes]) -> BinaryIO:
     """Keep a stream that cannot be rewound on disk: a damaged one has to be read twice."""
-    file = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - it lives as long as the stream
+    file = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - the caller closes it
     for piece in pieces:
         file.write(piece)
     return file

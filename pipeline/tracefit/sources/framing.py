@@ -36,7 +36,7 @@ def framed_records(window: Window, name: str) -> Iterator[Frame | Reject]:
     finder = FrameFinder(window)
     while window.fill(1):
         size = _declared(window)
-        if not _is_frame_at(window, 0):
+        if not is_frame_at(window, 0):
             yield _skip_damage(window, name, _fault(window, size), finder.next)
         elif (hidden := _frame_inside(window, finder, LENGTH_BYTES + size)) > 0:
             yield Reject(
@@ -48,7 +48,8 @@ def framed_records(window: Window, name: str) -> Iterator[Frame | Reject]:
             yield Frame(name, window.offset, window.take(size), "protobuf")
 
 
-def _is_frame_at(window: Window, position: int) -> bool:
+def is_frame_at(window: Window, position: int) -> bool:
+    """Return whether a length and a message of that length begin at a position of the buffer."""
     begin = position + LENGTH_BYTES
     if not window.fill(begin):
         return False
@@ -62,7 +63,7 @@ def _frame_inside(window: Window, finder: FrameFinder, stop: int) -> int:
 
     A record that lost bytes reaches into the next one. So where none begins behind a record, it is looked for inside.
     """
-    if not window.fill(stop + 1) or _is_frame_at(window, stop):
+    if not window.fill(stop + 1) or is_frame_at(window, stop):
         return -1
     return finder.next(1, stop)
 

@@ -81,7 +81,7 @@ def _objects(window: Window, name: str) -> Iterator[Frame | Reject]:
         if not window.fill(1):
             return
         end = _object_end(window)
-        if end < 0 and window.fill(MAX_RECORD_BYTES + 1):
+        if end > MAX_RECORD_BYTES or (end < 0 and window.fill(MAX_RECORD_BYTES + 1)):
             yield _too_large(window, name, to_line_end=False)
             return
         start = window.offset

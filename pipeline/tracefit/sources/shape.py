@@ -9,7 +9,7 @@ import msgspec
 
 from tracefit.sources import wire
 from tracefit.sources.compression import ZSTD_MAGIC
-from tracefit.sources.framing import LENGTH_BYTES, FrameFinder, next_zstd_frame
+from tracefit.sources.framing import LENGTH_BYTES, FrameFinder, is_frame_at, next_zstd_frame
 from tracefit.sources.limits import HEAD_BYTES, MAX_RECORD_BYTES
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def tell_shape(window: Window) -> Shape:
     """
     window.fill(HEAD_BYTES)
     head = window.peek(0, HEAD_BYTES)
-    if not head.strip():
+    if not head.removeprefix(BOM).strip():
         return "empty"
     if head[LENGTH_BYTES : LENGTH_BYTES + 4] == ZSTD_MAGIC:
         return "framed zstd"
@@ -53,7 +53,7 @@ def tell_shape(window: Window) -> Shape:
 def _binary_shape(window: Window, head: bytes) -> Shape:
     if head[0] == wire.RESOURCE_SPANS_TAG and _begins_bare(head):
         return "bare"
-    if FrameFinder(window).next(0, HEAD_BYTES) >= 0:
+    if is_frame_at(window, 0) or FrameFinder(window).next(0, HEAD_BYTES) >= 0:
         return "framed"
     return "framed zstd" if next_zstd_frame(window, 0) >= 0 else "unknown"
 

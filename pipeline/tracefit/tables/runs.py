@@ -45,7 +45,7 @@ def run_rows(
     steps = frames["steps"].group_by(_SERVER).agg(steps=pl.len())
     step = [_SERVER, "epoch", "step_id"]
     rich = frames["steps"].join(frames["request_snapshots"], on=step, how="semi").group_by(_SERVER)
-    requests = frames["requests"].group_by(_SERVER).agg(requests=pl.len())
+    requests = frames["requests"].group_by(_SERVER).agg(requests=pl.len(), **_workload())
     rows = spans
     for part in (epochs, steps, rich.agg(rich_steps=pl.len()), requests):
         rows = rows.join(part, on=_SERVER, how="left")
@@ -61,8 +61,12 @@ def run_rows(
     zero = [pl.col(c).fill_null(0) for c in ("steps", "requests", "epochs", "rich_steps")]
     rows = rows.with_columns(*zero, *(pl.lit(v).alias(k) for k, v in shared.items()))
     traced = pl.col("steps") > 0
+    load = [
+        pl.when(pl.col(c).is_finite()).then(c).alias(c) for c in ("arrival_rate_per_s", "prefix_hit_ratio")
+    ]
     return schema.RUNS.conform(
         rows.with_columns(
+            *load,
             step_sampling=pl.when(traced).then(pl.col("steps") / pl.col("counted")).otherwise(0.0),
             snapshot_sampling=pl.when(traced).then(pl.col("rich_steps") / pl.col("steps")),
             journey_sampling=pl.col(_SERVER).replace_strict(
@@ -70,6 +74,19 @@ def run_rows(
             ),
         )
     )
+
+
+def _workload() -> dict[str, pl.Expr]:
+    """Describe the load of one server, over its requests."""
+    arrived = pl.col("arrival_ns").drop_nulls()
+    told = pl.col("cached_prompt_tokens").is_not_null()
+    return {
+        "arrival_rate_per_s": (arrived.len() - 1) / ((arrived.max() - arrived.min()) / 1e9),
+        "prompt_tokens_mean": pl.col("prompt_tokens").mean(),
+        "max_tokens_mean": pl.col("max_tokens").mean(),
+        "output_tokens_mean": pl.col("output_tokens").mean(),
+        "prefix_hit_ratio": pl.col("cached_prompt_tokens").sum() / pl.col("prompt_tokens").filter(told).sum(),
+    }
 
 
 def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:

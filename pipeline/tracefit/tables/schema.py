@@ -139,8 +139,18 @@ RUNS = Table(
         Column("step_sampling", "float64", "steps with a summary / steps counted", "ratio"),
         Column("journey_sampling", "float64", "estimated share of requests with a journey", "ratio"),
         Column("snapshot_sampling", "float64", "steps with snapshots / steps with a summary", "ratio"),
-        _ns("first_unix_ns", "first event"),
-        _ns("last_unix_ns", "last event"),
+        Column("arrival_rate_per_s", "float64", "requests arriving per second, first to last arrival", "1/s"),
+        Column("prompt_tokens_mean", "float64", "mean prompt length", "token"),
+        Column("max_tokens_mean", "float64", "mean of the output tokens allowed", "token"),
+        Column("output_tokens_mean", "float64", "mean output length", "token"),
+        Column(
+            "prefix_hit_ratio",
+            "float64",
+            "prompt tokens found in the prefix cache, where snapshots tell",
+            "ratio",
+        ),
+        _ns("first_unix_ns", "first span's start"),
+        _ns("last_unix_ns", "last span's end"),
     ),
 )
 

@@ -15,6 +15,7 @@ from tracefit.coefficients.files import to_json
 from tracefit.errors import DataError, UsageError
 from tracefit.features.context import Scope, context_from_json, scope_of
 from tracefit.features.sets import BUILT_IN, FeatureSet, find_feature_set, read_feature_set
+from tracefit.features.training import WORKLOAD_COLUMNS
 from tracefit.fit.scope import BetaTarget, FittedModel, FittedScope, Missing, ScopeTables, fit_scope
 from tracefit.reports.markdown import report_markdown
 from tracefit.tables import schema
@@ -74,12 +75,12 @@ def train(
     runs = store.read("runs", None if run_ids is None else list(run_ids))
     sets = beta_feature_sets(options.features)
     scopes = []
-    for scope, run_ids in _scopes(runs, str(tables)):
+    for scope, members in _scopes(runs, str(tables)):
         told.stage(f"fitting {scope.scope_id}")
         scopes.append(
             fit_scope(
                 scope,
-                _load(store, runs, run_ids, engine_limits(scope.context)),
+                _load(store, runs, members, engine_limits(scope.context)),
                 sets,
                 options.beta_target,
             )
@@ -178,7 +179,7 @@ def _training_part(kind: str, frame: pl.DataFrame | None, run_id: str, scope: Fi
     table = schema.TABLES[f"{kind}_training"]
     if frame is None:
         return table.empty()
-    known = set(table.names)
+    known = {*table.names, *WORKLOAD_COLUMNS}
     features = {f for m in scope.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
     kept = [c for c in frame.columns if c in known or c in features]
     part = frame.filter(pl.col("run_id") == run_id).select(
@@ -199,7 +200,7 @@ def _what_is_missing(scope: FittedScope, missing: Missing) -> str:
 
 
 def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
-    v = model.fitted.validation
+    v = model.validation
     return ModelSummary(
         name=model.name,
         scope_id=scope.scope.scope_id,

@@ -1,0 +1,220 @@
+"""Admission by the step clock: API work, then the first step boundary.
+
+A request is QUEUED when the engine core drains its socket, between steps: at the first step start at or after ARRIVED +
+API work; at ARRIVED + API work itself when the engine is idle. The API work is what is fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+
+from tracefit.fit.estimators import NDArrayInt, RobustLinear
+from tracefit.fit.metrics import Metrics, Vector, measure, skill
+from tracefit.fit.train import WITHIN_PCT, Fitted, Validation, predict_parts, reference
+
+ENGINE = ["run_id", "server", "epoch"]
+MIN_ROWS = 30
+MIN_IDLE_ROWS = 20
+GRID_US = 50.0
+MOST_WORK_US = 20_000.0
+SPREADS = 3.0
+PLATEAU = 0.002
+"""Amounts of work whose share of right boundaries is this close to the best are as good as it."""
+
+
+Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedBoundary:
+    """API work in us (constant and per prompt token), the stamp's offset from the boundary, and how well it does.
+
+    Attributes:
+        work_us: Constant API work.
+        work_us_per_prompt_token: API work per prompt token; 0 where the data cannot tell.
+        offset_us: QUEUED less the step start it comes before.
+        right_boundary: Share of held-out requests in a known step that get the right boundary.
+        right_boundary_without_work: The same with zero API work.
+        rows_with_clock: Held-out requests whose boundary the step clock knows.
+        without_clock: The linear model for consumers without a step clock, and its own validation.
+    """
+
+    work_us: float
+    work_us_per_prompt_token: float
+    offset_us: float
+    right_boundary: float | None
+    right_boundary_without_work: float | None
+    rows_with_clock: int
+    without_clock: Fitted
+    validation: Validation
+    """Errors with the clock; `by` holds those without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """Step starts on one axis in time order, per engine: an engine's part is starts[first[e]:first[e + 1]]."""
+
+    starts: Vector
+    follows: Flags
+    """Whether the step before has a known start too."""
+    idle_before: Flags
+    """Whether the step before left nothing running and nothing waiting."""
+    bounds: dict[tuple[object, ...], tuple[int, int]]
+    tolerance_us: float
+    """How far an estimated start may lie before the stamp of a request that was queued at it; 0 of exact starts."""
+
+
+def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | None:
+    """Fit the API work on the training rows of a linear admission fit; null where the clock knows too little.
+
+    The constant is the amount of work that finds the right boundary for most training requests (the middle of the
+    plateau, where several do); per prompt token it is told by requests that met an idle engine.
+
+    Args:
+        linear: The fit for consumers without a clock; its rows are used.
+        timeline: The `timeline` table.
+    """
+    clock = _clock(timeline)
+    rows = linear.rows.filter(pl.col("excluded_because").is_null())
+    train, held = rows.filter(pl.col("split") == "train"), rows.filter(pl.col("split") == "holdout")
+    per_token, idle_work = _work_of_idle(train, clock)
+    slope = per_token * train["prompt_tokens"].fill_null(0).to_numpy()
+    truth = _truth(train, clock)
+    known = truth >= 0
+    if int(known.sum()) < MIN_ROWS:
+        return None
+    grid = np.arange(0.0, MOST_WORK_US, GRID_US)
+    shares = np.array(
+        [float(np.mean(_boundary(train, clock, w + slope)[known] == truth[known])) for w in grid]
+    )
+    plateau = grid[shares >= shares.max() - PLATEAU]
+    if idle_work is not None and plateau.min() <= idle_work <= plateau.max():
+        work = idle_work
+    else:
+        work = float(np.median(plateau))
+    offset = _offset(train, clock, truth, known)
+    fitted = FittedBoundary(work, per_token, offset, None, None, 0, linear, linear.validation)
+    return _validated(fitted, train, held, clock)
+
+
+def _clock(timeline: pl.DataFrame) -> _Clock:
+    known = timeline.filter(pl.col("ts_start_ns").is_not_null()).sort(*ENGINE, "ts_start_ns")
+    idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
+    known = known.with_columns(
+        follows=(pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1).fill_null(value=False),
+        idle_before=idle.shift(1).over(ENGINE).fill_null(value=False),
+    )
+    counts = known.group_by(ENGINE, maintain_order=True).len()
+    ends = counts["len"].cum_sum().to_list()
+    keys = counts.select(ENGINE).rows()
+    bounds = {key: (end - n, end) for key, n, end in zip(keys, counts["len"].to_list(), ends, strict=True)}
+    columns = (
+        known["ts_start_ns"].to_numpy().astype(float),
+        known["follows"].to_numpy(),
+        known["idle_before"].to_numpy(),
+    )
+    spread = known.select(pl.col("start_sd_us").median().cast(pl.Float64)).item() or 0.0
+    return _Clock(*columns, bounds, SPREADS * spread)
+
+
+def _next_start(rows: pl.DataFrame, clock: _Clock, after_us: Vector) -> NDArrayInt:
+    """Index of the first known start at or after ARRIVED + `after_us`; -1 where there is none; shape (n,)."""
+    at = rows["ts_ns"].to_numpy().astype(float) + after_us * 1e3
+    keys = rows.select(ENGINE).rows()
+    found = np.full(len(at), -1)
+    engine = rows.select(pl.struct(ENGINE).rank("dense")).to_series().to_numpy()
+    for one in np.unique(engine):
+        mine = np.flatnonzero(engine == one)
+        low, high = clock.bounds.get(keys[mine[0]], (0, 0))
+        index = low + np.searchsorted(clock.starts[low:high], at[mine])
+        found[mine] = np.where(index < high, index, -1)
+    return found
+
+
+def _boundary(rows: pl.DataFrame, clock: _Clock, work_us: Vector) -> NDArrayInt:
+    """Index of the boundary each request waits for; -1 where it is not known or the engine was idle."""
+    index = _next_start(rows, clock, work_us)
+    sure = (index >= 0) & clock.follows[index] & ~clock.idle_before[index]
+    return np.where(sure, index, -1)
+
+
+def _truth(rows: pl.DataFrame, clock: _Clock) -> NDArrayInt:
+    """Index of the boundary each request was queued at; -1 where it is not known or the engine was idle."""
+    return _boundary(rows, clock, rows["y"].to_numpy().astype(float) - clock.tolerance_us)
+
+
+def _idle(rows: pl.DataFrame, clock: _Clock, work_us: Vector) -> Flags:
+    index = _next_start(rows, clock, work_us)
+    return np.asarray((index >= 0) & clock.follows[index] & clock.idle_before[index])
+
+
+def _work_of_idle(train: pl.DataFrame, clock: _Clock) -> tuple[float, float | None]:
+    """Return API work per prompt token and its constant, told by requests that met an idle engine."""
+    y, tokens = train["y"].to_numpy(), train["prompt_tokens"].fill_null(0).to_numpy().astype(float)
+    idle = _idle(train, clock, np.zeros(len(y))) & _idle(train, clock, y)
+    if int(idle.sum()) < MIN_IDLE_ROWS:
+        return 0.0, None
+    line = RobustLinear().fit(tokens[idle, None], y[idle])
+    flat = float(np.median(y[idle]))
+    error = y[idle] - line.predict(tokens[idle, None])
+    spread = tokens[idle].std() * np.sqrt(idle.sum())
+    slope, sure = float(line.coef_[0]), 2 * float(error.std()) / spread if spread > 0 else np.inf
+    return (slope, line.intercept_) if slope > sure else (0.0, flat)
+
+
+def _offset(train: pl.DataFrame, clock: _Clock, truth: NDArrayInt, known: Flags) -> float:
+    queued = train["ts_ns"].to_numpy()[known] + train["y"].to_numpy()[known] * 1e3
+    return float(np.median(queued - clock.starts[truth[known]])) / 1e3
+
+
+def _work(fitted: FittedBoundary, rows: pl.DataFrame) -> Vector:
+    tokens = rows["prompt_tokens"].fill_null(0).to_numpy().astype(float)
+    return np.asarray(fitted.work_us + fitted.work_us_per_prompt_token * tokens)
+
+
+def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clock: _Clock) -> Vector:
+    work = _work(fitted, rows)
+    boundary = _boundary(rows, clock, work)
+    until = (clock.starts[boundary] - rows["ts_ns"].to_numpy()) / 1e3 + fitted.offset_us
+    predicted = np.where(_idle(rows, clock, work), work, predict_parts(fitted.without_clock.parts, rows))
+    return np.asarray(np.maximum(np.where(boundary >= 0, until, predicted), 0.0))
+
+
+def _validated(
+    fitted: FittedBoundary, train: pl.DataFrame, held: pl.DataFrame, clock: _Clock
+) -> FittedBoundary:
+    y = held["y"].to_numpy().astype(float)
+    truth = _truth(held, clock)
+    known = truth >= 0
+    right, without = (
+        float(np.mean(_boundary(held, clock, w)[known] == truth[known])) if known.any() else None
+        for w in (_work(fitted, held), np.zeros(len(y)))
+    )
+    told = _predict(fitted, held, clock)
+    linear = fitted.without_clock
+    measured = measure(y, told)
+    by: dict[str, Metrics] = {"without_clock": linear.validation.holdout}
+    idle = _idle(held, clock, _work(fitted, held))
+    if idle.any():
+        by["idle_engine"] = measure(y[idle], told[idle])
+    # The same knowledge for the reference: the prompt, and what is left of the step in progress.
+    names = [n for n in ("prompt_tokens", "step_residual_us") if train[n].is_not_null().any()]
+    validation = replace(
+        linear.validation,
+        train=measure(train["y"].to_numpy().astype(float), _predict(fitted, train, clock)),
+        holdout=measured,
+        reference=reference(train, held, names) if linear.validation.reference else None,
+        by=by,
+        within_5_pct=100 * float((np.abs(told - y) <= WITHIN_PCT / 100 * np.abs(y)).mean()),
+        skill=skill(measured, linear.validation.baseline),
+    )
+    return replace(
+        fitted,
+        right_boundary=right,
+        right_boundary_without_work=without,
+        rows_with_clock=int(known.sum()),
+        validation=validation,
+    )
