@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.model import (
+    BoundaryModel,
     Comparison,
     Condition,
     Linear,
-    LinearModel,
+    Model,
     Number,
     RegimesModel,
     Term,
@@ -17,15 +18,19 @@ from tracefit.coefficients.model import (
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 
-def predict(model: LinearModel | RegimesModel | Linear | Work, features: Mapping[str, float]) -> float:
+def predict(
+    model: Model | Linear | Work, features: Mapping[str, float], step_starts: Sequence[float] | None = None
+) -> float:
     """Return the prediction in the target's unit, clipped at 0.
 
     Args:
-        model: A linear or a regimes model.
+        model: A model of any form, or a linear part of one.
         features: Raw feature values by name.
+        step_starts: For a boundary model: when the next steps start, in us after the event, in order; empty when the
+            engine is idle, null when nobody knows.
 
     Raises:
         UsageError: A feature the model needs is missing, or no regime's condition holds.
@@ -35,6 +40,12 @@ def predict(model: LinearModel | RegimesModel | Linear | Work, features: Mapping
             if holds(regime.when, features):
                 return _linear(regime.intercept, regime.terms, features)
         raise UsageError(f"no regime of {model.name} holds for these features")
+    if isinstance(model, BoundaryModel):
+        if step_starts is None:
+            return predict(model.without_clock, features)
+        work = predict(model.work, features)
+        waited = (start + model.offset.value for start in step_starts if start >= work)
+        return max(next(waited, work), 0.0)
     return _linear(model.intercept, model.terms, features)
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 MAX_VIF = 10.0
 """A feature whose variance inflation against those before it exceeds this says nothing new."""
 
+MIN_VARIED_ROWS = 20
+"""A coefficient that fewer rows than this speak for is a coefficient of those rows."""
+
 FOLDS = 5
 CANDIDATES: tuple[tuple[Penalty, float], ...] = (
     *(("ridge", s) for s in (1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
@@ -79,6 +82,11 @@ def _unfit(column: Vector) -> str | None:
         return f"unknown on {column.size - known.size} of {column.size} training rows"
     if np.ptp(known) <= 1e-12 * max(1.0, float(np.abs(known).max())):
         return f"constant in the training rows ({known[0]:.6g})"
+    values, counts = np.unique(known, return_counts=True)
+    varied = known.size - int(counts.max())
+    if varied < MIN_VARIED_ROWS:
+        common = values[int(np.argmax(counts))]
+        return f"differs from {common:.6g} on only {varied} of {known.size} training rows"
     return None
 
 

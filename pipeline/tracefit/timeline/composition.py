@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
-from tracefit.timeline.engines import Floats, Ints, StepAxis, pile, spread
+from tracefit.timeline.engines import Floats, Ints, StepAxis, pile, position, spread
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 DEFAULT_BLOCK_SIZE = 16
+_WINDOW = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,72 @@ class EngineLimits:
     chunked_prefill: bool = True
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """Stretches of running as arrays, in the order they were scheduled; steps are positions on the axis.
+
+    Attributes:
+        start: First step.
+        end: Last step it may have tokens in.
+        complete: Step that completed the prompt, -1 if none did.
+        need: Tokens to compute before the first token.
+        cached: Tokens found in the prefix cache.
+        prompt: Prompt tokens.
+        outputs: Output tokens before the stretch.
+        limit: Output tokens it may still produce.
+        finished: 1 where it ended for good.
+        lag: Steps that scheduling runs ahead of execution, on its server.
+        last: Last step of its engine.
+    """
+
+    start: Ints
+    end: Ints
+    complete: Ints
+    need: Ints
+    cached: Ints
+    prompt: Ints
+    outputs: Ints
+    limit: Ints
+    finished: Ints
+    lag: Ints
+    last: Ints
+
+    @classmethod
+    def of(cls, frame: pl.DataFrame) -> _Runs:
+        """Read located `running_segments` with the column `execution_lag_steps`."""
+        limit = (pl.col("decode_max_tokens") - pl.col("outputs")).clip(lower_bound=0)
+        columns = frame.select(
+            start=position(pl.col("step_id")),
+            end=position(pl.col("end_step")),
+            complete=position(pl.col("complete_step")).fill_null(-1),
+            need="need_tokens",
+            cached="cached_tokens",
+            prompt="prefill_total_tokens",
+            outputs="outputs",
+            limit=limit,
+            finished=pl.col("has_finished").cast(pl.Int64),
+            lag="execution_lag_steps",
+            last=pl.col("offset") + pl.col("last_step") - pl.col("first_step"),
+            ts="ts_ns",
+            engine="engine",
+        )
+        known = columns.drop_nulls(["start", "end"]).sort("engine", "ts").drop("engine", "ts")
+        return cls(*(known[c].fill_null(0).cast(pl.Int64).to_numpy() for c in known.columns))
+
+    @cached_property
+    def decoding(self) -> NDArray[np.bool_]:
+        """Which of them decode at all."""
+        return (self.complete >= 0) & (self.complete < self.end)
+
+    @cached_property
+    def leave(self) -> Ints:
+        """Last step in whose schedule() it is in the running list.
+
+        With scheduling a step ahead a finished request is found out one step late.
+        """
+        return np.minimum(self.end + self.lag * self.finished, self.last)
+
+
 @dataclass(frozen=True, slots=True)
 class _Prompts:
     """Rows of (stretch, position) in which prompt tokens were computed."""
@@ -45,169 +117,156 @@ class _Prompts:
 
 
 def compose(
-    axis: StepAxis, running: pl.DataFrame, waiting: pl.DataFrame, limits: EngineLimits, lag: int
+    axis: StepAxis, running: pl.DataFrame, waiting: pl.DataFrame, limits: EngineLimits
 ) -> pl.DataFrame:
     """Work out the batch of every step from the stretches of running and waiting.
 
     Args:
         axis: All steps.
-        running: `running_segments` with positions `start`, `end`, `complete`.
-        waiting: `waiting_segments` with positions `first`, `last`.
+        running: `running_segments` with `execution_lag_steps` (0 or 1): steps that scheduling runs ahead of
+            execution. With 1 a request's first decode still counts as prefill (its token is not known yet), and a
+            finished request stays in the running list for one more step.
+        waiting: `waiting_segments`.
         limits: Token budget and block size.
-        lag: Steps that scheduling runs ahead of execution. With 1 a request's first decode still counts as prefill
-            (its token is not known yet), and a finished request stays in the running list for one more step.
 
     Returns:
         One row per position: num_prefill_reqs, num_decode_reqs, prefill_tokens, decode_tokens, context_tokens,
-        prefill_context_tokens, running_depth, waiting_depth, waiting_tokens, kv_blocks_used.
+        prefill_context_tokens, running_depth, waiting_depth, waiting_tokens, kv_blocks_used, and the state after
+        the step: kv_blocks_freed, running_after, remaining_after, prefill_left_after.
     """
     size = axis.size
-    start, end, outputs = (_ints(running, c) for c in ("start", "end", "outputs"))
-    complete = running["complete"].fill_null(-1).to_numpy()
-    decoding = (complete >= 0) & (complete < end)
-    first, last = complete[decoding] + 1, end[decoding]
-    context = (_ints(running, "prompt_tokens") + outputs)[decoding]
-    decodes = spread(size, first, last, np.ones(len(first)))
-    prompts = _prompt_rows(running, decodes, size, limits)
-    counts = _counts(size, prompts, decodes, first, last, context)
-    if lag:
-        counts = _first_decodes_as_prefill(
-            size, counts, first[outputs[decoding] == 0], context[outputs[decoding] == 0]
-        )
-    leave = np.minimum(end + lag * _ints(running, "has_finished"), size - 1)
-    wait_first, wait_last, wait_tokens = (_ints(waiting, c) for c in ("first", "last", "wait_tokens"))
+    runs = _Runs.of(running)
+    queue = waiting.select(
+        first=position(pl.col("wait_first")), last=position(pl.col("wait_last")), tokens="wait_tokens"
+    ).drop_nulls(["first", "last"])
+    first, last, tokens = (queue[c].fill_null(0).to_numpy() for c in queue.columns)
+    decodes = spread(
+        size, runs.complete[runs.decoding] + 1, runs.end[runs.decoding], np.ones(runs.decoding.sum())
+    )
+    prompts = _prompt_rows(runs, decodes, size, limits)
     return pl.DataFrame(
         {
-            **{name: values.round().astype(np.int64) for name, values in counts.items()},
-            "running_depth": _whole(spread(size, start, leave, np.ones(len(start)))),
-            "waiting_depth": _whole(spread(size, wait_first, wait_last, np.ones(len(wait_first)))),
-            "waiting_tokens": _whole(spread(size, wait_first, wait_last, wait_tokens)),
-            "kv_blocks_used": _blocks(size, prompts, first, last, context, limits.block_size),
-            **_left_after(size, running, prompts, limits.block_size),
+            **{name: _whole(values) for name, values in _counts(size, runs, prompts, decodes).items()},
+            "running_depth": _whole(spread(size, runs.start, runs.leave, np.ones(len(runs.start)))),
+            "waiting_depth": _whole(spread(size, first, last, np.ones(len(first)))),
+            "waiting_tokens": _whole(spread(size, first, last, tokens)),
+            "kv_blocks_used": _blocks(size, runs, prompts, limits.block_size),
+            **_left_after(size, runs, prompts, limits.block_size),
         }
     )
 
 
-def _left_after(size: int, running: pl.DataFrame, prompts: _Prompts, block: int) -> dict[str, Ints]:
-    """Tell what is left once each step's outputs are processed: the state a request finds that is queued then."""
-    start, end, outputs = (_ints(running, c) for c in ("start", "end", "outputs"))
-    complete = running["complete"].fill_null(-1).to_numpy()
-    finished = _ints(running, "has_finished")
-    # A finished request is gone after its last step's update; a preempted one holds on until the next schedule().
-    until = end - finished
+def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[str, Ints]:
+    """Tell what is left once all outputs are processed that are there when a request is queued after the step.
+
+    Those are the step's own outputs; with scheduling a step ahead, those of the step before it.
+    """
+    start, end, complete = runs.start, runs.end, runs.complete
+    # A finished request is gone after the update of its last step; a preempted one holds on until the next schedule().
+    until = end - runs.finished * (1 - runs.lag)
     stays = until >= start
-    limit = np.maximum(_ints(running, "max_tokens") - outputs, 0)
     done = (complete >= 0) & (complete <= until)
-    where = np.arange(size)
     # After step q a request whose prompt was complete at step c has put out 1 + q - c tokens of this stretch.
-    produced = spread(size, complete[done], until[done], 1 - complete[done])
-    produced += where * spread(size, complete[done], until[done], np.ones(int(done.sum())))
-    held_tokens = _ints(running, "prompt_tokens") + outputs + np.where(complete >= 0, end - complete, 0)
-    need = _ints(running, "need_tokens")
-    given_up = need - np.bincount(prompts.owner, weights=prompts.tokens, minlength=len(need))
+    produced = spread(size, complete[done], until[done], 1 - runs.lag[done] - complete[done])
+    produced += np.arange(size) * spread(size, complete[done], until[done], np.ones(int(done.sum())))
+    computed = np.bincount(prompts.owner, weights=prompts.tokens, minlength=len(start))
+    held_tokens = np.where(complete >= 0, runs.prompt + runs.outputs + end - complete, runs.cached + computed)
     prompt_left = np.cumsum(
-        pile(size, start, need) - pile(size, prompts.position, prompts.tokens) - pile(size, end, given_up)
+        pile(size, start, runs.need)
+        - pile(size, prompts.position, prompts.tokens)
+        - pile(size, end, runs.need - computed)
     )
+    freed = runs.finished * -(-held_tokens.astype(np.int64) // block)
     return {
         "running_after": _whole(spread(size, start[stays], until[stays], np.ones(int(stays.sum())))),
-        "remaining_after": _whole(spread(size, start[stays], until[stays], limit[stays]) - produced),
+        "remaining_after": _whole(spread(size, start[stays], until[stays], runs.limit[stays]) - produced),
         "prefill_left_after": _whole(prompt_left),
-        "kv_blocks_freed": _whole(pile(size, end, finished * -(-held_tokens // block))),
+        "kv_blocks_freed": _whole(pile(size, runs.leave, freed)),
     }
-
-
-def _ints(frame: pl.DataFrame, column: str) -> Ints:
-    return frame[column].fill_null(0).cast(pl.Int64).to_numpy()
 
 
 def _whole(values: Floats) -> Ints:
     return values.round().astype(np.int64)
 
 
-def _counts(
-    size: int, prompts: _Prompts, decodes: Floats, first: Ints, last: Ints, context: Ints
-) -> dict[str, Floats]:
+def _counts(size: int, runs: _Runs, prompts: _Prompts, decodes: Floats) -> dict[str, Floats]:
     fresh, again = prompts.has_output == 0, prompts.has_output == 1
-    where = np.arange(size)
+    decoding = runs.decoding
+    first, last = runs.complete[decoding] + 1, runs.end[decoding]
+    context = (runs.prompt + runs.outputs)[decoding]
     # Over a decode's steps its context grows by one: constant part and slope are two difference arrays.
-    grown = spread(size, first, last, context - first) + where * decodes
+    grown = spread(size, first, last, context - first) + np.arange(size) * decodes
+    # With scheduling a step ahead a first decode counts as prefill.
+    early = (runs.lag[decoding] > 0) & (runs.outputs[decoding] == 0)
+    moved = pile(size, first[early], np.ones(int(early.sum())))
+    moved_context = pile(size, first[early], context[early])
 
-    def at(rows: Floats | Ints, values: Ints) -> Floats:
+    def at(rows: NDArray[np.bool_], values: Ints) -> Floats:
         return pile(size, prompts.position[rows], values[rows])
 
+    ones = np.ones_like(prompts.tokens)
     return {
-        "num_prefill_reqs": at(fresh, np.ones_like(prompts.tokens)),
-        "num_decode_reqs": decodes + at(again, np.ones_like(prompts.tokens)),
-        "prefill_tokens": at(fresh, prompts.tokens),
-        "decode_tokens": decodes + at(again, prompts.tokens),
-        "context_tokens": grown + at(again, prompts.context),
-        "prefill_context_tokens": at(fresh, prompts.context),
+        "num_prefill_reqs": at(fresh, ones) + moved,
+        "num_decode_reqs": decodes + at(again, ones) - moved,
+        "prefill_tokens": at(fresh, prompts.tokens) + moved,
+        "decode_tokens": decodes + at(again, prompts.tokens) - moved,
+        "context_tokens": grown + at(again, prompts.context) - moved_context,
+        "prefill_context_tokens": at(fresh, prompts.context) + moved_context,
     }
 
 
-def _first_decodes_as_prefill(
-    size: int, counts: dict[str, Floats], first: Ints, context: Ints
-) -> dict[str, Floats]:
-    moved = pile(size, first, np.ones(len(first)))
-    moved_context = pile(size, first, context)
-    change = {
-        "num_prefill_reqs": moved,
-        "num_decode_reqs": -moved,
-        "prefill_tokens": moved,
-        "decode_tokens": -moved,
-        "context_tokens": -moved_context,
-        "prefill_context_tokens": moved_context,
-    }
-    return {name: values + change[name] for name, values in counts.items()}
-
-
-def _prompt_rows(running: pl.DataFrame, decodes: Floats, size: int, limits: EngineLimits) -> _Prompts:
+def _prompt_rows(runs: _Runs, decodes: Floats, size: int, limits: EngineLimits) -> _Prompts:
     """Spread each stretch's prompt over its steps: whole in one step, or in chunks of what the budget leaves."""
-    start, end, need = (_ints(running, c) for c in ("start", "end", "need_tokens"))
-    complete = running["complete"].fill_null(-1).to_numpy()
-    cached, has_output = _ints(running, "cached_tokens"), (_ints(running, "outputs") > 0).astype(np.int64)
-    whole = complete == start
-    singles = pile(size, start[whole], need[whole])
-    rows = [(start[whole], need[whole], cached[whole], has_output[whole], np.flatnonzero(whole))]
+    whole = runs.complete == runs.start
+    singles = pile(size, runs.start[whole], runs.need[whole])
+    has_output = (runs.outputs > 0).astype(np.int64)
+    rows = [(runs.start[whole], runs.need[whole], runs.cached[whole], np.flatnonzero(whole))]
     budget = limits.max_num_batched_tokens
-    room = np.maximum((budget or 0) - decodes - singles, 0.0) if budget else None
+    room = np.maximum(budget - decodes - singles, 0.0) if budget else None
     for i in np.flatnonzero(~whole):  # chunked prompts only, in the order they were scheduled
-        stop = int(complete[i]) if complete[i] >= 0 else int(end[i])
-        chunks = _chunks(int(start[i]), stop, int(need[i]), room, finished=complete[i] >= 0)
-        before = cached[i] + np.concatenate([[0], np.cumsum(chunks)[:-1]])
-        places = np.arange(start[i], stop + 1)
-        used = chunks > 0
-        same = np.ones(int(used.sum()), dtype=np.int64)
-        rows.append((places[used], chunks[used], before[used], same * has_output[i], same * i))
-    columns = [np.concatenate([row[k] for row in rows]).astype(np.int64) for k in range(5)]
-    return _Prompts(*columns)
+        start, need = int(runs.start[i]), int(runs.need[i])
+        finished = bool(runs.complete[i] >= 0)
+        stop = int(runs.complete[i] if finished else runs.end[i])
+        chunks = _chunks(start, stop, need, room, finished=finished)
+        used = np.flatnonzero(chunks)
+        before = runs.cached[i] + np.cumsum(chunks) - chunks
+        rows.append((start + used, chunks[used], before[used], np.full(len(used), i)))
+    places, tokens, context, owner = (
+        np.concatenate([row[k] for row in rows]).astype(np.int64) for k in range(4)
+    )
+    return _Prompts(places, tokens, context, has_output[owner], owner)
 
 
 def _chunks(start: int, stop: int, need: int, room: Floats | None, *, finished: bool) -> Ints:
-    """Tokens of one prompt in each of the steps start..stop; takes them out of `room`."""
-    count = stop - start + 1
+    """Tokens of one prompt in each of the steps from `start`, to `stop` at most; takes them out of `room`."""
     if room is None:  # no budget known: even parts
-        edges = np.linspace(0, need, count + 1).round().astype(np.int64)
-        return np.diff(edges)
-    taken = np.minimum(np.cumsum(room[start : stop + 1]), need)
-    if finished:
+        return np.diff(np.linspace(0, need, stop - start + 2).round().astype(np.int64))
+    free = room[start : start + _WINDOW] if start + _WINDOW <= stop else room[start : stop + 1]
+    # A stretch without an end in sight lasts to the end of the trace; its prompt does not.
+    while len(free) < stop + 1 - start and free.sum() < need:
+        free = room[start : min(start + 4 * len(free), stop + 1)]
+    taken = np.minimum(np.cumsum(free), need)
+    if finished and start + len(free) == stop + 1:
         taken[-1] = need  # the completing step computed whatever was left
-    chunks = np.diff(np.concatenate([[0.0], taken])).round().astype(np.int64)
-    room[start : stop + 1] = np.maximum(room[start : stop + 1] - chunks, 0.0)
-    return chunks
+    chunks = np.diff(taken, prepend=0.0)
+    free -= np.minimum(free, chunks)
+    return chunks.round().astype(np.int64)
 
 
-def _blocks(size: int, prompts: _Prompts, first: Ints, last: Ints, context: Ints, block: int) -> Ints:
+def _blocks(size: int, runs: _Runs, prompts: _Prompts, block: int) -> Ints:
     """KV blocks held after each step's scheduling: a request holds ceil(tokens / block) until it ends.
 
     Blocks that requests share through the prefix cache count for each of them.
     """
     filled = -(-(prompts.context + prompts.tokens) // block)
     held = pile(size, prompts.position, filled)
+    decoding = runs.decoding
+    first, last = runs.complete[decoding] + 1, runs.leave[decoding]
+    context = (runs.prompt + runs.outputs)[decoding]
     held += spread(size, first, last, -(-context // block))
     # While decoding, another block is taken whenever the context reaches a multiple of the block size.
     next_block = first + (-context) % block
-    more = np.maximum((last - next_block) // block + 1, 0)
+    more = np.maximum((runs.end[decoding] - next_block) // block + 1, 0)
     owner = np.repeat(np.arange(len(first)), more)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(more) - more, more)
     held += spread(size, next_block[owner] + nth * block, last[owner], np.ones(len(owner)))

@@ -12,6 +12,9 @@ ENGINE = ["run_id", "server", "epoch"]
 MAX_STEPS = 20_000_000
 """Most steps laid out; counters that claim more are not believed."""
 
+MAX_GAP = 1_000_000
+"""Most steps in a row that nothing names: hours of work without one event; what lies beyond is a damaged id."""
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -21,35 +24,36 @@ class StepAxis:
     """All steps of all engines on one axis; position = offset of the engine + step id - its first step.
 
     Attributes:
-        engines: One row per engine: run_id, server, epoch, first_step, last_step, offset.
+        engines: One row per engine: run_id, server, epoch, engine (its number), server_number, first_step,
+            last_step, offset.
         size: Positions on the axis.
     """
 
     engines: pl.DataFrame
     size: int
 
-    def place(self, rows: pl.DataFrame, step: str, name: str = "position") -> pl.DataFrame:
-        """Add a column of positions: null where the step is null or not on the axis.
-
-        Args:
-            rows: Columns of the engine and `step`.
-            step: Column of step ids.
-            name: Column to add.
-        """
-        ends = {"first_step": "_first", "last_step": "_last", "offset": "_offset"}
-        known = rows.join(self.engines.rename(ends), on=ENGINE, how="left", maintain_order="left")
-        inside = pl.col(step).is_between(pl.col("_first"), pl.col("_last"))
-        position = pl.when(inside).then(pl.col("_offset") + pl.col(step) - pl.col("_first"))
-        return known.with_columns(position.alias(name)).drop(ends.values())
+    def locate(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """Add the columns of each row's engine, for `position`; rows of engines without a step are left out."""
+        return rows.join(self.engines, on=ENGINE, how="inner", maintain_order="left")
 
     def frame(self) -> pl.DataFrame:
-        """One row per position: engine, step_id, in axis order."""
-        repeats = self.engines["last_step"] - self.engines["first_step"] + 1
-        spread = self.engines.select(*ENGINE, "first_step").select(pl.all().repeat_by(repeats).explode())
-        return spread.with_columns(
-            step_id=pl.col("first_step") + pl.int_range(pl.len()).over(ENGINE),
-            position=pl.int_range(pl.len()),
-        ).drop("first_step")
+        """One row per position: engine, step_id, position, in axis order."""
+        steps = (self.engines["last_step"] - self.engines["first_step"] + 1).to_numpy()
+        engine = np.repeat(np.arange(len(steps)), steps)
+        start = (self.engines["first_step"] - self.engines["offset"]).to_numpy()
+        position = np.arange(self.size)
+        return pl.DataFrame({"engine": engine, "step_id": position + start[engine], "position": position})
+
+    def name(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """Put the columns that name an engine in the place of its number."""
+        names = self.engines.select("engine", *ENGINE)
+        return rows.join(names, on="engine", how="left", maintain_order="left").drop("engine")
+
+
+def position(step: pl.Expr) -> pl.Expr:
+    """Place a step of a located row: null where the step is null or not on the axis."""
+    inside = step.is_between(pl.col("first_step"), pl.col("last_step"))
+    return pl.when(inside).then(pl.col("offset") + step - pl.col("first_step"))
 
 
 def lay_out(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFrame) -> StepAxis:
@@ -59,25 +63,43 @@ def lay_out(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFrame
     """
     named = journeys.filter(pl.col("step_id").is_not_null() & (pl.col("event") != "QUEUED"))
     seen = pl.concat([frame.select(*ENGINE, "step_id") for frame in (steps, snapshots, named)])
-    engines = (
-        seen.group_by(ENGINE)
-        .agg(first_step=pl.col("step_id").min(), last_step=pl.col("step_id").max())
-        .sort(ENGINE)
-    )
+    engines = _believed(seen).sort(ENGINE)
     count = pl.col("last_step") - pl.col("first_step") + 1
-    engines = engines.with_columns(offset=count.cum_sum() - count)
-    return StepAxis(engines, int(engines.select(count.sum()).item() or 0))
+    engines = engines.with_columns(
+        offset=count.cum_sum() - count,
+        engine=pl.int_range(pl.len(), dtype=pl.Int64),
+        server_number=pl.struct("run_id", "server").rank("dense").cast(pl.Int64),
+    )
+    size = int(engines.select(count.sum()).item() or 0)
+    return StepAxis(engines, size) if size <= MAX_STEPS else StepAxis(engines.clear(), 0)
+
+
+def _believed(seen: pl.DataFrame) -> pl.DataFrame:
+    """First and last step of every engine; of ids that lie far apart, the stretch with the most of them counts."""
+    bounds = seen.group_by(ENGINE).agg(first_step=pl.col("step_id").min(), last_step=pl.col("step_id").max())
+    # In floating point: ids near the ends of int64 do not overflow, and the bound is a rough one.
+    claimed = pl.col("last_step").cast(pl.Float64) - pl.col("first_step").cast(pl.Float64)
+    doubtful = bounds.filter(claimed > MAX_GAP)
+    if not doubtful.height:
+        return bounds
+    ids = seen.join(doubtful, on=ENGINE, how="semi").sort(*ENGINE, "step_id")
+    jump = pl.col("step_id").cast(pl.Float64).diff().over(ENGINE) > MAX_GAP
+    ids = ids.with_columns(stretch=jump.fill_null(value=False).cast(pl.Int64).cum_sum().over(ENGINE))
+    stretches = ids.group_by(*ENGINE, "stretch").agg(
+        names=pl.len(), first_step=pl.col("step_id").min(), last_step=pl.col("step_id").max()
+    )
+    most = stretches.sort(*ENGINE, "names", "first_step", descending=[False] * 3 + [True, False])
+    kept = most.unique(ENGINE, keep="first", maintain_order=True).select(bounds.columns)
+    return pl.concat([bounds.join(doubtful, on=ENGINE, how="anti"), kept])
 
 
 def spread(size: int, first: Ints, last: Ints, amount: Floats | Ints) -> Floats:
     """Sum amounts over inclusive ranges of positions: a difference array; shape (size,)."""
-    edges = np.zeros(size + 1)
-    np.add.at(edges, first, amount)
-    np.add.at(edges, last + 1, -np.asarray(amount))
-    return np.cumsum(edges)[:size]
+    begun, ended = pile(size, first, amount), pile(size + 1, last + 1, amount)
+    return np.cumsum(begun - ended[:size])
 
 
-def pile(size: int, position: Ints, amount: Floats | Ints) -> Floats:
+def pile(size: int, where: Ints, amount: Floats | Ints) -> Floats:
     """Sum amounts at positions; shape (size,)."""
-    piled = np.bincount(position, weights=np.asarray(amount, dtype=float), minlength=size)[:size]
+    piled = np.bincount(where, weights=np.asarray(amount, dtype=float), minlength=size)[:size]
     return np.asarray(piled, dtype=np.float64)

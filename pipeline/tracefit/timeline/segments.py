@@ -11,40 +11,53 @@ from tracefit.timeline.engines import ENGINE
 
 REQUEST = [*ENGINE, "trace_id", "span_id"]
 
+_ORDER = ["QUEUED", "PREEMPTED", "SCHEDULED", "FIRST_TOKEN", "FINISHED"]
+"""Core events, in the order in which those with the same stamp happened."""
 
-def running_segments(journeys: pl.DataFrame, cached: pl.DataFrame, lasts: pl.DataFrame) -> pl.DataFrame:
+
+def core_events(journeys: pl.DataFrame) -> pl.DataFrame:
+    """Return the events of the engine core, in order, with a number for each `request` (sorted by it and time)."""
+    core = journeys.filter((pl.col("layer") == "core") & pl.col("event").is_in(_ORDER))
+    ranks = dict(zip(_ORDER, range(len(_ORDER)), strict=True))
+    rank = pl.col("event").replace_strict(ranks, return_dtype=pl.Int8)
+    numbered = core.with_columns(request=pl.struct(REQUEST).rank("dense"), _rank=rank)
+    return numbered.sort("request", "ts_ns", "_rank").drop("_rank")
+
+
+def _following(name: str) -> pl.Expr:
+    """The value of the request's next row; rows are in the order of `core_events`."""
+    same = pl.col("request") == pl.col("request").shift(-1)
+    return pl.when(same).then(pl.col(name).shift(-1)).alias(f"next_{name}")
+
+
+def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
     """Find every stretch from SCHEDULED to PREEMPTED or FINISHED.
 
     The step that completes the prompt follows from the tokens that came out: with g of them and one per step, it
     is g - 1 steps before the last (FINISHED.step - FIRST_TOKEN.step = output tokens - 1 of an undisturbed request).
 
     Args:
-        journeys: The `journey_events` table.
+        core: `core_events`, located on the step axis.
         cached: engine columns, request_id, cached_tokens: prompt tokens found in the prefix cache.
-        lasts: engine columns, last_step: where a request ends that never finished in the trace.
 
     Returns:
-        Per stretch: request columns, request_id, ts_ns, start_step, end_step (the last step it may have tokens in),
-        complete_step (null where the prompt was not completed), need_tokens (to compute before the first token),
-        cached_tokens, outputs (before the stretch), prompt_tokens, max_tokens, has_finished.
+        Per stretch, besides the columns of `core`: end_step (the last step it may have tokens in), complete_step
+        (null where the prompt was not completed), need_tokens (to compute before the first token), cached_tokens,
+        outputs (before the stretch), has_finished.
     """
-    marks = ["SCHEDULED", "PREEMPTED", "FINISHED"]
-    core = journeys.filter((pl.col("layer") == "core") & pl.col("event").is_in(marks)).sort(*REQUEST, "ts_ns")
-    following = [
-        pl.col(c).shift(-1).over(REQUEST).alias(f"next_{c}")
-        for c in ("event", "step_id", "decode_done_tokens")
-    ]
-    starts = core.with_columns(following).filter(pl.col("event") == "SCHEDULED")
-    first_tokens = journeys.filter(pl.col("event") == "FIRST_TOKEN").select(
-        *REQUEST, first_token_step=pl.col("step_id")
-    )
-    starts = (
-        starts.join(first_tokens, on=REQUEST, how="left")
-        .join(lasts, on=ENGINE, how="left")
-        .join(cached, on=[*ENGINE, "request_id"], how="left")
-    )
-    preempted = pl.col("next_event") == "PREEMPTED"
-    end = pl.when(preempted).then(pl.col("next_step_id") - 1).otherwise(pl.col("next_step_id"))
+    marks = core.filter(pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"]))
+    following = [_following(c) for c in ("event", "step_id", "decode_done_tokens")]
+    starts = marks.with_columns(following).filter(pl.col("event") == "SCHEDULED")
+    first_tokens = core.filter(pl.col("event") == "FIRST_TOKEN").group_by("request")
+    starts = starts.join(
+        first_tokens.agg(first_token_step=pl.col("step_id").min()),
+        on="request",
+        how="left",
+        maintain_order="left",
+    ).join(cached, on=[*ENGINE, "request_id"], how="left", maintain_order="left")
+    finished = (pl.col("next_event") == "FINISHED").fill_null(value=False)
+    # A request that was preempted in a step has no tokens in it.
+    end = pl.when(finished).then(pl.col("next_step_id")).otherwise(pl.col("next_step_id") - 1)
     is_first = pl.col("schedule_kind").fill_null("FIRST") != "RESUME"
     outputs = pl.col("decode_done_tokens").fill_null(0)
     rows = starts.with_columns(
@@ -52,48 +65,33 @@ def running_segments(journeys: pl.DataFrame, cached: pl.DataFrame, lasts: pl.Dat
         outputs=outputs,
         produced=pl.col("next_decode_done_tokens") - outputs,
         cached_tokens=pl.when(is_first).then(pl.col("cached_tokens").fill_null(0)).otherwise(0),
-        prompt_tokens=pl.col("prefill_total_tokens"),
-        has_finished=pl.col("next_event") == "FINISHED",
+        has_finished=finished,
     )
     by_count = pl.when(pl.col("produced") > 0).then(pl.col("end_step") - pl.col("produced") + 1)
     in_here = pl.col("first_token_step").is_between(pl.col("step_id"), pl.col("end_step"))
     complete = pl.coalesce(pl.when(in_here).then("first_token_step"), by_count)
-    return rows.select(
-        *REQUEST,
-        "request_id",
-        "ts_ns",
-        "end_step",
-        "outputs",
-        "cached_tokens",
-        "prompt_tokens",
-        "has_finished",
-        start_step="step_id",
-        max_tokens="decode_max_tokens",
-        need_tokens=(pl.col("prompt_tokens") + pl.col("outputs") - pl.col("cached_tokens")).clip(
-            lower_bound=1
-        ),
-        complete_step=complete.clip(lower_bound=pl.col("step_id")),
-    ).filter(pl.col("end_step") >= pl.col("start_step"))
+    need = pl.col("prefill_total_tokens") + pl.col("outputs") - pl.col("cached_tokens")
+    return rows.with_columns(
+        need_tokens=need.clip(lower_bound=1), complete_step=complete.clip(lower_bound=pl.col("step_id"))
+    ).filter(pl.col("end_step") >= pl.col("step_id"))
 
 
-def waiting_segments(journeys: pl.DataFrame, lasts: pl.DataFrame) -> pl.DataFrame:
+def waiting_segments(core: pl.DataFrame) -> pl.DataFrame:
     """Find every stretch of waiting: QUEUED to SCHEDULED, PREEMPTED to RESUME, or to an abort while waiting.
 
     Returns:
-        Per stretch: request columns, first_step and last_step (inclusive) whose schedule() left it waiting,
-        wait_tokens (to compute once scheduled).
+        Per stretch, besides the columns of `core` (`core_events`, located): wait_first and wait_last, the first and
+        the last step whose schedule() left it waiting, wait_tokens (to compute once scheduled).
     """
-    marks = ["QUEUED", "SCHEDULED", "PREEMPTED", "FINISHED"]
-    core = journeys.filter((pl.col("layer") == "core") & pl.col("event").is_in(marks)).sort(*REQUEST, "ts_ns")
-    following = [pl.col(c).shift(-1).over(REQUEST).alias(f"next_{c}") for c in ("event", "step_id")]
-    waits = core.with_columns(following).filter(pl.col("event").is_in(["QUEUED", "PREEMPTED"]))
-    waits = waits.join(lasts, on=ENGINE, how="left")
+    marks = core.filter(pl.col("event") != "FIRST_TOKEN")
+    waits = marks.with_columns(_following("event"), _following("step_id"))
+    waits = waits.filter(pl.col("event").is_in(["QUEUED", "PREEMPTED"]))
     scheduled = pl.col("next_event") == "SCHEDULED"
     end = pl.when(scheduled).then(pl.col("next_step_id") - 1).otherwise(pl.col("next_step_id"))
+    # QUEUED carries the counter of the step before it.
     begin = pl.when(pl.col("event") == "QUEUED").then(pl.col("step_id") + 1).otherwise("step_id")
-    return waits.select(
-        *REQUEST,
-        first_step=begin,
-        last_step=pl.coalesce(end, "last_step"),
+    return waits.with_columns(
+        wait_first=begin.clip(lower_bound=pl.col("first_step")),
+        wait_last=pl.coalesce(end, "last_step"),
         wait_tokens=pl.col("prefill_total_tokens") + pl.col("decode_done_tokens").fill_null(0),
-    ).filter(pl.col("last_step") >= pl.col("first_step"))
+    ).filter(pl.col("wait_last") >= pl.col("wait_first"))

@@ -1,0 +1,209 @@
+"""The formula language: what it computes, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tracefit.errors import UsageError
+from tracefit.features.expressions import evaluate, names_in, parse_formula, to_polars
+
+ROW = {"a": 6.0, "b": 4.0, "zero": 0.0, "none": None, "c_2": -3.0}
+
+
+def compute(formula, values=None, constants=None):
+    """Compute a formula both ways, require that they agree, and return the result."""
+    row = ROW if values is None else values
+    node = parse_formula(formula, where="x")
+    frame = pl.DataFrame(
+        {name: [value] for name, value in row.items()}, schema=dict.fromkeys(row, pl.Float64)
+    )
+    by_frame = frame.select(to_polars(node, constants or {}).alias("y"))["y"].to_list()[0]
+    by_row = evaluate(node, {**row, **(constants or {})})
+    assert by_frame == (None if by_row is None else pytest.approx(by_row, rel=1e-12, abs=1e-300))
+    return by_row
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [
+        ("1", 1),
+        ("1.5e3", 1500),
+        (".5", 0.5),
+        ("a", 6),
+        ("a + b", 10),
+        ("a - b - 1", 1),
+        ("a / b / 2", 0.75),
+        ("2 + 3 * 4", 14),
+        ("(2 + 3) * 4", 20),
+        ("2 * a ** 2", 72),
+        ("-a ** 2", -36),
+        ("(-a) ** 2", 36),
+        ("a ** -1", 1 / 6),
+        ("a ** 0.5", math.sqrt(6)),
+        ("--a", 6),
+        ("-a + b", -2),
+        ("a * -b", -24),
+        ("min(a, b)", 4),
+        ("max(a, b, 9)", 9),
+        ("min(a)", 6),
+        ("max(min(a, b), c_2) * 2", 8),
+        ("max((0 - 1e300) ** 3, a)", 6),
+        ("min((0 - 1e300) ** 4, a)", 6),
+        ("min(1e300 ** 3, a)", 6),
+        ("min(min(min(min(a, b), 3), 2), 1)", 1),
+        ("a \u00d7 b \u00f7 2 \u2212 1", 11),
+        ("  a+b  ", 10),
+    ],
+)
+def test_value(formula, value):
+    assert compute(formula) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "formula", ["a / zero", "zero / zero", "a / (b - 4)", "a / -zero", "a / (zero * c_2)"]
+)
+def test_division_by_zero_is_zero(formula):
+    assert compute(formula) == 0
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "none",
+        "none + 1",
+        "none * 0",
+        "none / 0",
+        "0 / none",
+        "min(none, 1)",
+        "max(1, none)",
+        "none ** 0.5",
+        "1 / min(none, 2)",
+    ],
+)
+def test_null_operand_makes_null(formula):
+    assert compute(formula) is None
+
+
+@pytest.mark.parametrize(
+    "formula", ["1e300 * 1e300", "c_2 ** 0.5", "zero ** -1", "(1e300) ** 4", "1e300 * 1e300 - 1e300 * 1e300"]
+)
+def test_result_that_is_not_finite_is_null(formula):
+    assert compute(formula) is None
+
+
+def test_constants_are_one_value_for_all_rows():
+    assert compute("a * layers", constants={"layers": 4.0}) == 24
+    assert compute("a * layers", constants={"layers": None}) is None
+
+
+def test_integer_columns_are_computed_in_floats():
+    frame = pl.DataFrame({"a": [2**62], "b": [3]})
+    node = parse_formula("a * 4 / b", where="x")
+
+    assert frame.select(to_polars(node, {}).alias("y"))["y"].to_list() == [pytest.approx(2**64 / 3)]
+
+
+def test_names_are_those_needed():
+    assert names_in(parse_formula("a * min(b, 3) + a ** 2", where="x")) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "",
+        "   ",
+        "a b",
+        "a +",
+        "* a",
+        "a ** b",
+        "a ** (2)",
+        "a ** 2 ** 2",
+        "a ** 5",
+        "a ** -9",
+        "a ** ",
+        "(a",
+        "a)",
+        "()",
+        "a,b",
+        "min()",
+        "min(a,)",
+        "sum(a)",
+        "__import__('os')",
+        "a.b",
+        "a[0]",
+        "'a'",
+        "a < b",
+        "a if b else c",
+        "lambda: a",
+        "a ^ b",
+        "a // b",
+        "a % b",
+        "1e999",
+        "a = 1",
+        "a\n; b",
+        "\u0661",
+        "λ",
+        "\x00",
+        "a" * 401,
+        "(" * 41 + "a" + ")" * 41,
+        "min(" * 6 + "a" + ")" * 6,
+    ],
+)
+def test_anything_else_is_refused_on_one_line(formula):
+    with pytest.raises(UsageError, match="formula") as caught:
+        parse_formula(formula, where="set.yaml, feature 1")
+
+    assert str(caught.value).startswith("set.yaml, feature 1: formula")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize(
+    "formula", ["a/" * 199 + "a", "a+" * 199 + "a", "(" * 40 + "a" + ")" * 40, "-" * 399 + "a"]
+)
+def test_longest_formulas_still_compute(formula):
+    compute(formula)
+
+
+def _formulas():
+    leaves = st.sampled_from(["a", "b", "zero", "none", "c_2", "1", "2.5", "0"])
+
+    def grow(inner):
+        binary = st.tuples(inner, st.sampled_from(["+", "-", "*", "/"]), inner).map(
+            lambda p: f"({' '.join(p)})"
+        )
+        call = st.tuples(st.sampled_from(["min", "max"]), inner, inner).map(
+            lambda p: f"{p[0]}({p[1]}, {p[2]})"
+        )
+        power = st.tuples(inner, st.sampled_from(["2", "-1", "0.5", "3"])).map(
+            lambda p: f"({p[0]}) ** {p[1]}"
+        )
+        return binary | call | power
+
+    return st.recursive(leaves, grow, max_leaves=6)
+
+
+@settings(deadline=None)
+@given(formula=_formulas())
+def test_frames_and_rows_agree(formula):
+    try:
+        parse_formula(formula, where="x")
+    except UsageError:
+        return  # nested deeper than is allowed
+    compute(formula)
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=60))
+def test_any_text_is_computed_or_refused(text):
+    try:
+        node = parse_formula(text, where="x")
+    except UsageError as error:
+        assert "\n" not in str(error)  # noqa: PT017 - most texts are refused, some are formulas
+        return
+    evaluate(node, dict.fromkeys(names_in(node), 1.0))

@@ -1,0 +1,200 @@
+"""Roofline terms, by hand arithmetic on a GPU of 1000 FLOP/us and 1000 bytes/us."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+import pytest
+
+from tracefit.errors import DataError, UsageError
+from tracefit.features.architecture import LatentAttention
+from tracefit.features.roofline import ROOFLINE_COLUMNS, ROOFLINE_TERMS, add_roofline
+
+
+def terms(frame, arch, gpu, tp=1):
+    return add_roofline(frame, arch, gpu, tp=tp).select(list(ROOFLINE_TERMS)).row(0, named=True)
+
+
+def test_dense_model_on_one_gpu(step, dense, gpu):
+    # Each prompt token sees 10/2 + 20/2/2 = 10 tokens, each generated one 30/3 = 10.
+    assert terms(step, dense, gpu) == pytest.approx(
+        {
+            "prefill_compute_us": (20 * 2304 + 20 * 10 * 2 * 32 + 2 * 160) / 1000,
+            "decode_compute_us": (3 * 2304 + 3 * 10 * 2 * 32 + 3 * 160) / 1000,
+            "prefill_kv_write_us": 20 * 32 / 1000,
+            "decode_kv_read_us": 3 * 10 * 32 / 1000,
+            "weight_read_us": 2464 / 1000,
+            "tp_comm_us": 0.0,
+            "moe_expert_read_us": 0.0,
+            "moe_dispatch_us": 0.0,
+            "layers": 2.0,
+            "batch_requests": 5.0,
+            "one": 1.0,
+        }
+    )
+
+
+def test_two_ranks_halve_the_work_but_not_the_one_kv_head(step, dense, gpu):
+    alone, shared = terms(step, dense, gpu), terms(step, dense, gpu, tp=2)
+
+    for name in ("prefill_compute_us", "decode_compute_us", "weight_read_us"):
+        assert shared[name] == pytest.approx(alone[name] / 2)
+    for name in ("prefill_kv_write_us", "decode_kv_read_us"):
+        assert shared[name] == alone[name]
+    # 2 layers, 2 all-reduces, 23 tokens of 8 elements of 2 bytes, 2·(2 - 1)/2 times over the link
+    assert shared["tp_comm_us"] == pytest.approx(2 * 2 * 23 * 8 * 2 / 1000)
+
+
+def test_moe_model(moe, gpu):
+    step = pl.DataFrame(dict(zip(ROOFLINE_COLUMNS, [[0], [2], [0], [2], [8], [0]], strict=True)))
+    found = terms(step, moe, gpu)
+
+    assert found["decode_compute_us"] == pytest.approx((2 * 3968 + 2 * 4 * 3 * 32 + 2 * 160) / 1000)
+    assert found["weight_read_us"] == pytest.approx(2.976)
+    assert found["moe_expert_read_us"] == pytest.approx(2 * 3 * 288 / 1000)
+    assert found["moe_dispatch_us"] == pytest.approx(2 * 2 * 2 * 2 * 8 * 2 / 1000)
+    assert found["prefill_compute_us"] == found["prefill_kv_write_us"] == 0.0
+
+
+def test_kv_heads_are_divided_over_ranks(step, moe, gpu):
+    found = terms(step, moe, gpu, tp=2)
+
+    assert found["prefill_kv_write_us"] == pytest.approx(20 * 3 * 32 / 2 / 1000)
+    assert found["decode_kv_read_us"] == pytest.approx(3 * 10 * 3 * 32 / 2 / 1000)
+
+
+def test_moe_weights_are_the_architectures_own(moe, gpu):
+    for tokens in (1, 2, 7, 500):
+        step = pl.DataFrame(dict(zip(ROOFLINE_COLUMNS, [[1], [0], [tokens], [0], [0], [0]], strict=True)))
+        found = terms(step, moe, gpu, tp=2)
+        read_us = found["weight_read_us"] + found["moe_expert_read_us"]
+
+        assert read_us == pytest.approx(moe.weight_bytes_per_step(tokens) / 2 / 1000)
+
+
+def test_window_caps_reads_and_pairs_of_its_layers(step, dense, gpu):
+    found = terms(step, replace(dense, layer_windows=(None, 4)), gpu)
+
+    assert found["decode_kv_read_us"] == pytest.approx(3 * (10 + 4) * 16 / 1000)
+    assert found["prefill_compute_us"] == pytest.approx((20 * 2304 + 20 * (10 + 4) * 32 + 320) / 1000)
+    assert found["decode_compute_us"] == pytest.approx((3 * 2304 + 3 * (10 + 4) * 32 + 480) / 1000)
+    assert found["prefill_kv_write_us"] == pytest.approx(20 * 32 / 1000)
+
+
+def test_latent_attention_is_whole_on_every_rank(step, dense, gpu):
+    latent = LatentAttention(
+        q_lora_rank=None, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4
+    )
+    arch = replace(dense, latent=latent, kv_heads=2, head_dim=5)
+    found = terms(step, arch, gpu, tp=2)
+    layer_flops = 2 * 2 * (292 + 384)
+
+    assert found["prefill_kv_write_us"] == pytest.approx(20 * 2 * 16 / 1000)
+    assert found["prefill_compute_us"] == pytest.approx(
+        (20 * layer_flops + 20 * 10 * 2 * 36 + 320) / 2 / 1000
+    )
+    assert found["decode_compute_us"] == pytest.approx((3 * layer_flops + 3 * 10 * 2 * 56 + 480) / 2 / 1000)
+
+
+def test_fp8_doubles_the_rate_of_the_matrices_alone(step, dense, gpu):
+    fast = replace(gpu, compute_tflops_fp8=0.002)
+    arch = replace(dense, fp8_compute=True)
+
+    assert terms(step, arch, fast)["prefill_compute_us"] == pytest.approx(
+        (20 * 2304 / 2 + 12800 + 320) / 1000
+    )
+    assert terms(step, dense, fast) == terms(step, dense, gpu)
+    assert terms(step, arch, gpu) == terms(step, dense, gpu)  # this GPU has no fp8
+
+
+def test_fp8_rate_is_that_of_every_rank(step, dense, gpu):
+    fast = replace(gpu, compute_tflops_fp8=0.002)
+    arch = replace(dense, fp8_compute=True)
+
+    assert terms(step, arch, fast, tp=2)["prefill_compute_us"] == pytest.approx(
+        terms(step, arch, fast)["prefill_compute_us"] / 2
+    )
+
+
+def test_tokens_of_no_request_see_nothing(dense, gpu):
+    step = pl.DataFrame(dict(zip(ROOFLINE_COLUMNS, [[0], [0], [5], [3], [9], [9]], strict=True)))
+    found = terms(step, dense, gpu)
+
+    assert found["prefill_compute_us"] == pytest.approx(5 * 2304 / 1000)
+    assert found["decode_compute_us"] == pytest.approx(3 * 2304 / 1000)
+    assert found["decode_kv_read_us"] == 0
+
+
+def test_request_without_a_token_does_not_reach_the_head(dense, gpu):
+    step = pl.DataFrame(dict(zip(ROOFLINE_COLUMNS, [[4], [0], [1], [0], [0], [0]], strict=True)))
+
+    assert terms(step, dense, gpu)["prefill_compute_us"] == pytest.approx((2304 + 2 * 32 / 8 + 160) / 1000)
+
+
+def test_gpu_without_a_link_of_its_own_talks_over_pcie(step, dense, gpu):
+    found = terms(step, dense, replace(gpu, link_gb_s=None), tp=2)
+
+    assert found["tp_comm_us"] == pytest.approx(2 * 2 * 23 * 8 * 2 / 32_000)
+
+
+def test_recomputed_request_attends_with_every_token(dense, gpu):
+    step = pl.DataFrame(dict(zip(ROOFLINE_COLUMNS, [[0], [1], [0], [100], [50], [0]], strict=True)))
+    found = terms(step, dense, gpu)
+
+    assert found["decode_compute_us"] == pytest.approx((100 * 2304 + 100 * 50 * 2 * 32 + 160) / 1000)
+    assert found["decode_kv_read_us"] == pytest.approx(50 * 32 / 1000)  # its cache is read once
+
+
+def test_step_without_tokens_costs_nothing(dense, moe, gpu):
+    step = pl.DataFrame({name: [0] for name in ROOFLINE_COLUMNS})
+    for arch in (dense, moe):
+        found = terms(step, arch, gpu, tp=2)
+
+        assert {name for name, value in found.items() if value} == {"layers", "one"}
+
+
+def test_unknown_context_is_an_unknown_term_only_where_it_matters(step, dense, gpu):
+    unknown = step.with_columns(context_tokens=None, prefill_context_tokens=None)
+    found = terms(unknown, dense, gpu)
+
+    assert {name for name, value in found.items() if value is None} == {
+        "prefill_compute_us",
+        "decode_compute_us",
+        "decode_kv_read_us",
+    }
+    idle = unknown.with_columns(prefill_tokens=0, decode_tokens=0, num_prefill_reqs=0, num_decode_reqs=0)
+    assert None not in terms(idle, dense, gpu).values()
+
+
+def test_unknown_composition_is_unknown(step, dense, gpu):
+    unknown = step.with_columns(*(pl.lit(None, pl.Int64).alias(name) for name in ROOFLINE_COLUMNS))
+    found = terms(unknown, dense, gpu)
+
+    assert {name for name, value in found.items() if value is not None} == {"layers", "one"}
+
+
+def test_terms_are_float64_columns_beside_the_others(step, dense, gpu):
+    added = add_roofline(step, dense, gpu, tp=1)
+
+    assert added.columns == [*step.columns, *ROOFLINE_TERMS]
+    assert all(added.schema[name] == pl.Float64 for name in ROOFLINE_TERMS)
+
+
+def test_every_row_is_computed_by_itself(step, dense, moe, gpu):
+    for arch in (dense, moe):
+        steps = pl.concat([step, step.with_columns(pl.all() * 3), step])
+        together = add_roofline(steps, arch, gpu, tp=1)
+
+        assert together.height == 3
+        assert together.row(0) == together.row(2) == add_roofline(step, arch, gpu, tp=1).row(0)
+
+
+def test_missing_column_is_named(step, dense, gpu):
+    with pytest.raises(DataError, match="roofline terms need the columns context_tokens"):
+        add_roofline(step.drop("context_tokens"), dense, gpu, tp=1)
+
+
+def test_model_that_cannot_be_divided_is_refused(step, dense, gpu):
+    with pytest.raises(UsageError, match="2 attention heads cannot be divided over 3"):
+        add_roofline(step, dense, gpu, tp=3)

@@ -1,0 +1,282 @@
+"""Feature sets: the built-in ones, a user's own, and what they become over a frame."""
+
+from __future__ import annotations
+
+import json
+
+import polars as pl
+import pytest
+
+from tracefit.errors import UsageError
+from tracefit.features.expressions import names_in, parse_formula
+from tracefit.features.roofline import ROOFLINE_TERMS
+from tracefit.features.sets import (
+    BUILT_IN,
+    FREE_FEATURES,
+    QUEUED_FEATURES,
+    Feature,
+    FeatureSet,
+    add_features,
+    compile_set,
+    feature_values,
+    find_feature_set,
+    parse_feature_set,
+    read_feature_set,
+)
+
+CONSTANTS = {
+    "layers": 4.0,
+    "tensor_parallel": 2.0,
+    "size_proxy": 256.0,
+    "kv_bytes_per_token": 1024.0,
+    "is_moe": 0.0,
+    "compute_to_bandwidth": 295.0,
+    "gpu_memory_gb": 80.0,
+    "max_num_seqs": 64.0,
+    "max_num_batched_tokens": 2048.0,
+}
+
+
+def row_for(name, **values):
+    """A row with every column a built-in set needs: those given, and 1 for the others."""
+    needed = frozenset().union(
+        *(names_in(parse_formula(f.formula, where="x")) for f in BUILT_IN[name].features)
+    )
+    return {**dict.fromkeys(sorted(needed - CONSTANTS.keys()), 1.0), **values}
+
+
+BATCH_VALUES = {
+    "prefill_tokens": 30,
+    "decode_tokens": 10,
+    "num_prefill_reqs": 1,
+    "num_decode_reqs": 10,
+    "running_depth": 11,
+    "waiting_depth": 2,
+    "kv_usage_ratio": 0.5,
+    "kv_blocks_used": 7,
+}
+QUEUE_VALUES = {"prompt_tokens": 100, "waiting_depth": 4, "running_depth": 16, "kv_usage_ratio": 0.5}
+BATCH_ROW = row_for("batch", **BATCH_VALUES)
+QUEUE_ROW = row_for("queue", **QUEUE_VALUES)
+
+
+def one(*features):
+    return FeatureSet("mine", tuple(Feature(name, "1", formula) for name, formula in features))
+
+
+def test_batch_set_by_hand():
+    values = add_features(pl.DataFrame([BATCH_ROW]), BUILT_IN["batch"], CONSTANTS).row(0, named=True)
+
+    assert values["prefill_tokens"] == 30.0
+    assert values["scheduled_tokens"] == 40.0
+    assert values["prefill_share"] == 0.75
+    assert values["decode_tokens_x_kv_blocks"] == 70.0
+    assert values["prefill_tokens_x_layers"] == 120.0
+    assert values["tensor_parallel"] == 2.0
+
+
+def test_queue_set_by_hand():
+    values = add_features(pl.DataFrame([QUEUE_ROW]), BUILT_IN["queue"], CONSTANTS).row(0, named=True)
+
+    assert values["batch_fullness"] == 0.25
+    assert values["waiting_depth_x_kv_usage_ratio"] == 2.0
+    assert values["prompt_tokens_x_batch_fullness"] == 25.0
+    assert values["gpu_memory_gb"] == 80.0
+
+
+def test_admission_and_departure_sets_by_hand():
+    departure = {"num_prefill_reqs": 1, "num_decode_reqs": 3, "finishing_reqs": 2, "output_tokens": 9}
+    admission = {**BATCH_ROW, "prompt_tokens": 100}
+
+    assert feature_values(BUILT_IN["departure"], departure) == {
+        "batch_requests": 4.0,
+        "finishing_reqs": 2.0,
+        "output_tokens": 9.0,
+    }
+    assert feature_values(BUILT_IN["admission"], admission)["prompt_tokens"] == 100.0
+
+
+def test_step_without_tokens_has_no_share_of_prefill():
+    empty = dict.fromkeys(BATCH_ROW, 0)
+
+    assert feature_values(BUILT_IN["batch"], {**empty, **CONSTANTS})["prefill_share"] == 0.0
+
+
+def test_unknown_constants_make_null_features_and_leave_the_others():
+    values = add_features(pl.DataFrame([QUEUE_ROW]), BUILT_IN["queue"], dict.fromkeys(CONSTANTS)).row(
+        0, named=True
+    )
+
+    assert values["waiting_depth"] == 4.0
+    assert values["batch_fullness"] is values["size_proxy"] is None
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_sets_are_whole(name):
+    feature_set = BUILT_IN[name]
+
+    assert feature_set.name == name
+    assert len(set(feature_set.names)) == len(feature_set.names)
+    assert all(
+        feature.name.isidentifier() and feature.unit and feature.reason for feature in feature_set.features
+    )
+
+
+def test_features_of_the_regimes_are_in_the_queue_set():
+    assert {*QUEUED_FEATURES, *FREE_FEATURES} <= set(BUILT_IN["queue"].names)
+
+
+def test_roofline_set_is_the_roofline_terms_but_the_constant():
+    assert set(BUILT_IN["roofline"].names) == set(ROOFLINE_TERMS) - {"one"}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_sets_can_be_written_and_read_again(name):
+    feature_set = BUILT_IN[name]
+    fields = [
+        {"name": f.name, "unit": f.unit, "formula": f.formula, "reason": f.reason}
+        for f in feature_set.features
+    ]
+    text = json.dumps({"name": name, "features": fields})
+
+    assert parse_feature_set(text, where="x", is_json=True) == feature_set
+    assert parse_feature_set(text, where="x") == feature_set
+
+
+@pytest.mark.parametrize(
+    ("unit", "coefficient"),
+    [
+        ("token", "us/token"),
+        ("us", "1"),
+        ("1", "us"),
+        ("ratio", "us"),
+        ("flag", "us"),
+        ("token*block", "us/token*block"),
+    ],
+)
+def test_unit_of_a_coefficient(unit, coefficient):
+    assert Feature("x", unit, "x").coefficient_unit == coefficient
+
+
+def test_columns_are_float64_and_rows_keep_their_order():
+    frame = pl.DataFrame({"a": [3, 1, 2], "other": ["x", "y", "z"]})
+    added = add_features(frame, one(("a", "a"), ("half", "a / 2")), {})
+
+    assert added.columns == ["a", "other", "half"]
+    assert added.schema["a"] == added.schema["half"] == pl.Float64
+    assert added["half"].to_list() == [1.5, 0.5, 1.0]
+
+
+def test_column_wins_over_a_constant_of_the_same_name():
+    assert add_features(pl.DataFrame({"a": [1]}), one(("b", "a")), {"a": 5.0})["b"].to_list() == [1.0]
+
+
+def test_unknown_name_is_one_line_with_the_known_ones():
+    with pytest.raises(UsageError) as caught:
+        compile_set(one(("x", "prefil_tokens * layers")), {"layers": 2.0}, columns=["prefill_tokens", "y"])
+
+    assert str(caught.value) == (
+        "feature x of set mine: needs prefil_tokens, which is not known; did you mean prefill_tokens? "
+        "known: layers, prefill_tokens, y"
+    )
+    with pytest.raises(UsageError, match="needs b, which is not known"):
+        feature_values(one(("x", "b")), {"a": 1.0})
+
+
+def test_feature_may_not_overwrite_a_column_it_is_not():
+    with pytest.raises(UsageError, match="feature y of set mine: has the name of a column and other values"):
+        add_features(pl.DataFrame({"y": [1], "a": [2]}), one(("y", "a")), {})
+
+
+def test_rows_and_frames_agree():
+    frame = add_features(pl.DataFrame([BATCH_ROW]), BUILT_IN["batch"], CONSTANTS)
+
+    assert frame.select(BUILT_IN["batch"].names).row(0, named=True) == feature_values(
+        BUILT_IN["batch"], {**BATCH_ROW, **CONSTANTS}
+    )
+
+
+def test_set_is_found_by_name():
+    assert find_feature_set("queue") is BUILT_IN["queue"]
+    with pytest.raises(UsageError, match="feature set 'kew' is not known; known: batch, roofline, queue"):
+        find_feature_set("kew")
+
+
+# -- files -----------------------------------------------------------------------------------------------
+
+OWN = """
+name: mine
+features:
+  - name: work
+    unit: token
+    formula: prefill_tokens + 2 * decode_tokens
+    reason: because
+  - {name: constant, unit: 1, formula: 1}
+"""
+
+
+def test_own_set(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(OWN)
+
+    assert read_feature_set(path) == FeatureSet(
+        "mine",
+        (
+            Feature("work", "token", "prefill_tokens + 2 * decode_tokens", "because"),
+            Feature("constant", "1", "1"),
+        ),
+    )
+
+
+def test_own_set_as_json(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"features": [{"name": "a", "unit": "1", "formula": "b"}]}))
+
+    assert read_feature_set(path) == FeatureSet("custom", (Feature("a", "1", "b"),))
+
+
+def _with(**changes):
+    feature = {"name": "a", "unit": "token", "formula": "b", **changes}
+    return json.dumps({"features": [{key: value for key, value in feature.items() if value is not ...}]})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (_with(name=...), "feature 1: name is missing"),
+        (_with(unit=None), "feature 1: unit is missing"),
+        (_with(formula=...), "feature 1: formula is missing"),
+        (_with(name="a b"), "name 'a b' is no plain identifier"),
+        (_with(name="1a"), "no plain identifier"),
+        (_with(name="a-b"), "no plain identifier"),
+        (_with(name="λ"), "no plain identifier"),
+        (_with(name="__class__"), "no plain identifier"),
+        (_with(name="a" * 81), "name must be printable text of 1 to 80"),
+        (_with(unit="x" * 41), "unit must be printable text of 1 to 40"),
+        (_with(unit=["token"]), "unit must be text"),
+        (_with(formula=True), "formula must be text"),
+        (_with(formula="__import__('os')"), "which is not allowed"),
+        (_with(reason=["x"]), "reason must be text"),
+        (_with(weight=3), "'weight' is no key here; keys: formula, name, reason, unit"),
+        ('{"features": []}', "features must be a list of 1 to 200"),
+        ('{"features": {}}', "features must be a list"),
+        ("{}", "features must be a list"),
+        ('{"features": [3]}', "feature 1: is a number, not an object"),
+        (
+            '{"features": ' + json.dumps([{"name": "a", "unit": "1", "formula": "b"}] * 2) + "}",
+            "has feature a twice",
+        ),
+        ('{"features": ' + json.dumps([{}] * 201) + "}", "features must be a list of 1 to 200"),
+        ('{"name": 3, "features": [{"name": "a", "unit": "1", "formula": "b"}]}', "name must be text"),
+        ('{"sets": []}', "'sets' is no key here; keys: features, name"),
+        ("a: &a [x]\nb: *a", "uses YAML aliases"),
+        ("[", "is not YAML"),
+    ],
+)
+def test_file_that_is_no_set_is_one_line(text, message):
+    with pytest.raises(UsageError) as caught:
+        parse_feature_set(text, where="set.yaml")
+
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("set.yaml")
+    assert "\n" not in str(caught.value)
