@@ -57,7 +57,7 @@ def test_numbers_within_bounds():
     assert checked_number(1, key="k", where="x", above=0, most=1) == 1
     with pytest.raises(UsageError, match="x: k must be a number above 0 and at most 1, not 0"):
         checked_number(0, key="k", where="x", above=0, most=1)
-    with pytest.raises(UsageError, match="x: k must be a number at least 2, not 1.5"):
+    with pytest.raises(UsageError, match=r"x: k must be a number at least 2, not 1\.5"):
         checked_number(1.5, key="k", where="x", least=2)
 
 

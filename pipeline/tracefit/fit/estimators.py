@@ -38,6 +38,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         strength: Relative to the data, so that one grid serves every target: for Ridge a multiple of n on
             standardised features, for Lasso a fraction of the smallest penalty that empties the model.
         huber: Tuning constant; infinity is ordinary least squares.
+        rounds: Most rounds of reweighting.
 
     Attributes:
         intercept_: In the unit of y, for raw features.
@@ -47,10 +48,13 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             the bend of Huber's loss.
     """
 
-    def __init__(self, penalty: Penalty = "ridge", strength: float = 1e-6, huber: float = HUBER) -> None:
+    def __init__(
+        self, penalty: Penalty = "ridge", strength: float = 1e-6, huber: float = HUBER, rounds: int = _ROUNDS
+    ) -> None:
         self.penalty = penalty
         self.strength = strength
         self.huber = huber
+        self.rounds = rounds
 
     def fit(self, X: Matrix, y: Vector, sample_weight: Vector | None = None) -> Self:  # noqa: N803  # sklearn's contract
         """Fit on raw features of shape (n, n_features) and targets of shape (n,).
@@ -68,7 +72,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         z = (x - center) / scale
         weights, bent = given, given
         intercept, slopes = self._solve(z, y, weights)
-        for _ in range(_ROUNDS):
+        for _ in range(self.rounds):
             residual = y - intercept - z @ slopes
             bent = huber_weights(residual * np.sqrt(given), self.huber)
             weights = given * bent

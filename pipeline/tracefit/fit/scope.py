@@ -273,7 +273,8 @@ def _fit_alpha(
     rows = _mark_warm_up(rows, tables.counters, "at_step")
     if target == "queue_wait":
         return _fit_wait(rows, name, features, exact=tables.queue is not None)
-    result = fit_linear(rows, _columns(features), FitOptions())
+    # A request whose API work ran past a boundary waits a whole step more: the rule, not an outlier.
+    result = fit_linear(rows, _columns(features), FitOptions(drop_outliers=target != "admission"))
     if isinstance(result, TooFewRows):
         return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
     boundary = fit_boundary(result, tables.timeline) if target == "admission" else None

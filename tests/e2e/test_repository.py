@@ -1,0 +1,130 @@
+"""What the repository ships is what its own commands make: fixtures, models, README."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+import tracefit
+
+ROOT = Path(__file__).parents[2]
+EXPECTED = json.loads((ROOT / "fixtures/expected.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def remade(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("models")
+    tracefit.run([ROOT / "fixtures/runs"], out)
+    return out
+
+
+@pytest.mark.parametrize("name", [n for n in EXPECTED if n.startswith("runs/")])
+def test_a_fixture_yields_what_the_generator_put_in(remade: Path, name: str) -> None:
+    run, wanted = name.removeprefix("runs/"), EXPECTED[name]
+    row = pl.read_parquet(remade / f"tables/runs/run_id={run}/*.parquet").row(0, named=True)
+    assert {k: row[k] for k in ("spans", "steps", "requests")} == {
+        k: wanted[k] for k in ("spans", "steps", "requests")
+    }
+    assert json.loads(row["events"]) == wanted["events"]
+    requests = pl.read_parquet(remade / f"tables/requests/run_id={run}/*.parquet")
+    assert requests["output_tokens"].sum() == wanted["output_tokens"]
+
+
+def test_damage_costs_the_damaged_records_alone(tmp_path: Path) -> None:
+    result = tracefit.ingest([ROOT / "fixtures/damaged"], tmp_path)
+    assert result.exit_code == 3
+    assert result.runs[0].rejects == EXPECTED["damaged"]["rejects"]
+    # An independent count: whole lines, and the good record that was glued onto a cut one.
+    lines = gzip.decompress((ROOT / "fixtures/damaged/traces.json.gz").read_bytes()).split(b"\n")
+    whole = [line for line in lines if line.startswith(b"{") and _parses(line)]
+    tail = lines[0][lines[0].rindex(b'{"resourceSpans"') :]
+    assert result.runs[0].spans == sum(_spans(line) for line in [*whole, tail])
+
+
+def _parses(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _spans(line: bytes) -> int:
+    return sum(
+        len(scope["spans"])
+        for resource in json.loads(line)["resourceSpans"]
+        for scope in resource["scopeSpans"]
+    )
+
+
+@pytest.mark.parametrize("name", ["alpha.json", "beta.json"])
+def test_the_shipped_models_are_what_make_models_writes(remade: Path, name: str) -> None:
+    shipped = json.loads((ROOT / "models" / name).read_text())
+    _assert_same(shipped, json.loads((remade / "models" / name).read_text()), name)
+
+
+def test_the_shipped_evaluation_is_what_make_models_writes(remade: Path) -> None:
+    _assert_same(
+        json.loads((ROOT / "models/evaluation.json").read_text()),
+        json.loads((remade / "evaluation.json").read_text()),
+        "evaluation",
+    )
+
+
+def _assert_same(left: Any, right: Any, where: str) -> None:
+    """Equal, numbers to 1e-6; provenance does not count, nor the reference's own randomness across versions."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), where
+        for key in left.keys() - {"provenance", "reference", "strength", "cv_mae", "notes"}:
+            _assert_same(left[key], right[key], f"{where}.{key}")
+    elif isinstance(left, list):
+        assert len(left) == len(right), where
+        for index, pair in enumerate(zip(left, right, strict=True)):
+            _assert_same(*pair, f"{where}[{index}]")
+    elif isinstance(left, float) and isinstance(right, float):
+        assert math.isclose(left, right, rel_tol=1e-6, abs_tol=1e-6), f"{where}: {left} {right}"
+    else:
+        assert left == right, where
+
+
+def test_the_readmes_table_is_the_shipped_evaluation() -> None:
+    evaluation = json.loads((ROOT / "models/evaluation.json").read_text())
+    rows = [
+        f"| {scope['scope_id'].rsplit('.', 1)[0]} | {name} | {entry['holdout']['n']:,} | "
+        + " | ".join(_written(v) for v in _numbers(entry))
+        + " |"
+        for scope in reversed(evaluation["scopes"])
+        for name, entry in scope["models"].items()
+    ]
+    table = [
+        line
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if re.match(r"\| \S+ \| (alpha|beta)\.", line)
+    ]
+    assert table == rows
+
+
+def _numbers(entry: dict[str, Any]) -> list[float]:
+    maes = [entry[k]["mae"] for k in ("holdout", "baseline", "reference")]
+    return [entry["holdout"]["mape_pct"], *maes]
+
+
+def _written(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def test_the_readmes_python_evaluates_a_file_without_tracefit() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    # 7,000 + 26 * 512 + 15 * 24 of the law, within 2 %.
+    assert float(done.stdout.split()[0]) == pytest.approx(20_672, rel=0.02)
+    assert "tracefit" not in code
