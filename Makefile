@@ -42,9 +42,11 @@ schemas: $(READY) ## write schemas/ anew from the code
 fixtures: $(READY) ## write fixtures/ anew with the project's own generator
 	$(BIN)/python tests/make_fixtures.py fixtures
 
-models: $(READY) ## write models/ anew: the reference output on fixtures/
+models: $(READY) ## write models/ and the table in README.md anew: the reference output on fixtures/
+	rm -rf build/models
 	$(BIN)/tracefit run fixtures/runs --out build/models --quiet
 	cp build/models/models/*.json build/models/evaluation.json build/models/report.md models/
+	$(BIN)/python tests/make_readme_table.py README.md models/evaluation.json
 
 bench: $(READY) ## measure speed and memory on generated traces (takes minutes)
 	for script in tests/benchmarks/*.py; do $(BIN)/python $$script; done

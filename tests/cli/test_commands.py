@@ -1,0 +1,193 @@
+"""The commands end to end: exit codes, what goes to which stream, and that they are the verbs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tracefit.tables.store import TableStore
+
+
+@pytest.fixture
+def folder(tmp_path, new_traces):
+    return new_traces().load(steps=120, requests=60).write(tmp_path / "busy")
+
+
+def test_the_job_in_a_process_of_its_own(process, tmp_path, traces):
+    """Of steps alone: one model is quicker than four."""
+    steps = traces.load(steps=120, requests=0).write(tmp_path / "steps")
+    done = process("run", steps, "--out", tmp_path / "out", "--features", "batch")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "beta.cycle_time" in done.stdout
+    assert "--enable-journey-tracing" in done.stdout, "what would give the other models"
+    for file in ("models/alpha.json", "models/beta.json", "evaluation.json", "report.md"):
+        assert str(tmp_path / "out" / file) in done.stdout
+        assert (tmp_path / "out" / file).stat().st_size > 0
+
+
+def test_an_error_in_a_process_of_its_own(process, tmp_path):
+    done = process("run", tmp_path / "missing", "--out", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"tracefit: {tmp_path / 'missing'}: no such file or folder\n"
+
+
+def test_ingest_then_train_are_commands_of_their_own(tracefit, tmp_path, folder, quick):
+    code, out, err = tracefit("ingest", folder, "--out", tmp_path / "tables")
+    assert (code, err) == (0, "")
+    assert str(tmp_path / "tables") in out
+    code, out, err = tracefit("train", tmp_path / "tables", "--out", tmp_path / "models")
+    assert (code, err) == (0, "")
+    assert sorted(p.name for p in (tmp_path / "models").iterdir()) == [
+        "alpha.json",
+        "beta.json",
+        "evaluation.json",
+        "report.md",
+    ]
+
+
+def test_the_text_names_every_model_and_file(tracefit, tmp_path, folder, quick):
+    code, out, err = tracefit("run", folder, "--out", tmp_path / "out")
+    assert (code, err) == (0, "")
+    for name in ("beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure"):
+        assert name in out
+    for file in ("models/alpha.json", "models/beta.json", "evaluation.json", "report.md"):
+        assert str(tmp_path / "out" / file) in out
+
+
+def test_json_is_the_result_as_it_is_on_disk(tracefit, tmp_path, folder, quick):
+    code, out, _ = tracefit("run", folder, "--out", tmp_path / "out", "--json")
+    said = json.loads(out)
+    assert code == said["exit_code"] == 0
+    run = said["ingested"]["runs"][0]
+    assert (run["run_id"], run["spans"], run["steps"], run["requests"]) == ("busy", 121, 120, 60)
+    assert said["trained"]["files"] == [
+        str(tmp_path / "out" / name)
+        for name in ("models/alpha.json", "models/beta.json", "evaluation.json", "report.md")
+    ]
+    scope = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scopes"][0]
+    for fitted in said["trained"]["fitted"]:
+        entry = scope["models"][fitted["name"]]
+        assert fitted["scope_id"] == scope["scope_id"]
+        assert fitted["holdout_mae"] == pytest.approx(entry["holdout"]["mae"])
+        assert fitted["rows_holdout"] == entry["holdout"]["n"]
+
+
+@pytest.mark.parametrize("command", ["ingest", "train"])
+def test_json_of_the_parts(tracefit, tmp_path, folder, quick, command):
+    arguments = {
+        "ingest": (folder, "--out", tmp_path / "t"),
+        "train": (tmp_path / "t", "--out", tmp_path / "m"),
+    }
+    tracefit("ingest", *arguments["ingest"], "--quiet")
+    code, out, _ = tracefit(command, *arguments[command], "--json")
+    assert json.loads(out)["exit_code"] == code == 0
+
+
+def test_quiet_prints_nothing(tracefit, tmp_path, folder, quick):
+    assert tracefit("run", folder, "--out", tmp_path / "out", "--quiet") == (0, "", "")
+    assert (tmp_path / "out" / "report.md").exists()
+
+
+def test_quiet_still_prints_errors(tracefit, tmp_path):
+    code, out, err = tracefit("run", tmp_path, "--out", tmp_path / "out", "-q")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+
+
+def test_loose_files_take_their_facts_from_options(tracefit, tmp_path, folder, quick):
+    assert tracefit("run", folder, "--out", tmp_path / "a", "--gpu", "H100", "-q")[0] == 0
+    loose = tmp_path / "traces-0001.json"
+    (folder / "traces.json").rename(loose)
+    options = (
+        "--run-config",
+        folder / "exp-config.yaml",
+        "--model-config",
+        folder / "config.json",
+        "--gpu",
+        "H100",
+    )
+    assert tracefit("run", loose, "--out", tmp_path / "b", *options, "-q")[0] == 0
+    models = [json.loads((tmp_path / out / "models" / "beta.json").read_text())["models"][0] for out in "ab"]
+    assert models[0]["terms"] == models[1]["terms"]
+    assert models[0]["scope_id"] == models[1]["scope_id"]
+    assert TableStore(tmp_path / "b" / "tables").runs() == ["traces-0001"]
+
+
+def test_options_win_over_the_runs_files(tracefit, tmp_path, folder, quick):
+    options = ("--gpu", "A100", "--tp", 2, "--set", "max_num_seqs=17", "--set", "enforce_eager=true")
+    assert tracefit("run", folder, "--out", tmp_path / "out", *options, "-q")[0] == 0
+    model = json.loads((tmp_path / "out" / "models" / "beta.json").read_text())["models"][0]
+    settings = model["scope"]["settings"]
+    assert (settings["tensor_parallel"], settings["max_num_seqs"], settings["enforce_eager"]) == (2, 17, True)
+    assert settings["max_num_batched_tokens"] == 2048
+    assert model["scope"]["gpu"].startswith("A100")
+    assert ".tp2." in model["scope_id"]
+
+
+def test_a_damaged_line_is_exit_code_3_with_a_warning(tracefit, tmp_path, folder, quick):
+    with (folder / "traces.json").open("a") as stream:
+        stream.write('{"resourceSpans": [{"cut')
+    code, out, err = tracefit("run", folder, "--out", tmp_path / "out")
+    assert code == 3
+    assert "beta.cycle_time" in out
+    assert err == "warning: busy: 1 records could not be read; see the rejects table\n"
+    assert TableStore(tmp_path / "out" / "tables").read("rejects").height == 1
+
+
+def test_sample_tables_are_written_beside_the_models(tracefit, tmp_path, folder, quick):
+    assert tracefit("run", folder, "--out", tmp_path / "out", "--sample-csv", "-q")[0] == 0
+    names = {p.name for p in (tmp_path / "out" / "models").iterdir()}
+    assert names == {"alpha.json", "beta.json", "alpha_sample.csv", "beta_sample.csv"}
+
+
+def _broken_config(folder):
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return ()
+
+
+FAULTS = {
+    "a setting without a value": (lambda _: ("--set", "max_num_seqs"), 2, "KEY=VALUE"),
+    "a setting that cannot be": (lambda _: ("--set", "max_num_seqs=-4"), 2, "max_num_seqs"),
+    "an unknown gpu": (lambda _: ("--gpu", "H9000"), 2, "H100"),
+    "no such run config": (lambda f: ("--run-config", f / "none.yaml"), 2, "none.yaml"),
+    "a model configuration without keys": (_broken_config, 2, "config.json"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_one_line(tracefit, tmp_path, folder, fault):
+    options, code, says = FAULTS[fault]
+    ended, out, err = tracefit("run", folder, "--out", tmp_path / "out", *options(folder))
+    assert (ended, out) == (code, "")
+    assert err.startswith("tracefit: ")
+    assert err.count("\n") == 1
+    assert says in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_three_requests_are_exit_code_1(tracefit, tmp_path, traces):
+    for number in (1, 2, 3):
+        traces.request(number, 20_000 * number, step=6 * number)
+    code, out, err = tracefit("run", traces.write(tmp_path / "few"), "--out", tmp_path / "out")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert not (tmp_path / "out" / "models").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run"], ["run", "x", "--out"], ["fly"], ["run", "x", "--out", "y", "--tp", "0"], ["train", "x"]],
+)
+def test_a_wrong_command_is_exit_code_2(tracefit, arguments):
+    code, out, err = tracefit(*arguments)
+    assert (code, out) == (2, "")
+    assert err
+    assert "Traceback" not in err
+
+
+def test_an_interrupt_is_one_line(tracefit, tmp_path, folder, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tracefit.verbs.ingest.find_runs", interrupted)
+    assert tracefit("run", folder, "--out", tmp_path / "out") == (130, "", "tracefit: interrupted\n")

@@ -1,0 +1,74 @@
+"""Progress on a terminal, silence elsewhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+
+from tracefit.console import Terminal, one_line_errors, show
+from tracefit.errors import DataError, UsageError
+
+
+class _Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_shows_on_a_terminal_and_goes_away(monkeypatch):
+    screen = _Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    told = Terminal(quiet=False)
+    told.stage("reading busy")
+    told.read(2_500_000)
+    told.close()
+    assert "reading busy" in screen.getvalue()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_no_progress_where_nobody_watches(monkeypatch, capsys, quiet):
+    told = Terminal(quiet=quiet)
+    told.stage("reading")
+    told.read(10)
+    told.warn("odd")
+    told.close()
+    assert capsys.readouterr().err == ("" if quiet else "warning: odd\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (
+            UsageError("is not JSON", where="f.json", hint="write it\nanew"),
+            2,
+            "tracefit: f.json: is not JSON; write it anew\n",
+        ),
+        (DataError("too few rows"), 1, "tracefit: too few rows\n"),
+    ],
+)
+def test_errors_are_one_line_and_their_exit_code(capsys, error, code, line):
+    with pytest.raises(typer.Exit) as ended, one_line_errors(Terminal(quiet=True)):
+        raise error
+    assert ended.value.exit_code == code
+    assert capsys.readouterr().err == line
+
+
+@dataclass
+class _Result:
+    out: Path
+    parts: tuple[Path, ...] = ()
+
+
+def test_results_are_text_or_json_or_nothing(capsys):
+    result = _Result(Path("a"), (Path("b"),))
+    show(result, "text\n\n", as_json=False, quiet=False)
+    assert capsys.readouterr().out == "text\n"
+    show(result, "text", as_json=False, quiet=True)
+    assert capsys.readouterr().out == ""
+    show(result, "text", as_json=True, quiet=False)
+    assert capsys.readouterr().out == '{\n  "out": "a",\n  "parts": [\n    "b"\n  ]\n}\n'

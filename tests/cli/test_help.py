@@ -1,0 +1,77 @@
+"""What the command line says of itself, and how little it loads to say it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.main import get_command
+
+import tracefit as package
+from tracefit.cli import app
+
+COMMANDS = sorted(get_command(app).commands)
+
+
+def test_the_commands_of_the_contract_are_there():
+    assert {"run", "ingest", "train", "synth"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(tracefit, command):
+    code, out, err = tracefit(command, "--help")
+    assert (code, err) == (0, "")
+    assert f"Example: tracefit {command} " in " ".join(out.replace("`", "").split())
+    assert "--json" in out
+
+
+def test_the_version(tracefit):
+    assert tracefit("--version") == (0, f"tracefit {package.__version__}\n", "")
+
+
+def test_no_command_is_help(tracefit):
+    code, out, err = tracefit()
+    assert code in (0, 2)
+    assert "ingest" in out + err
+
+
+HEAVY = {"polars", "sklearn", "pyarrow", "numpy", "scipy", "msgspec"}
+LOADED = """
+import json, sys
+from tracefit.cli import main
+try:
+    main()
+finally:
+    print("\\n" + json.dumps(sorted({m.partition(".")[0] for m in sys.modules})))
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["run", "--help"]])
+def test_nothing_heavy_is_loaded_to_say_so(process, arguments):
+    done = process(*arguments, code=LOADED)
+    assert done.returncode == 0
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert "typer" in loaded
+    assert not loaded & HEAVY
+
+
+def test_importing_the_package_loads_nothing_heavy(process):
+    done = process(code="import sys, tracefit; print(sorted(sys.modules))")
+    assert not any(f"'{name}'" in done.stdout for name in HEAVY)
+
+
+def test_the_verbs_are_there_on_first_use():
+    assert {"ingest", "train", "run"} <= set(package.__all__)
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = package.trian
+
+
+def test_the_module_is_a_command_too(process):
+    done = process(
+        code="import runpy, sys; sys.argv[1:] = ['--version']; runpy.run_module('tracefit.cli', run_name='__main__')"
+    )
+    assert done.stdout.startswith("tracefit ")
+    assert sys.executable

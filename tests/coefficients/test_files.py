@@ -1,0 +1,159 @@
+"""Reading and writing: same content, same bytes; hostile content, one line that names the file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tracefit.coefficients.files import read_coefficients, read_evaluation, rounded, to_json
+from tracefit.errors import UsageError
+
+MODEL = {
+    "name": "beta.cycle_time",
+    "form": "linear",
+    "intercept": {"value": 7408.99},
+    "terms": [{"feature": "prefill_tokens", "unit": "us/token", "value": 26.59}],
+}
+FILE = {"schema": "tracefit/coefficients", "version": 1, "kind": "beta", "models": [MODEL]}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return a function that writes a file and returns its path."""
+
+    def to_file(content):
+        path = tmp_path / "beta.json"
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return to_file
+
+
+def _refused(path, read=read_coefficients):
+    with pytest.raises(UsageError) as caught:
+        read(path)
+    line = caught.value.line()
+    assert line.startswith(f"{path}: ")
+    assert "\n" not in line
+    assert len(line) < 1000
+    return line
+
+
+def test_a_file_of_numbers_alone_is_read(write):
+    file = read_coefficients(write(FILE))
+    assert (file.kind, file.models[0].intercept.value, file.models[0].terms[0].value) == (
+        "beta",
+        7408.99,
+        26.59,
+    )
+
+
+def test_a_file_that_was_written_reads_as_it_was(write, trained):
+    for name in ("alpha", "beta"):
+        text = (trained / "models" / f"{name}.json").read_text()
+        assert to_json(read_coefficients(write(text))) == text
+    text = (trained / "evaluation.json").read_text()
+    assert to_json(read_evaluation(write(text))) == text
+
+
+def test_a_byte_order_mark_does_no_harm(write):
+    assert read_coefficients(write(b"\xef\xbb\xbf" + json.dumps(FILE).encode())).kind == "beta"
+
+
+def test_keys_of_the_text_are_in_declared_order_and_it_ends_in_a_newline(write):
+    text = to_json(read_coefficients(write(dict(reversed(FILE.items())))))
+    assert list(json.loads(text))[:4] == ["schema", "version", "kind", "models"]
+    assert text.endswith("}\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [(1 / 3, 0.333333333), (123456789.123, 123456789.0), (1e-9 / 3, 3.33333333e-10), (0.0, 0.0)],
+)
+def test_numbers_keep_nine_digits(value, kept):
+    assert rounded(value) == kept
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("version",), 2, "version"),
+        (("version",), "1", "version"),
+        (("schema",), "something/else", "schema"),
+        (("kind",), "gamma", "kind"),
+        (("surprise",), 1, "surprise"),
+        (("models",), {}, "models"),
+        (("models", 0, "surprise"), 1, "surprise"),
+        (("models", 0, "form"), "cubic", "form"),
+        (("models", 0, "intercept"), None, "intercept"),
+        (("models", 0, "intercept", "value"), "much", "intercept.value"),
+        (("models", 0, "intercept", "value"), None, "intercept.value"),
+        (("models", 0, "intercept", "value"), 10**400, "intercept.value"),
+        (("models", 0, "terms", 0, "feature"), "a b; c", "feature"),
+        (("models", 0, "terms", 0, "feature"), "x" * 5000, "feature"),
+        (("models", 0, "terms", 0, "seen"), [1, 2, 3], "seen"),
+        (("x" * 5000,), 1, "xxx"),
+    ],
+)
+def test_a_part_of_another_shape_is_named(write, place, value, says):
+    document = json.loads(json.dumps(FILE))
+    part = document
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    line = _refused(write(document))
+    assert says in line
+    assert "schemas/coefficients.schema.json" in line
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_numbers_that_are_none_are_refused(write, number):
+    _refused(write(json.dumps(FILE).replace("26.59", number)))
+
+
+def test_a_key_that_is_there_twice_is_refused(write):
+    text = json.dumps(FILE).replace('"value": 26.59', '"value": 26.59, "value": 1.0')
+    assert "twice" in _refused(write(text))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "7",
+        '"text"',
+        b"\x00\xff\xfe\x00",
+        b"\x28\xb5\x2f\xfd\x04\x00",
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '{"schema": 1' + "0" * 5000 + "}",
+        '{"kind": "\\ud800"}',
+    ],
+    ids=range(12),
+)
+def test_what_is_no_such_file_at_all_is_one_line(write, content):
+    path = write(content)
+    _refused(path)
+    _refused(path, read_evaluation)
+
+
+def test_a_file_that_is_not_there_or_no_file(tmp_path):
+    _refused(tmp_path / "missing.json")
+    _refused(tmp_path)
+
+
+def test_a_file_of_a_size_that_cannot_be_is_not_read(write, monkeypatch):
+    monkeypatch.setattr("tracefit.coefficients.files.MAX_FILE_BYTES", 10)
+    assert "larger than" in _refused(write(FILE))
+
+
+def test_an_evaluation_is_no_coefficient_file(trained):
+    _refused(trained / "evaluation.json")
+    assert "evaluation.schema.json" in _refused(trained / "models" / "beta.json", read_evaluation)

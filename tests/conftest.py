@@ -1,0 +1,329 @@
+"""Traces written by hand: OTLP spans as a vLLM server would export them, one request or step at a time.
+
+Independent of the project's own generator: what a test expects of a trace can be read off the test.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from google.protobuf import json_format
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+from sklearn.dummy import DummyRegressor
+
+from tracefit.fit.select import Choice
+from tracefit.tables.store import TableStore
+from tracefit.verbs.ingest import ingest
+from tracefit.verbs.run import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import polars as pl
+
+BOOT_UNIX_NS = 1_700_000_000_000_000_000
+"""Wall-clock time at which the engine's monotonic clock is 0."""
+
+CONFIG_JSON = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "torch_dtype": "float16",
+}
+"""Llama 2 7B: 6.74e9 parameters."""
+
+RUN_CONFIG = (
+    "model: meta-llama/Llama-2-7b-hf\ntensor_parallelism: 1\nmax_num_seqs: 64\nmax_num_batched_tokens: 2048\n"
+)
+
+
+def _value(value: object) -> dict[str, object]:
+    if isinstance(value, bool):
+        return {"boolValue": value}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    return {"doubleValue": value} if isinstance(value, float) else {"stringValue": value}
+
+
+def _attributes(values: dict[str, object]) -> list[dict[str, object]]:
+    return [{"key": key, "value": _value(value)} for key, value in values.items() if value is not None]
+
+
+@dataclass
+class Traces:
+    """Spans composed by hand. All times are microseconds on the engine's monotonic clock.
+
+    `server` is the service.instance.id of what follows; `spelling` is `dotted` as the server writes it or `plain` as
+    written specifications have it; `clock` says how core events carry their time: in seconds and in whole `ns`, in
+    seconds with `zero` ns, or in seconds (`s`) alone.
+    """
+
+    server: str = "engine"
+    spelling: str = "dotted"
+    clock: str = "ns"
+    records: list[dict[str, Any]] = field(default_factory=list)
+    step_spans: int = 0
+
+    def span(self, scope, name, ids, events, *, attributes=None, server=None, kind=1, dropped=0) -> Traces:
+        """Add a span; `ids` are trace, span and parent numbers."""
+        trace, span, parent = ids
+        times = [int(e["timeUnixNano"]) for e in events] or [BOOT_UNIX_NS]
+        resource = {"service.name": "vllm", "service.instance.id": server or self.server}
+        one = {
+            "traceId": f"{trace:032x}",
+            "spanId": f"{span:016x}",
+            "parentSpanId": f"{parent:016x}" if parent else "",
+            "name": name,
+            "kind": kind,
+            "startTimeUnixNano": str(min(times)),
+            "endTimeUnixNano": str(max(times)),
+            "attributes": _attributes(attributes or {}),
+            "events": events,
+            "droppedEventsCount": dropped,
+        }
+        scopes = [{"scope": {"name": scope}, "spans": [one]}]
+        self.records.append({"resource": {"attributes": _attributes(resource)}, "scopeSpans": scopes})
+        return self
+
+    def event(self, name, at_us, attributes) -> dict[str, Any]:
+        """Return an event at a time, for `span`."""
+        unix_ns = BOOT_UNIX_NS + round(at_us * 1000)
+        return {"name": name, "timeUnixNano": str(unix_ns), "attributes": _attributes(attributes)}
+
+    def api(self, number, times, *, server=None, prompt=100, **attributes) -> Traces:
+        """Add the API span of request `number`: event name without prefix to time."""
+        prefix = "" if self.spelling == "plain" else "api."
+        events = [self.event(prefix + n, at, {"event.ts.monotonic": at / 1e6}) for n, at in times.items()]
+        facts = {"gen_ai.request.id": f"cmpl-{number}", "gen_ai.usage.prompt_tokens": prompt, **attributes}
+        ids = (number, 2 * number, 0)
+        return self.span("vllm.api", "llm_request", ids, events, attributes=facts, server=server, kind=2)
+
+    def core(self, number, times, *, child=0, prompt=100, parent=True, **common) -> Traces:
+        """Add a core span of request `number`: a list of (event name without prefix, time, step, more attributes)."""
+        name = f"cmpl-{number}-{child}-0000000{child}"
+        events = [self._journey(*one, prompt=prompt, **common) for one in times]
+        ids = (number, 2 * number + 1 + (child << 32), 2 * number if parent else 0)
+        return self.span("vllm.scheduler", "llm_core", ids, events, attributes={"gen_ai.request.id": name})
+
+    def _journey(self, event, at_us, step, more=None, *, prompt, preemptions=0) -> dict[str, Any]:
+        joint = "." if self.spelling == "dotted" else "_"
+        facts = {
+            "event.type": event,
+            "ts.monotonic": at_us / 1e6,
+            "ts.monotonic_ns": {"ns": round(at_us * 1000), "zero": 0, "s": None}[self.clock],
+            "scheduler.step": step,
+            "phase": "WAITING" if event == "QUEUED" else "DECODE",
+            f"prefill{joint}done_tokens": prompt if event in ("FIRST_TOKEN", "FINISHED") else 0,
+            f"prefill{joint}total_tokens": prompt,
+            "num_preemptions": preemptions,
+        }
+        facts |= {key.replace("decode.", f"decode{joint}"): value for key, value in (more or {}).items()}
+        return self.event(f"journey.{event}", at_us, facts)
+
+    def request(
+        self, number, at_us, *, step, tokens_at=(), output=5, prompt=100, departs=300, **api
+    ) -> Traces:
+        """Add both spans of a request that nothing disturbs: ARRIVED at `at_us`, QUEUED 1,000 us later, SCHEDULED
+        in `step` after another 200, a token per step from that step on; `tokens_at` are first and last, by default
+        10,000 us after SCHEDULED and as long per token.
+        """
+        queued = at_us + 1000
+        scheduled = queued + 200
+        first, finished = tokens_at or (scheduled + 10_000, scheduled + output * 10_000)
+        done = {"finish.status": "length", "decode.done_tokens": output}
+        self.api(number, {"ARRIVED": at_us, "DEPARTED": finished + departs}, prompt=prompt, **api)
+        events = [
+            ("QUEUED", queued, step - 1),
+            ("SCHEDULED", scheduled, step, {"schedule.kind": "FIRST"}),
+            ("FIRST_TOKEN", first, step),
+            ("FINISHED", finished, step + output - 1, done),
+        ]
+        return self.core(number, events, prompt=prompt)
+
+    def summary(self, step, at_us, **changes) -> dict[str, Any]:
+        """Return the BATCH_SUMMARY of a step of one decoding request that starts at `at_us`, for `steps`."""
+        facts = {
+            "step.id": step,
+            "step.ts_start_ns": round(at_us * 1000),
+            "step.ts_end_ns": round(at_us * 1000) + 100_000,
+            "step.duration_us": 100,
+            "queue.running_depth": 1,
+            "queue.waiting_depth": 0,
+            "batch.num_prefill_reqs": 0,
+            "batch.num_decode_reqs": 1,
+            "batch.scheduled_tokens": 1,
+            "batch.prefill_tokens": 0,
+            "batch.decode_tokens": 1,
+            "batch.num_finished": 0,
+            "batch.num_preempted": 0,
+            "kv.usage_gpu_ratio": 0.25,
+            "kv.blocks_total_gpu": 1000,
+            "kv.blocks_free_gpu": 750,
+        }
+        facts |= {
+            k: changes.pop(k.rpartition(".")[2]) for k in tuple(facts) if k.rpartition(".")[2] in changes
+        }
+        assert not changes, f"no such attribute: {changes}"
+        return self.event("step.BATCH_SUMMARY", at_us + 100, facts)
+
+    def snapshot(self, step, at_us, request_id, **changes) -> dict[str, Any]:
+        """Return a REQUEST_SNAPSHOT of a decoding request, for `steps`."""
+        facts = {
+            "step.id": step,
+            "request.id": request_id,
+            "request.phase": "DECODE",
+            "request.num_prompt_tokens": 100,
+            "request.num_computed_tokens": 100,
+            "request.num_output_tokens": 1,
+            "request.scheduled_tokens_this_step": 1,
+        }
+        facts |= {f"request.{key}": value for key, value in changes.items()}
+        return self.event("step.REQUEST_SNAPSHOT", at_us, facts)
+
+    def steps(self, *events, server=None, dropped=0) -> Traces:
+        """Add a step span with the given events."""
+        self.step_spans += 1
+        ids = (1 << 64, (1 << 40) + self.step_spans, 0)
+        return self.span(
+            "vllm.scheduler.step", "scheduler_steps_1", ids, list(events), server=server, dropped=dropped
+        )
+
+    def lines(self) -> list[str]:
+        """Return the records as OTLP JSON lines."""
+        return [json.dumps({"resourceSpans": [record]}) for record in self.records]
+
+    def protobuf(self) -> bytes:
+        """Return the records as one protobuf message; OTLP's JSON has ids in hex, protobuf's own in base64."""
+        document = {"resourceSpans": deepcopy(self.records)}
+        for record in document["resourceSpans"]:
+            for span in record["scopeSpans"][0]["spans"]:
+                for key in ("traceId", "spanId", "parentSpanId"):
+                    span[key] = base64.b64encode(bytes.fromhex(span[key])).decode()
+        return json_format.ParseDict(document, TracesData()).SerializeToString()
+
+    def write(self, folder: Path, *, name="traces.json", config=True) -> Path:
+        """Write a run folder: traces, and its configuration files unless they are not wanted."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".pb"):
+            (folder / name).write_bytes(self.protobuf())
+        else:
+            (folder / name).write_text("".join(f"{line}\n" for line in self.lines()))
+        if config:
+            (folder / "config.json").write_text(json.dumps(CONFIG_JSON))
+            (folder / "exp-config.yaml").write_text(RUN_CONFIG)
+        return folder
+
+    def load(self, *, steps=240, requests=90, covered=0.05, noise=0.01, lag=0, seed=0) -> Traces:
+        """Add a busy engine whose step time is 2,000 + 10 per prefill token + 50 per decode token, and relative noise.
+
+        `covered` is the share of the step time that step.duration_us claims. With `lag` 1 a step executes after the
+        next one began: its composition drives the cycle of the next, and its tokens come a cycle later.
+        """
+        rng = np.random.default_rng(seed)
+        start, executing = 1_000_000.0, []
+        events, starts = [], []
+        for step in range(1, (steps or 240) + 1):
+            starts.append(start)
+            prefill, decode = int(rng.integers(0, 200)) * int(rng.random() < 0.5), int(rng.integers(1, 30))
+            executing.append((2000 + 10 * prefill + 50 * decode) * (1 + noise * rng.standard_normal()))
+            cycle = executing[max(step - 1 - lag, 0)]
+            changes = {
+                "num_prefill_reqs": int(prefill > 0),
+                "num_decode_reqs": decode,
+                "prefill_tokens": prefill,
+                "decode_tokens": decode,
+                "scheduled_tokens": prefill + decode,
+                "running_depth": decode + int(prefill > 0),
+                "waiting_depth": int(rng.integers(0, 5)),
+                "duration_us": round(covered * cycle),
+                "usage_gpu_ratio": float(rng.random()),
+            }
+            events.append(self.summary(step, start, **changes))
+            start += cycle
+        if steps:
+            self.steps(*events)
+        for number in range(1, requests + 1):
+            step = 2 + (number - 1) * (len(starts) - 12) // requests
+            prompt, output = int(rng.integers(10, 500)), int(rng.integers(2, 8))
+            self.request(
+                number,
+                starts[step - 1] - 1100,
+                step=step,
+                prompt=prompt,
+                output=output,
+                tokens_at=(starts[step + lag] - 50, starts[step + lag + output - 1] - 50),
+                departs=300 + 20 * float(rng.standard_normal()),
+            )
+        return self
+
+
+@pytest.fixture
+def traces() -> Traces:
+    """Return an empty set of spans to compose a trace of."""
+    return Traces()
+
+
+@pytest.fixture(scope="session")
+def new_traces() -> type[Traces]:
+    """Return the builder itself, for tests that need several traces or longer-lived ones."""
+    return Traces
+
+
+@pytest.fixture(scope="session")
+def config_json() -> dict[str, Any]:
+    """Return the model configuration that run folders hold."""
+    return CONFIG_JSON
+
+
+@pytest.fixture
+def tables_of(tmp_path):
+    """Ingest a trace; return a function from a table's name to its frame."""
+
+    def of(trace: Traces, *, run_id: str = "run", name: str = "traces.json"):
+        folder = trace.write(tmp_path / "runs" / run_id, name=name)
+        ingest([folder], tmp_path / "tables")
+
+        def table(which: str) -> pl.DataFrame:
+            return TableStore(tmp_path / "tables").read(which, [run_id])
+
+        return table
+
+    return of
+
+
+def _spare_search(patch) -> None:
+    patch.setattr("tracefit.fit.train.choose_penalty", lambda *_: Choice("ridge", 1e-8, 1.0, 5))
+
+
+@pytest.fixture
+def no_search(monkeypatch) -> None:
+    """Spare a test the search for a penalty, which takes seconds and has tests of its own."""
+    _spare_search(monkeypatch)
+
+
+@pytest.fixture
+def quick(monkeypatch, no_search) -> None:
+    """Spare a test the boosted reference too, where its errors do not matter."""
+    boosting = "tracefit.fit.train.HistGradientBoostingRegressor"
+    monkeypatch.setattr(boosting, lambda **_: DummyRegressor(strategy="median"))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Path:
+    """Return what the main job leaves of one busy run: tables, models, evaluation, report."""
+    root = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        _spare_search(patch)
+        run([Traces().load().write(root / "busy")], root / "out")
+    return root / "out"

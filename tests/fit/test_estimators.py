@@ -1,0 +1,178 @@
+"""The robust linear estimator: known coefficients, known penalties, intervals that hold the truth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import Lasso, LinearRegression, Ridge
+from sklearn.preprocessing import StandardScaler
+
+from tracefit.fit.estimators import HUBER, RobustLinear, confidence_intervals, huber_weights
+from tracefit.fit.select import time_blocks
+
+TRUTH = np.array([2000.0, 10.0, -40.0, 0.003])
+
+
+def _features(rng, n=400):
+    return np.column_stack([rng.integers(0, 200, n), rng.random(n) * 8, rng.normal(5e5, 1e5, n)])
+
+
+def _clean(seed=0, n=400):
+    x = _features(np.random.default_rng(seed), n)
+    return x, TRUTH[0] + x @ TRUTH[1:]
+
+
+def _noisy(seed=0, n=400):
+    x, y = _clean(seed, n)
+    return x, y + np.random.default_rng(seed + 1).normal(0, 30, n)
+
+
+def _fitted(model):
+    return np.array([model.intercept_, *model.coef_])
+
+
+def test_without_noise_and_penalty_the_coefficients_are_exact():
+    x, y = _clean()
+    np.testing.assert_allclose(_fitted(RobustLinear(strength=0.0).fit(x, y)), TRUTH, rtol=1e-9)
+
+
+def test_the_default_penalty_costs_a_millionth():
+    x, y = _clean()
+    np.testing.assert_allclose(_fitted(RobustLinear().fit(x, y)), TRUTH, rtol=1e-4)
+
+
+def test_without_bend_and_penalty_it_is_least_squares():
+    x, y = _noisy()
+    design = np.column_stack([np.ones(len(y)), x])
+    expected = np.linalg.lstsq(design, y, rcond=None)[0]
+    model = RobustLinear(strength=0.0, huber=np.inf).fit(x, y)
+    np.testing.assert_allclose(_fitted(model), expected, rtol=1e-7)
+
+
+def test_two_percent_of_wild_rows_do_not_move_it():
+    x, y = _noisy(n=2000)
+    rng = np.random.default_rng(9)
+    wild = rng.random(len(y)) < 0.02
+    y = y + wild * rng.uniform(5e4, 1e5, len(y)) * (x[:, 0] > 100)
+    robust = _fitted(RobustLinear().fit(x, y))
+    ordinary = LinearRegression().fit(x, y)
+    np.testing.assert_allclose(robust[1:3], TRUTH[1:3], rtol=0.05)
+    assert abs(ordinary.coef_[0] / TRUTH[1] - 1) > 0.5
+
+
+@pytest.mark.parametrize("strength", [1e-4, 1e-2, 1.0])
+def test_ridge_is_scikit_learns_on_standardised_features(strength):
+    x, y = _noisy()
+    z = StandardScaler().fit_transform(x)
+    expected = Ridge(alpha=strength * len(y)).fit(z, y).predict(z)
+    np.testing.assert_allclose(
+        RobustLinear("ridge", strength, huber=np.inf).fit(x, y).predict(x), expected, rtol=1e-9
+    )
+
+
+def test_lasso_is_scikit_learns_at_that_share_of_the_emptying_penalty():
+    x, y = _noisy()
+    z = StandardScaler().fit_transform(x)
+    emptying = np.abs(z.T @ (y - y.mean())).max() / len(y)
+    expected = Lasso(alpha=0.3 * emptying).fit(z, y)
+    model = RobustLinear("lasso", 0.3, huber=np.inf).fit(x, y)
+    np.testing.assert_allclose(model.coef_ * x.std(axis=0), expected.coef_, rtol=1e-3, atol=1e-6)
+    assert 0 < np.count_nonzero(model.coef_) < 3
+
+
+def test_a_strong_lasso_leaves_the_level_alone():
+    x, y = _noisy()
+    model = RobustLinear("lasso", 1.001, huber=np.inf).fit(x, y)
+    assert not model.coef_.any()
+    assert model.intercept_ == pytest.approx(y.mean())
+
+
+def test_units_of_features_do_not_matter():
+    x, y = _noisy()
+    units = np.array([1000.0, 1e-6, 3.0])
+    model, scaled = RobustLinear(strength=1e-3).fit(x, y), RobustLinear(strength=1e-3).fit(x * units, y)
+    np.testing.assert_allclose(scaled.coef_ * units, model.coef_, rtol=1e-6)
+
+
+def test_a_model_of_no_feature_is_a_robust_level():
+    y = np.array([9.0, 10.0, 10.0, 11.0, 1e6])
+    model = RobustLinear().fit(np.zeros((5, 0)), y)
+    assert model.intercept_ == pytest.approx(10, abs=1.5)
+    assert model.predict(np.zeros((2, 0))).tolist() == [model.intercept_] * 2
+
+
+def test_huber_weights_by_hand():
+    residual = np.array([-2.0, -1.0, 0.0, 1.0, 10.0])
+    spread = 1.4826  # median 0, median absolute deviation 1
+    expected = [min(1, HUBER * spread / 2), 1, 1, 1, HUBER * spread / 10]
+    np.testing.assert_allclose(huber_weights(residual, HUBER), expected)
+
+
+def test_it_is_an_estimator_as_scikit_learn_knows_them():
+    model = RobustLinear("lasso", 0.25, huber=2.0)
+    assert model.get_params().items() >= {"penalty": "lasso", "strength": 0.25, "huber": 2.0}.items()
+    x, y = _noisy()
+    copy = clone(model.fit(x, y))
+    assert copy.get_params() == model.get_params()
+    with pytest.raises(NotFittedError):
+        copy.predict(x)
+    assert copy.set_params(penalty="ridge", strength=1e-6).fit(x, y).score(x, y) > 0.99
+    assert copy.n_features_in_ == 3
+
+
+def test_fitting_leaves_data_and_parameters_alone():
+    x, y = _noisy()
+    before = x.copy(), y.copy()
+    model = RobustLinear(strength=0.01)
+    assert model.fit(x, y) is model
+    assert np.array_equal(x, before[0])
+    assert np.array_equal(y, before[1])
+    assert model.get_params()["strength"] == 0.01
+
+
+def _autoregressive(rng, n, memory):
+    values = rng.standard_normal(n)
+    for i in range(1, n):
+        values[i] = memory * values[i - 1] + np.sqrt(1 - memory**2) * values[i]
+    return values
+
+
+def _intervals(seed, *, n=150, memory=0.0, blocks=15):
+    rng = np.random.default_rng(seed)
+    x = np.column_stack([100 + 30 * rng.standard_normal(n), 5 + 2 * rng.standard_normal(n)])
+    y = 2000 + x @ [10.0, -40.0] + 50 * _autoregressive(rng, n, memory)
+    model = RobustLinear("ridge", 1e-6).fit(x, y)
+    block = time_blocks(np.zeros(n, dtype=np.int64), np.arange(n), blocks)
+    intercept, slopes = confidence_intervals(x, y, model, block)
+    return [intercept, *slopes]
+
+
+def test_intervals_of_95_percent_hold_the_truth_about_that_often():
+    """200 runs whose noise remembers half of the step before."""
+    found = [_intervals(seed, memory=0.5) for seed in range(200)]
+    held = [
+        [low <= true <= high for (low, high), true in zip(one, (2000, 10, -40), strict=True)] for one in found
+    ]
+    coverage = np.mean(held, axis=0)
+    assert (coverage >= 0.90).all(), coverage
+    assert (coverage <= 0.99).all(), coverage
+
+
+def test_an_interval_is_as_wide_as_theory_has_it():
+    """Independent Gaussian noise: Huber's asymptotic variance, sd / sqrt(n) by the root of its efficiency of 95 %."""
+    n = 20_000
+    low, high = _intervals(0, n=n, blocks=1000)[1]
+    expected = 2 * norm.ppf(0.975) * 50 / 30 / np.sqrt(n) / np.sqrt(0.95)
+    assert high - low == pytest.approx(expected, rel=0.06)
+
+
+def test_an_interval_holds_its_own_value_and_a_dropped_feature_has_none():
+    x, y = _noisy()
+    model = RobustLinear("lasso", 0.3).fit(x, y)
+    _, slopes = confidence_intervals(x, y, model, np.arange(len(y)) // 10)
+    for value, interval in zip(model.coef_, slopes, strict=True):
+        assert (interval is None) == (value == 0)
+        assert interval is None or interval[0] < value < interval[1]

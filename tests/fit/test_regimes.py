@@ -1,0 +1,105 @@
+"""Models by regimes: a condition tells which line speaks for a row."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+from tracefit.fit import rows as rules
+from tracefit.fit.select import Choice
+from tracefit.fit.train import (
+    Comparison,
+    FeatureColumn,
+    FitOptions,
+    Fitted,
+    Regime,
+    TooFewRows,
+    fit_regimes,
+    predict_parts,
+)
+
+SLOPE = (FeatureColumn("ahead", "us/request"),)
+NO_SLOT = (Comparison("slots", "<=", value=0.0),)
+REGIMES = [Regime("queued", NO_SLOT, SLOPE), Regime("free", (), SLOPE)]
+
+
+@pytest.fixture(autouse=True)
+def _penalty(monkeypatch):
+    monkeypatch.setattr("tracefit.fit.train.choose_penalty", lambda *_: Choice("ridge", 1e-10, 0.0, 5))
+
+
+def _frame(n=400, *, full=0.5, wrong=0):
+    """A wait of 5,000 + 100 per request ahead without a slot, of 200 with one; the last `wrong` rows lie about slots."""
+    rng = np.random.default_rng(0)
+    queued, ahead = rng.random(n) < full, rng.integers(0, 50, n)
+    told = np.where(np.arange(n) >= n - wrong, ~queued, queued)
+    columns = {
+        "run_id": "r",
+        "server": "s",
+        "ts_ns": np.arange(n) * 1000,
+        "ahead": ahead,
+        "slots": np.where(told, 0.0, 3.0),
+        "queued": queued,
+        "y": np.where(queued, 5000.0 + 100 * ahead, 200.0),
+        "excluded_because": None,
+    }
+    return rules.split_by_time(pl.DataFrame(columns, schema_overrides={"excluded_because": pl.String}))
+
+
+def _fit(frame, regimes=REGIMES) -> Fitted:
+    options = FitOptions(drop_outliers=False, reference=False, truth=pl.col("queued"))
+    fitted = fit_regimes(frame, list(regimes), options)
+    assert isinstance(fitted, Fitted)
+    return fitted
+
+
+def test_each_regime_has_its_own_line():
+    queued, free = _fit(_frame()).parts
+    assert (queued.regime.name, free.regime.name) == ("queued", "free")
+    assert queued.intercept == pytest.approx(5000, rel=1e-3)
+    assert queued.terms[0].value == pytest.approx(100, rel=1e-3)
+    assert free.intercept == pytest.approx(200, rel=1e-3)
+    assert queued.rows_used + free.rows_used == 280
+
+
+def test_the_first_condition_that_holds_speaks():
+    parts = _fit(_frame()).parts
+    rows = pl.DataFrame({"slots": [0.0, 1.0, -2.0, None], "ahead": [10, 10, 20, 10]})
+    assert predict_parts(parts, rows) == pytest.approx([6000, 200, 7000, 200], rel=1e-2)
+
+
+def test_a_regime_with_too_few_rows_leaves_them_to_the_next():
+    fitted = _fit(_frame(full=0.05))
+    assert [(p.regime.name, p.rows_used) for p in fitted.parts] == [("free", 280)]
+
+
+def test_the_only_regime_that_was_fitted_speaks_for_all():
+    fitted = _fit(_frame(full=0.97))
+    assert [p.regime.name for p in fitted.parts] == ["queued"]
+    assert fitted.parts[0].regime.any_of == ()
+
+
+def test_the_condition_is_held_against_what_happened():
+    """Of 120 held-out rows the last 20 say the opposite of the truth."""
+    held = _frame(wrong=20).filter(split="holdout")
+    hit = held.with_columns(told=pl.col("slots") <= 0).select("queued", "told")
+    counts = {pair: hit.filter(queued=pair[0], told=pair[1]).height for pair in [(True, True), (True, False)]}
+    classifier = _fit(_frame(wrong=20)).validation.classifier
+    assert (classifier.true_positive, classifier.false_negative) == (counts[True, True], counts[True, False])
+    assert classifier.false_negative + classifier.false_positive == 20
+    positives, negatives = hit["queued"].sum(), (~hit["queued"]).sum()
+    rates = classifier.true_positive / positives, classifier.true_negative / negatives
+    assert classifier.balanced_accuracy == pytest.approx(sum(rates) / 2)
+
+
+def test_comparisons_with_another_feature():
+    row = pl.DataFrame({"demand": [5, 6, None], "free": [5, 5, 5]})
+    more = Comparison("demand", ">", feature2="free")
+    assert row.select(more.holds()).to_series().to_list() == [False, True, False]
+
+
+def test_too_few_rows_in_all_regimes():
+    result = fit_regimes(_frame(30), REGIMES, FitOptions(reference=False))
+    assert isinstance(result, TooFewRows)
+    assert "30 and 10 are needed" in result.reason

@@ -1,0 +1,97 @@
+"""Which rows train, which are held out, which are left out: the published rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+from tracefit.fit import rows as rules
+
+
+def _rows(times, *, run="r", server="s", because=None):
+    because = because or {}
+    return pl.DataFrame(
+        {
+            "run_id": run,
+            "server": server,
+            "ts_ns": list(times),
+            "excluded_because": [because.get(t) for t in times],
+        },
+        schema_overrides={"ts_ns": pl.Int64, "excluded_because": pl.String},
+    )
+
+
+def _held_out(frame, **which):
+    return rules.split_by_time(frame).filter(split="holdout", **which)["ts_ns"].to_list()
+
+
+@pytest.mark.parametrize(("count", "train"), [(10, 7), (100, 70), (90, 63), (7, 5), (3, 2)])
+def test_the_last_30_percent_in_time_are_held_out(count, train):
+    shuffled = np.random.default_rng(0).permutation(count).tolist()
+    assert sorted(_held_out(_rows(shuffled))) == list(range(train, count))
+
+
+def test_every_run_and_server_is_split_by_its_own_clock():
+    early, late, other = _rows(range(10)), _rows(range(1000, 1020)), _rows(range(500, 510))
+    frame = pl.concat([early, late.with_columns(run_id=pl.lit("q")), other.with_columns(server=pl.lit("t"))])
+    assert _held_out(frame, run_id="r", server="s") == [7, 8, 9]
+    assert _held_out(frame, run_id="q") == list(range(1014, 1020))
+    assert _held_out(frame, server="t") == [507, 508, 509]
+
+
+@pytest.mark.parametrize("reason", ["idle_gap", "epoch_boundary"])
+def test_gaps_do_not_move_the_boundary(reason):
+    gaps = dict.fromkeys(range(5, 50), reason)
+    frame = _rows([*range(5), *range(5, 50), *range(100, 105)], because=gaps)
+    assert rules.split_by_time(frame).filter(pl.col("excluded_because").is_null())["split"].to_list() == [
+        *["train"] * 7,
+        *["holdout"] * 3,
+    ]
+
+
+def test_rows_keep_their_order():
+    frame = _rows([5, 1, 9, 3])
+    assert rules.split_by_time(frame)["ts_ns"].to_list() == [5, 1, 9, 3]
+
+
+def test_marking_spares_the_hold_out_and_what_is_marked():
+    frame = rules.split_by_time(_rows(range(10), because={2: "idle_gap"}))
+    marked = rules.mark(frame, "warm_up", pl.col("ts_ns").is_in([1, 2, 8]))
+    assert marked["excluded_because"].to_list() == [None, "warm_up", "idle_gap", *[None] * 7]
+
+
+def test_marking_takes_unknown_for_no():
+    frame = rules.split_by_time(_rows(range(10))).with_columns(flag=pl.lit(None, pl.Boolean))
+    assert rules.mark(frame, "outlier", pl.col("flag"))["excluded_because"].null_count() == 10
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "until"),
+    [(1, 100, 21), (1, 2000, 21), (1, 2100, 22), (1, 10_000, 101), (501, 600, 521), (1, 2001, 22)],
+)
+def test_warm_up_is_one_percent_of_the_steps_or_twenty(first, last, until):
+    counters = pl.DataFrame(
+        {"run_id": "r", "server": "s", "epoch": 0, "first_step": [first], "last_step": [last]}
+    )
+    assert rules.warm_up_ends(counters)["warm_up_until"].to_list() == [until]
+
+
+def test_an_outlier_is_far_in_spreads_and_by_a_factor():
+    """y = 1000 + 10 x with a spread of 10: eight spreads are 80, the factor of three is 2,000 at least."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 100, 200).astype(float)[:, None]
+    y = 1000 + 10 * x[:, 0] + rng.normal(0, 10, 200)
+    y[3] *= 3.5
+    y[5] /= 3.5
+    y[7] *= 2.5  # far in spreads, not by the factor
+    assert np.flatnonzero(rules.outliers(x, y)).tolist() == [3, 5]
+
+
+def test_a_wide_spread_has_no_outliers_by_the_factor_alone():
+    rng = np.random.default_rng(0)
+    x = rng.random((300, 1))
+    y = 1000 * rng.lognormal(0, 1.5, 300)
+    far = rules.outliers(x, y)
+    assert far.mean() < 0.1
+    assert ((y > 3000) | (y < 1000 / 3)).mean() > 0.3

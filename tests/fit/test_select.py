@@ -1,0 +1,111 @@
+"""Which features stay and which penalty is taken, inside the training part."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tracefit.fit.select import choose_penalty, time_blocks, usable_features
+
+
+def _columns(n=300, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 200, n).astype(float), rng.integers(1, 30, n).astype(float)
+
+
+def _reasons(left):
+    return {one.feature: one.reason for one in left}
+
+
+def test_independent_features_stay_in_order():
+    kept, left = usable_features(np.column_stack(_columns()), ["prefill", "decode"])
+    assert (kept, left) == ([0, 1], [])
+
+
+def test_a_constant_says_which_value_it_has():
+    a, _ = _columns()
+    kept, left = usable_features(np.column_stack([np.full(len(a), 64.0), a]), ["slots", "a"])
+    assert kept == [1]
+    assert _reasons(left) == {"slots": "constant in the training rows (64)"}
+
+
+def test_what_nobody_knows_is_left_out():
+    a, b = _columns()
+    b[:3] = np.nan
+    kept, left = usable_features(np.column_stack([np.full(len(a), np.nan), a, b]), ["gpu", "a", "b"])
+    assert kept == [1]
+    assert _reasons(left)["gpu"] == "not known in these runs"
+    assert _reasons(left)["b"] == "unknown on 3 of 300 training rows"
+
+
+def test_the_later_of_two_equal_features_goes_and_names_the_earlier():
+    a, b = _columns()
+    kept, left = usable_features(np.column_stack([b, a, 3 * a + 7]), ["b", "first", "copy"])
+    assert kept == [0, 1]
+    assert "collinear" in _reasons(left)["copy"]
+    assert "closest first" in _reasons(left)["copy"]
+    assert "infinite" in _reasons(left)["copy"]
+
+
+def test_a_sum_of_two_features_is_collinear_with_both_together():
+    a, b = _columns()
+    kept, left = usable_features(np.column_stack([a, b, a + b]), ["a", "b", "sum"])
+    assert kept == [0, 1]
+    assert list(_reasons(left)) == ["sum"]
+
+
+@pytest.mark.parametrize(("share", "stays"), [(0.15, True), (0.05, False)])
+def test_a_variance_inflation_of_ten_is_the_limit(share, stays):
+    """A feature of which `share` of the variance is its own has a variance inflation of 1 / share."""
+    rng = np.random.default_rng(1)
+    a, own = rng.standard_normal((2, 20_000))
+    mixed = np.sqrt(1 - share) * a + np.sqrt(share) * own
+    kept, _ = usable_features(np.column_stack([a, mixed]), ["a", "mixed"])
+    assert (1 in kept) is stays
+
+
+def test_small_variation_of_large_numbers_is_no_constant():
+    rng = np.random.default_rng(0)
+    kept, _ = usable_features(1e9 + rng.random((100, 1)), ["clock"])
+    assert kept == [0]
+
+
+def test_blocks_are_contiguous_in_each_runs_own_time():
+    run = np.array([0, 1, 0, 1, 0, 0, 1, 1])
+    time = np.array([30, 5, 10, 8, 20, 40, 6, 7])
+    assert time_blocks(run, time, 2).tolist() == [1, 0, 0, 1, 0, 1, 0, 1]
+
+
+def test_fewer_rows_than_blocks_are_a_block_each():
+    assert len(set(time_blocks(np.zeros(3, int), np.arange(3), 5).tolist())) == 3
+
+
+def test_a_clean_line_takes_the_weakest_ridge():
+    x = np.column_stack(_columns())
+    y = 2000 + x @ [10.0, 50.0] + np.random.default_rng(2).normal(0, 1, len(x))
+    choice = choose_penalty(x, y, np.arange(len(y)) * 5 // len(y))
+    assert (choice.penalty, choice.strength, choice.folds) == ("ridge", 1e-8, 5)
+    assert choice.score == pytest.approx(np.sqrt(2 / np.pi), rel=0.15)  # mean absolute error of the noise
+
+
+def test_features_of_noise_take_the_lasso():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((50, 15))
+    y = 1000 + 100 * x[:, 0] + rng.normal(0, 100, 50)
+    candidates = (("ridge", 1e-8), ("ridge", 1e-3), ("lasso", 0.03))
+    assert choose_penalty(x, y, np.arange(50) * 5 // 50, candidates=candidates).penalty == "lasso"
+
+
+def test_one_block_is_nothing_to_choose_by():
+    x = np.column_stack(_columns(20))
+    choice = choose_penalty(x, x[:, 0], np.zeros(20, dtype=np.int64))
+    assert (choice.penalty, choice.folds) == ("ridge", 0)
+
+
+@pytest.mark.parametrize(("varied", "stays"), [(19, False), (20, True)])
+def test_a_feature_that_few_rows_speak_for_is_left_out(varied, stays):
+    column = np.zeros(300)
+    column[:varied] = np.arange(1, varied + 1)
+    kept, left = usable_features(column[:, None], ["rare"])
+    assert (kept == [0]) is stays
+    assert stays or _reasons(left)["rare"] == "differs from 0 on only 19 of 300 training rows"

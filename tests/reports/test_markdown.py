@@ -1,0 +1,131 @@
+"""report.md: the evaluation's numbers for a person, none of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tracefit.coefficients.evaluation import Evaluation
+from tracefit.coefficients.files import read_coefficients
+from tracefit.reports.markdown import report_markdown
+
+
+@pytest.fixture
+def report(trained):
+    """Return a function that writes the report of the busy run, its evaluation changed first."""
+    alpha, beta = (read_coefficients(trained / "models" / f"{kind}.json") for kind in ("alpha", "beta"))
+
+    def write(change=lambda _: None):
+        evaluation = json.loads((trained / "evaluation.json").read_text())
+        change(evaluation)
+        return report_markdown(Evaluation.model_validate(evaluation), alpha, beta)
+
+    return write
+
+
+def _rows(text, heading):
+    """Cells of the table below the line that begins with `heading`."""
+    table = (
+        text[text.index(heading) :].split("\n\n")[0]
+        if heading.startswith("|")
+        else text[text.index(heading) :]
+    )
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def _number(cell):
+    return float(cell.replace(",", ""))
+
+
+def test_the_written_report_is_that_of_the_evaluation(trained, report):
+    assert (trained / "report.md").read_text() == report()
+
+
+def test_errors_are_those_of_the_hold_out(trained, report):
+    models = json.loads((trained / "evaluation.json").read_text())["scopes"][0]["models"]
+    rows = {row[0]: row[1:] for row in _rows(report(), "| model | n |")}
+    for name, entry in models.items():
+        held = entry["holdout"]
+        expected = [held["n"], *(held[f"{k}_pct"] for k in ("mape", "mdape", "p90_ape", "p99_ape", "bias"))]
+        expected += [held["mae"], entry["baseline"]["mae"], (entry["reference"] or {}).get("mae")]
+        cells = rows[f"`{name}`"]
+        for cell, value in zip(cells, expected, strict=True):
+            same = cell == "-" if value is None else _number(cell) == pytest.approx(value, rel=1e-3)
+            assert same, name
+    assert set(rows) >= {f"`{name}`" for name in models} | {"`beta.cycle_time`, decode_only"}
+
+
+def test_coefficients_are_those_of_the_file_with_intervals(trained, report):
+    model = json.loads((trained / "models" / "beta.json").read_text())["models"][0]
+    text = report()
+    rows = {row[0]: row for row in _rows(text[text.index("### `beta.cycle_time`") :], "| term |")}
+    assert _number(rows["intercept"][2]) == pytest.approx(model["intercept"]["value"], rel=1e-3)
+    for term in model["terms"]:
+        _, unit, value, interval, _ = rows[f"`{term['feature']}`"]
+        assert unit == term["unit"]
+        assert _number(value) == pytest.approx(term["value"], rel=1e-3)
+        assert [_number(end) for end in interval.split(" to ")] == pytest.approx(term["ci95"], rel=1e-3)
+
+
+def test_what_is_assumed_missing_and_left_out_is_said(report):
+    text = report()
+    assert "GPU not given" in text
+    assert "Without a GPU specification hardware features are unknown" in text
+    assert "gpu_memory_utilization 0.9 (vLLM's default)" in text
+    assert "`max_num_seqs` constant in the training rows (64)" in text
+    assert "warm_up 20" in text
+
+
+def test_dropped_events_are_shouted(report):
+    assert "were dropped" not in report()
+
+    def change(evaluation):
+        evaluation["ingest"]["dropped_events"] = 9536
+
+    text = report(change)
+    assert "**9,536 events were dropped by the server's SDK**" in text
+    assert "OTEL_SPAN_EVENT_COUNT_LIMIT" in text
+
+
+def test_what_was_not_fitted_says_why_and_what_would_give_it(report):
+    def change(evaluation):
+        lost = {"name": "alpha.departure", "reason": "no events", "remedy": "start with --flag"}
+        evaluation["scopes"][0]["not_fitted"] = [lost]
+        del evaluation["scopes"][0]["models"]["alpha.departure"]
+
+    assert "**alpha.departure** was not fitted: no events; start with --flag" in report(change)
+
+
+def test_extrapolations_are_counted(report):
+    def change(evaluation):
+        evaluation["scopes"][0]["models"]["beta.cycle_time"]["extrapolated_rows"] = 12
+
+    assert "12 of 71 held-out rows lie outside the range" in report(change)
+
+
+def test_scheduling_ahead_and_sampled_journeys_are_said(report):
+    def change(evaluation):
+        evaluation["scopes"][0]["timeline"] |= {"execution_lag_steps": 1, "journey_sampling": 0.1}
+
+    text = report(change)
+    assert "asynchronous scheduling" in text
+    assert "Journeys are sampled" in text
+
+
+def test_a_pipe_in_a_name_does_not_end_its_cell(report):
+    def change(evaluation):
+        evaluation["ingest"]["events"] = {"step|odd\nname": 7}
+
+    rows = _rows(report(change), "| what | count |")
+    assert ["events `step\\|odd name`", "7"] in rows
+
+
+def test_a_number_nobody_knows_is_a_dash(report):
+    def change(evaluation):
+        evaluation["scopes"][0]["models"]["beta.cycle_time"]["holdout"]["mape_pct"] = None
+
+    rows = {row[0]: row for row in _rows(report(change), "| model | n |")}
+    assert rows["`beta.cycle_time`"][2] == "-"

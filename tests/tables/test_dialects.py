@@ -1,0 +1,102 @@
+"""Spellings of traces: what differs in writing is equal in the tables."""
+
+from __future__ import annotations
+
+import pyarrow.parquet as pq
+import pytest
+
+SOURCE = ("run_id", "source_file", "source_offset")
+
+
+def _disturbed(trace):
+    """One request that is preempted, with every event both layers have."""
+    times = {"ARRIVED": 0, "HANDOFF_TO_CORE": 500, "FIRST_RESPONSE_FROM_CORE": 11_500, "DEPARTED": 60_000}
+    if trace.spelling == "plain":
+        times["FIRST_RESPONSE"] = times.pop("FIRST_RESPONSE_FROM_CORE")
+    done = {"finish.status": "length", "decode.done_tokens": 5, "decode.max_tokens": 8}
+    return trace.api(1, times).core(
+        1,
+        [
+            ("QUEUED", 1000, 0),
+            ("SCHEDULED", 1200, 1, {"schedule.kind": "FIRST"}),
+            ("FIRST_TOKEN", 11_200, 1),
+            ("PREEMPTED", 20_000, 2),
+            ("SCHEDULED", 26_000, 4, {"schedule.kind": "RESUME"}),
+            ("FINISHED", 51_200, 7, done),
+        ],
+        preemptions=1,
+    )
+
+
+@pytest.mark.parametrize("table", ["journey_events", "requests"])
+def test_plain_spelling_gives_the_tables_of_the_dotted_one(tables_of, new_traces, table):
+    dotted = tables_of(_disturbed(new_traces()), run_id="dotted")(table)
+    plain = tables_of(_disturbed(new_traces(spelling="plain")), run_id="plain")(table)
+    assert plain.drop("run_id").equals(dotted.drop("run_id"))
+    assert dotted.height == (10 if table == "journey_events" else 1)
+
+
+def test_every_event_has_its_name_layer_and_facts(tables_of, new_traces):
+    rows = tables_of(_disturbed(new_traces()))("journey_events")
+    assert rows.select("layer", "event").rows() == [
+        ("api", "ARRIVED"),
+        ("api", "HANDOFF_TO_CORE"),
+        ("core", "QUEUED"),
+        ("core", "SCHEDULED"),
+        ("core", "FIRST_TOKEN"),
+        ("api", "FIRST_RESPONSE_FROM_CORE"),
+        ("core", "PREEMPTED"),
+        ("core", "SCHEDULED"),
+        ("core", "FINISHED"),
+        ("api", "DEPARTED"),
+    ]
+    finished = rows.row(8, named=True)
+    facts = {"step_id": 7, "decode_done_tokens": 5, "decode_max_tokens": 8, "finish_status": "length"}
+    assert {key: finished[key] for key in facts} == facts
+    assert rows["schedule_kind"].drop_nulls().to_list() == ["FIRST", "RESUME"]
+
+
+@pytest.mark.parametrize("clock", ["s", "zero"])
+def test_times_without_nanoseconds_come_from_the_seconds(tables_of, new_traces, clock):
+    trace = new_traces(clock=clock).request(1, 2_000_000, step=1)
+    core = tables_of(trace)("journey_events").filter(layer="core")
+    assert core["ts_ns"].to_list() == [2_001_000_000, 2_001_200_000, 2_011_200_000, 2_051_200_000]
+
+
+def test_an_api_event_without_a_monotonic_time_is_placed_by_its_wall_clock(tables_of, traces):
+    arrived = traces.event("api.ARRIVED", 4000, {})
+    traces.span("vllm.api", "llm_request", (1, 2, 0), [arrived]).request(2, 50_000, step=1)
+    rows = tables_of(traces)("journey_events").filter(event="ARRIVED")
+    assert rows["ts_ns"].to_list() == [4_000_000, 50_000_000]
+
+
+def test_both_encodings_give_equal_tables(tables_of, new_traces):
+    def trace():
+        one = _disturbed(new_traces()).request(2, 3000, step=2)
+        one.steps(one.summary(1, 1100), one.snapshot(1, 1300, "cmpl-1-0-00000000"), one.summary(2, 12_000))
+        return one
+
+    json, protobuf = (
+        tables_of(trace(), run_id=kind, name=name)
+        for kind, name in (("json", "traces.json"), ("protobuf", "traces.pb"))
+    )
+    for table in ("spans", "journey_events", "steps", "request_snapshots", "requests", "timeline"):
+        left, right = (t(table).drop(SOURCE, strict=False) for t in (json, protobuf))
+        assert left.height > 0
+        assert left.equals(right), table
+
+
+def test_only_attributes_on_the_list_are_kept(tables_of, traces, tmp_path):
+    traces.request(1, 0, step=1, **{"gen_ai.prompt": "my secret plan", "http.route": "/v1/completions"})
+    traces.records[0]["scopeSpans"][0]["spans"][0]["events"].append(
+        traces.event("api.NOTE", 100, {"gen_ai.completion": "my secret plan", "reason": "none"})
+    )
+    tables_of(traces)
+    parts = {p.parts[-3]: pq.read_table(p).to_pylist() for p in (tmp_path / "tables").rglob("*.parquet")}
+    api = next(row for row in parts["spans"] if row["scope"] == "vllm.api")
+    assert dict(api["attributes"]) == {
+        "gen_ai.request.id": "cmpl-1",
+        "gen_ai.usage.prompt_tokens": "100",
+        "http.route": "/v1/completions",
+    }
+    assert "secret" not in str(parts)

@@ -1,0 +1,190 @@
+"""Tables on disk: run ids, replacement, and the published shape of every part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tracefit.errors import DataError, UsageError
+from tracefit.tables.store import ROW_GROUP_ROWS, TableStore
+from tracefit.verbs.ingest import ServerOptions, ingest
+from tracefit.verbs.train import train
+
+SCHEMAS = Path(__file__).parents[2] / "schemas" / "tables"
+ARROW = {
+    "string": pa.string(),
+    "json": pa.string(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    "bool": pa.bool_(),
+    "map": pa.map_(pa.string(), pa.string()),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "run_id"), [("my run (2)", "my-run-2"), ("...", "run"), ("a/../b", "b"), ("é", "run")]
+)
+def test_a_run_is_named_after_its_folder(tmp_path, traces, name, run_id):
+    folder = traces.request(1, 0, step=1).write(tmp_path / "x" / name)
+    result = ingest([folder], tmp_path / "tables")
+    assert [r.run_id for r in result.runs] == [run_id]
+    assert TableStore(tmp_path / "tables").runs() == [run_id]
+
+
+def test_loose_files_are_one_run_under_their_common_stem(tmp_path, new_traces):
+    files = []
+    for number in (1, 2):
+        name = f"traces-day-{number}.json"
+        files.append(new_traces().request(number, 0, step=1).write(tmp_path, name=name) / name)
+    result = ingest(files, tmp_path / "tables")
+    assert [(r.run_id, r.files, r.requests) for r in result.runs] == [("traces-day", 2, 2)]
+
+
+def test_the_same_contents_replace_the_run(tmp_path, traces):
+    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
+    for gpu in ("A100", "H100"):
+        result = ingest([folder], tmp_path / "tables", server=ServerOptions(gpu=gpu))
+    assert result.warnings == ()
+    assert [len(list(table.rglob("*.parquet"))) for table in (tmp_path / "tables").iterdir()] == [1] * 8
+    assert "H100" in TableStore(tmp_path / "tables").read("runs")["gpu"].item()
+
+
+def test_the_order_of_a_runs_files_does_not_matter(tmp_path, new_traces):
+    for number in (1, 2):
+        new_traces().request(number, 0, step=1).write(tmp_path, name=f"traces-{number}.json")
+    files = sorted(tmp_path.glob("traces-*.json"))
+    for order in (files, files[::-1]):
+        ingest(order, tmp_path / "tables")
+    assert TableStore(tmp_path / "tables").runs() == ["traces"]
+
+
+@pytest.fixture
+def namesakes(tmp_path, new_traces):
+    """Return two run folders of one name and different contents."""
+    return [new_traces().request(n, 0, step=1).write(tmp_path / f"day{n}" / "run") for n in (1, 2)]
+
+
+def test_other_contents_of_the_same_name_get_a_number_and_a_warning(tmp_path, namesakes):
+    results = [ingest([folder], tmp_path / "tables") for folder in namesakes]
+    assert [r.runs[0].run_id for r in results] == ["run", "run-2"]
+    assert results[0].warnings == ()
+    assert "run-2" in results[1].warnings[0]
+    assert TableStore(tmp_path / "tables").read("requests")["request_id"].to_list() == ["cmpl-1", "cmpl-2"]
+
+
+def test_namesakes_of_one_call_are_numbered_and_warned_about_too(tmp_path, namesakes):
+    result = ingest(namesakes, tmp_path / "tables")
+    assert [r.run_id for r in result.runs] == ["run", "run-2"]
+    assert "run-2" in result.warnings[0]
+
+
+def test_ingesting_again_in_another_order_changes_nothing(tmp_path, namesakes):
+    ingest(namesakes, tmp_path / "tables")
+    again = ingest(namesakes[::-1], tmp_path / "tables")
+    assert TableStore(tmp_path / "tables").runs() == ["run", "run-2"]
+    assert [r.run_id for r in again.runs] == ["run-2", "run"]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory, trained, new_traces):
+    """Return table name to a Parquet part with rows in it."""
+    root = tmp_path_factory.mktemp("parts")
+    trace = new_traces().request(1, 0, step=1)
+    trace.steps(trace.summary(1, 1100), trace.snapshot(1, 1300, "cmpl-1-0-00000000"))
+    folder = trace.write(root / "busy")
+    with (folder / "traces.json").open("a") as stream:
+        stream.write('{"resourceSpans": [{"sc\n')
+    ingest([folder], root / "tables")
+    few = ("request_snapshots", "rejects")
+    many = {p.parts[-3]: p for p in (trained / "tables").rglob("*.parquet") if p.parts[-3] not in few}
+    return many | {name: next((root / "tables" / name).rglob("*.parquet")) for name in few}
+
+
+def _published(name):
+    return json.loads((SCHEMAS / f"{name}.json").read_text())
+
+
+NAMES = sorted(path.stem for path in SCHEMAS.glob("*.json"))
+
+
+def test_every_published_table_is_written(parts):
+    assert sorted(parts) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_columns_and_types_are_the_published_ones(parts, name):
+    published = _published(name)
+    schema = pq.read_schema(parts[name])
+    expected = [(c["name"], ARROW[c["type"]]) for c in published["columns"]]
+    fields = [(f.name, f.type) for f in schema]
+    assert fields[: len(expected)] == expected
+    further = {kind for _, kind in fields[len(expected) :]}
+    assert further == ({pa.float64()} if published["further_columns"] else set())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_sorted_by_the_published_key(parts, name):
+    key = _published(name)["sorted_by"]
+    rows = pq.read_table(parts[name], columns=key).to_pylist()
+    assert rows, "a test of no rows tests nothing"
+    values = [tuple((row[k] is None, row[k] if row[k] is not None else 0) for k in key) for row in rows]
+    assert values == sorted(values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_are_zstd_named_after_their_contents_below_their_run(parts, name):
+    file = pq.ParquetFile(parts[name])
+    group = file.metadata.row_group(0)
+    assert {group.column(i).compression for i in range(group.num_columns)} == {"ZSTD"}
+    assert file.metadata.num_row_groups == 1
+    assert parts[name].parent.name == "run_id=busy"
+    assert parts[name].match("part-" + 16 * "[0-9a-f]" + ".parquet")
+
+
+def test_a_row_group_holds_128_ki_rows(tmp_path):
+    frame = pl.DataFrame({"run_id": ["r"] * (ROW_GROUP_ROWS + 1), "length": 1})
+    rejects = TableStore(tmp_path).write_run("r", {"rejects": _conformed("rejects", frame)})[0]
+    metadata = pq.ParquetFile(rejects).metadata
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [131_072, 1]
+
+
+def _conformed(name, frame):
+    from tracefit.tables.schema import TABLES  # noqa: PLC0415
+
+    return TABLES[name].conform(frame)
+
+
+def test_a_failed_write_leaves_the_run_as_it_was(tmp_path, traces):
+    store = TableStore(tmp_path / "tables")
+    ingest([traces.request(1, 0, step=1).write(tmp_path / "run")], store.root)
+    before = sorted(store.root.rglob("*"))
+    with pytest.raises(pl.exceptions.PolarsError):
+        store.write_run("run", {"spans": store.read("spans").clear(), "steps": _unwritable()})
+    assert sorted(store.root.rglob("*")) == before
+
+
+def _unwritable():
+    class Frame(pl.DataFrame):
+        def to_arrow(self, *args, **kwargs):
+            raise pl.exceptions.ComputeError("no")
+
+    return Frame()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, traces):
+    (tmp_path / "tables").write_text("a file")
+    with pytest.raises(UsageError, match="tables: cannot be written"):
+        ingest([traces.request(1, 0, step=1).write(tmp_path / "run")], tmp_path / "tables")
+
+
+def test_a_damaged_part_is_one_line(tmp_path, traces):
+    ingest([traces.request(1, 0, step=1).write(tmp_path / "run")], tmp_path / "tables")
+    part = next((tmp_path / "tables" / "steps").rglob("*.parquet"))
+    part.write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(DataError, match=r"part-.*not a readable Parquet file"):
+        train(tmp_path / "tables", tmp_path / "models")
