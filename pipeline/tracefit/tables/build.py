@@ -10,6 +10,7 @@ import polars as pl
 
 from tracefit.otlp.batch import REJECT_COLUMNS, SpanBatch
 from tracefit.tables import dialects, schema
+from tracefit.tables.clocks import tell_apart
 from tracefit.tables.epochs import assign_epochs
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def build_event_tables(batches: Iterable[SpanBatch], *, run_id: str) -> EventTab
     joined = _join_batches(batches)
     ours = joined.spans.filter(pl.col("scope").is_in(dialects.VLLM_SCOPES))
     kept = ours.unique(["trace_id", "span_id"], keep="first", maintain_order=True)
-    kept = _with_server(kept)
+    kept = _with_server(kept, joined.events)
     kept = kept.join(_wide_attributes(joined.attributes, _REQUEST_ATTRIBUTES), on="span_row", how="left")
     events = _events_of(kept, joined.events)
 
@@ -153,15 +154,20 @@ def _wide_attributes(attributes: pl.DataFrame, keys: Mapping[str, str]) -> pl.Da
     )
 
 
-def _with_server(spans: pl.DataFrame) -> pl.DataFrame:
+def _with_server(spans: pl.DataFrame, events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
     """Name each span's server.
 
     The API process and the engine core are two processes and, with newer SDKs, two service.instance.ids: an API
     span belongs to the server of the core span under it. Without one it goes to the only engine there is, if so.
+    Engines that share a name get one each.
     """
     own = pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER))
     spans = spans.with_columns(server=own)
-    engines = spans.filter(pl.col("scope") != dialects.API_SCOPE)
+    is_api = pl.col("scope") == dialects.API_SCOPE
+    apart = tell_apart(spans.filter(~is_api), _engine_marks(events))
+    spans = spans.join(apart, on="span_row", how="left", suffix="_apart", maintain_order="left")
+    spans = spans.with_columns(server=pl.coalesce("server_apart", "server")).drop("server_apart")
+    engines = spans.filter(~is_api)
     parents = (
         spans.filter(pl.col("scope") == dialects.CORE_SCOPE)
         .select("trace_id", pl.col("parent_span_id").alias("span_id"), pl.col("server").alias("engine"))
@@ -169,13 +175,50 @@ def _with_server(spans: pl.DataFrame) -> pl.DataFrame:
     )
     names = engines["server"].unique()
     only = pl.lit(names[0] if len(names) == 1 else None, pl.String)
-    is_api = pl.col("scope") == dialects.API_SCOPE
     inherited = pl.coalesce("engine", only, "server")
     return (
         spans.join(parents, on=["trace_id", "span_id"], how="left", maintain_order="left")
         .with_columns(server=pl.when(is_api).then(inherited).otherwise("server"))
         .drop("engine")
     )
+
+
+def _engine_marks(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
+    """Clock and step counter of the engines' events, for `tell_apart`."""
+    steps = {dialects.STEP_EVENT: dialects.STEP_KEYS, dialects.SNAPSHOT_EVENT: dialects.SNAPSHOT_KEYS}
+    parts = [
+        events[name].select(
+            "span_row",
+            "unix_ns",
+            ts_ns=_pick(events[name], keys.get("ts_start_ns", ()), pl.Int64()),
+            step=_pick(events[name], keys["step_id"], pl.Int64()),
+            is_summary=pl.lit(name == dialects.STEP_EVENT),
+        )
+        for name, keys in steps.items()
+        if name in events
+    ]
+    spelled = {
+        s: kind.event for kind in dialects.JOURNEY_EVENTS if kind.layer == "core" for s in kind.spellings
+    }
+    for name in sorted(spelled.keys() & events.keys()):
+        # Inside a step's schedule() or, for all others, after its execution.
+        late = 0 if spelled[name] in ("SCHEDULED", "PREEMPTED") else 1
+        frame = events[name]
+        step = _pick(frame, dialects.JOURNEY_KEYS["step_id"], pl.Int64()) + late
+        parts.append(
+            frame.select(
+                "span_row", "unix_ns", ts_ns=_ts_ns(frame), step=step, is_summary=pl.lit(value=False)
+            )
+        )
+    types = {
+        "span_row": pl.UInt32,
+        "unix_ns": pl.Int64,
+        "ts_ns": pl.Int64,
+        "step": pl.Int64,
+        "is_summary": pl.Boolean,
+    }
+    marks = pl.concat([pl.DataFrame(schema=types), *parts], how="vertical_relaxed")
+    return marks.with_columns(unix_ns=pl.when(pl.col("unix_ns") > 0).then("unix_ns"))
 
 
 _CARRIED = ("trace_id", "span_id", "scope", "server", "request_id", "source_file", "source_offset")
@@ -237,17 +280,21 @@ def _spelled(events: Mapping[str, pl.DataFrame], kind: dialects.JourneyEvent) ->
 
 
 def _journey_part(frame: pl.DataFrame, kind: dialects.JourneyEvent) -> pl.DataFrame:
-    exact = _pick(frame, dialects.TS_NS_KEYS, pl.Int64())
-    seconds = _pick(frame, dialects.TS_S_KEYS, pl.Float64())
-    # Older builds write 0 where they have no nanoseconds.
-    ts_ns = pl.coalesce(pl.when(exact > 0).then(exact), (seconds * 1e9).round().cast(pl.Int64, strict=False))
     table = _table_of(frame, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
     ids = frame.select(
-        *(pl.col(f"span.{c}").alias(c) for c in ("trace_id", "span_id", "request_id")), ts_ns=ts_ns
+        *(pl.col(f"span.{c}").alias(c) for c in ("trace_id", "span_id", "request_id")), ts_ns=_ts_ns(frame)
     )
     return pl.concat([table, ids], how="horizontal").with_columns(
         layer=pl.lit(kind.layer), event=pl.lit(kind.event)
     )
+
+
+def _ts_ns(frame: pl.DataFrame) -> pl.Expr:
+    """Time of journey events on the engine's clock."""
+    exact = _pick(frame, dialects.TS_NS_KEYS, pl.Int64())
+    seconds = _pick(frame, dialects.TS_S_KEYS, pl.Float64())
+    # Older builds write 0 where they have no nanoseconds.
+    return pl.coalesce(pl.when(exact > 0).then(exact), (seconds * 1e9).round().cast(pl.Int64, strict=False))
 
 
 def _split_complete(

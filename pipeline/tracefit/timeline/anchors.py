@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.timeline.engines import ENGINE, StepAxis
+from tracefit.timeline.engines import ENGINE, position
 
 SERVER = ["run_id", "server"]
 _INSIDE = ("SCHEDULED", "PREEMPTED")
@@ -19,6 +19,7 @@ _LEAST_SD_US = 10.0
 _NORMAL_MAD = 1.4826
 _LAG_EVENTS = 20
 _ENOUGH_STEPS = 5
+_FAR_SD = 4.0
 
 
 def execution_lags(starts: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
@@ -37,7 +38,7 @@ def execution_lags(starts: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame
     nexts = starts.select(
         *ENGINE, step_id=pl.col("step_id") - 1, next_start_ns=pl.col("ts_start_ns")
     ).drop_nulls()
-    late = _updates(journeys).join(nexts, on=[*ENGINE, "step_id"], how="inner")
+    late = journeys.filter(_is_update()).join(nexts, on=[*ENGINE, "step_id"], how="inner")
     return (
         late.group_by(SERVER)
         .agg(events=pl.len(), late=(pl.col("ts_ns") > pl.col("next_start_ns")).mean())
@@ -47,10 +48,10 @@ def execution_lags(starts: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame
     )
 
 
-def _updates(journeys: pl.DataFrame) -> pl.DataFrame:
+def _is_update() -> pl.Expr:
     # An abort is stamped when the client's disconnect is noticed, not in an update.
     aborted = (pl.col("finish_status") == "aborted").fill_null(value=False)
-    return journeys.filter(pl.col("event").is_in(_UPDATE) & ~aborted)
+    return pl.col("event").is_in(_UPDATE) & ~aborted
 
 
 def scheduled_starts(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
@@ -61,60 +62,65 @@ def scheduled_starts(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFram
     return pl.concat([exact, first.join(exact, on=[*ENGINE, "step_id"], how="anti").select(exact.columns)])
 
 
-def step_starts(
-    axis: StepAxis, steps: pl.DataFrame, journeys: pl.DataFrame, lags: pl.DataFrame
-) -> pl.DataFrame:
+def step_starts(steps: pl.DataFrame, core: pl.DataFrame) -> pl.DataFrame:
     """Place a start on every step that is anchored.
 
     Args:
-        axis: All steps.
-        steps: The `steps` table.
-        journeys: The `journey_events` table.
-        lags: `execution_lags`.
+        steps: The `steps` table, located on the step axis, with `position`.
+        core: `core_events`, located, with `execution_lag_steps`.
 
     Returns:
         position, ts_start_ns, start_source (`summary`, `scheduled`, `update`), start_sd_us; one row per anchored
         step, starts increasing within an engine.
     """
-    exact = steps.select(*ENGINE, "step_id", "ts_start_ns")
-    inside = journeys.filter(pl.col("event").is_in(_INSIDE) & pl.col("step_id").is_not_null())
-    inside = inside.group_by(*ENGINE, "step_id").agg(pl.col("ts_ns").min())
-    updates = _updates(journeys).join(lags, on=SERVER, how="left")
-    after = pl.col("step_id") + 1 + pl.col("execution_lag_steps").fill_null(0)
-    updates = updates.with_columns(step_id=after).group_by(*ENGINE, "step_id").agg(pl.col("ts_ns").max())
-    kinds = {"scheduled": inside, "update": updates}
+    exact = steps.select("position", "engine", "server_number", at="ts_start_ns")
+    kinds = {
+        "scheduled": _at(
+            core.filter(pl.col("event").is_in(_INSIDE)), pl.col("step_id"), pl.col("ts_ns").min()
+        ),
+        "update": _at(
+            core.filter(_is_update()),
+            pl.col("step_id") + 1 + pl.col("execution_lag_steps"),
+            pl.col("ts_ns").max(),
+        ),
+    }
     offsets = _offsets(kinds, exact)
+    estimated = {k: _corrected(events, offsets.filter(kind=k)) for k, events in kinds.items()}
     anchors = pl.concat(
         [
-            exact.with_columns(start_source=pl.lit("summary"), start_sd_us=pl.lit(0.0)),
-            *(_corrected(events, offsets.filter(pl.col("kind") == kind)) for kind, events in kinds.items()),
+            exact.select("position", "engine", "at", sd_us=pl.lit(0.0), start_source=pl.lit("summary")),
+            _best(estimated).join(exact, on="position", how="anti"),
         ],
         how="vertical_relaxed",
     )
-    placed = axis.place(anchors, "step_id").filter(pl.col("position").is_not_null())
-    best = placed.sort("position", "start_sd_us", "start_source").unique(
-        "position", keep="first", maintain_order=True
+    return _increasing(anchors.sort("position")).select(
+        "position", "start_source", ts_start_ns="at", start_sd_us="sd_us"
     )
-    return _increasing(best).select("position", "ts_start_ns", "start_source", "start_sd_us")
+
+
+def _at(events: pl.DataFrame, step: pl.Expr, stamp: pl.Expr) -> pl.DataFrame:
+    """One stamp per step that events speak of: position, engine, server_number, at."""
+    placed = events.with_columns(position=position(step)).drop_nulls("position")
+    return placed.group_by("position").agg(pl.col("engine", "server_number").first(), at=stamp)
 
 
 def _offsets(kinds: dict[str, pl.DataFrame], exact: pl.DataFrame) -> pl.DataFrame:
-    """Measure how far the events of each kind are from their step's start: (run_id, server, kind, offset_ns, sd_us).
+    """Measure how far the events of each kind are from their step's start: (server, kind, offset_ns, sd_us).
 
     Against exact starts where enough steps have both. A kind without them is placed against the other one, on steps
     that have both kinds; without any exact start the two meet halfway: cycles do not depend on a common shift.
     """
     direct = pl.concat([_distances(e, exact).with_columns(kind=pl.lit(k)) for k, e in kinds.items()])
-    between = _distances(kinds["scheduled"], kinds["update"].rename({"ts_ns": "ts_start_ns"}))
-    pairs = between.rename({"offset_ns": "gap_ns", "sd_us": "gap_sd_us"})
-    sides = pl.concat([pairs.select(SERVER), direct.select(SERVER)]).unique()
-    sides = sides.join(pl.DataFrame({"kind": list(kinds), "sign": [1.0, -1.0]}), how="cross")
-    table = sides.join(direct, on=[*SERVER, "kind"], how="left").join(pairs, on=SERVER, how="left")
-    other = pl.col("offset_ns").reverse().over(SERVER)
-    table = table.sort(*SERVER, "kind").with_columns(other=other)
+    pairs = _distances(kinds["scheduled"], kinds["update"])
+    pairs = pairs.rename({"offset_ns": "gap_ns", "sd_us": "gap_sd_us"})
+    servers = pl.concat([e.select("server_number") for e in kinds.values()]).unique()
+    sides = servers.join(pl.DataFrame({"kind": list(kinds), "sign": [1.0, -1.0]}), how="cross")
+    table = sides.join(direct, on=["server_number", "kind"], how="left")
+    table = table.join(pairs, on="server_number", how="left").sort("server_number", "kind")
+    table = table.with_columns(other=pl.col("offset_ns").reverse().over("server_number"))
     gap = pl.col("gap_ns") * pl.col("sign")
     return table.select(
-        *SERVER,
+        "server_number",
         "kind",
         offset_ns=pl.coalesce("offset_ns", pl.col("other") + gap, gap / 2, pl.lit(0.0)),
         sd_us=pl.coalesce("sd_us", "gap_sd_us", pl.lit(_UNKNOWN_SD_US)).clip(lower_bound=_LEAST_SD_US),
@@ -123,32 +129,54 @@ def _offsets(kinds: dict[str, pl.DataFrame], exact: pl.DataFrame) -> pl.DataFram
 
 def _distances(events: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
     """Median distance of events after starts, and its robust spread, per server with enough steps that have both."""
-    both = events.join(starts, on=[*ENGINE, "step_id"], how="inner")
-    distance = (pl.col("ts_ns") - pl.col("ts_start_ns")).cast(pl.Float64)
+    both = events.join(starts.select("position", start="at"), on="position", how="inner")
+    distance = (pl.col("at") - pl.col("start")).cast(pl.Float64)
     spread = (distance - distance.median()).abs().median() * _NORMAL_MAD / 1e3
-    told = both.group_by(SERVER).agg(steps=pl.len(), offset_ns=distance.median(), sd_us=spread)
+    told = both.group_by("server_number").agg(steps=pl.len(), offset_ns=distance.median(), sd_us=spread)
     return told.filter(pl.col("steps") >= _ENOUGH_STEPS).drop("steps")
 
 
 def _corrected(events: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
     """Move events of one kind to where their steps start."""
-    known = events.join(offsets, on=SERVER, how="inner")
-    return known.select(
-        *ENGINE,
-        "step_id",
-        ts_start_ns=pl.col("ts_ns") - pl.col("offset_ns").round().cast(pl.Int64),
-        start_source="kind",
-        start_sd_us="sd_us",
-    )
+    known = events.join(offsets, on="server_number", how="inner")
+    moved = pl.col("at") - pl.col("offset_ns").round().cast(pl.Int64)
+    return known.select("position", "engine", "sd_us", at=moved, start_source="kind")
+
+
+def _best(estimated: dict[str, pl.DataFrame]) -> pl.DataFrame:
+    """Of a step's two estimates take the one that is known better, of two that disagree the one inside the step.
+
+    Between an update and the next start anything may come (requests to drain, a collector of garbage); a SCHEDULED
+    event cannot be further from its start than schedule() is long.
+    """
+    inside, after = estimated["scheduled"], estimated["update"]
+    pairs = inside.join(after.select("position", other="at", other_sd_us="sd_us"), on="position", how="left")
+    apart = (pl.col("at") - pl.col("other")).abs() / 1e3
+    far = apart > _FAR_SD * (pl.col("sd_us") ** 2 + pl.col("other_sd_us") ** 2).sqrt()
+    taken = pairs.filter(pl.col("other").is_null() | far | (pl.col("sd_us") <= pl.col("other_sd_us")))
+    taken = taken.select("position", "engine", "at", "sd_us", "start_source")
+    return pl.concat([taken, after.join(taken, on="position", how="anti").select(taken.columns)])
 
 
 def _increasing(anchors: pl.DataFrame) -> pl.DataFrame:
-    """Drop estimated starts that would run backwards; exact ones always stay."""
-    ordered = anchors.sort("position")
-    latest_before = pl.col("ts_start_ns").cum_max().shift(1).over(ENGINE)
-    earliest_after = pl.col("ts_start_ns").cum_min(reverse=True).shift(-1).over(ENGINE)
-    exact = pl.col("start_source") == "summary"
-    fits = (pl.col("ts_start_ns") > latest_before).fill_null(value=True) & (
-        pl.col("ts_start_ns") < earliest_after
-    ).fill_null(value=True)
-    return ordered.filter(exact | fits)
+    """Drop estimated starts that would run backwards; exact ones always stay.
+
+    One stamp far off must not take all others with it: those that disagree with the middle of their neighbours go
+    first.
+    """
+    at, exact = pl.col("at"), pl.col("start_source") == "summary"
+    behind, ahead = (_middle([at.shift(sign * k).over("engine") for k in (1, 2, 3)]) for sign in (1, -1))
+    near = anchors.filter(exact | (_after(at, behind) & _after(ahead, at)))
+    latest_before = at.cum_max().shift(1).over("engine")
+    earliest_after = at.cum_min(reverse=True).shift(-1).over("engine")
+    return near.filter(exact | (_after(at, latest_before) & _after(earliest_after, at)))
+
+
+def _middle(three: list[pl.Expr]) -> pl.Expr:
+    """Median of three values; of those that are there, at an end of the trace."""
+    a, b, c = three
+    return pl.max_horizontal(pl.min_horizontal(a, b), pl.min_horizontal(pl.max_horizontal(a, b), c))
+
+
+def _after(late: pl.Expr, early: pl.Expr) -> pl.Expr:
+    return (late > early).fill_null(value=True)

@@ -8,10 +8,10 @@ import numpy as np
 import polars as pl
 
 from tracefit.tables import schema
-from tracefit.timeline.anchors import execution_lags, scheduled_starts, step_starts
+from tracefit.timeline.anchors import SERVER, execution_lags, scheduled_starts, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
-from tracefit.timeline.engines import ENGINE, MAX_STEPS, StepAxis, lay_out, pile
-from tracefit.timeline.segments import running_segments, waiting_segments
+from tracefit.timeline.engines import ENGINE, StepAxis, lay_out, pile, position
+from tracefit.timeline.segments import core_events, running_segments, waiting_segments
 
 _COUNTS = (
     "num_prefill_reqs",
@@ -23,15 +23,17 @@ _COUNTS = (
 )
 _AFTER = ("kv_blocks_freed", "running_after", "remaining_after", "prefill_left_after")
 _CONTEXTS = ("context_tokens", "prefill_context_tokens", "waiting_tokens")
+_SUMMARY = (*_COUNTS, "num_preempted", "kv_usage_ratio", "kv_blocks_total", "duration_us")
 
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
+    """What the tables say, located on the step axis: `steps` and `snapshots` have a `position`."""
+
     axis: StepAxis
     steps: pl.DataFrame
     snapshots: pl.DataFrame
-    journeys: pl.DataFrame
-    lags: pl.DataFrame
+    core: pl.DataFrame
 
 
 def build_timeline(
@@ -64,39 +66,38 @@ def build_timeline(
     """
     limits = limits or EngineLimits()
     axis = lay_out(steps, snapshots, journeys)
-    if axis.size > MAX_STEPS:
-        axis = StepAxis(axis.engines.clear(), 0)
     lags = execution_lags(scheduled_starts(steps, journeys), journeys)
-    evidence = _Evidence(axis, steps, snapshots, journeys, lags)
+    core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
+    evidence = _Evidence(
+        axis,
+        # A step has one summary; should another claim its id, the first in time stands.
+        _placed(axis, steps).unique("position", keep="first", maintain_order=True),
+        _placed(axis, snapshots),
+        core.with_columns(pl.col("execution_lag_steps").fill_null(0)),
+    )
     rows = axis.frame()
     if journeys_complete and axis.size:
         rows = pl.concat([rows, _inferred(evidence, limits)], how="horizontal")
     rows = _with_usage(_with_truth(rows, evidence), limits)
-    rows = rows.join(
-        step_starts(axis, steps, journeys, lags), on="position", how="left", maintain_order="left"
-    )
+    starts = step_starts(evidence.steps, evidence.core)
+    rows = rows.join(starts, on="position", how="left", maintain_order="left")
     known = pl.col("ts_start_ns").is_not_null() | pl.col("composition_source").is_not_null()
-    return schema.TIMELINE.conform(_with_cycles(rows.filter(known)))
+    return schema.TIMELINE.conform(axis.name(_with_cycles(rows.filter(known))))
+
+
+def _placed(axis: StepAxis, rows: pl.DataFrame) -> pl.DataFrame:
+    return axis.locate(rows).with_columns(position=position(pl.col("step_id"))).drop_nulls("position")
 
 
 def _inferred(evidence: _Evidence, limits: EngineLimits) -> pl.DataFrame:
     """Composition of every position from the journeys, columns prefixed `journey.`."""
-    axis, journeys = evidence.axis, evidence.journeys
-    lasts = axis.engines.select(*ENGINE, "last_step")
-    running = running_segments(journeys, _cached(evidence.snapshots), lasts).sort(*ENGINE, "ts_ns")
-    waiting = waiting_segments(journeys, lasts)
-    for name in ("start", "end", "complete"):
-        running = axis.place(running, f"{name}_step", name)
-    for name in ("first", "last"):
-        waiting = axis.place(waiting, f"{name}_step", name)
-    running = running.drop_nulls(["start", "end"])
-    lag = int(evidence.lags["execution_lag_steps"].fill_null(0).sum() > 0)
-    preempted = axis.place(journeys.filter(pl.col("event") == "PREEMPTED"), "step_id").drop_nulls("position")
-    composed = compose(axis, running, waiting.drop_nulls(["first", "last"]), limits, lag).with_columns(
-        num_preempted=pile(axis.size, preempted["position"].to_numpy(), np.ones(preempted.height)).astype(
-            np.int64
-        )
+    axis, core = evidence.axis, evidence.core
+    composed = compose(
+        axis, running_segments(core, _cached(evidence.snapshots)), waiting_segments(core), limits
     )
+    lost = core.filter(pl.col("event") == "PREEMPTED").select(at=position(pl.col("step_id"))).drop_nulls()
+    preempted = pile(axis.size, lost["at"].to_numpy(), np.ones(lost.height)).astype(np.int64)
+    composed = composed.with_columns(num_preempted=preempted)
     return composed.rename(lambda name: f"journey.{name}")
 
 
@@ -109,14 +110,15 @@ def _cached(snapshots: pl.DataFrame) -> pl.DataFrame:
 
 def _with_truth(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
     """Put summaries and full snapshots over what the journeys say."""
-    steps = evidence.steps.with_columns(
-        kv_blocks_used=pl.col("kv_blocks_total") - pl.col("kv_blocks_free"), has_summary=pl.lit(value=True)
-    ).drop("ts_start_ns", "unix_ns")
-    shown = _contexts(evidence.steps, evidence.snapshots)
-    keys = [*ENGINE, "step_id"]
-    joined = rows.join(steps, on=keys, how="left", maintain_order="left").join(
-        shown, on=keys, how="left", maintain_order="left"
+    steps = evidence.steps.select(
+        "position",
+        *_SUMMARY,
+        kv_blocks_used=pl.col("kv_blocks_total") - pl.col("kv_blocks_free"),
+        has_summary=pl.lit(value=True),
     )
+    shown = _contexts(evidence.steps, evidence.snapshots)
+    joined = rows.join(steps, on="position", how="left", maintain_order="left")
+    joined = joined.join(shown, on="position", how="left", maintain_order="left")
     have = set(joined.columns)
 
     def either(name: str) -> pl.Expr:
@@ -149,43 +151,40 @@ def _agreement() -> list[pl.Expr]:
 
 def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
     """Fill in the KV usage of steps without a summary from the blocks their requests hold."""
-    total = pl.coalesce(pl.col("kv_blocks_total").max().over(ENGINE), pl.lit(limits.num_blocks, pl.Int64))
+    total = pl.coalesce(pl.col("kv_blocks_total").max().over("engine"), pl.lit(limits.num_blocks, pl.Int64))
     usage = (pl.col("kv_blocks_used") / total).clip(0.0, 1.0)
     return rows.with_columns(kv_usage_ratio=pl.coalesce("kv_usage_ratio", usage), kv_blocks_total=total)
 
 
 def _contexts(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
     """KV tokens read per step, from steps where every running request has a snapshot."""
-    step = [*ENGINE, "step_id"]
     scheduled, before = pl.col("scheduled_tokens") > 0, pl.col("num_computed_tokens")
     has_output = pl.col("num_output_tokens") > 0
-    sums = snapshots.group_by(step).agg(
+    sums = snapshots.group_by("position").agg(
         shown=pl.len(),
         context_tokens=before.filter(scheduled & has_output).sum(),
         prefill_context_tokens=before.filter(scheduled & ~has_output).sum(),
     )
-    whole = sums.join(steps.select(*step, "running_depth"), on=step, how="inner")
+    whole = sums.join(steps.select("position", "running_depth"), on="position", how="inner")
     return whole.filter(pl.col("shown") == pl.col("running_depth")).drop("shown", "running_depth")
 
 
 def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
     """Add cycles between consecutive known starts, and what the engine did between them."""
     idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
-    ordered = rows.sort(*ENGINE, "step_id").with_columns(idle=idle)
-    last_step = pl.col("step_id").shift(1).over(ENGINE)
-    ordered = ordered.with_columns(
-        interval=pl.col("ts_start_ns").is_not_null().cum_sum().over(ENGINE),
-        idle_before=pl.when(last_step == pl.col("step_id") - 1).then(pl.col("idle").shift(1).over(ENGINE)),
-    )
-    whole = [*ENGINE, "interval"]
-    spans = ordered.filter(pl.col("ts_start_ns").is_not_null())
-    nexts = {
-        c: pl.col(c).shift(-1).over(ENGINE) for c in ("ts_start_ns", "step_id", "start_source", "start_sd_us")
-    }
+    started = pl.col("ts_start_ns").is_not_null()
+    ordered = rows.with_columns(idle=idle, interval=started.cum_sum())
+    follows = pl.col("position").shift(1) == pl.col("position") - 1
+    same_engine = pl.col("engine").shift(1) == pl.col("engine")
+    ordered = ordered.with_columns(idle_before=pl.when(follows & same_engine).then(pl.col("idle").shift(1)))
+    # Steps of another engine that nothing anchors would join the last interval of the engine before.
+    whole = ["engine", "interval"]
+    nexts = {c: pl.col(c).shift(-1) for c in ("ts_start_ns", "step_id", "start_source", "start_sd_us")}
     count = nexts["step_id"] - pl.col("step_id")
-    spans = spans.select(
+    spans = ordered.filter(started).select(
         *whole,
-        "step_id",
+        "position",
+        last_of_engine=pl.col("engine").shift(-1) != pl.col("engine"),
         interval_steps=count,
         cycle_us=(nexts["ts_start_ns"] - pl.col("ts_start_ns")) / 1e3 / count,
         exact=(pl.col("start_source") == "summary") & (nexts["start_source"] == "summary"),
@@ -196,18 +195,17 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         composed=pl.col("running_depth").is_not_null().all(),
         idle_after=pl.col("idle").any(),
     )
-    spans = spans.join(members, on=whole, how="left")
+    spans = spans.filter(~pl.col("last_of_engine")).join(members, on=whole, how="left")
     # Between two starts every step must be known, or nobody can say what the time was spent on.
     full = (pl.col("members") == pl.col("interval_steps")) & pl.col("composed") & (pl.col("cycle_us") > 0)
     adjacent = pl.col("exact") & (pl.col("interval_steps") == 1)
     spans = spans.filter(full).select(
-        *ENGINE,
-        "step_id",
+        "position",
         "interval_steps",
         "cycle_us",
         "cycle_sd_us",
         "idle_after",
         cycle_source=pl.when(adjacent).then(pl.lit("adjacent")).otherwise(pl.lit("interval")),
     )
-    joined = ordered.join(spans, on=[*ENGINE, "step_id"], how="left", maintain_order="left")
+    joined = ordered.join(spans, on="position", how="left", maintain_order="left")
     return joined.with_columns(idle_after=pl.coalesce("idle_after", "idle"))

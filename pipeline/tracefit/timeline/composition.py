@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BLOCK_SIZE = 16
 _WINDOW = 16
+"""Steps looked at first for the chunks of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class _Runs:
         limit: Output tokens it may still produce.
         finished: 1 where it ended for good.
         lag: Steps that scheduling runs ahead of execution, on its server.
+        late: Steps after its last in which the scheduler learns of its end: `lag`, but an abort takes effect at once.
         last: Last step of its engine.
     """
 
@@ -65,6 +67,7 @@ class _Runs:
     limit: Ints
     finished: Ints
     lag: Ints
+    late: Ints
     last: Ints
 
     @classmethod
@@ -82,6 +85,9 @@ class _Runs:
             limit=limit,
             finished=pl.col("has_finished").cast(pl.Int64),
             lag="execution_lag_steps",
+            late=pl.when("has_finished", pl.col("next_finish_status").ne_missing("aborted"))
+            .then("execution_lag_steps")
+            .otherwise(0),
             last=pl.col("offset") + pl.col("last_step") - pl.col("first_step"),
             ts="ts_ns",
             engine="engine",
@@ -96,11 +102,9 @@ class _Runs:
 
     @cached_property
     def leave(self) -> Ints:
-        """Last step in whose schedule() it is in the running list.
-
-        With scheduling a step ahead a finished request is found out one step late.
-        """
-        return np.minimum(self.end + self.lag * self.finished, self.last)
+        """Last step in whose schedule() it is in the running list."""
+        told: Ints = np.minimum(self.end + self.late, self.last)
+        return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[s
     """
     start, end, complete = runs.start, runs.end, runs.complete
     # A finished request is gone after the update of its last step; a preempted one holds on until the next schedule().
-    until = end - runs.finished * (1 - runs.lag)
+    until = end - runs.finished + runs.late
     stays = until >= start
     done = (complete >= 0) & (complete <= until)
     # After step q a request whose prompt was complete at step c has put out 1 + q - c tokens of this stretch.
@@ -240,7 +244,9 @@ def _prompt_rows(runs: _Runs, decodes: Floats, size: int, limits: EngineLimits) 
 def _chunks(start: int, stop: int, need: int, room: Floats | None, *, finished: bool) -> Ints:
     """Tokens of one prompt in each of the steps from `start`, to `stop` at most; takes them out of `room`."""
     if room is None:  # no budget known: even parts
-        return np.diff(np.linspace(0, need, stop - start + 2).round().astype(np.int64))
+        stop = stop if finished else min(stop, start + _WINDOW - 1)
+        edges: Ints = np.linspace(0, need, stop - start + 2).round().astype(np.int64)
+        return edges[1:] - edges[:-1]
     free = room[start : start + _WINDOW] if start + _WINDOW <= stop else room[start : stop + 1]
     # A stretch without an end in sight lasts to the end of the trace; its prompt does not.
     while len(free) < stop + 1 - start and free.sum() < need:
@@ -259,7 +265,12 @@ def _blocks(size: int, runs: _Runs, prompts: _Prompts, block: int) -> Ints:
     Blocks that requests share through the prefix cache count for each of them.
     """
     filled = -(-(prompts.context + prompts.tokens) // block)
-    held = pile(size, prompts.position, filled)
+    # A chunk's blocks are held until the next chunk, the last one's until decoding begins or the stretch ends.
+    ends = np.where((runs.complete < 0) | (runs.complete == runs.end), runs.leave, runs.complete)
+    until = ends[prompts.owner]
+    more_follow = np.flatnonzero(np.diff(prompts.owner) == 0)
+    until[more_follow] = prompts.position[more_follow + 1] - 1
+    held = spread(size, prompts.position, until, filled)
     decoding = runs.decoding
     first, last = runs.complete[decoding] + 1, runs.leave[decoding]
     context = (runs.prompt + runs.outputs)[decoding]

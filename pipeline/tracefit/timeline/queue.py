@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.timeline.engines import ENGINE
-from tracefit.timeline.segments import REQUEST
+from tracefit.timeline.segments import REQUEST, core_events
 
 if TYPE_CHECKING:
     from tracefit.timeline.composition import EngineLimits
@@ -64,9 +64,9 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
 
 def _waiting_ahead(journeys: pl.DataFrame, block_size: int) -> pl.DataFrame:
     """Count requests, tokens and blocks in the waiting queue just before each QUEUED."""
-    marks = ["QUEUED", "SCHEDULED", "PREEMPTED", "FINISHED"]
-    core = journeys.filter((pl.col("layer") == "core") & pl.col("event").is_in(marks))
-    before = pl.col("event").shift(1).over(REQUEST)
+    core = core_events(journeys).filter(pl.col("event") != "FIRST_TOKEN")
+    same = pl.col("request") == pl.col("request").shift(1)
+    before = pl.when(same).then(pl.col("event").shift(1))
     enters = pl.col("event").is_in(["QUEUED", "PREEMPTED"])
     # A request that finishes while it waits (an abort) leaves the queue; one that runs left it when scheduled.
     leaves = (pl.col("event") == "SCHEDULED") | (
@@ -74,7 +74,7 @@ def _waiting_ahead(journeys: pl.DataFrame, block_size: int) -> pl.DataFrame:
     )
     tokens = pl.col("prefill_total_tokens") + pl.col("decode_done_tokens").fill_null(0)
     blocks = (tokens + block_size - 1) // block_size
-    ordered = core.sort(*REQUEST, "ts_ns").with_columns(
+    ordered = core.with_columns(
         outputs=(pl.col("decode_max_tokens") - pl.col("decode_done_tokens").fill_null(0)).clip(lower_bound=0),
         change=enters.cast(pl.Int64) - leaves.fill_null(value=False).cast(pl.Int64),
         tokens=tokens,

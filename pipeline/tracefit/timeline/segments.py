@@ -25,7 +25,7 @@ def core_events(journeys: pl.DataFrame) -> pl.DataFrame:
 
 
 def _following(name: str) -> pl.Expr:
-    """The value of the request's next row; rows are in the order of `core_events`."""
+    """Return the value of the request's next row; rows are in the order of `core_events`."""
     same = pl.col("request") == pl.col("request").shift(-1)
     return pl.when(same).then(pl.col(name).shift(-1)).alias(f"next_{name}")
 
@@ -43,10 +43,10 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
     Returns:
         Per stretch, besides the columns of `core`: end_step (the last step it may have tokens in), complete_step
         (null where the prompt was not completed), need_tokens (to compute before the first token), cached_tokens,
-        outputs (before the stretch), has_finished.
+        outputs (before the stretch), has_finished, next_finish_status.
     """
     marks = core.filter(pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"]))
-    following = [_following(c) for c in ("event", "step_id", "decode_done_tokens")]
+    following = [_following(c) for c in ("event", "step_id", "decode_done_tokens", "finish_status")]
     starts = marks.with_columns(following).filter(pl.col("event") == "SCHEDULED")
     first_tokens = core.filter(pl.col("event") == "FIRST_TOKEN").group_by("request")
     starts = starts.join(

@@ -1,0 +1,31 @@
+"""Write the result table of README.md anew from models/evaluation.json."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def main(readme: Path, evaluation: Path) -> None:
+    """Replace the rows of the table in `readme`."""
+    rows = []
+    for scope in reversed(json.loads(evaluation.read_text(encoding="utf-8"))["scopes"]):
+        name = scope["scope_id"].rsplit(".", 1)[0]
+        for model, entry in scope["models"].items():
+            held = entry["holdout"]
+            maes = [held["mae"], entry["baseline"]["mae"], entry["reference"]["mae"]]
+            cells = [name, model, f"{held['n']:,}", *(_number(v) for v in (held["mape_pct"], *maes))]
+            rows.append(f"| {' | '.join(cells)} |")
+    text = readme.read_text(encoding="utf-8")
+    table = re.compile(r"(?:^\| \S+ \| (?:alpha|beta)\..*\n)+", re.MULTILINE)
+    readme.write_text(table.sub("\n".join(rows) + "\n", text, count=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

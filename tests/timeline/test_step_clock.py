@@ -1,0 +1,111 @@
+"""The step clock: cycle times from the starts of consecutive steps, by hand."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+from tracefit.timeline import execution_lags
+
+
+def _adjacent(table):
+    rows = table("timeline").filter(pl.col("cycle_source") == "adjacent")
+    return dict(rows.select("step_id", "cycle_us").rows())
+
+
+def _row(table, step):
+    return table("timeline").row(by_predicate=pl.col("step_id") == step, named=True)
+
+
+def test_a_cycle_is_start_to_start_of_consecutive_steps(tables_of, traces):
+    starts = {1: 0, 2: 9470, 3: 19_000, 5: 40_000, 6: 50_500}
+    table = tables_of(traces.steps(*(traces.summary(step, at) for step, at in starts.items())))
+    assert _adjacent(table) == {1: 9470.0, 2: 9530.0, 5: 10_500.0}
+    assert _row(table, 3)["cycle_us"] is None, "nobody knows step 4"
+    last = _row(table, 6)
+    assert (last["ts_start_ns"], last["cycle_us"], last["cycle_source"]) == (50_500_000, None, None)
+
+
+def test_a_duration_is_no_cycle(tables_of, traces):
+    table = tables_of(traces.steps(traces.summary(1, 0, duration_us=91), traces.summary(2, 9470)))
+    assert (_row(table, 1)["cycle_us"], _row(table, 1)["duration_us"]) == (9470.0, 91)
+
+
+def test_cycles_do_not_reach_over_a_restart(tables_of, traces):
+    traces.steps(traces.summary(1, 0), traces.summary(2, 1000))
+    traces.steps(traces.summary(1, 500_000), traces.summary(2, 500_900))
+    rows = tables_of(traces)("timeline").filter(pl.col("cycle_source") == "adjacent")
+    assert rows.select("epoch", "step_id", "cycle_us").rows() == [(0, 1, 1000.0), (1, 1, 900.0)]
+
+
+def test_cycles_do_not_reach_over_servers(tables_of, traces):
+    traces.steps(traces.summary(1, 0), traces.summary(2, 1000), server="a")
+    traces.steps(traces.summary(3, 2000), traces.summary(4, 2900), server="b")
+    assert _adjacent(tables_of(traces)) == {1: 1000.0, 3: 900.0}
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "idle"), [(0, 0, True), (1, 0, False), (0, 1, False), (3, 2, False)]
+)
+def test_a_step_that_leaves_nothing_running_and_nothing_waiting_ends_in_idle_time(
+    tables_of, traces, running, waiting, idle
+):
+    first = traces.summary(1, 0, running_depth=running, waiting_depth=waiting)
+    table = tables_of(traces.steps(first, traces.summary(2, 1_000_000), traces.summary(3, 1_010_000)))
+    assert (_row(table, 1)["idle_after"], _row(table, 2)["idle_before"]) == (idle, idle)
+    assert not _row(table, 3)["idle_before"]
+
+
+def test_blocks_in_use_are_total_less_free(tables_of, traces):
+    traces.steps(traces.summary(1, 0, blocks_total_gpu=320, blocks_free_gpu=19))
+    assert _row(tables_of(traces), 1)["kv_blocks_used"] == 301
+
+
+def test_context_is_the_cache_read_by_scheduled_requests(tables_of, traces):
+    shown = (
+        traces.snapshot(1, 200, "a", num_computed_tokens=70),
+        traces.snapshot(1, 200, "b", num_computed_tokens=30),
+        traces.snapshot(1, 200, "not-scheduled", num_computed_tokens=500, scheduled_tokens_this_step=0),
+        traces.snapshot(1, 200, "c", phase="PREFILL", num_computed_tokens=64, num_output_tokens=0),
+    )
+    facts = {"running_depth": 4, "num_decode_reqs": 2, "num_prefill_reqs": 1}
+    row = _row(tables_of(traces.steps(traces.summary(1, 0, **facts), *shown)), 1)
+    assert (row["context_tokens"], row["prefill_context_tokens"]) == (100, 64)
+
+
+def test_context_is_unknown_where_a_running_request_has_no_snapshot(tables_of, traces):
+    first = traces.summary(1, 0, running_depth=2, num_decode_reqs=2)
+    table = tables_of(traces.steps(first, traces.snapshot(1, 200, "a")))
+    assert _row(table, 1)["context_tokens"] is None
+
+
+def _served(traces, *, late):
+    """Forty steps of 1,000 us and ten requests whose updates come `late` us after the next step began."""
+    traces.steps(*(traces.summary(step, 1000.0 * step) for step in range(1, 41)))
+    for number in range(1, 11):
+        step = 3 * number
+        ends = (1000.0 * (step + 1) + late, 1000.0 * (step + 5) + late)
+        traces.request(number, 1000.0 * step - 1190, step=step, tokens_at=ends)
+    return traces
+
+
+@pytest.mark.parametrize(("late", "lag"), [(-30, 0), (500, 1), (970, 1)])
+def test_updates_well_after_the_next_start_tell_scheduling_ahead(tables_of, traces, late, lag):
+    table = tables_of(_served(traces, late=late))
+    lags = execution_lags(table("timeline"), table("journey_events"))
+    assert lags.rows() == [("run", "engine", lag)]
+
+
+def test_a_handful_of_updates_tells_nothing(tables_of, traces):
+    traces.steps(*(traces.summary(step, 1000.0 * step) for step in range(1, 11)))
+    table = tables_of(traces.request(1, 1810, step=3, tokens_at=(4970, 8970)))
+    assert execution_lags(table("timeline"), table("journey_events")).height == 0
+
+
+def test_aborts_tell_nothing_of_execution(tables_of, traces):
+    traces.steps(*(traces.summary(step, 1000.0 * step) for step in range(1, 41)))
+    for step in range(2, 32):
+        aborted = ("FINISHED", 1000.0 * (step + 1) + 500, step, {"finish.status": "aborted"})
+        traces.core(step, [("QUEUED", 1000.0 * step - 10, step - 1), aborted])
+    table = tables_of(traces)
+    assert execution_lags(table("timeline"), table("journey_events")).height == 0
