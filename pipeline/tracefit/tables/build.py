@@ -10,7 +10,7 @@ import polars as pl
 
 from tracefit.otlp.batch import REJECT_COLUMNS, SpanBatch
 from tracefit.tables import dialects, schema
-from tracefit.tables.clocks import tell_apart
+from tracefit.tables.clocks import on_core_clock, tell_apart
 from tracefit.tables.epochs import assign_epochs
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class IngestCounts:
     dropped_events: int = 0
     dropped_attributes: int = 0
     rejects: int = 0
+    moved_events: int = 0
+    """API events whose clock was not the engine core's: moved to it by way of the wall clock."""
     events: tuple[tuple[str, int], ...] = ()
 
 
@@ -68,6 +70,7 @@ def build_event_tables(batches: Iterable[SpanBatch], *, run_id: str) -> EventTab
     events = _events_of(kept, joined.events)
 
     journeys, bad_journeys = _journey_events(events)
+    journeys, moved = on_core_clock(journeys)
     steps, bad_steps = _split_complete(
         _table_of(events.get(dialects.STEP_EVENT), dialects.STEP_KEYS, schema.STEPS),
         ("step_id", "ts_start_ns"),
@@ -88,6 +91,7 @@ def build_event_tables(batches: Iterable[SpanBatch], *, run_id: str) -> EventTab
         dropped_events=int(kept["dropped_events"].sum() or 0),
         dropped_attributes=int(kept["dropped_attributes"].sum() or 0),
         rejects=rejects.height,
+        moved_events=moved,
         events=tuple(sorted((name, frame.height) for name, frame in events.items() if frame.height)),
     )
     return EventTables(

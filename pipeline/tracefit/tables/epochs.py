@@ -10,6 +10,9 @@ STEP_JITTER = 8
 With asynchronous scheduling an event of step k is stamped after step k+1 began; the margin is several times that.
 """
 
+DAMAGED_STEPS = 1_000_000
+"""Nobody counts so many steps between two events, forth and back again."""
+
 
 def assign_epochs(
     journeys: pl.DataFrame, steps: pl.DataFrame, snapshots: pl.DataFrame
@@ -33,12 +36,19 @@ def assign_epochs(
             ),
         ]
     ).drop_nulls("clock")
-    starts = _epoch_starts(marks)
+    starts = _epoch_starts(_plausible(marks))
     return (
         _in_epoch(journeys, starts, _clock("ts_ns")),
         _in_epoch(steps, starts, _clock("ts_start_ns")),
         _in_epoch(snapshots, starts, pl.col("unix_ns").alias("clock")),
     )
+
+
+def _plausible(marks: pl.DataFrame) -> pl.DataFrame:
+    """Leave out damaged ids, far above those before and after them: the way back down is no restart."""
+    step = pl.col("step_id").cast(pl.Float64)
+    above = [step - step.shift(k).over("server") > DAMAGED_STEPS for k in (1, -1)]
+    return marks.sort("server", "clock").filter(~(above[0] & above[1]).fill_null(value=False))
 
 
 def _clock(ts: str) -> pl.Expr:

@@ -1,0 +1,175 @@
+"""Engines behind one name, layers on two hosts, ids that cannot be: what does not compare is kept apart."""
+
+from __future__ import annotations
+
+import pytest
+
+BOOT_UNIX_NS = 1_700_000_000_000_000_000
+"""As in `conftest.py`."""
+
+HOUR_US = 3_600_000_000
+
+
+def _moved(attribute, by_us):
+    """Move the engine's clock in one attribute of an event."""
+    value = attribute["value"]
+    if attribute["key"] in ("ts.monotonic_ns", "step.ts_start_ns", "step.ts_end_ns"):
+        value["intValue"] = str(int(value["intValue"]) + by_us * 1000)
+    elif attribute["key"] in ("ts.monotonic", "event.ts.monotonic"):
+        value["doubleValue"] += by_us / 1e6
+
+
+def _spans(traces, server):
+    for record in traces.records:
+        keys = {a["key"]: a["value"]["stringValue"] for a in record["resource"]["attributes"]}
+        if keys.get("service.instance.id") == server:
+            yield record["scopeSpans"][0]["spans"][0]
+
+
+def _on_another_host(
+    traces, server, *, by_us=HOUR_US, scopes=("llm_core", "llm_request", "scheduler_steps_1")
+):
+    for span in _spans(traces, server):
+        if span["name"] in scopes:
+            for event in span["events"]:
+                for attribute in event["attributes"]:
+                    _moved(attribute, by_us)
+
+
+def _nameless(traces):
+    """Leave service.name as all that a resource says."""
+    for record in traces.records:
+        attributes = record["resource"]["attributes"]
+        attributes[:] = [a for a in attributes if a["key"] != "service.instance.id"]
+    return traces
+
+
+def _engine(traces, server, first_step, begin_us, *, spans=4, steps=10, every=1, requests=(), edges=False):
+    """Steps in spans of so many; requests are (number, step) of three tokens. Only every so many-th step is sampled.
+
+    With `edges` a span opens as the one before closes, as servers have it; else it is as long as its events are.
+    """
+    cycle_us = 1000.0
+    traces.server = server
+    for number in range(spans):
+        ids = range(first_step + number * steps, first_step + (number + 1) * steps)
+        events = [traces.summary(i, begin_us + cycle_us * (i - first_step)) for i in ids if i % every == 0]
+        traces.steps(*events)
+        if edges:
+            span = traces.records[-1]["scopeSpans"][0]["spans"][0]
+            opened_us, closed_us = (begin_us + cycle_us * steps * (number + k) - 300 for k in (0, 1))
+            span["startTimeUnixNano"] = str(BOOT_UNIX_NS + round(opened_us * 1000))
+            span["endTimeUnixNano"] = str(BOOT_UNIX_NS + round(closed_us * 1000) - 75_000)
+    for number, step in requests:
+        start = begin_us + cycle_us * (step - first_step)
+        ends = (start + cycle_us - 50, start + 3 * cycle_us - 50)
+        traces.request(number, start - 1100, step=step, output=3, tokens_at=ends)
+    return traces
+
+
+def _requests(table):
+    return dict(table("requests").select("request_id", "server").rows())
+
+
+def _twins(traces, *, apart=1000, late_us=430.0, **how):
+    """Two engines whose counters are so far apart, each with ten requests: 1, 3, 5, ... and 2, 4, 6, ..."""
+    mine = [(1 + 2 * n, 102 + 3 * n) for n in range(10)]
+    yours = [(2 + 2 * n, 102 + apart + 3 * n) for n in range(10)]
+    _engine(traces, "a", 100, 0.0, requests=mine, **how)
+    return _engine(traces, "b", 100 + apart, late_us, requests=yours, **how)
+
+
+@pytest.mark.parametrize(
+    ("apart", "edges"),
+    [(1000, False), (-60, False), (12, False), (3, False), (1000, True), (1, True), (0, True)],
+)
+def test_step_counters_side_by_side_are_servers_of_their_own(tables_of, traces, apart, edges):
+    table = tables_of(_nameless(_twins(traces, apart=apart, edges=edges)))
+    assert table("runs").select("server", "epochs", "steps", "requests").rows() == [
+        ("vllm#1", 1, 40, 10),
+        ("vllm#2", 1, 40, 10),
+    ]
+    told = _requests(table)
+    assert {told[f"cmpl-{2 * n + 1}"] for n in range(10)} == {"vllm#1"}
+    assert {told[f"cmpl-{2 * n + 2}"] for n in range(10)} == {"vllm#2"}
+    cycles = table("timeline").filter(cycle_source="adjacent")["cycle_us"]
+    assert (cycles.len(), set(cycles.round(6))) == (78, {1000.0})
+
+
+def test_counters_of_which_few_steps_are_sampled(tables_of, traces):
+    table = tables_of(_nameless(_twins(traces, apart=300, every=5)))
+    assert table("runs").select("server", "steps", "requests").rows() == [
+        ("vllm#1", 8, 10),
+        ("vllm#2", 8, 10),
+    ]
+
+
+def test_snapshots_go_with_the_steps_of_their_span(tables_of, traces):
+    _twins(traces)
+    for server, step in (("a", 105), ("b", 1105)):
+        span = next(s for s in _spans(traces, server) if s["name"].startswith("scheduler"))
+        span["events"].append(traces.snapshot(step, 5_600, f"of-{server}"))
+    rows = tables_of(_nameless(traces))("request_snapshots").select("server", "request_id").rows()
+    assert rows == [("vllm#1", "of-a"), ("vllm#2", "of-b")]
+
+
+def test_hosts_have_clocks_of_their_own(tables_of, traces):
+    """With counters that are the same, and with no step event at all."""
+    traces.server = "a"
+    traces.request(1, 0, step=5).request(3, 60_000, step=9)
+    traces.server = "b"
+    traces.request(2, 500, step=5).request(4, 60_500, step=9)
+    _on_another_host(traces, "b")
+    assert _requests(tables_of(_nameless(traces))) == {
+        "cmpl-1": "vllm#1",
+        "cmpl-3": "vllm#1",
+        "cmpl-2": "vllm#2",
+        "cmpl-4": "vllm#2",
+    }
+
+
+def test_a_host_that_was_restarted_is_one_server(tables_of, traces):
+    """Its monotonic clock begins anew: another zero, after the other one's time."""
+    traces.server = "before"
+    traces.request(1, 0, step=50)
+    traces.server = "after"
+    traces.request(2, 90_000_000, step=5)
+    _on_another_host(traces, "after", by_us=-80_000_000)
+    table = tables_of(_nameless(traces))
+    assert table("runs").select("server", "epochs").rows() == [("vllm", 2)]
+
+
+def test_a_server_that_was_restarted_is_one_server(tables_of, traces):
+    _engine(traces, "a", 1, 0.0)
+    _engine(traces, "a", 1, 500_000.0, spans=2)
+    assert tables_of(_nameless(traces))("runs").select("server", "epochs").rows() == [("vllm", 2)]
+
+
+def test_twins_of_which_one_is_restarted_are_two_servers(tables_of, traces):
+    _engine(traces, "a", 5000, 0.0, spans=20)
+    _engine(traces, "b", 100, 430.0)
+    _engine(traces, "b", 1, 60_430.0)
+    assert tables_of(_nameless(traces))("runs").select("server", "epochs", "steps").rows() == [
+        ("vllm#1", 1, 200),
+        ("vllm#2", 2, 80),
+    ]
+
+
+def test_servers_with_names_of_their_own_keep_them(tables_of, traces):
+    assert tables_of(_twins(traces))("runs")["server"].to_list() == ["a", "b"]
+
+
+def test_api_events_of_another_host_come_onto_the_engines_clock(tables_of, traces):
+    traces.request(1, 0, step=5).request(2, 60_000, step=9)
+    _on_another_host(traces, "engine", scopes=("llm_request",))
+    rows = tables_of(traces)("requests").select("admission_us", "departure_us").rows()
+    assert [tuple(round(value, 3) for value in row) for row in rows] == [(1000.0, 300.0)] * 2
+
+
+def test_a_damaged_step_id_is_no_restart(tables_of, traces):
+    """10^15 and back again."""
+    traces.steps(*(traces.summary(step, 1000.0 * step) for step in range(1, 21)))
+    traces.core(7, [("QUEUED", 9_500, 8), ("SCHEDULED", 10_200, 10**15), ("FINISHED", 10_900, 10)])
+    table = tables_of(traces)
+    assert table("runs")["epochs"].to_list() == [1]
+    assert table("timeline")["step_id"].to_list() == list(range(1, 21))
