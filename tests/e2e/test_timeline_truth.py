@@ -40,14 +40,16 @@ def test_composition_follows_from_the_journeys_alone(tmp_path: Path, num_blocks:
 
 def test_hidden_steps_start_where_their_scheduled_events_put_them(tmp_path: Path) -> None:
     run = synth(SynthOptions(seed=42, requests=500, step_sampling=0.1))
-    timeline = _ingested(run, tmp_path).read("timeline")
+    store = _ingested(run, tmp_path)
+    timeline, journeys = store.read("timeline"), store.read("journey_events")
     hidden = run.truth_steps.filter(~pl.col("is_sampled")).join(
         timeline, on=["epoch", "step_id"], how="inner"
     )
-    anchored = hidden.filter(pl.col("start_source") == "scheduled")
-    assert anchored.height > 100
+    scheduled = journeys.filter(pl.col("event") == "SCHEDULED")
+    anchored = hidden.join(scheduled, on=["epoch", "step_id"], how="semi")
+    assert anchored.height > 300
     error_us = (anchored["ts_start_ns"] - anchored["start_ns"]).abs() / 1e3
-    assert (error_us <= 500).mean() >= 0.99
+    assert (error_us <= 500).fill_null(value=False).mean() >= 0.99
 
 
 @pytest.mark.parametrize("num_blocks", [4_097, 400])

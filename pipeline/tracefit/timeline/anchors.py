@@ -20,25 +20,29 @@ _NORMAL_MAD = 1.4826
 _LAG_EVENTS = 20
 _ENOUGH_STEPS = 5
 _FAR_SD = 4.0
+_TOLERANCE_NS = 1_000_000
 
 
-def execution_lags(starts: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
+def execution_lags(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     """Find engines that schedule a step while the one before it executes (asynchronous scheduling).
 
     There, a request's FIRST_TOKEN or FINISHED of step k is stamped after step k+1 began, because step k executes in
     the period between the starts of k+1 and k+2. Composition k then explains the cycle of step k+1.
 
     Args:
-        starts: Columns of the engine, step_id, ts_start_ns: step starts as far as they are known.
-        journeys: The `journey_events` table.
+        steps: The `steps` table, or any frame with the columns of the engine, step_id and ts_start_ns.
+        journeys: The `journey_events` table; its SCHEDULED events tell starts, too.
 
     Returns:
         One row per (run_id, server) that has enough events to tell: `execution_lag_steps`, 0 or 1.
     """
-    nexts = starts.select(
-        *ENGINE, step_id=pl.col("step_id") - 1, next_start_ns=pl.col("ts_start_ns")
-    ).drop_nulls()
-    late = journeys.filter(_is_update()).join(nexts, on=[*ENGINE, "step_id"], how="inner")
+    step = [*ENGINE, "step_id"]
+    inside = journeys.filter(pl.col("event").is_in(_INSIDE) & pl.col("step_id").is_not_null())
+    first = inside.group_by(step).agg(ts_start_ns=pl.col("ts_ns").min())
+    exact = steps.select(*step, "ts_start_ns").drop_nulls()
+    starts = pl.concat([exact, first.join(exact, on=step, how="anti").select(exact.columns)])
+    nexts = starts.select(*ENGINE, step_id=pl.col("step_id") - 1, next_start_ns="ts_start_ns")
+    late = journeys.filter(_is_update()).join(nexts, on=step, how="inner")
     return (
         late.group_by(SERVER)
         .agg(events=pl.len(), late=(pl.col("ts_ns") > pl.col("next_start_ns")).mean())
@@ -48,18 +52,46 @@ def execution_lags(starts: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame
     )
 
 
+def clock_disagreements(timeline: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
+    """Count the events of the engine core that were stamped before their step began or after it must have ended.
+
+    Args:
+        timeline: The `timeline` table.
+        journeys: The `journey_events` table.
+
+    Returns:
+        One row per (run_id, server) with events between known starts: `events` that could be held against them,
+        `disagreeing`.
+    """
+    known = timeline.select(*ENGINE, "step_id", "ts_start_ns").drop_nulls().sort("step_id")
+    inside = pl.col("event").is_in(_INSIDE)
+    stamped = journeys.filter((inside | _is_update()) & pl.col("step_id").is_not_null())
+    # An update comes before the step after next: with scheduling a step ahead the next one has begun by then.
+    over = stamped.with_columns(over_step=pl.col("step_id") + pl.when(inside).then(1).otherwise(2))
+    between = (
+        over.sort("step_id")
+        .join_asof(known.rename({"ts_start_ns": "begin_ns"}), on="step_id", by=ENGINE, check_sortedness=False)
+        .sort("over_step")
+        .join_asof(
+            known.rename({"ts_start_ns": "end_ns"}),
+            left_on="over_step",
+            right_on="step_id",
+            by=ENGINE,
+            strategy="forward",
+            check_sortedness=False,
+        )
+    )
+    early = pl.col("ts_ns") < pl.col("begin_ns") - _TOLERANCE_NS
+    late = pl.col("ts_ns") > pl.col("end_ns") + _TOLERANCE_NS
+    disagrees = early.fill_null(value=False) | late.fill_null(value=False)
+    checked = between.filter(pl.col("begin_ns").is_not_null() | pl.col("end_ns").is_not_null())
+    return checked.group_by(SERVER).agg(events=pl.len(), disagreeing=disagrees.sum()).sort(SERVER)
+
+
 def _is_update() -> pl.Expr:
     # An abort is stamped when the client's disconnect is noticed, not in an update.
     aborted = (pl.col("finish_status") == "aborted").fill_null(value=False)
     return pl.col("event").is_in(_UPDATE) & ~aborted
-
-
-def scheduled_starts(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
-    """Return the starts of steps as summaries and SCHEDULED events put them, the latter uncorrected."""
-    inside = journeys.filter(pl.col("event").is_in(_INSIDE) & pl.col("step_id").is_not_null())
-    first = inside.group_by(*ENGINE, "step_id").agg(ts_start_ns=pl.col("ts_ns").min())
-    exact = steps.select(*ENGINE, "step_id", "ts_start_ns")
-    return pl.concat([exact, first.join(exact, on=[*ENGINE, "step_id"], how="anti").select(exact.columns)])
 
 
 def step_starts(steps: pl.DataFrame, core: pl.DataFrame) -> pl.DataFrame:

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.tables import schema
-from tracefit.timeline.anchors import SERVER, execution_lags, scheduled_starts, step_starts
+from tracefit.timeline.anchors import SERVER, execution_lags, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
 from tracefit.timeline.engines import ENGINE, StepAxis, lay_out, pile, position
 from tracefit.timeline.segments import core_events, running_segments, waiting_segments
@@ -66,7 +66,7 @@ def build_timeline(
     """
     limits = limits or EngineLimits()
     axis = lay_out(steps, snapshots, journeys)
-    lags = execution_lags(scheduled_starts(steps, journeys), journeys)
+    lags = execution_lags(steps, journeys)
     core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
     evidence = _Evidence(
         axis,
@@ -126,7 +126,7 @@ def _with_truth(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
         return pl.coalesce(options).alias(name) if options else pl.lit(None, pl.Int64).alias(name)
 
     inferred = pl.lit("journey") if "journey.running_depth" in have else pl.lit(None, pl.String)
-    joined = joined.with_columns(_agreement() if "journey.running_depth" in have else [])
+    joined = joined.with_columns([*_agreement(), _shared_blocks()] if "journey.running_depth" in have else [])
     source = pl.when("has_summary").then(pl.lit("summary")).otherwise(inferred)
     return joined.with_columns(
         *(either(name) for name in (*_COUNTS, *_CONTEXTS, *_AFTER, "kv_blocks_used", "num_preempted")),
@@ -147,6 +147,12 @@ def _agreement() -> list[pl.Expr]:
         error("num_prefill_reqs", "num_decode_reqs").alias("journey_error_reqs"),
         error("prefill_tokens", "decode_tokens").alias("journey_error_tokens"),
     ]
+
+
+def _shared_blocks() -> pl.Expr:
+    """Take the blocks that requests share, which the journeys cannot see, from the last summary before."""
+    shared = pl.col("kv_blocks_used") - pl.col("journey.kv_blocks_used")
+    return pl.col("journey.kv_blocks_used") + shared.forward_fill().over("engine").fill_null(0)
 
 
 def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
