@@ -10,7 +10,7 @@ from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import Lasso, LinearRegression, Ridge
 from sklearn.preprocessing import StandardScaler
 
-from tracefit.fit.estimators import HUBER, RobustLinear, confidence_intervals, huber_weights
+from tracefit.fit.estimators import RobustLinear, confidence_intervals, huber_weights
 from tracefit.fit.select import time_blocks
 
 TRUTH = np.array([2000.0, 10.0, -40.0, 0.003])
@@ -107,8 +107,8 @@ def test_a_model_of_no_feature_is_a_robust_level():
 def test_huber_weights_by_hand():
     residual = np.array([-2.0, -1.0, 0.0, 1.0, 10.0])
     spread = 1.4826  # median 0, median absolute deviation 1
-    expected = [min(1, HUBER * spread / 2), 1, 1, 1, HUBER * spread / 10]
-    np.testing.assert_allclose(huber_weights(residual, HUBER), expected)
+    expected = [1.345 * spread / 2, 1, 1, 1, 1.345 * spread / 10]
+    np.testing.assert_allclose(huber_weights(residual, RobustLinear().huber), expected)
 
 
 def test_it_is_an_estimator_as_scikit_learn_knows_them():

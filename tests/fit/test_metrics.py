@@ -13,15 +13,15 @@ def _measure(actual, predicted):
 
 
 def test_three_rows_by_hand():
-    """Errors 10, 20, 0 of 100, 200, 400: 10 %, 10 %, 0 %."""
-    m = _measure([100, 200, 400], [110, 180, 400])
+    """Errors 10, 20, 6 of 100, 200, 400: 10 %, 10 %, 1.5 %."""
+    m = _measure([100, 200, 400], [110, 180, 406])
     assert m.n == 3
-    assert m.mape_pct == pytest.approx(20 / 3)
+    assert m.mape_pct == pytest.approx(21.5 / 3)
     assert m.mdape_pct == pytest.approx(10)
-    assert m.mae == pytest.approx(10)
-    assert m.rmse == pytest.approx((500 / 3) ** 0.5)
-    assert m.bias_pct == pytest.approx(100 * (690 - 700) / 700)
-    assert m.r2 == pytest.approx(1 - 500 / (1e4 + 4e4 + 16e4 - 3 * (700 / 3) ** 2))
+    assert m.mae == pytest.approx(12)
+    assert m.rmse == pytest.approx((536 / 3) ** 0.5)
+    assert m.bias_pct == pytest.approx(100 * (696 - 700) / 700)
+    assert m.r2 == pytest.approx(1 - 536 / (1e4 + 4e4 + 16e4 - 3 * (700 / 3) ** 2))
     assert m.zero_targets == 0
 
 

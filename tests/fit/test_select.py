@@ -96,10 +96,20 @@ def test_features_of_noise_take_the_lasso():
     assert choose_penalty(x, y, np.arange(50) * 5 // 50, candidates=candidates).penalty == "lasso"
 
 
+def test_ties_go_to_the_earlier_candidate():
+    x = np.column_stack(_columns(100))
+    y = x[:, 0] + np.random.default_rng(2).normal(0, 1, len(x))
+    twins = (("ridge", 1e-8), ("ridge", 1e-9))
+    for candidates in (twins, twins[::-1]):
+        choice = choose_penalty(x, y, np.arange(100) // 20, candidates=candidates)
+        assert choice.strength == candidates[0][1]
+
+
 def test_one_block_is_nothing_to_choose_by():
     x = np.column_stack(_columns(20))
     choice = choose_penalty(x, x[:, 0], np.zeros(20, dtype=np.int64))
     assert (choice.penalty, choice.folds) == ("ridge", 0)
+    assert np.isnan(choice.score)
 
 
 @pytest.mark.parametrize(("varied", "stays"), [(19, False), (20, True)])

@@ -74,8 +74,10 @@ def test_what_is_assumed_missing_and_left_out_is_said(report):
     text = report()
     assert "GPU not given" in text
     assert "Without a GPU specification hardware features are unknown" in text
-    assert "gpu_memory_utilization 0.9 (vLLM's default)" in text
-    assert "`max_num_seqs` constant in the training rows (64)" in text
+    assumed = next(line for line in text.splitlines() if "Assumed, stated by no input: " in line)
+    assert "gpu_memory_utilization 0.9 (vLLM's default)" in assumed
+    left_out = next(line for line in text.splitlines() if line.startswith("Features left out: "))
+    assert "`max_num_seqs` constant in the training rows (64)" in left_out
     assert "warm_up 20" in text
 
 

@@ -10,10 +10,11 @@ import polars as pl
 import pytest
 
 from tracefit import TrainOptions, ingest, run, train
+from tracefit.tables.schema import TABLES
 from tracefit.tables.store import TableStore
 
 RESULTS = ("models/alpha.json", "models/beta.json", "evaluation.json", "report.md")
-TABLES = {
+CONTRACT = {
     "runs",
     "spans",
     "journey_events",
@@ -30,7 +31,7 @@ TABLES = {
 def test_the_job_leaves_tables_models_evaluation_and_report(trained):
     assert sorted(p.name for p in trained.iterdir()) == ["evaluation.json", "models", "report.md", "tables"]
     assert sorted(p.name for p in (trained / "models").iterdir()) == ["alpha.json", "beta.json"]
-    assert {p.name for p in (trained / "tables").iterdir()} >= TABLES
+    assert {p.name for p in (trained / "tables").iterdir()} >= CONTRACT
 
 
 def test_ingest_and_train_give_the_bytes_of_run_without_the_run_folder(
@@ -99,6 +100,18 @@ def test_every_request_and_target_is_a_training_row(trained):
     assert wait["y"].to_list() == pytest.approx([200.0] * 90, abs=0.01)
 
 
+@pytest.mark.parametrize(("kind", "rule"), [("alpha", {"step_residual_us"}), ("beta", set())])
+def test_training_rows_carry_the_features_their_models_were_offered(trained, kind, rule):
+    """And what a boundary rule is judged with."""
+    models = json.loads((trained / "models" / f"{kind}.json").read_text())["models"]
+    offered = {x["feature"] for m in models for x in m["features_left_out"]}
+    for model in models:
+        line = model.get("without_clock", model)
+        offered |= {t["feature"] for part in line.get("regimes", [line]) for t in part["terms"]}
+    rows = TableStore(trained / "tables").read(f"{kind}_training")
+    assert set(rows.columns) - set(TABLES[f"{kind}_training"].names) == offered | rule
+
+
 def test_every_cycle_is_a_training_row_marked_where_it_is_left_out(trained):
     rows = TableStore(trained / "tables").read("beta_training")
     assert rows["step_id"].to_list() == list(range(1, 240))
@@ -144,6 +157,12 @@ def test_the_sample_tables_have_the_columns_the_specification_names(tmp_path, tr
     steps = TableStore(tmp_path / "tables").read("steps").head(119)
     names = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens", "kv_usage_ratio")
     np.testing.assert_allclose(beta.select(pl.nth(range(1, 6))).to_numpy(), steps.select(names).to_numpy())
+
+
+def test_a_sample_table_of_nothing_has_its_columns(tmp_path, traces, quick):
+    folder = traces.load(steps=120, requests=0).write(tmp_path / "run")
+    run([folder], tmp_path / "out", options=TrainOptions(sample_csv=True))
+    assert (tmp_path / "out" / "models" / "alpha_sample.csv").read_text() == COLUMNS["alpha"] + "\n"
 
 
 def test_without_asking_there_are_no_sample_tables(trained):
