@@ -183,3 +183,30 @@ def test_model_sizes_are_written_as_people_say_them(parameters, text):
     from tracefit.verbs.samples import model_size  # noqa: PLC0415
 
     assert model_size(parameters) == text
+
+
+def test_clocks_that_disagree_are_counted_in_the_evaluation(tmp_path, traces, quick):
+    """The API process of one host, an hour ahead, and two SCHEDULED events 2 s before their step."""
+    traces.load(steps=240, requests=100)
+    spans = [r["scopeSpans"][0]["spans"][0] for r in traces.records]
+    api = [e for s in spans if s["name"] == "llm_request" for e in s["events"]]
+    scheduled = [e for s in spans for e in s["events"] if e["name"] == "journey.SCHEDULED"]
+    _move(api, 3600)
+    _move(scheduled[:2], -2)
+    run([traces.write(tmp_path / "run")], tmp_path / "out")
+    evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    timeline = evaluation["scopes"][0]["timeline"]
+    assert (timeline["moved_events"], timeline["clock_disagreements"]) == (len(api), 2)
+    assert timeline["clock_checked_events"] == 300
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| events that disagree with the step clock | 2 of 300 |" in report
+
+
+def _move(events, by_s):
+    for event in events:
+        for attribute in event["attributes"]:
+            key, value = attribute["key"], attribute["value"]
+            if key == "ts.monotonic_ns":
+                value["intValue"] = str(int(value["intValue"]) + by_s * 10**9)
+            elif key in ("ts.monotonic", "event.ts.monotonic"):
+                value["doubleValue"] += by_s

@@ -291,6 +291,9 @@ def _timeline(scope: FittedScope) -> ev.TimelineEntry:
         beta_target_source=scope.choice.source if scope.choice else None,
         beta_target_because=scope.choice.because if scope.choice else None,
         execution_lag_steps=max(tables.lags.values(), default=0),
+        clock_checked_events=_sum(tables.clock_checks, "events"),
+        clock_disagreements=_sum(tables.clock_checks, "disagreeing"),
+        moved_events=_sum(runs.unique("run_id"), "moved_events"),
         dropped_events=_sum(runs, "dropped_events"),
     )
 

@@ -94,6 +94,16 @@ class TimelineEntry(_Part):
     execution_lag_steps: int = Field(
         default=0, description="1 where scheduling runs a step ahead of execution"
     )
+    clock_checked_events: int = Field(
+        default=0, description="engine core events stamped beside steps whose start is known"
+    )
+    clock_disagreements: int = Field(
+        default=0,
+        description="of these, the ones stamped before their step began or after it must have ended",
+    )
+    moved_events: int = Field(
+        default=0, description="API events of another host's clock, moved to the engine core's by wall clock"
+    )
     dropped_events: int
 
 

@@ -52,6 +52,8 @@ class ScopeTables:
     """run_id, server, epoch, first_step, last_step."""
     lags: Mapping[tuple[str, str], int]
     """(run_id, server) to steps that scheduling runs ahead of execution."""
+    clock_checks: pl.DataFrame
+    """run_id, server, events, disagreeing: engine core events held against the starts of their steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,11 @@ def _timeline(scope: ScopeEvaluation) -> list[str]:
             f"{_count(t.intervals)} over {_count(t.interval_steps)} steps",
         ),
         ("idle gaps among both", _count(t.idle_gaps)),
+        (
+            "events that disagree with the step clock",
+            f"{_count(t.clock_disagreements)} of {_count(t.clock_checked_events)}",
+        ),
+        ("API events moved from another host's clock", _count(t.moved_events)),
         ("steps whose batch the journeys tell exactly", _share(t.composition_agreement)),
         ("busy time covered by `step.duration_us`", _share(t.duration_coverage)),
         ("median cycle us", _number(t.median_cycle_us)),
@@ -151,7 +156,10 @@ def _timeline(scope: ScopeEvaluation) -> list[str]:
             "after its own start."
         )
     if t.journey_sampling is not None and 0 < t.journey_sampling < 0.98:
-        parts.append("Journeys are sampled: the queue state is that of the nearest sampled step, not exact.")
+        parts.append(
+            "Journeys are sampled: batches are those of step summaries alone, and the queue state is that of the "
+            "nearest sampled step, not exact."
+        )
     return parts
 
 

@@ -56,6 +56,7 @@ def run_rows(
         "duplicate_spans": events.counts.duplicate_spans,
         "rejects": events.counts.rejects,
         "dropped_attributes": events.counts.dropped_attributes,
+        "moved_events": events.counts.moved_events,
         "events": json.dumps(dict(events.counts.events)),
     }
     zero = [pl.col(c).fill_null(0) for c in ("steps", "requests", "epochs", "rich_steps")]

@@ -132,6 +132,7 @@ RUNS = Table(
         _i("rejects", "records that could not be read (of the run)"),
         _i("dropped_events", "events the SDK dropped, as it says itself"),
         _i("dropped_attributes", "attributes the SDK dropped"),
+        _i("moved_events", "API events stamped on another clock than the engine core's, moved to it"),
         Column("events", "json", "event name to count"),
         _i("epochs", "engine starts seen"),
         _i("steps", "steps with a summary"),

@@ -21,7 +21,7 @@ from tracefit.reports.markdown import report_markdown
 from tracefit.tables import schema
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
-from tracefit.timeline import EngineLimits, execution_lags, queue_state
+from tracefit.timeline import EngineLimits, clock_disagreements, execution_lags, queue_state
 from tracefit.verbs.ingest import engine_limits
 from tracefit.verbs.results import ModelSummary, Progress, Silent, TrainResult
 from tracefit.verbs.samples import sample_tables
@@ -155,6 +155,7 @@ def _load(store: TableStore, runs: pl.DataFrame, run_ids: list[str], limits: Eng
         requests=store.read("requests", run_ids),
         queue=queue_state(journeys, timeline, limits) if complete else None,
         counters=step_counters(steps, journeys),
+        clock_checks=clock_disagreements(timeline, journeys),
         lags={key: lags.get(key, 0) for key in mine.select("run_id", "server").iter_rows()},
     )
 
