@@ -19,12 +19,14 @@ from tracefit.errors import DataError, TracefitError, UsageError
 
 if TYPE_CHECKING:
     from tracefit.verbs.ingest import ServerOptions, ingest
+    from tracefit.verbs.inspect import inspect
     from tracefit.verbs.run import run
     from tracefit.verbs.train import TrainOptions, train
 
 _LAZY = {
     "ingest": "tracefit.verbs.ingest",
     "ServerOptions": "tracefit.verbs.ingest",
+    "inspect": "tracefit.verbs.inspect",
     "train": "tracefit.verbs.train",
     "TrainOptions": "tracefit.verbs.train",
     "run": "tracefit.verbs.run",
@@ -38,6 +40,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "ingest",
+    "inspect",
     "run",
     "train",
 ]

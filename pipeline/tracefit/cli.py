@@ -77,6 +77,12 @@ Paths = Annotated[
     list[Path],
     typer.Argument(help="Run folders, folders of run folders, or trace files (which make one run together)."),
 ]
+InspectPaths = Annotated[
+    list[Path],
+    typer.Argument(
+        help="Run folders, folders of run folders, or trace files; or one tables folder that ingest wrote."
+    ),
+]
 RunConfig = Annotated[
     Optional[Path],
     typer.Option(
@@ -159,6 +165,35 @@ def run(
         result = run_verb(paths, out, server=server, options=options, progress=told)
         told.close()
         show(result, run_text(result), as_json=json, quiet=quiet)
+        raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def inspect(
+    paths: InspectPaths,
+    run_config: RunConfig = None,
+    model_config: ModelConfig = None,
+    gpu: GpuName = None,
+    tp: TensorParallel = None,
+    settings: Settings = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """What is in traces, how healthy they are, and what can be trained from them; nothing is fitted or written.
+
+    Exit code 1 when nothing can be trained from them.
+
+    Example: `tracefit inspect runs/`
+    """
+    told = Terminal(quiet=quiet)
+    with one_line_errors(told):
+        from tracefit.reports.inspection import inspection_text
+        from tracefit.verbs.inspect import inspect as inspect_verb
+
+        server = _server(run_config, model_config, gpu, tp, settings)
+        result = inspect_verb(paths, server=server, progress=told)
+        told.close()
+        show(result, inspection_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)
 
 

@@ -84,6 +84,25 @@ def test_json_of_the_parts(tracefit, tmp_path, folder, quick, command):
     assert json.loads(out)["exit_code"] == code == 0
 
 
+def test_inspect_tells_facts_and_writes_nothing(tracefit, tmp_path, folder):
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = tracefit("inspect", folder)
+    assert (code, err) == (0, "")
+    assert "step time" in out
+    code, out, _ = tracefit("inspect", folder, "--json")
+    said = json.loads(out)
+    assert (code, said["exit_code"], said["runs"][0]["run_id"]) == (0, 0, "busy")
+    assert {a["what"]: a["verdict"] for a in said["scopes"][0]["allows"]}["step time"] == "yes"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_inspect_is_exit_code_1_when_nothing_can_be_trained(tracefit, tmp_path, traces):
+    folder = traces.request(1, 0, step=1).write(tmp_path / "one")
+    code, out, err = tracefit("inspect", folder)
+    assert (code, err) == (1, "")
+    assert out.endswith("Nothing can be trained from this.\n")
+
+
 def test_quiet_prints_nothing(tracefit, tmp_path, folder, quick):
     assert tracefit("run", folder, "--out", tmp_path / "out", "--quiet") == (0, "", "")
     assert (tmp_path / "out" / "report.md").exists()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tracefit.reports.text import columns
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -72,14 +74,4 @@ _TEXT = ("run", "scope", "model", "feature", "unit", "formula", "reason")
 
 
 def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Align columns: the first to the left, numbers to the right."""
-    table = [tuple(head), *(tuple(r) for r in rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
-    text_columns = {i for i, name in enumerate(head) if name in _TEXT}
-    return "\n".join(
-        "  ".join(
-            c.ljust(w) if i in text_columns else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    )
+    return columns(head, rows, left={i for i, name in enumerate(head) if name in _TEXT})

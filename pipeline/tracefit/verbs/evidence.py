@@ -1,0 +1,269 @@
+"""What tables allow to be trained, counted without fitting anything, by the rules that training follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal
+
+import polars as pl
+
+from tracefit.features.training import ALPHA_TARGETS
+from tracefit.fit import rows as rules
+from tracefit.fit.scope import COVERED_SHARE
+from tracefit.fit.train import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.tables.runs import step_counters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tracefit.tables.store import TableStore
+
+Verdict = Literal["yes", "limited", "no"]
+
+STEP_FLAGS = "--step-tracing-enabled --step-tracing-sample-rate 1.0"
+JOURNEY_FLAGS = "--enable-journey-tracing --journey-tracing-sample-rate 1.0"
+SNAPSHOT_FLAG = "--step-tracing-rich-subsample-rate 1.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """One thing that may or may not be trained, or known, from the traces, and why."""
+
+    what: str
+    verdict: Verdict
+    because: str
+    trains: bool = False
+    """Whether a model is fitted on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one target that training would use and hold out."""
+
+    train: int = 0
+    holdout: int = 0
+
+    @property
+    def suffice(self) -> bool:
+        """Whether a model is fitted on so many."""
+        return self.train >= MIN_TRAIN_ROWS and self.holdout >= MIN_HOLDOUT_ROWS
+
+    def __add__(self, other: Rows) -> Rows:
+        """Add rows of another run of the same scope."""
+        return Rows(self.train + other.train, self.holdout + other.holdout)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Counts of one run, or of several of one scope: they add up."""
+
+    steps: int = 0
+    adjacent: int = 0
+    intervals: int = 0
+    idle: int = 0
+    step_rows: Rows = Rows()
+    busy_us: float = 0.0
+    covered_us: float = 0.0
+    compared_steps: int = 0
+    agreeing_steps: int = 0
+    steps_with_context: int = 0
+    timeline_steps: int = 0
+    requests: int = 0
+    complete_runs: int = 0
+    runs: int = 0
+    queue_wait: Rows = Rows()
+    admission: Rows = Rows()
+    departure: Rows = Rows()
+    latencies: int = 0
+    snapshots: int = 0
+    requests_with_cache: int = 0
+
+    def __add__(self, other: Evidence) -> Evidence:
+        """Add the counts of another run."""
+        return Evidence(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+def gather(store: TableStore, run_id: str) -> Evidence:
+    """Count what the tables of one run hold."""
+    steps, timeline = store.read("steps", [run_id]), store.read("timeline", [run_id])
+    requests, journeys = store.read("requests", [run_id]), store.read("journey_events", [run_id])
+    ends = rules.warm_up_ends(step_counters(steps, journeys))
+    adjacent = timeline.filter((pl.col("cycle_source") == "adjacent") & ~pl.col("idle_after"))
+    cycles = timeline.filter(pl.col("cycle_us").is_not_null())
+    compared = timeline["journey_agrees"].drop_nulls()
+    return Evidence(
+        steps=steps.height,
+        adjacent=adjacent.height,
+        intervals=cycles.filter((pl.col("cycle_source") == "interval") & ~pl.col("idle_after")).height,
+        idle=int(cycles["idle_after"].sum() or 0),
+        step_rows=_rows(cycles, "ts_start_ns", "step_id", ends, idle=pl.col("idle_after")),
+        busy_us=float(adjacent["cycle_us"].sum() or 0.0),
+        covered_us=float(adjacent["duration_us"].sum() or 0.0),
+        compared_steps=compared.len(),
+        agreeing_steps=int(compared.sum() or 0),
+        steps_with_context=timeline["context_tokens"].count(),
+        timeline_steps=timeline.height,
+        requests=requests.height,
+        # Only complete journeys leave their mark on every step.
+        complete_runs=int(timeline["running_after"].is_not_null().any()),
+        runs=1,
+        latencies=requests.select(pl.all_horizontal(pl.col("ttft_us", "e2e_us").is_not_null()).sum()).item(),
+        snapshots=store.read("request_snapshots", [run_id]).height,
+        requests_with_cache=requests["cached_prompt_tokens"].count(),
+        **{target: _waits(requests, target, ends) for target in ALPHA_TARGETS},
+    )
+
+
+def _waits(requests: pl.DataFrame, target: str, ends: pl.DataFrame) -> Rows:
+    duration, begin, step = ALPHA_TARGETS[target]
+    known = requests.filter(pl.col(duration).is_not_null() & pl.col(begin).is_not_null())
+    return _rows(known, begin, step, ends, idle=pl.lit(value=False))
+
+
+def _rows(frame: pl.DataFrame, time: str, step: str, warm_up_ends: pl.DataFrame, *, idle: pl.Expr) -> Rows:
+    """Split rows as training does, and count those it would use."""
+    because = pl.when(idle).then(pl.lit(rules.IDLE_GAP)).otherwise(pl.lit(None, pl.String))
+    marked = frame.with_columns(ts_ns=pl.col(time), excluded_because=because)
+    split = rules.split_by_time(marked).join(warm_up_ends, on=[*rules.SERVER, "epoch"], how="left")
+    split = rules.mark(split, rules.WARM_UP, pl.col(step) < pl.col("warm_up_until"))
+    kept = split.filter(pl.col("excluded_because").is_null())
+    return Rows(
+        *(int((kept["split"] == part).sum()) for part in ("train", "holdout")),
+    )
+
+
+def allowances(evidence: Evidence, *, has_model_config: bool, has_gpu: bool) -> tuple[Allowance, ...]:
+    """Say what the counts of one scope allow, in reading order."""
+    return (
+        _step_time(evidence),
+        _durations(evidence),
+        _composition(evidence),
+        _context(evidence),
+        _queue_state(evidence),
+        *(_wait(evidence, target) for target in ALPHA_TARGETS),
+        _latency(evidence),
+        _prefix_hits(evidence),
+        _hardware(has_model_config=has_model_config, has_gpu=has_gpu),
+    )
+
+
+def total(parts: Iterable[Evidence]) -> Evidence:
+    """Add up the counts of several runs."""
+    return sum(parts, Evidence())
+
+
+def _step_time(e: Evidence) -> Allowance:
+    found = _list(
+        (e.adjacent, "adjacent pairs"), (e.intervals, "intervals between known starts"), (e.idle, "idle gaps")
+    )
+    if e.step_rows.suffice:
+        return Allowance("step time", "yes", f"{found}; {_split(e.step_rows)}", trains=True)
+    if not e.timeline_steps:
+        return Allowance("step time", "no", f"no step is known; start the server with {STEP_FLAGS}")
+    return Allowance("step time", "no", f"{found or 'no two known starts'}; {_too_few(e.step_rows)}")
+
+
+def _durations(e: Evidence) -> Allowance:
+    name = "step.duration_us"
+    if not e.busy_us or not e.covered_us:
+        return Allowance(name, "no", "no consecutive steps with a duration to hold against the step clock")
+    share = e.covered_us / e.busy_us
+    if share >= COVERED_SHARE:
+        return Allowance(name, "yes", f"covers {100 * share:.1f} % of busy time: it is the step time")
+    because = f"covers {100 * share:.1f} % of busy time: it is the time inside schedule(), not the step"
+    return Allowance(name, "no", because)
+
+
+def _composition(e: Evidence) -> Allowance:
+    name = "batch composition"
+    if e.complete_runs and e.complete_runs == e.runs:
+        agree = f"; {_share(e.agreeing_steps, e.compared_steps)} of sampled steps agree with their summary"
+        said = agree if e.compared_steps else ""
+        return Allowance(name, "yes", f"every step, from complete journeys{said}")
+    if e.steps:
+        return Allowance(name, "limited", f"of the {e.steps:,} sampled steps, from their summaries")
+    return Allowance(name, "no", f"neither step summaries nor complete journeys; start with {JOURNEY_FLAGS}")
+
+
+def _context(e: Evidence) -> Allowance:
+    name = "context tokens"
+    if not e.steps_with_context:
+        flags = f"{JOURNEY_FLAGS}, or {SNAPSHOT_FLAG}"
+        return Allowance(
+            name, "no", f"no complete journeys and no whole sets of snapshots; start with {flags}"
+        )
+    verdict: Verdict = "yes" if e.steps_with_context == e.timeline_steps else "limited"
+    return Allowance(name, verdict, f"known on {_share(e.steps_with_context, e.timeline_steps)} of steps")
+
+
+def _queue_state(e: Evidence) -> Allowance:
+    if e.complete_runs and e.complete_runs == e.runs:
+        return Allowance("queue state", "yes", "exact, from complete journeys")
+    if e.steps:
+        return Allowance("queue state", "limited", f"that of the latest of {e.steps:,} sampled steps")
+    return Allowance("queue state", "no", f"no step events and no complete journeys; start with {STEP_FLAGS}")
+
+
+_WAITS = {
+    "queue_wait": "queue wait",
+    "admission": "admission overhead",
+    "departure": "departure overhead",
+}
+
+
+def _wait(e: Evidence, target: str) -> Allowance:
+    rows: Rows = getattr(e, target)
+    name = _WAITS[target]
+    if rows.suffice:
+        return Allowance(name, "yes", _split(rows, "requests"), trains=True)
+    if not e.requests:
+        return Allowance(name, "no", f"no journeys; start the server with {JOURNEY_FLAGS}")
+    return Allowance(name, "no", _too_few(rows, "requests with both events"))
+
+
+def _latency(e: Evidence) -> Allowance:
+    name = "TTFT, ITL and E2E"
+    if e.latencies:
+        return Allowance(name, "yes", f"measured on {e.latencies:,} of {e.requests:,} requests")
+    return Allowance(name, "no", "no request with ARRIVED, FIRST_TOKEN and FINISHED")
+
+
+def _prefix_hits(e: Evidence) -> Allowance:
+    if e.requests_with_cache:
+        return Allowance("prefix hits", "yes", f"known of {e.requests_with_cache:,} requests")
+    if e.snapshots:
+        return Allowance(
+            "prefix hits", "no", f"{e.snapshots:,} snapshots, none with request.effective_prompt_len"
+        )
+    return Allowance("prefix hits", "no", "no snapshots")
+
+
+def _hardware(*, has_model_config: bool, has_gpu: bool) -> Allowance:
+    name = "roofline features"
+    missing = [
+        text
+        for known, text in (
+            (has_model_config, "config.json (--model-config)"),
+            (has_gpu, "a GPU (--gpu)"),
+        )
+        if not known
+    ]
+    if missing:
+        return Allowance(name, "no", f"without {' and '.join(missing)}")
+    return Allowance(name, "yes", "config.json and GPU are known")
+
+
+def _split(rows: Rows, what: str = "rows") -> str:
+    return f"{rows.train:,} {what} to train on, {rows.holdout:,} held out"
+
+
+def _too_few(rows: Rows, what: str = "rows") -> str:
+    return f"{_split(rows, what)}: at least {MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "none"
+
+
+def _list(*counts: tuple[int, str]) -> str:
+    return ", ".join(f"{n:,} {what}" for n, what in counts if n)

@@ -1,0 +1,40 @@
+"""What inspect prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from tracefit import inspect
+from tracefit.reports.inspection import inspection_text
+from tracefit.reports.text import columns
+
+
+@pytest.fixture
+def text_of(tmp_path):
+    return lambda trace: inspection_text(inspect([trace.write(tmp_path / "busy")]))
+
+
+def test_run_servers_events_checks_and_what_they_allow(traces, text_of):
+    traces.load(steps=120, requests=0)
+    traces.records[0]["scopeSpans"][0]["spans"][0]["droppedEventsCount"] = 4321
+    lines = [line.split() for line in text_of(traces).splitlines()]
+    assert ["run", "busy"] in lines
+    assert ["scope", "vllm.scheduler.step,", "1", "spans"] in lines
+    (server,) = (line for line in lines if line[:1] == ["engine"])
+    assert server[1:4] == ["2023-11-14", "22:13:21", "UTC"]
+    assert server[-1] == "4,321"
+    assert ["step.BATCH_SUMMARY", "120"] in lines
+    assert ["tokens", "of", "a", "step", "add", "up", "120", "of", "120"] in lines
+    assert not any(line[:1] == ["complete"] for line in lines), "a check that applies to nothing is not shown"
+    (step_time,) = (line for line in lines if line[:2] == ["step", "time"])
+    assert step_time[2:6] == ["yes", "119", "adjacent", "pairs;"]
+
+
+def test_that_nothing_can_be_trained_is_the_last_line(traces, text_of):
+    assert text_of(traces.request(1, 0, step=1)).splitlines()[-1] == "Nothing can be trained from this."
+
+
+def test_columns_align_names_left_and_numbers_right():
+    text = columns(("name", "n"), [("a", "1"), ("long name", "1,000")], left={0})
+    assert text.splitlines() == ["name           n", "a              1", "long name  1,000"]
+    assert columns(None, [], left=()) == ""

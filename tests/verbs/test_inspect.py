@@ -1,0 +1,194 @@
+"""Inspect says what is there and what it allows, and agrees with what training then does."""
+
+from __future__ import annotations
+
+import gzip
+
+import pytest
+
+from tracefit import DataError, ingest, inspect, run
+from tracefit.tables.store import TableStore
+
+WAITS = {
+    "beta.cycle_time": "step time",
+    "alpha.queue_wait": "queue wait",
+    "alpha.admission": "admission overhead",
+    "alpha.departure": "departure overhead",
+}
+
+
+@pytest.fixture
+def allows():
+    """Return a function from an inspection of one scope to what it allows, by name."""
+
+    def of(found):
+        (scope,) = found.scopes
+        return {a.what: a for a in scope.allows}
+
+    return of
+
+
+def test_facts_of_a_run_are_those_that_went_in(tmp_path, traces):
+    traces.load(steps=120, requests=60)
+    folder = traces.write(tmp_path / "busy")
+    (folder / "traces.json.gz").write_bytes(gzip.compress((folder / "traces.json").read_bytes()))
+    (folder / "traces.json").unlink()
+    (told,) = inspect([folder]).runs
+    assert (told.run_id, told.services, told.rejects, told.duplicate_spans) == ("busy", ("vllm",), 0, 0)
+    assert [(f.name, f.compression, f.shape) for f in told.files] == [
+        ("traces.json.gz", "gzip", "OTLP JSON lines")
+    ]
+    assert told.bytes == told.files[0].bytes == (folder / "traces.json.gz").stat().st_size
+    spans = {s.scope: s.spans for s in told.scopes}
+    assert spans == {"vllm.api": 60, "vllm.scheduler": 60, "vllm.scheduler.step": 1}
+    assert told.events["step.BATCH_SUMMARY"] == 120
+    assert told.events["api.ARRIVED"] == told.events["journey.FINISHED"] == 60
+    (server,) = told.servers
+    assert (server.server, server.epochs, server.requests, server.steps) == ("engine", 1, 60, 120)
+    assert server.step_sampling == 1.0
+    assert all(check.is_clean for check in told.checks)
+
+
+def test_protobuf_is_told_by_its_content(tmp_path, traces):
+    traces.request(1, 0, step=1)
+    (told,) = inspect([traces.write(tmp_path / "run", name="traces.pb")]).runs
+    assert [f.shape for f in told.files] == ["one OTLP protobuf message"]
+
+
+def test_nothing_is_written(tmp_path, traces, files_in):
+    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
+    before = files_in(tmp_path)
+    inspect([folder])
+    assert files_in(tmp_path) == before
+
+
+def test_tables_tell_the_same_as_the_traces_they_are_of(tmp_path, traces):
+    folder = traces.load(steps=120, requests=60).write(tmp_path / "busy")
+    ingest([folder], tmp_path / "tables")
+    of_traces, of_tables = inspect([folder]), inspect([tmp_path / "tables"])
+    assert of_tables.scopes == of_traces.scopes
+    assert of_tables.runs[0].checks == of_traces.runs[0].checks
+    assert of_tables.runs[0].events == of_traces.runs[0].events
+
+
+def test_dropped_events_and_servers_are_told(tmp_path, traces):
+    traces.steps(traces.summary(1, 1000), dropped=7)
+    traces.server = "other"
+    traces.steps(traces.summary(1, 1000), traces.summary(2, 2000), server="other")
+    (told,) = inspect([traces.write(tmp_path / "run")]).runs
+    assert {s.server: (s.steps, s.dropped_events) for s in told.servers} == {
+        "engine": (1, 7),
+        "other": (2, 0),
+    }
+
+
+def test_events_outside_their_steps_are_counted(tmp_path, traces):
+    """Request 1 says SCHEDULED in step 2, which began at 3,000 us, but 1,990 us before that."""
+    traces.steps(*(traces.summary(k, 1000 + 2000 * (k - 1)) for k in range(1, 8)))
+    traces.core(1, [("QUEUED", 900, 0), ("SCHEDULED", 1010, 2, {"schedule.kind": "FIRST"})])
+    traces.core(2, [("QUEUED", 900, 0), ("SCHEDULED", 3010, 2, {"schedule.kind": "FIRST"})])
+    (told,) = inspect([traces.write(tmp_path / "run")]).runs
+    clock = {c.name: c for c in told.checks}["events within their steps"]
+    assert (clock.held, clock.of, clock.detail) == (1, 2, "1 stamped outside the step they name")
+
+
+CASES = {
+    "everything": (240, 90, set(WAITS)),
+    "steps alone": (120, 0, {"beta.cycle_time"}),
+    "journeys alone": (0, 90, set(WAITS)),
+    "few requests": (120, 12, {"beta.cycle_time"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_it_allows_is_what_training_fits(tmp_path, traces, allows, quick, case):
+    steps, requests, wanted = CASES[case]
+    folder = traces.load(steps=steps, requests=requests).write(tmp_path / "run")
+    found = inspect([folder])
+    said = {model for model, what in WAITS.items() if allows(found)[what].verdict == "yes"}
+    fitted = {m.name for m in run([folder], tmp_path / "out").trained.fitted}
+    assert said == fitted == wanted
+    assert found.exit_code == 0
+
+
+def test_rows_are_counted_as_training_counts_them(tmp_path, traces, allows, quick):
+    folder = traces.load().write(tmp_path / "run")
+    text = allows(inspect([folder]))["step time"].because
+    run([folder], tmp_path / "out")
+    rows = TableStore(tmp_path / "out" / "tables").read("beta_training")
+    kept = rows.filter(rows["excluded_because"].is_null() | (rows["excluded_because"] == "outlier"))
+    train, held = ((kept["split"] == part).sum() for part in ("train", "holdout"))
+    assert f"{train} rows to train on, {held} held out" in text
+    # 240 steps: 239 pairs; by hand, the first 70 % rounded up train, less 20 of warm-up.
+    assert (train, held) == (168 - 20, 71)
+    assert text.startswith("239 adjacent pairs")
+
+
+def test_runs_of_one_scope_count_together(tmp_path, new_traces, allows, quick):
+    """Neither of the two has the 30 requests that training wants; both together do."""
+    for name, seed in (("one", 1), ("two", 2)):
+        new_traces().load(steps=120, requests=30, seed=seed).write(tmp_path / "runs" / name)
+    one, both = inspect([tmp_path / "runs" / "one"]), inspect([tmp_path / "runs"])
+    assert allows(one)["departure overhead"].verdict == "no"
+    assert allows(both)["departure overhead"].verdict == "yes"
+    assert "alpha.departure" in {m.name for m in run([tmp_path / "runs"], tmp_path / "out").trained.fitted}
+
+
+def test_three_requests_allow_nothing(tmp_path, traces, allows):
+    for number in (1, 2, 3):
+        traces.request(number, 20_000 * number, step=6 * number)
+    found = inspect([traces.write(tmp_path / "few")])
+    assert found.exit_code == 1
+    assert not any(a.trains for a in found.scopes[0].allows)
+    assert "at least 30 and 10 are needed" in allows(found)["queue wait"].because
+
+
+def test_no_vllm_spans_at_all_is_an_error(tmp_path):
+    (tmp_path / "traces.json").write_text('{"resourceSpans": []}\n')
+    with pytest.raises(DataError, match="holds no spans of vllm"):
+        inspect([tmp_path])
+
+
+def test_evidence_of_steps_alone(tmp_path, traces, allows):
+    found = allows(inspect([traces.load(steps=120, requests=0).write(tmp_path / "run")]))
+    assert {what: a.verdict for what, a in found.items()} == {
+        "step time": "yes",
+        "step.duration_us": "no",
+        "batch composition": "limited",
+        "context tokens": "no",
+        "queue state": "limited",
+        "queue wait": "no",
+        "admission overhead": "no",
+        "departure overhead": "no",
+        "TTFT, ITL and E2E": "no",
+        "prefix hits": "no",
+        "roofline features": "no",
+    }
+    # The load claims 5 % of each step's time, rounded to whole microseconds.
+    assert "covers 5.0 % of busy time" in found["step.duration_us"].because
+    assert found["roofline features"].because == "without a GPU (--gpu)"
+    assert found["prefix hits"].because == "no snapshots"
+
+
+def test_durations_that_are_the_step_time_are_told_so(tmp_path, traces, allows):
+    folder = traces.load(steps=120, requests=0, covered=0.95).write(tmp_path / "run")
+    assert allows(inspect([folder]))["step.duration_us"].verdict == "yes"
+
+
+def test_complete_journeys_make_queue_and_composition_exact(tmp_path, traces, allows):
+    folder = traces.load(steps=0, requests=90).write(tmp_path / "run")
+    found = allows(inspect([folder]))
+    assert found["queue state"].because == "exact, from complete journeys"
+    assert found["batch composition"].because == "every step, from complete journeys"
+    assert found["context tokens"].because == "known on 100.0 % of steps"
+    assert found["TTFT, ITL and E2E"].because == "measured on 90 of 90 requests"
+
+
+def test_prefix_hits_need_snapshots_that_tell_them(tmp_path, new_traces, allows):
+    verdicts = {}
+    for name, more in (("without", {}), ("with", {"effective_prompt_len": 60})):
+        one = new_traces().request(1, 0, step=1)
+        one.steps(one.summary(1, 1200), one.snapshot(1, 1250, "cmpl-1-0-00000000", **more))
+        verdicts[name] = allows(inspect([one.write(tmp_path / name)]))["prefix hits"]
+    assert verdicts["without"].because == "1 snapshots, none with request.effective_prompt_len"
+    assert (verdicts["with"].verdict, verdicts["with"].because) == ("yes", "known of 1 requests")
