@@ -74,8 +74,11 @@ _COMPRESSIONS: dict[Compression, Literal["gz", "zst"] | None] = {
 }
 
 Paths = Annotated[
-    list[Path],
-    typer.Argument(help="Run folders, folders of run folders, or trace files (which make one run together)."),
+    list[str],  # not Path, which would make one slash of the two in a URL
+    typer.Argument(
+        help="Run folders, folders of run folders, trace files (which make one run together), patterns, "
+        "s3:// or gs:// URLs, or - for standard input."
+    ),
 ]
 InspectPaths = Annotated[
     list[Path],

@@ -208,5 +208,5 @@ def test_an_interrupt_is_one_line(tracefit, tmp_path, folder, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tracefit.verbs.ingest.find_runs", interrupted)
+    monkeypatch.setattr("tracefit.verbs.ingest.open_inputs", interrupted)
     assert tracefit("run", folder, "--out", tmp_path / "out") == (130, "", "tracefit: interrupted\n")

@@ -5,22 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from tracefit.errors import DataError, UsageError
+from tracefit.errors import DataError
 from tracefit.sources import wire
 from tracefit.sources.compression import decompressed
 from tracefit.sources.excerpt import excerpt
+from tracefit.sources.files import TraceFile
 from tracefit.sources.framing import bare_records, framed_records, framed_zstd_records
 from tracefit.sources.json_records import document_records, line_records
 from tracefit.sources.limits import HEAD_BYTES
 from tracefit.sources.records import Frame, Reject
-from tracefit.sources.shape import Shape, other_signal_of, tell_shape
+from tracefit.sources.shape import TRACES_KEY, Shape, other_signal_of, tell_shape
 from tracefit.sources.window import Window
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
 STDIN = "-"
 
@@ -34,49 +35,56 @@ _SPLITTERS: dict[Shape, _Splitter] = {
 }
 
 
-def read_frames(path: str | Path, *, stdin: BinaryIO | None = None) -> Iterator[Frame | Reject]:
+def read_frames(
+    source: str | Path | TraceFile,
+    *,
+    stdin: BinaryIO | None = None,
+    on_read: Callable[[int], object] | None = None,
+) -> Iterator[Frame | Reject]:
     """Read the records of one trace file, in their order, in bounded memory.
 
     Compression and framing are told from the content. Whatever cannot be read is reported as a reject, and what
     follows it is read on.
 
     Args:
-        path: The file; `-` reads standard input.
+        source: The file; a path `-` reads standard input.
         stdin: The stream that `-` stands for, in place of the process's own.
+        on_read: Told of the bytes of the file, as stored, that were read; not for standard input.
 
     Yields:
         A `Frame` per record, its payload not yet decoded; a `Reject` per stretch of the file that holds none.
 
     Raises:
-        UsageError: If the file cannot be opened.
+        UsageError: If the file cannot be opened, or not be read to its end.
         DataError: If the file holds OTLP logs or metrics.
     """
-    name = str(path)
-    with _opened(name, stdin) as raw:
+    name = source.name if isinstance(source, TraceFile) else str(source)
+    with _opened(source, stdin, on_read) as raw:
         window = Window(decompressed(raw))
+        window.fill(HEAD_BYTES)
+        has_traces = TRACES_KEY.search(window.peek(0, HEAD_BYTES)) is not None
         last: Frame | Reject | None = None
-        for item in _records(window, name):
-            if last is None and isinstance(item, Frame):
-                _check_signal(item)
+        for item in records_of(window, name, tell_shape(window)):
+            if last is None and not has_traces and isinstance(item, Frame):
+                refuse_other_signal(name, signal_of(item))
             last = item
             yield item
         if window.damage and not _reports_the_end(last, window):
             yield Reject(name, window.offset, 0, window.damage)
 
 
-def _opened(name: str, stdin: BinaryIO | None) -> AbstractContextManager[BinaryIO]:
-    if name == STDIN:
+def _opened(
+    source: str | Path | TraceFile, stdin: BinaryIO | None, on_read: Callable[[int], object] | None
+) -> AbstractContextManager[BinaryIO]:
+    if isinstance(source, TraceFile):
+        return source.open(on_read=on_read)
+    if str(source) == STDIN:
         return nullcontext(stdin or sys.stdin.buffer)
-    try:
-        return Path(name).open("rb")
-    except OSError as error:
-        raise UsageError(
-            f"cannot be opened ({error.strerror})", where=name, hint="check the path and its permissions"
-        ) from error
+    return TraceFile.local(source).open(on_read=on_read)
 
 
-def _records(window: Window, name: str) -> Iterator[Frame | Reject]:
-    shape = tell_shape(window)
+def records_of(window: Window, name: str, shape: Shape) -> Iterator[Frame | Reject]:
+    """Yield the records of a stream of known shape, and rejects for the rest of it."""
     if shape == "unknown":
         head = window.peek(0, HEAD_BYTES)
         size = window.drain()
@@ -89,16 +97,21 @@ def _records(window: Window, name: str) -> Iterator[Frame | Reject]:
         window.drain()
 
 
-def _check_signal(frame: Frame) -> None:
+def signal_of(frame: Frame) -> wire.Signal:
+    """Tell which signal a record holds; `traces` also where it does not say."""
     if frame.encoding == "json":
-        signal = other_signal_of(frame.payload[:HEAD_BYTES])
-    else:
-        told = wire.signal_of(frame.payload)
-        signal = None if told == "traces" else told
-    if signal:
-        raise DataError(
-            f"holds OTLP {signal}, not traces", where=frame.source_file, hint="leave it out of the input"
-        )
+        return other_signal_of(frame.payload[:HEAD_BYTES]) or "traces"
+    return wire.signal_of(frame.payload)
+
+
+def refuse_other_signal(name: str, signal: wire.Signal) -> None:
+    """Refuse a file of another signal.
+
+    Raises:
+        DataError: If it is one.
+    """
+    if signal != "traces":
+        raise DataError(f"holds OTLP {signal}, not traces", where=name, hint="leave it out of the input")
 
 
 def _reports_the_end(item: Frame | Reject | None, window: Window) -> bool:

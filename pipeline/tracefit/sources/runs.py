@@ -1,32 +1,79 @@
-"""Run folders: what the user points at becomes runs with their trace files and configuration files."""
+"""What the user points at becomes runs, with their trace files and configuration files."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import stat
+import sys
+import tempfile
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from tracefit.errors import UsageError
+from tracefit.sources.files import TraceFile, reason_of, shown
+from tracefit.sources.frames import STDIN, refuse_other_signal
+from tracefit.sources.sniff import sniff
+from tracefit.sources.trees import FileSystemOf, Leaf, Tree, files_and_trees, open_filesystem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-TRACE_NAME = re.compile(r"^traces.*\.(json|jsonl|binpb|pb)(\.(gz|zst))?$")
+TRACE_NAME = re.compile(r"traces.*\.(json|jsonl|binpb|pb)(\.(gz|zst))?")
 RUN_CONFIG_NAMES = ("exp-config.yaml", "run.yaml")
 MODEL_CONFIG_NAME = "config.json"
+STDIN_RUN_ID = "stdin"
+
+_CONFIG_NAMES = {*RUN_CONFIG_NAMES, MODEL_CONFIG_NAME}
+_MAX_CONFIG_BYTES = 16 << 20
+_COPY_BYTES = 1 << 20
 _LOOSE_SUFFIXES = re.compile(r"(\.(json|jsonl|binpb|pb|gz|zst))+$")
 _UNCLEAN = re.compile(r"[^A-Za-z0-9._-]+")
+_PIPE_OF_PROCESS = re.compile(r"/dev/(fd/\d+|stdin)|/proc/(self|\d+)/fd/\d+")
+_KEYED_FOLDER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*=.*")
+_YEAR, _TWO_DIGITS = re.compile(r"(19|20)\d\d"), re.compile(r"\d\d")
 
 
 @dataclass(frozen=True, slots=True)
 class RunSource:
-    """One run as it lies on disk."""
+    """One run as it lies on disk or in a bucket.
+
+    Attributes:
+        run_id: Its cleaned name; two runs may have the same.
+        name: What the user knows its folder, or its first file, by.
+        trace_files: Its files, in the order of their names.
+        run_config: exp-config.yaml or run.yaml; that of a bucket is a copy on disk.
+        model_config: config.json, likewise.
+    """
 
     run_id: str
-    trace_files: tuple[Path, ...]
+    name: str
+    trace_files: tuple[TraceFile, ...]
     run_config: Path | None = None
     model_config: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A file below a folder that is not read.
+
+    `notable` tells what the user should hear of (logs, metrics, a link to nothing that is named like traces) from what
+    simply lies there.
+    """
+
+    name: str
+    reason: str
+    notable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """All that the user pointed at."""
+
+    runs: tuple[RunSource, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def clean_run_id(name: str) -> str:
@@ -34,62 +81,200 @@ def clean_run_id(name: str) -> str:
     return _UNCLEAN.sub("-", name).strip("-.")[:120] or "run"
 
 
-def find_runs(paths: Iterable[str | Path]) -> list[RunSource]:
+@contextmanager
+def open_inputs(
+    paths: Iterable[str | Path],
+    *,
+    stdin: BinaryIO | None = None,
+    filesystem_of: FileSystemOf = open_filesystem,
+) -> Iterator[Inputs]:
     """Find the runs under the given paths.
 
-    A folder with trace files is a run; a folder without is searched for run folders below it. Files named one by one
-    make up one run together.
+    Files named one by one make up one run together. Below a folder, trace files are known by their names
+    (`traces*.json`, …) or by what is in them; a run is the nearest folder above them with a run configuration or, where
+    there is none, their own folder, not counting folders of dates (`year=2026/month=02/…`, `2026/02/…`).
+
+    Args:
+        paths: Files, folders, patterns, URLs, pipes, and `-` for standard input.
+        stdin: The stream that `-` stands for, in place of the process's own.
+        filesystem_of: Opens object stores.
+
+    Yields:
+        The runs. What came through a pipe, and the configuration files of buckets, lie on disk until the end of the
+        block: they are read more than once.
 
     Raises:
-        UsageError: A path does not exist, or a folder holds no trace files.
+        UsageError: A path does not exist or cannot be read, or a folder holds no trace files.
+        DataError: A file that was named holds OTLP logs or metrics.
     """
-    runs: list[RunSource] = []
-    loose: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            runs += _runs_in(path)
-        elif path.exists():
-            loose.append(path)
-        else:
-            raise UsageError("no such file or folder", where=str(path))
-    if loose:
-        runs.append(RunSource(clean_run_id(_common_stem(loose)), tuple(loose)))
-    if not runs:
-        raise UsageError("no trace files were named", hint="name a run folder, or trace files")
-    return list({run.trace_files: run for run in runs}.values())
+    with ExitStack() as copies:
+        yield _Finder(copies, stdin, filesystem_of).find(paths)
 
 
-def _runs_in(folder: Path) -> list[RunSource]:
-    own = _trace_files(folder)
-    if own:
-        return [_run_of(folder, own)]
-    below = sorted({p.parent for p in folder.rglob("traces*") if TRACE_NAME.match(p.name) and p.is_file()})
-    if not below:
-        raise UsageError(
-            "holds no trace files",
-            where=str(folder),
-            hint="a run folder has traces*.json, .jsonl, .binpb or .pb, plain or with .gz or .zst",
+class _Finder:
+    def __init__(self, copies: ExitStack, stdin: BinaryIO | None, filesystem_of: FileSystemOf) -> None:
+        self._copies = copies
+        self._stdin = stdin
+        self._filesystem_of = filesystem_of
+        self._left_out: dict[LeftOut, None] = {}
+
+    def find(self, paths: Iterable[str | Path]) -> Inputs:
+        runs: list[RunSource] = []
+        loose: list[TraceFile] = []
+        for path in dict.fromkeys(map(str, paths)):
+            if path == STDIN or _is_pipe(path):
+                runs.append(self._piped(path))
+                continue
+            for found in files_and_trees(path, self._filesystem_of):
+                if isinstance(found, Tree):
+                    runs += self._runs_in(found)
+                else:
+                    refuse_other_signal(found.name, sniff(found).signal)
+                    loose.append(found)
+        if loose:
+            files = _without_repeats(loose)
+            runs.append(RunSource(clean_run_id(_common_stem(files)), files[0].name, files))
+        if not runs:
+            raise UsageError("no trace files were named", hint="name a run folder, or trace files")
+        unique = {tuple(map(_place, run.trace_files)): run for run in runs}
+        return Inputs(tuple(unique.values()), tuple(self._left_out))
+
+    def _piped(self, path: str) -> RunSource:
+        """Keep on disk what comes through a pipe."""
+        try:
+            with self._stream(path) as stream, self._target("stdin").open("wb") as copy:
+                shutil.copyfileobj(stream, copy, _COPY_BYTES)
+        except OSError as error:
+            raise UsageError(
+                f"cannot be kept in a temporary folder ({reason_of(error)})",
+                where=shown(path),
+                hint="make room there, or set TMPDIR to another",
+            ) from error
+        file = TraceFile.local(copy.name, name=shown(path))
+        refuse_other_signal(file.name, sniff(file).signal)
+        unnamed = path == STDIN or _PIPE_OF_PROCESS.fullmatch(path)
+        run_id = STDIN_RUN_ID if unnamed else clean_run_id(_common_stem((file,)))
+        return RunSource(run_id, file.name, (file,))
+
+    def _stream(self, path: str) -> AbstractContextManager[BinaryIO]:
+        if path != STDIN:
+            return Path(path).open("rb")
+        stream = self._stdin or sys.stdin.buffer
+        if stream.isatty():
+            raise UsageError("standard input is a terminal", hint="pipe a trace file into it")
+        return nullcontext(stream)
+
+    def _target(self, name: str) -> Path:
+        """Return a path for a copy, in a folder of its own that goes away in the end."""
+        return Path(self._copies.enter_context(tempfile.TemporaryDirectory(prefix="tracefit-")), name)
+
+    def _runs_in(self, tree: Tree) -> list[RunSource]:
+        configs = {leaf.parts: leaf.file for leaf in tree.leaves if leaf.parts[-1] in _CONFIG_NAMES}
+        configured = {parts[:-1] for parts in configs if parts[-1] in RUN_CONFIG_NAMES}
+        folders: dict[tuple[str, ...], list[TraceFile]] = {}
+        for leaf in tree.leaves:
+            if leaf.parts not in configs and self._is_trace_file(leaf):
+                folders.setdefault(_run_folder(leaf.parts[:-1], configured), []).append(leaf.file)
+        self._report(tree)
+        if not folders:
+            said = sorted({f" ({left.reason})" for left in self._left_out if left.notable})
+            raise UsageError(
+                f"holds no trace files{''.join(said)}",
+                where=tree.name,
+                hint="a run folder has traces*.json, .jsonl, .binpb or .pb, plain or with .gz or .zst",
+            )
+        return [self._run(tree, folder, files, configs) for folder, files in sorted(folders.items())]
+
+    def _is_trace_file(self, leaf: Leaf) -> bool:
+        """Tell a file by its name, or by its head where the name says nothing or looking is cheap."""
+        named = TRACE_NAME.fullmatch(leaf.parts[-1]) is not None
+        if named and leaf.file.filesystem is not None:
+            return True
+        contents = sniff(leaf.file)
+        if contents.signal != "traces":
+            self._left_out[LeftOut(leaf.file.name, f"it holds OTLP {contents.signal}", notable=True)] = None
+            return False
+        if not (named or contents.is_traces):
+            self._left_out[LeftOut(leaf.file.name, str(contents), notable=False)] = None
+        return named or contents.is_traces
+
+    def _report(self, tree: Tree) -> None:
+        for name in tree.irregular:
+            notable = TRACE_NAME.fullmatch(Path(name).name) is not None
+            self._left_out[LeftOut(name, "it is no regular file", notable=notable)] = None
+
+    def _run(
+        self,
+        tree: Tree,
+        folder: tuple[str, ...],
+        files: list[TraceFile],
+        configs: dict[tuple[str, ...], TraceFile],
+    ) -> RunSource:
+        own = [configs.get((*folder, name)) for name in (*RUN_CONFIG_NAMES, MODEL_CONFIG_NAME)]
+        *run_configs, model_config = own
+        run_config = next((config for config in run_configs if config), None)
+        return RunSource(
+            run_id=clean_run_id(("run", *_without_dates((*tree.parts, *folder)))[-1]),
+            name="/".join([tree.name.rstrip("/"), *folder]),
+            trace_files=_without_repeats(sorted(files, key=lambda file: file.name)),
+            run_config=self._on_disk(run_config),
+            model_config=self._on_disk(model_config),
         )
-    return [_run_of(run, _trace_files(run)) for run in below]
+
+    def _on_disk(self, config: TraceFile | None) -> Path | None:
+        if config is None or config.filesystem is None:
+            return Path(config.path) if config else None
+        target = self._target(Path(config.path).name)
+        with config.open() as stream:
+            target.write_bytes(stream.read(_MAX_CONFIG_BYTES))
+        return target
 
 
-def _trace_files(folder: Path) -> tuple[Path, ...]:
-    return tuple(sorted(p for p in folder.iterdir() if p.is_file() and TRACE_NAME.match(p.name)))
+def _is_pipe(path: str) -> bool:
+    """Tell a pipe from what can be read twice.
+
+    Raises:
+        UsageError: If it is a device or a socket.
+    """
+    try:
+        mode = Path(path).stat().st_mode
+    except (OSError, ValueError):
+        return False  # a pattern, a URL, or an error that is told where files are looked for
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
+        raise UsageError("is a device or socket, not a file, folder or pipe", where=shown(path))
+    return stat.S_ISFIFO(mode)
 
 
-def _run_of(folder: Path, traces: tuple[Path, ...]) -> RunSource:
-    configs = [folder / name for name in RUN_CONFIG_NAMES if (folder / name).is_file()]
-    model = folder / MODEL_CONFIG_NAME
-    return RunSource(
-        run_id=clean_run_id(folder.resolve().name),
-        trace_files=traces,
-        run_config=configs[0] if configs else None,
-        model_config=model if model.is_file() else None,
-    )
+def _run_folder(folder: tuple[str, ...], configured: set[tuple[str, ...]]) -> tuple[str, ...]:
+    above = (folder[:depth] for depth in range(len(folder), -1, -1))
+    return next((each for each in above if each in configured), _without_dates(folder))
 
 
-def _common_stem(files: list[Path]) -> str:
-    stems = [_LOOSE_SUFFIXES.sub("", f.name) for f in files]
+def _without_dates(folders: tuple[str, ...]) -> tuple[str, ...]:
+    """Leave off the folders that an exporter makes of the time: `year=…/month=…/…`, or year, month and so on alone."""
+    while folders and _KEYED_FOLDER.fullmatch(folders[-1]):
+        folders = folders[:-1]
+    digits = len(folders)
+    while digits and _TWO_DIGITS.fullmatch(folders[digits - 1]):
+        digits -= 1
+    is_date = 0 < digits < len(folders) and _YEAR.fullmatch(folders[digits - 1])
+    return folders[: digits - 1] if is_date else folders
+
+
+def _without_repeats(files: Iterable[TraceFile]) -> tuple[TraceFile, ...]:
+    """Leave out files that are there twice, such as under a link."""
+    unique: dict[str, TraceFile] = {}
+    for file in files:
+        unique.setdefault(_place(file), file)
+    return tuple(unique.values())
+
+
+def _place(file: TraceFile) -> str:
+    return file.name if file.filesystem else str(Path(file.path).resolve())
+
+
+def _common_stem(files: tuple[TraceFile, ...]) -> str:
+    stems = [_LOOSE_SUFFIXES.sub("", file.name.rstrip("/").rpartition("/")[2]) for file in files]
     common = stems[0]
     for stem in stems[1:]:
         while not stem.startswith(common):

@@ -24,10 +24,12 @@ _OTHER_SIGNAL = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"resource_?(logs|metr
 _EMPTY_JSON = re.compile(rb"(?:\xef\xbb\xbf)?(?:\s*(?:\{\s*\}|\[\s*\]))+\s*")
 
 
-def other_signal_of(head: bytes) -> str | None:
+def other_signal_of(head: bytes) -> wire.Signal | None:
     """Return `logs` or `metrics` if JSON begins as a request of these, else None."""
     found = _OTHER_SIGNAL.match(head)
-    return found[1].decode().lower() if found else None
+    if found is None:
+        return None
+    return "logs" if found[1].lower() == b"logs" else "metrics"
 
 
 def tell_shape(window: Window) -> Shape:

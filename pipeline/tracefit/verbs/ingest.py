@@ -14,8 +14,7 @@ from tracefit.errors import DataError, UsageError
 from tracefit.features.context import RunContext, gpu_to_json, read_context, scope_of, settings_to_json
 from tracefit.features.settings import ServerSettings
 from tracefit.otlp import decode_frames
-from tracefit.sources import read_frames
-from tracefit.sources.runs import RunSource, find_runs
+from tracefit.sources import Inputs, RunSource, TraceFile, open_inputs, read_frames
 from tracefit.tables import dialects
 from tracefit.tables.build import EventTables, build_event_tables
 from tracefit.tables.requests import build_requests
@@ -64,7 +63,8 @@ def ingest(
     """Read traces and write the tables of every run found.
 
     Args:
-        paths: Run folders, folders of run folders, or trace files (which make one run together).
+        paths: Run folders, folders of run folders, trace files (which make one run together), patterns, `s3://`, `gs://`
+            or `file://` URLs of these, or `-` for standard input.
         out: The tables folder. A run that is there with the same contents is replaced.
         server: What is known about the server beyond the run's files.
         progress: Told of what is going on.
@@ -73,15 +73,17 @@ def ingest(
         UsageError: A path, a configuration file or an option is wrong; nothing is written.
         DataError: A run holds no vLLM spans at all; nothing of it is written.
     """
-    told = progress or Silent()
-    server = server or ServerOptions()
+    with open_inputs(paths) as inputs:
+        return _ingest(inputs, out, server or ServerOptions(), progress or Silent())
+
+
+def _ingest(inputs: Inputs, out: str | Path, server: ServerOptions, told: Progress) -> IngestResult:
     store = TableStore(out)
-    sources = find_runs(paths)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
-    contexts = [_context(source, server) for source in sources]
-    warnings: list[str] = []
+    contexts = [_context(source, server) for source in inputs.runs]
+    warnings = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.notable]
     summaries = []
-    for source, context in zip(sources, contexts, strict=True):
+    for source, context in zip(inputs.runs, contexts, strict=True):
         told.stage(f"reading {source.run_id}")
         digest, size = _content_hash(source.trace_files)
         run_id = _free_run_id(store, source.run_id, digest, warnings)
@@ -106,13 +108,13 @@ def _context(source: RunSource, server: ServerOptions) -> RunContext:
     )
 
 
-def _content_hash(files: tuple[Path, ...]) -> tuple[str, int]:
+def _content_hash(files: tuple[TraceFile, ...]) -> tuple[str, int]:
     """Hash the files' bytes in the order of their own hashes, so that names and order do not matter."""
     digests = []
     size = 0
-    for path in files:
+    for file in files:
         digest = hashlib.sha256()
-        with path.open("rb") as stream:
+        with file.open() as stream:
             while chunk := stream.read(_CHUNK):
                 digest.update(chunk)
                 size += len(chunk)
@@ -137,10 +139,9 @@ def _free_run_id(store: TableStore, run_id: str, digest: str, warnings: list[str
     return candidate
 
 
-def _batches(files: tuple[Path, ...], progress: Progress) -> Iterator[SpanBatch]:
-    for path in files:
-        yield from decode_frames(read_frames(path))
-        progress.read(path.stat().st_size)
+def _batches(files: tuple[TraceFile, ...], progress: Progress) -> Iterator[SpanBatch]:
+    for file in files:
+        yield from decode_frames(read_frames(file, on_read=progress.read))
 
 
 def _require_spans(source: RunSource, events: EventTables) -> None:
@@ -149,7 +150,7 @@ def _require_spans(source: RunSource, events: EventTables) -> None:
     seen = f"{events.counts.other_spans} spans of other scopes, {events.counts.rejects} unreadable records"
     raise DataError(
         f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({seen})",
-        where=str(source.trace_files[0].parent),
+        where=source.name,
         hint="start the server with --enable-journey-tracing and --step-tracing-enabled",
     )
 

@@ -1,0 +1,106 @@
+"""What a file holds, told from its head alone: for the choice of files, and to say what would be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from tracefit.sources.compression import GZIP_MAGIC, ZSTD_MAGIC, decompressed
+from tracefit.sources.frames import records_of, signal_of
+from tracefit.sources.limits import HEAD_BYTES
+from tracefit.sources.records import Encoding, Frame
+from tracefit.sources.shape import TRACES_KEY, Shape, other_signal_of, tell_shape
+from tracefit.sources.window import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tracefit.sources.files import TraceFile
+    from tracefit.sources.wire import Signal
+
+SNIFF_BYTES = 4 << 20
+"""Decompressed bytes looked at. A file whose first record is longer is known by its keys, or not at all."""
+
+Compression = Literal["gzip", "zstd"]
+
+_SHAPE_WORDS: dict[Shape, str] = {
+    "empty": "empty",
+    "lines": "lines",
+    "document": "document",
+    "bare": "one message",
+    "framed": "framed",
+    "framed zstd": "framed zstd",
+    "unknown": "unknown",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the head of a file shows.
+
+    Attributes:
+        shape: How records are laid out; `unknown` if nothing looks like OTLP.
+        encoding: Of the first record; None if there is none.
+        compression: Of the file as a whole.
+        signal: What the first record holds.
+    """
+
+    shape: Shape
+    encoding: Encoding | None
+    compression: Compression | None
+    signal: Signal
+
+    @property
+    def is_traces(self) -> bool:
+        """Whether there are OTLP traces in it, as far as the head shows."""
+        return self.shape not in ("unknown", "empty") and self.signal == "traces"
+
+    def __str__(self) -> str:
+        if self.shape in ("unknown", "empty"):
+            return "no OTLP" if self.shape == "unknown" else "empty"
+        encoding = {"json": "JSON", "protobuf": "protobuf", None: "OTLP"}[self.encoding]
+        words = [f"{encoding} {_SHAPE_WORDS[self.shape]}"]
+        words += [self.compression] if self.compression else []
+        words += [self.signal] if self.signal != "traces" else []
+        return ", ".join(words)
+
+
+def sniff(file: TraceFile) -> Contents:
+    """Look into a file.
+
+    Args:
+        file: The file; at most a few MiB of it are read.
+
+    Returns:
+        What it holds.
+
+    Raises:
+        UsageError: If it cannot be read.
+    """
+    with file.open() as raw:
+        magic = raw.read(len(ZSTD_MAGIC))
+    compression: Compression | None = None
+    if magic.startswith(GZIP_MAGIC):
+        compression = "gzip"
+    elif magic == ZSTD_MAGIC:
+        compression = "zstd"
+    with file.open() as raw:
+        window = Window(_beginning(decompressed(raw)))
+        shape = tell_shape(window)
+        if shape in ("lines", "document"):
+            head = window.peek(0, HEAD_BYTES)
+            other = None if TRACES_KEY.search(head) else other_signal_of(head)
+            return Contents(shape, "json", compression, other or "traces")
+        first = next((item for item in records_of(window, file.name, shape) if isinstance(item, Frame)), None)
+    if first is None:
+        return Contents(shape, None, compression, "traces")
+    return Contents(shape, first.encoding, compression, signal_of(first))
+
+
+def _beginning(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    left = SNIFF_BYTES
+    for chunk in chunks:
+        yield chunk[:left]
+        left -= len(chunk)
+        if left <= 0:
+            return
