@@ -224,8 +224,11 @@ class Traces:
             (folder / "exp-config.yaml").write_text(RUN_CONFIG)
         return folder
 
-    def load(self, *, steps=240, requests=90, covered=0.05, noise=0.01, lag=0, seed=0) -> Traces:
-        """Add a busy engine whose step time is 2,000 + 10 per prefill token + 50 per decode token, and relative noise.
+    def load(
+        self, *, steps=240, requests=90, covered=0.05, noise=0.01, lag=0, seed=0, decode_us=50
+    ) -> Traces:
+        """Add a busy engine whose step time is 2,000 + 10 per prefill token + `decode_us` per decode token, and relative
+        noise.
 
         `covered` is the share of the step time that step.duration_us claims. With `lag` 1 a step executes after the
         next one began: its composition drives the cycle of the next, and its tokens come a cycle later.
@@ -236,7 +239,7 @@ class Traces:
         for step in range(1, (steps or 240) + 1):
             starts.append(start)
             prefill, decode = int(rng.integers(0, 200)) * int(rng.random() < 0.5), int(rng.integers(1, 30))
-            executing.append((2000 + 10 * prefill + 50 * decode) * (1 + noise * rng.standard_normal()))
+            executing.append((2000 + 10 * prefill + decode_us * decode) * (1 + noise * rng.standard_normal()))
             cycle = executing[max(step - 1 - lag, 0)]
             changes = {
                 "num_prefill_reqs": int(prefill > 0),
@@ -303,7 +306,7 @@ def tables_of(tmp_path):
 
 
 def _spare_search(patch) -> None:
-    patch.setattr("tracefit.fit.train.choose_penalty", lambda *_: Choice("ridge", 1e-8, 1.0, 5))
+    patch.setattr("tracefit.fit.train.choose_penalty", lambda *_, **__: Choice("ridge", 1e-8, 1.0, 5))
 
 
 @pytest.fixture

@@ -121,6 +121,12 @@ Features = Annotated[
 SampleCsv = Annotated[
     bool, typer.Option("--sample-csv", help="Also write the specification's two sample tables.")
 ]
+Positive = Annotated[
+    bool, typer.Option("--positive", help="Allow no negative coefficient and no negative intercept.")
+]
+Fast = Annotated[
+    bool, typer.Option("--fast", help="Skip the gradient-boosted references: most of the training time.")
+]
 
 
 def _version(value: bool) -> None:  # typer calls it so
@@ -150,6 +156,8 @@ def run(
     beta_target: Target = BetaTarget.auto,
     features: Features = "auto",
     sample_csv: SampleCsv = False,
+    positive: Positive = False,
+    fast: Fast = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -164,7 +172,13 @@ def run(
         from tracefit.verbs.train import TrainOptions
 
         server = _server(run_config, model_config, gpu, tp, settings)
-        options = TrainOptions(beta_target=beta_target.value, features=features, sample_csv=sample_csv)
+        options = TrainOptions(
+            beta_target=beta_target.value,
+            features=features,
+            sample_csv=sample_csv,
+            positive=positive,
+            fast=fast,
+        )
         result = run_verb(paths, out, server=server, options=options, progress=told)
         told.close()
         show(result, run_text(result), as_json=json, quiet=quiet)
@@ -235,6 +249,8 @@ def train(
     beta_target: Target = BetaTarget.auto,
     features: Features = "auto",
     sample_csv: SampleCsv = False,
+    positive: Positive = False,
+    fast: Fast = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -248,7 +264,13 @@ def train(
         from tracefit.verbs.train import TrainOptions
         from tracefit.verbs.train import train as train_verb
 
-        options = TrainOptions(beta_target=beta_target.value, features=features, sample_csv=sample_csv)
+        options = TrainOptions(
+            beta_target=beta_target.value,
+            features=features,
+            sample_csv=sample_csv,
+            positive=positive,
+            fast=fast,
+        )
         result = train_verb(tables, out, options=options, progress=told)
         told.close()
         show(result, train_text(result), as_json=json, quiet=quiet)

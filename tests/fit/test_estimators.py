@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.optimize import lsq_linear
 from scipy.stats import norm
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
-from sklearn.linear_model import Lasso, LinearRegression, Ridge
+from sklearn.linear_model import ElasticNet, Lasso, LinearRegression, Ridge
 from sklearn.preprocessing import StandardScaler
 
 from tracefit.fit.estimators import RobustLinear, confidence_intervals, huber_weights
@@ -81,6 +82,45 @@ def test_lasso_is_scikit_learns_at_that_share_of_the_emptying_penalty():
     model = RobustLinear("lasso", 0.3, huber=np.inf).fit(x, y)
     np.testing.assert_allclose(model.coef_ * x.std(axis=0), expected.coef_, rtol=1e-3, atol=1e-6)
     assert 0 < np.count_nonzero(model.coef_) < 3
+
+
+def test_elastic_net_is_scikit_learns_with_half_the_strength_on_each_penalty():
+    """scikit-learn's objective: squares / 2n + alpha * l1_ratio * |a|_1 + alpha * (1 - l1_ratio) / 2 * |a|^2."""
+    x, y = _noisy()
+    z = StandardScaler().fit_transform(x)
+    l1, l2 = 0.2 * np.abs(z.T @ (y - y.mean())).max() / len(y), 0.2
+    expected = ElasticNet(alpha=l1 + l2, l1_ratio=l1 / (l1 + l2)).fit(z, y)
+    model = RobustLinear("elastic_net", 0.4, huber=np.inf).fit(x, y)
+    np.testing.assert_allclose(model.coef_ * x.std(axis=0), expected.coef_, rtol=1e-3, atol=1e-6)
+    assert 0 < np.count_nonzero(model.coef_) < 3
+
+
+@pytest.mark.parametrize("level", [2000.0, -3000.0, -20_000.0])
+def test_positive_is_least_squares_within_bounds(level):
+    """One slope is negative in truth; the lower levels also want a negative intercept."""
+    x, y = _noisy()
+    y = y - TRUTH[0] + level
+    design = np.column_stack([np.ones(len(y)), x])
+    expected = lsq_linear(design / design.max(axis=0), y, (0, np.inf), tol=1e-14).x / design.max(axis=0)
+    model = RobustLinear(strength=0.0, huber=np.inf, positive=True).fit(x, y)
+    np.testing.assert_allclose(_fitted(model), expected, rtol=1e-6, atol=1e-8)
+    assert model.coef_[1] == 0
+    assert (model.intercept_ == 0) == (level < 0)
+
+
+@pytest.mark.parametrize("penalty", ["lasso", "elastic_net"])
+def test_positive_holds_under_every_penalty(penalty):
+    x, y = _noisy()
+    model = RobustLinear(penalty, 0.01, positive=True).fit(x, y)
+    assert (_fitted(model) >= 0).all()
+    assert model.coef_[0] == pytest.approx(TRUTH[1], rel=0.1)
+
+
+def test_bounds_that_do_not_bind_change_nothing():
+    x, y = _noisy()
+    x = x * [1, -1, 1]
+    free, bound = (_fitted(RobustLinear(positive=p).fit(x, y)) for p in (False, True))
+    np.testing.assert_allclose(bound, free, rtol=1e-7)
 
 
 def test_a_strong_lasso_leaves_the_level_alone():
@@ -167,6 +207,17 @@ def test_an_interval_is_as_wide_as_theory_has_it():
     low, high = _intervals(0, n=n, blocks=1000)[1]
     expected = 2 * norm.ppf(0.975) * 50 / 30 / np.sqrt(n) / np.sqrt(0.95)
     assert high - low == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.parametrize("level", [2000.0, -3000.0])
+def test_where_nothing_can_be_negative_neither_can_an_interval(level):
+    x, y = _noisy()
+    model = RobustLinear(positive=True).fit(x, y - TRUTH[0] + level)
+    intercept, slopes = confidence_intervals(x, y - TRUTH[0] + level, model, np.arange(len(y)) // 10)
+    assert slopes[1] is None
+    assert (intercept is None) == (model.intercept_ == 0) == (level < 0)
+    for interval in (intercept, *slopes):
+        assert interval is None or 0 <= interval[0] < interval[1]
 
 
 def test_an_interval_holds_its_own_value_and_a_dropped_feature_has_none():

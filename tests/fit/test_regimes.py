@@ -26,7 +26,7 @@ REGIMES = [Regime("queued", NO_SLOT, SLOPE), Regime("free", (), SLOPE)]
 
 @pytest.fixture(autouse=True)
 def _penalty(monkeypatch):
-    monkeypatch.setattr("tracefit.fit.train.choose_penalty", lambda *_: Choice("ridge", 1e-10, 0.0, 5))
+    monkeypatch.setattr("tracefit.fit.train.choose_penalty", lambda *_, **__: Choice("ridge", 1e-10, 0.0, 5))
 
 
 def _frame(n=400, *, full=0.5, wrong=0):

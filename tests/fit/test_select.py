@@ -96,6 +96,25 @@ def test_features_of_noise_take_the_lasso():
     assert choose_penalty(x, y, np.arange(50) * 5 // 50, candidates=candidates).penalty == "lasso"
 
 
+def test_correlated_weak_features_take_the_elastic_net():
+    """Six noisy copies of one cause: averaging them beats picking one, dropping the rest beats keeping it."""
+    rng = np.random.default_rng(0)
+    cause = rng.standard_normal(60)
+    x = np.column_stack([cause[:, None] + rng.standard_normal((60, 6)), rng.standard_normal((60, 14))])
+    y = 1000 + 100 * cause + rng.normal(0, 30, 60)
+    candidates = (("ridge", 1e-8), ("lasso", 0.2), ("elastic_net", 0.2))
+    assert choose_penalty(x, y, np.arange(60) * 5 // 60, candidates=candidates).penalty == "elastic_net"
+
+
+def test_bounds_are_part_of_what_is_chosen_by():
+    """The slope is negative in truth: within bounds nothing is left but the level."""
+    x = np.column_stack(_columns())[:, :1]
+    y = 2000 - 10 * x[:, 0]
+    free, bound = (choose_penalty(x, y, np.arange(300) * 5 // 300, positive=p).score for p in (False, True))
+    assert free < 1
+    assert bound == pytest.approx(np.abs(y - y.mean()).mean(), rel=0.05)
+
+
 def test_ties_go_to_the_earlier_candidate():
     x = np.column_stack(_columns(100))
     y = x[:, 0] + np.random.default_rng(2).normal(0, 1, len(x))

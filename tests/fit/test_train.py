@@ -21,7 +21,9 @@ def penalty(monkeypatch):
     """Spare these tests the search for a penalty, which has tests of its own; return a function to set it."""
 
     def take(kind, strength):
-        monkeypatch.setattr("tracefit.fit.train.choose_penalty", lambda *_: Choice(kind, strength, 0.0, 5))
+        monkeypatch.setattr(
+            "tracefit.fit.train.choose_penalty", lambda *_, **__: Choice(kind, strength, 0.0, 5)
+        )
 
     take("ridge", 1e-8)
     return take
@@ -170,6 +172,14 @@ def test_a_feature_the_lasso_emptied_is_named(penalty):
     fitted = _fit(_frame(noise=noise), [*FEATURES, FeatureColumn("noise", "us")])
     assert ("noise", "set to zero by the Lasso") in [(x.feature, x.reason) for x in fitted.left_out]
     assert "prefill" in _values(fitted)
+
+
+def test_costs_that_can_only_add_are_not_below_zero():
+    frame = _frame().with_columns(y=pl.col("y") - 60 * pl.col("decode"))
+    free, bound = (_fit(frame, options=FitOptions(reference=False, positive=p)) for p in (False, True))
+    assert _values(free)["decode"] < 0
+    assert _values(bound).keys() == {"prefill"}
+    assert [(x.feature, x.reason) for x in bound.left_out] == [("decode", "not above zero in these runs")]
 
 
 @pytest.mark.parametrize(("rows", "reason"), [(41, "29 training and 12"), (13, "10 training and 3")])

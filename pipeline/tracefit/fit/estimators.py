@@ -1,44 +1,43 @@
-"""The linear estimator: Ridge or Lasso made robust by Huber weights, with intervals."""
+"""The linear estimator: Ridge, Lasso or elastic net made robust by Huber weights, with intervals."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
-from scipy.stats import t as student_t
+from scipy.special import stdtrit
 from sklearn.base import BaseEstimator, RegressorMixin
-from sklearn.linear_model import Lasso, Ridge
 from sklearn.utils.validation import check_is_fitted
+
+from tracefit.fit.solvers import Penalty, line, moments, ridge_share
 
 if TYPE_CHECKING:
     from tracefit.fit.metrics import Matrix, Vector
-
-Penalty = Literal["ridge", "lasso"]
 
 HUBER = 1.345
 """Tuning constant of the Huber weights: 95 % efficient under Gaussian noise (Huber 1964)."""
 
 _ROUNDS = 30
 _SETTLED = 1e-6
-_LASSO_ROUNDS = 100_000
 _NORMAL_MAD = 1.4826
 _FLAT = 0.05
 """Slope of a row's pull beyond the bend: zero in truth, which would let a feature that only such rows carry look certain."""
 
 
 class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
-    """Linear model with a Ridge or Lasso penalty, fitted by iteratively reweighted least squares.
+    """Linear model with a Ridge, Lasso or elastic-net penalty, fitted by iteratively reweighted least squares.
 
     Minimises sum_i w_i (y_i - b - x_i.a)^2 + penalty(a) over standardised features, where w_i is 1 within `huber`
     robust standard deviations of the fit and falls as 1/|r_i| beyond, so that the one step in a hundred that hits a
     hiccup (garbage collection, a page fault, a neighbour) pulls with bounded force.
 
     Args:
-        penalty: `ridge` or `lasso`.
+        penalty: `ridge`, `lasso` or `elastic_net`, see `solvers.solve`.
         strength: Relative to the data, so that one grid serves every target: for Ridge a multiple of n on
             standardised features, for Lasso a fraction of the smallest penalty that empties the model.
         huber: Tuning constant; infinity is ordinary least squares.
         rounds: Most rounds of reweighting.
+        positive: Allow no negative coefficient and no negative intercept.
 
     Attributes:
         intercept_: In the unit of y, for raw features.
@@ -49,12 +48,19 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
     """
 
     def __init__(
-        self, penalty: Penalty = "ridge", strength: float = 1e-6, huber: float = HUBER, rounds: int = _ROUNDS
+        self,
+        penalty: Penalty = "ridge",
+        strength: float = 1e-6,
+        huber: float = HUBER,
+        rounds: int = _ROUNDS,
+        *,
+        positive: bool = False,
     ) -> None:
         self.penalty = penalty
         self.strength = strength
         self.huber = huber
         self.rounds = rounds
+        self.positive = positive
 
     def fit(self, X: Matrix, y: Vector, sample_weight: Vector | None = None) -> Self:  # noqa: N803  # sklearn's contract
         """Fit on raw features of shape (n, n_features) and targets of shape (n,).
@@ -69,20 +75,21 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         given = np.ones(len(y)) if sample_weight is None else sample_weight / np.mean(sample_weight)
         center, scale = x.mean(axis=0), x.std(axis=0)
         scale = np.where(scale > 0, scale, 1.0)
-        z = (x - center) / scale
-        weights, bent = given, given
-        intercept, slopes = self._solve(z, y, weights)
-        for _ in range(self.rounds):
-            residual = y - intercept - z @ slopes
-            bent = huber_weights(residual * np.sqrt(given), self.huber)
+        z = np.asfortranarray((x - center) / scale)
+        origin = -center / scale
+        settled = _SETTLED * (np.abs(y).max(initial=0.0) or 1.0)
+        bent, fitted = np.ones(len(y)), np.full(len(y), np.inf)
+        for _ in range(self.rounds + 1):
             weights = given * bent
-            intercept, slopes = self._solve(z, y, weights)
-            moved = np.abs(residual - (y - intercept - z @ slopes)).max(initial=0.0)
-            if moved <= _SETTLED * (np.abs(y).max(initial=0.0) or 1.0):
+            of = moments(z, y, weights)
+            intercept, slopes = line(of, origin, self.penalty, self.strength, positive=self.positive)
+            before, fitted = fitted, intercept - origin @ slopes + z @ slopes
+            if np.abs(fitted - before).max(initial=0.0) <= settled:
                 break
+            bent = huber_weights((y - fitted) * np.sqrt(given), self.huber)
         self.n_features_in_ = x.shape[1]
         self.coef_: Vector = slopes / scale
-        self.intercept_ = float(intercept - center @ self.coef_)
+        self.intercept_ = intercept
         self.weights_: Vector = weights
         self.slopes_: Vector = given * np.where(bent < 1, _FLAT, 1.0)
         return self
@@ -91,24 +98,6 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         """Return intercept + X @ coefficients, shape (n,)."""
         check_is_fitted(self)
         return np.asarray(self.intercept_ + np.asarray(X, dtype=float) @ self.coef_, dtype=float)
-
-    def _solve(self, z: Matrix, y: Vector, weights: Vector) -> tuple[float, Vector]:
-        """Solve the weighted problem; centering and scaling by root weights makes it an unweighted one."""
-        level = float(np.average(y, weights=weights))
-        if z.shape[1] == 0:
-            return level, np.zeros(0)
-        center = np.average(z, axis=0, weights=weights)
-        root = np.sqrt(weights)
-        x, target = (z - center) * root[:, None], (y - level) * root
-        if self.penalty == "ridge":
-            model = Ridge(alpha=self.strength * len(y), fit_intercept=False, solver="cholesky")
-        else:
-            emptying = float(np.abs(x.T @ target).max()) / len(y)
-            strength = max(self.strength * emptying, 1e-12)
-            model = Lasso(strength, fit_intercept=False, precompute=x.T @ x, max_iter=_LASSO_ROUNDS, tol=1e-5)
-        model.fit(x, target)
-        slopes = np.asarray(model.coef_, dtype=float)
-        return level - float(center @ slopes), slopes
 
 
 def huber_weights(residual: Vector, huber: float) -> Vector:
@@ -122,13 +111,14 @@ def huber_weights(residual: Vector, huber: float) -> Vector:
 
 def confidence_intervals(
     x: Matrix, y: Vector, model: RobustLinear, blocks: NDArrayInt, *, level: float = 0.95
-) -> tuple[tuple[float, float], list[tuple[float, float] | None]]:
+) -> tuple[Interval | None, list[Interval | None]]:
     """Intervals of the intercept and of each coefficient, robust to neighbours in time resembling each other.
 
     Cluster-robust sandwich: V = A^-1 (sum over blocks g_b g_b') A^-1 with A = Z'DZ + penalty, D the slopes of the rows'
     pull (not its weights, which would make intervals too narrow: Huber 1981) and g_b the sum of a block's weighted
     scores, times the small-sample factor B/(B-1); quantile of Student's t with B-1 degrees of freedom (Liang and Zeger
-    1986; Cameron and Miller 2015). Coefficients the Lasso set to zero have no interval.
+    1986; Cameron and Miller 2015). What a penalty or a bound set to zero has no interval; where nothing can be negative
+    neither can an interval.
 
     Args:
         x: Raw features, shape (n, n_features).
@@ -137,32 +127,35 @@ def confidence_intervals(
         blocks: Shape (n,), the time block of each row.
         level: Coverage aimed at.
     """
-    active = np.flatnonzero(model.coef_) if x.shape[1] else np.zeros(0, dtype=int)
-    center, scale = x[:, active].mean(axis=0), x[:, active].std(axis=0)
+    active = np.flatnonzero(model.coef_)
+    bound = model.positive and model.intercept_ == 0
+    center = np.zeros(len(active)) if bound else x[:, active].mean(axis=0)
+    scale = x[:, active].std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
-    design = np.column_stack([np.ones(len(y)), (x[:, active] - center) / scale])
-    weighted = design * model.weights_[:, None]
-    penalty = np.zeros(design.shape[1])
-    if model.penalty == "ridge":
-        penalty[1:] = model.strength * len(y)
+    design = np.column_stack([np.full(len(y), float(not bound)), (x[:, active] - center) / scale])
+    penalty = np.full(design.shape[1], ridge_share(model.penalty) * model.strength * len(y))
+    penalty[0] = 0.0
     bread = np.linalg.pinv(design.T @ (design * model.slopes_[:, None]) + np.diag(penalty))
-    residual = y - model.predict(x)
+    pull = model.weights_ * (y - model.predict(x))
     _, index = np.unique(blocks, return_inverse=True)
     count = int(index.max()) + 1
-    scores = np.zeros((count, design.shape[1]))
-    np.add.at(scores, index, weighted * residual[:, None])
+    scores = np.column_stack([np.bincount(index, pull * column, count) for column in design.T])
     cov = bread @ (scores.T @ scores) @ bread * (count / max(count - 1, 1))
     # Back to raw features: slope = b / scale, intercept = b0 - sum(b * center / scale).
     back = np.diag(np.concatenate([[1.0], 1 / scale]))
     back[0, 1:] = -center / scale
     spread = np.sqrt(np.maximum(np.diag(back @ cov @ back.T), 0.0))
-    reach = float(student_t.ppf(0.5 + level / 2, max(count - 1, 1))) * spread
-    intercept = (model.intercept_ - float(reach[0]), model.intercept_ + float(reach[0]))
-    intervals: list[tuple[float, float] | None] = [None] * x.shape[1]
+    reach = float(stdtrit(max(count - 1, 1), 0.5 + level / 2)) * spread
+    least = 0.0 if model.positive else -np.inf
+
+    def around(value: float, width: float) -> Interval:
+        return max(value - width, least), value + width
+
+    intervals: list[Interval | None] = [None] * x.shape[1]
     for position, feature in enumerate(active, start=1):
-        value = float(model.coef_[feature])
-        intervals[int(feature)] = (value - float(reach[position]), value + float(reach[position]))
-    return intercept, intervals
+        intervals[int(feature)] = around(float(model.coef_[feature]), float(reach[position]))
+    return None if bound else around(model.intercept_, float(reach[0])), intervals
 
 
+Interval = tuple[float, float]
 NDArrayInt = np.ndarray[tuple[int, ...], np.dtype[np.int64]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import polars as pl
@@ -54,6 +54,21 @@ class ScopeTables:
     """(run_id, server) to steps that scheduling runs ahead of execution."""
     clock_checks: pl.DataFrame
     """run_id, server, events, disagreeing: engine core events held against the starts of their steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeOptions:
+    """How a scope's models are fitted.
+
+    Attributes:
+        beta_target: Which step time to fit.
+        positive: Allow no negative coefficient and no negative intercept in any model.
+        reference: Fit the gradient-boosted reference beside every model.
+    """
+
+    beta_target: BetaTarget = "auto"
+    positive: bool = False
+    reference: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +133,7 @@ class FittedScope:
 
 
 def fit_scope(
-    scope: Scope, tables: ScopeTables, beta_sets: Sequence[FeatureSet], beta_target: BetaTarget
+    scope: Scope, tables: ScopeTables, beta_sets: Sequence[FeatureSet], options: ScopeOptions
 ) -> FittedScope:
     """Fit beta and the three alpha models of one scope, as far as its data allow.
 
@@ -126,16 +141,16 @@ def fit_scope(
         scope: The scope.
         tables: Its runs' tables.
         beta_sets: Feature sets for step times; of several, cross-validation chooses.
-        beta_target: Which step time to fit.
+        options: How.
     """
     constants = training.constants_of(scope.context)
     cover = duration_cover(tables.timeline)
     models: list[FittedModel] = []
     missing: list[Missing] = []
-    choice, beta = _fit_beta(scope, tables, cover, beta_target, beta_sets)
+    choice, beta = _fit_beta(scope, tables, cover, beta_sets, options)
     _sort_out(beta, models, missing)
     alphas = [
-        _fit_alpha(tables, target, BUILT_IN[_ALPHA_SETS[target]], constants)
+        _fit_alpha(tables, target, BUILT_IN[_ALPHA_SETS[target]], constants, options)
         for target in training.ALPHA_TARGETS
     ]
     for alpha in alphas:
@@ -188,14 +203,20 @@ def choose_target(cover: DurationCover, wanted: BetaTarget) -> TargetChoice:
 
 
 def _fit_beta(
-    scope: Scope, tables: ScopeTables, cover: DurationCover, wanted: BetaTarget, sets: Sequence[FeatureSet]
+    scope: Scope,
+    tables: ScopeTables,
+    cover: DurationCover,
+    sets: Sequence[FeatureSet],
+    options: ScopeOptions,
 ) -> tuple[TargetChoice | None, FittedModel | Missing]:
+    wanted = options.beta_target
     name = "beta.duration" if wanted == "duration" else "beta.cycle_time"
     if not tables.timeline.height:
         return None, Missing(name, "the traces hold no step events", f"start the server with {_STEP_FLAGS}")
     choice = choose_target(cover, wanted)
-    features, note = _choose_set(scope, tables, sets, choice)
-    result = fit_linear(_beta_rows(scope, tables, features, choice), _columns(features), _beta_options())
+    features, note = _choose_set(scope, tables, sets, choice, options)
+    rows = _beta_rows(scope, tables, features, choice)
+    result = fit_linear(rows, _columns(features), _beta_options(options))
     if isinstance(result, TooFewRows):
         remedy = (
             f"raise --step-tracing-sample-rate: of {tables.steps.height} sampled steps few are consecutive"
@@ -206,11 +227,16 @@ def _fit_beta(
     return choice, FittedModel(name, target, definition, source, result, features.name, note)
 
 
-def _beta_options(*, reference: bool = True) -> FitOptions:
+def _beta_options(options: ScopeOptions) -> FitOptions:
     mixed = pl.col("has_prefill")
     # A mean over an interval is easier to predict than a step: the error of the model is its error on steps.
     single = pl.col("source") != "interval"
-    return FitOptions(groups=(("decode_only", ~mixed), ("mixed", mixed)), judge=single, reference=reference)
+    return FitOptions(
+        groups=(("decode_only", ~mixed), ("mixed", mixed)),
+        judge=single,
+        reference=options.reference,
+        positive=options.positive,
+    )
 
 
 def _beta_rows(scope: Scope, tables: ScopeTables, features: FeatureSet, choice: TargetChoice) -> pl.DataFrame:
@@ -222,7 +248,11 @@ def _beta_rows(scope: Scope, tables: ScopeTables, features: FeatureSet, choice: 
 
 
 def _choose_set(
-    scope: Scope, tables: ScopeTables, sets: Sequence[FeatureSet], choice: TargetChoice
+    scope: Scope,
+    tables: ScopeTables,
+    sets: Sequence[FeatureSet],
+    choice: TargetChoice,
+    options: ScopeOptions,
 ) -> tuple[FeatureSet, tuple[str, ...]]:
     """Choose the feature set with the smallest cross-validated error on the training part; ties to the first."""
     if len(sets) == 1:
@@ -230,7 +260,7 @@ def _choose_set(
     scores: dict[str, float] = {}
     for features in sets:
         rows = _beta_rows(scope, tables, features, choice)
-        result = fit_linear(rows, _columns(features), _beta_options(reference=False))
+        result = fit_linear(rows, _columns(features), _beta_options(replace(options, reference=False)))
         if isinstance(result, Fitted) and result.terms:
             scores[features.name] = result.parts[0].choice.score
     if not scores:
@@ -265,7 +295,11 @@ _ALPHA_DEFINITIONS = {
 
 
 def _fit_alpha(
-    tables: ScopeTables, target: str, features: FeatureSet, constants: Mapping[str, float | None]
+    tables: ScopeTables,
+    target: str,
+    features: FeatureSet,
+    constants: Mapping[str, float | None],
+    options: ScopeOptions,
 ) -> FittedModel | Missing:
     name = f"alpha.{target}"
     if not tables.requests.height:
@@ -274,9 +308,15 @@ def _fit_alpha(
     rows = rules.split_by_time(add_features(rows, features, constants))
     rows = _mark_warm_up(rows, tables.counters, "at_step")
     if target == "queue_wait":
-        return _fit_wait(rows, name, features, exact=tables.queue is not None)
-    # A request whose API work ran past a boundary waits a whole step more: the rule, not an outlier.
-    result = fit_linear(rows, _columns(features), FitOptions(drop_outliers=target != "admission"))
+        return _fit_wait(rows, name, features, options, exact=tables.queue is not None)
+    how = FitOptions(
+        # A request whose API work ran past a boundary waits a whole step more: the rule, not an outlier.
+        drop_outliers=target != "admission",
+        reference=options.reference,
+        # Outputs to work through can only add to a departure; the load a request comes in may well take from others.
+        positive=options.positive or target == "departure",
+    )
+    result = fit_linear(rows, _columns(features), how)
     if isinstance(result, TooFewRows):
         return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
     boundary = fit_boundary(result, tables.timeline) if target == "admission" else None
@@ -310,20 +350,28 @@ _WAIT_NOTES = (
 )
 
 
-def _fit_wait(rows: pl.DataFrame, name: str, features: FeatureSet, *, exact: bool) -> FittedModel | Missing:
+def _fit_wait(
+    rows: pl.DataFrame, name: str, features: FeatureSet, options: ScopeOptions, *, exact: bool
+) -> FittedModel | Missing:
     """Fit the wait in the queue: two regimes on the exact state of the queue, one line on a sampled step's state."""
     groups = (("queued", _REGIME_BY_STEP), ("free", ~_REGIME_BY_STEP))
     # A queue wait of seconds among waits of 0.2 ms is not an outlier, it is what the model is for.
-    options = FitOptions(drop_outliers=False, groups=groups, truth=_REGIME_BY_STEP)
+    how = FitOptions(
+        drop_outliers=False,
+        groups=groups,
+        truth=_REGIME_BY_STEP,
+        reference=options.reference,
+        positive=options.positive,
+    )
     columns = _columns(features)
     if exact:
         ahead = [c for c in columns if c.name in QUEUED_FEATURES]
         here = [c for c in columns if c.name in FREE_FEATURES]
         regimes = [Regime("queued", NO_CAPACITY, tuple(ahead)), Regime("free", (), tuple(here))]
-        result = fit_regimes(rows, regimes, options)
+        result = fit_regimes(rows, regimes, how)
         source = "journey, exact queue state"
     else:
-        result = fit_linear(rows, columns, options)
+        result = fit_linear(rows, columns, how)
         source = "journey, queue state of the latest sampled step"
     if isinstance(result, TooFewRows):
         return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
@@ -332,12 +380,5 @@ def _fit_wait(rows: pl.DataFrame, name: str, features: FeatureSet, *, exact: boo
     return FittedModel(name, "queue_wait", definition, source, result, features.name, notes)
 
 
-_ONLY_POSITIVE = {"departure": ("batch_requests", "finishing_reqs", "output_tokens")}
-
-
 def _columns(features: FeatureSet) -> list[FeatureColumn]:
-    positive = _ONLY_POSITIVE.get(features.name, ())
-    return [
-        FeatureColumn(f.name, f.coefficient_unit, f.formula, only_positive=f.name in positive)
-        for f in features.features
-    ]
+    return [FeatureColumn(f.name, f.coefficient_unit, f.formula) for f in features.features]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracefit.fit.estimators import NDArrayInt, Penalty, RobustLinear
+from tracefit.fit.estimators import NDArrayInt, RobustLinear
+from tracefit.fit.solvers import Penalty, line, moments
 
 if TYPE_CHECKING:
     from tracefit.fit.metrics import Matrix, Vector
@@ -22,9 +23,12 @@ FOLDS = 5
 FOLD_ROUNDS = 5
 """Rounds of reweighting inside a fold: enough to rank penalties, which is all the folds are for."""
 
+_TIE = 1e-3
+
 CANDIDATES: tuple[tuple[Penalty, float], ...] = (
     *(("ridge", s) for s in (1e-8, 1e-4, 1e-3, 1e-2)),
     *(("lasso", s) for s in (1e-3, 1e-2, 3e-2)),
+    *(("elastic_net", s) for s in (1e-3, 1e-2)),
 )
 
 
@@ -122,37 +126,45 @@ def choose_penalty(
     blocks: NDArrayInt,
     weights: Vector | None = None,
     candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES,
+    *,
+    positive: bool = False,
 ) -> Choice:
     """Choose penalty and strength by leave-one-time-block-out error on the training rows.
 
-    Ties (within 0.1 %) go to the earlier candidate: Ridge before Lasso, weaker before stronger.
+    Within a fold all candidates share the Huber weights of the first one's fit: the rows that count are the same for
+    all. Ties (within 0.1 %) go to the earlier candidate: Ridge before Lasso before elastic net, weaker before stronger.
     """
     folds = [f for f in np.unique(blocks) if 0 < np.sum(blocks == f) < len(y)]
     if not folds:
         penalty, strength = candidates[0]
         return Choice(penalty, strength, float("nan"), 0)
     weights = np.ones(len(y)) if weights is None else weights
-    best: Choice | None = None
-    for penalty, strength in candidates:
-        score = _cross_validated_mae(x, y, weights, blocks, folds, (penalty, strength))
-        if best is None or score < best.score * 0.999:
-            best = Choice(penalty, strength, score, len(folds))
-    if best is None:
-        raise AssertionError("no candidates")
-    return best
-
-
-def _cross_validated_mae(
-    x: Matrix,
-    y: Vector,
-    weights: Vector,
-    blocks: NDArrayInt,
-    folds: list[np.int64],
-    candidate: tuple[Penalty, float],
-) -> float:
-    errors = np.zeros(len(y))
+    errors = np.zeros(len(candidates))
     for fold in folds:
         test = blocks == fold
-        model = RobustLinear(*candidate, rounds=FOLD_ROUNDS).fit(x[~test], y[~test], weights[~test])
-        errors[test] = np.abs(np.maximum(model.predict(x[test]), 0.0) - y[test])
-    return float(np.average(errors, weights=weights))
+        predictions = _fold_predictions(
+            (x[~test], y[~test], weights[~test]), x[test], candidates, positive=positive
+        )
+        off = np.abs(np.maximum(predictions, 0.0) - y[test])
+        errors += off @ weights[test] / weights.sum()
+    best = 0
+    for index, error in enumerate(errors):
+        if error < errors[best] * (1 - _TIE):
+            best = index
+    return Choice(*candidates[best], float(errors[best]), len(folds))
+
+
+def _fold_predictions(
+    train: tuple[Matrix, Vector, Vector],
+    x: Matrix,
+    candidates: tuple[tuple[Penalty, float], ...],
+    *,
+    positive: bool,
+) -> Matrix:
+    """Predict one fold by every candidate fitted on the others; shape (n_candidates, n_rows)."""
+    first = RobustLinear(*candidates[0], rounds=FOLD_ROUNDS, positive=positive).fit(*train)
+    center, scale = train[0].mean(axis=0), train[0].std(axis=0)
+    scale = np.where(scale > 0, scale, 1.0)
+    of = moments(np.asfortranarray((train[0] - center) / scale), train[1], first.weights_)
+    lines = [line(of, -center / scale, *candidate, positive=positive) for candidate in candidates]
+    return np.array([intercept + x @ (slopes / scale) for intercept, slopes in lines])

@@ -28,6 +28,8 @@ FEWEST_BLOCKS, MOST_BLOCKS = 10, 50
 
 WITHIN_PCT = 5.0
 
+_SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
+
 
 @dataclass(frozen=True, slots=True)
 class FeatureColumn:
@@ -36,8 +38,6 @@ class FeatureColumn:
     name: str
     unit: str
     formula: str | None = None
-    only_positive: bool = False
-    """A cost that can only add: the feature is left out where the data put it at or below zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class FittedPart:
 
     regime: Regime
     intercept: float
-    intercept_ci95: tuple[float, float]
+    intercept_ci95: tuple[float, float] | None
     terms: tuple[FittedTerm, ...]
     left_out: tuple[LeftOut, ...]
     choice: Choice
@@ -172,6 +172,7 @@ class FitOptions:
         truth: What the first regime's condition should have told, where there are regimes.
         judge: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
         reference: Fit the gradient-boosted reference.
+        positive: Costs can only add: no coefficient and no intercept below zero.
     """
 
     drop_outliers: bool = True
@@ -179,6 +180,7 @@ class FitOptions:
     judge: pl.Expr | None = None
     truth: pl.Expr | None = None
     reference: bool = True
+    positive: bool = False
 
 
 def fit_linear(rows: pl.DataFrame, features: list[FeatureColumn], options: FitOptions) -> Fitted | TooFewRows:
@@ -209,7 +211,7 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
         rows = _mark_outliers(rows, used, known)
         used = _counted(rows, "train")
     holdout = _counted(rows, "holdout")
-    parts = _fit_parts(used, regimes, {f.name for f in known}, unknown)
+    parts = _fit_parts(used, regimes, {f.name for f in known}, unknown, positive=options.positive)
     if not parts or holdout.height < MIN_HOLDOUT_ROWS:
         have = f"{used.height} training and {holdout.height} held-out rows"
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
@@ -227,7 +229,7 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
 
 
 def _fit_parts(
-    used: pl.DataFrame, regimes: list[Regime], known: set[str], unknown: list[LeftOut]
+    used: pl.DataFrame, regimes: list[Regime], known: set[str], unknown: list[LeftOut], *, positive: bool
 ) -> list[FittedPart]:
     parts: list[FittedPart] = []
     rest = used
@@ -238,7 +240,7 @@ def _fit_parts(
         rest = rest.filter(~regime.holds()) if regime.any_of else rest.clear()
         columns = [f for f in regime.features if f.name in known]
         lacking = [x for x in unknown if x.feature in {f.name for f in regime.features}]
-        parts.append(_fit_part(mine, regime, columns, lacking))
+        parts.append(_fit_part(mine, regime, columns, lacking, positive=positive))
     # The last part speaks for all rows that are left, whatever condition it was fitted under.
     if parts and parts[-1].regime.any_of:
         parts[-1] = replace(parts[-1], regime=replace(parts[-1].regime, any_of=()))
@@ -246,18 +248,21 @@ def _fit_parts(
 
 
 def _fit_part(
-    used: pl.DataFrame, regime: Regime, features: list[FeatureColumn], unknown: list[LeftOut]
+    used: pl.DataFrame,
+    regime: Regime,
+    features: list[FeatureColumn],
+    unknown: list[LeftOut],
+    *,
+    positive: bool,
 ) -> FittedPart:
     data, left = _training_data(used, features)
-    choice = choose_penalty(data.x, data.y, time_blocks(data.run, data.time, FOLDS), data.weights)
-    model = RobustLinear(choice.penalty, choice.strength).fit(data.x, data.y, data.weights)
-    fitted = list(zip(data.columns, model.coef_, strict=True))
-    below = [c for c, value in fitted if c.only_positive and value <= 0]
-    if below:
-        reasons = [LeftOut(c.name, "not above zero in these runs") for c in below]
-        return _fit_part(used, regime, [f for f in features if f not in below], unknown + reasons)
+    folds = time_blocks(data.run, data.time, FOLDS)
+    choice = choose_penalty(data.x, data.y, folds, data.weights, positive=positive)
+    model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(data.x, data.y, data.weights)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, data.blocks())
-    zeroed = [LeftOut(c.name, "set to zero by the Lasso") for c, value in fitted if value == 0]
+    reason = "not above zero in these runs" if positive else f"set to zero by the {_SPELLED[choice.penalty]}"
+    fitted = zip(data.columns, model.coef_, strict=True)
+    zeroed = [LeftOut(c.name, reason) for c, value in fitted if value == 0]
     return FittedPart(
         regime=regime,
         intercept=model.intercept_,

@@ -16,7 +16,15 @@ from tracefit.errors import DataError, UsageError
 from tracefit.features.context import Scope, context_from_json, scope_of
 from tracefit.features.sets import BUILT_IN, FeatureSet, find_feature_set, read_feature_set
 from tracefit.features.training import WORKLOAD_COLUMNS
-from tracefit.fit.scope import BetaTarget, FittedModel, FittedScope, Missing, ScopeTables, fit_scope
+from tracefit.fit.scope import (
+    BetaTarget,
+    FittedModel,
+    FittedScope,
+    Missing,
+    ScopeOptions,
+    ScopeTables,
+    fit_scope,
+)
 from tracefit.reports.markdown import report_markdown
 from tracefit.tables import schema
 from tracefit.tables.runs import step_counters
@@ -39,11 +47,15 @@ class TrainOptions:
             durations where they cover the engine's busy time and the clock where they do not.
         features: Feature set for step times: `batch`, `roofline`, a file, or `auto` for what validation chooses.
         sample_csv: Also write the specification's two sample tables beside the models.
+        positive: Allow no negative coefficient and no negative intercept in any model.
+        fast: Skip the gradient-boosted references, most of the time training takes.
     """
 
     beta_target: BetaTarget = "auto"
     features: str = "auto"
     sample_csv: bool = False
+    positive: bool = False
+    fast: bool = False
 
 
 def train(
@@ -74,6 +86,7 @@ def train(
     store = TableStore(tables).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
     sets = beta_feature_sets(options.features)
+    how = ScopeOptions(options.beta_target, positive=options.positive, reference=not options.fast)
     scopes = []
     for scope, members in _scopes(runs, str(tables)):
         told.stage(f"fitting {scope.scope_id}")
@@ -82,11 +95,18 @@ def train(
                 scope,
                 _load(store, runs, members, engine_limits(scope.context)),
                 sets,
-                options.beta_target,
+                how,
             )
         )
     _require_models(scopes, str(tables))
-    made_by = assemble.provenance({"beta_target": options.beta_target, "features": options.features})
+    made_by = assemble.provenance(
+        {
+            "beta_target": options.beta_target,
+            "features": options.features,
+            "positive": options.positive,
+            "fast": options.fast,
+        }
+    )
     alpha = assemble.coefficient_file("alpha", scopes, made_by)
     beta = assemble.coefficient_file("beta", scopes, made_by)
     evaluation = assemble.evaluate(scopes, runs)

@@ -1,0 +1,108 @@
+"""Penalised least squares from weighted moments: the size of the problem is the number of features, not of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from scipy.optimize import nnls
+from sklearn.linear_model import Lasso
+
+if TYPE_CHECKING:
+    from tracefit.fit.metrics import Matrix, Vector
+
+Penalty = Literal["ridge", "lasso", "elastic_net"]
+
+_LASSO_ROUNDS = 100_000
+_SINGULAR = 1e-13
+"""Directions whose share of the largest eigenvalue is below this are rounding, not data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Weighted second moments of features and target over `rows` rows.
+
+    Attributes:
+        rows: Rows, whatever their weights.
+        total: Sum of the weights.
+        center: Weighted means of the features, shape (n_features,).
+        level: Weighted mean of the target.
+        gram: Weighted products of the features about their means, shape (n_features, n_features).
+        cross: Weighted products of features and target about their means, shape (n_features,).
+    """
+
+    rows: int
+    total: float
+    center: Vector
+    level: float
+    gram: Matrix
+    cross: Vector
+
+
+def moments(x: Matrix, y: Vector, weights: Vector) -> Moments:
+    """Sum up rows of features (n, n_features), targets (n,) and weights (n,)."""
+    total = float(weights.sum())
+    center = np.asarray(weights @ x / total)
+    level = float(weights @ y / total)
+    about = x - center
+    weighted = (about * weights[:, None]).T
+    return Moments(len(y), total, center, level, weighted @ about, weighted @ (y - level))
+
+
+def line(
+    of: Moments, origin: Vector, penalty: Penalty, strength: float, *, positive: bool = False
+) -> tuple[float, Vector]:
+    """Return intercept and slopes of the best line, see `solve`; the intercept is the line's value at `origin`.
+
+    `positive` allows no negative intercept either. The problem is convex: where the best line of non-negative slopes
+    is below zero at the origin, the best allowed one goes through it.
+    """
+    slopes = solve(of, penalty, strength, positive=positive)
+    away = of.center - origin
+    intercept = of.level - float(away @ slopes)
+    if not positive or intercept >= 0:
+        return intercept, slopes
+    about_origin = replace(
+        of,
+        gram=of.gram + of.total * np.outer(away, away),
+        cross=of.cross + of.total * of.level * away,
+    )
+    return 0.0, solve(about_origin, penalty, strength, positive=True)
+
+
+def solve(of: Moments, penalty: Penalty, strength: float, *, positive: bool = False) -> Vector:
+    """Return the slopes that minimise the penalised squares, shape (n_features,).
+
+    Minimises |y - x.a|^2 / 2n + l1 |a|_1 + l2 |a|^2 / 2 over the moments, with n the number of rows. Ridge: l2 =
+    `strength`. Lasso: l1 = `strength` times the smallest l1 that empties the model. Elastic net (Zou and Hastie 2005):
+    half of each. `positive` minimises over non-negative slopes (Lawson and Hanson 1974 without l1).
+    """
+    if not of.cross.size:
+        return np.zeros(0)
+    l2 = ridge_share(penalty) * strength
+    l1 = (strength - l2) * float(np.abs(of.cross).max()) / of.rows
+    gram = of.gram + l2 * of.rows * np.eye(len(of.cross))
+    if l1 == 0 and not positive:
+        return np.asarray(np.linalg.lstsq(gram, of.cross, rcond=_SINGULAR)[0])
+    root, target = _as_rows(gram, of.cross)
+    if l1 == 0:
+        return np.asarray(nnls(root, target)[0])
+    # scikit-learn divides the squares by the rows it is given, which stand for `of.rows` of the data.
+    model = Lasso(
+        l1 * of.rows / len(target), fit_intercept=False, positive=positive, max_iter=_LASSO_ROUNDS, tol=1e-6
+    )
+    return np.asarray(model.fit(root, target).coef_, dtype=float)
+
+
+def ridge_share(penalty: Penalty) -> float:
+    """Return how much of a penalty's strength is on the squares of the slopes."""
+    return {"ridge": 1.0, "lasso": 0.0, "elastic_net": 0.5}[penalty]
+
+
+def _as_rows(gram: Matrix, cross: Vector) -> tuple[Matrix, Vector]:
+    """Return few rows whose squares are those of the many: R'R = gram and R't = cross."""
+    values, vectors = np.linalg.eigh(gram)
+    kept = values > _SINGULAR * values.max(initial=0.0)
+    root = np.sqrt(values[kept])
+    return root[:, None] * vectors[:, kept].T, (vectors[:, kept].T @ cross) / root
