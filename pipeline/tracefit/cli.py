@@ -81,7 +81,7 @@ Paths = Annotated[
     ),
 ]
 InspectPaths = Annotated[
-    list[Path],
+    list[str],
     typer.Argument(
         help="Run folders, folders of run folders, or trace files; or one tables folder that ingest wrote."
     ),

@@ -1,32 +1,19 @@
-"""What a trace file looks like from outside: compression and shape, without reading it through."""
+"""What a trace file looks like from outside, in words."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tracefit.errors import UsageError
-from tracefit.sources.compression import GZIP_MAGIC, ZSTD_MAGIC, decompressed
-from tracefit.sources.shape import Shape, tell_shape
-from tracefit.sources.window import Window
+from tracefit.sources.sniff import sniff
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-SHAPE_NAMES: dict[Shape, str] = {
-    "empty": "empty",
-    "lines": "OTLP JSON lines",
-    "document": "one OTLP JSON document",
-    "bare": "one OTLP protobuf message",
-    "framed": "length-prefixed OTLP protobuf",
-    "framed zstd": "length-prefixed OTLP protobuf, each record zstd",
-    "unknown": "not OTLP traces",
-}
+    from tracefit.sources.files import TraceFile
 
 
 @dataclass(frozen=True, slots=True)
 class FileShape:
-    """One trace file: its name, size on disk, compression and shape in words."""
+    """One trace file: its name, size as stored, compression and shape in words."""
 
     name: str
     bytes: int
@@ -34,24 +21,12 @@ class FileShape:
     shape: str
 
 
-def describe_file(path: Path) -> FileShape:
+def describe_file(file: TraceFile) -> FileShape:
     """Tell what a trace file is from its head.
 
     Raises:
         UsageError: The file cannot be read.
     """
-    try:
-        with path.open("rb") as raw:
-            magic = raw.read(len(ZSTD_MAGIC))
-            raw.seek(0)
-            shape = tell_shape(Window(decompressed(raw)))
-        size = path.stat().st_size
-    except OSError as error:
-        raise UsageError(f"cannot be read ({error.strerror})", where=str(path)) from error
-    return FileShape(path.name, size, _compression(magic), SHAPE_NAMES[shape])
-
-
-def _compression(magic: bytes) -> str:
-    if magic.startswith(GZIP_MAGIC):
-        return "gzip"
-    return "zstd" if magic == ZSTD_MAGIC else "none"
+    contents = sniff(file)
+    name = file.name.rpartition("/")[2]
+    return FileShape(name, file.size, contents.compression or "none", str(contents))

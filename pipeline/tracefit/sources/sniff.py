@@ -23,15 +23,16 @@ SNIFF_BYTES = 4 << 20
 
 Compression = Literal["gzip", "zstd"]
 
-_SHAPE_WORDS: dict[Shape, str] = {
+_WORDS: dict[Shape, str] = {
     "empty": "empty",
-    "lines": "lines",
-    "document": "document",
-    "bare": "one message",
-    "framed": "framed",
-    "framed zstd": "framed zstd",
-    "unknown": "unknown",
+    "lines": "{} lines",
+    "document": "one {} document",
+    "bare": "one {} message",
+    "framed": "length-prefixed {}",
+    "framed zstd": "length-prefixed zstd of {}",
+    "unknown": "not OTLP traces",
 }
+_ENCODING_WORDS: dict[Encoding | None, str] = {"json": "OTLP JSON", "protobuf": "OTLP protobuf", None: "OTLP"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,9 @@ class Contents:
         return self.shape not in ("unknown", "empty") and self.signal == "traces"
 
     def __str__(self) -> str:
-        if self.shape in ("unknown", "empty"):
-            return "no OTLP" if self.shape == "unknown" else "empty"
-        encoding = {"json": "JSON", "protobuf": "protobuf", None: "OTLP"}[self.encoding]
-        words = [f"{encoding} {_SHAPE_WORDS[self.shape]}"]
-        words += [self.compression] if self.compression else []
-        words += [self.signal] if self.signal != "traces" else []
-        return ", ".join(words)
+        """Return the shape in words, and the signal if it is another."""
+        words = _WORDS[self.shape].format(_ENCODING_WORDS[self.encoding])
+        return words if self.signal == "traces" else f"{words}, {self.signal}"
 
 
 def sniff(file: TraceFile) -> Contents:

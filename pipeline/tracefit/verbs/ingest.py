@@ -74,10 +74,11 @@ def ingest(
         DataError: A run holds no vLLM spans at all; nothing of it is written.
     """
     with open_inputs(paths) as inputs:
-        return _ingest(inputs, out, server or ServerOptions(), progress or Silent())
+        return ingest_inputs(inputs, out, server or ServerOptions(), progress or Silent())
 
 
-def _ingest(inputs: Inputs, out: str | Path, server: ServerOptions, told: Progress) -> IngestResult:
+def ingest_inputs(inputs: Inputs, out: str | Path, server: ServerOptions, told: Progress) -> IngestResult:
+    """Write the tables of runs that were found already; the result has them in the same order. See `ingest`."""
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = [_context(source, server) for source in inputs.runs]

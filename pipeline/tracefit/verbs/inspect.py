@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tracefit.features.context import context_from_json, scope_of
+from tracefit.sources import open_inputs
 from tracefit.sources.describe import FileShape, describe_file
-from tracefit.sources.runs import find_runs
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements
 from tracefit.verbs.evidence import Allowance, Evidence, allowances, gather, total
-from tracefit.verbs.ingest import ServerOptions, ingest
+from tracefit.verbs.ingest import ServerOptions, ingest_inputs
 from tracefit.verbs.results import EXIT_DONE, Progress, Silent
 
 if TYPE_CHECKING:
@@ -112,13 +112,12 @@ def inspect(
     told = progress or Silent()
     if len(paths) == 1 and _is_tables(paths[0]):
         return _inspect_tables(TableStore(paths[0]).require(), {}, told)
-    with tempfile.TemporaryDirectory(prefix="tracefit-inspect-") as scratch:
-        result = ingest(paths, scratch, server=server, progress=told)
+    with tempfile.TemporaryDirectory(prefix="tracefit-inspect-") as scratch, open_inputs(paths) as inputs:
+        result = ingest_inputs(inputs, scratch, server or ServerOptions(), told)
         # Runs are ingested in the order they are found; of two with one name the second has a number by now.
-        sources = find_runs(paths)
         files = {
-            run.run_id: tuple(describe_file(path) for path in source.trace_files)
-            for run, source in zip(result.runs, sources, strict=True)
+            run.run_id: tuple(describe_file(file) for file in source.trace_files)
+            for run, source in zip(result.runs, inputs.runs, strict=True)
         }
         return _inspect_tables(TableStore(scratch), files, told)
 
