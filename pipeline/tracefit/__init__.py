@@ -6,6 +6,7 @@ The verbs of the command line are here too::
 
     result = tracefit.run(["runs/"], "out/")
     print(result.trained.models)
+    print(tracefit.load("out/models").predict_step(batch=32, context=1500, prefill=512))
 
 They are imported on first use, so that `import tracefit` costs nothing.
 """
@@ -18,12 +19,15 @@ from tracefit._version import __version__
 from tracefit.errors import DataError, TracefitError, UsageError
 
 if TYPE_CHECKING:
+    from tracefit.coefficients.models import Models, load
     from tracefit.verbs.ingest import ServerOptions, ingest
     from tracefit.verbs.inspect import inspect
     from tracefit.verbs.run import run
     from tracefit.verbs.train import TrainOptions, train
 
 _LAZY = {
+    "load": "tracefit.coefficients.models",
+    "Models": "tracefit.coefficients.models",
     "ingest": "tracefit.verbs.ingest",
     "ServerOptions": "tracefit.verbs.ingest",
     "inspect": "tracefit.verbs.inspect",
@@ -34,6 +38,7 @@ _LAZY = {
 
 __all__ = [
     "DataError",
+    "Models",
     "ServerOptions",
     "TracefitError",
     "TrainOptions",
@@ -41,6 +46,7 @@ __all__ = [
     "__version__",
     "ingest",
     "inspect",
+    "load",
     "run",
     "train",
 ]

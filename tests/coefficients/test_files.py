@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import tracemalloc
 
 import pytest
 
@@ -152,6 +154,67 @@ def test_a_file_that_is_not_there_or_no_file(tmp_path):
 def test_a_file_of_a_size_that_cannot_be_is_not_read(write, monkeypatch):
     monkeypatch.setattr("tracefit.coefficients.files.MAX_FILE_BYTES", 10)
     assert "larger than" in _refused(write(FILE))
+
+
+DAMAGE = [
+    ((("intercept", "ci95"), [0.0, 1.0]), "ci95"),
+    ((("terms", 0, "ci95"), [27.0, 26.0]), "ci95"),
+    ((("terms", 0, "seen"), [2.0, 1.0]), "seen"),
+    ((("terms",), [MODEL["terms"][0]] * 2), "two terms"),
+    ((("terms", 0, "formula"), "x" * 401), "formula"),
+    ((("definitions",), {"a b": "1"}), "definitions"),
+    ((("definitions",), {"a": "x" * 401}), "definitions"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), DAMAGE)
+def test_numbers_that_contradict_each_other_are_refused(write, change, says):
+    document = json.loads(json.dumps(FILE))
+    place, value = change
+    part = document["models"][0]
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    assert says in _refused(write(document))
+
+
+def test_a_model_that_is_there_twice_is_refused(write):
+    assert "two models" in _refused(write(FILE | {"models": [MODEL, MODEL]}))
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", 1.0, True, None, "v" * 10_000])
+def test_another_version_says_which_one_is_read(write, version):
+    assert "is not one this tracefit reads (1)" in _refused(write(FILE | {"version": version}))
+
+
+HUGE = {
+    "a million terms": lambda: json.dumps(
+        FILE | {"models": [MODEL | {"terms": MODEL["terms"] * 1_000_000}]}, separators=(",", ":")
+    ),
+    "a thousand and one terms": lambda: json.dumps(
+        FILE
+        | {"models": [MODEL | {"terms": [MODEL["terms"][0] | {"feature": f"f{i}"} for i in range(1001)]}]}
+    ),
+    "a million models": lambda: json.dumps(FILE | {"models": [0] * 1_000_000}),
+    "a million empty objects": lambda: '{"models": [' + "{}" * 1_000_000,
+    "nesting behind text": lambda: '{"a": "\\"' + "[" * 1_000_000,
+    "an open string of escapes": lambda: '{"a": "' + '\\"' * 4_000_000,
+    "a long string": lambda: json.dumps(FILE | {"kind": "x" * 10_000_000}),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_huge_file_is_refused_fast_and_in_little_memory(write, name):
+    path = write(HUGE[name]())
+    tracemalloc.start()
+    begun = time.process_time()
+    line = _refused(path)
+    spent = time.process_time() - begun
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "larger than" in line or "values" in line or "JSON" in line or "models" in line or "kind" in line
+    assert peak < 200e6
+    assert spent < 10
 
 
 def test_an_evaluation_is_no_coefficient_file(trained):

@@ -15,6 +15,7 @@ import polars as pl
 import pytest
 
 import tracefit
+from tracefit.coefficients.frames import predict_rows
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = json.loads((ROOT / "fixtures/expected.json").read_text())
@@ -128,3 +129,27 @@ def test_the_readmes_python_evaluates_a_file_without_tracefit() -> None:
     # 7,000 + 26 * 512 + 15 * 24 of the law, within 2 %.
     assert float(done.stdout.split()[0]) == pytest.approx(20_672, rel=0.02)
     assert "tracefit" not in code
+
+
+def test_the_readmes_python_evaluates_every_form_as_tracefit_does(remade: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines: dict[str, Any] = {}
+    exec(code.partition("beta = ")[0], lines)  # noqa: S102  # the ten lines are ours
+    models = tracefit.load(remade / "models")
+    forms = set()
+    for kind in ("alpha", "beta"):
+        rows = pl.concat(
+            [pl.read_parquet(p) for p in sorted((remade / f"tables/{kind}_training").rglob("*.parquet"))],
+            how="diagonal_relaxed",
+        )
+        for plain in json.loads((remade / "models" / f"{kind}.json").read_text())["models"]:
+            mine = rows.filter(scope_id=plain["scope_id"])
+            if kind == "alpha":
+                mine = mine.filter(target=plain["name"].removeprefix("alpha."))
+            model = models.model(plain["name"], plain["scope_id"])
+            told = predict_rows(model, mine).drop_nulls("predicted_us").head(40)
+            for row in told.iter_rows(named=True):
+                assert lines["predict"](plain, row) == pytest.approx(row["predicted_us"], rel=1e-9)
+            forms.add(plain["form"])
+            assert told.height > 20
+    assert forms == {"linear", "regimes", "boundary"}

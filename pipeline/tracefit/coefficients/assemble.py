@@ -14,6 +14,7 @@ import polars as pl
 from tracefit._version import __version__
 from tracefit.coefficients import evaluation as ev
 from tracefit.coefficients import model as cf
+from tracefit.features.definitions import definitions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -69,6 +70,7 @@ def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel | cf.Regime
         "validation": entry(model),
         "scope": scope_facts(scope.scope),
         "feature_set": model.feature_set,
+        "definitions": definitions(_formulas(fitted), scope.scope.context),
         "notes": model.notes,
     }
     if model.boundary is not None:
@@ -76,6 +78,13 @@ def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel | cf.Regime
     if len(fitted.parts) == 1:
         return cf.LinearModel(**common, intercept=_intercept(first), terms=_terms(first))
     return cf.RegimesModel(form="regimes", **common, regimes=tuple(_regime(part) for part in fitted.parts))
+
+
+def _formulas(fitted: Fitted) -> list[str]:
+    """Formulas of a model's terms, and the names its conditions compare."""
+    compared = [c for part in fitted.parts for c in part.regime.any_of]
+    names = [n for c in compared for n in (c.feature, c.feature2) if n]
+    return [*(t.feature.formula or t.feature.name for t in fitted.terms), *names]
 
 
 def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedPart) -> cf.BoundaryModel:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from tracefit.coefficients.evaluation import Entry
 
 FILE_SCHEMA: Literal["tracefit/coefficients"] = "tracefit/coefficients"
 FILE_VERSION: Literal[1] = 1
 
+MAX_TERMS = 1000
+MAX_FORMULA_CHARS = 400
+_ROUNDING = 1e-8
+"""A written value and its written interval may differ by their last digit."""
+
+Operator = Literal["<", "<=", ">", ">=", "=="]
 Scalar = str | int | float | bool | None
 Interval = tuple[float, float]
+Formula = Annotated[str, Field(max_length=MAX_FORMULA_CHARS)]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$", max_length=200)]
 
 
@@ -39,6 +46,11 @@ class Number(Strict):
     value: float
     ci95: Interval | None = Field(default=None, description="95 % interval; contains the value")
 
+    @model_validator(mode="after")
+    def _is_in_its_interval(self) -> Self:
+        _check_interval(self.value, self.ci95)
+        return self
+
 
 class Term(Strict):
     """One addend: value times feature, both raw."""
@@ -48,7 +60,35 @@ class Term(Strict):
     value: float
     ci95: Interval | None = None
     seen: Interval | None = Field(default=None, description="smallest and largest value in the training rows")
-    formula: str | None = Field(default=None, description="how the feature is computed from table columns")
+    formula: str | None = Field(
+        default=None,
+        max_length=MAX_FORMULA_CHARS,
+        description="how the feature is computed from table columns and the model's definitions",
+    )
+
+    @model_validator(mode="after")
+    def _has_ordered_ranges(self) -> Self:
+        _check_interval(self.value, self.ci95)
+        if self.seen is not None and self.seen[0] > self.seen[1]:
+            raise ValueError(f"seen of {self.feature} begins above its end")
+        return self
+
+
+def _check_interval(value: float, ci95: Interval | None) -> None:
+    if ci95 is None:
+        return
+    room = _ROUNDING * max(abs(value), abs(ci95[0]), abs(ci95[1]))
+    if not ci95[0] - room <= value <= ci95[1] + room:
+        raise ValueError(f"ci95 {list(ci95)} does not contain the value {value}")
+
+
+def _each_feature_once(terms: tuple[Term, ...]) -> tuple[Term, ...]:
+    if len({term.feature for term in terms}) != len(terms):
+        raise ValueError("a feature has two terms")
+    return terms
+
+
+Terms = Annotated[tuple[Term, ...], Field(max_length=MAX_TERMS), AfterValidator(_each_feature_once)]
 
 
 class Linear(Strict):
@@ -56,14 +96,14 @@ class Linear(Strict):
 
     form: Literal["linear"] = "linear"
     intercept: Number
-    terms: tuple[Term, ...] = Field(default=(), max_length=1000)
+    terms: Terms = ()
 
 
 class Comparison(Strict):
     """A feature compared with a number or with another feature."""
 
     feature: Identifier
-    op: Literal["<", "<=", ">", ">=", "=="]
+    op: Operator
     value: float | None = None
     feature2: Identifier | None = None
 
@@ -93,14 +133,14 @@ class Regime(Strict):
     name: str
     when: Condition
     intercept: Number
-    terms: tuple[Term, ...] = Field(default=(), max_length=1000)
+    terms: Terms = ()
 
 
 class Work(Strict):
     """A linear amount of work."""
 
     intercept: Number
-    terms: tuple[Term, ...] = Field(default=(), max_length=1000)
+    terms: Terms = ()
 
 
 class Estimator(Strict):
@@ -176,6 +216,11 @@ class _ModelBase(Strict):
     validation: Entry | None = None
     scope: ScopeFacts | None = None
     feature_set: str | None = Field(default=None, description="the declared features the model was offered")
+    definitions: dict[Identifier, Formula] = Field(
+        default_factory=dict,
+        max_length=MAX_TERMS,
+        description="names in formulas that are no table columns: a number, or a formula over columns and other names here",
+    )
     notes: tuple[str, ...] = ()
 
 
@@ -184,7 +229,7 @@ class LinearModel(_ModelBase):
 
     form: Literal["linear"] = "linear"
     intercept: Number
-    terms: tuple[Term, ...] = Field(default=(), max_length=1000)
+    terms: Terms = ()
 
 
 class RegimesModel(_ModelBase):
@@ -225,3 +270,12 @@ class CoefficientFile(Strict):
     models: tuple[Model, ...] = Field(max_length=10_000)
     not_fitted: tuple[NotFitted, ...] = ()
     provenance: Provenance | None = None
+
+    @model_validator(mode="after")
+    def _names_each_model_once(self) -> Self:
+        seen: set[tuple[str, str | None]] = set()
+        for model in self.models:
+            if (model.name, model.scope_id) in seen:
+                raise ValueError(f"two models are {model.name} of scope {model.scope_id}")
+            seen.add((model.name, model.scope_id))
+        return self

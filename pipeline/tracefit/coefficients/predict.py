@@ -11,6 +11,7 @@ from tracefit.coefficients.model import (
     Linear,
     Model,
     Number,
+    Operator,
     RegimesModel,
     Term,
     Work,
@@ -75,7 +76,12 @@ def _compare(comparison: Comparison, features: Mapping[str, float]) -> bool:
         right = _feature(features, comparison.feature2)
     else:
         right = comparison.value if comparison.value is not None else 0.0
-    match comparison.op:
+    return compare(left, comparison.op, right)
+
+
+def compare(left: float, op: Operator, right: float) -> bool:
+    """Compare two numbers."""
+    match op:
         case "<":
             return left < right
         case "<=":

@@ -1,5 +1,7 @@
 """The little language in which features are declared: numbers, names, + - * / **, min and max.
 
+polars is imported only where a formula is compiled to it: a single row is computed without.
+
 A formula is text from a file that anyone may have written, so it is parsed here, into a small tree, and only that
 tree is ever computed: as a polars expression over a frame, or in plain Python over one row.
 
@@ -15,13 +17,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import polars as pl
-
 from tracefit.errors import UsageError
 from tracefit.features.documents import excerpt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    import polars as pl
 
 _MAX_CHARS = 400
 _MAX_DEPTH = 40
@@ -82,7 +84,7 @@ def parse_formula(text: str, *, where: str) -> Node:
 
     Raises:
         UsageError: Anything but numbers, names, operators, parentheses, `min(…)` and `max(…)`; an exponent that
-            is not a number from -4 to 4; nesting deeper than 40.
+            is not a number from -4 to 4, unless a number from 0 to 1 is raised to it; nesting deeper than 40.
     """
     if len(text) > _MAX_CHARS:
         raise UsageError(f"formula is longer than {_MAX_CHARS} characters", where=where)
@@ -159,6 +161,9 @@ class _Parser:
         if self.peek() != "**":
             return base
         self.position += 1
+        if isinstance(base, Constant) and base.value <= 1:
+            # A share that decays with a count: it cannot explode for any count there is.
+            return Binary("**", base, self.atom(depth))
         return Binary("**", base, self.exponent())
 
     def exponent(self) -> Constant:
@@ -233,11 +238,15 @@ def to_polars(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
         node: The formula.
         constants: Names that are one value for the whole frame; None is null. Every other name is a column.
     """
+    import polars as pl
+
     value = _expression(node, constants)
     return pl.when(value.is_finite()).then(value)
 
 
 def _expression(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
+    import polars as pl
+
     match node:
         case Constant(value):
             return pl.lit(value, dtype=pl.Float64)
@@ -267,6 +276,8 @@ def _binary(operator: Operator, left: pl.Expr, right: pl.Expr) -> pl.Expr:
 
 
 def _extreme(function: Function, parts: list[pl.Expr]) -> pl.Expr:
+    import polars as pl
+
     # The horizontal functions pass over nulls; a missing operand must not look like a small one.
     known = pl.all_horizontal(*(part.is_not_null() for part in parts))
     value = pl.min_horizontal(*parts) if function == "min" else pl.max_horizontal(*parts)

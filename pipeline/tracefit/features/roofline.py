@@ -129,10 +129,10 @@ def roofline_expressions(arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> list[
             decode_reqs, decode_reqs * _visible(arch, context) * (kv_bytes_per_layer / bytes_per_us)
         ),
         "weight_read_us": _unless_zero(tokens, _like(tokens, arch.fixed_weight_bytes / tp / bytes_per_us)),
-        "tp_comm_us": tokens * _tp_comm_us_per_token(arch, gpu, tp),
+        "tp_comm_us": tokens * tp_comm_us_per_token(arch, gpu, tp),
         "moe_expert_read_us": _experts(arch, tokens)
         * (arch.moe_layers * arch.expert_bytes / tp / bytes_per_us),
-        "moe_dispatch_us": tokens * (_dispatch_bytes_per_token(arch) / bytes_per_us),
+        "moe_dispatch_us": tokens * (dispatch_bytes_per_token(arch) / bytes_per_us),
         "layers": pl.lit(arch.layers),
         "batch_requests": prefill_reqs + decode_reqs,
         "one": pl.lit(1.0),
@@ -191,11 +191,13 @@ def _experts(arch: ModelArchitecture, tokens: pl.Expr) -> pl.Expr:
     return arch.experts * (1 - pl.lit(missed).pow(tokens))
 
 
-def _dispatch_bytes_per_token(arch: ModelArchitecture) -> float:
+def dispatch_bytes_per_token(arch: ModelArchitecture) -> float:
+    """Bytes a token moves to its experts and back, over all MoE layers."""
     return arch.moe_layers * 2 * arch.experts_per_token * arch.hidden * arch.dtype_bytes
 
 
-def _tp_comm_us_per_token(arch: ModelArchitecture, gpu: Gpu, tp: int) -> float:
+def tp_comm_us_per_token(arch: ModelArchitecture, gpu: Gpu, tp: int) -> float:
+    """Time of a token's share of all all-reduces of a step, in us."""
     link_bytes_per_us = (gpu.link_gb_s or _PCIE_GB_S) / 2 * 1e3
     payload = arch.layers * 2 * arch.hidden * arch.dtype_bytes
     return payload * 2 * (tp - 1) / tp / link_bytes_per_us

@@ -1,0 +1,198 @@
+"""Steps and requests as a person describes them, in the columns that models are made of.
+
+Formulas, so that one row in plain Python and a frame in polars are the same arithmetic. A part of a block counts as half
+a block on average.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tracefit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tracefit.coefficients.model import ScopeFacts
+
+DEFAULT_BLOCK_SIZE = 16
+
+STEP_INPUTS = ("batch", "context", "prefill", "prefill_reqs", "prefill_done", "waiting")
+
+STEP_COLUMNS: dict[str, str] = {
+    "num_prefill_reqs": "prefill_reqs",
+    "num_decode_reqs": "batch",
+    "prefill_tokens": "prefill",
+    "decode_tokens": "batch",
+    "context_tokens": "batch * context",
+    "prefill_context_tokens": "prefill_done",
+    "running_depth": "batch + prefill_reqs",
+    "waiting_depth": "waiting",
+    "kv_blocks_used": "batch * (context / block_size + 0.5) + "
+    "(prefill + prefill_done) / block_size + prefill_reqs / 2",
+    "kv_usage_ratio": "min(kv_blocks_used / (num_gpu_blocks - 1), 1)",
+}
+"""Timeline columns of a step that decodes `batch` requests of `context` tokens and prefills `prefill` tokens."""
+
+REQUEST_INPUTS = ("prompt_tokens", "output_tokens", "queue", "batch", "context", "cached")
+
+REQUEST_COLUMNS: dict[str, str] = {
+    "max_tokens": "output_tokens",
+    "cached_prompt_tokens": "cached",
+    "prefix_hit_ratio": "cached / prompt_tokens",
+    "num_prefill_reqs": "0",
+    "num_decode_reqs": "batch",
+    "prefill_tokens": "0",
+    "decode_tokens": "batch",
+    "context_tokens": "batch * context",
+    "running_depth": "batch",
+    "waiting_depth": "queue",
+    "batch_fullness": "batch / max_num_seqs",
+    "tokens_ahead": "queue * prompt_tokens",
+    "outputs_ahead": "queue * output_tokens",
+    "token_steps_ahead": "outputs_ahead * (prompt_tokens + output_tokens / 2)",
+    "blocks_ahead": "queue * (prompt_tokens / block_size + 0.5)",
+    "block_demand": "(queue + 1) * (prompt_tokens / block_size + 0.5)",
+    "running_remaining_tokens": "batch * output_tokens / 2",
+    "kv_blocks_total": "num_gpu_blocks - 1",
+    "kv_blocks_used": "batch * (context / block_size + 0.5)",
+    "kv_blocks_free": "max(kv_blocks_total - kv_blocks_used, 0)",
+    "kv_usage_ratio": "min(kv_blocks_used / kv_blocks_total, 1)",
+    "free_slots": "max_num_seqs - batch - queue",
+    "free_tokens": "max_num_batched_tokens - batch - tokens_ahead",
+    "finishing_reqs": "1",
+    "state_age_us": "decode_cycle_us / 2",
+    "step_residual_us": "decode_cycle_us / 2",
+}
+"""What a request finds when `queue` requests like itself wait and `batch` run, halfway through their outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepQuestion:
+    """A step: who decodes, and what is prefilled beside it.
+
+    Attributes:
+        batch: Decoding requests, one token each.
+        context: Mean tokens in the cache of a decoding request.
+        prefill: Prompt tokens computed in this step.
+        prefill_reqs: Requests they belong to; one if there are any and it is not given.
+        prefill_done: Tokens of those prompts computed before.
+        waiting: Requests in the queue.
+        features: Columns or features by name; they win over what follows from the rest.
+    """
+
+    batch: float = 0.0
+    context: float = 0.0
+    prefill: float = 0.0
+    prefill_reqs: float | None = None
+    prefill_done: float = 0.0
+    waiting: float = 0.0
+    features: Mapping[str, float] = field(default_factory=dict)
+
+    def inputs(self) -> dict[str, float | None]:
+        """Values of `STEP_INPUTS`.
+
+        Raises:
+            UsageError: A count is negative.
+        """
+        reqs = min(self.prefill, 1.0) if self.prefill_reqs is None else self.prefill_reqs
+        values = {
+            "batch": self.batch,
+            "context": self.context,
+            "prefill": self.prefill,
+            "prefill_reqs": reqs,
+            "prefill_done": self.prefill_done,
+            "waiting": self.waiting,
+        }
+        return {name: _counted(name, value) for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestQuestion:
+    """A request and what it finds when it arrives.
+
+    Attributes:
+        prompt_tokens: Its prompt.
+        output_tokens: Tokens it will generate, at least 1.
+        queue: Requests waiting ahead of it, taken to be like itself.
+        batch: Requests that run beside it; not given, none with an empty queue and otherwise as many as slots and KV
+            blocks hold.
+        context: Mean tokens in the cache of those; as itself halfway through if not given.
+        cached: Tokens of the prompt found in the prefix cache.
+        features: Columns or features by name; they win over what follows from the rest.
+    """
+
+    prompt_tokens: float
+    output_tokens: float
+    queue: float = 0.0
+    batch: float | None = None
+    context: float | None = None
+    cached: float = 0.0
+    features: Mapping[str, float] = field(default_factory=dict)
+
+    def inputs(self, server: Mapping[str, float | None]) -> tuple[dict[str, float | None], list[str]]:
+        """Values of `REQUEST_INPUTS`, and what had to be assumed.
+
+        Args:
+            server: Settings by name, see `server_constants`.
+
+        Raises:
+            UsageError: A count is negative, no output is asked for, or nothing says how many requests run.
+        """
+        if self.output_tokens < 1:
+            raise UsageError("a request generates at least 1 output token", where="output")
+        if not 0 <= self.cached < self.prompt_tokens:
+            raise UsageError("fewer tokens are cached than the prompt has, and it has some", where="cached")
+        said: list[str] = []
+        context, batch = self.context, self.batch
+        if context is None:
+            context = self.prompt_tokens + self.output_tokens / 2
+        if batch is None:
+            batch = 0.0 if self.queue == 0 else _capacity(context, server)
+            what = "nothing else runs" if self.queue == 0 else "as many as slots and KV blocks hold"
+            said.append(f"batch {batch:.0f}: {what}")
+        if self.context is None and batch:
+            said.append(f"context {context:g} of the others: like this request, halfway through")
+        if self.queue:
+            said.append("those waiting ahead are like this request, those running halfway through theirs")
+        values = {
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "queue": self.queue,
+            "batch": batch,
+            "context": context,
+            "cached": self.cached,
+        }
+        return {name: _counted(name, value) for name, value in values.items()}, said
+
+
+def _counted(name: str, value: float) -> float:
+    if not 0 <= value < 1e12:
+        raise UsageError(f"{value:g} is no count", where=name)
+    return float(value)
+
+
+def _capacity(context: float, server: Mapping[str, float | None]) -> float:
+    slots, blocks, size = (server.get(n) for n in ("max_num_seqs", "num_gpu_blocks", "block_size"))
+    limits = [slots] if slots is not None else []
+    if blocks is not None and size is not None:
+        limits.append((blocks - 1) // (context / size + 0.5))
+    if not limits:
+        raise UsageError(
+            "how many requests run beside a queue is not known", where="batch", hint="give --batch"
+        )
+    return float(max(min(limits), 1.0))
+
+
+def server_constants(scope: ScopeFacts | None) -> dict[str, float | None]:
+    """Return the server's settings that workloads depend on, from a coefficient file's scope."""
+    settings = scope.settings if scope else {}
+    names = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "block_size")
+    values: dict[str, float | None] = {name: _number(settings.get(name)) for name in names}
+    values["block_size"] = values["block_size"] or DEFAULT_BLOCK_SIZE
+    return values
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,139 @@
+"""Ask coefficient files: one step or request, or every row of a file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tracefit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import polars as pl
+
+    from tracefit.coefficients.models import Models
+
+Of = Literal["step", "request"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsAnswer:
+    """Predictions for the rows of a file.
+
+    Attributes:
+        rows: How many.
+        outside: How many of them leave the training range; null where that is not told per row.
+        out: The file they were written to, or null.
+        predictions: The rows with their predictions, where no file was asked for.
+    """
+
+    rows: int
+    outside: int | None
+    out: Path | None
+    predictions: tuple[dict[str, object], ...] = ()
+
+
+def predict_file(
+    models: Models, rows: str | Path, *, of: str = "step", scope: str | None = None, out: Path | None = None
+) -> RowsAnswer:
+    """Predict every row of a CSV, Parquet or NDJSON file.
+
+    Args:
+        models: Loaded coefficient files.
+        rows: The file; columns as `Models.predict_step` or `predict_request` take them, or a model's features.
+        of: `step`, `request`, or a model's name such as `alpha.queue_wait`.
+        scope: See `Models.scope`.
+        out: Where to write the rows with their predictions, by suffix as one of the same kinds.
+
+    Raises:
+        UsageError: The file cannot be read or written, or lacks what the model needs.
+    """
+    frame = _read(Path(rows))
+    if of == "step":
+        told = models.predict_step(frame, scope=scope)
+    elif of == "request":
+        told = models.predict_request(frame, scope=scope)
+    else:
+        from tracefit.coefficients.frames import predict_rows
+
+        told = predict_rows(models.model(of, scope), frame)
+    outside = told.height - told["outside"].null_count() if "outside" in told.columns else None
+    if out is not None:
+        _write(told, out)
+        return RowsAnswer(told.height, outside, out)
+    return RowsAnswer(told.height, outside, None, tuple(_plain(row) for row in told.iter_rows(named=True)))
+
+
+def _plain(row: dict[str, object]) -> dict[str, object]:
+    """Return a row of numbers, texts and nulls alone, as JSON has them."""
+    return {name: _scalar(value) for name, value in row.items()}
+
+
+def _scalar(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def _read(path: Path) -> pl.DataFrame:
+    import polars as pl
+
+    readers: dict[str, Callable[[], pl.DataFrame]] = {
+        ".csv": lambda: pl.read_csv(path, infer_schema_length=None),
+        ".parquet": lambda: pl.read_parquet(path),
+        ".ndjson": lambda: pl.read_ndjson(path, infer_schema_length=None),
+        ".jsonl": lambda: pl.read_ndjson(path, infer_schema_length=None),
+    }
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise UsageError("is no .csv, .parquet, .ndjson or .jsonl file", where=str(path))
+    try:
+        return reader()
+    except OSError as error:
+        raise UsageError(f"cannot be read ({error.strerror or 'no such file'})", where=str(path)) from error
+    except pl.exceptions.PolarsError as error:
+        raise UsageError(
+            f"cannot be read as {path.suffix[1:]} ({str(error)[:200]})", where=str(path)
+        ) from error
+
+
+def _write(frame: pl.DataFrame, path: Path) -> None:
+    writers: dict[str, Callable[[Path], object]] = {
+        ".csv": frame.write_csv,
+        ".parquet": frame.write_parquet,
+        ".ndjson": frame.write_ndjson,
+        ".jsonl": frame.write_ndjson,
+    }
+    writer = writers.get(path.suffix.lower())
+    if writer is None:
+        raise UsageError("is no .csv, .parquet, .ndjson or .jsonl file", where=str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writer(path)
+    except OSError as error:
+        raise UsageError(f"cannot be written ({error.strerror or error})", where=str(path)) from error
+
+
+def parse_features(texts: Iterable[str]) -> dict[str, float]:
+    """Read `name=value` features from the command line.
+
+    Raises:
+        UsageError: A text of another form, or a value that is no finite number.
+    """
+    values: dict[str, float] = {}
+    for text in texts:
+        name, equals, said = text.partition("=")
+        try:
+            value = float(said)
+        except ValueError:
+            value = math.nan
+        if not equals or not name.strip() or not math.isfinite(value):
+            raise UsageError(
+                f"--feature {text}: not of the form NAME=NUMBER",
+                hint="for example --feature kv_usage_ratio=0.8",
+            )
+        values[name.strip()] = value
+    return values

@@ -1,0 +1,171 @@
+"""`tracefit predict`: questions by flags and by file, through the entry point."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BETA = {
+    "schema": "tracefit/coefficients",
+    "version": 1,
+    "kind": "beta",
+    "models": [
+        {
+            "name": "beta.cycle_time",
+            "scope_id": "small.gpu.tp1.00000000",
+            "form": "linear",
+            "intercept": {"value": 1000.0},
+            "terms": [
+                {"feature": "prefill_tokens", "unit": "us/token", "value": 10.0, "seen": [0, 60]},
+                {"feature": "num_decode_reqs", "unit": "us/request", "value": 50.0, "seen": [0, 6]},
+            ],
+        }
+    ],
+}
+
+
+@pytest.fixture
+def beta(tmp_path):
+    path = tmp_path / "beta.json"
+    path.write_text(json.dumps(BETA))
+    return path
+
+
+LOADED = """
+import sys
+from tracefit.cli import main
+try:
+    main()
+finally:
+    print("\\n" + " ".join(sorted({m.partition(".")[0] for m in sys.modules})))
+"""
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        ("--batch", "4", "--context", "30", "--prefill", "40"),
+        ("--prompt", "50", "--output", "10", "--queue", "3", "--batch", "2"),
+    ],
+)
+def test_a_question_is_answered_without_the_libraries_that_fit(process, beta, question):
+    done = process("predict", beta, *question, "--json", code=LOADED)
+    assert done.returncode == 0, done.stderr
+    answer, loaded = done.stdout.rsplit("\n\n", 1)
+    assert json.loads(answer)["scope_id"] == "small.gpu.tp1.00000000"
+    assert not set(loaded.split()) & {"sklearn", "polars", "numpy", "scipy", "pyarrow"}
+
+
+def test_a_step_in_text_and_in_json(tracefit, beta):
+    code, out, err = tracefit("predict", beta, "--batch", 4, "--prefill", 70)
+    assert (code, err) == (0, "")
+    assert "1.900" in out
+    assert "prefill_tokens 70 is outside 0 to 60" in out
+    code, out, _ = tracefit("predict", beta, "--batch", 4, "--prefill", 70, "--json")
+    told = json.loads(out)
+    assert (code, told["step"]["value_us"], told["features"]) == (
+        0,
+        1900,
+        [["prefill_tokens", 70], ["num_decode_reqs", 4]],
+    )
+
+
+def test_a_request_says_what_it_cannot(tracefit, beta):
+    code, out, _ = tracefit("predict", beta, "--prompt", 50, "--output", 3)
+    assert code == 0
+    assert re.search(r"ITL +1\.050 ", out)
+    assert re.search(r"TTFT +- ", out)
+    assert "no model alpha.queue_wait" in out
+
+
+def test_a_feature_by_name(tracefit, beta):
+    _, out, _ = tracefit("predict", beta, "--feature", "num_decode_reqs=3", "--json")
+    assert json.loads(out)["step"]["value_us"] == 1150
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "ndjson"])
+def test_rows_of_a_file_in_and_out(tracefit, beta, tmp_path, suffix):
+    frame = pl.DataFrame({"note": ["a", "b"], "num_decode_reqs": [4, 7], "prefill_tokens": [40, 0]})
+    writers = {"csv": frame.write_csv, "parquet": frame.write_parquet, "ndjson": frame.write_ndjson}
+    writers[suffix](tmp_path / f"rows.{suffix}")
+    out_file = tmp_path / "made" / f"told.{suffix}"
+    code, out, err = tracefit("predict", beta, "--rows", tmp_path / f"rows.{suffix}", "--out", out_file)
+    assert (code, err) == (0, "")
+    assert "2 rows, 1 outside" in out
+    readers = {"csv": pl.read_csv, "parquet": pl.read_parquet, "ndjson": pl.read_ndjson}
+    told = readers[suffix](out_file)
+    assert told["note"].to_list() == ["a", "b"]
+    assert told["predicted_us"].to_list() == [1600, 1350]
+    assert told["outside"].to_list() == [None, "num_decode_reqs"]
+
+
+def test_rows_go_to_stdout_where_no_file_is_named(tracefit, beta, tmp_path):
+    (tmp_path / "rows.csv").write_text("batch,prefill\n4,40\n")
+    code, out, _ = tracefit("predict", beta, "--rows", tmp_path / "rows.csv")
+    assert code == 0
+    assert out.splitlines() == ["batch,prefill,predicted_us,low_us,high_us,outside", "4,40,1600.0,,,"]
+    _, out, _ = tracefit("predict", beta, "--rows", tmp_path / "rows.csv", "--json")
+    assert json.loads(out)["predictions"][0]["predicted_us"] == 1600
+
+
+def test_rows_of_requests_and_of_a_named_model(tracefit, beta, tmp_path):
+    (tmp_path / "r.csv").write_text("prompt_tokens,output_tokens\n50,3\n")
+    code, out, _ = tracefit("predict", beta, "--rows", tmp_path / "r.csv", "--of", "request", "--json")
+    assert (code, json.loads(out)["predictions"][0]["itl_us"]) == (0, 1050)
+    (tmp_path / "f.csv").write_text("prefill_tokens,num_decode_reqs\n1,2\n")
+    code, out, _ = tracefit(
+        "predict", beta, "--rows", tmp_path / "f.csv", "--of", "beta.cycle_time", "--json"
+    )
+    assert (code, json.loads(out)["predictions"][0]["predicted_us"]) == (0, 1110)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("rows.txt", "x", "is no .csv"),
+        ("rows.csv", "", "cannot be read as csv"),
+        ("rows.parquet", "junk", "cannot be read as parquet"),
+        ("rows.ndjson", "{", "cannot be read as ndjson"),
+        ("rows.csv", "a,b\n1,2\n", "needs prefill_tokens, num_decode_reqs"),
+        ("rows.csv", "prefill_tokens,num_decode_reqs\nmany,2\n", "not a column of numbers"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_one_line(tracefit, beta, tmp_path, name, content, says):
+    (tmp_path / name).write_text(content)
+    code, out, err = tracefit("predict", beta, "--rows", tmp_path / name)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.startswith("tracefit: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--rows", "missing.csv"), "missing.csv"),
+        (("--feature", "a"), "NAME=NUMBER"),
+        (("--feature", "a=nan"), "NAME=NUMBER"),
+        (("--scope", "other"), "no scope here"),
+    ],
+)
+def test_wrong_questions_are_one_line(tracefit, beta, arguments, says):
+    code, out, err = tracefit("predict", beta, *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_the_shipped_models_answer(tracefit):
+    """7,000 us + 26 per prefill token + 15 per decode request is the law of the 8b scope."""
+    asked = ("--scope", "llama-3.1-8b", "--batch", 32, "--context", 1500, "--prefill", 512, "--json")
+    code, out, _ = tracefit("predict", ROOT / "models", *asked)
+    assert code == 0
+    assert json.loads(out)["step"]["value_us"] == pytest.approx(
+        7000 + 26 * 512 + 15 * 32 + 40 + 144, rel=0.02
+    )
