@@ -318,7 +318,7 @@ def no_search(monkeypatch) -> None:
 @pytest.fixture
 def quick(monkeypatch, no_search) -> None:
     """Spare a test the boosted reference too, where its errors do not matter."""
-    boosting = "tracefit.fit.train.HistGradientBoostingRegressor"
+    boosting = "tracefit.fit.validate.HistGradientBoostingRegressor"
     monkeypatch.setattr(boosting, lambda **_: DummyRegressor(strategy="median"))
 
 

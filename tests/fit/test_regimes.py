@@ -7,17 +7,10 @@ import polars as pl
 import pytest
 
 from tracefit.fit import rows as rules
+from tracefit.fit.options import FitOptions
+from tracefit.fit.parts import Comparison, FeatureColumn, Regime, predict_parts
 from tracefit.fit.select import Choice
-from tracefit.fit.train import (
-    Comparison,
-    FeatureColumn,
-    FitOptions,
-    Fitted,
-    Regime,
-    TooFewRows,
-    fit_regimes,
-    predict_parts,
-)
+from tracefit.fit.train import Fitted, TooFewRows, fit_regimes
 
 SLOPE = (FeatureColumn("ahead", "us/request"),)
 NO_SLOT = (Comparison("slots", "<=", value=0.0),)

@@ -9,8 +9,10 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
 from tracefit.fit import rows as rules
+from tracefit.fit.options import FitOptions
+from tracefit.fit.parts import FeatureColumn
 from tracefit.fit.select import Choice
-from tracefit.fit.train import FeatureColumn, FitOptions, Fitted, TooFewRows, fit_linear
+from tracefit.fit.train import Fitted, TooFewRows, fit_linear
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
 QUICK = FitOptions(reference=False)

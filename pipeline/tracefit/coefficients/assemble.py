@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from tracefit.features.context import Scope
     from tracefit.fit.boundary import FittedBoundary
     from tracefit.fit.metrics import Metrics
+    from tracefit.fit.parts import FittedPart
     from tracefit.fit.scope import FittedModel, FittedScope
-    from tracefit.fit.train import Classified, Fitted, FittedPart
+    from tracefit.fit.train import Fitted
+    from tracefit.fit.validate import Classified
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
 

@@ -7,13 +7,18 @@ API work; at ARRIVED + API work itself when the engine is idle. The API work is 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from tracefit.fit.estimators import NDArrayInt, RobustLinear
 from tracefit.fit.metrics import Metrics, Vector, measure, skill
-from tracefit.fit.train import WITHIN_PCT, Fitted, Validation, predict_parts, reference
+from tracefit.fit.parts import predict_parts
+from tracefit.fit.validate import WITHIN_PCT, Validation, reference
+
+if TYPE_CHECKING:
+    from tracefit.fit.train import Fitted
 
 ENGINE = ["run_id", "server", "epoch"]
 MIN_ROWS = 30

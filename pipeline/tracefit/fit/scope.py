@@ -11,24 +11,15 @@ from tracefit.features import training
 from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES, FeatureSet, add_features
 from tracefit.fit import rows as rules
 from tracefit.fit.boundary import FittedBoundary, fit_boundary
-from tracefit.fit.train import (
-    Comparison,
-    FeatureColumn,
-    FitOptions,
-    Fitted,
-    Regime,
-    TooFewRows,
-    Validation,
-    fit_linear,
-    fit_regimes,
-)
+from tracefit.fit.options import BetaTarget, FitOptions, ScopeOptions
+from tracefit.fit.parts import Comparison, FeatureColumn, Regime
+from tracefit.fit.train import Fitted, TooFewRows, fit_linear, fit_regimes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tracefit.features.context import Scope
-
-BetaTarget = Literal["auto", "clock", "duration"]
+    from tracefit.fit.validate import Validation
 
 COVERED_SHARE = 0.8
 """Durations that cover this share of busy time are the step times themselves."""
@@ -54,21 +45,6 @@ class ScopeTables:
     """(run_id, server) to steps that scheduling runs ahead of execution."""
     clock_checks: pl.DataFrame
     """run_id, server, events, disagreeing: engine core events held against the starts of their steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScopeOptions:
-    """How a scope's models are fitted.
-
-    Attributes:
-        beta_target: Which step time to fit.
-        positive: Allow no negative coefficient and no negative intercept in any model.
-        reference: Fit the gradient-boosted reference beside every model.
-    """
-
-    beta_target: BetaTarget = "auto"
-    positive: bool = False
-    reference: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
-from sklearn.ensemble import HistGradientBoostingRegressor
-from threadpoolctl import threadpool_limits
 
 from tracefit.fit import rows as rules
 from tracefit.fit.estimators import HUBER, NDArrayInt, RobustLinear, confidence_intervals
-from tracefit.fit.metrics import Matrix, Metrics, Vector, measure, skill
-from tracefit.fit.select import FOLDS, Choice, LeftOut, choose_penalty, time_blocks, usable_features
+from tracefit.fit.parts import FeatureColumn, FittedPart, FittedTerm, Regime, matrix, target_of
+from tracefit.fit.select import FOLDS, LeftOut, choose_penalty, time_blocks, usable_features
+from tracefit.fit.validate import Validation, validate
 from tracefit.fit.weights import interval_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.options import FitOptions
 
 MIN_TRAIN_ROWS = 30
 MIN_HOLDOUT_ROWS = 10
@@ -26,103 +26,7 @@ BLOCK_ROWS = 10
 FEWEST_BLOCKS, MOST_BLOCKS = 10, 50
 """Blocks of time for intervals: long enough that rows of two blocks have little in common, enough to tell a variance."""
 
-WITHIN_PCT = 5.0
-
 _SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureColumn:
-    """A candidate feature: its column, the unit of a coefficient on it, and how it is computed."""
-
-    name: str
-    unit: str
-    formula: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FittedTerm:
-    """A coefficient on a raw feature."""
-
-    feature: FeatureColumn
-    value: float
-    ci95: tuple[float, float] | None
-    seen: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Classified:
-    """How a regime's condition did on the held-out rows; the first regime is the positive one."""
-
-    balanced_accuracy: float | None
-    true_positive: int
-    false_negative: int
-    false_positive: int
-    true_negative: int
-
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """Errors of one model and of what stands beside it; all but `train` on the hold-out."""
-
-    train: Metrics
-    holdout: Metrics
-    baseline: Metrics
-    reference: Metrics | None
-    by: dict[str, Metrics]
-    within_5_pct: float | None
-    extrapolated_rows: int
-    skill: float | None
-    classifier: Classified | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A feature compared with a number or with another feature; null compares false."""
-
-    feature: str
-    op: Literal["<=", ">"]
-    value: float | None = None
-    feature2: str | None = None
-
-    def holds(self) -> pl.Expr:
-        """Return the comparison as an expression over a training frame."""
-        left = pl.col(self.feature)
-        right = pl.col(self.feature2) if self.feature2 else pl.lit(self.value)
-        return (left <= right if self.op == "<=" else left > right).fill_null(value=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Regime:
-    """Rows that one linear model speaks for: those any of the comparisons holds for; all others if there are none."""
-
-    name: str
-    any_of: tuple[Comparison, ...]
-    features: tuple[FeatureColumn, ...]
-
-    def holds(self) -> pl.Expr:
-        """Return the condition as an expression over a training frame."""
-        return pl.any_horizontal(c.holds() for c in self.any_of) if self.any_of else pl.lit(value=True)
-
-
-@dataclass(frozen=True, slots=True)
-class FittedPart:
-    """One linear model: the whole of a linear fit, or one regime of a fit by regimes."""
-
-    regime: Regime
-    intercept: float
-    intercept_ci95: tuple[float, float] | None
-    terms: tuple[FittedTerm, ...]
-    left_out: tuple[LeftOut, ...]
-    choice: Choice
-    rows_used: int
-
-    def predict(self, rows: pl.DataFrame) -> Vector:
-        """Predict the rows of a training frame, clipped at 0; shape (n,)."""
-        values: Vector = np.full(rows.height, self.intercept)
-        for term in self.terms:
-            values += term.value * rows[term.feature.name].cast(pl.Float64).to_numpy()
-        return np.asarray(np.maximum(values, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,27 +64,6 @@ class TooFewRows:
 
     reason: str
     rows: pl.DataFrame
-
-
-@dataclass(frozen=True, slots=True)
-class FitOptions:
-    """How a target is fitted.
-
-    Attributes:
-        drop_outliers: Leave outliers out of the training part. Not for a target whose tail is its signal.
-        groups: Name to condition: hold-out errors are also given for these rows.
-        truth: What the first regime's condition should have told, where there are regimes.
-        judge: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
-        reference: Fit the gradient-boosted reference.
-        positive: Costs can only add: no coefficient and no intercept below zero.
-    """
-
-    drop_outliers: bool = True
-    groups: tuple[tuple[str, pl.Expr], ...] = ()
-    judge: pl.Expr | None = None
-    truth: pl.Expr | None = None
-    reference: bool = True
-    positive: bool = False
 
 
 def fit_linear(rows: pl.DataFrame, features: list[FeatureColumn], options: FitOptions) -> Fitted | TooFewRows:
@@ -223,7 +106,7 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
         rows_train=int((rows["split"] == "train").sum()),
         rows_used=used.height,
         rows_holdout=judged.height,
-        validation=_validate(parts, used, judged, options),
+        validation=validate(parts, used, judged, options),
         rows=rows,
     )
 
@@ -274,23 +157,6 @@ def _fit_part(
     )
 
 
-def predict_parts(parts: Sequence[FittedPart], rows: pl.DataFrame) -> Vector:
-    """Predict rows, each by the first part whose condition holds; shape (n,)."""
-    speaker = _speakers(parts, rows)
-    predicted = np.zeros(rows.height)
-    for index, part in enumerate(parts):
-        predicted = np.where(speaker == index, part.predict(rows), predicted)
-    return predicted
-
-
-def _speakers(parts: Sequence[FittedPart], rows: pl.DataFrame) -> NDArrayInt:
-    """Return the index of the part that speaks for each row; shape (n,)."""
-    speaker = np.full(rows.height, len(parts) - 1)
-    for index in reversed(range(len(parts) - 1)):
-        speaker[rows.select(holds=parts[index].regime.holds())["holds"].to_numpy()] = index
-    return speaker
-
-
 @dataclass(frozen=True, slots=True)
 class _Data:
     """Training rows as arrays: features (n, n_features), targets, weights, run and time, each (n,)."""
@@ -311,12 +177,12 @@ class _Data:
 
 def _training_data(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[_Data, list[LeftOut]]:
     names = [f.name for f in features]
-    everything, y = _matrix(used, names), _target(used)
+    everything, y = matrix(used, names), target_of(used)
     kept, left = usable_features(everything, names)
     x = everything[:, kept]
     weights = np.ones(len(y))
     if "interval_steps" in used.columns:
-        steps, sd = _matrix(used, ["interval_steps", "cycle_sd_us"]).T
+        steps, sd = matrix(used, ["interval_steps", "cycle_sd_us"]).T
         weights = interval_weights(x, y, steps, sd)
     columns = [features[k] for k in kept]
     return _Data(columns, x, y, weights, _run_index(used), used["ts_ns"].to_numpy()), left
@@ -362,22 +228,12 @@ def _unknown_reason(share: float) -> str:
 
 def _mark_outliers(rows: pl.DataFrame, used: pl.DataFrame, features: list[FeatureColumn]) -> pl.DataFrame:
     names = [f.name for f in features]
-    kept, _ = usable_features(_matrix(used, names), names)
-    far = rules.outliers(_matrix(used, names)[:, kept], _target(used))
+    kept, _ = usable_features(matrix(used, names), names)
+    far = rules.outliers(matrix(used, names)[:, kept], target_of(used))
     flags = np.zeros(rows.height, dtype=bool)
     is_used = (rows["split"] == "train") & rows["excluded_because"].is_null()
     flags[np.flatnonzero(is_used.to_numpy())] = far
     return rules.mark(rows, rules.OUTLIER, pl.lit(pl.Series("far", flags)))
-
-
-def _matrix(rows: pl.DataFrame, names: list[str]) -> Matrix:
-    if not names:
-        return np.zeros((rows.height, 0))
-    return rows.select(pl.col(n).cast(pl.Float64) for n in names).to_numpy().astype(np.float64)
-
-
-def _target(rows: pl.DataFrame) -> Vector:
-    return rows["y"].to_numpy().astype(np.float64)
 
 
 def _run_index(rows: pl.DataFrame) -> NDArrayInt:
@@ -392,63 +248,3 @@ def _terms(
         for i, (column, value, interval) in enumerate(zip(columns, model.coef_, intervals, strict=True))
         if value != 0
     ]
-
-
-def _validate(
-    parts: list[FittedPart], used: pl.DataFrame, judged: pl.DataFrame, options: FitOptions
-) -> Validation:
-    y, y_held = _target(used), _target(judged)
-    predicted = predict_parts(parts, judged)
-    measured = measure(y_held, predicted)
-    baseline = measure(y_held, np.full(len(y_held), float(np.median(y))))
-    groups = {name: judged.select(condition).to_series().to_numpy() for name, condition in options.groups}
-    close = np.abs(predicted - y_held) <= WITHIN_PCT / 100 * np.abs(y_held)
-    names = sorted({t.feature.name for part in parts for t in part.terms})
-    return Validation(
-        train=measure(y, predict_parts(parts, used)),
-        holdout=measured,
-        baseline=baseline,
-        reference=reference(used, judged, names) if options.reference and names else None,
-        by={name: measure(y_held[rows], predicted[rows]) for name, rows in groups.items() if rows.any()},
-        within_5_pct=100 * float(close.mean()),
-        extrapolated_rows=_extrapolated(parts, judged),
-        skill=skill(measured, baseline),
-        classifier=_classify(parts, judged, options.truth)
-        if len(parts) > 1 and options.truth is not None
-        else None,
-    )
-
-
-def _extrapolated(parts: list[FittedPart], judged: pl.DataFrame) -> int:
-    """Count held-out rows with a feature outside the range of the training rows of their part."""
-    outside = np.zeros(judged.height, dtype=bool)
-    speaker = _speakers(parts, judged)
-    for index, part in enumerate(parts):
-        for term in part.terms:
-            values = judged[term.feature.name].cast(pl.Float64).to_numpy()
-            outside |= (speaker == index) & ((values < term.seen[0]) | (values > term.seen[1]))
-    return int(outside.sum())
-
-
-def _classify(parts: list[FittedPart], judged: pl.DataFrame, truth: pl.Expr) -> Classified:
-    """Hold the first regime's condition against what happened."""
-    frame = judged.select(truth=truth, told=parts[0].regime.holds())
-    true, told = frame["truth"].to_numpy().astype(bool), frame["told"].to_numpy().astype(bool)
-    rates = [float((told[true == side] == side).mean()) for side in (True, False) if (true == side).any()]
-    return Classified(
-        balanced_accuracy=float(np.mean(rates)) if rates else None,
-        true_positive=int((true & told).sum()),
-        false_negative=int((true & ~told).sum()),
-        false_positive=int((~true & told).sum()),
-        true_negative=int((~true & ~told).sum()),
-    )
-
-
-def reference(used: pl.DataFrame, judged: pl.DataFrame, names: list[str]) -> Metrics:
-    """Gradient boosting on the same features and rows: what a model nobody can read would get."""
-    boosted = HistGradientBoostingRegressor(loss="absolute_error", max_iter=200, random_state=0)
-    # One thread: threads that wait for each other on a busy machine cost more than they bring on frames this small,
-    # and sums do not depend on how many there are.
-    with threadpool_limits(1):
-        boosted.fit(_matrix(used, names), _target(used))
-    return measure(_target(judged), np.maximum(boosted.predict(_matrix(judged, names)), 0.0))

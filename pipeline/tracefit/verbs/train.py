@@ -16,15 +16,8 @@ from tracefit.errors import DataError, UsageError
 from tracefit.features.context import Scope, context_from_json, scope_of
 from tracefit.features.sets import BUILT_IN, FeatureSet, find_feature_set, read_feature_set
 from tracefit.features.training import WORKLOAD_COLUMNS
-from tracefit.fit.scope import (
-    BetaTarget,
-    FittedModel,
-    FittedScope,
-    Missing,
-    ScopeOptions,
-    ScopeTables,
-    fit_scope,
-)
+from tracefit.fit.options import BetaTarget, ScopeOptions
+from tracefit.fit.scope import FittedModel, FittedScope, Missing, ScopeTables, fit_scope
 from tracefit.reports.markdown import report_markdown
 from tracefit.tables import schema
 from tracefit.tables.runs import step_counters

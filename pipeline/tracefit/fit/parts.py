@@ -1,0 +1,113 @@
+"""What a fitted linear model is made of, and how it predicts the rows of a training frame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import polars as pl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tracefit.fit.estimators import NDArrayInt
+    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.select import Choice, LeftOut
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureColumn:
+    """A candidate feature: its column, the unit of a coefficient on it, and how it is computed."""
+
+    name: str
+    unit: str
+    formula: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FittedTerm:
+    """A coefficient on a raw feature."""
+
+    feature: FeatureColumn
+    value: float
+    ci95: tuple[float, float] | None
+    seen: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A feature compared with a number or with another feature; null compares false."""
+
+    feature: str
+    op: Literal["<=", ">"]
+    value: float | None = None
+    feature2: str | None = None
+
+    def holds(self) -> pl.Expr:
+        """Return the comparison as an expression over a training frame."""
+        left = pl.col(self.feature)
+        right = pl.col(self.feature2) if self.feature2 else pl.lit(self.value)
+        return (left <= right if self.op == "<=" else left > right).fill_null(value=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Rows that one linear model speaks for: those any of the comparisons holds for; all others if there are none."""
+
+    name: str
+    any_of: tuple[Comparison, ...]
+    features: tuple[FeatureColumn, ...]
+
+    def holds(self) -> pl.Expr:
+        """Return the condition as an expression over a training frame."""
+        return pl.any_horizontal(c.holds() for c in self.any_of) if self.any_of else pl.lit(value=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FittedPart:
+    """One linear model: the whole of a linear fit, or one regime of a fit by regimes."""
+
+    regime: Regime
+    intercept: float
+    intercept_ci95: tuple[float, float] | None
+    terms: tuple[FittedTerm, ...]
+    left_out: tuple[LeftOut, ...]
+    choice: Choice
+    rows_used: int
+
+    def predict(self, rows: pl.DataFrame) -> Vector:
+        """Predict the rows of a training frame, clipped at 0; shape (n,)."""
+        values: Vector = np.full(rows.height, self.intercept)
+        for term in self.terms:
+            values += term.value * rows[term.feature.name].cast(pl.Float64).to_numpy()
+        return np.asarray(np.maximum(values, 0.0))
+
+
+def predict_parts(parts: Sequence[FittedPart], rows: pl.DataFrame) -> Vector:
+    """Predict rows, each by the first part whose condition holds; shape (n,)."""
+    speaker = speakers(parts, rows)
+    predicted = np.zeros(rows.height)
+    for index, part in enumerate(parts):
+        predicted = np.where(speaker == index, part.predict(rows), predicted)
+    return predicted
+
+
+def speakers(parts: Sequence[FittedPart], rows: pl.DataFrame) -> NDArrayInt:
+    """Return the index of the part that speaks for each row; shape (n,)."""
+    speaker = np.full(rows.height, len(parts) - 1)
+    for index in reversed(range(len(parts) - 1)):
+        speaker[rows.select(holds=parts[index].regime.holds())["holds"].to_numpy()] = index
+    return speaker
+
+
+def matrix(rows: pl.DataFrame, names: Sequence[str]) -> Matrix:
+    """Return columns as floats, shape (n, n_names); null is NaN."""
+    if not names:
+        return np.zeros((rows.height, 0))
+    return rows.select(pl.col(n).cast(pl.Float64) for n in names).to_numpy().astype(np.float64)
+
+
+def target_of(rows: pl.DataFrame) -> Vector:
+    """Return the column y as floats, shape (n,)."""
+    return rows["y"].to_numpy().astype(np.float64)

@@ -1,0 +1,113 @@
+"""How good a fitted model is on the rows it has not seen, and what stands beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+from sklearn.ensemble import HistGradientBoostingRegressor
+from threadpoolctl import threadpool_limits
+
+from tracefit.fit.metrics import Metrics, measure, skill
+from tracefit.fit.parts import FittedPart, matrix, predict_parts, speakers, target_of
+
+if TYPE_CHECKING:
+    from tracefit.fit.options import FitOptions
+
+WITHIN_PCT = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Classified:
+    """How a regime's condition did on the held-out rows; the first regime is the positive one."""
+
+    balanced_accuracy: float | None
+    true_positive: int
+    false_negative: int
+    false_positive: int
+    true_negative: int
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Errors of one model and of what stands beside it; all but `train` on the hold-out."""
+
+    train: Metrics
+    holdout: Metrics
+    baseline: Metrics
+    reference: Metrics | None
+    by: dict[str, Metrics]
+    within_5_pct: float | None
+    extrapolated_rows: int
+    skill: float | None
+    classifier: Classified | None = None
+
+
+def validate(
+    parts: list[FittedPart], used: pl.DataFrame, judged: pl.DataFrame, options: FitOptions
+) -> Validation:
+    """Measure parts on the held-out rows, with what stands beside them.
+
+    Args:
+        parts: The model.
+        used: The rows it was fitted on.
+        judged: The held-out rows the error is measured on.
+        options: How it was fitted.
+    """
+    y, y_held = target_of(used), target_of(judged)
+    predicted = predict_parts(parts, judged)
+    measured = measure(y_held, predicted)
+    baseline = measure(y_held, np.full(len(y_held), float(np.median(y))))
+    groups = {name: judged.select(condition).to_series().to_numpy() for name, condition in options.groups}
+    close = np.abs(predicted - y_held) <= WITHIN_PCT / 100 * np.abs(y_held)
+    names = sorted({t.feature.name for part in parts for t in part.terms})
+    return Validation(
+        train=measure(y, predict_parts(parts, used)),
+        holdout=measured,
+        baseline=baseline,
+        reference=reference(used, judged, names) if options.reference and names else None,
+        by={name: measure(y_held[rows], predicted[rows]) for name, rows in groups.items() if rows.any()},
+        within_5_pct=100 * float(close.mean()),
+        extrapolated_rows=_extrapolated(parts, judged),
+        skill=skill(measured, baseline),
+        classifier=_classify(parts, judged, options.truth)
+        if len(parts) > 1 and options.truth is not None
+        else None,
+    )
+
+
+def _extrapolated(parts: list[FittedPart], judged: pl.DataFrame) -> int:
+    """Count held-out rows with a feature outside the range of the training rows of their part."""
+    outside = np.zeros(judged.height, dtype=bool)
+    speaker = speakers(parts, judged)
+    for index, part in enumerate(parts):
+        for term in part.terms:
+            values = judged[term.feature.name].cast(pl.Float64).to_numpy()
+            outside |= (speaker == index) & ((values < term.seen[0]) | (values > term.seen[1]))
+    return int(outside.sum())
+
+
+def _classify(parts: list[FittedPart], judged: pl.DataFrame, truth: pl.Expr) -> Classified:
+    """Hold the first regime's condition against what happened."""
+    frame = judged.select(truth=truth, told=parts[0].regime.holds())
+    true, told = frame["truth"].to_numpy().astype(bool), frame["told"].to_numpy().astype(bool)
+    rates = [float((told[true == side] == side).mean()) for side in (True, False) if (true == side).any()]
+    return Classified(
+        balanced_accuracy=float(np.mean(rates)) if rates else None,
+        true_positive=int((true & told).sum()),
+        false_negative=int((true & ~told).sum()),
+        false_positive=int((~true & told).sum()),
+        true_negative=int((~true & ~told).sum()),
+    )
+
+
+def reference(used: pl.DataFrame, judged: pl.DataFrame, names: list[str]) -> Metrics:
+    """Gradient boosting on the same features and rows: what a model nobody can read would get."""
+    boosted = HistGradientBoostingRegressor(loss="absolute_error", max_iter=200, random_state=0)
+    # One thread: threads that wait for each other on a busy machine cost more than they bring on frames this small,
+    # and sums do not depend on how many there are.
+    with threadpool_limits(1):
+        boosted.fit(matrix(used, names), target_of(used))
+    return measure(target_of(judged), np.maximum(boosted.predict(matrix(judged, names)), 0.0))
