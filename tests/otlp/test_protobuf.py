@@ -35,7 +35,7 @@ def test_a_field_that_is_not_valid_costs_its_span_and_is_named(otlp, message, fi
     assert otlp.span_ids(batch) == [f"{1:016x}", f"{3:016x}"]
     reject = otlp.only_reject(batch)
     assert reject.reason.startswith(f"span 1: {name}")
-    assert reject.excerpt == f"<protobuf, {len(message.SerializeToString())} bytes>"
+    assert reject.excerpt == f"<binary, {len(message.SerializeToString())} bytes>"
 
 
 def test_an_event_beyond_int64_costs_its_span(otlp, message):

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from tracefit.otlp.json_fast import decode_fast
 from tracefit.otlp.json_general import decode_general
 from tracefit.otlp.model import Decoded
-from tracefit.sources.excerpt import excerpt
 from tracefit.sources.json_records import object_end
-from tracefit.sources.records import Frame, Reject
 from tracefit.sources.shape import RECORD_START
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tracefit.sources.records import Frame
 
 _PUNCTUATION = b" \t\r\n,[]}"
 """What an array or an envelope leaves between its good records."""
@@ -46,10 +46,7 @@ def decode_json(frame: Frame, *, check_events: bool) -> Decoded:
         if isinstance(part, Decoded):
             decoded.extend(part)
         else:
-            text = frame.payload[start:stop]
-            decoded.rejects.append(
-                Reject(frame.source_file, frame.offset + start, len(text), part, excerpt(text, "json"))
-            )
+            decoded.rejects.append(frame.reject(part, start, stop))
     return decoded
 
 

@@ -77,7 +77,7 @@ class _RecordReader:
 
     def _reject(self, reason: str, item: Any) -> None:
         frame = self._frame
-        outline = excerpt(msgspec.json.encode(item), "json")
+        outline = excerpt(msgspec.json.encode(item), "json", show_values=frame.show_values)
         self._decoded.rejects.append(
             Reject(frame.source_file, frame.offset, len(frame.payload), reason, outline)
         )

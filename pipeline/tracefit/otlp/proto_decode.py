@@ -16,11 +16,11 @@ from tracefit.otlp.model import (
 )
 from tracefit.otlp.proto_attributes import READER, ProtobufEvent, read_pairs
 from tracefit.otlp.proto_schema import EventsOfTraces, TracesData
-from tracefit.sources.excerpt import excerpt
-from tracefit.sources.records import Frame, Reject
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tracefit.sources.records import Frame
 
 
 def decode_protobuf(frame: Frame, *, check_events: bool) -> Decoded:
@@ -37,13 +37,7 @@ def decode_protobuf(frame: Frame, *, check_events: bool) -> Decoded:
     try:
         return _RecordReader(frame, check_events=check_events).read()
     except (DecodeError, UncheckedAttributeError):
-        return Decoded(rejects=[_reject(frame, "protobuf message cannot be parsed")])
-
-
-def _reject(frame: Frame, reason: str) -> Reject:
-    return Reject(
-        frame.source_file, frame.offset, len(frame.payload), reason, excerpt(frame.payload, "protobuf")
-    )
+        return Decoded(rejects=[frame.reject("protobuf message cannot be parsed")])
 
 
 class _RecordReader:
@@ -62,7 +56,7 @@ class _RecordReader:
             try:
                 resource = read_pairs(resource_spans.resource.attributes)
             except FieldError as error:
-                self._decoded.rejects.append(_reject(self._frame, f"resourceSpans: {error.what}"))
+                self._decoded.rejects.append(self._frame.reject(f"resourceSpans: {error.what}"))
                 self._spans_seen += sum(len(scope_spans.spans) for scope_spans in resource_spans.scope_spans)
                 continue
             for scope_spans, scope_events in zip(resource_spans.scope_spans, events.scope_spans, strict=True):
@@ -77,7 +71,7 @@ class _RecordReader:
             try:
                 spans.append(self._span(message, events.events))
             except FieldError as error:
-                self._decoded.rejects.append(_reject(self._frame, f"span {self._spans_seen}: {error.what}"))
+                self._decoded.rejects.append(self._frame.reject(f"span {self._spans_seen}: {error.what}"))
             self._spans_seen += 1
         return spans
 

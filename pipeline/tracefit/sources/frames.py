@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, BinaryIO
 from tracefit.errors import DataError
 from tracefit.sources import wire
 from tracefit.sources.compression import decompressed
-from tracefit.sources.excerpt import excerpt
 from tracefit.sources.files import TraceFile
 from tracefit.sources.framing import bare_records, framed_records, framed_zstd_records
 from tracefit.sources.json_records import document_records, line_records
 from tracefit.sources.limits import HEAD_BYTES
-from tracefit.sources.records import Frame, Reject
+from tracefit.sources.records import Frame, Reject, Source
 from tracefit.sources.shape import TRACES_KEY, Shape, other_signal_of, tell_shape
 from tracefit.sources.window import Window
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 
-_Splitter = Callable[[Window, str], Iterator[Frame | Reject]]
+_Splitter = Callable[[Window, Source], Iterator[Frame | Reject]]
 _SPLITTERS: dict[Shape, _Splitter] = {
     "lines": line_records,
     "document": document_records,
@@ -36,10 +35,11 @@ _SPLITTERS: dict[Shape, _Splitter] = {
 
 
 def read_frames(
-    source: str | Path | TraceFile,
+    file: str | Path | TraceFile,
     *,
     stdin: BinaryIO | None = None,
     on_read: Callable[[int], object] | None = None,
+    show_values: bool = False,
 ) -> Iterator[Frame | Reject]:
     """Read the records of one trace file, in their order, in bounded memory.
 
@@ -47,9 +47,10 @@ def read_frames(
     follows it is read on.
 
     Args:
-        source: The file; a path `-` reads standard input.
+        file: The file; a path `-` reads standard input.
         stdin: The stream that `-` stands for, in place of the process's own.
         on_read: Told of the bytes of the file, as stored, that were read; not for standard input.
+        show_values: Whether excerpts of rejects may show what is in the records, which is private.
 
     Yields:
         A `Frame` per record, its payload not yet decoded; a `Reject` per stretch of the file that holds none.
@@ -58,41 +59,40 @@ def read_frames(
         UsageError: If the file cannot be opened, or not be read to its end.
         DataError: If the file holds OTLP logs or metrics.
     """
-    name = source.name if isinstance(source, TraceFile) else str(source)
-    with _opened(source, stdin, on_read) as raw:
+    source = Source(file.name if isinstance(file, TraceFile) else str(file), show_values)
+    with _opened(file, stdin, on_read) as raw:
         window = Window(decompressed(raw))
         window.fill(HEAD_BYTES)
         has_traces = TRACES_KEY.search(window.peek(0, HEAD_BYTES)) is not None
         last: Frame | Reject | None = None
-        for item in records_of(window, name, tell_shape(window)):
+        for item in records_of(window, source, tell_shape(window)):
             if last is None and not has_traces and isinstance(item, Frame):
-                refuse_other_signal(name, signal_of(item))
+                refuse_other_signal(source.name, signal_of(item))
             last = item
             yield item
         if window.damage and not _reports_the_end(last, window):
-            yield Reject(name, window.offset, 0, window.damage)
+            yield Reject(source.name, window.offset, 0, window.damage)
 
 
 def _opened(
-    source: str | Path | TraceFile, stdin: BinaryIO | None, on_read: Callable[[int], object] | None
+    file: str | Path | TraceFile, stdin: BinaryIO | None, on_read: Callable[[int], object] | None
 ) -> AbstractContextManager[BinaryIO]:
-    if isinstance(source, TraceFile):
-        return source.open(on_read=on_read)
-    if str(source) == STDIN:
+    if isinstance(file, TraceFile):
+        return file.open(on_read=on_read)
+    if str(file) == STDIN:
         return nullcontext(stdin or sys.stdin.buffer)
-    return TraceFile.local(source).open(on_read=on_read)
+    return TraceFile.local(file).open(on_read=on_read)
 
 
-def records_of(window: Window, name: str, shape: Shape) -> Iterator[Frame | Reject]:
+def records_of(window: Window, source: Source, shape: Shape) -> Iterator[Frame | Reject]:
     """Yield the records of a stream of known shape, and rejects for the rest of it."""
     if shape == "unknown":
         head = window.peek(0, HEAD_BYTES)
         size = window.drain()
         is_text = head.lstrip()[:1] in (b"{", b"[")
-        outline = excerpt(head, "json") if is_text else f"<{size} bytes>"
-        yield Reject(name, 0, size, "not OTLP traces", outline)
+        yield source.reject(0, size, "not OTLP traces", head, "json" if is_text else "protobuf")
     elif shape != "empty":
-        yield from _SPLITTERS[shape](window, name)
+        yield from _SPLITTERS[shape](window, source)
     else:
         window.drain()
 

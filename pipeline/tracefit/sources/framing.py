@@ -7,28 +7,28 @@ from typing import TYPE_CHECKING
 
 from tracefit.sources import wire
 from tracefit.sources.compression import ZSTD_MAGIC, DamagedStreamError, unzstd_record
-from tracefit.sources.excerpt import binary_excerpt
 from tracefit.sources.limits import HEAD_BYTES, MAX_GUESSES, MAX_RECORD_BYTES
-from tracefit.sources.records import Frame, Reject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tracefit.sources.records import Frame, Reject, Source
     from tracefit.sources.window import Window
 
 LENGTH_BYTES = 4
+_SHOWN_BYTES = 1024
 _LONGEST_FIELD_HEADER = 16
 _FRAME_HEADER = re.compile(rb"(?=[\x00-\x10][\x00-\xff]{3}\x0a)")
 
 
-def framed_records(window: Window, name: str) -> Iterator[Frame | Reject]:
+def framed_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
     """Yield the messages of a file of 4-byte big-endian lengths, each followed by its message.
 
     A length or message that makes no sense is skipped up to the next whole frame.
 
     Args:
         window: The decompressed file.
-        name: The file's name for frames and rejects.
+        source: The file, for frames and rejects.
 
     Yields:
         One frame per message, one reject per damaged stretch.
@@ -37,15 +37,14 @@ def framed_records(window: Window, name: str) -> Iterator[Frame | Reject]:
     while window.fill(1):
         size = _declared(window)
         if not is_frame_at(window, 0):
-            yield _skip_damage(window, name, _fault(window, size), finder.next)
+            yield _skip_damage(window, source, _fault(window, size), finder.next)
         elif (hidden := _frame_inside(window, finder, LENGTH_BYTES + size)) > 0:
-            yield Reject(
-                name, window.offset, hidden, "record cut: another begins inside", binary_excerpt(hidden)
-            )
+            start, begins = window.offset, window.peek(0, _SHOWN_BYTES)
             window.skip(hidden)
+            yield source.reject(start, hidden, "record cut: another begins inside", begins, "protobuf")
         else:
             window.skip(LENGTH_BYTES)
-            yield Frame(name, window.offset, window.take(size), "protobuf")
+            yield source.frame(window.offset, window.take(size), "protobuf")
 
 
 def is_frame_at(window: Window, position: int) -> bool:
@@ -68,14 +67,14 @@ def _frame_inside(window: Window, finder: FrameFinder, stop: int) -> int:
     return finder.next(1, stop)
 
 
-def bare_records(window: Window, name: str) -> Iterator[Frame | Reject]:
+def bare_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
     """Yield the parts of one bare message.
 
     Each `resource_spans` field is a message of its own on the wire, so that a cut message loses its last part only.
 
     Args:
         window: The decompressed file.
-        name: The file's name for frames and rejects.
+        source: The file, for frames and rejects.
 
     Yields:
         One frame per field, and a reject for what does not fit.
@@ -85,19 +84,20 @@ def bare_records(window: Window, name: str) -> Iterator[Frame | Reject]:
         field = wire.read_field(window.peek(0, _LONGEST_FIELD_HEADER), 0)
         size = field[3] if field else MAX_RECORD_BYTES + 1
         if size <= MAX_RECORD_BYTES and window.fill(size):
-            yield Frame(name, window.offset, window.take(size), "protobuf")
+            yield source.frame(window.offset, window.take(size), "protobuf")
             continue
         reason = _fault(window, size) if field else "not a protobuf field"
-        start, length = window.offset, window.drain()
-        yield Reject(name, start, length, window.damage or reason, binary_excerpt(length))
+        start, begins = window.offset, window.peek(0, _SHOWN_BYTES)
+        length = window.drain()
+        yield source.reject(start, length, window.damage or reason, begins, "protobuf")
 
 
-def framed_zstd_records(window: Window, name: str) -> Iterator[Frame | Reject]:
+def framed_zstd_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
     """Yield the records of a file of 4-byte big-endian lengths, each followed by one zstd frame.
 
     Args:
         window: The file; its frames are the compressed part.
-        name: The file's name for frames and rejects.
+        source: The file, for frames and rejects.
 
     Yields:
         One frame per record, JSON or protobuf as it is; one reject per damaged stretch.
@@ -107,16 +107,16 @@ def framed_zstd_records(window: Window, name: str) -> Iterator[Frame | Reject]:
         stop = LENGTH_BYTES + size
         if not (size <= MAX_RECORD_BYTES and window.fill(stop)):
             yield _skip_damage(
-                window, name, _fault(window, size), lambda start, _: next_zstd_frame(window, start)
+                window, source, _fault(window, size), lambda start, _: next_zstd_frame(window, start)
             )
             continue
         try:
             payload = unzstd_record(window.peek(LENGTH_BYTES, stop))
         except DamagedStreamError as error:
-            yield _skip_damage(window, name, error.what, lambda start, _: next_zstd_frame(window, start))
+            yield _skip_damage(window, source, error.what, lambda start, _: next_zstd_frame(window, start))
             continue
         protobuf = wire.is_message(payload, 0, len(payload))
-        yield Frame(name, window.offset + LENGTH_BYTES, payload, "protobuf" if protobuf else "json")
+        yield source.frame(window.offset + LENGTH_BYTES, payload, "protobuf" if protobuf else "json")
         window.skip(stop)
 
 
@@ -172,9 +172,9 @@ def _fault(window: Window, size: int) -> str:
     return f"record cut: {size} bytes announced, {len(window) - LENGTH_BYTES} there"
 
 
-def _skip_damage(window: Window, name: str, reason: str, find: Callable[[int, int], int]) -> Reject:
+def _skip_damage(window: Window, source: Source, reason: str, find: Callable[[int, int], int]) -> Reject:
     """Move to the next frame that `find` sees, or to the end, and report what was passed over."""
-    start, first = window.offset, 1
+    start, begins, first = window.offset, window.peek(0, _SHOWN_BYTES), 1
     while (found := find(first, HEAD_BYTES)) < 0 and window.fill(HEAD_BYTES + 1):
         # What could be a header across the edge stays in sight.
         window.skip(HEAD_BYTES - LENGTH_BYTES)
@@ -184,5 +184,4 @@ def _skip_damage(window: Window, name: str, reason: str, find: Callable[[int, in
     else:
         window.drain()
         reason = window.damage or reason
-    length = window.offset - start
-    return Reject(name, start, length, reason, binary_excerpt(length))
+    return source.reject(start, window.offset - start, reason, begins, "protobuf")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tracefit.sources.excerpt import binary_excerpt, excerpt
+
 Encoding = Literal["json", "protobuf"]
 
 
@@ -17,19 +19,33 @@ class Frame:
         offset: Where the payload begins, in bytes of the decompressed file.
         payload: The record without its framing.
         encoding: How the payload is to be read.
+        show_values: Whether the excerpt of a reject may show what is in it.
     """
 
     source_file: str
     offset: int
     payload: bytes
     encoding: Encoding
+    show_values: bool = False
+
+    def reject(self, reason: str, start: int = 0, stop: int | None = None) -> Reject:
+        """Return the reject of this record, or of a stretch of it."""
+        payload = self.payload[start:stop]
+        return Reject(
+            self.source_file,
+            self.offset + start,
+            len(payload),
+            reason,
+            excerpt(payload, self.encoding, show_values=self.show_values),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
     """A record that could not be read.
 
-    `length` is in bytes of the decompressed file; `excerpt` shows structure and keys, never values.
+    `length` is in bytes of the decompressed file; `excerpt` shows structure and keys, and values only if that was asked
+    for.
     """
 
     source_file: str
@@ -37,3 +53,25 @@ class Reject:
     length: int
     reason: str
     excerpt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where records come from, and what may be shown of them."""
+
+    name: str
+    show_values: bool = False
+
+    def frame(self, offset: int, payload: bytes, encoding: Encoding) -> Frame:
+        """Return a record of the file."""
+        return Frame(self.name, offset, payload, encoding, self.show_values)
+
+    def reject(
+        self, offset: int, length: int, reason: str, begins: bytes, encoding: Encoding = "json"
+    ) -> Reject:
+        """Return the reject of a stretch of which `begins` is the beginning, or all."""
+        if encoding == "protobuf" and not self.show_values:
+            return Reject(self.name, offset, length, reason, binary_excerpt(length))
+        return Reject(
+            self.name, offset, length, reason, excerpt(begins, encoding, show_values=self.show_values)
+        )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
 from tracefit.sources import wire
 from tracefit.sources.compression import ZSTD_MAGIC
+from tracefit.sources.excerpt import is_json
 from tracefit.sources.framing import LENGTH_BYTES, FrameFinder, is_frame_at, next_zstd_frame
 from tracefit.sources.limits import HEAD_BYTES, MAX_RECORD_BYTES
 
@@ -105,12 +104,3 @@ def _line_end(window: Window, start: int) -> int:
     """Return the position behind the line that begins at `start`, or -1 if nothing ends it."""
     index = window.find(b"\n", MAX_RECORD_BYTES, start)
     return index + 1 if index >= 0 else -1
-
-
-def is_json(text: bytes) -> bool:
-    """Return whether the text is one whole JSON value."""
-    try:
-        msgspec.json.decode(text, type=msgspec.Raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    return True

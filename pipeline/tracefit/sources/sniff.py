@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from tracefit.sources.compression import GZIP_MAGIC, ZSTD_MAGIC, decompressed
 from tracefit.sources.frames import records_of, signal_of
 from tracefit.sources.limits import HEAD_BYTES
-from tracefit.sources.records import Encoding, Frame
+from tracefit.sources.records import Encoding, Frame, Source
 from tracefit.sources.shape import TRACES_KEY, Shape, other_signal_of, tell_shape
 from tracefit.sources.window import Window
 
@@ -88,7 +88,9 @@ def sniff(file: TraceFile) -> Contents:
             head = window.peek(0, HEAD_BYTES)
             other = None if TRACES_KEY.search(head) else other_signal_of(head)
             return Contents(shape, "json", compression, other or "traces")
-        first = next((item for item in records_of(window, file.name, shape) if isinstance(item, Frame)), None)
+        first = next(
+            (item for item in records_of(window, Source(file.name), shape) if isinstance(item, Frame)), None
+        )
     if first is None:
         return Contents(shape, None, compression, "traces")
     return Contents(shape, first.encoding, compression, signal_of(first))
