@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tracefit.fit.select import choose_penalty, time_blocks, usable_features
+from tracefit.fit.select import choose_penalty, harms, time_blocks, usable_features
 
 
 def _columns(n=300, seed=0):
@@ -138,3 +138,22 @@ def test_a_feature_that_few_rows_speak_for_is_left_out(varied, stays):
     kept, left = usable_features(column[:, None], ["rare"])
     assert (kept == [0]) is stays
     assert stays or _reasons(left)["rare"] == "differs from 0 on only 19 of 300 training rows"
+
+
+@pytest.mark.parametrize(("burst", "misleads"), [(6.0, True), (1.0, False)])
+def test_a_line_through_a_burst_that_misleads_elsewhere_is_told(burst, misleads):
+    """Two of five stretches follow the feature, six times as steeply or as everywhere."""
+    rng = np.random.default_rng(5)
+    x = rng.uniform(1, 100, (200, 1))
+    blocks = np.arange(200) // 40
+    slope = np.where(np.isin(blocks, (0, 2)), burst, 1.0 if not misleads else 0.0)
+    y = 500 + slope * x[:, 0] + rng.normal(0, 1, 200)
+    weights = np.ones(200)
+    choice = choose_penalty(x, y, blocks, weights)
+    assert harms(x, y, blocks, weights, choice) is misleads
+
+
+def test_nothing_misleads_where_there_is_nothing_to_judge_by():
+    x = np.column_stack(_columns(50))
+    blocks = np.zeros(50, dtype=np.int64)
+    assert not harms(x, x[:, 0], blocks, np.ones(50), choose_penalty(x, x[:, 0], blocks))

@@ -309,6 +309,12 @@ _BOUNDARY_NOTES = (
     "without_clock is the mean admission, the wait for the boundary included: not to be added to simulated boundaries",
 )
 
+SOMEONE_WAITS = (
+    Comparison("waiting_depth", ">", value=0.0),
+    Comparison("max_num_seqs", "<=", feature2="running_depth"),
+)
+"""What a sampled step can tell of `NO_CAPACITY`: the step left a request waiting, or no slot."""
+
 NO_CAPACITY = (
     Comparison("free_slots", "<=", value=0.0),
     Comparison("free_tokens", "<=", value=0.0),
@@ -329,7 +335,7 @@ _WAIT_NOTES = (
 def _fit_wait(
     rows: pl.DataFrame, name: str, features: FeatureSet, options: ScopeOptions, *, exact: bool
 ) -> FittedModel | Missing:
-    """Fit the wait in the queue: two regimes on the exact state of the queue, one line on a sampled step's state."""
+    """Fit the wait in the queue: two regimes, on its exact state or on what the latest sampled step tells of it."""
     groups = (("queued", _REGIME_BY_STEP), ("free", ~_REGIME_BY_STEP))
     # A queue wait of seconds among waits of 0.2 ms is not an outlier, it is what the model is for.
     how = FitOptions(
@@ -344,11 +350,11 @@ def _fit_wait(
         ahead = [c for c in columns if c.name in QUEUED_FEATURES]
         here = [c for c in columns if c.name in FREE_FEATURES]
         regimes = [Regime("queued", NO_CAPACITY, tuple(ahead)), Regime("free", (), tuple(here))]
-        result = fit_regimes(rows, regimes, how)
         source = "journey, exact queue state"
     else:
-        result = fit_linear(rows, columns, how)
+        regimes = [Regime("queued", SOMEONE_WAITS, tuple(columns)), Regime("free", (), tuple(columns))]
         source = "journey, queue state of the latest sampled step"
+    result = fit_regimes(rows, regimes, how)
     if isinstance(result, TooFewRows):
         return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
     notes = _WAIT_NOTES if exact else ()

@@ -25,6 +25,9 @@ FOLD_ROUNDS = 5
 
 _TIE = 1e-3
 
+CLEARLY = 1.1
+"""Features of no use cost a few percent of cross-validated error; those that mislead cost more."""
+
 CANDIDATES: tuple[tuple[Penalty, float], ...] = (
     *(("ridge", s) for s in (1e-8, 1e-4, 1e-3, 1e-2)),
     *(("lasso", s) for s in (1e-3, 1e-2, 3e-2)),
@@ -152,6 +155,17 @@ def choose_penalty(
         if error < errors[best] * (1 - _TIE):
             best = index
     return Choice(*candidates[best], float(errors[best]), len(folds))
+
+
+def harms(x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: Choice) -> bool:
+    """Tell whether the features predict left-out blocks of time clearly worse than a constant does.
+
+    What they learnt is one stretch of the run then: a line through a burst is wrong by the burst's size in the quiet
+    that follows.
+    """
+    if not choice.folds or not x.shape[1]:
+        return False
+    return choice.score > CLEARLY * choose_penalty(x[:, :0], y, blocks, weights, CANDIDATES[:1]).score
 
 
 def _fold_predictions(

@@ -11,7 +11,7 @@ import polars as pl
 from tracefit.fit import rows as rules
 from tracefit.fit.estimators import HUBER, NDArrayInt, RobustLinear, confidence_intervals
 from tracefit.fit.parts import FeatureColumn, FittedPart, FittedTerm, Regime, matrix, target_of
-from tracefit.fit.select import FOLDS, LeftOut, choose_penalty, time_blocks, usable_features
+from tracefit.fit.select import FOLDS, LeftOut, choose_penalty, harms, time_blocks, usable_features
 from tracefit.fit.validate import Validation, validate
 from tracefit.fit.weights import interval_weights
 
@@ -141,6 +141,10 @@ def _fit_part(
     data, left = _training_data(used, features)
     folds = time_blocks(data.run, data.time, FOLDS)
     choice = choose_penalty(data.x, data.y, folds, data.weights, positive=positive)
+    if harms(data.x, data.y, folds, data.weights, choice):
+        reason = "predicts left-out blocks of time worse than a constant"
+        misleading = [LeftOut(c.name, reason) for c in data.columns]
+        return _fit_part(used, regime, [], unknown + left + misleading, positive=positive)
     model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(data.x, data.y, data.weights)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, data.blocks())
     reason = "not above zero in these runs" if positive else f"set to zero by the {_SPELLED[choice.penalty]}"
