@@ -105,6 +105,27 @@ def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | Non
     return _validated(fitted, train, held, clock)
 
 
+def admission_with_clock(
+    rows: pl.DataFrame, timeline: pl.DataFrame, work_us: Vector, offset_us: float
+) -> tuple[Vector, Flags]:
+    """Predict admissions by the step clock: the boundary after the work, or the work itself when the engine was idle.
+
+    Args:
+        rows: Admission rows: engine columns and ts_ns.
+        timeline: The `timeline` table.
+        work_us: API work of each row.
+        offset_us: QUEUED less the step start it comes before.
+
+    Returns:
+        Predictions in us, clipped at 0, and for which rows the clock knows enough; shape (n,) each.
+    """
+    clock = _clock(timeline)
+    boundary, idle = _boundary(rows, clock, work_us), _idle(rows, clock, work_us)
+    until = (clock.starts[boundary] - rows["ts_ns"].to_numpy()) / 1e3 + offset_us
+    told = np.where(boundary >= 0, until, work_us)
+    return np.asarray(np.maximum(told, 0.0)), np.asarray((boundary >= 0) | idle)
+
+
 def _clock(timeline: pl.DataFrame) -> _Clock:
     known = timeline.filter(pl.col("ts_start_ns").is_not_null()).sort(*ENGINE, "ts_start_ns")
     idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)

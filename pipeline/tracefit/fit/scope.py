@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import polars as pl
 
 from tracefit.features import training
-from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES, FeatureSet, add_features
-from tracefit.fit import rows as rules
+from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES, FeatureSet
 from tracefit.fit.boundary import FittedBoundary, fit_boundary
+from tracefit.fit.frames import request_frame, step_frame
 from tracefit.fit.options import BetaTarget, FitOptions, ScopeOptions
 from tracefit.fit.parts import Comparison, FeatureColumn, Regime
 from tracefit.fit.train import Fitted, TooFewRows, fit_linear, fit_regimes
@@ -218,9 +218,7 @@ def _beta_options(options: ScopeOptions) -> FitOptions:
 def _beta_rows(scope: Scope, tables: ScopeTables, features: FeatureSet, choice: TargetChoice) -> pl.DataFrame:
     timeline = training.with_roofline(tables.timeline, scope.context)
     constants = training.constants_of(scope.context)
-    rows = training.beta_rows(timeline, features, constants, tables.lags, choice.source)
-    rows = _mark_warm_up(rules.split_by_time(rows), tables.counters, "step_id")
-    return rules.mark(rows, rules.PREEMPTION_HEAVY, pl.col("preemption_heavy"))
+    return step_frame(tables, timeline, features, constants, choice.source)
 
 
 def _choose_set(
@@ -256,12 +254,6 @@ def _beta_definition(choice: TargetChoice, lags: Mapping[tuple[str, str], int]) 
     return "start of a step to start of the next, engine busy", "step_clock"
 
 
-def _mark_warm_up(rows: pl.DataFrame, counters: pl.DataFrame, step: str) -> pl.DataFrame:
-    ends = rules.warm_up_ends(counters)
-    joined = rows.join(ends, on=[*rules.SERVER, "epoch"], how="left", maintain_order="left")
-    return rules.mark(joined, rules.WARM_UP, pl.col(step) < pl.col("warm_up_until"))
-
-
 _ALPHA_SETS = {"queue_wait": "queue", "admission": "admission", "departure": "departure"}
 _ALPHA_DEFINITIONS = {
     "queue_wait": "QUEUED to first SCHEDULED",
@@ -280,9 +272,7 @@ def _fit_alpha(
     name = f"alpha.{target}"
     if not tables.requests.height:
         return Missing(name, "the traces hold no journeys", f"start the server with {_JOURNEY_FLAGS}")
-    rows = training.alpha_rows(tables.requests, tables.timeline, tables.queue, target)
-    rows = rules.split_by_time(add_features(rows, features, constants))
-    rows = _mark_warm_up(rows, tables.counters, "at_step")
+    rows = request_frame(tables, target, features, constants)
     if target == "queue_wait":
         return _fit_wait(rows, name, features, options, exact=tables.queue is not None)
     how = FitOptions(

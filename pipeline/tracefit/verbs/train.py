@@ -22,7 +22,7 @@ from tracefit.reports.markdown import report_markdown
 from tracefit.tables import schema
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
-from tracefit.timeline import EngineLimits, clock_disagreements, execution_lags, queue_state
+from tracefit.timeline import clock_disagreements, execution_lags, queue_state
 from tracefit.verbs.ingest import engine_limits
 from tracefit.verbs.results import ModelSummary, Progress, Silent, TrainResult
 from tracefit.verbs.samples import sample_tables
@@ -78,19 +78,7 @@ def train(
     told = progress or Silent()
     store = TableStore(tables).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
-    sets = beta_feature_sets(options.features)
-    how = ScopeOptions(options.beta_target, positive=options.positive, reference=not options.fast)
-    scopes = []
-    for scope, members in _scopes(runs, str(tables)):
-        told.stage(f"fitting {scope.scope_id}")
-        scopes.append(
-            fit_scope(
-                scope,
-                _load(store, runs, members, engine_limits(scope.context)),
-                sets,
-                how,
-            )
-        )
+    scopes = fit_runs(store, runs, options, told)
     _require_models(scopes, str(tables))
     made_by = assemble.provenance(
         {
@@ -128,6 +116,26 @@ def train(
     )
 
 
+def fit_runs(
+    store: TableStore, runs: pl.DataFrame, options: TrainOptions, told: Progress
+) -> list[FittedScope]:
+    """Fit every scope of some runs.
+
+    Args:
+        store: The tables.
+        runs: Rows of the `runs` table.
+        options: How to train.
+        told: Told of what is going on.
+    """
+    sets = beta_feature_sets(options.features)
+    how = ScopeOptions(options.beta_target, positive=options.positive, reference=not options.fast)
+    scopes = []
+    for scope, members in scopes_of(runs, str(store.root)):
+        told.stage(f"fitting {scope.scope_id}")
+        scopes.append(fit_scope(scope, load_scope(store, runs, scope, members), sets, how))
+    return scopes
+
+
 def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
     """Return the feature sets a choice stands for: `auto`, a built-in set's name, or a YAML or JSON file.
 
@@ -141,7 +149,7 @@ def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
     return (find_feature_set(choice),)
 
 
-def _scopes(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
+def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
     """Group the runs by what their models would speak about, in scope order."""
     scopes: dict[str, Scope] = {}
     members: dict[str, list[str]] = {}
@@ -154,7 +162,16 @@ def _scopes(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
     return [(scopes[i], members[i]) for i in sorted(scopes)]
 
 
-def _load(store: TableStore, runs: pl.DataFrame, run_ids: list[str], limits: EngineLimits) -> ScopeTables:
+def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: list[str]) -> ScopeTables:
+    """Read the tables of one scope's runs.
+
+    Args:
+        store: The tables.
+        runs: Rows of the `runs` table, of this scope's runs at least.
+        scope: The scope.
+        run_ids: Its runs.
+    """
+    limits = engine_limits(scope.context)
     timeline, journeys = store.read("timeline", run_ids), store.read("journey_events", run_ids)
     steps = store.read("steps", run_ids)
     mine = runs.filter(pl.col("run_id").is_in(run_ids))
