@@ -48,6 +48,9 @@ models: $(READY) ## write models/ and the table in README.md anew: the reference
 	cp build/models/models/*.json build/models/evaluation.json build/models/report.md models/
 	$(BIN)/python tests/make_readme_table.py README.md models/evaluation.json
 
+docs: $(READY) ## write the generated pages of docs/reference/ anew: command line, tables, feature sets
+	$(BIN)/python tests/make_docs.py docs/reference
+
 bench: $(READY) ## measure speed and memory on generated traces (takes minutes)
 	for script in tests/benchmarks/*.py; do $(BIN)/python $$script; done
 
@@ -65,4 +68,4 @@ test-minimum: ## run the tests on the oldest versions pyproject.toml declares
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup run test check format schemas fixtures models bench lock test-minimum clean
+.PHONY: help setup run test check format schemas fixtures models docs bench lock test-minimum clean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Optional
@@ -9,14 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Literal, Optional
 import typer
 
 from tracefit._version import __version__
-from tracefit.console import Terminal, one_line_errors, show
+from tracefit.console import LogLevel, Terminal, called, one_line_errors, set_log_level, show, warn
+from tracefit.options import Commands, unknown_variables, use_config
 
 if TYPE_CHECKING:
     from tracefit.verbs.ingest import ServerOptions
 
+_HELP = """From vLLM OpenTelemetry traces to latency coefficients one can trust.
+
+Every option can also be set by an environment variable (`TRACEFIT_BETA_TARGET` for `--beta-target`) or in the TOML file
+of `--config` (`beta-target = "clock"`, for every command or below `[run]` for one). A flag wins over the environment, the
+environment over the file.
+
+Exit codes: 0 done; 1 the data cannot support the result; 2 usage; 3 done, with something in quarantine (unreadable
+records, events the server's SDK dropped, duplicate spans); 130 interrupted.
+"""
+
 app = typer.Typer(
     name="tracefit",
-    help="From vLLM OpenTelemetry traces to latency coefficients one can trust.",
+    cls=Commands,
+    help=_HELP,
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode="markdown",
@@ -139,13 +152,32 @@ def _version(value: bool) -> None:  # typer calls it so
         raise typer.Exit
 
 
+def _log_level(context: typer.Context, level: LogLevel | None) -> LogLevel | None:
+    if level is not None and not context.resilient_parsing:
+        set_log_level(level)
+    return level
+
+
 @app.callback()
 def _main(
-    version: Annotated[  # the callback prints it
+    context: typer.Context,
+    version: Annotated[  # the callbacks do what these options ask for
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    config: Annotated[
+        Optional[Path],
+        typer.Option(
+            callback=use_config, is_eager=True, help="TOML file of options, under the flags' names."
+        ),
+    ] = None,
+    log_level: Annotated[
+        Optional[LogLevel],
+        typer.Option(callback=_log_level, help="What is logged on stderr; warning if not given."),
+    ] = None,
 ) -> None:
-    pass
+    if isinstance(context.command, Commands):
+        for text in unknown_variables(context.command):
+            warn(text)
 
 
 @app.command()
@@ -474,7 +506,7 @@ def _server(
 
 def main() -> None:
     """Run the command line."""
-    app()
+    sys.exit(called(app))
 
 
 if __name__ == "__main__":

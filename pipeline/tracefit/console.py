@@ -1,65 +1,113 @@
-"""What the command line says and where: progress and warnings on stderr, results on stdout, errors in one line."""
+"""What the command line says and where: progress, logs and errors on stderr, results on stdout."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typer.exceptions import TyperException
 
 from tracefit.errors import TracefitError
+from tracefit.options import file_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rich.status import Status
+    from rich.progress import Progress, TaskID
+
+INTERRUPTED = 130
+_log = logging.getLogger("tracefit")
+
+
+class LogLevel(StrEnum):
+    """How much is logged."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+class _Stderr(logging.Handler):
+    """One line per record, on whatever stderr is by then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"{record.levelname.lower()}: {record.getMessage()}\n")
+
+
+def set_log_level(level: LogLevel) -> None:
+    """Log records of this level and above on stderr."""
+    _log.setLevel(level.value.upper())
+    if not _log.handlers:
+        _log.addHandler(_Stderr())
+        _log.propagate = False
+
+
+def warn(text: str) -> None:
+    """Log a warning."""
+    if not _log.handlers:
+        set_log_level(LogLevel.warning)
+    _log.warning("%s", text)
 
 
 class Terminal:
-    """Tells a person of progress: a line that changes on a terminal, warnings always, nothing when quiet."""
+    """Tells a person of progress: a line that changes on a terminal, logs elsewhere, warnings always unless quiet."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
-        self._status: Status | None = None
+        self._line: tuple[Progress, TaskID] | None = None
         self._bytes = 0
         self._stage = ""
 
     def stage(self, text: str) -> None:
         """Show the stage of work that begins."""
         self._stage = text
+        _log.info("%s", text)
         self._show()
 
     def read(self, size_bytes: int) -> None:
         """Show how much has been read."""
         self._bytes += size_bytes
+        _log.debug("%s bytes read", f"{self._bytes:,}")
         self._show()
 
     def warn(self, text: str) -> None:
         """Print a warning on its own line."""
         if not self._quiet:
             self.close()
-            sys.stderr.write(f"warning: {text}\n")
+            warn(text)
 
     def close(self) -> None:
         """Take the changing line away."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        if self._line is not None:
+            self._line[0].stop()
+            self._line = None
 
     def _show(self) -> None:
-        if self._quiet or not sys.stderr.isatty():
+        if self._quiet or not sys.stderr.isatty() or _log.isEnabledFor(logging.INFO):
             return
         text = f"{self._stage} ({self._bytes / 1e6:,.1f} MB read)" if self._bytes else self._stage
-        if self._status is None:
-            from rich.console import Console
+        if self._line is None:
+            self._line = _changing_line()
+        progress, task = self._line
+        progress.update(task, description=text)
 
-            self._status = Console(stderr=True).status(text)
-            self._status.start()
-        self._status.update(text)
+
+def _changing_line() -> tuple[Progress, TaskID]:
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.start()
+    return progress, progress.add_task("")
 
 
 @contextmanager
@@ -69,14 +117,67 @@ def one_line_errors(told: Terminal) -> Iterator[None]:
         yield
     except TracefitError as error:
         told.close()
-        sys.stderr.write(f"tracefit: {error.line()}\n")
-        raise typer.Exit(error.exit_code) from error
+        raise typer.Exit(_fail(error)) from error
     except KeyboardInterrupt:
         told.close()
         sys.stderr.write("tracefit: interrupted\n")
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     finally:
         told.close()
+
+
+def called(app: typer.Typer) -> int:
+    """Run the program and return its exit code; what is wrong with the command line is one line too."""
+    try:
+        return int(app(standalone_mode=False, prog_name="tracefit") or 0)
+    except TracefitError as error:
+        return _fail(error)
+    except TyperException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.stdout.write(error.message)
+        else:
+            _say(usage_line(error))
+        return error.exit_code
+    finally:
+        set_log_level(LogLevel.warning)
+
+
+def _fail(error: TracefitError) -> int:
+    _say(error.line())
+    return error.exit_code
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"tracefit: {line}\n")
+
+
+def usage_line(error: TyperException) -> str:
+    """Write what is wrong with the command line in one line: where it was said, what, and what to do."""
+    text = error.format_message().strip().rstrip(".")
+    close = getattr(error, "possibilities", None)
+    if hasattr(error, "option_name"):
+        text = str(error.message)
+    text = text.replace(". Did you mean", "; did you mean")
+    context, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    where = _source(context, param)
+    if close:
+        hint = f"; did you mean {min(close)}?"
+    elif "did you mean" in text or context is None:
+        hint = ""
+    else:
+        hint = f"; see `{context.command_path} --help`"
+    return " ".join(f"{where}{text[:1].lower()}{text[1:]}{hint}".split())
+
+
+def _source(context: Any, param: Any) -> str:
+    """Name the variable or the file that a wrong value comes from; nothing for a flag."""
+    if context is None or param is None or param.name is None:
+        return ""
+    source = context.get_parameter_source(param.name)
+    kind = source.name if source is not None else ""
+    if kind == "ENVIRONMENT":
+        return f"{param.envvar}: "
+    return f"{file_in_use(context)}: " if kind == "DEFAULT_MAP" else ""
 
 
 def show(result: Any, text: str, *, as_json: bool, quiet: bool) -> None:
@@ -94,6 +195,8 @@ def _plain(value: Any) -> Any:
         return plain if code is None else {**plain, "exit_code": code}
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     return value

@@ -6,7 +6,11 @@ Exit codes of the command line: 0 done, 1 the data cannot support the result, 2 
 
 from __future__ import annotations
 
-from typing import ClassVar
+import difflib
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class TracefitError(Exception):
@@ -42,3 +46,15 @@ class UsageError(TracefitError):
     """The command, an option or a file named by the user is wrong."""
 
     exit_code = 2
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the question that suggests the known name closest to `name`, or null if none is close.
+
+    Args:
+        name: What was written.
+        known: What there is.
+        cutoff: How alike two names must be, 0 to 1.
+    """
+    close = difflib.get_close_matches(name[:64], list(known), n=1, cutoff=cutoff)
+    return f"did you mean {close[0]}?" if close else None

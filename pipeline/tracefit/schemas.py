@@ -5,16 +5,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from pydantic import TypeAdapter
 
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.model import CoefficientFile
+from tracefit.features.sets import FeatureSet
 from tracefit.tables.schema import TABLES, Table
+from tracefit.verbs.inspect import Inspection
+from tracefit.verbs.results import IngestResult, RunResult, SynthResult, TrainResult
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pydantic import BaseModel
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -22,17 +30,49 @@ _FILES: dict[str, type[BaseModel]] = {
     "coefficients.schema.json": CoefficientFile,
     "evaluation.schema.json": Evaluation,
 }
+RESULTS: dict[str, Any] = {
+    "run": RunResult,
+    "inspect": Inspection,
+    "ingest": IngestResult,
+    "train": TrainResult,
+    "features": list[FeatureSet],
+    "synth": SynthResult,
+}
+"""Command to what it prints with `--json`."""
 
 
 def schema_texts() -> dict[str, str]:
     """Return file name to content of everything in `schemas/`."""
     files = {name: _json(_json_schema(name, model)) for name, model in _FILES.items()}
+    results = {f"results/{name}.schema.json": _json(_result_schema(name)) for name in RESULTS}
     tables = {f"tables/{table.name}.json": _json(_table_schema(table)) for table in TABLES.values()}
-    return {**files, **tables}
+    return {**files, **results, **tables}
 
 
 def _json_schema(name: str, model: type[BaseModel]) -> dict[str, Any]:
     return {"$schema": _DIALECT, "$id": f"tracefit/{name}", **model.model_json_schema(by_alias=True)}
+
+
+def _result_schema(command: str) -> dict[str, Any]:
+    """Describe what `--json` prints: the result's fields, and `exit_code` where a result has one."""
+    kind = RESULTS[command]
+    schema = TypeAdapter(kind).json_schema()
+    with_code = {c.__name__ for c in _dataclasses(kind) if hasattr(c, "exit_code")}
+    for part in (schema, *schema.get("$defs", {}).values()):
+        if part.get("title") in with_code:
+            part["properties"]["exit_code"] = {"type": "integer", "enum": [0, 1, 3]}
+            part["required"] = [*part.get("required", []), "exit_code"]
+    return {"$schema": _DIALECT, "$id": f"tracefit/results/{command}.schema.json", **schema}
+
+
+def _dataclasses(kind: Any) -> Iterator[type]:
+    """Find the dataclasses a type is made of, at any depth."""
+    inner = get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        yield kind
+        inner = tuple(get_type_hints(kind).values())
+    for part in inner:
+        yield from _dataclasses(part)
 
 
 def _table_schema(table: Table) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from tracefit.errors import UsageError
+from tracefit.errors import UsageError, did_you_mean
 from tracefit.features.documents import (
     Document,
     checked_text,
@@ -172,9 +172,11 @@ def find_feature_set(name_or_file: str) -> FeatureSet:
     """
     found = BUILT_IN.get(name_or_file)
     if found is None:
+        close = did_you_mean(name_or_file, BUILT_IN)
+        suggestion = f"{close} " if close else ""
         raise UsageError(
             f"feature set {excerpt(name_or_file)!r} is not known",
-            hint=f"known: {', '.join(BUILT_IN)}; or give a .yaml or .json file",
+            hint=f"{suggestion}known: {', '.join(BUILT_IN)}; or give a .yaml or .json file",
         )
     return found
 

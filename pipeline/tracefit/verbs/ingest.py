@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import polars as pl
 import yaml
 
-from tracefit.errors import DataError, UsageError
+from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.features.context import RunContext, gpu_to_json, read_context, scope_of, settings_to_json
-from tracefit.features.settings import ServerSettings
+from tracefit.features.settings import SETTINGS, ServerSettings, canonical_name
 from tracefit.otlp import decode_frames
 from tracefit.sources import Inputs, RunSource, TraceFile, open_inputs, read_frames
 from tracefit.tables import dialects
@@ -254,7 +254,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
     """Read `key=value` settings from the command line; values as YAML reads them.
 
     Raises:
-        UsageError: A text without an equals sign, or a value that is not YAML.
+        UsageError: A text without an equals sign, a key that is nearly a known one, or a value that is not YAML.
     """
     values: dict[str, object] = {}
     for text in texts:
@@ -263,8 +263,17 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
             raise UsageError(
                 f"--set {text}: not of the form KEY=VALUE", hint="for example --set max_num_seqs=128"
             )
+        _require_no_typo(key)
         try:
             values[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise UsageError(f"--set {text}: the value cannot be read") from error
     return values
+
+
+def _require_no_typo(key: str) -> None:
+    """Refuse a key that is nearly a known one; any other that nobody knows is kept as a fact of the scope."""
+    name = canonical_name(key)
+    meant = None if name in SETTINGS else did_you_mean(name, SETTINGS, cutoff=0.85)
+    if meant:
+        raise UsageError(f"--set {key.strip()}: no such setting", hint=meant)

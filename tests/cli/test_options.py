@@ -1,0 +1,215 @@
+"""Options by flag, environment and configuration file; what is wrong with them is one line that suggests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.main import get_command
+
+from tracefit.cli import app
+from tracefit.errors import did_you_mean
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Return a function that writes a configuration file."""
+
+    def write(text):
+        path = tmp_path / "tracefit.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def names_of(tracefit):
+    """Return a function from arguments of `features` to the sets it lists."""
+
+    def names(*arguments):
+        code, out, _ = tracefit(*arguments, "--json")
+        assert code == 0
+        return [one["name"] for one in json.loads(out)]
+
+    return names
+
+
+@pytest.fixture
+def generated(tracefit, tmp_path):
+    """Return a function from arguments of `synth` to the requests it generated; few unless they say otherwise."""
+
+    def requests(*arguments):
+        code, out, err = tracefit(*arguments, "--out", tmp_path / "runs", "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)["requests"]
+
+    return requests
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(generated, config, monkeypatch):
+    path = config("[synth]\nrequests = 3\n")
+    assert generated("--config", path, "synth") == 3
+    monkeypatch.setenv("TRACEFIT_REQUESTS", "4")
+    assert generated("--config", path, "synth") == 4
+    assert generated("--config", path, "synth", "--requests", 5) == 5
+
+
+def test_the_file_may_be_named_on_either_side_and_by_the_environment(generated, config, monkeypatch):
+    path = config("requests = 3\n")
+    assert generated("synth", "--config", path) == 3
+    monkeypatch.setenv("TRACEFIT_CONFIG", str(path))
+    assert generated("synth") == 3
+
+
+def test_a_commands_own_section_wins_over_what_is_for_all(generated, config):
+    assert generated("synth", "--config", config("requests = 3\n[synth]\nrequests = 2\n")) == 2
+    assert generated("synth", "--config", config("requests = 3\n[train]\nfeatures = 'batch'\n")) == 3
+
+
+def test_lists_and_tables_set_repeatable_options(tracefit, tmp_path, traces, config):
+    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
+    scopes = set()
+    for text in (
+        'set = ["max_num_seqs=17", "enforce_eager=true"]',
+        "[inspect.set]\nmax_num_seqs = 17\nenforce_eager = true",
+    ):
+        _, out, err = tracefit("inspect", folder, "--config", config(text), "--json")
+        assert err == ""
+        scopes.add(json.loads(out)["scopes"][0]["scope_id"])
+    _, out, _ = tracefit(
+        "inspect", folder, "--set", "max_num_seqs=17", "--set", "enforce_eager=true", "--json"
+    )
+    assert scopes == {json.loads(out)["scopes"][0]["scope_id"]}
+
+
+WRONG_FILES = {
+    "a near miss": ("beta_target = 'clock'\n", "beta_target: no such option; did you mean beta-target?"),
+    "in a section": ("[synth]\nreqests = 3\n", "[synth] reqests: no such option; did you mean requests?"),
+    "of another command": ("[train]\nrequests = 3\n", "[train] requests: no such option"),
+    "a command that is none": ("[trian]\nfeatures = 'batch'\n", "trian: no such option; did you mean train?"),
+    "not TOML": ("requests = \n", "is not TOML"),
+    "the file itself": ("config = 'other.toml'\n", "config: no such option"),
+    "a value of another kind": ("[synth]\nrequests = 'many'\n", "invalid value for '--requests'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FILES)
+def test_what_is_wrong_in_the_file_is_one_line_that_names_it(tracefit, tmp_path, config, case):
+    text, says = WRONG_FILES[case]
+    path = config(text)
+    code, out, err = tracefit("synth", "--out", tmp_path / "runs", "--config", path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"tracefit: {path}: ")
+    assert says in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_that_is_not_there_is_one_line(tracefit, tmp_path):
+    code, _, err = tracefit("features", "--config", tmp_path / "none.toml")
+    assert (code, err) == (
+        2,
+        f"tracefit: {tmp_path / 'none.toml'}: cannot be read (No such file or directory)\n",
+    )
+
+
+def test_a_wrong_variable_is_named(tracefit, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACEFIT_REQUESTS", "many")
+    code, _, err = tracefit("synth", "--out", tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("tracefit: TRACEFIT_REQUESTS: invalid value for '--requests'")
+
+
+def test_a_variable_nobody_listens_to_is_a_warning(tracefit, monkeypatch):
+    monkeypatch.setenv("TRACEFIT_REQESTS", "3")
+    code, out, err = tracefit("features", "batch")
+    assert code == 0
+    assert out
+    said = "TRACEFIT_REQESTS is set, but there is no such option; did you mean TRACEFIT_REQUESTS?"
+    assert err == f"warning: {said}\n"
+
+
+MISTYPED = {
+    ("rnu", "x"): "no such command 'rnu'; did you mean 'run'?",
+    ("run", "x", "--gpuu", "H100"): "no such option: --gpuu; did you mean --gpu?",
+    (
+        "run",
+        "x",
+        "--out",
+        "y",
+        "--set",
+        "max_num_seq=3",
+    ): "--set max_num_seq: no such setting; did you mean max_num_seqs?",
+    ("features", "bacth"): "feature set 'bacth' is not known; did you mean batch?",
+    ("train", "x", "--out", "y", "--beta-target", "clok"): "'clok' is not one of 'auto', 'clock', 'duration'",
+    ("train", "x"): "missing option '--out'; see `tracefit train --help`",
+    ("synth", "--out", "x", "--step-sampling", "2"): "invalid value for '--step-sampling'",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTYPED)
+def test_mistyped_words_are_one_line_with_what_may_be_meant(tracefit, arguments):
+    code, out, err = tracefit(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("tracefit: ")
+    assert MISTYPED[arguments] in err
+
+
+def test_a_mistyped_gpu_suggests_one(tracefit, tmp_path, traces):
+    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
+    _, _, err = tracefit("inspect", folder, "--gpu", "H1000")
+    assert "did you mean H100-SXM" in err
+
+
+def test_a_setting_of_its_own_is_not_a_typo(tracefit, tmp_path, traces):
+    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
+    _, out, err = tracefit("inspect", folder, "--set", "swap_space=4", "--json")
+    assert err == ""
+    assert json.loads(out)["runs"]
+
+
+def test_names_that_are_not_close_are_not_suggested():
+    assert did_you_mean("zebra", ["batch", "roofline"]) is None
+    assert did_you_mean("rooflin", ["batch", "roofline"]) == "did you mean roofline?"
+
+
+LOGS = {
+    "debug": {"info: reading run", "debug: "},
+    "info": {"info: reading run"},
+    "warning": {"warning: run: the server's SDK dropped 7 events"},
+    "error": set(),
+}
+
+
+@pytest.mark.parametrize("level", LOGS)
+def test_logs_go_to_stderr_by_their_level(tracefit, tmp_path, traces, level):
+    traces.request(1, 0, step=1).steps(traces.summary(1, 1000), dropped=7)
+    folder = traces.write(tmp_path / "run")
+    _, out, err = tracefit("inspect", folder, "--log-level", level, "--json")
+    assert json.loads(out)
+    assert all(any(line.startswith(said) for line in err.splitlines()) for said in LOGS[level])
+    levels = ("debug", "info", "warning", "error")
+    below = levels[: levels.index(level)]
+    assert not any(line.startswith(f"{name}: ") for line in err.splitlines() for name in below)
+
+
+def test_every_option_but_a_few_has_a_variable_of_its_name():
+    group = get_command(app)
+    for command in group.commands.values():
+        for option in (p for p in command.params if p.param_type_name == "option"):
+            long = max(option.opts, key=len)
+            assert option.envvar == "TRACEFIT_" + long.strip("-").replace("-", "_").upper()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_options(process, monkeypatch, shell):
+    for name, value in {
+        "_TRACEFIT_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": "tracefit run --beta",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        "COMP_WORDS": "tracefit run --beta",
+        "COMP_CWORD": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    done = process(code="import sys; sys.argv[0] = 'tracefit'; from tracefit.cli import main; main()")
+    assert "--beta-target" in done.stdout

@@ -1,0 +1,95 @@
+"""Everything the command line takes and prints is described: in its help, in the reference pages, in schemas."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import jsonschema
+import pytest
+from typer.main import get_command
+
+from tracefit.cli import app
+from tracefit.schemas import RESULTS
+
+ROOT = Path(__file__).parents[2]
+GROUP = get_command(app)
+PARAMS = [(name, p) for name, c in GROUP.commands.items() for p in c.params]
+
+
+@pytest.mark.parametrize(("command", "param"), PARAMS, ids=lambda v: getattr(v, "name", v))
+def test_every_argument_and_option_has_help(command, param):
+    assert param.help
+    assert param.help.strip()
+
+
+@pytest.mark.parametrize("name", GROUP.commands)
+def test_every_command_has_help(name):
+    assert len(GROUP.commands[name].help.strip()) > 20
+
+
+@pytest.mark.parametrize(("command", "param"), PARAMS, ids=lambda v: getattr(v, "name", v))
+def test_every_argument_and_option_is_in_the_reference(command, param):
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    sections = page.split("\n## tracefit ")
+    (mine,) = (
+        (s for s in sections if s.startswith(f"{command}\n"))
+        if param.name not in ("config", "log_level")
+        else sections[:1]
+    )
+    wanted = f"`{param.opts[0]}`" if param.param_type_name == "option" else f"| {param.name.upper()}"
+    assert wanted in mine
+
+
+@pytest.mark.parametrize("page", ["cli.md", "tables.md", "features.md"])
+def test_reference_pages_are_what_make_docs_writes(page):
+    write = runpy.run_path(str(ROOT / "tests/make_docs.py"))["PAGES"][page]
+    assert (ROOT / "docs/reference" / page).read_text() == write(), "run `make docs`"
+
+
+def test_exit_codes_are_in_the_help():
+    for code in ("0 done", "1 the data cannot support", "2 usage", "3 done, with something in quarantine"):
+        assert code in " ".join(GROUP.help.split())
+
+
+def test_every_command_that_prints_json_has_a_schema():
+    printing = {name for name, p in PARAMS if "--json" in p.opts}
+    assert printing == set(GROUP.commands)
+    assert set(RESULTS) == printing
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, new_traces):
+    root = tmp_path_factory.mktemp("runs")
+    new_traces().load(steps=120, requests=60).write(root / "busy")
+    return root
+
+
+COMMANDS = {
+    "run": ("{runs}", "--out", "{out}"),
+    "inspect": ("{runs}",),
+    "ingest": ("{runs}", "--out", "{out}/tables"),
+    "train": ("{out}/tables", "--out", "{out}"),
+    "features": ("batch",),
+    "synth": ("--out", "{out}", "--requests", "3"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_is_what_its_schema_says(tracefit, tmp_path, runs, quick, command):
+    def call(name):
+        arguments = [a.format(runs=runs, out=tmp_path) for a in COMMANDS[name]]
+        return tracefit(name, *arguments, "--json")
+
+    if command == "train":
+        call("ingest")
+    code, out, _ = call(command)
+    said = json.loads(out)
+    schema = json.loads((ROOT / f"schemas/results/{command}.schema.json").read_text())
+    jsonschema.Draft202012Validator(schema, format_checker=None).validate(said)
+    if isinstance(said, dict) and "exit_code" in said:
+        assert said["exit_code"] == code
+        del said["exit_code"]
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(said, schema)

@@ -1,0 +1,136 @@
+"""Write the generated pages of `docs/reference/`: command line, tables, feature sets.
+
+`python tests/make_docs.py docs/reference`
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typer.main import get_command
+
+from tracefit.cli import app
+from tracefit.features.sets import BUILT_IN
+from tracefit.tables.schema import TABLES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+GENERATED = "<!-- written by `make docs`; change the code it describes instead -->"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |" for cells in lines)
+
+
+def cli_page() -> str:
+    """Describe every command with every argument and option."""
+    group = get_command(app)
+    everywhere = {"config", "log_level"}
+    parts = ["# Command line", GENERATED, group.help or "", _options(p for p in group.params)]
+    parts.append("`--config` and `--log-level` may stand before or after the name of a command.")
+    for name, command in group.commands.items():
+        own = [p for p in command.params if p.name not in everywhere]
+        usage = " ".join(["tracefit", name, *(_usage(p) for p in own if p.required), "[OPTIONS]"])
+        arguments = [p for p in own if p.param_type_name == "argument"]
+        parts += [f"## tracefit {name}", command.help or "", f"```text\n{usage}\n```"]
+        if arguments:
+            parts.append(table(("argument", "what"), [(_metavar(p), _text(p)) for p in arguments]))
+        parts.append(_options(p for p in own if p.param_type_name == "option"))
+        parts.append(f"With `--json` it prints what `schemas/results/{name}.schema.json` describes.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _usage(param: Any) -> str:
+    if param.param_type_name == "argument":
+        return _metavar(param)
+    return f"{max(param.opts, key=len)} {param.name.upper()}"
+
+
+def _metavar(param: Any) -> str:
+    return param.name.upper() + ("..." if param.nargs == -1 else "")
+
+
+def _text(param: Any) -> str:
+    return " ".join((param.help or "").split())
+
+
+def _options(params: Iterable[Any]) -> str:
+    rows = [
+        (
+            ", ".join(f"`{o}`" for o in param.opts),
+            f"`{param.envvar}`" if param.envvar else "",
+            _default(param),
+            _text(param),
+        )
+        for param in params
+        if param.name != "help"
+    ]
+    return table(("option", "environment", "default", "what"), rows)
+
+
+def _default(param: Any) -> str:
+    value = param.default
+    if param.required:
+        return "required"
+    if value is None or value is False or callable(value) or value in ([], ()):
+        return ""
+    return f"`{value.value if isinstance(value, Enum) else value}`"
+
+
+def tables_page() -> str:
+    """Describe every table with every column."""
+    parts = [
+        "# Tables",
+        GENERATED,
+        (
+            "Parquet, zstd, `TABLES/<table>/run_id=<run>/part-<content hash>.parquet`, sorted by their key. A missing value is "
+            "null, never 0 or an empty string. Times are nanoseconds on the engine's monotonic clock unless the name says "
+            "`unix`."
+        ),
+    ]
+    for one in TABLES.values():
+        rows = [(f"`{c.name}`", c.kind, c.unit or "", c.doc) for c in one.columns]
+        more = (
+            "\n\nFurther columns, float64, are the features that the models were offered."
+            if one.open_ended
+            else ""
+        )
+        parts.append(f"## {one.name}\n\n{one.doc}. Sorted by {', '.join(f'`{k}`' for k in one.key)}.{more}")
+        parts.append(table(("column", "type", "unit", "what"), rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def features_page() -> str:
+    """Describe every built-in feature set with every feature."""
+    parts = [
+        "# Feature sets",
+        GENERATED,
+        (
+            "A feature is a formula over table columns; sets are declared, and `--features FILE` takes one of your own in YAML "
+            "or JSON. `tracefit features` prints this."
+        ),
+    ]
+    for one in BUILT_IN.values():
+        rows = [(f"`{f.name}`", f.unit, f"`{f.formula}`", f.reason) for f in one.features]
+        parts += [f"## {one.name}", table(("feature", "unit", "formula", "reason"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+PAGES = {"cli.md": cli_page, "tables.md": tables_page, "features.md": features_page}
+
+
+def main(folder: Path) -> None:
+    """Write every page below `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, page in PAGES.items():
+        (folder / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
