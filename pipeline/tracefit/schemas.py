@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter
 
+from tracefit.coefficients.answers import RequestAnswer, StepAnswer
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.model import CoefficientFile
 from tracefit.features.sets import FeatureSet
 from tracefit.tables.schema import TABLES, Table
 from tracefit.verbs.inspect import Inspection
+from tracefit.verbs.predict import RowsAnswer
 from tracefit.verbs.results import IngestResult, RunResult, SynthResult, TrainResult
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ RESULTS: dict[str, Any] = {
     "train": TrainResult,
     "features": list[FeatureSet],
     "synth": SynthResult,
+    "predict": StepAnswer | RequestAnswer | RowsAnswer,
 }
 """Command to what it prints with `--json`."""
 

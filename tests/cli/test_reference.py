@@ -73,13 +73,14 @@ COMMANDS = {
     "train": ("{out}/tables", "--out", "{out}"),
     "features": ("batch",),
     "synth": ("--out", "{out}", "--requests", "3"),
+    "predict": ("{shipped}", "--scope", "llama-3.1-8b", "--batch", "32", "--context", "1500"),
 }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_json_is_what_its_schema_says(tracefit, tmp_path, runs, quick, command):
     def call(name):
-        arguments = [a.format(runs=runs, out=tmp_path) for a in COMMANDS[name]]
+        arguments = [a.format(runs=runs, out=tmp_path, shipped=ROOT / "models") for a in COMMANDS[name]]
         return tracefit(name, *arguments, "--json")
 
     if command == "train":
