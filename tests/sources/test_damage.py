@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import random
 import tracemalloc
 import zlib
@@ -8,7 +9,7 @@ import zlib
 import pyarrow as pa
 import pytest
 
-from tracefit.sources import Frame, Reject, compression, framing, json_records, limits
+from tracefit.sources import Frame, Reject, compression, framing, json_records, limits, zstd_frames
 
 
 def texts_of(otlp, items):
@@ -200,3 +201,83 @@ def test_a_hostile_file_is_not_looked_at_for_ever(otlp, monkeypatch):
 def test_limits_are_those_stated():
     assert limits.MAX_RECORD_BYTES == 256 << 20
     assert limits.MAX_EXPANSION >= 1000
+
+
+@pytest.mark.parametrize("how", ["gzip", "zstd"])
+@pytest.mark.parametrize("rubbish", [b"", b"rubbish", "magic"])
+def test_reading_goes_on_behind_a_damaged_member_or_frame(otlp, lines, how, rubbish):
+    pack, magic = {
+        "gzip": (gzip.compress, b"\x1f\x8b\x08\x00"),
+        "zstd": (otlp.zstd, b"\x28\xb5\x2f\xfd\x20"),
+    }[how]
+    parts = [pack(b"".join(line + b"\n" for line in lines[n : n + 10])) for n in range(0, 40, 10)]
+    middle = len(parts[1]) // 2
+    for at in (0, 1, 4, 6, 12, middle, len(parts[1]) - 5):
+        broken = parts[1][:at] + bytes([parts[1][at] ^ 0xFF, parts[1][at + 1] ^ 0x5A]) + parts[1][at + 2 :]
+        extra = magic * 3 if rubbish == "magic" else rubbish
+        items = otlp.frames_of(parts[0] + broken + extra + parts[2] + parts[3])
+        found = texts_of(otlp, items)
+        assert found[:10] == lines[:10]
+        assert found[-19:] == lines[21:40], at  # the first behind the damage may be glued to what is before
+        assert lines[20] in found or any(text.endswith(lines[20]) for text in found)
+        gaps = [item.reason for item in items if isinstance(item, Reject) and "read on" in item.reason]
+        assert len(gaps) == 1 or (
+            at > 1 and not gaps
+        )  # not every byte matters, and zstd has no checksum here
+        assert all(how in reason for reason in gaps)
+
+
+@pytest.mark.parametrize("how", ["gzip", "zstd"])
+def test_a_cut_member_before_a_whole_one_is_not_the_end(otlp, lines, how):
+    """A restarted exporter appends to a file that was cut."""
+    pack = {"gzip": gzip.compress, "zstd": otlp.zstd}[how]
+    first = pack(lines[0] + b"\n" + lines[1] + b"\n")
+    for cut in range(len(first) - 200, len(first), 7):
+        items = otlp.frames_of(first[:cut] + pack(lines[2] + b"\n" + lines[3] + b"\n"))
+        found = texts_of(otlp, items)
+        assert found[0] == lines[0] or how == "zstd"  # a block of zstd is had as a whole or not at all
+        assert found[-1] == lines[3]
+        assert found[-2].endswith(lines[2])
+
+
+@pytest.mark.parametrize("how", ["gzip", "zstd"])
+def test_a_file_of_nothing_but_beginnings_is_not_looked_at_for_ever(otlp, monkeypatch, how):
+    monkeypatch.setattr(compression, "MAX_GUESSES", 100)
+    magic = {"gzip": b"\x1f\x8b\x08\x00", "zstd": b"\x28\xb5\x2f\xfd\x20"}[how]
+    items = otlp.frames_of(magic * 200_000)
+    assert len(items) <= 101
+
+
+@pytest.mark.parametrize(
+    ("header", "blocks", "size"),
+    [
+        (b"\x20\x05", b"\x29\x00\x00hello", 14),  # single segment of 5 bytes, one raw block, the last
+        (
+            b"\x00\x58",
+            b"\x28\x00\x00hello\x03\x00\x00x",
+            18,
+        ),  # a window; a raw block, then an RLE block of none
+        (b"\x24\x05", b"\x29\x00\x00hello\x01\x02\x03\x04", 18),  # with a checksum
+        (
+            b"\xe7\1\0\0\0\5\0\0\0\0\0\0\0",
+            b"\x29\x00\x00hello\x01\x02\x03\x04",
+            29,
+        ),  # dictionary id, 8-byte size
+    ],
+)
+def test_zstd_frames_end_where_rfc_8878_says(header, blocks, size):
+    frame = zstd_frames.ZSTD_MAGIC + header + blocks
+    assert len(frame) == size
+    for before in (0, 7):
+        data = b"x" * before + frame
+        assert zstd_frames.frame_end(io.BytesIO(data), before) == len(data)
+        assert zstd_frames.frame_end(io.BytesIO(data + b"more"), before) == len(data)
+        for cut in range(1, size):
+            assert zstd_frames.frame_end(io.BytesIO(data[:-cut]), before) == -1
+
+
+def test_skippable_frames_of_zstd_hold_nothing(otlp, lines):
+    skippable = b"\x53\x2a\x4d\x18" + (300).to_bytes(4, "little") + bytes(300)
+    assert zstd_frames.frame_end(io.BytesIO(skippable), 0) == 308
+    packed = otlp.zstd(lines[0] + b"\n") + skippable + otlp.zstd(lines[1] + b"\n")
+    assert texts_of(otlp, otlp.frames_of(packed)) == lines[:2]

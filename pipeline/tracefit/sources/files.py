@@ -127,7 +127,7 @@ class _Reading(io.RawIOBase):
                 f"cannot be read beyond byte {self._position} ({reason_of(error)})", where=self._name
             ) from error
         self._position += len(data)
-        if self._position > self._farthest:
+        if data and self._position > self._farthest:
             if self._on_read:
                 self._on_read(self._position - self._farthest)
             self._farthest = self._position

@@ -70,6 +70,8 @@ def read_frames(
                 refuse_other_signal(source.name, signal_of(item))
             last = item
             yield item
+            yield from _gaps(window, source)
+        yield from _gaps(window, source)
         if window.damage and not _reports_the_end(last, window):
             yield Reject(source.name, window.offset, 0, window.damage)
 
@@ -112,6 +114,13 @@ def refuse_other_signal(name: str, signal: wire.Signal) -> None:
     """
     if signal != "traces":
         raise DataError(f"holds OTLP {signal}, not traces", where=name, hint="leave it out of the input")
+
+
+def _gaps(window: Window, source: Source) -> Iterator[Reject]:
+    """Report what the decompressor had to leave out; its size is not known."""
+    while window.gaps:
+        offset, reason = window.gaps.pop(0)
+        yield Reject(source.name, offset, 0, reason)
 
 
 def _reports_the_end(item: Frame | Reject | None, window: Window) -> bool:

@@ -6,8 +6,9 @@ import re
 from typing import TYPE_CHECKING
 
 from tracefit.sources import wire
-from tracefit.sources.compression import ZSTD_MAGIC, DamagedStreamError, unzstd_record
+from tracefit.sources.compression import DamagedStreamError, unzstd_record
 from tracefit.sources.limits import HEAD_BYTES, MAX_GUESSES, MAX_RECORD_BYTES
+from tracefit.sources.zstd_frames import ZSTD_MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

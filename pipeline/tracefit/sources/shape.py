@@ -6,10 +6,10 @@ import re
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.sources import wire
-from tracefit.sources.compression import ZSTD_MAGIC
 from tracefit.sources.excerpt import is_json
 from tracefit.sources.framing import LENGTH_BYTES, FrameFinder, is_frame_at, next_zstd_frame
 from tracefit.sources.limits import HEAD_BYTES, MAX_RECORD_BYTES
+from tracefit.sources.zstd_frames import ZSTD_MAGIC
 
 if TYPE_CHECKING:
     from tracefit.sources.window import Window

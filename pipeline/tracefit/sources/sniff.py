@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tracefit.sources.compression import GZIP_MAGIC, ZSTD_MAGIC, decompressed
+from tracefit.sources.compression import GZIP_MAGIC, Gap, decompressed
 from tracefit.sources.frames import records_of, signal_of
 from tracefit.sources.limits import HEAD_BYTES
 from tracefit.sources.records import Encoding, Frame, Source
 from tracefit.sources.shape import TRACES_KEY, Shape, other_signal_of, tell_shape
 from tracefit.sources.window import Window
+from tracefit.sources.zstd_frames import ZSTD_MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,9 +97,11 @@ def sniff(file: TraceFile) -> Contents:
     return Contents(shape, first.encoding, compression, signal_of(first))
 
 
-def _beginning(chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _beginning(chunks: Iterator[bytes | Gap]) -> Iterator[bytes]:
     left = SNIFF_BYTES
     for chunk in chunks:
+        if isinstance(chunk, Gap):
+            return
         yield chunk[:left]
         left -= len(chunk)
         if left <= 0:

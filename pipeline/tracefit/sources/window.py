@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tracefit.sources.compression import DamagedStreamError
+from tracefit.sources.compression import DamagedStreamError, Gap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,14 +16,16 @@ class Window:
     Attributes:
         offset: Bytes taken so far: where in the stream the buffer begins.
         damage: Why the stream ended before its end, once that is known.
+        gaps: Where in the stream something is missing and why, as far as it was read; whoever reports them empties it.
     """
 
-    def __init__(self, chunks: Iterator[bytes]) -> None:
+    def __init__(self, chunks: Iterator[bytes | Gap]) -> None:
         self._chunks = chunks
         self._buffer = bytearray()
         self._ended = False
         self.offset = 0
         self.damage: str | None = None
+        self.gaps: list[tuple[int, str]] = []
 
     def __len__(self) -> int:
         return len(self._buffer)
@@ -36,7 +38,11 @@ class Window:
 
     def _read(self) -> None:
         try:
-            self._buffer += next(self._chunks)
+            chunk = next(self._chunks)
+            if isinstance(chunk, Gap):
+                self.gaps.append((self.offset + len(self._buffer), chunk.reason))
+            else:
+                self._buffer += chunk
         except StopIteration:
             self._ended = True
         except DamagedStreamError as error:
