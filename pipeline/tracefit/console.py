@@ -72,6 +72,9 @@ class Terminal:
         _log.info("%s", text)
         self._show()
 
+    def expect(self, size_bytes: int) -> None:
+        """Show nothing yet."""
+
     def read(self, size_bytes: int) -> None:
         """Show how much has been read."""
         self._bytes += size_bytes

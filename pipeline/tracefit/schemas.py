@@ -17,6 +17,7 @@ from tracefit.coefficients.answers import RequestAnswer, StepAnswer
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.model import CoefficientFile
 from tracefit.features.sets import FeatureSet
+from tracefit.tables.manifest import Manifest
 from tracefit.tables.schema import TABLES, Table
 from tracefit.verbs.inspect import Inspection
 from tracefit.verbs.predict import RowsAnswer
@@ -31,6 +32,7 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _FILES: dict[str, type[BaseModel]] = {
     "coefficients.schema.json": CoefficientFile,
     "evaluation.schema.json": Evaluation,
+    "manifest.schema.json": Manifest,
 }
 RESULTS: dict[str, Any] = {
     "run": RunResult,

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tracefit.errors import DataError, UsageError
+from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import ROW_GROUP_ROWS, TableStore
 from tracefit.verbs.ingest import ServerOptions, ingest
 from tracefit.verbs.train import train
@@ -50,7 +51,7 @@ def test_the_same_contents_replace_the_run(tmp_path, traces):
     for gpu in ("A100", "H100"):
         result = ingest([folder], tmp_path / "tables", server=ServerOptions(gpu=gpu))
     assert result.warnings == ()
-    assert [len(list(table.rglob("*.parquet"))) for table in (tmp_path / "tables").iterdir()] == [1] * 8
+    assert [len(list((tmp_path / "tables" / name).rglob("*.parquet"))) for name in INGEST_TABLES] == [1] * 8
     assert "H100" in TableStore(tmp_path / "tables").read("runs")["gpu"].item()
 
 

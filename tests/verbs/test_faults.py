@@ -51,8 +51,8 @@ def test_three_requests_are_too_few(tmp_path, traces, files_in):
     line = _refused(DataError, [traces.write(tmp_path / "run")], tmp_path / "out")
     assert "30" in line
     left = files_in(tmp_path / "out")
-    assert all(name.startswith("tables/") and name.endswith(".parquet") for name in left)
-    assert not list((tmp_path / "out").rglob(".*"))
+    assert all(name.startswith("tables/") and name.endswith((".parquet", ".arrow", ".json")) for name in left)
+    assert not list((tmp_path / "out").rglob(".writing-*"))
 
 
 def test_an_unknown_gpu_lists_the_known_ones(tmp_path, traces):

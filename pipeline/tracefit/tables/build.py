@@ -1,22 +1,39 @@
-"""Decoded span batches of one run to its span, journey, step and snapshot tables."""
+"""Staged parts of one run to its published tables, in windows: memory does not grow with the run.
+
+The parts are gone over twice: once for the clock and the step counter alone, which tell restarts, and once for
+everything. Rows leave in the order of their table, through sorts that keep on disk what does not fit into memory.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.otlp.batch import REJECT_COLUMNS, SpanBatch
 from tracefit.tables import dialects, schema
-from tracefit.tables.clocks import on_core_clock, tell_apart
-from tracefit.tables.epochs import assign_epochs
+from tracefit.tables.clocks import on_core_clock
+from tracefit.tables.epochs import MARKS, EpochScanner, in_epoch, marks_of
+from tracefit.tables.external_sort import ExternalSort
+from tracefit.tables.requests import (
+    api_requests,
+    cached_prompt_tokens,
+    core_requests,
+    first_hits,
+    join_requests,
+)
+from tracefit.tables.resolve import Facts, resolve
+from tracefit.tables.rows import NO_CLOCK
+from tracefit.tables.runs import RunTally
+from tracefit.tables.staging import read_staged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
-UNKNOWN_SERVER = "unknown"
+    from tracefit.tables.manifest import ReadFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +43,6 @@ class IngestCounts:
     spans: int = 0
     other_spans: int = 0
     duplicate_spans: int = 0
-    dropped_events: int = 0
     dropped_attributes: int = 0
     rejects: int = 0
     moved_events: int = 0
@@ -34,298 +50,195 @@ class IngestCounts:
     events: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class EventTables:
-    """Tables straight from the events of one run, conformed to their schema, and the counts."""
+def build_tables(
+    files: Sequence[ReadFile],
+    *,
+    run_id: str,
+    stage: Path,
+    scratch: Path,
+    write: Callable[[str, pl.DataFrame], None],
+    run_columns: Mapping[str, str | int | None],
+) -> IngestCounts:
+    """Build every table of a run but `timeline` and the training frames.
 
-    spans: pl.DataFrame
-    journey_events: pl.DataFrame
-    steps: pl.DataFrame
-    request_snapshots: pl.DataFrame
-    rejects: pl.DataFrame
-    api_spans: pl.DataFrame
-    """trace_id, span_id, request_id, route, prompt_tokens, completion_tokens, max_tokens of `llm_request` spans."""
-    counts: IngestCounts
+    Args:
+        files: What was read, with its staged parts, in the order of their names.
+        run_id: The run.
+        stage: The folder of staged parts.
+        scratch: A folder for what does not fit into memory.
+        write: Takes the next rows of a table, in order; called at least once for every table.
+        run_columns: What the `runs` table says of the whole run, beside what is counted here.
 
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    spans: pl.DataFrame
-    attributes: pl.DataFrame
-    events: Mapping[str, pl.DataFrame]
-    rejects: pl.DataFrame
-
-
-def build_event_tables(batches: Iterable[SpanBatch], *, run_id: str) -> EventTables:
-    """Turn all span batches of one run into its event tables.
-
-    A span is its (trace_id, span_id): one that was read twice counts once. Spans of other scopes are counted and
-    left out. An event without the fields that place it (step id, clock) becomes a reject.
+    Returns:
+        The counts; a run without a single span of the vLLM scopes is not written at all.
     """
-    joined = _join_batches(batches)
-    ours = joined.spans.filter(pl.col("scope").is_in(dialects.VLLM_SCOPES))
-    kept = ours.unique(["trace_id", "span_id"], keep="first", maintain_order=True)
-    kept = _with_server(kept, joined.events)
-    kept = kept.join(_wide_attributes(joined.attributes, _REQUEST_ATTRIBUTES), on="span_row", how="left")
-    events = _events_of(kept, joined.events)
-
-    journeys, bad_journeys = _journey_events(events)
-    journeys, moved = on_core_clock(journeys)
-    steps, bad_steps = _split_complete(
-        _table_of(events.get(dialects.STEP_EVENT), dialects.STEP_KEYS, schema.STEPS),
-        ("step_id", "ts_start_ns"),
-        "step.BATCH_SUMMARY without step.id or step.ts_start_ns",
-    )
-    snapshots, bad_snapshots = _split_complete(
-        _table_of(events.get(dialects.SNAPSHOT_EVENT), dialects.SNAPSHOT_KEYS, schema.REQUEST_SNAPSHOTS),
-        ("step_id", "request_id"),
-        "step.REQUEST_SNAPSHOT without step.id or request.id",
-    )
-    journeys, steps, snapshots = assign_epochs(journeys, steps, snapshots)
-    rejects = pl.concat([joined.rejects, bad_journeys, bad_steps, bad_snapshots], how="vertical")
-    run = pl.lit(run_id).alias("run_id")
-    counts = IngestCounts(
-        spans=kept.height,
-        other_spans=joined.spans.height - ours.height,
-        duplicate_spans=ours.height - kept.height,
-        dropped_events=int(kept["dropped_events"].sum() or 0),
-        dropped_attributes=int(kept["dropped_attributes"].sum() or 0),
-        rejects=rejects.height,
-        moved_events=moved,
-        events=tuple(sorted((name, frame.height) for name, frame in events.items() if frame.height)),
-    )
-    return EventTables(
-        spans=schema.SPANS.conform(_spans_table(kept, joined.attributes).with_columns(run)),
-        journey_events=schema.JOURNEY_EVENTS.conform(journeys.with_columns(run)),
-        steps=schema.STEPS.conform(steps.with_columns(run)),
-        request_snapshots=schema.REQUEST_SNAPSHOTS.conform(snapshots.with_columns(run)),
-        rejects=schema.REJECTS.conform(rejects.with_columns(run)),
-        api_spans=kept.filter(pl.col("scope") == dialects.API_SCOPE),
-        counts=counts,
-    )
+    parts = [(file.path, part.name) for file in files for part in file.parts]
+    facts = resolve(stage, [name for _, name in parts])
+    other_spans = sum(part.other_spans for file in files for part in file.parts)
+    starts = _epoch_starts(stage, parts, facts, scratch)
+    run = _Run(run_id, scratch, starts)
+    for (path, name), known in zip(parts, facts, strict=True):
+        run.add(_Part(stage, name, path, known))
+    if not run.counts["spans"]:
+        return IngestCounts(other_spans=other_spans, rejects=run.rejects.rows)
+    counts = run.sum_up(other_spans=other_spans, spans_read=sum(f.spans_read for f in facts))
+    run.finish(counts, write, run_columns)
+    return counts
 
 
-def _join_batches(batches: Iterable[SpanBatch]) -> _Joined:
-    """Concatenate batches; `span_row` becomes unique over the whole run."""
-    spans: list[pl.DataFrame] = []
-    attributes: list[pl.DataFrame] = []
-    events: dict[str, list[pl.DataFrame]] = {}
-    rejects: list[tuple[object, ...]] = []
-    offset = 0
-    for batch in batches:
-        shift = (pl.col("span_row") + offset).cast(pl.UInt32)
-        spans.append(batch.spans.with_columns(shift))
-        attributes.append(batch.attributes.with_columns(shift))
-        for name, frame in batch.events.items():
-            events.setdefault(name, []).append(frame.with_columns(shift))
-        rejects += [(r.source_file, r.source_offset, r.length, r.reason, r.excerpt) for r in batch.rejects]
-        offset += batch.spans.height
-    empty = SpanBatch.empty()
-    return _Joined(
-        spans=pl.concat(spans or [empty.spans]),
-        attributes=pl.concat(attributes or [empty.attributes]),
-        # Batches may disagree on an attribute's type (an int here, a string there): the wider type holds both.
-        events={n: pl.concat(_align(f), how="diagonal_relaxed") for n, f in events.items()},
-        rejects=pl.DataFrame(rejects, schema=REJECT_COLUMNS, orient="row"),
-    )
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One staged part, and what is known of its spans."""
+
+    stage: Path
+    name: str
+    source_file: str
+    facts: Facts
+
+    def read(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
+        """Return rows of the spans that count, with their facts."""
+        rows = read_staged(self.stage, self.name, kind, columns)
+        facts = self.facts.spans.with_columns(pl.col("server").cast(pl.String))
+        if "server" in rows.columns:
+            rows = rows.drop("server")
+        return rows.join(facts, on="row", how="inner", maintain_order="left")
+
+    def journeys(self, columns: Sequence[str] | None = None) -> tuple[pl.DataFrame, pl.DataFrame, int]:
+        """Return journey events on the engine's clock, rows of those without one, and how many were moved."""
+        rows = self.read("journeys", columns)
+        # A layer that stamps wall-clock time alone still has a place on the engine's clock: their difference is constant.
+        rows = rows.with_columns(ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - pl.col("server_zero")))
+        placed = rows.filter(pl.col("ts_ns").is_not_null())
+        lost = rows.filter(pl.col("ts_ns").is_null()).select("row", reason=pl.lit(NO_CLOCK))
+        placed, moved = on_core_clock(placed)
+        return placed, lost, moved
 
 
-def _align(frames: list[pl.DataFrame]) -> list[pl.DataFrame]:
-    """Cast columns that are strings in one frame and something else in another to strings in all."""
-    kinds: dict[str, set[pl.DataType]] = {}
-    for frame in frames:
-        for name, dtype in frame.schema.items():
-            kinds.setdefault(name, set()).add(dtype)
-    mixed = [n for n, k in kinds.items() if len(k) > 1 and not all(d.is_numeric() for d in k)]
-    return [f.with_columns(pl.col(n).cast(pl.String) for n in mixed if n in f.columns) for f in frames]
-
-
-_REQUEST_ATTRIBUTES = {
-    "request_id": "gen_ai.request.id",
-    "route": "http.route",
-    "api_prompt_tokens": "gen_ai.usage.prompt_tokens",
-    "api_completion_tokens": "gen_ai.usage.completion_tokens",
-    "api_max_tokens": "gen_ai.request.max_tokens",
-    "model": "gen_ai.response.model",
-}
-
-
-def _wide_attributes(attributes: pl.DataFrame, keys: Mapping[str, str]) -> pl.DataFrame:
-    """Long attributes to one row per span with one string column per wanted key."""
-    wanted = attributes.filter(pl.col("key").is_in(list(keys.values())))
-    return wanted.group_by("span_row").agg(
-        pl.col("value").filter(pl.col("key") == key).last().alias(name) for name, key in keys.items()
-    )
-
-
-def _with_server(spans: pl.DataFrame, events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
-    """Name each span's server.
-
-    The API process and the engine core are two processes and, with newer SDKs, two service.instance.ids: an API
-    span belongs to the server of the core span under it. Without one it goes to the only engine there is, if so.
-    Engines that share a name get one each.
-    """
-    own = pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER))
-    spans = spans.with_columns(server=own)
-    is_api = pl.col("scope") == dialects.API_SCOPE
-    apart = tell_apart(spans.filter(~is_api), _engine_marks(events))
-    spans = spans.join(apart, on="span_row", how="left", suffix="_apart", maintain_order="left")
-    spans = spans.with_columns(server=pl.coalesce("server_apart", "server")).drop("server_apart")
-    engines = spans.filter(~is_api)
-    parents = (
-        spans.filter(pl.col("scope") == dialects.CORE_SCOPE)
-        .select("trace_id", pl.col("parent_span_id").alias("span_id"), pl.col("server").alias("engine"))
-        .unique(["trace_id", "span_id"], keep="first", maintain_order=True)
-    )
-    names = engines["server"].unique()
-    only = pl.lit(names[0] if len(names) == 1 else None, pl.String)
-    inherited = pl.coalesce("engine", only, "server")
-    return (
-        spans.join(parents, on=["trace_id", "span_id"], how="left", maintain_order="left")
-        .with_columns(server=pl.when(is_api).then(inherited).otherwise("server"))
-        .drop("engine")
-    )
-
-
-def _engine_marks(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
-    """Clock and step counter of the engines' events, for `tell_apart`."""
-    steps = {dialects.STEP_EVENT: dialects.STEP_KEYS, dialects.SNAPSHOT_EVENT: dialects.SNAPSHOT_KEYS}
-    parts = [
-        events[name].select(
-            "span_row",
-            "unix_ns",
-            ts_ns=_pick(events[name], keys.get("ts_start_ns", ()), pl.Int64()),
-            step=_pick(events[name], keys["step_id"], pl.Int64()),
-            is_summary=pl.lit(name == dialects.STEP_EVENT),
-        )
-        for name, keys in steps.items()
-        if name in events
-    ]
-    spelled = {
-        s: kind.event for kind in dialects.JOURNEY_EVENTS if kind.layer == "core" for s in kind.spellings
-    }
-    for name in sorted(spelled.keys() & events.keys()):
-        # Inside a step's schedule() or, for all others, after its execution.
-        late = 0 if spelled[name] in ("SCHEDULED", "PREEMPTED") else 1
-        frame = events[name]
-        step = _pick(frame, dialects.JOURNEY_KEYS["step_id"], pl.Int64()) + late
-        parts.append(
-            frame.select(
-                "span_row", "unix_ns", ts_ns=_ts_ns(frame), step=step, is_summary=pl.lit(value=False)
-            )
-        )
-    types = {
-        "span_row": pl.UInt32,
-        "unix_ns": pl.Int64,
-        "ts_ns": pl.Int64,
-        "step": pl.Int64,
-        "is_summary": pl.Boolean,
-    }
-    marks = pl.concat([pl.DataFrame(schema=types), *parts], how="vertical_relaxed")
-    return marks.with_columns(unix_ns=pl.when(pl.col("unix_ns") > 0).then("unix_ns"))
-
-
-_CARRIED = ("trace_id", "span_id", "scope", "server", "request_id", "source_file", "source_offset")
-
-
-def _events_of(spans: pl.DataFrame, events: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
-    """Keep the events of the spans that were kept, with what identifies their span (prefixed `span.`)."""
-    carried = spans.select("span_row", *(pl.col(c).alias(f"span.{c}") for c in _CARRIED))
-    joined = {name: frame.join(carried, on="span_row", how="inner") for name, frame in events.items()}
-    return {name: frame for name, frame in joined.items() if frame.height}
-
-
-def _pick(frame: pl.DataFrame, keys: tuple[str, ...], dtype: pl.DataType) -> pl.Expr:
-    """Return the first of `keys` the frame has, cast to `dtype`; null where none is."""
-    present = [pl.col(k).cast(dtype, strict=False) for k in keys if k in frame.columns]
-    return pl.coalesce(present) if present else pl.lit(None, dtype)
-
-
-def _table_of(
-    frame: pl.DataFrame | None, keys: Mapping[str, tuple[str, ...]], table: schema.Table
+def _epoch_starts(
+    stage: Path, parts: Sequence[tuple[str, str]], facts: Sequence[Facts], scratch: Path
 ) -> pl.DataFrame:
-    """Map attribute columns to table columns; `unix_ns`, server and source come along."""
-    if frame is None:
-        base = {"server": pl.String, "unix_ns": pl.Int64, "source_file": pl.String, "source_offset": pl.Int64}
-        types = {c.name: c.polars for c in table.columns if c.name in keys}
-        return pl.DataFrame(schema={**types, **base})
-    types = {c.name: c.polars for c in table.columns}
-    return frame.select(
-        *(_pick(frame, aliases, types[name]).alias(name) for name, aliases in keys.items()),
-        pl.col("span.server").alias("server"),
-        pl.when(pl.col("unix_ns") > 0).then("unix_ns").alias("unix_ns"),
-        pl.col("span.source_file").alias("source_file"),
-        pl.col("span.source_offset").alias("source_offset"),
-    )
+    """Go over the marks of the whole run in the order of their clock."""
+    marks = ExternalSort(scratch, key=("clock",), order=("clock", "server", "step_id", "exact"))
+    marks.add(pl.DataFrame(schema=MARKS))
+    for (path, name), known in zip(parts, facts, strict=True):
+        part = _Part(stage, name, path, known)
+        steps = part.read("steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
+        journeys, _, _ = part.journeys(("row", "unix_ns", "ts_ns", "step_id", "layer"))
+        marks.add(marks_of(steps, journeys))
+    scanner = EpochScanner()
+    for window in marks.windows():
+        scanner.feed(window)
+    return scanner.starts()
 
 
-def _journey_events(events: Mapping[str, pl.DataFrame]) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Collect the events of both layers, whatever their spelling."""
-    parts = [
-        _journey_part(frame, kind) for kind in dialects.JOURNEY_EVENTS for frame in _spelled(events, kind)
-    ]
-    ids = {"trace_id": pl.String, "span_id": pl.String, "request_id": pl.String}
-    marks = {"layer": pl.String, "event": pl.String, "ts_ns": pl.Int64}
-    nothing = _table_of(None, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
-    nothing = nothing.with_columns(
-        pl.lit(None, dtype).alias(name) for name, dtype in {**ids, **marks}.items()
-    )
-    rows = pl.concat([nothing, *parts], how="diagonal")
-    # A layer that stamps wall-clock time alone still has a place on the engine's clock: their difference is constant.
-    shift = (pl.col("unix_ns") - pl.col("ts_ns")).median().over("server").cast(pl.Int64)
-    rows = rows.with_columns(ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - shift))
-    return _split_complete(rows, ("ts_ns",), "journey event without a time on the engine's clock")
+@dataclass(slots=True)
+class _Run:
+    """The rows of a run on their way to the tables."""
 
+    run_id: str
+    scratch: Path
+    starts: pl.DataFrame
+    counts: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+    sorts: dict[str, ExternalSort] = field(default_factory=dict)
+    cached: list[pl.DataFrame] = field(default_factory=list)
+    layer_columns: dict[str, list[str]] = field(default_factory=dict)
 
-def _spelled(events: Mapping[str, pl.DataFrame], kind: dialects.JourneyEvent) -> list[pl.DataFrame]:
-    scope = dialects.LAYER_SCOPES[kind.layer]
-    frames = [events[s].filter(pl.col("span.scope") == scope) for s in kind.spellings if s in events]
-    return [f for f in frames if f.height]
+    @property
+    def rejects(self) -> ExternalSort:
+        """The rejects so far."""
+        return self._sort("rejects")
 
+    def add(self, part: _Part) -> None:
+        """Take one part apart."""
+        spans = part.read("spans").with_columns(source_file=pl.lit(part.source_file))
+        self.counts["spans"] += spans.height
+        self.counts["dropped_attributes"] += int(spans["dropped_attributes"].sum() or 0)
+        counted = part.read("events").group_by("name").agg(pl.col("count").sum())
+        self.events.update(dict(counted.iter_rows()))
+        self._take("spans", spans)
+        steps = part.read("steps")
+        self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
+        snapshots = in_epoch(part.read("snapshots"), self.starts, None)
+        self._take("request_snapshots", snapshots)
+        self.cached.append(cached_prompt_tokens(snapshots))
+        journeys, lost, moved = part.journeys()
+        self.counts["moved"] += moved
+        self._add_journeys(in_epoch(journeys, self.starts, "ts_ns"), spans)
+        self._add_rejects(part, spans, lost)
 
-def _journey_part(frame: pl.DataFrame, kind: dialects.JourneyEvent) -> pl.DataFrame:
-    table = _table_of(frame, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
-    ids = frame.select(
-        *(pl.col(f"span.{c}").alias(c) for c in ("trace_id", "span_id", "request_id")), ts_ns=_ts_ns(frame)
-    )
-    return pl.concat([table, ids], how="horizontal").with_columns(
-        layer=pl.lit(kind.layer), event=pl.lit(kind.event)
-    )
+    def _add_journeys(self, journeys: pl.DataFrame, spans: pl.DataFrame) -> None:
+        ids = spans.select("row", "trace_id", "span_id", "parent_span_id", "request_id")
+        journeys = journeys.join(ids, on="row", how="left", maintain_order="left")
+        self._take("journey_events", journeys)
+        api_spans = spans.filter(pl.col("scope") == dialects.API_SCOPE)
+        layers = {"core": core_requests(journeys), "api": api_requests(journeys, api_spans)}
+        self.layer_columns = {side: frame.columns for side, frame in layers.items()}
+        both = pl.concat([f.with_columns(side=pl.lit(s)) for s, f in layers.items()], how="diagonal")
+        self._sort("layers").add(both)
 
+    def _add_rejects(self, part: _Part, spans: pl.DataFrame, lost: pl.DataFrame) -> None:
+        places = spans.select("row", "source_offset")
+        bad = pl.concat([part.read("incomplete").select("row", "reason"), lost]).join(
+            places, on="row", how="inner"
+        )
+        rejects = read_staged(part.stage, part.name, "rejects")
+        rows = pl.concat([rejects, bad.select("source_offset", "reason", excerpt=pl.lit(""))], how="diagonal")
+        self._take("rejects", rows.with_columns(source_file=pl.lit(part.source_file)))
 
-def _ts_ns(frame: pl.DataFrame) -> pl.Expr:
-    """Time of journey events on the engine's clock."""
-    exact = _pick(frame, dialects.TS_NS_KEYS, pl.Int64())
-    seconds = _pick(frame, dialects.TS_S_KEYS, pl.Float64())
-    # Older builds write 0 where they have no nanoseconds.
-    return pl.coalesce(pl.when(exact > 0).then(exact), (seconds * 1e9).round().cast(pl.Int64, strict=False))
+    def _take(self, name: str, rows: pl.DataFrame) -> None:
+        self._sort(name).add(schema.TABLES[name].shape(rows.with_columns(run_id=pl.lit(self.run_id))))
 
+    def _sort(self, name: str) -> ExternalSort:
+        if name not in self.sorts:
+            table = schema.TABLES.get(name)
+            # The first column of a key is the run's.
+            key = table.key[1:5] if table else ("trace_id",)
+            order = table.order[1:] if table else key
+            self.sorts[name] = ExternalSort(self.scratch, key, order)
+        return self.sorts[name]
 
-def _split_complete(
-    frame: pl.DataFrame, needed: tuple[str, ...], reason: str
-) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Split rows that have every needed column from those that do not, the latter as rejects."""
-    bad = pl.any_horizontal(pl.col(c).is_null() for c in needed)
-    rejects = frame.filter(bad).select(
-        "source_file",
-        "source_offset",
-        length=pl.lit(None, pl.Int64),
-        reason=pl.lit(reason),
-        excerpt=pl.lit(""),
-    )
-    return frame.filter(~bad), rejects
+    def sum_up(self, *, other_spans: int, spans_read: int) -> IngestCounts:
+        """Return the counts, once every part was taken."""
+        return IngestCounts(
+            spans=self.counts["spans"],
+            other_spans=other_spans,
+            duplicate_spans=spans_read - self.counts["spans"],
+            dropped_attributes=self.counts["dropped_attributes"],
+            rejects=self.rejects.rows,
+            moved_events=self.counts["moved"],
+            events=tuple(sorted(self.events.items())),
+        )
 
+    def finish(
+        self,
+        counts: IngestCounts,
+        write: Callable[[str, pl.DataFrame], None],
+        run_columns: Mapping[str, str | int | None],
+    ) -> None:
+        """Write every table, in an order in which each finds what it needs counted."""
+        tally = RunTally(self.run_id)
+        self._finish_requests()
+        for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
+            write(name, schema.TABLES[name].empty())
+            for window in self._sort(name).windows():
+                tally.add(name, window)
+                write(name, window)
+            del self.sorts[name]
+        counted: dict[str, str | int | None] = {
+            "other_spans": counts.other_spans,
+            "duplicate_spans": counts.duplicate_spans,
+            "rejects": counts.rejects,
+            "dropped_attributes": counts.dropped_attributes,
+            "moved_events": counts.moved_events,
+            "events": json.dumps(dict(counts.events)),
+        }
+        write("runs", tally.rows({**run_columns, **counted}))
 
-def _spans_table(spans: pl.DataFrame, attributes: pl.DataFrame) -> pl.DataFrame:
-    """Attach the allow-listed attributes of each span as a list of key and value."""
-    allowed = attributes.filter(pl.col("key").is_in(dialects.SPAN_ATTRIBUTES)).sort("span_row", "key")
-    lists = allowed.group_by("span_row").agg(attributes=pl.struct("key", "value"))
-    return spans.join(lists, on="span_row", how="left")
-
-
-def event_counts(counts: Iterable[IngestCounts]) -> dict[str, int]:
-    """Sum event counts by name over runs, in name order."""
-    total: Counter[str] = Counter()
-    for one in counts:
-        total.update(dict(one.events))
-    return dict(sorted(total.items()))
+    def _finish_requests(self) -> None:
+        cached = first_hits(pl.concat(self.cached))
+        self._sort("requests").add(schema.REQUESTS.empty())
+        for window in self._sort("layers").windows():
+            core, api = (window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api"))
+            self._sort("requests").add(join_requests(core, api, cached, run_id=self.run_id))
+        del self.sorts["layers"]

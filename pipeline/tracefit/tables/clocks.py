@@ -6,7 +6,12 @@ monotonic clock counts from; engines on one host have step counters that run sid
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import polars as pl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SAME_CLOCK_NS = 1_000_000_000
 """Clocks whose zeros lie less than this apart are one: within a boot, wall and monotonic clock agree to microseconds."""
@@ -27,22 +32,22 @@ def on_core_clock(journeys: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     Such times come by way of the wall clocks, and are as good as these agree.
 
     Args:
-        journeys: trace_id, layer, ts_ns, unix_ns of the events of both layers.
+        journeys: layer, ts_ns, unix_ns of the events of both layers, and core_zero: wall clock less engine clock of the
+            core spans in their trace.
 
     Returns:
         `journeys` with ts_ns corrected, and how many events were moved.
     """
-    zero = pl.col("unix_ns") - pl.col("ts_ns")
-    core = zero.filter(pl.col("layer") == "core").median().over("trace_id")
+    zero, core = pl.col("unix_ns") - pl.col("ts_ns"), pl.col("core_zero")
     off = (pl.col("layer") == "api") & ((zero - core).abs() > SAME_CLOCK_NS).fill_null(value=False)
     moved = journeys.select(off.sum()).item()
     if not moved:
         return journeys, 0
-    there = pl.col("unix_ns") - core.cast(pl.Int64)
+    there = pl.col("unix_ns") - core
     return journeys.with_columns(ts_ns=pl.when(off).then(there).otherwise("ts_ns")), int(moved)
 
 
-def tell_apart(spans: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
+def tell_apart(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
     """Give every engine a server name of its own where several share one: `name#1`, `name#2`, in order of time.
 
     Hosts are told apart by the zero of their monotonic clock. Where step spans of one clock interleave, their step
@@ -51,17 +56,17 @@ def tell_apart(spans: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
     together.
 
     Args:
-        spans: span_row, server, start_unix_ns, end_unix_ns of the engines' spans.
-        marks: span_row, ts_ns, unix_ns, step (the counter if the event marks the start of a step, one more if it
-            marks the end), is_summary of their events.
+        spans: span_row, server, start_unix_ns, end_unix_ns of the engines' spans, and what their events say: zero (wall
+            clock less engine clock), first_ns, last_ns, first_step, last_step of their step summaries.
+        marks_of: Gives the events of some spans (span_row): span_row, ts_ns, unix_ns, step (the counter if the event
+            marks the start of a step, one more if it marks the end), is_summary. Called where counters interleave.
 
     Returns:
         span_row, server: new names for the spans of servers that shared one.
     """
-    needed = spans.select("span_row", "server", "start_unix_ns", "end_unix_ns")
-    seen = _with_clock(needed, marks)
+    seen = _with_clock(spans)
     groups = [group for _, group in seen.group_by("server", "clock", maintain_order=True)]
-    engines = pl.concat([seen.clear(), *(_with_counter(group, marks) for group in groups)], how="diagonal")
+    engines = pl.concat([seen.clear(), *(_with_counter(group, marks_of) for group in groups)], how="diagonal")
     # By starts alone: a request that outlives a jump of the wall clock does not make two hosts.
     lives = engines.group_by("server", "clock", "counter").agg(
         begin=pl.col("start_unix_ns").min(), end=pl.col("start_unix_ns").max()
@@ -76,24 +81,15 @@ def tell_apart(spans: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
     return renamed.select("span_row", server="name")
 
 
-def _with_clock(spans: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
-    """Sum up each span's events, and number the clocks of each server by their zeros."""
-    zero = (pl.col("unix_ns") - pl.col("ts_ns")).drop_nulls().first()
-    steps = pl.col("is_summary")
-    sums = marks.group_by("span_row", maintain_order=True).agg(
-        zero=zero,
-        first_ns=pl.col("ts_ns").filter(steps).min(),
-        last_ns=pl.col("ts_ns").filter(steps).max(),
-        first_step=pl.col("step").filter(steps).min(),
-        last_step=pl.col("step").filter(steps).max(),
-    )
-    ordered = spans.join(sums, on="span_row", how="left").sort("server", "zero", "span_row", nulls_last=True)
+def _with_clock(spans: pl.DataFrame) -> pl.DataFrame:
+    """Tell the clocks of each server apart by their zeros."""
+    ordered = spans.sort("server", "zero", "span_row", nulls_last=True)
     jump = pl.col("zero").diff().over("server") > SAME_CLOCK_NS
     clocks = ordered.with_columns(clock=jump.fill_null(value=False).cast(pl.Int64).cum_sum().over("server"))
     return clocks.with_columns(counter=pl.lit(0, pl.Int64)).sort("server", "clock", "first_ns", "span_row")
 
 
-def _with_counter(spans: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
+def _with_counter(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
     """Tell the step counters behind one name on one clock; `counter` is 0 throughout if there is but one."""
     stepping = spans.filter(pl.col("first_ns").is_not_null())
     if not (stepping["first_ns"] <= stepping["last_ns"].cum_max().shift(1)).any():
@@ -105,7 +101,7 @@ def _with_counter(spans: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
     known = chains.join(lives, on="chain", suffix="_told").select("span_row", counter="counter_told")
     others = spans.join(known, on="span_row", how="anti").select("span_row")
     # Snapshots carry wall-clock time alone.
-    marks = marks.with_columns(
+    marks = marks_of(spans.select("span_row")).with_columns(
         ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - spans["zero"].drop_nulls().first())
     )
     told = pl.concat([known, _by_agreement(others, known, marks)])

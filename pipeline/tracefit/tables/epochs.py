@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
 import polars as pl
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 STEP_JITTER = 8
 """How far step ids of different event kinds may run backwards within an epoch.
@@ -13,42 +20,24 @@ With asynchronous scheduling an event of step k is stamped after step k+1 began;
 DAMAGED_STEPS = 1_000_000
 """Nobody counts so many steps between two events, forth and back again."""
 
+_BEFORE_ALL = np.iinfo(np.int64).min
 
-def assign_epochs(
-    journeys: pl.DataFrame, steps: pl.DataFrame, snapshots: pl.DataFrame
-) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """Add an `epoch` column (0, 1, ... per server) to the three frames.
+MARKS = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64, "exact": pl.Boolean}
+"""What the scanner reads: an event of a step at a time, `exact` if it is the step's summary."""
 
-    A new epoch begins where step ids jump backwards while the clock goes forward: by any amount between two step
-    summaries, by more than `STEP_JITTER` between any two events. Events without a step id (API layer) belong to the
-    epoch running at their time.
+
+def marks_of(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
+    """Return the events that name a step.
 
     Args:
-        journeys: Columns server, unix_ns, ts_ns, step_id.
         steps: Columns server, unix_ns, ts_start_ns, step_id.
-        snapshots: Columns server, unix_ns, step_id; they carry no engine clock of their own.
+        journeys: Columns server, unix_ns, ts_ns, step_id.
     """
-    marks = pl.concat(
-        [
-            steps.select("server", "step_id", _clock("ts_start_ns"), exact=pl.lit(value=True)),
-            journeys.filter(pl.col("step_id").is_not_null()).select(
-                "server", "step_id", _clock("ts_ns"), exact=pl.lit(value=False)
-            ),
-        ]
+    kinds = ((steps, "ts_start_ns", True), (journeys.drop_nulls("step_id"), "ts_ns", False))
+    return pl.concat(
+        f.select(pl.col("server").cast(pl.String), _clock(ts), "step_id", exact=pl.lit(exact))
+        for f, ts, exact in kinds
     ).drop_nulls("clock")
-    starts = _epoch_starts(_plausible(marks))
-    return (
-        _in_epoch(journeys, starts, _clock("ts_ns")),
-        _in_epoch(steps, starts, _clock("ts_start_ns")),
-        _in_epoch(snapshots, starts, pl.col("unix_ns").alias("clock")),
-    )
-
-
-def _plausible(marks: pl.DataFrame) -> pl.DataFrame:
-    """Leave out damaged ids, far above those before and after them: the way back down is no restart."""
-    step = pl.col("step_id").cast(pl.Float64)
-    above = [step - step.shift(k).over("server") > DAMAGED_STEPS for k in (1, -1)]
-    return marks.sort("server", "clock").filter(~(above[0] & above[1]).fill_null(value=False))
 
 
 def _clock(ts: str) -> pl.Expr:
@@ -56,39 +45,119 @@ def _clock(ts: str) -> pl.Expr:
     return pl.coalesce("unix_ns", ts).alias("clock")
 
 
-def _epoch_starts(marks: pl.DataFrame) -> pl.DataFrame:
-    """One row per server and epoch: its number and `clock`, the time of its first known event."""
-    ordered = marks.sort("server", "clock")
-    first = ordered.group_by("server").agg(pl.col("clock").min())
-    starts = (
-        pl.concat([first, _large_jumps(ordered), _summary_jumps(ordered)]).unique().sort("server", "clock")
-    )
-    return starts.with_columns(epoch=pl.int_range(pl.len(), dtype=pl.Int64).over("server"))
+@dataclass(slots=True)
+class EpochScanner:
+    """Finds the restarts of every server, going over its marks once in the order of their clock.
+
+    A new epoch begins where step ids jump backwards while the clock goes forward: by any amount between two step
+    summaries, by more than `STEP_JITTER` between any two events.
+    """
+
+    _servers: dict[str, _Server] = field(default_factory=dict)
+
+    def feed(self, window: pl.DataFrame) -> None:
+        """Read the next marks: columns as in `MARKS`, sorted by clock."""
+        for (name,), marks in window.group_by("server", maintain_order=True):
+            server = self._servers.setdefault(str(name), _Server())
+            server.feed(*(marks[c].to_numpy() for c in ("clock", "step_id", "exact")))
+
+    def starts(self) -> pl.DataFrame:
+        """Return one row per server and epoch: its number and `clock`, the time of its first known event."""
+        found = [
+            pl.DataFrame({"server": name, "clock": server.starts()}, schema_overrides={"clock": pl.Int64})
+            for name, server in self._servers.items()
+        ]
+        none = pl.DataFrame(schema={"server": pl.String, "clock": pl.Int64})
+        starts = pl.concat([none, *found]).sort("server", "clock")
+        return starts.with_columns(epoch=pl.int_range(pl.len(), dtype=pl.Int64).over("server"))
 
 
-def _large_jumps(ordered: pl.DataFrame) -> pl.DataFrame:
-    drop = pl.col("step_id").shift(1).over("server") - pl.col("step_id")
-    return ordered.filter(drop > STEP_JITTER).select("server", "clock")
+@dataclass(slots=True)
+class _Server:
+    """The scan of one server: what of the marks behind it bears on those to come."""
+
+    first_clock: int | None = None
+    raw_step: int | None = None
+    """Step of the last mark, believed or not."""
+    step: int | None = None
+    """Step of the last mark that is believed."""
+    exact: tuple[int, int] | None = None
+    """Step and clock of the last summary."""
+    jump_clock: int = _BEFORE_ALL
+    """Time of the last jump larger than jitter."""
+    held: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]] | None = None
+    """The last mark: whether it is believed depends on the next."""
+    jumps: set[int] = field(default_factory=set)
+
+    def feed(self, clock: NDArray[np.int64], step: NDArray[np.int64], exact: NDArray[np.bool_]) -> None:
+        if self.held is not None:
+            clock, step, exact = (
+                np.concatenate([old, new]) for old, new in zip(self.held, (clock, step, exact), strict=True)
+            )
+        self.held = (clock[-1:], step[-1:], exact[-1:])
+        self._scan(clock[:-1], step[:-1], exact[:-1], next_step=int(step[-1]))
+
+    def starts(self) -> list[int]:
+        """Return the clocks at which epochs begin, the first one included."""
+        if self.held is not None:
+            self._scan(*self.held, next_step=None)
+            self.held = None
+        return sorted({*self.jumps, *([] if self.first_clock is None else [self.first_clock])})
+
+    def _scan(
+        self,
+        clock: NDArray[np.int64],
+        step: NDArray[np.int64],
+        exact: NDArray[np.bool_],
+        *,
+        next_step: int | None,
+    ) -> None:
+        if not len(clock):
+            return
+        # Damaged ids lie far above those before and after them: the way back down is no restart.
+        raw = step.astype(np.float64)
+        before = np.concatenate([[np.nan if self.raw_step is None else self.raw_step], raw[:-1]])
+        after = np.concatenate([raw[1:], [np.nan if next_step is None else next_step]])
+        self.raw_step = int(step[-1])
+        good = ~((raw - before > DAMAGED_STEPS) & (raw - after > DAMAGED_STEPS))
+        clock, step, exact = clock[good], step[good], exact[good]
+        if not len(clock):
+            return
+        if self.first_clock is None:
+            self.first_clock = int(clock[0])
+        previous = np.concatenate([[step[0] if self.step is None else self.step], step[:-1]])
+        is_jump = previous.astype(np.float64) - step > STEP_JITTER
+        told = np.maximum.accumulate(np.where(is_jump, clock, self.jump_clock))
+        self.jumps.update(clock[is_jump].tolist())
+        self._compare_summaries(clock[exact], step[exact], told[exact])
+        self.step, self.jump_clock = int(step[-1]), int(told[-1])
+
+    def _compare_summaries(
+        self, clock: NDArray[np.int64], step: NDArray[np.int64], told: NDArray[np.int64]
+    ) -> None:
+        """Find backward jumps between summaries that no large jump in between has already told of."""
+        if not len(clock):
+            return
+        last_step, last_clock = self.exact or (int(step[0]) - 1, int(clock[0]))
+        steps_before = np.concatenate([[last_step], step[:-1]])
+        clocks_before = np.concatenate([[last_clock], clock[:-1]])
+        is_back = (steps_before >= step) & (told <= clocks_before)
+        self.jumps.update(clock[is_back].tolist())
+        self.exact = (int(step[-1]), int(clock[-1]))
 
 
-def _summary_jumps(ordered: pl.DataFrame) -> pl.DataFrame:
-    """Backward jumps between step summaries that no large jump in between has already told of."""
-    before = [pl.col(c).shift(1).over("server").alias(f"last_{c}") for c in ("step_id", "clock")]
-    summaries = (
-        ordered.filter("exact").with_columns(before).filter(pl.col("last_step_id") >= pl.col("step_id"))
-    )
-    told = _large_jumps(ordered).with_columns(told=pl.col("clock"))
-    known = summaries.sort("clock").join_asof(
-        told.sort("clock"), on="clock", by="server", check_sortedness=False
-    )
-    return known.filter(pl.col("told").is_null() | (pl.col("told") <= pl.col("last_clock"))).select(
-        "server", "clock"
-    )
+def in_epoch(frame: pl.DataFrame, starts: pl.DataFrame, clock: str | None) -> pl.DataFrame:
+    """Attach the epoch running at each row's time; rows before the first mark, and without a time, are of epoch 0.
 
-
-def _in_epoch(frame: pl.DataFrame, starts: pl.DataFrame, clock: pl.Expr) -> pl.DataFrame:
-    """Attach the epoch running at each row's time; rows before the first mark belong to epoch 0."""
-    rows = frame.with_columns(clock).with_row_index("_row")
+    Args:
+        frame: Columns server, unix_ns and `clock`.
+        starts: What the scanner found.
+        clock: Column of the time on the engine's clock, which stands in for the wall clock; None if there is none.
+    """
+    if not starts.select(pl.col("epoch").max()).item():
+        return frame.with_columns(epoch=pl.lit(0, pl.Int64))
+    time = _clock(clock) if clock else pl.col("unix_ns").alias("clock")
+    rows = frame.with_columns(time).with_row_index("_row")
     placed = rows.sort("clock").join_asof(
         starts.sort("clock").rename({"clock": "epoch_start"}),
         left_on="clock",

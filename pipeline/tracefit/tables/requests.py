@@ -15,32 +15,24 @@ _API_TIMES = {
 _CUT_OFF = ("aborted", "error", "ignored")
 
 
-def build_requests(
-    journeys: pl.DataFrame,
-    api_spans: pl.DataFrame,
-    snapshots: pl.DataFrame,
-    core_parents: pl.DataFrame,
-    *,
-    run_id: str,
+def join_requests(
+    core: pl.DataFrame, api: pl.DataFrame, cached: pl.DataFrame, *, run_id: str
 ) -> pl.DataFrame:
-    """Join the journeys of both layers into the `requests` table.
+    """Join the requests of both layers into rows of the `requests` table.
 
     A core request belongs to the API span that is its parent in the same trace; one API span may have several cores
     (n > 1). A layer without the other still gives a row. A request without an event has null there: an in-flight
     request has no `finished_ns`.
 
     Args:
-        journeys: The `journey_events` table of one run.
-        api_spans: trace_id, span_id, server, request_id, route, api_* of the `llm_request` spans.
-        snapshots: The `request_snapshots` table, for prefix-cache hits.
-        core_parents: trace_id, span_id, parent_span_id of the `llm_core` spans.
+        core: What `core_requests` gives, of all core spans of some traces.
+        api: What `api_requests` gives, of all API spans of the same traces.
+        cached: What `cached_prompt_tokens` gives, of the whole run.
         run_id: The run.
 
     Returns:
-        The `requests` table; times in ns on the engine's clock, durations in us.
+        Rows of the `requests` table, in no order; times in ns on the engine's clock, durations in us.
     """
-    core = _core_requests(journeys).join(core_parents, on=["trace_id", "span_id"], how="left")
-    api = _api_requests(journeys, api_spans)
     joined = core.join(
         api,
         left_on=["trace_id", "parent_span_id"],
@@ -59,15 +51,18 @@ def build_requests(
         max_tokens=pl.coalesce("max_tokens", "api_max_tokens"),
         run_id=pl.lit(run_id),
     )
-    with_cache = both.join(
-        _cached_prompt_tokens(snapshots), on=["server", "epoch", "core_request_id"], how="left"
-    )
-    return schema.REQUESTS.conform(with_durations(with_cache))
+    hits = cached.drop("step_id")
+    with_cache = both.join(hits, on=["server", "epoch", "core_request_id"], how="left")
+    return schema.REQUESTS.shape(with_durations(with_cache))
 
 
-def _core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
-    """One row per core span: times, steps and counts of its events."""
-    core = journeys.filter(pl.col("layer") == "core").sort("ts_ns")
+def core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per core span: times, steps and counts of its events.
+
+    Args:
+        journeys: `journey_events` with the parent_span_id of their span; every event of a span or none.
+    """
+    core = journeys.filter(pl.col("layer") == "core").sort("ts_ns", maintain_order=True)
 
     def first(event: str, column: str) -> pl.Expr:
         return pl.col(column).filter(pl.col("event") == event).first()
@@ -76,7 +71,7 @@ def _core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
         return pl.col(column).filter(pl.col("event") == event).last()
 
     rows = core.group_by("trace_id", "span_id").agg(
-        pl.col("server", "epoch", "request_id").first(),
+        pl.col("server", "epoch", "request_id", "parent_span_id").first(),
         queued_ns=first("QUEUED", "ts_ns"),
         queued_step=first("QUEUED", "step_id"),
         first_scheduled_ns=first("SCHEDULED", "ts_ns"),
@@ -119,9 +114,14 @@ def _known_sum(values: pl.Expr) -> pl.Expr:
     return pl.when(values.null_count() == 0).then(values.sum())
 
 
-def _api_requests(journeys: pl.DataFrame, api_spans: pl.DataFrame) -> pl.DataFrame:
-    """One row per API span: times of its events and the facts on the span itself."""
-    api = journeys.filter(pl.col("layer") == "api").sort("ts_ns")
+def api_requests(journeys: pl.DataFrame, api_spans: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per API span that has events: their times and the facts on the span itself.
+
+    Args:
+        journeys: `journey_events`; every event of a span or none.
+        api_spans: trace_id, span_id, route, api_* of the `llm_request` spans.
+    """
+    api = journeys.filter(pl.col("layer") == "api").sort("ts_ns", maintain_order=True)
     rows = api.group_by("trace_id", "span_id").agg(
         pl.col("server", "epoch", "request_id").first(),
         *(
@@ -136,15 +136,27 @@ def _api_requests(journeys: pl.DataFrame, api_spans: pl.DataFrame) -> pl.DataFra
     return rows.join(facts, on=["trace_id", "span_id"], how="left")
 
 
-def _cached_prompt_tokens(snapshots: pl.DataFrame) -> pl.DataFrame:
-    """Prefix-cache hits: prompt tokens less the effective prompt, as snapshots show them."""
+def cached_prompt_tokens(snapshots: pl.DataFrame) -> pl.DataFrame:
+    """Return prefix-cache hits per request: prompt tokens less the effective prompt, as its first snapshot shows them.
+
+    Args:
+        snapshots: Rows of `request_snapshots`.
+
+    Returns:
+        server, epoch, core_request_id, step_id of the snapshot, cached_prompt_tokens.
+    """
     hits = pl.col("num_prompt_tokens") - pl.col("effective_prompt_len")
-    return (
-        snapshots.filter(pl.col("effective_prompt_len").is_not_null())
-        .sort("step_id")
-        .group_by("server", "epoch", pl.col("request_id").alias("core_request_id"))
-        .agg(cached_prompt_tokens=hits.first())
+    told = snapshots.filter(pl.col("effective_prompt_len").is_not_null()).with_columns(
+        cached_prompt_tokens=hits, core_request_id="request_id"
     )
+    return first_hits(told)
+
+
+def first_hits(hits: pl.DataFrame) -> pl.DataFrame:
+    """Keep the first of each request's prefix-cache hits."""
+    columns = ["server", "epoch", "core_request_id", "step_id", "cached_prompt_tokens"]
+    ordered = hits.select(columns).sort("step_id", "cached_prompt_tokens")
+    return ordered.unique(columns[:3], keep="first", maintain_order=True)
 
 
 def _us(end: str, start: str) -> pl.Expr:

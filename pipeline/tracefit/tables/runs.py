@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -12,82 +12,169 @@ from tracefit.tables import schema
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.tables.build import EventTables
-
 _SERVER = "server"
 
 
-def run_rows(
-    run_id: str,
-    events: EventTables,
-    frames: Mapping[str, pl.DataFrame],
-    columns: Mapping[str, str | int | None],
-) -> pl.DataFrame:
-    """Build the run's rows: one per server, counts of the server, configuration and content hash of the run.
+@dataclass(slots=True)
+class RunTally:
+    """Sums up a run's tables, window by window, for its rows in `runs`.
 
-    Args:
-        run_id: The run.
-        events: Its event tables.
-        frames: Its other tables by name: requests, steps, request_snapshots, journey_events, spans.
-        columns: Values that are the same for every server of the run.
+    Windows come sorted, of each table all in one go; `requests` before `steps`, and `request_snapshots` too.
     """
-    spans = events.spans.group_by(_SERVER).agg(
-        spans=pl.len(),
-        dropped_events=pl.col("dropped_events").sum(),
-        first_unix_ns=pl.col("start_unix_ns").min(),
-        last_unix_ns=pl.col("end_unix_ns").max(),
-        dialects=pl.col("scope").unique().sort().str.join(","),
-    )
-    counters = step_counters(frames["steps"], frames["journey_events"])
-    epochs = counters.group_by(_SERVER).agg(
-        epochs=pl.len(), counted=(pl.col("last_step") - pl.col("first_step") + 1).sum()
-    )
-    steps = frames["steps"].group_by(_SERVER).agg(steps=pl.len())
-    step = [_SERVER, "epoch", "step_id"]
-    rich = frames["steps"].join(frames["request_snapshots"], on=step, how="semi").group_by(_SERVER)
-    requests = frames["requests"].group_by(_SERVER).agg(requests=pl.len(), **_workload())
-    rows = spans
-    for part in (epochs, steps, rich.agg(rich_steps=pl.len()), requests):
-        rows = rows.join(part, on=_SERVER, how="left")
-    shared = {
-        **columns,
-        "run_id": run_id,
-        "other_spans": events.counts.other_spans,
-        "duplicate_spans": events.counts.duplicate_spans,
-        "rejects": events.counts.rejects,
-        "dropped_attributes": events.counts.dropped_attributes,
-        "moved_events": events.counts.moved_events,
-        "events": json.dumps(dict(events.counts.events)),
-    }
-    zero = [pl.col(c).fill_null(0) for c in ("steps", "requests", "epochs", "rich_steps")]
-    rows = rows.with_columns(*zero, *(pl.lit(v).alias(k) for k, v in shared.items()))
-    traced = pl.col("steps") > 0
-    load = [
-        pl.when(pl.col(c).is_finite()).then(c).alias(c) for c in ("arrival_rate_per_s", "prefix_hit_ratio")
-    ]
-    return schema.RUNS.conform(
-        rows.with_columns(
-            *load,
-            step_sampling=pl.when(traced).then(pl.col("steps") / pl.col("counted")).otherwise(0.0),
-            snapshot_sampling=pl.when(traced).then(pl.col("rich_steps") / pl.col("steps")),
-            journey_sampling=pl.col(_SERVER).replace_strict(
-                journey_sampling(frames["steps"], frames["requests"]), default=None, return_dtype=pl.Float64
-            ),
+
+    run_id: str
+    _parts: dict[str, list[pl.DataFrame]] = field(default_factory=dict)
+
+    def add(self, table: str, window: pl.DataFrame) -> None:
+        """Take the next rows of a table."""
+        if table == "spans":
+            self._keep("spans", window.group_by(_SERVER).agg(_SPANS))
+        elif table == "journey_events":
+            self._keep("counters", step_counters(_NO_STEPS, window))
+        elif table == "request_snapshots":
+            self._keep("rich", window.select(_STEP).unique(maintain_order=True))
+        elif table == "steps":
+            self._add_steps(window)
+        elif table == "requests":
+            self._keep("requests", window.group_by(_SERVER).agg(_LOAD))
+            self._keep("edges", _edges(window))
+
+    def rows(self, columns: Mapping[str, str | int | None]) -> pl.DataFrame:
+        """Return the `runs` table: one row per server.
+
+        Args:
+            columns: Values that are the same for every server of the run.
+        """
+        spans = (
+            self._kept("spans")
+            .group_by(_SERVER)
+            .agg(
+                pl.col("spans", "dropped_events").sum(),
+                pl.col("first_unix_ns").min(),
+                pl.col("last_unix_ns").max(),
+                dialects=pl.col("scopes").explode(empty_as_null=False).unique().sort().str.join(","),
+            )
         )
+        rows = spans
+        for part in (self._epochs(), self._steps(), self._requests()):
+            rows = rows.join(part, on=_SERVER, how="left")
+        shared = {**columns, "run_id": self.run_id}
+        zero = [pl.col(c).fill_null(0) for c in ("steps", "requests", "epochs", "rich_steps")]
+        rows = rows.with_columns(*zero, *(pl.lit(v).alias(k) for k, v in shared.items()))
+        traced = pl.col("steps") > 0
+        return schema.RUNS.conform(
+            rows.with_columns(
+                step_sampling=pl.when(traced).then(pl.col("steps") / pl.col("counted")).otherwise(0.0),
+                snapshot_sampling=pl.when(traced).then(pl.col("rich_steps") / pl.col("steps")),
+            )
+        )
+
+    def _keep(self, name: str, part: pl.DataFrame) -> None:
+        self._parts.setdefault(name, []).append(part)
+
+    def _kept(self, name: str) -> pl.DataFrame:
+        return pl.concat([_EMPTY[name], *self._parts.get(name, [])])
+
+    def _add_steps(self, window: pl.DataFrame) -> None:
+        self._keep("counters", step_counters(window, _NO_JOURNEYS))
+        if "running" not in self._parts:
+            self._parts["running"] = [_running(self._kept("edges"))]
+        decoding = _decoding(window, self._parts["running"][0])
+        rich = (
+            window.join(self._kept("rich"), on=_STEP, how="semi").group_by(_SERVER).agg(rich_steps=pl.len())
+        )
+        self._keep("steps", decoding.join(rich, on=_SERVER, how="left").select(_EMPTY["steps"].columns))
+
+    def _epochs(self) -> pl.DataFrame:
+        spans = self._kept("counters").group_by(_SERVER, "epoch")
+        bounds = spans.agg(pl.col("first_step").min(), pl.col("last_step").max())
+        return bounds.group_by(_SERVER).agg(
+            epochs=pl.len(), counted=(pl.col("last_step") - pl.col("first_step") + 1).sum()
+        )
+
+    def _steps(self) -> pl.DataFrame:
+        share = (pl.col("traced_decodes").sum() / pl.col("decodes").sum()).clip(0.0, 1.0)
+        return (
+            self._kept("steps")
+            .group_by(_SERVER)
+            .agg(pl.col("steps", "rich_steps").sum(), journey_sampling=pl.when(share.is_finite()).then(share))
+        )
+
+    def _requests(self) -> pl.DataFrame:
+        first, last = pl.col("first_arrival").min(), pl.col("last_arrival").max()
+        sums = (
+            self._kept("requests")
+            .group_by(_SERVER)
+            .agg(
+                pl.col("requests").sum(),
+                arrival_rate_per_s=(pl.col("arrivals").sum() - 1) / ((last - first) / 1e9),
+                prefix_hit_ratio=pl.col("cached_tokens").sum() / pl.col("told_prompt_tokens").sum(),
+                **{f"{c}_mean": pl.col(c).sum() / pl.col(f"{c}_known").sum() for c in _MEANS},
+            )
+        )
+        ratios = ("arrival_rate_per_s", "prefix_hit_ratio", *(f"{c}_mean" for c in _MEANS))
+        return sums.with_columns(pl.when(pl.col(c).is_finite()).then(c).alias(c) for c in ratios)
+
+
+_ENGINE = [_SERVER, "epoch"]
+_STEP = [*_ENGINE, "step_id"]
+_MEANS = ("prompt_tokens", "max_tokens", "output_tokens")
+_NO_STEPS, _NO_JOURNEYS = schema.STEPS.empty(), schema.JOURNEY_EVENTS.empty()
+_SPANS = [
+    pl.len().alias("spans"),
+    pl.col("dropped_events").sum(),
+    pl.col("start_unix_ns").min().alias("first_unix_ns"),
+    pl.col("end_unix_ns").max().alias("last_unix_ns"),
+    pl.col("scope").unique().alias("scopes"),
+]
+_LOAD = [
+    pl.len().alias("requests"),
+    pl.col("arrival_ns").count().alias("arrivals"),
+    pl.col("arrival_ns").min().alias("first_arrival"),
+    pl.col("arrival_ns").max().alias("last_arrival"),
+    # Whole numbers add up to the same however they are grouped.
+    *(pl.col(c).sum() for c in _MEANS),
+    *(pl.col(c).count().alias(f"{c}_known") for c in _MEANS),
+    pl.col("cached_prompt_tokens").sum().alias("cached_tokens"),
+    pl.col("prompt_tokens")
+    .filter(pl.col("cached_prompt_tokens").is_not_null())
+    .sum()
+    .alias("told_prompt_tokens"),
+]
+
+
+def _edges(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return when requests begin and end to decode: (server, epoch, step_id, change)."""
+    ends = requests.filter(pl.col("first_token_step").is_not_null() & pl.col("finished_step").is_not_null())
+    return pl.concat(
+        [
+            ends.select(*_ENGINE, step_id=pl.col("first_token_step") + 1, change=pl.lit(1, pl.Int64)),
+            ends.select(*_ENGINE, step_id=pl.col("finished_step") + 1, change=pl.lit(-1, pl.Int64)),
+        ]
     )
 
 
-def _workload() -> dict[str, pl.Expr]:
-    """Describe the load of one server, over its requests."""
-    arrived = pl.col("arrival_ns").drop_nulls()
-    told = pl.col("cached_prompt_tokens").is_not_null()
-    return {
-        "arrival_rate_per_s": (arrived.len() - 1) / ((arrived.max() - arrived.min()) / 1e9),
-        "prompt_tokens_mean": pl.col("prompt_tokens").mean(),
-        "max_tokens_mean": pl.col("max_tokens").mean(),
-        "output_tokens_mean": pl.col("output_tokens").mean(),
-        "prefix_hit_ratio": pl.col("cached_prompt_tokens").sum() / pl.col("prompt_tokens").filter(told).sum(),
-    }
+def _running(edges: pl.DataFrame) -> pl.DataFrame:
+    """Return how many traced requests decode from each of those steps on."""
+    ordered = edges.sort(*_ENGINE, "step_id")
+    return (
+        ordered.with_columns(members=pl.col("change").cum_sum().over(_ENGINE)).drop("change").sort("step_id")
+    )
+
+
+def _decoding(steps: pl.DataFrame, running: pl.DataFrame) -> pl.DataFrame:
+    """Count per server the decodes of the sampled steps, and those of traced requests, for `journey_sampling`.
+
+    Over the sampled steps, each traced request decodes in the steps between its first token and its end; the
+    summaries count everybody: the quotient estimates the share of requests with a journey. A server without step
+    summaries has no estimate.
+    """
+    at_steps = steps.sort("step_id").join_asof(running, on="step_id", by=_ENGINE, check_sortedness=False)
+    return at_steps.group_by(_SERVER).agg(
+        steps=pl.len(),
+        traced_decodes=pl.col("members").fill_null(0).sum(),
+        decodes=pl.col("num_decode_reqs").sum(),
+    )
 
 
 def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
@@ -101,29 +188,20 @@ def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def journey_sampling(steps: pl.DataFrame, requests: pl.DataFrame) -> dict[str, float]:
-    """Estimate per server the share of requests with a journey: decodes in journeys over those in step summaries.
+def _empty(parts: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
+    return {name: frame.clear() for name, frame in parts.items()}
 
-    Over the sampled steps, each traced request decodes in the steps between its first token and its end; the
-    summaries count everybody. A server without step summaries has no estimate.
 
-    Args:
-        steps: The `steps` table of one run.
-        requests: Its `requests` table.
-    """
-    engine = [_SERVER, "epoch"]
-    ends = requests.filter(pl.col("first_token_step").is_not_null() & pl.col("finished_step").is_not_null())
-    edges = pl.concat(
-        [
-            ends.select(*engine, step_id=pl.col("first_token_step") + 1, change=pl.lit(1)),
-            ends.select(*engine, step_id=pl.col("finished_step") + 1, change=pl.lit(-1)),
-        ]
-    ).sort(*engine, "step_id")
-    running = edges.with_columns(members=pl.col("change").cum_sum().over(engine))
-    at_steps = steps.sort("step_id").join_asof(
-        running.sort("step_id"), on="step_id", by=engine, check_sortedness=False
-    )
-    shares = at_steps.group_by(_SERVER).agg(
-        share=(pl.col("members").fill_null(0).sum() / pl.col("num_decode_reqs").sum()).clip(0.0, 1.0)
-    )
-    return dict(shares.filter(pl.col("share").is_finite()).iter_rows())
+_EMPTY = _empty(
+    {
+        "spans": schema.SPANS.empty().group_by(_SERVER).agg(_SPANS),
+        "counters": step_counters(_NO_STEPS, _NO_JOURNEYS),
+        "rich": schema.REQUEST_SNAPSHOTS.empty().select(_STEP),
+        "requests": schema.REQUESTS.empty().group_by(_SERVER).agg(_LOAD),
+        "edges": _edges(schema.REQUESTS.empty()),
+        "steps": _decoding(_NO_STEPS, _running(_edges(schema.REQUESTS.empty()))).with_columns(
+            rich_steps=pl.lit(0, pl.UInt32)
+        ),
+    }
+)
+"""What a run without a table's rows adds up to, with the columns in place."""

@@ -68,8 +68,21 @@ class Table:
         """Column names in order."""
         return [column.name for column in self.columns]
 
+    @property
+    def order(self) -> list[str]:
+        """Columns that rows are sorted by, nulls last.
+
+        Ties on the key are broken by every other plain column, so that row order never depends on input order.
+        """
+        others = [c.name for c in self.columns if c.name not in self.key and c.kind != "map"]
+        return [*self.key, *(n for n in others if not n.startswith("source_"))]
+
     def conform(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """Return `frame` with exactly this table's columns, types and row order.
+        """Return `frame` with exactly this table's columns, types and row order."""
+        return self.shape(frame).sort(self.order, nulls_last=True)
+
+    def shape(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Return `frame` with exactly this table's columns and types, its rows as they are.
 
         Columns the frame lacks become null; columns the table does not know are dropped, unless the
         table is open-ended.
@@ -80,10 +93,7 @@ class Table:
             for c in self.columns
         ]
         extra = [pl.col(n) for n in frame.columns if n not in set(self.names)] if self.open_ended else []
-        # Ties on the key are broken by every other plain column, so that row order never depends on input order.
-        others = [c.name for c in self.columns if c.name not in self.key and c.kind != "map"]
-        others = [n for n in others if not n.startswith("source_")]
-        return frame.select(*own, *extra).sort([*self.key, *others], nulls_last=True)
+        return frame.select(*own, *extra)
 
     def empty(self) -> pl.DataFrame:
         """Return a frame of no rows."""
@@ -125,7 +135,7 @@ RUNS = Table(
         _s("dialects", "trace dialects found, comma separated"),
         _i("files", "trace files read"),
         _i("bytes", "bytes read", "byte"),
-        _s("content_sha256", "hash of the trace files' contents"),
+        _s("content_sha256", "hash of the trace files' contents, as in the manifest"),
         _i("spans", "spans of this server"),
         _i("other_spans", "spans of other scopes, counted and left out of the tables"),
         _i("duplicate_spans", "spans read more than once"),

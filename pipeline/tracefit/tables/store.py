@@ -1,13 +1,13 @@
-"""Tables on disk: `TABLES/<table>/run_id=<run>/part-<content hash>.parquet`."""
+"""Tables on disk: `TABLES/<table>/run_id=<run>/part-<content hash>.parquet`, and the manifest that says which are valid."""
 
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
-from contextlib import contextmanager
+import os
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import polars as pl
 import pyarrow as pa
@@ -15,21 +15,23 @@ import pyarrow.parquet as pq
 
 from tracefit.errors import DataError, UsageError
 from tracefit.tables import schema
+from tracefit.tables.disk import create, disk_errors, locked, scratch_folder
+from tracefit.tables.manifest import IngestedRun, Manifest, TablePart, read_manifest, write_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 ROW_GROUP_ROWS = 128 * 1024
 
 
 class TableStore:
-    """A folder of tables. Parts appear whole or not at all: they are written beside and renamed."""
+    """A folder of tables. What the manifest names is there and whole; a run changes in one step."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
 
     def write_run(self, run_id: str, frames: Mapping[str, pl.DataFrame]) -> list[Path]:
-        """Replace all parts of a run in the given tables.
+        """Replace a run's rows in the given tables.
 
         Everything is written to a temporary folder first; nothing of the run is touched before that succeeded.
 
@@ -37,31 +39,64 @@ class TableStore:
             run_id: A cleaned run id.
             frames: Table name to its conformed frame.
 
+        Returns:
+            The part of each table.
+
         Raises:
             UsageError: The folder cannot be written.
         """
-        with _disk_errors(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
-            scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.root))
-            try:
-                parts = {n: _write_part(frame, schema.TABLES[n], scratch) for n, frame in frames.items()}
-                return [self._publish(name, run_id, part) for name, part in parts.items()]
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+        with disk_errors(self.root), self.lock(), scratch_folder(self.root) as scratch:
+            writer = RunWriter(scratch)
+            for name, frame in frames.items():
+                writer.write(name, frame)
+            run = read_manifest(self.root).runs.get(run_id, IngestedRun())
+            run = self.publish(run_id, run, writer.close(), keep=True)
+        return [self._path(name, run_id, run.tables[name]) for name in frames]
 
-    def _publish(self, name: str, run_id: str, part: Path) -> Path:
-        folder = self.root / name / f"run_id={run_id}"
-        folder.mkdir(parents=True, exist_ok=True)
-        target = folder / part.name
-        part.replace(target)
-        for old in folder.glob("part-*.parquet"):
-            if old != target:
-                old.unlink()
-        return target
+    @contextmanager
+    def lock(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+        """Hold the folder for writing; wait for whoever holds it, having called `waiting`."""
+        with locked(self.root, waiting=waiting or (lambda: None)):
+            yield
+
+    def publish(self, run_id: str, run: IngestedRun, parts: Mapping[str, Path], *, keep: bool) -> IngestedRun:
+        """Put finished parts in their places and make them the valid ones, in one step. The caller holds the lock.
+
+        Args:
+            run_id: A cleaned run id.
+            run: What the manifest is to say of the run, beside its tables.
+            parts: Table name to its part, on the same disk.
+            keep: Whether the run's other tables stay valid.
+
+        Returns:
+            What the manifest says now.
+        """
+        tables = {name: TablePart(name=part.name) for name, part in parts.items()}
+        run = run.model_copy(update={"tables": {**run.tables, **tables} if keep else tables})
+        for name, part in parts.items():
+            target = self._path(name, run_id, tables[name])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part.replace(target)
+        write_manifest(self.root, read_manifest(self.root).with_run(run_id, run))
+        self._remove_old(run_id, run)
+        return run
+
+    def _remove_old(self, run_id: str, run: IngestedRun) -> None:
+        valid = {self._path(name, run_id, part) for name, part in run.tables.items()}
+        for part in self.root.glob(f"*/run_id={run_id}/part-*.parquet"):
+            if part not in valid:
+                part.unlink()
+
+    def _path(self, name: str, run_id: str, part: TablePart) -> Path:
+        return self.root / name / f"run_id={run_id}" / part.name
+
+    def manifest(self) -> Manifest:
+        """Return what is valid now."""
+        return read_manifest(self.root)
 
     def runs(self) -> list[str]:
         """Return the ids of the runs that are here, in order."""
-        return sorted(p.name.removeprefix("run_id=") for p in (self.root / "runs").glob("run_id=*"))
+        return sorted(run_id for run_id, run in self.manifest().runs.items() if "runs" in run.tables)
 
     def read(self, name: str, run_ids: list[str] | None = None) -> pl.DataFrame:
         """Read a whole table, or the part of it that belongs to some runs.
@@ -69,14 +104,20 @@ class TableStore:
         Raises:
             DataError: A part is not a readable Parquet file.
         """
-        table = schema.TABLES[name]
-        parts = sorted((self.root / name).glob("run_id=*/part-*.parquet"))
-        if run_ids is not None:
-            parts = [p for p in parts if p.parent.name.removeprefix("run_id=") in run_ids]
-        frames = [_read_part(part) for part in parts]
+        parts = self._parts(name, run_ids)
+        try:
+            frames = [_read_part(part) for part in parts]
+        except FileNotFoundError:
+            # Replaced between two looks: the manifest knows what took its place.
+            frames = [_read_part(part) for part in self._parts(name, run_ids)]
         if not frames:
-            return table.empty()
+            return schema.TABLES[name].empty()
         return pl.concat(frames, how="diagonal_relaxed")
+
+    def _parts(self, name: str, run_ids: list[str] | None) -> list[Path]:
+        runs = sorted(self.manifest().runs.items())
+        wanted = [(i, run) for i, run in runs if run_ids is None or i in run_ids]
+        return [self._path(name, i, run.tables[name]) for i, run in wanted if name in run.tables]
 
     def require(self) -> TableStore:
         """Return the store if it holds ingested runs.
@@ -91,25 +132,87 @@ class TableStore:
         return self
 
 
-@contextmanager
-def _disk_errors(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"cannot be written ({error.strerror or error})", where=str(root)) from error
+@dataclass(slots=True)
+class RunWriter:
+    """Writes the tables of one run, each as one Parquet file, as their rows come."""
+
+    scratch: Path
+    _open: dict[str, _PartWriter] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def write(self, name: str, rows: pl.DataFrame) -> None:
+        """Take the next rows of a table, shaped as it and in its order."""
+        if name not in self._open:
+            path = self.scratch / f"{name}.parquet"
+            stream = self._stack.enter_context(create(path))
+            self._open[name] = _PartWriter(schema.TABLES[name], path, _Hashed(stream))
+        self._open[name].write(rows)
+
+    def close(self) -> dict[str, Path]:
+        """Finish every table; return its part, named after its contents."""
+        with self._stack:
+            return {name: part.close() for name, part in self._open.items()}
 
 
-def _write_part(frame: pl.DataFrame, table: schema.Table, scratch: Path) -> Path:
-    unfinished = scratch / f"{table.name}.parquet"
-    pq.write_table(
-        _to_arrow(frame, table),
-        unfinished,
-        compression="zstd",
-        row_group_size=ROW_GROUP_ROWS,
-        use_dictionary=[c.name for c in table.columns if c.kind == "string"],
-    )
-    digest = hashlib.sha256(unfinished.read_bytes()).hexdigest()[:16]
-    return unfinished.rename(scratch / f"part-{digest}.parquet")
+class _Hashed:
+    """A file that hashes what is written to it."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.digest = hashlib.sha256()
+        self.closed = False
+
+    def write(self, data: pa.Buffer) -> int:
+        self.digest.update(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def sync(self) -> None:
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        """Leave the file open: it belongs to the caller."""
+
+
+@dataclass(slots=True)
+class _PartWriter:
+    """One Parquet file, in row groups of `ROW_GROUP_ROWS`, however the rows come."""
+
+    table: schema.Table
+    path: Path
+    stream: _Hashed
+    _waiting: list[pl.DataFrame] = field(default_factory=list)
+    _writer: pq.ParquetWriter | None = None
+
+    def write(self, rows: pl.DataFrame) -> None:
+        self._waiting.append(rows)
+        while sum(frame.height for frame in self._waiting) > ROW_GROUP_ROWS:
+            rows = pl.concat(self._waiting)
+            self._write_group(rows.head(ROW_GROUP_ROWS))
+            self._waiting = [rows.slice(ROW_GROUP_ROWS)]
+
+    def close(self) -> Path:
+        self._write_group(pl.concat(self._waiting))
+        if self._writer:
+            self._writer.close()
+        self.stream.sync()
+        return self.path.rename(self.path.with_name(f"part-{self.stream.digest.hexdigest()[:16]}.parquet"))
+
+    def _write_group(self, rows: pl.DataFrame) -> None:
+        arrow = _to_arrow(rows, self.table)
+        if self._writer is None:
+            strings = [c.name for c in self.table.columns if c.kind == "string"]
+            self._writer = pq.ParquetWriter(
+                pa.PythonFile(self.stream, mode="w"), arrow.schema, compression="zstd", use_dictionary=strings
+            )
+        self._writer.write_table(arrow, row_group_size=ROW_GROUP_ROWS)
+        self._waiting = []
 
 
 def _to_arrow(frame: pl.DataFrame, table: schema.Table) -> pa.Table:
@@ -117,8 +220,8 @@ def _to_arrow(frame: pl.DataFrame, table: schema.Table) -> pa.Table:
     kinds = {c.name: c for c in table.columns}
     arrow = frame.to_arrow()
     columns = []
-    for field, column in zip(arrow.schema, arrow.columns, strict=True):
-        known = kinds.get(field.name)
+    for own, column in zip(arrow.schema, arrow.columns, strict=True):
+        known = kinds.get(own.name)
         combined = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
         if known is None:
             columns.append(combined)
@@ -145,6 +248,8 @@ def _running_sum(lengths: list[int]) -> list[int]:
 def _read_part(part: Path) -> pl.DataFrame:
     try:
         frame = pl.from_arrow(pq.read_table(part, partitioning=None))
+    except FileNotFoundError:
+        raise
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(
             "is not a readable Parquet file", where=str(part), hint="ingest the run again"

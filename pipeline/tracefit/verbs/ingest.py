@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import polars as pl
 import yaml
 
+from tracefit._version import __version__
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.features.context import RunContext, gpu_to_json, read_context, scope_of, settings_to_json
 from tracefit.features.settings import SETTINGS, ServerSettings, canonical_name
-from tracefit.otlp import decode_frames
-from tracefit.sources import Inputs, RunSource, TraceFile, open_inputs, read_frames
+from tracefit.sources import Inputs, RunSource, open_inputs
 from tracefit.tables import dialects
-from tracefit.tables.build import EventTables, build_event_tables
-from tracefit.tables.requests import build_requests
-from tracefit.tables.runs import journey_sampling, run_rows
-from tracefit.tables.store import TableStore
-from tracefit.timeline import EngineLimits, build_timeline
+from tracefit.tables.build import IngestCounts, build_tables
+from tracefit.tables.disk import disk_errors, scratch_folder, sweep
+from tracefit.tables.manifest import IngestedRun, ReadFile
+from tracefit.tables.rows import RowOptions
+from tracefit.tables.staging import STAGE_NAME
+from tracefit.tables.store import RunWriter, TableStore
+from tracefit.verbs.decoding import Task
+from tracefit.verbs.inputs import FilePlan, Input, content_hash, look_at, options_hash, place, plan_files
 from tracefit.verbs.results import IngestResult, Progress, RunSummary, Silent
+from tracefit.verbs.timelines import SMALL_RUN_ROWS, write_timelines
+from tracefit.verbs.workers import available_cores, decode_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Sequence
 
-    from tracefit.otlp.batch import SpanBatch
+    import polars as pl
 
-_CHUNK = 1 << 20
-
-COMPLETE_SHARE = 0.97
-"""Journeys of this share of requests count as all of them: a few are lost to clients that reuse ids."""
-
-DEFAULT_BLOCK_SIZE = 16
+    from tracefit.sources.stretches import Stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,43 +59,58 @@ def ingest(
     out: str | Path,
     *,
     server: ServerOptions | None = None,
+    workers: int | None = None,
     progress: Progress | None = None,
 ) -> IngestResult:
     """Read traces and write the tables of every run found.
 
+    What the tables folder knows already is not decoded again: a run that is there with the same files stays, one whose
+    files have grown or become more is brought up to date, and the result is that of reading everything at once. The
+    folder changes run by run, in one step each; whatever interrupts the work, running it again completes it.
+
+    Memory does not grow with the files: each worker holds one stretch of a file at a time, and of a whole run about a
+    hundred bytes per span. The `timeline` of a run of more than `SMALL_RUN_ROWS` events is left to `train`.
+
     Args:
         paths: Run folders, folders of run folders, trace files (which make one run together), patterns, `s3://`, `gs://`
             or `file://` URLs of these, or `-` for standard input.
-        out: The tables folder. A run that is there with the same contents is replaced.
+        out: The tables folder. One process at a time writes there; a second one waits.
         server: What is known about the server beyond the run's files.
+        workers: Processes that decode, at most; as many as there are cores if not given.
         progress: Told of what is going on.
 
     Raises:
-        UsageError: A path, a configuration file or an option is wrong; nothing is written.
+        UsageError: A path, a configuration file or an option is wrong, or the folder cannot be written; the tables are
+            as they were.
         DataError: A run holds no vLLM spans at all; nothing of it is written.
     """
     with open_inputs(paths) as inputs:
-        return ingest_inputs(inputs, out, server or ServerOptions(), progress or Silent())
+        return ingest_inputs(inputs, out, server or ServerOptions(), progress or Silent(), workers=workers)
 
 
-def ingest_inputs(inputs: Inputs, out: str | Path, server: ServerOptions, told: Progress) -> IngestResult:
+def ingest_inputs(
+    inputs: Inputs, out: str | Path, server: ServerOptions, told: Progress, *, workers: int | None = None
+) -> IngestResult:
     """Write the tables of runs that were found already; the result has them in the same order. See `ingest`."""
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = [_context(source, server) for source in inputs.runs]
     warnings = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.notable]
-    summaries = []
-    for source, context in zip(inputs.runs, contexts, strict=True):
-        told.stage(f"reading {source.run_id}")
-        digest, size = _content_hash(source.trace_files)
-        run_id = _free_run_id(store, source.run_id, digest, warnings)
-        events = build_event_tables(_batches(source.trace_files, told), run_id=run_id)
-        _require_spans(source, events)
-        frames = _tables(run_id, events, context)
-        frames["runs"] = run_rows(run_id, events, frames, _run_columns(source, context, digest, size))
-        store.write_run(run_id, frames)
-        summaries.append(_summary(run_id, context, frames["runs"], events))
-        warnings += _warnings_of(run_id, summaries[-1])
+
+    def waiting() -> None:
+        told.warn(f"{store.root}: another process is writing there; waiting for it")
+
+    with disk_errors(store.root), store.lock(waiting):
+        sweep(store.root)
+        work = _Work(store, workers or available_cores(), RowOptions(), told)
+        try:
+            summaries = [
+                work.run(source, context, warnings)
+                for source, context in zip(inputs.runs, contexts, strict=True)
+            ]
+        finally:
+            _sweep_stage(store)
+    write_timelines(store, [s.run_id for s in summaries if _is_small(store, s.run_id)])
     for text in warnings:
         told.warn(text)
     return IngestResult(Path(out), tuple(summaries), tuple(warnings))
@@ -109,46 +125,116 @@ def _context(source: RunSource, server: ServerOptions) -> RunContext:
     )
 
 
-def _content_hash(files: tuple[TraceFile, ...]) -> tuple[str, int]:
-    """Hash the files' bytes in the order of their own hashes, so that names and order do not matter."""
-    digests = []
-    size = 0
-    for file in files:
-        digest = hashlib.sha256()
-        with file.open() as stream:
-            while chunk := stream.read(_CHUNK):
-                digest.update(chunk)
-                size += len(chunk)
-        digests.append(digest.hexdigest())
-    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest(), size
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is the same for every run of one call; the folder's lock is held."""
 
+    store: TableStore
+    workers: int
+    options: RowOptions
+    told: Progress
 
-def _free_run_id(store: TableStore, run_id: str, digest: str, warnings: list[str]) -> str:
-    """Keep the id of a run that is there with the same contents; another run of that name gets a number."""
-    present = set(store.runs())
-    candidate, count = run_id, 1
-    while candidate in present:
-        known = store.read("runs", [candidate])
-        if known.height and known["content_sha256"][0] == digest:
-            return candidate
-        count += 1
-        candidate = f"{run_id}-{count}"
-    if candidate != run_id:
-        warnings.append(
-            f"{run_id}: another run of that name is in the tables already; this one is {candidate}"
+    def run(self, source: RunSource, context: RunContext, warnings: list[str]) -> RunSummary:
+        """Bring one run's tables up to date."""
+        self.told.stage(f"reading {source.run_id}")
+        manifest = self.store.manifest()
+        inputs = look_at(source.trace_files, manifest)
+        run_id = place(manifest, source.run_id, inputs)
+        if run_id != source.run_id:
+            warnings.append(
+                f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
+            )
+        columns = _run_columns(inputs, context)
+        known = manifest.runs.get(run_id)
+        options = options_hash(self.options)
+        plans = plan_files(inputs, known, options, self.store.root)
+        built_from = hashlib.sha256(
+            repr((__version__, options, sorted(columns.items()))).encode()
+        ).hexdigest()
+        if known is None or known.built_from != built_from or any(not plan.is_known for plan in plans):
+            self._build(run_id, source, IngestedRun(options=options, built_from=built_from), plans, columns)
+        summary = _summary(run_id, context, self.store.read("runs", [run_id]))
+        warnings += _warnings_of(run_id, summary)
+        return summary
+
+    def _build(
+        self,
+        run_id: str,
+        source: RunSource,
+        run: IngestedRun,
+        plans: Sequence[FilePlan],
+        columns: dict[str, str | int | None],
+    ) -> None:
+        with scratch_folder(self.store.root) as scratch:
+            files = self._decode(plans, scratch)
+            self.told.stage(f"writing {run_id}")
+            writer = RunWriter(scratch)
+            counts = build_tables(
+                files,
+                run_id=run_id,
+                stage=self.store.root / STAGE_NAME,
+                scratch=scratch,
+                write=writer.write,
+                run_columns=columns,
+            )
+            _require_spans(source, counts)
+            run = run.model_copy(update={"files": tuple(files)})
+            self.store.publish(run_id, run, writer.close(), keep=False)
+
+    def _decode(self, plans: Sequence[FilePlan], scratch: Path) -> list[ReadFile]:
+        """Decode what is not known yet; return what the manifest is to say of every file."""
+        stage = self.store.root / STAGE_NAME
+        stage.mkdir(exist_ok=True)
+        tasks = [
+            []
+            if plan.is_known
+            else [self._task(plan, stretch, scratch, stage) for stretch in plan.layout.stretches]
+            for plan in plans
+        ]
+        every = [task for of_file in tasks for task in of_file]
+        self.told.expect(sum(task.size_bytes for task in every))
+        parts = decode_all(every, workers=self.workers, on_read=self.told.read)
+        return [
+            plan.read(part for task in of_file for part in parts[task])
+            for plan, of_file in zip(plans, tasks, strict=True)
+        ]
+
+    def _task(self, plan: FilePlan, stretch: Stretch, scratch: Path, stage: Path) -> Task:
+        end = plan.input.size_bytes if stretch.end is None else stretch.end
+        return Task(
+            file=plan.input.file,
+            stretch=stretch,
+            shape=plan.layout.shape,
+            size_bytes=max(end - stretch.begin, 0),
+            options=self.options,
+            scratch=scratch,
+            stage=stage,
         )
-    return candidate
 
 
-def _batches(files: tuple[TraceFile, ...], progress: Progress) -> Iterator[SpanBatch]:
-    for file in files:
-        yield from decode_frames(read_frames(file, on_read=progress.read))
-
-
-def _require_spans(source: RunSource, events: EventTables) -> None:
-    if events.counts.spans:
+def _sweep_stage(store: TableStore) -> None:
+    """Remove staged parts that the manifest does not name."""
+    stage = store.root / STAGE_NAME
+    if not stage.is_dir():
         return
-    seen = f"{events.counts.other_spans} spans of other scopes, {events.counts.rejects} unreadable records"
+    valid = store.manifest().staged()
+    for part in stage.iterdir():
+        if part.name not in valid:
+            shutil.rmtree(part, ignore_errors=True)
+    if not valid:
+        stage.rmdir()
+
+
+def _is_small(store: TableStore, run_id: str) -> bool:
+    counts = store.read("runs", [run_id])
+    events = sum(sum(json.loads(text).values()) for text in counts["events"].head(1))
+    return events <= SMALL_RUN_ROWS
+
+
+def _require_spans(source: RunSource, counts: IngestCounts) -> None:
+    if counts.spans:
+        return
+    seen = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
     raise DataError(
         f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({seen})",
         where=source.name,
@@ -156,79 +242,30 @@ def _require_spans(source: RunSource, events: EventTables) -> None:
     )
 
 
-def _tables(run_id: str, events: EventTables, context: RunContext) -> dict[str, pl.DataFrame]:
-    core = events.spans.filter(pl.col("scope") == dialects.CORE_SCOPE)
-    parents = core.select("trace_id", "span_id", "parent_span_id")
-    journeys, snapshots = events.journey_events, events.request_snapshots
-    requests = build_requests(journeys, events.api_spans, snapshots, parents, run_id=run_id)
-    timeline = build_timeline(
-        events.steps,
-        snapshots,
-        journeys,
-        engine_limits(context),
-        journeys_complete=_journeys_complete(context.settings, events.steps, requests),
-    )
-    return {
-        "spans": events.spans,
-        "journey_events": journeys,
-        "steps": events.steps,
-        "request_snapshots": snapshots,
-        "requests": requests,
-        "timeline": timeline,
-        "rejects": events.rejects,
-    }
-
-
-def engine_limits(context: RunContext) -> EngineLimits:
-    """Return what the server's scheduler is bound by, as far as it is known."""
-    s = context.settings
-    return EngineLimits(
-        max_num_batched_tokens=s.max_num_batched_tokens,
-        max_num_seqs=s.max_num_seqs,
-        block_size=s.block_size or DEFAULT_BLOCK_SIZE,
-        # vLLM keeps one block back that stands for "no block".
-        num_blocks=s.num_gpu_blocks - 1 if s.num_gpu_blocks else None,
-        chunked_prefill=s.enable_chunked_prefill is not False,
-    )
-
-
-def _journeys_complete(settings: ServerSettings, steps: pl.DataFrame, requests: pl.DataFrame) -> bool:
-    """Tell whether every request has a journey: by the server's setting, else by what step summaries count."""
-    if not requests["queued_ns"].is_not_null().any():
-        return False
-    if settings.journey_tracing_sample_rate is not None:
-        return settings.journey_tracing_sample_rate >= COMPLETE_SHARE
-    shares = journey_sampling(steps, requests)
-    return min(shares.values(), default=1.0) >= COMPLETE_SHARE
-
-
-def _run_columns(
-    source: RunSource, context: RunContext, digest: str, size: int
-) -> dict[str, str | int | None]:
+def _run_columns(inputs: Sequence[Input], context: RunContext) -> dict[str, str | int | None]:
     return {
         "model": context.settings.model,
         "model_config": context.model_config,
         "settings": settings_to_json(context.settings),
         "gpu": gpu_to_json(context.gpu),
-        "files": len(source.trace_files),
-        "bytes": size,
-        "content_sha256": digest,
+        "files": len(inputs),
+        "bytes": sum(i.size_bytes for i in inputs),
+        "content_sha256": content_hash(inputs),
     }
 
 
-def _summary(run_id: str, context: RunContext, runs: pl.DataFrame, events: EventTables) -> RunSummary:
-    counts = events.counts
+def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary:
     first = runs.row(0, named=True)
     return RunSummary(
         run_id=run_id,
         scope_id=scope_of(context).scope_id,
         files=first["files"],
         bytes=first["bytes"],
-        spans=counts.spans,
-        other_spans=counts.other_spans,
-        duplicate_spans=counts.duplicate_spans,
-        rejects=counts.rejects,
-        dropped_events=counts.dropped_events,
+        spans=int(runs["spans"].sum()),
+        other_spans=first["other_spans"],
+        duplicate_spans=first["duplicate_spans"],
+        rejects=first["rejects"],
+        dropped_events=int(runs["dropped_events"].sum()),
         servers=runs.height,
         epochs=int(runs["epochs"].sum()),
         steps=int(runs["steps"].sum()),

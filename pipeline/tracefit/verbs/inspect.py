@@ -16,6 +16,7 @@ from tracefit.timeline import clock_disagreements
 from tracefit.verbs.evidence import Allowance, Evidence, allowances, gather, total
 from tracefit.verbs.ingest import ServerOptions, ingest_inputs
 from tracefit.verbs.results import EXIT_DONE, Progress, Silent
+from tracefit.verbs.timelines import write_timelines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -111,9 +112,12 @@ def inspect(
     paths = list(paths)
     told = progress or Silent()
     if len(paths) == 1 and _is_tables(paths[0]):
-        return _inspect_tables(TableStore(paths[0]).require(), {}, told)
+        store = TableStore(paths[0]).require()
+        write_timelines(store, store.runs())
+        return _inspect_tables(store, {}, told)
     with tempfile.TemporaryDirectory(prefix="tracefit-inspect-") as scratch, open_inputs(paths) as inputs:
         result = ingest_inputs(inputs, scratch, server or ServerOptions(), told)
+        write_timelines(TableStore(scratch), [run.run_id for run in result.runs])
         # Runs are ingested in the order they are found; of two with one name the second has a number by now.
         files = {
             run.run_id: tuple(describe_file(file) for file in source.trace_files)

@@ -16,6 +16,9 @@ class Progress(Protocol):
     def stage(self, text: str) -> None:
         """Hear that a new stage of work begins."""
 
+    def expect(self, size_bytes: int) -> None:
+        """Hear how many bytes of input are going to be read in this stage."""
+
     def read(self, size_bytes: int) -> None:
         """Hear that so many more bytes of input are read."""
 
@@ -27,6 +30,9 @@ class Silent:
     """Progress that nobody watches."""
 
     def stage(self, text: str) -> None:
+        """Say nothing."""
+
+    def expect(self, size_bytes: int) -> None:
         """Say nothing."""
 
     def read(self, size_bytes: int) -> None:

@@ -23,9 +23,9 @@ from tracefit.tables import schema
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements, execution_lags, queue_state
-from tracefit.verbs.ingest import engine_limits
 from tracefit.verbs.results import ModelSummary, Progress, Silent, TrainResult
 from tracefit.verbs.samples import sample_tables
+from tracefit.verbs.timelines import engine_limits, write_timelines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -127,6 +127,7 @@ def fit_runs(
         options: How to train.
         told: Told of what is going on.
     """
+    write_timelines(store, runs["run_id"].unique(maintain_order=True))
     sets = beta_feature_sets(options.features)
     how = ScopeOptions(options.beta_target, positive=options.positive, reference=not options.fast)
     scopes = []

@@ -1,0 +1,102 @@
+"""Files that are there whole or not at all, and one line for a disk that will not take them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from tracefit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SCRATCH_PREFIX = ".writing-"
+
+
+@contextmanager
+def disk_errors(root: Path) -> Iterator[None]:
+    """Turn errors of the disk into one line.
+
+    Raises:
+        UsageError: Something below `root` could not be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise UsageError(
+            f"cannot be written ({error.strerror or error})",
+            where=str(root),
+            hint="what was there before is untouched; free some space and run the command again"
+            if full
+            else None,
+        ) from error
+
+
+@contextmanager
+def scratch_folder(root: Path) -> Iterator[Path]:
+    """Make a folder below `root` to write in, and remove it with what is left in it."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=root))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(root: Path) -> None:
+    """Remove the scratch folders of writers that died; only the holder of the lock may."""
+    for folder in root.glob(f"{SCRATCH_PREFIX}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def create(path: Path) -> BinaryIO:
+    """Open a new file for writing. Everything the tables folder holds is written through here."""
+    return path.open("wb")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a file, so that a reader sees the old one or the new one, whatever happens."""
+    unfinished = path.with_name(f"{SCRATCH_PREFIX}{path.name}")
+    with create(unfinished) as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    unfinished.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder last through a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(root: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the folder's lock, which is on the folder itself. It goes with the process, however that ends.
+
+    Args:
+        root: The tables folder; it is made if need be.
+        waiting: Called if another process holds the lock, before waiting for it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    handle = os.open(root, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,135 @@
+"""Frames of any number in, windows in sorted order out, with few rows in memory at a time.
+
+Frames that come in are sorted and laid down on disk as blocks. The first key of every block is remembered; going over
+the blocks in the order of these keys, all rows below the first key of the block that comes next are complete. Traces
+come nearly in order, so that few blocks wait at any time.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+import pyarrow as pa
+
+from tracefit.tables.disk import create
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+HELD_ROWS = 256 * 1024
+"""Rows kept in memory before they are laid down on disk, and rows of a window, about."""
+
+BLOCK_ROWS = 8 * 1024
+
+_Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    first: _Key
+    """First key, each column as (is null, value)."""
+    run: Path
+    number: int
+
+
+@dataclass(slots=True)
+class ExternalSort:
+    """Sorts more rows than memory holds.
+
+    Attributes:
+        scratch: Folder for what does not fit into memory.
+        key: Columns that decide where windows are cut; rows of one key come in one window. Nulls are last.
+        order: All columns to sort by, those of `key` first.
+        held_rows: Rows to keep in memory.
+    """
+
+    scratch: Path
+    key: Sequence[str]
+    order: Sequence[str]
+    held_rows: int = HELD_ROWS
+    rows: int = 0
+    _held: list[pl.DataFrame] = field(default_factory=list)
+    _held_count: int = 0
+    _blocks: list[_Block] = field(default_factory=list)
+    _schema: pl.Schema | None = None
+
+    def add(self, frame: pl.DataFrame) -> None:
+        """Take rows; all frames have the same columns."""
+        self._schema = self._schema or frame.schema
+        if not frame.height:
+            return
+        self._held.append(frame)
+        self._held_count += frame.height
+        self.rows += frame.height
+        if self._held_count > self.held_rows:
+            self._lay_down()
+
+    def windows(self) -> Iterator[pl.DataFrame]:
+        """Yield all rows in order, as frames none of which is empty; what was taken is given back once."""
+        if not self._blocks:
+            if self._held_count:
+                yield self._take_held(self.order)
+            return
+        self._lay_down()
+        blocks = sorted(self._blocks, key=lambda block: block.first)
+        files = {path: pa.ipc.open_file(pa.OSFile(str(path))) for path in {b.run for b in blocks}}
+        waiting: list[pl.DataFrame] = []
+        new_rows = 0
+        for index, block in enumerate(blocks):
+            waiting.append(_frame(files[block.run].get_batch(block.number)))
+            new_rows += waiting[-1].height
+            last = index + 1 == len(blocks)
+            if new_rows >= self.held_rows or last:
+                rows = pl.concat(waiting).sort(self.order, nulls_last=True)
+                whole = rows.height if last else _below(rows, self.key, blocks[index + 1].first)
+                if whole:
+                    yield rows.head(whole)
+                waiting, new_rows = [rows.slice(whole)], 0
+
+    def _lay_down(self) -> None:
+        if not self._held_count:
+            return
+        # Blocks need the order of the key alone; the rest of it is made when a window is.
+        rows = self._take_held(self.key)
+        path = self.scratch / f"sorted-{uuid.uuid4().hex}.arrow"
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        table = rows.to_arrow()
+        with create(path) as stream, pa.ipc.new_file(stream, table.schema, options=options) as writer:
+            for number, start in enumerate(range(0, rows.height, BLOCK_ROWS)):
+                writer.write_batch(table.slice(start, BLOCK_ROWS).combine_chunks().to_batches()[0])
+                first = rows.row(start, named=True)
+                self._blocks.append(_Block(_key_of(tuple(first[k] for k in self.key)), path, number))
+
+    def _take_held(self, order: Sequence[str]) -> pl.DataFrame:
+        rows = pl.concat(self._held).sort(order, nulls_last=True)
+        self._held, self._held_count = [], 0
+        return rows
+
+
+def _key_of(values: tuple[Any, ...]) -> _Key:
+    # Comparable as the sort has it: nulls after everything.
+    return tuple((value is None, 0 if value is None else value) for value in values)
+
+
+def _frame(batch: pa.RecordBatch) -> pl.DataFrame:
+    frame = pl.from_arrow(batch)
+    assert isinstance(frame, pl.DataFrame)  # noqa: S101 - a record batch is always a frame
+    return frame
+
+
+def _below(rows: pl.DataFrame, key: Sequence[str], bound: _Key) -> int:
+    """Return how many of the rows, sorted, are below a key."""
+    is_below = pl.lit(value=False)
+    for name, (is_null, value) in reversed(list(zip(key, bound, strict=True))):
+        column = pl.col(name)
+        if is_null:
+            less, equal = column.is_not_null(), column.is_null()
+        else:
+            less = (column < value).fill_null(value=False)
+            equal = (column == value).fill_null(value=False)
+        is_below = less | (equal & is_below)
+    return int(rows.select(is_below.sum()).item())

@@ -1,0 +1,121 @@
+"""`TABLES/manifest.json`: what was read, and which files of the folder are valid.
+
+The manifest is replaced last, in one rename: a reader that follows it sees each run as it was before or as it is after
+an ingest, never in between. A file that it does not name is a leftover.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tracefit._version import __version__
+from tracefit.errors import DataError
+from tracefit.tables.disk import write_whole
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MANIFEST_NAME = "manifest.json"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StagedPart(_Strict):
+    """A stretch of a trace file, decoded."""
+
+    name: str = Field(pattern=r"^[0-9a-f]{32}$", description="folder below .stage")
+    begin: int = Field(ge=0, description="offset of its first byte in the decompressed file")
+    spans: int = Field(ge=0, description="spans of the vLLM scopes in it")
+    other_spans: int = Field(ge=0, description="spans of other scopes, counted and left out")
+    rejects: int = Field(ge=0, description="records in it that could not be read")
+
+
+class ReadFile(_Strict):
+    """A trace file that was read."""
+
+    path: str = Field(description="the file as it was named")
+    size_bytes: int = Field(ge=0, description="its size on disk")
+    sha256: str = Field(
+        description="SHA-256 over the CRC-32, big-endian, of each 64 KiB of its bytes on disk"
+    )
+    shape: str = Field(description="how its records lie in it, told from the content")
+    can_grow: bool = Field(description="whether what is appended can be read without what is there")
+    tool_version: str = Field(description="version of tracefit that decoded it")
+    parts: tuple[StagedPart, ...]
+
+    @property
+    def spans(self) -> int:
+        """Spans of the vLLM scopes in the file, duplicates included."""
+        return sum(part.spans for part in self.parts)
+
+    @property
+    def rejects(self) -> int:
+        """Records of the file that could not be read."""
+        return sum(part.rejects for part in self.parts)
+
+
+class TablePart(_Strict):
+    """A Parquet file of one run and table."""
+
+    name: str = Field(pattern=r"^part-[0-9a-f]{16}\.parquet$")
+
+
+class IngestedRun(_Strict):
+    """What is known of one run."""
+
+    options: str | None = Field(None, description="hash of the options that say what of a span is kept")
+    files: tuple[ReadFile, ...] = ()
+    built_from: str | None = Field(
+        None,
+        description="hash of what its tables were built from, files and configuration; null before there are any",
+    )
+    tables: dict[str, TablePart] = Field(default_factory=dict)
+
+
+class Manifest(_Strict):
+    """The manifest of a tables folder."""
+
+    manifest_version: Literal["1"] = "1"
+    tool_version: str = __version__
+    runs: dict[str, IngestedRun] = Field(default_factory=dict)
+
+    def with_run(self, run_id: str, run: IngestedRun) -> Manifest:
+        """Return a manifest in which this run is as given."""
+        return Manifest(runs={**self.runs, run_id: run})
+
+    def staged(self) -> set[str]:
+        """Return the names of all staged parts that are valid."""
+        return {part.name for run in self.runs.values() for file in run.files for part in file.parts}
+
+
+def read_manifest(root: Path) -> Manifest:
+    """Read the manifest of a tables folder; an empty one if there is none.
+
+    Raises:
+        DataError: The manifest is damaged or of another version.
+    """
+    path = root / MANIFEST_NAME
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return Manifest()
+    except OSError as error:
+        raise DataError(f"cannot be read ({error.strerror})", where=str(path)) from error
+    try:
+        return Manifest.model_validate_json(text)
+    except ValidationError as error:
+        raise DataError(
+            "is not a manifest of this version of tracefit",
+            where=str(path),
+            hint="ingest the traces into a new folder",
+        ) from error
+
+
+def write_manifest(root: Path, manifest: Manifest) -> None:
+    """Replace the manifest of a tables folder in one step."""
+    text = manifest.model_dump_json(indent=1) + "\n"
+    write_whole(root / MANIFEST_NAME, text.encode())

@@ -1,0 +1,190 @@
+"""The view of a whole run: which spans count, which server each belongs to, and how clocks compare.
+
+It needs of each span its ids, its times and what its events say of their clock: about a hundred bytes, and nothing of
+its events. That is all of a run that is in memory at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.tables import dialects
+from tracefit.tables.clocks import tell_apart
+from tracefit.tables.staging import read_staged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_NARROW = (
+    "row",
+    "trace_id",
+    "span_id",
+    "parent_span_id",
+    "scope",
+    "server",
+    "start_unix_ns",
+    "end_unix_ns",
+    "zero",
+    "first_ns",
+    "last_ns",
+    "first_step",
+    "last_step",
+)
+_IDS = ["trace_high", "trace_low", "span"]
+_SCOPES = pl.Enum(dialects.VLLM_SCOPES)
+_HEX_DIGITS_OF_64_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of the spans of one part that count.
+
+    Attributes:
+        spans: row, server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero (the
+            same, of the server).
+        spans_read: Spans of the part, those that do not count included.
+    """
+
+    spans: pl.DataFrame
+    spans_read: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every span of the part counts."""
+        return self.spans.height == self.spans_read
+
+
+def resolve(stage: Path, parts: Sequence[str]) -> list[Facts]:
+    """Look at all spans of a run together.
+
+    A span is its (trace_id, span_id): of one that was read twice, the first counts. Spans get the server they belong to.
+
+    Args:
+        stage: The folder of staged parts.
+        parts: The run's parts in the order of their files.
+
+    Returns:
+        Facts of each part.
+    """
+    every = [_narrow(read_staged(stage, name, "spans", _NARROW), part) for part, name in enumerate(parts)]
+    spans = pl.concat(every).with_row_index("span_row")
+    read = dict(spans.group_by("part").len().iter_rows())
+    kept = spans.unique(_IDS, keep="first", maintain_order=True)
+    del every, spans
+    kept = _with_server(kept, _Marks(stage, parts, kept))
+    facts = kept.join(_core_zeros(kept), on=_IDS[:2], how="left", maintain_order="left").select(
+        "part",
+        "row",
+        "server",
+        "core_zero",
+        server_zero=pl.col("zero").median().over("server").cast(pl.Int64),
+    )
+    by_part = facts.partition_by("part", as_dict=True, maintain_order=True, include_key=False)
+    none = facts.clear().drop("part")
+    return [Facts(by_part.get((part,), none), read.get(part, 0)) for part in range(len(parts))]
+
+
+def _narrow(spans: pl.DataFrame, part: int) -> pl.DataFrame:
+    """Pack ids into numbers."""
+    trace = pl.col("trace_id").str
+    return spans.select(
+        pl.lit(part, pl.UInt32).alias("part"),
+        "row",
+        _number(trace.head(_HEX_DIGITS_OF_64_BITS)).alias("trace_high"),
+        _number(trace.tail(_HEX_DIGITS_OF_64_BITS)).alias("trace_low"),
+        _number(pl.col("span_id")).alias("span"),
+        _number(pl.col("parent_span_id")).alias("parent"),
+        pl.col("scope").cast(_SCOPES),
+        pl.col("server").cast(pl.Categorical),
+        *_NARROW[6:],
+    )
+
+
+def _number(digits: pl.Expr) -> pl.Expr:
+    return digits.str.to_integer(base=16, dtype=pl.UInt64)
+
+
+def _core_zeros(spans: pl.DataFrame) -> pl.DataFrame:
+    cores = spans.filter(pl.col("scope") == dialects.CORE_SCOPE)
+    return cores.group_by(_IDS[:2]).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
+
+
+def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
+    """Name each span's server.
+
+    The API process and the engine core are two processes and, with newer SDKs, two service.instance.ids: an API
+    span belongs to the server of the core span under it. Without one it goes to the only engine there is, if so.
+    Engines that share a name get one each.
+    """
+    is_api = pl.col("scope") == dialects.API_SCOPE
+    apart = tell_apart(spans.filter(~is_api), marks.of)
+    if apart.height:
+        apart = apart.with_columns(pl.col("server").cast(pl.Categorical))
+        spans = spans.join(apart, on="span_row", how="left", suffix="_apart", maintain_order="left")
+        spans = spans.with_columns(server=pl.coalesce("server_apart", "server")).drop("server_apart")
+    engines = spans.filter(~is_api)
+    parents = (
+        spans.filter(pl.col("scope") == dialects.CORE_SCOPE)
+        .select(*_IDS[:2], span="parent", engine="server")
+        .unique(_IDS, keep="first", maintain_order=True)
+    )
+    names = engines["server"].unique()
+    only = pl.lit(names[0] if len(names) == 1 else None, pl.Categorical)
+    inherited = pl.coalesce("engine", only, "server")
+    return (
+        spans.join(parents, on=_IDS, how="left", maintain_order="left")
+        .with_columns(server=pl.when(is_api).then(inherited).otherwise("server"))
+        .drop("engine")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """Clock and step counter of the engines' events, for `tell_apart`; read where it asks for them."""
+
+    stage: Path
+    parts: Sequence[str]
+    spans: pl.DataFrame
+
+    def of(self, wanted: pl.DataFrame) -> pl.DataFrame:
+        """Return the events of spans (span_row)."""
+        places = self.spans.select("span_row", "part", "row").join(wanted, on="span_row", how="semi")
+        marks = []
+        for (part,), rows in places.group_by("part", maintain_order=True):
+            events = _events_of(self.stage, self.parts[int(str(part))])
+            marks.append(rows.select("span_row", "row").join(events, on="row", how="inner").drop("row"))
+        return pl.concat(marks)
+
+
+def _events_of(stage: Path, part: str) -> pl.DataFrame:
+    steps = read_staged(stage, part, "steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
+    snapshots = read_staged(stage, part, "snapshots", ("row", "unix_ns", "step_id"))
+    journeys = read_staged(stage, part, "journeys", ("row", "unix_ns", "ts_ns", "step_id", "layer", "event"))
+    # Inside a step's schedule() or, for all others, after its execution.
+    late = pl.when(pl.col("event").is_in(["SCHEDULED", "PREEMPTED"])).then(0).otherwise(1)
+    return pl.concat(
+        [
+            _mark(steps, pl.col("ts_start_ns"), pl.col("step_id"), is_summary=True),
+            _mark(snapshots, pl.lit(None, pl.Int64), pl.col("step_id"), is_summary=False),
+            _mark(
+                journeys.filter(pl.col("layer") == "core"),
+                pl.col("ts_ns"),
+                pl.col("step_id") + late,
+                is_summary=False,
+            ),
+        ]
+    )
+
+
+def _mark(events: pl.DataFrame, ts_ns: pl.Expr, step: pl.Expr, *, is_summary: bool) -> pl.DataFrame:
+    return events.select(
+        "row",
+        "unix_ns",
+        ts_ns=ts_ns,
+        step=step.cast(pl.Int64),
+        is_summary=pl.lit(is_summary, pl.Boolean),
+    )
