@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tracefit.fit.select import choose_penalty, harms, time_blocks, usable_features
+from tracefit.fit.select import choose_penalty, collinearity, harms, time_blocks, usable_features
 
 
 def _columns(n=300, seed=0):
@@ -157,3 +157,25 @@ def test_nothing_misleads_where_there_is_nothing_to_judge_by():
     x = np.column_stack(_columns(50))
     blocks = np.zeros(50, dtype=np.int64)
     assert not harms(x, x[:, 0], blocks, np.ones(50), choose_penalty(x, x[:, 0], blocks))
+
+
+def test_features_that_know_nothing_of_each_other_have_condition_and_inflation_one():
+    x = np.array([[0.0, 0.0], [0.0, 10.0], [5.0, 0.0], [5.0, 10.0]])
+    found = collinearity(x)
+    assert found.condition_number == pytest.approx(1)
+    assert found.inflation == pytest.approx((1, 1))
+
+
+def test_two_features_of_correlation_r_by_hand():
+    """Eigenvalues 1 + r and 1 - r; variance inflation 1 / (1 - r^2). Here r = 0.8."""
+    a, b = np.array([1.0, -1.0, 1.0, -1.0]), np.array([1.0, 1.0, -1.0, -1.0])
+    found = collinearity(
+        np.column_stack([a, 0.8 * a + 0.6 * b, np.array([1.0, -1.0, -1.0, 1.0])]) * [1, 9, 4]
+    )
+    assert found.condition_number == pytest.approx(3)
+    assert found.inflation == pytest.approx((1 / 0.36, 1 / 0.36, 1))
+
+
+def test_one_feature_or_none_has_nothing_to_be_collinear_with():
+    assert collinearity(np.arange(5.0)[:, None]).inflation == pytest.approx((1,))
+    assert collinearity(np.zeros((5, 0))).condition_number is None

@@ -148,6 +148,41 @@ def test_predictions_below_zero_are_measured_as_zero():
     assert fitted.validation.extrapolated_rows == 30
 
 
+def test_extrapolated_rows_are_counted_by_feature():
+    held = pl.col("split") == "holdout"
+    far = {
+        "prefill": pl.col("ts_ns") == 250_000,
+        "decode": pl.col("ts_ns").is_in([250_000, 260_000, 270_000]),
+    }
+    frame = _frame().with_columns(
+        pl.when(held & rows).then(-5).otherwise(name).alias(name) for name, rows in far.items()
+    )
+    validation = _fit(frame).validation
+    assert validation.extrapolated_rows == 3
+    assert validation.extrapolated == {"prefill": 1, "decode": 3}
+
+
+def test_a_prediction_interval_knows_the_outliers_that_did_not_train():
+    """One row in twenty takes ten times as long: no 95 % interval may end below it, though none of them trained."""
+    rows = range(7, 300, 20)
+    fitted = _fit(_spoiled(_frame(), rows))
+    assert fitted.rows_used < 210
+    assert fitted.parts[0].band.high > 9
+    assert fitted.validation.interval_coverage_pct > 97
+
+
+def test_prediction_intervals_are_of_the_rows_the_error_is_measured_on():
+    """Rows of kind 1 have ten times the noise."""
+    kind = pl.int_range(300) % 2
+    noise = pl.Series(np.random.default_rng(7).normal(0, 200, 300))
+    frame = _frame(kind=kind).with_columns(y=pl.col("y") + kind * noise)
+    quiet, loud = (
+        _fit(frame, options=FitOptions(reference=False, judge=pl.col("kind") == k)).parts[0].band
+        for k in (0, 1)
+    )
+    assert (loud.high - loud.low) > 4 * (quiet.high - quiet.low)
+
+
 def test_a_feature_that_is_mostly_unknown_is_left_out():
     fitted = _fit(_frame(decode=pl.lit(None, pl.Int64)))
     assert _values(fitted).keys() == {"prefill"}

@@ -15,6 +15,7 @@ from tracefit._version import __version__
 from tracefit.coefficients import evaluation as ev
 from tracefit.coefficients import model as cf
 from tracefit.features.definitions import definitions
+from tracefit.fit.bands import LEVEL_PCT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -208,11 +209,38 @@ def entry(model: FittedModel) -> ev.Entry:
         by={name: metrics_entry(m) for name, m in v.by.items()},
         within_5_pct=v.within_5_pct,
         extrapolated_rows=v.extrapolated_rows,
+        extrapolated=v.extrapolated,
+        prediction_intervals=_prediction_intervals(model),
+        interval_coverage_pct=v.interval_coverage_pct,
+        collinearity=tuple(_collinearity(part) for part in fitted.parts),
+        learning_curve=tuple(
+            ev.LearningPointEntry(share=p.share, rows=p.rows, mae=p.mae, mape_pct=p.mape_pct)
+            for p in v.learning_curve
+        ),
         equations=_equations(fitted.rows),
         classifier=_classifier(v.classifier),
         right_boundary_pct=_percent(boundary.right_boundary) if boundary else None,
         right_boundary_without_work_pct=_percent(boundary.right_boundary_without_work) if boundary else None,
         skill=v.skill,
+    )
+
+
+def _prediction_intervals(model: FittedModel) -> tuple[ev.PredictionInterval, ...]:
+    bands = [(part.regime.name, part.band) for part in model.fitted.parts]
+    if model.boundary is not None:
+        bands = [("all", model.boundary.band)]
+    return tuple(
+        ev.PredictionInterval(regime=name, level_pct=LEVEL_PCT, kind=band.kind, low=band.low, high=band.high)
+        for name, band in bands
+    )
+
+
+def _collinearity(part: FittedPart) -> ev.CollinearityEntry:
+    names = [term.feature.name for term in part.terms]
+    return ev.CollinearityEntry(
+        regime=part.regime.name,
+        condition_number=part.collinearity.condition_number,
+        variance_inflation=dict(zip(names, part.collinearity.inflation, strict=True)),
     )
 
 

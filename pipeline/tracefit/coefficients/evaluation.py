@@ -35,6 +35,39 @@ class Classifier(_Part):
     confusion: dict[str, int]
 
 
+class PredictionInterval(_Part):
+    """Limits of an interval about a prediction, of the rows that one regime (or `all`) speaks for."""
+
+    regime: str
+    level_pct: float
+    kind: Literal["ratio", "difference"] = Field(
+        description="limits are factors on the prediction, or differences from it in the model's unit"
+    )
+    low: float
+    high: float
+
+
+class CollinearityEntry(_Part):
+    """How much the features of a model, or of one regime of it, tell of each other in the training rows."""
+
+    regime: str
+    condition_number: float | None = Field(
+        description="of the standardised features: 1 is none, above 30 is trouble"
+    )
+    variance_inflation: dict[str, float] = Field(
+        description="feature to how much wider the variance of its coefficient is than without the others"
+    )
+
+
+class LearningPointEntry(_Part):
+    """Hold-out error of the model fitted on the latest share of the training rows."""
+
+    share: float
+    rows: int
+    mae: float
+    mape_pct: float | None
+
+
 class Entry(_Part):
     """One model's validation."""
 
@@ -52,6 +85,13 @@ class Entry(_Part):
     extrapolated_rows: int = Field(
         default=0, description="hold-out rows with a feature outside its training range"
     )
+    extrapolated: dict[str, int] = Field(default_factory=dict, description="the same by feature")
+    prediction_intervals: tuple[PredictionInterval, ...] = ()
+    interval_coverage_pct: float | None = Field(
+        default=None, description="share of hold-out rows within their prediction interval"
+    )
+    collinearity: tuple[CollinearityEntry, ...] = ()
+    learning_curve: tuple[LearningPointEntry, ...] = ()
     equations: dict[str, int] = Field(
         default_factory=dict, description="training rows by kind: adjacent, interval, duration"
     )

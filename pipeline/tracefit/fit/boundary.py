@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from tracefit.fit.bands import Band, band_of, covered_pct
 from tracefit.fit.estimators import NDArrayInt, RobustLinear
 from tracefit.fit.metrics import Metrics, Vector, measure, skill
 from tracefit.fit.parts import predict_parts
@@ -56,6 +57,8 @@ class FittedBoundary:
     without_clock: Fitted
     validation: Validation
     """Errors with the clock; `by` holds those without it."""
+    band: Band
+    """Prediction interval with the clock, told by the training rows: three numbers do not fit themselves to their noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,8 @@ def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | Non
     else:
         work = float(np.median(plateau))
     offset = _offset(train, clock, truth, known)
-    fitted = FittedBoundary(work, per_token, offset, None, None, 0, linear, linear.validation)
+    band = Band("difference", 0.0, 0.0)
+    fitted = FittedBoundary(work, per_token, offset, None, None, 0, linear, linear.validation, band)
     return _validated(fitted, train, held, clock)
 
 
@@ -220,6 +224,9 @@ def _validated(
         for w in (_work(fitted, held), np.zeros(len(y)))
     )
     told = _predict(fitted, held, clock)
+    told_train, y_train = _predict(fitted, train, clock), train["y"].to_numpy().astype(float)
+    band = band_of(told_train, y_train)
+    low, high = band.around(told)
     linear = fitted.without_clock
     measured = measure(y, told)
     by: dict[str, Metrics] = {"without_clock": linear.validation.holdout}
@@ -230,12 +237,14 @@ def _validated(
     names = [n for n in ("prompt_tokens", "step_residual_us") if train[n].is_not_null().any()]
     validation = replace(
         linear.validation,
-        train=measure(train["y"].to_numpy().astype(float), _predict(fitted, train, clock)),
+        train=measure(y_train, told_train),
         holdout=measured,
         reference=reference(train, held, names) if linear.validation.reference else None,
         by=by,
         within_5_pct=100 * float((np.abs(told - y) <= WITHIN_PCT / 100 * np.abs(y)).mean()),
         skill=skill(measured, linear.validation.baseline),
+        interval_coverage_pct=covered_pct(low, y, high),
+        learning_curve=(),
     )
     return replace(
         fitted,
@@ -243,4 +252,5 @@ def _validated(
         right_boundary_without_work=without,
         rows_with_clock=int(known.sum()),
         validation=validation,
+        band=band,
     )

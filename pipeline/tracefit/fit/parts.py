@@ -11,9 +11,10 @@ import polars as pl
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tracefit.fit.bands import Band
     from tracefit.fit.estimators import NDArrayInt
     from tracefit.fit.metrics import Matrix, Vector
-    from tracefit.fit.select import Choice, LeftOut
+    from tracefit.fit.select import Choice, Collinearity, LeftOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class FittedPart:
     left_out: tuple[LeftOut, ...]
     choice: Choice
     rows_used: int
+    collinearity: Collinearity
+    band: Band
 
     def predict(self, rows: pl.DataFrame) -> Vector:
         """Predict the rows of a training frame, clipped at 0; shape (n,)."""
@@ -99,6 +102,21 @@ def speakers(parts: Sequence[FittedPart], rows: pl.DataFrame) -> NDArrayInt:
     for index in reversed(range(len(parts) - 1)):
         speaker[rows.select(holds=parts[index].regime.holds())["holds"].to_numpy()] = index
     return speaker
+
+
+def linear_terms(
+    columns: Sequence[FeatureColumn],
+    coefficients: Vector,
+    x: Matrix,
+    intervals: Sequence[tuple[float, float] | None] | None = None,
+) -> tuple[FittedTerm, ...]:
+    """Return a term per coefficient that is not zero, with the range of its feature in the training rows `x`."""
+    given = intervals or [None] * len(columns)
+    return tuple(
+        FittedTerm(column, float(value), interval, (float(seen.min()), float(seen.max())))
+        for column, value, interval, seen in zip(columns, coefficients, given, x.T, strict=True)
+        if value != 0
+    )
 
 
 def matrix(rows: pl.DataFrame, names: Sequence[str]) -> Matrix:

@@ -107,6 +107,33 @@ def _collinear(x: Matrix, kept: list[int], names: list[str], column: Vector, sha
     return f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
 
 
+@dataclass(frozen=True, slots=True)
+class Collinearity:
+    """How much the features of a model tell of each other.
+
+    Attributes:
+        condition_number: Largest by smallest singular value of the standardised features (Belsley, Kuh and Welsch
+            1980); 1 is none, above 30 is trouble. Null of no feature.
+        inflation: Per feature, how much wider the variance of its coefficient is than without the others; 1 is none.
+    """
+
+    condition_number: float | None
+    inflation: tuple[float, ...]
+
+
+def collinearity(x: Matrix) -> Collinearity:
+    """Measure the collinearity of features that vary, shape (n, n_features)."""
+    if not x.shape[1]:
+        return Collinearity(None, ())
+    correlation = np.atleast_2d(np.corrcoef(x, rowvar=False))
+    values = np.linalg.eigvalsh(correlation)
+    inverse = np.diag(np.linalg.pinv(correlation, hermitian=True))
+    return Collinearity(
+        float(np.sqrt(values[-1] / max(float(values[0]), np.finfo(float).eps))),
+        tuple(max(float(v), 1.0) for v in inverse),
+    )
+
+
 def time_blocks(run: NDArrayInt, time: NDArrayInt, count: int) -> NDArrayInt:
     """Cut each run's rows into `count` contiguous blocks of time; block i of every run has number i.
 
@@ -182,3 +209,16 @@ def _fold_predictions(
     of = moments(np.asfortranarray((train[0] - center) / scale), train[1], first.weights_)
     lines = [line(of, -center / scale, *candidate, positive=positive) for candidate in candidates]
     return np.array([intercept + x @ (slopes / scale) for intercept, slopes in lines])
+
+
+def out_of_fold(
+    x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: Choice, *, positive: bool
+) -> Vector:
+    """Predict each time block by a model fitted on the others, clipped at 0, shape (n,); one block by itself."""
+    predicted = np.zeros(len(y))
+    for fold in np.unique(blocks):
+        test = blocks == fold
+        rest = ~test if not test.all() else test
+        model = RobustLinear(choice.penalty, choice.strength, rounds=FOLD_ROUNDS, positive=positive)
+        predicted[test] = model.fit(x[rest], y[rest], weights[rest]).predict(x[test])
+    return np.asarray(np.maximum(predicted, 0.0))

@@ -9,23 +9,37 @@ import numpy as np
 import polars as pl
 
 from tracefit.fit import rows as rules
-from tracefit.fit.estimators import HUBER, NDArrayInt, RobustLinear, confidence_intervals
-from tracefit.fit.parts import FeatureColumn, FittedPart, FittedTerm, Regime, matrix, target_of
-from tracefit.fit.select import FOLDS, LeftOut, choose_penalty, harms, time_blocks, usable_features
+from tracefit.fit.bands import Band, band_of
+from tracefit.fit.design import Design, design_of
+from tracefit.fit.estimators import HUBER, RobustLinear, confidence_intervals
+from tracefit.fit.learning import learning_curve
+from tracefit.fit.parts import (
+    FeatureColumn,
+    FittedPart,
+    FittedTerm,
+    Regime,
+    linear_terms,
+    matrix,
+    target_of,
+)
+from tracefit.fit.select import (
+    FOLDS,
+    LeftOut,
+    choose_penalty,
+    collinearity,
+    harms,
+    out_of_fold,
+    usable_features,
+)
 from tracefit.fit.validate import Validation, validate
-from tracefit.fit.weights import interval_weights
 
 if TYPE_CHECKING:
-    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.metrics import Vector
     from tracefit.fit.options import FitOptions
 
 MIN_TRAIN_ROWS = 30
 MIN_HOLDOUT_ROWS = 10
 MAX_UNKNOWN_SHARE = 0.05
-BLOCK_ROWS = 10
-FEWEST_BLOCKS, MOST_BLOCKS = 10, 50
-"""Blocks of time for intervals: long enough that rows of two blocks have little in common, enough to tell a variance."""
-
 _SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
 
 
@@ -94,27 +108,35 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
         rows = _mark_outliers(rows, used, known)
         used = _counted(rows, "train")
     holdout = _counted(rows, "holdout")
-    parts = _fit_parts(used, regimes, {f.name for f in known}, unknown, positive=options.positive)
+    aside = rows.filter((pl.col("split") == "train") & (pl.col("excluded_because") == rules.OUTLIER))
+    parts, designs = _fit_parts(used, aside, regimes, {f.name for f in known}, unknown, options)
     if not parts or holdout.height < MIN_HOLDOUT_ROWS:
         have = f"{used.height} training and {holdout.height} held-out rows"
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
         return TooFewRows(f"{have}, {need}", rows)
     judged = _judged(holdout, options.judge)
+    curve = learning_curve(parts, designs, judged, fewest=MIN_TRAIN_ROWS, positive=options.positive)
     return Fitted(
         parts=tuple(parts),
         huber=HUBER,
         rows_train=int((rows["split"] == "train").sum()),
         rows_used=used.height,
         rows_holdout=judged.height,
-        validation=validate(parts, used, judged, options),
+        validation=replace(validate(parts, used, judged, options), learning_curve=curve),
         rows=rows,
     )
 
 
 def _fit_parts(
-    used: pl.DataFrame, regimes: list[Regime], known: set[str], unknown: list[LeftOut], *, positive: bool
-) -> list[FittedPart]:
+    used: pl.DataFrame,
+    aside: pl.DataFrame,
+    regimes: list[Regime],
+    known: set[str],
+    unknown: list[LeftOut],
+    options: FitOptions,
+) -> tuple[list[FittedPart], list[Design]]:
     parts: list[FittedPart] = []
+    designs: list[Design] = []
     rest = used
     for regime in regimes:
         mine = rest.filter(regime.holds())
@@ -123,73 +145,64 @@ def _fit_parts(
         rest = rest.filter(~regime.holds()) if regime.any_of else rest.clear()
         columns = [f for f in regime.features if f.name in known]
         lacking = [x for x in unknown if x.feature in {f.name for f in regime.features}]
-        parts.append(_fit_part(mine, regime, columns, lacking, positive=positive))
+        part, design = _fit_part(mine, aside.filter(regime.holds()), regime, columns, options)
+        parts.append(replace(part, left_out=(*lacking, *part.left_out)))
+        designs.append(design)
     # The last part speaks for all rows that are left, whatever condition it was fitted under.
     if parts and parts[-1].regime.any_of:
         parts[-1] = replace(parts[-1], regime=replace(parts[-1].regime, any_of=()))
-    return parts
+    return parts, designs
 
 
 def _fit_part(
     used: pl.DataFrame,
+    aside: pl.DataFrame,
     regime: Regime,
     features: list[FeatureColumn],
-    unknown: list[LeftOut],
-    *,
-    positive: bool,
-) -> FittedPart:
-    data, left = _training_data(used, features)
-    folds = time_blocks(data.run, data.time, FOLDS)
+    options: FitOptions,
+) -> tuple[FittedPart, Design]:
+    """Fit one part on the rows it speaks for; `aside` are those of them that are left out as outliers."""
+    data, left = design_of(used, features)
+    positive, folds = options.positive, data.folds(FOLDS)
     choice = choose_penalty(data.x, data.y, folds, data.weights, positive=positive)
     if harms(data.x, data.y, folds, data.weights, choice):
         reason = "predicts left-out blocks of time worse than a constant"
         misleading = [LeftOut(c.name, reason) for c in data.columns]
-        return _fit_part(used, regime, [], unknown + left + misleading, positive=positive)
+        part, level = _fit_part(used, aside, regime, [], options)
+        return replace(part, left_out=(*left, *misleading, *part.left_out)), level
     model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(data.x, data.y, data.weights)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, data.blocks())
     reason = "not above zero in these runs" if positive else f"set to zero by the {_SPELLED[choice.penalty]}"
     fitted = zip(data.columns, model.coef_, strict=True)
     zeroed = [LeftOut(c.name, reason) for c, value in fitted if value == 0]
-    return FittedPart(
+    terms = linear_terms(data.columns, model.coef_, data.x, intervals)
+    told = [data.columns.index(t.feature) for t in terms]
+    part = FittedPart(
         regime=regime,
         intercept=model.intercept_,
         intercept_ci95=intercept_ci,
-        terms=tuple(_terms(data.columns, model, intervals, data.x)),
-        left_out=tuple(unknown + left + zeroed),
+        terms=terms,
+        left_out=(*left, *zeroed),
         choice=choice,
         rows_used=used.height,
+        collinearity=collinearity(data.x[:, told]),
+        band=Band("difference", 0.0, 0.0),
     )
+    unseen = out_of_fold(data.x, data.y, folds, data.weights, choice, positive=positive)
+    return replace(part, band=_band(part, used, unseen, aside, options.judge)), data
 
 
-@dataclass(frozen=True, slots=True)
-class _Data:
-    """Training rows as arrays: features (n, n_features), targets, weights, run and time, each (n,)."""
-
-    columns: list[FeatureColumn]
-    x: Matrix
-    y: Vector
-    weights: Vector
-    run: NDArrayInt
-    time: NDArrayInt
-
-    def blocks(self) -> NDArrayInt:
-        """Blocks of time for intervals, numbered over all runs."""
-        rows = len(self.y) // (int(self.run.max()) + 1)
-        count = min(max(rows // BLOCK_ROWS, FEWEST_BLOCKS), MOST_BLOCKS)
-        return time_blocks(self.run, self.time, count) + self.run * count
-
-
-def _training_data(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[_Data, list[LeftOut]]:
-    names = [f.name for f in features]
-    everything, y = matrix(used, names), target_of(used)
-    kept, left = usable_features(everything, names)
-    x = everything[:, kept]
-    weights = np.ones(len(y))
-    if "interval_steps" in used.columns:
-        steps, sd = matrix(used, ["interval_steps", "cycle_sd_us"]).T
-        weights = interval_weights(x, y, steps, sd)
-    columns = [features[k] for k in kept]
-    return _Data(columns, x, y, weights, _run_index(used), used["ts_ns"].to_numpy()), left
+def _band(
+    part: FittedPart, used: pl.DataFrame, unseen: Vector, aside: pl.DataFrame, judge: pl.Expr | None
+) -> Band:
+    """Return the prediction interval of rows like those the error is measured on, outliers among them."""
+    predicted = np.concatenate([unseen, part.predict(aside)])
+    actual = np.concatenate([target_of(used), target_of(aside)])
+    if judge is not None:
+        wanted = pl.concat([frame.select(wanted=judge) for frame in (used, aside)])["wanted"].to_numpy()
+        if wanted.sum() >= MIN_TRAIN_ROWS:
+            predicted, actual = predicted[wanted], actual[wanted]
+    return band_of(predicted, actual)
 
 
 def _counted(rows: pl.DataFrame, split: str) -> pl.DataFrame:
@@ -238,17 +251,3 @@ def _mark_outliers(rows: pl.DataFrame, used: pl.DataFrame, features: list[Featur
     is_used = (rows["split"] == "train") & rows["excluded_because"].is_null()
     flags[np.flatnonzero(is_used.to_numpy())] = far
     return rules.mark(rows, rules.OUTLIER, pl.lit(pl.Series("far", flags)))
-
-
-def _run_index(rows: pl.DataFrame) -> NDArrayInt:
-    return rows.select(pl.struct(rules.SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
-
-
-def _terms(
-    columns: list[FeatureColumn], model: RobustLinear, intervals: list[tuple[float, float] | None], x: Matrix
-) -> list[FittedTerm]:
-    return [
-        FittedTerm(column, float(value), interval, (float(x[:, i].min()), float(x[:, i].max())))
-        for i, (column, value, interval) in enumerate(zip(columns, model.coef_, intervals, strict=True))
-        if value != 0
-    ]

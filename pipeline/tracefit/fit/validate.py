@@ -10,10 +10,12 @@ import polars as pl
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
+from tracefit.fit.bands import covered_pct
 from tracefit.fit.metrics import Metrics, measure, skill
 from tracefit.fit.parts import FittedPart, matrix, predict_parts, speakers, target_of
 
 if TYPE_CHECKING:
+    from tracefit.fit.learning import LearningPoint
     from tracefit.fit.options import FitOptions
 
 WITHIN_PCT = 5.0
@@ -41,8 +43,13 @@ class Validation:
     by: dict[str, Metrics]
     within_5_pct: float | None
     extrapolated_rows: int
+    extrapolated: dict[str, int]
+    """Held-out rows with a feature outside the range of its part's training rows, by feature."""
+    interval_coverage_pct: float
+    """Share of held-out rows within their 95 % prediction interval."""
     skill: float | None
     classifier: Classified | None = None
+    learning_curve: tuple[LearningPoint, ...] = ()
 
 
 def validate(
@@ -61,6 +68,7 @@ def validate(
     measured = measure(y_held, predicted)
     baseline = measure(y_held, np.full(len(y_held), float(np.median(y))))
     groups = {name: judged.select(condition).to_series().to_numpy() for name, condition in options.groups}
+    outside, extrapolated = _extrapolated(parts, judged)
     close = np.abs(predicted - y_held) <= WITHIN_PCT / 100 * np.abs(y_held)
     names = sorted({t.feature.name for part in parts for t in part.terms})
     return Validation(
@@ -70,7 +78,9 @@ def validate(
         reference=reference(used, judged, names) if options.reference and names else None,
         by={name: measure(y_held[rows], predicted[rows]) for name, rows in groups.items() if rows.any()},
         within_5_pct=100 * float(close.mean()),
-        extrapolated_rows=_extrapolated(parts, judged),
+        extrapolated_rows=int(outside.sum()),
+        extrapolated=extrapolated,
+        interval_coverage_pct=_coverage_pct(parts, judged),
         skill=skill(measured, baseline),
         classifier=_classify(parts, judged, options.truth)
         if len(parts) > 1 and options.truth is not None
@@ -78,15 +88,30 @@ def validate(
     )
 
 
-def _extrapolated(parts: list[FittedPart], judged: pl.DataFrame) -> int:
-    """Count held-out rows with a feature outside the range of the training rows of their part."""
+def _extrapolated(
+    parts: list[FittedPart], judged: pl.DataFrame
+) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.bool_]], dict[str, int]]:
+    """Tell held-out rows with a feature outside the range of the training rows of their part, and count by feature."""
     outside = np.zeros(judged.height, dtype=bool)
+    by_feature: dict[str, int] = {}
     speaker = speakers(parts, judged)
     for index, part in enumerate(parts):
         for term in part.terms:
             values = judged[term.feature.name].cast(pl.Float64).to_numpy()
-            outside |= (speaker == index) & ((values < term.seen[0]) | (values > term.seen[1]))
-    return int(outside.sum())
+            beyond = (speaker == index) & ((values < term.seen[0]) | (values > term.seen[1]))
+            if beyond.any():
+                by_feature[term.feature.name] = by_feature.get(term.feature.name, 0) + int(beyond.sum())
+            outside |= beyond
+    return outside, by_feature
+
+
+def _coverage_pct(parts: list[FittedPart], judged: pl.DataFrame) -> float:
+    speaker = speakers(parts, judged)
+    low, high = np.zeros(judged.height), np.zeros(judged.height)
+    for index, part in enumerate(parts):
+        limits = part.band.around(part.predict(judged))
+        low, high = (np.where(speaker == index, *pair) for pair in zip(limits, (low, high), strict=True))
+    return covered_pct(low, target_of(judged), high)
 
 
 def _classify(parts: list[FittedPart], judged: pl.DataFrame, truth: pl.Expr) -> Classified:

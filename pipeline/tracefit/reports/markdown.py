@@ -13,6 +13,7 @@ from tracefit.coefficients.model import (
     RegimesModel,
     Term,
 )
+from tracefit.reports.trust import trust_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -185,11 +186,7 @@ def _model(name: str, entry: Entry, model: AnyModel, left_out: dict[str, int]) -
     if model.estimator is not None:
         e = model.estimator
         parts.append(f"Estimator: {e.name}, {e.penalty} penalty {e.strength:g}, chosen by {e.chosen_by}.")
-    if entry.extrapolated_rows:
-        parts.append(
-            f"{_count(entry.extrapolated_rows)} of {_count(entry.holdout.n)} held-out rows lie outside the range of "
-            "the training rows: those predictions are extrapolations."
-        )
+    parts += trust_lines(entry)
     if model.training is not None:
         counts = ", ".join(f"{k} {_count(v)}" for k, v in left_out.items()) or "none"
         parts.append(

@@ -1,0 +1,64 @@
+"""The training rows of one linear model as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.fit import rows as rules
+from tracefit.fit.parts import FeatureColumn, matrix, target_of
+from tracefit.fit.select import LeftOut, time_blocks, usable_features
+from tracefit.fit.weights import interval_weights
+
+if TYPE_CHECKING:
+    from tracefit.fit.estimators import NDArrayInt
+    from tracefit.fit.metrics import Matrix, Vector
+
+BLOCK_ROWS = 10
+FEWEST_BLOCKS, MOST_BLOCKS = 10, 50
+"""Blocks of time for intervals: long enough that rows of two blocks have little in common, enough to tell a variance."""
+
+_PERMILLE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """Training rows as arrays: features (n, n_features), targets, weights, run and time, each (n,)."""
+
+    columns: list[FeatureColumn]
+    x: Matrix
+    y: Vector
+    weights: Vector
+    run: NDArrayInt
+    time: NDArrayInt
+
+    def blocks(self) -> NDArrayInt:
+        """Blocks of time for intervals, numbered over all runs; shape (n,)."""
+        rows = len(self.y) // (int(self.run.max()) + 1)
+        count = min(max(rows // BLOCK_ROWS, FEWEST_BLOCKS), MOST_BLOCKS)
+        return time_blocks(self.run, self.time, count) + self.run * count
+
+    def folds(self, count: int) -> NDArrayInt:
+        """Folds for cross-validation: contiguous in every run's time; shape (n,)."""
+        return time_blocks(self.run, self.time, count)
+
+    def latest(self, share: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        """Tell the last `share` of every run's rows in time, to a permille; shape (n,)."""
+        return time_blocks(self.run, self.time, _PERMILLE) >= round((1 - share) * _PERMILLE)
+
+
+def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design, list[LeftOut]]:
+    """Return the rows as arrays of the features that say something, and the other features with reasons."""
+    names = [f.name for f in features]
+    everything, y = matrix(used, names), target_of(used)
+    kept, left = usable_features(everything, names)
+    x = np.asfortranarray(everything[:, kept])
+    weights = np.ones(len(y))
+    if "interval_steps" in used.columns:
+        steps, sd = matrix(used, ["interval_steps", "cycle_sd_us"]).T
+        weights = interval_weights(x, y, steps, sd)
+    run = used.select(pl.struct(rules.SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
+    return Design([features[k] for k in kept], x, y, weights, run, used["ts_ns"].to_numpy()), left
