@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tracefit.features.context import Scope
     from tracefit.fit.boundary import FittedBoundary
+    from tracefit.fit.latency import Latency, LatencyErrors
     from tracefit.fit.metrics import Metrics
     from tracefit.fit.parts import FittedPart
     from tracefit.fit.scope import FittedModel, FittedScope
@@ -100,6 +101,12 @@ def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedPart
         work=cf.Work(intercept=cf.Number(value=fitted.work_us), terms=terms),
         offset=cf.Number(value=fitted.offset_us),
         without_clock=cf.Linear(intercept=_intercept(linear), terms=_terms(linear)),
+        expectation=cf.Expectation(
+            intercept=cf.Number(value=fitted.work_us + fitted.expected_wait_us),
+            terms=terms,
+            residual=cf.Number(value=fitted.residual_us),
+            busy_share=fitted.busy_share,
+        ),
     )
 
 
@@ -302,10 +309,48 @@ def _scope(scope: FittedScope) -> ev.ScopeEvaluation:
         not_fitted=tuple(
             ev.NotFittedEntry(name=m.name, reason=m.reason, remedy=m.remedy) for m in scope.missing
         ),
+        latency={name: _latency(name, one) for name, one in scope.composed.latencies.items()},
+        latency_missing=scope.composed.missing,
         timeline=_timeline(scope),
         exclusions={m.name: exclusions(m.fitted) for m in scope.models},
         notes=scope.notes,
     )
+
+
+_LATENCIES = {
+    "ttft": "FIRST_TOKEN - ARRIVED",
+    "itl": "(FINISHED - FIRST_TOKEN) / (output tokens - 1)",
+    "e2e": "FINISHED - ARRIVED = TTFT + (output tokens - 1) * ITL",
+    "client": "DEPARTED - ARRIVED = E2E + departure",
+    "prefill": "FIRST_TOKEN - first SCHEDULED, without waits after a preemption",
+    "execution": "FINISHED - first SCHEDULED, without waits after a preemption: the steps the request was in",
+}
+
+
+def _latency(name: str, latency: Latency) -> ev.LatencyEntry:
+    return ev.LatencyEntry(
+        **_latency_errors(latency.overall),
+        definition=_LATENCIES[name],
+        by_run={run: ev.LatencyErrorsEntry(**_latency_errors(e)) for run, e in latency.by_run.items()},
+        by_phase=tuple(
+            ev.PhaseEntry(
+                **_latency_errors(p.errors),
+                run_id=p.run_id,
+                server=p.server,
+                **dataclasses.asdict(p.phase),
+            )
+            for p in latency.by_phase
+        ),
+        left_out=dict(latency.left_out),
+    )
+
+
+def _latency_errors(errors: LatencyErrors) -> dict[str, ev.MetricsEntry]:
+    return {
+        "teacher_forced": metrics_entry(errors.teacher_forced),
+        "averages_only": metrics_entry(errors.averages_only),
+        "baseline": metrics_entry(errors.baseline),
+    }
 
 
 def _timeline(scope: FittedScope) -> ev.TimelineEntry:

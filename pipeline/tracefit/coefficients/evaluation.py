@@ -155,6 +155,40 @@ class NotFittedEntry(_Part):
     remedy: str | None = None
 
 
+class LatencyErrorsEntry(_Part):
+    """Errors of one latency in us over one group of held-out requests; each over the requests it is known for."""
+
+    teacher_forced: MetricsEntry = Field(
+        description="the real batches and the real waits; step times and overheads predicted"
+    )
+    averages_only: MetricsEntry = Field(
+        description="everything predicted from averages over the training part and the request's own lengths"
+    )
+    baseline: MetricsEntry = Field(description="the training median")
+
+
+class PhaseEntry(LatencyErrorsEntry):
+    """Errors over one workload phase: a stretch of a server's time in which requests arrive at one rate."""
+
+    run_id: str
+    server: str
+    from_s: float = Field(description="seconds after the server's first request")
+    to_s: float
+    arrivals_per_s: float
+    requests: int = Field(description="all requests of the phase, held out or not")
+
+
+class LatencyEntry(LatencyErrorsEntry):
+    """One latency of requests that came in the hold-out of every fit."""
+
+    definition: str
+    by_run: dict[str, LatencyErrorsEntry]
+    by_phase: tuple[PhaseEntry, ...]
+    left_out: dict[str, int] = Field(
+        default_factory=dict, description="held-out requests without a teacher-forced prediction, by reason"
+    )
+
+
 class ScopeEvaluation(_Part):
     """Everything about one scope."""
 
@@ -162,6 +196,11 @@ class ScopeEvaluation(_Part):
     runs: tuple[str, ...]
     models: dict[str, Entry]
     not_fitted: tuple[NotFittedEntry, ...] = ()
+    latency: dict[str, LatencyEntry] = Field(
+        default_factory=dict,
+        description="latencies of requests, composed of the models: ttft, itl, e2e, client, prefill, execution",
+    )
+    latency_missing: str | None = Field(default=None, description="why there are none")
     timeline: TimelineEntry
     exclusions: dict[str, dict[str, int]] = Field(
         default_factory=dict, description="model name to rows left out by reason"

@@ -239,6 +239,18 @@ class RegimesModel(_ModelBase):
     regimes: tuple[Regime, ...] = Field(min_length=1, max_length=20)
 
 
+class Expectation(Linear):
+    """What to expect when nothing is known of the steps: the work, and what is left of a step in progress.
+
+    Its intercept is the work's + busy_share * (residual + offset).
+    """
+
+    residual: Number = Field(
+        description="mean of what is left of a cycle c at any time of it: E[c^2] / (2 E[c])"
+    )
+    busy_share: float = Field(description="share of the time in which a step is in progress", ge=0, le=1)
+
+
 class BoundaryModel(_ModelBase):
     """The first step start at or after (event + work), plus offset; event + work when the engine is idle."""
 
@@ -247,6 +259,7 @@ class BoundaryModel(_ModelBase):
     work: Work
     offset: Number
     without_clock: Linear
+    expectation: Expectation | None = None
 
 
 Model = Annotated[LinearModel | RegimesModel | BoundaryModel, Field(discriminator="form")]

@@ -70,6 +70,38 @@ def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
     return add_roofline(timeline, model, gpu, tp=context.settings.tensor_parallel or 1)
 
 
+def step_rows(
+    timeline: pl.DataFrame,
+    features: FeatureSet,
+    constants: Mapping[str, float | None],
+    lags: Mapping[tuple[str, str], int],
+) -> pl.DataFrame:
+    """One row per step of the timeline: what executes during its cycle.
+
+    Args:
+        timeline: The `timeline` table.
+        features: What the model is offered.
+        constants: What is the same for every row.
+        lags: (run_id, server) to steps that scheduling runs ahead of execution: the batch of the step before
+            executes then.
+
+    Returns:
+        The timeline in step order with the features, preemption_heavy, has_prefill and is_empty (nothing runs and
+        nothing waits) of the batch that executes.
+    """
+    rows = add_features(timeline.sort(*ENGINE, "step_id"), features, constants)
+    rows = rows.with_columns(
+        preemption_heavy=_preemption_heavy(rows),
+        has_prefill=pl.col("prefill_tokens") > 0,
+        is_empty=(pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0),
+    )
+    return _shifted(rows, _carried(features), lags)
+
+
+def _carried(features: FeatureSet) -> list[str]:
+    return [*features.names, "preemption_heavy", "has_prefill", "is_empty"]
+
+
 def beta_rows(
     timeline: pl.DataFrame,
     features: FeatureSet,
@@ -94,15 +126,9 @@ def beta_rows(
         Columns of the engine, step_id, ts_ns, source, interval_steps, cycle_sd_us, y (us), excluded_because,
         preemption_heavy, has_prefill, and the features.
     """
-    rows = add_features(timeline.sort(*ENGINE, "step_id"), features, constants)
-    rows = rows.with_columns(
-        preemption_heavy=_preemption_heavy(rows), has_prefill=pl.col("prefill_tokens") > 0
-    )
-    carried = [*features.names, "preemption_heavy", "has_prefill", "is_empty"]
-    rows = rows.with_columns(is_empty=(pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0))
     if source == "duration":
-        return _duration_rows(rows, carried)
-    rows = _shifted(rows, carried, lags)
+        return _duration_rows(step_rows(timeline, features, constants, {}), features)
+    rows = step_rows(timeline, features, constants, lags)
     means = [_mean_of_all(pl.col(n)).alias(n) for n in features.names]
     flags = [pl.col(n).any().alias(n) for n in ("preemption_heavy", "has_prefill", "is_empty")]
     interval = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null()
@@ -123,11 +149,11 @@ def beta_rows(
     return _with_reason(joined, pl.col("idle_after") | pl.col("is_empty"))
 
 
-def _duration_rows(rows: pl.DataFrame, carried: list[str]) -> pl.DataFrame:
+def _duration_rows(rows: pl.DataFrame, features: FeatureSet) -> pl.DataFrame:
     known = rows.filter(pl.col("duration_us").is_not_null()).select(
         *ENGINE,
         "step_id",
-        *carried,
+        *_carried(features),
         interval_steps=pl.lit(1),
         cycle_sd_us=pl.lit(0.0),
         ts_ns="ts_start_ns",

@@ -42,6 +42,8 @@ class FittedBoundary:
         work_us: Constant API work.
         work_us_per_prompt_token: API work per prompt token; 0 where the data cannot tell.
         offset_us: QUEUED less the step start it comes before.
+        residual_us: What is left of a step in progress at any time of it, on the average: E[c^2] / (2 E[c]) of cycles c.
+        busy_share: Share of the time in which a step is in progress.
         right_boundary: Share of held-out requests in a known step that get the right boundary.
         right_boundary_without_work: The same with zero API work.
         rows_with_clock: Held-out requests whose boundary the step clock knows.
@@ -51,6 +53,8 @@ class FittedBoundary:
     work_us: float
     work_us_per_prompt_token: float
     offset_us: float
+    residual_us: float
+    busy_share: float
     right_boundary: float | None
     right_boundary_without_work: float | None
     rows_with_clock: int
@@ -59,6 +63,19 @@ class FittedBoundary:
     """Errors with the clock; `by` holds those without it."""
     band: Band
     """Prediction interval with the clock, told by the training rows: three numbers do not fit themselves to their noise."""
+
+    @property
+    def expected_wait_us(self) -> float:
+        """Mean time from the end of the API work to QUEUED: nothing while the engine is idle."""
+        return self.busy_share * (self.residual_us + self.offset_us)
+
+    def expected(self, prompt_tokens: pl.Series) -> Vector:
+        """Return the expected admission of requests of which nothing else is known, clipped at 0; shape (n,)."""
+        return np.asarray(np.maximum(_work_us(self, prompt_tokens) + self.expected_wait_us, 0.0))
+
+    def predict(self, rows: pl.DataFrame, timeline: pl.DataFrame) -> Vector:
+        """Predict the admission rows of requests by the step clock, without it where it does not tell; shape (n,)."""
+        return _predict(self, rows, _clock(timeline))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +122,10 @@ def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | Non
         work = float(np.median(plateau))
     offset = _offset(train, clock, truth, known)
     band = Band("difference", 0.0, 0.0)
-    fitted = FittedBoundary(work, per_token, offset, None, None, 0, linear, linear.validation, band)
+    residual, busy_share = mean_residual(timeline, train)
+    fitted = FittedBoundary(
+        work, per_token, offset, residual, busy_share, None, None, 0, linear, linear.validation, band
+    )
     return _validated(fitted, train, held, clock)
 
 
@@ -200,8 +220,31 @@ def _offset(train: pl.DataFrame, clock: _Clock, truth: NDArrayInt, known: Flags)
     return float(np.median(queued - clock.starts[truth[known]])) / 1e3
 
 
+def mean_residual(timeline: pl.DataFrame, train: pl.DataFrame) -> tuple[float, float]:
+    """Return E[c^2] / (2 E[c]) over the cycles of the training part, and the share of its time that is busy.
+
+    A moment of busy time falls into a cycle with a chance in proportion to its length, and half of it is left. Of a
+    cycle that holds idle time a median cycle was busy.
+    """
+    ends = train.group_by("run_id", "server").agg(until_ns=pl.col("holdout_from_ns").first())
+    told = timeline.filter(pl.col("cycle_us").is_not_null()).join(ends, on=["run_id", "server"])
+    told = told.filter(pl.col("ts_start_ns") < pl.col("until_ns"))
+    cycle, steps = told["cycle_us"].to_numpy(), told["interval_steps"].to_numpy().astype(float)
+    idle = told["idle_after"].fill_null(value=False).to_numpy()
+    if not (~idle).any():
+        return 0.0, 0.0
+    busy = cycle[~idle] * steps[~idle]
+    held = np.minimum(cycle[idle], np.median(cycle[~idle])) * steps[idle]
+    residual = float((busy * cycle[~idle]).sum() / (2 * busy.sum()))
+    return residual, float((busy.sum() + held.sum()) / (cycle * steps).sum())
+
+
 def _work(fitted: FittedBoundary, rows: pl.DataFrame) -> Vector:
-    tokens = rows["prompt_tokens"].fill_null(0).to_numpy().astype(float)
+    return _work_us(fitted, rows["prompt_tokens"])
+
+
+def _work_us(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
+    tokens = prompt_tokens.fill_null(0).to_numpy().astype(float)
     return np.asarray(fitted.work_us + fitted.work_us_per_prompt_token * tokens)
 
 
@@ -229,7 +272,10 @@ def _validated(
     low, high = band.around(told)
     linear = fitted.without_clock
     measured = measure(y, told)
-    by: dict[str, Metrics] = {"without_clock": linear.validation.holdout}
+    by: dict[str, Metrics] = {
+        "without_clock": linear.validation.holdout,
+        "expectation": measure(y, fitted.expected(held["prompt_tokens"])),
+    }
     idle = _idle(held, clock, _work(fitted, held))
     if idle.any():
         by["idle_engine"] = measure(y[idle], told[idle])

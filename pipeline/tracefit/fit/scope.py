@@ -11,6 +11,7 @@ from tracefit.features import training
 from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES, FeatureSet
 from tracefit.fit.boundary import FittedBoundary, fit_boundary
 from tracefit.fit.frames import request_frame, step_frame
+from tracefit.fit.latency import ComposedLatencies, compose_latencies
 from tracefit.fit.options import BetaTarget, FitOptions, ScopeOptions
 from tracefit.fit.parts import Comparison, FeatureColumn, Regime
 from tracefit.fit.train import Fitted, TooFewRows, fit_linear, fit_regimes
@@ -43,6 +44,8 @@ class ScopeTables:
     """run_id, server, epoch, first_step, last_step."""
     lags: Mapping[tuple[str, str], int]
     """(run_id, server) to steps that scheduling runs ahead of execution."""
+    requeue_waits: pl.DataFrame
+    """`timeline.requeue_waits`: which steps a preempted request waited through."""
     clock_checks: pl.DataFrame
     """run_id, server, events, disagreeing: engine core events held against the starts of their steps."""
 
@@ -105,6 +108,7 @@ class FittedScope:
     missing: tuple[Missing, ...]
     alpha_rows: pl.DataFrame | None
     beta_rows: pl.DataFrame | None
+    composed: ComposedLatencies
     notes: tuple[str, ...] = field(default=())
 
 
@@ -132,6 +136,10 @@ def fit_scope(
     for alpha in alphas:
         _sort_out(alpha, models, missing)
     alpha_frames = [a.fitted.rows for a in alphas if isinstance(a, FittedModel)]
+    fitted_set = next(
+        (s for s in beta_sets if isinstance(beta, FittedModel) and s.name == beta.feature_set), None
+    )
+    whole_steps = choice is not None and (choice.source == "clock" or (cover.share or 0.0) >= COVERED_SHARE)
     return FittedScope(
         scope=scope,
         tables=tables,
@@ -141,6 +149,7 @@ def fit_scope(
         missing=tuple(missing),
         alpha_rows=pl.concat(alpha_frames, how="diagonal_relaxed") if alpha_frames else None,
         beta_rows=beta.fitted.rows if isinstance(beta, FittedModel) else None,
+        composed=compose_latencies(scope, tables, models, fitted_set, whole_steps=whole_steps),
     )
 
 

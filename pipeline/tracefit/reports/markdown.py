@@ -8,17 +8,20 @@ from tracefit.coefficients.model import (
     BoundaryModel,
     CoefficientFile,
     Condition,
+    Expectation,
     LinearModel,
     Number,
     RegimesModel,
     Term,
 )
+from tracefit.reports.cells import ERRORS, count, metrics, number, share, table
+from tracefit.reports.latency import latency_sections
 from tracefit.reports.trust import trust_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from tracefit.coefficients.evaluation import Entry, Evaluation, IngestEntry, MetricsEntry, ScopeEvaluation
+    from tracefit.coefficients.evaluation import Entry, Evaluation, IngestEntry, ScopeEvaluation
 
 _PREAMBLE = (
     "Errors are on the hold-out: the last 30 % of each run in time, nothing left out of it but idle gaps. "
@@ -43,19 +46,19 @@ def report_markdown(evaluation: Evaluation, alpha: CoefficientFile, beta: Coeffi
 
 def _ingest(entry: IngestEntry) -> list[str]:
     rows = [
-        ("files", _count(entry.files)),
-        ("bytes", _count(entry.bytes)),
-        ("spans", _count(entry.spans)),
-        ("spans of other scopes, left out", _count(entry.other_spans)),
-        ("records that could not be read (rejects)", _count(entry.rejects)),
-        ("spans there twice, counted once", _count(entry.duplicates)),
-        ("events the server's SDK dropped", _count(entry.dropped_events)),
-        *((f"events `{name}`", _count(n)) for name, n in entry.events.items()),
+        ("files", count(entry.files)),
+        ("bytes", count(entry.bytes)),
+        ("spans", count(entry.spans)),
+        ("spans of other scopes, left out", count(entry.other_spans)),
+        ("records that could not be read (rejects)", count(entry.rejects)),
+        ("spans there twice, counted once", count(entry.duplicates)),
+        ("events the server's SDK dropped", count(entry.dropped_events)),
+        *((f"events `{name}`", count(n)) for name, n in entry.events.items()),
     ]
-    parts = ["## Data", _table(("what", "count"), rows)]
+    parts = ["## Data", table(("what", "count"), rows)]
     if entry.dropped_events:
         parts.append(
-            f"**{_count(entry.dropped_events)} events were dropped by the server's SDK** and are missing from every "
+            f"**{count(entry.dropped_events)} events were dropped by the server's SDK** and are missing from every "
             "number here. Set `OTEL_SPAN_EVENT_COUNT_LIMIT` above 128 on the server."
         )
     return parts
@@ -67,6 +70,7 @@ def _scope(scope: ScopeEvaluation, models: dict[tuple[str | None, str], AnyModel
     parts += _facts(next(iter(mine.values())) if mine else None)
     parts.append(_errors(scope))
     parts += [f"- **{m.name}** was not fitted: {m.reason}{_remedy(m.remedy)}" for m in scope.not_fitted]
+    parts += latency_sections(scope)
     parts += _timeline(scope)
     for name, entry in scope.models.items():
         parts += _model(name, entry, mine[name], scope.exclusions.get(name, {}))
@@ -96,59 +100,43 @@ def _facts(model: AnyModel | None) -> list[str]:
     return [" ".join(lines)]
 
 
-_ERRORS = (
-    "model",
-    "n",
-    "MAPE %",
-    "median APE %",
-    "P90 %",
-    "P99 %",
-    "bias %",
-    "MAE us",
-    "baseline MAE",
-    "reference MAE",
-)
+_ERRORS = ("model", *ERRORS, "baseline MAE", "reference MAE")
 
 
 def _errors(scope: ScopeEvaluation) -> str:
     rows = []
     for name, entry in scope.models.items():
         reference = entry.reference.mae if entry.reference else None
-        rows.append((f"`{name}`", *_metrics(entry.holdout), _number(entry.baseline.mae), _number(reference)))
-        rows += [(f"`{name}`, {kind}", *_metrics(m), "", "") for kind, m in entry.by.items()]
-    return _table(_ERRORS, rows)
-
-
-def _metrics(m: MetricsEntry) -> tuple[str, ...]:
-    percentages = (m.mape_pct, m.mdape_pct, m.p90_ape_pct, m.p99_ape_pct, m.bias_pct)
-    return (_count(m.n), *(_number(v) for v in percentages), _number(m.mae))
+        rows.append((f"`{name}`", *metrics(entry.holdout), number(entry.baseline.mae), number(reference)))
+        rows += [(f"`{name}`, {kind}", *metrics(m), "", "") for kind, m in entry.by.items()]
+    return table(_ERRORS, rows)
 
 
 def _timeline(scope: ScopeEvaluation) -> list[str]:
     t = scope.timeline
     rows = [
-        ("servers", _count(t.servers)),
-        ("engine epochs", _count(t.epochs)),
-        ("steps sampled", _count(t.steps_known)),
-        ("step sampling", _share(t.step_sampling)),
-        ("journey sampling (estimated)", _share(t.journey_sampling)),
-        ("consecutive steps (cycles)", _count(t.adjacent_cycles)),
+        ("servers", count(t.servers)),
+        ("engine epochs", count(t.epochs)),
+        ("steps sampled", count(t.steps_known)),
+        ("step sampling", share(t.step_sampling)),
+        ("journey sampling (estimated)", share(t.journey_sampling)),
+        ("consecutive steps (cycles)", count(t.adjacent_cycles)),
         (
             "intervals between other known starts",
-            f"{_count(t.intervals)} over {_count(t.interval_steps)} steps",
+            f"{count(t.intervals)} over {count(t.interval_steps)} steps",
         ),
-        ("idle gaps among both", _count(t.idle_gaps)),
+        ("idle gaps among both", count(t.idle_gaps)),
         (
             "events that disagree with the step clock",
-            f"{_count(t.clock_disagreements)} of {_count(t.clock_checked_events)}",
+            f"{count(t.clock_disagreements)} of {count(t.clock_checked_events)}",
         ),
-        ("API events moved from another host's clock", _count(t.moved_events)),
-        ("steps whose batch the journeys tell exactly", _share(t.composition_agreement)),
-        ("busy time covered by `step.duration_us`", _share(t.duration_coverage)),
-        ("median cycle us", _number(t.median_cycle_us)),
-        ("median `step.duration_us`", _number(t.median_duration_us)),
+        ("API events moved from another host's clock", count(t.moved_events)),
+        ("steps whose batch the journeys tell exactly", share(t.composition_agreement)),
+        ("busy time covered by `step.duration_us`", share(t.duration_coverage)),
+        ("median cycle us", number(t.median_cycle_us)),
+        ("median `step.duration_us`", number(t.median_duration_us)),
     ]
-    parts = ["### Step clock", _table(("what", "value"), rows)]
+    parts = ["### Step clock", table(("what", "value"), rows)]
     if t.beta_target_because:
         parts.append(f"Step times come from the {t.beta_target_source}: {t.beta_target_because}.")
     if t.execution_lag_steps:
@@ -172,14 +160,12 @@ def _model(name: str, entry: Entry, model: AnyModel, left_out: dict[str, int]) -
     parts += _coefficients(model)
     if entry.right_boundary_pct is not None:
         parts.append(
-            f"Right step boundary: {_number(entry.right_boundary_pct)} % of held-out requests whose step is known "
-            f"({_number(entry.right_boundary_without_work_pct)} % with zero API work)."
+            f"Right step boundary: {number(entry.right_boundary_pct)} % of held-out requests whose step is known "
+            f"({number(entry.right_boundary_without_work_pct)} % with zero API work)."
         )
     if entry.classifier is not None:
-        counts = ", ".join(
-            f"{k.replace('_', ' ')} {_count(n)}" for k, n in entry.classifier.confusion.items()
-        )
-        accuracy = _number(entry.classifier.balanced_accuracy)
+        counts = ", ".join(f"{k.replace('_', ' ')} {count(n)}" for k, n in entry.classifier.confusion.items())
+        accuracy = number(entry.classifier.balanced_accuracy)
         parts.append(
             f"The condition of the first regime on the hold-out: balanced accuracy {accuracy} ({counts})."
         )
@@ -188,15 +174,15 @@ def _model(name: str, entry: Entry, model: AnyModel, left_out: dict[str, int]) -
         parts.append(f"Estimator: {e.name}, {e.penalty} penalty {e.strength:g}, chosen by {e.chosen_by}.")
     parts += trust_lines(entry)
     if model.training is not None:
-        counts = ", ".join(f"{k} {_count(v)}" for k, v in left_out.items()) or "none"
+        counts = ", ".join(f"{k} {count(v)}" for k, v in left_out.items()) or "none"
         parts.append(
-            f"Rows: {_count(model.training.rows_used)} of {_count(model.training.rows)} trained, "
-            f"{_count(model.training.rows_holdout)} held out; left out: {counts}. "
-            f"In-sample MAPE, for comparison with the hold-out's {_number(entry.holdout.mape_pct)} %: "
-            f"{_number(entry.train.mape_pct)} %."
+            f"Rows: {count(model.training.rows_used)} of {count(model.training.rows)} trained, "
+            f"{count(model.training.rows_holdout)} held out; left out: {counts}. "
+            f"In-sample MAPE, for comparison with the hold-out's {number(entry.holdout.mape_pct)} %: "
+            f"{number(entry.train.mape_pct)} %."
         )
     if entry.equations:
-        kinds = ", ".join(f"{_count(n)} {kind}" for kind, n in entry.equations.items())
+        kinds = ", ".join(f"{count(n)} {kind}" for kind, n in entry.equations.items())
         parts.append(f"Equations trained on: {kinds}.")
     if model.features_left_out:
         parts.append(
@@ -218,61 +204,43 @@ def _coefficients(model: AnyModel) -> list[str]:
             )
         ]
     if isinstance(model, BoundaryModel):
+        expected = model.expectation
         return [
             "API work:",
             _terms(model.work.intercept, model.work.terms),
-            f"then the first step start at or after it, {_number(model.offset.value)} us; without a step clock:",
+            f"then the first step start at or after it, {number(model.offset.value)} us; without a step clock:",
             _terms(model.without_clock.intercept, model.without_clock.terms),
+            *([_expectation(expected)] if expected else []),
         ]
     return [_terms(model.intercept, model.terms)]
+
+
+def _expectation(expected: Expectation) -> str:
+    return (
+        f"Expected where nothing is known of the steps: {number(expected.intercept.value)} us, of a step in progress "
+        f"{number(expected.residual.value)} us are left on the average (half a cycle, cycles weighted by their length) "
+        f"and one is in progress {share(expected.busy_share)} of the time."
+    )
 
 
 def _condition(when: Condition) -> str:
     if not when.any:
         return "otherwise"
-    tests = (
-        f"`{c.feature}` {c.op} {f'`{c.feature2}`' if c.feature2 else _number(c.value)}" for c in when.any
-    )
+    tests = (f"`{c.feature}` {c.op} {f'`{c.feature2}`' if c.feature2 else number(c.value)}" for c in when.any)
     return "when " + " or ".join(tests)
 
 
 def _terms(intercept: Number, terms: Iterable[Term]) -> str:
     rows: list[tuple[str, ...]] = [
-        ("intercept", "us", _number(intercept.value), _interval(intercept.ci95), "")
+        ("intercept", "us", number(intercept.value), _interval(intercept.ci95), "")
     ]
     rows += [_term(t) for t in terms]
-    return _table(("term", "unit", "value", "95 % interval", "seen"), rows)
+    return table(("term", "unit", "value", "95 % interval", "seen"), rows)
 
 
 def _term(term: Term) -> tuple[str, ...]:
-    return (f"`{term.feature}`", term.unit, _number(term.value), _interval(term.ci95), _interval(term.seen))
+    return (f"`{term.feature}`", term.unit, number(term.value), _interval(term.ci95), _interval(term.seen))
 
 
 def _interval(pair: tuple[float, float] | None) -> str:
-    return f"{_number(pair[0])} to {_number(pair[1])}" if pair else ""
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
-
-
-def _count(value: int) -> str:
-    return f"{value:,}"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    if value == 0:
-        return "0"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [_row(head), _row(["---"] * len(head)), *(_row(r) for r in rows)]
-    return "\n".join(lines)
-
-
-def _row(cells: Iterable[str]) -> str:
-    # A pipe in a run's or a model's name must not end the cell.
-    return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
+    return f"{number(pair[0])} to {number(pair[1])}" if pair else ""

@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.features.sets import FeatureSet
-    from tracefit.verbs.results import IngestResult, ModelSummary, RunResult, SynthResult, TrainResult
+    from tracefit.verbs.results import (
+        IngestResult,
+        LatencySummary,
+        ModelSummary,
+        RunResult,
+        SynthResult,
+        TrainResult,
+    )
 
 
 def ingest_text(result: IngestResult) -> str:
@@ -34,6 +41,8 @@ def train_text(result: TrainResult) -> str:
     head = ("scope", "model", "held out", "MAPE %", "MAE us", "baseline", "reference", "skill")
     rows = [_model_row(m) for m in result.fitted]
     lines = [_columns(head, rows), ""]
+    if result.latencies:
+        lines += [_columns(_LATENCY_HEAD, [_latency_row(x) for x in result.latencies]), ""]
     lines += [f"not fitted: {text}" for text in result.not_fitted]
     lines += [f"wrote   {path}" for path in result.files]
     return "\n".join(lines)
@@ -64,13 +73,21 @@ def _model_row(m: ModelSummary) -> tuple[str, ...]:
     return (m.scope_id, m.name, f"{m.rows_holdout:,}", *(_number(v) for v in numbers))
 
 
+_LATENCY_HEAD = ("scope", "latency", "held out", "teacher-forced MAPE %", "averages only", "baseline")
+
+
+def _latency_row(x: LatencySummary) -> tuple[str, ...]:
+    errors = (x.teacher_forced_mape_pct, x.averages_only_mape_pct, x.baseline_mape_pct)
+    return (x.scope_id, x.name, f"{x.requests:,}", *(_number(v) for v in errors))
+
+
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-_TEXT = ("run", "scope", "model", "feature", "unit", "formula", "reason")
+_TEXT = ("run", "scope", "model", "latency", "feature", "unit", "formula", "reason")
 
 
 def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -95,3 +95,20 @@ def waiting_segments(core: pl.DataFrame) -> pl.DataFrame:
         wait_last=pl.coalesce(end, "last_step"),
         wait_tokens=pl.col("prefill_total_tokens") + pl.col("decode_done_tokens").fill_null(0),
     ).filter(pl.col("wait_last") >= pl.col("wait_first"))
+
+
+def requeue_waits(journeys: pl.DataFrame) -> pl.DataFrame:
+    """Find every wait after a preemption that ended in a RESUME.
+
+    Args:
+        journeys: The `journey_events` table.
+
+    Returns:
+        run_id, server, epoch, trace_id, request_id, preempted_step (whose schedule() took its blocks), resumed_step.
+    """
+    marks = core_events(journeys).filter(pl.col("event").is_in(["PREEMPTED", "SCHEDULED", "FINISHED"]))
+    waits = marks.with_columns(_following("event"), _following("step_id"))
+    resumed = (pl.col("event") == "PREEMPTED") & (pl.col("next_event") == "SCHEDULED")
+    return waits.filter(resumed).select(
+        *ENGINE, "trace_id", "request_id", preempted_step="step_id", resumed_step="next_step_id"
+    )

@@ -92,6 +92,18 @@ class ModelSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class LatencySummary:
+    """One latency of requests, composed of the models, in numbers."""
+
+    name: str
+    scope_id: str
+    requests: int
+    teacher_forced_mape_pct: float | None
+    averages_only_mape_pct: float | None
+    baseline_mape_pct: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class TrainResult:
     """Where the models are, and how good they are."""
 
@@ -101,6 +113,7 @@ class TrainResult:
     report: Path
     fitted: tuple[ModelSummary, ...]
     not_fitted: tuple[str, ...] = ()
+    latencies: tuple[LatencySummary, ...] = ()
     quarantined: bool = False
 
     @property

@@ -22,13 +22,15 @@ from tracefit.reports.markdown import report_markdown
 from tracefit.tables import schema
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
-from tracefit.timeline import clock_disagreements, execution_lags, queue_state
-from tracefit.verbs.results import ModelSummary, Progress, Silent, TrainResult
+from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
+from tracefit.verbs.results import LatencySummary, ModelSummary, Progress, Silent, TrainResult
 from tracefit.verbs.samples import sample_tables
 from tracefit.verbs.timelines import engine_limits, write_timelines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from tracefit.fit.latency import Latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,12 @@ def train(
         report=report / "report.md",
         fitted=tuple(_summary(s, m) for s, m in fitted),
         not_fitted=tuple(_what_is_missing(s, m) for s in scopes for m in s.missing),
+        latencies=tuple(
+            _latency_summary(s, name, latency)
+            for s in scopes
+            for name, latency in s.composed.latencies.items()
+            if name in ("ttft", "itl", "e2e")
+        ),
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
         ),
@@ -188,6 +196,7 @@ def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: lis
         counters=step_counters(steps, journeys),
         clock_checks=clock_disagreements(timeline, journeys),
         lags={key: lags.get(key, 0) for key in mine.select("run_id", "server").iter_rows()},
+        requeue_waits=requeue_waits(journeys),
     )
 
 
@@ -243,6 +252,18 @@ def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
         skill=v.skill,
         rows_used=model.fitted.rows_used,
         rows_holdout=model.fitted.rows_holdout,
+    )
+
+
+def _latency_summary(scope: FittedScope, name: str, latency: Latency) -> LatencySummary:
+    errors = latency.overall
+    return LatencySummary(
+        name=name,
+        scope_id=scope.scope.scope_id,
+        requests=errors.averages_only.n or errors.teacher_forced.n,
+        teacher_forced_mape_pct=errors.teacher_forced.mape_pct,
+        averages_only_mape_pct=errors.averages_only.mape_pct,
+        baseline_mape_pct=errors.baseline.mape_pct,
     )
 
 

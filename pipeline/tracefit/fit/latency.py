@@ -1,0 +1,362 @@
+"""Predicted latencies of requests held against what was measured: on requests that came in the hold-out of every fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+
+from tracefit.features import training
+from tracefit.features.sets import add_features
+from tracefit.fit.averages import averages_of, averages_only
+from tracefit.fit.composition import ENGINE, REQUEST, SERVER, teacher_forced
+from tracefit.fit.metrics import NO_ROWS, Metrics, Vector, measure
+from tracefit.fit.parts import predict_parts
+from tracefit.fit.phases import Phase, find_phases, phase_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tracefit.features.context import Scope
+    from tracefit.features.sets import FeatureSet
+    from tracefit.fit.scope import FittedModel, ScopeTables
+    from tracefit.fit.train import Fitted
+
+CUT_OFF = ("aborted", "error", "ignored")
+
+MEASURED = {
+    "ttft": "ttft_us",
+    "itl": "itl_us",
+    "e2e": "e2e_us",
+    "client": "client_us",
+    "prefill": "prefill_us",
+    "execution": "execution_us",
+}
+"""Latency to the column of it that was measured: between stamps of the server's own events."""
+
+_WHOLE = ("itl", "e2e", "client", "execution")
+"""Latencies of a request that was not cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyErrors:
+    """Errors of one latency over one group of requests; each over the requests it has a prediction for."""
+
+    teacher_forced: Metrics
+    averages_only: Metrics
+    baseline: Metrics
+    """The training median."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseErrors:
+    """Errors over the held-out requests of one workload phase of one server."""
+
+    run_id: str
+    server: str
+    phase: Phase
+    errors: LatencyErrors
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """One latency: errors over all held-out requests, per run, per phase; requests without a prediction by reason."""
+
+    overall: LatencyErrors
+    by_run: Mapping[str, LatencyErrors]
+    by_phase: tuple[PhaseErrors, ...]
+    left_out: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedLatencies:
+    """All latencies of one scope, or why there are none."""
+
+    latencies: Mapping[str, Latency]
+    missing: str | None = None
+
+
+def compose_latencies(
+    scope: Scope,
+    tables: ScopeTables,
+    models: Sequence[FittedModel],
+    features: FeatureSet | None,
+    *,
+    whole_steps: bool,
+) -> ComposedLatencies:
+    """Compose the latencies of every request from the fitted models and measure them on the held-out ones.
+
+    A request is held out when each of its intervals began in the hold-out of the model that speaks for it: its arrival
+    for the admission, its first step for the step time, its end for the departure.
+
+    Args:
+        scope: The scope.
+        tables: Its runs' tables.
+        models: What was fitted.
+        features: The set beta was fitted on; null where it was not fitted.
+        whole_steps: Beta's target is the time of a step, not a part of it.
+    """
+    named = {m.name: m for m in models}
+    beta = next((m for name, m in named.items() if name.startswith("beta.")), None)
+    if beta is None or features is None:
+        return ComposedLatencies({}, "there is no model of the step time")
+    if not whole_steps:
+        return ComposedLatencies({}, "step.duration_us, beta's target, is not the time of a step here")
+    if not tables.requests.height:
+        return ComposedLatencies({}, "the traces hold no journeys of requests")
+    requests = _split(tables.requests, named)
+    if not (requests["split"] == "holdout").any() or not (requests["split"] == "train").any():
+        return ComposedLatencies({}, "no request lies in the hold-out of every model, or none before it")
+    steps = _predicted_steps(scope, tables, beta, features)
+    rows = teacher_forced(requests, steps, tables.requeue_waits, tables.lags)
+    rows = _with_overheads(rows, tables, named)
+    rows = _with_averages(rows, steps, scope, tables, named, features)
+    return ComposedLatencies(_measured(_composed(rows)))
+
+
+_BEGINS = {
+    "alpha.admission": "arrival_ns",
+    "alpha.queue_wait": "queued_ns",
+    "beta": "first_scheduled_ns",
+    "alpha.departure": "finished_ns",
+}
+"""Model to the event of a request at which the interval begins that it speaks for."""
+
+
+def _split(requests: pl.DataFrame, models: Mapping[str, FittedModel]) -> pl.DataFrame:
+    """Add `at_ns` and `split`: holdout where no model has trained on any part of the request, train where all may have.
+
+    What lies between, `partly`, counts on neither side: a request that came in the training part and was computed in
+    the hold-out.
+    """
+    rows = requests.with_columns(at_ns=pl.coalesce("arrival_ns", "queued_ns"))
+    sides = []
+    for name, event in _BEGINS.items():
+        model = next((m for n, m in models.items() if n == name or n.split(".")[0] == name), None)
+        if model is None:
+            continue
+        ends = _ends(model).rename({"holdout_from_ns": f"{name}_from_ns"})
+        rows = rows.join(ends, on=SERVER, how="left", maintain_order="left")
+        sides.append(pl.col(event) >= pl.col(f"{name}_from_ns"))
+    # An event that is missing does not tell: the others do. A server no model has rows of has no hold-out.
+    held_out = pl.all_horizontal(side.fill_null(value=True) for side in sides) & pl.any_horizontal(sides)
+    trained = pl.all_horizontal(~side.fill_null(value=False) for side in sides)
+    split = pl.when(held_out).then(pl.lit("holdout")).when(trained).then(pl.lit("train"))
+    return rows.select(*requests.columns, "at_ns", split=split.otherwise(pl.lit("partly")))
+
+
+def _ends(model: FittedModel) -> pl.DataFrame:
+    return (
+        model.fitted.rows.drop_nulls("holdout_from_ns")
+        .group_by(SERVER)
+        .agg(pl.col("holdout_from_ns").first())
+    )
+
+
+def _predicted_steps(
+    scope: Scope, tables: ScopeTables, beta: FittedModel, features: FeatureSet
+) -> pl.DataFrame:
+    """Predict every step whose batch is known; add whether it began in the training part."""
+    timeline = training.with_roofline(tables.timeline, scope.context)
+    rows = training.step_rows(timeline, features, training.constants_of(scope.context), tables.lags)
+    rows = rows.join(_ends(beta), on=SERVER, how="left", maintain_order="left")
+    # A start is known of steps that something happens in; those between count, or averages would be of eventful steps.
+    began = pl.col("ts_start_ns").forward_fill().over(ENGINE)
+    in_training = (began < pl.col("holdout_from_ns")).fill_null(value=False)
+    rows = rows.with_columns(in_training=in_training)
+    # Scheduling ahead starts from idle with a step that nothing executes in: it is as long as it takes to schedule.
+    empty = pl.col("is_empty").fill_null(value=False)
+    filling = rows.filter(empty & in_training & ~pl.col("idle_after") & (pl.col("interval_steps") == 1))
+    empty_us = filling["cycle_us"].median()
+    known = pl.col("is_empty").is_not_null()
+    predicted = pl.Series(_step_times(beta.fitted, rows))
+    return rows.with_columns(
+        predicted_us=pl.when(empty).then(pl.lit(empty_us or 0.0)).when(known).then(predicted)
+    )
+
+
+def _step_times(beta: Fitted, rows: pl.DataFrame) -> Vector:
+    """Predict steps; a feature nobody knows is in the middle of the training rows, as where the model was fitted."""
+    names = sorted({t.feature.name for t in beta.terms})
+    middle = beta.rows.filter(pl.col("split") == "train").select(
+        pl.col(n).cast(pl.Float64).median() for n in names
+    )
+    filled = [pl.col(n).cast(pl.Float64).fill_nan(None).fill_null(middle[n].item() or 0.0) for n in names]
+    return predict_parts(beta.parts, rows.with_columns(filled))
+
+
+def _with_overheads(
+    rows: pl.DataFrame, tables: ScopeTables, models: Mapping[str, FittedModel]
+) -> pl.DataFrame:
+    """Add forced_admission_us and forced_departure_us: the alpha models at what each request met."""
+    for name in ("admission", "departure"):
+        model, column = models.get(f"alpha.{name}"), f"forced_{name}_us"
+        if model is None:
+            rows = rows.with_columns(pl.lit(None, pl.Float64).alias(column))
+            continue
+        told = model.fitted.rows
+        predicted = (
+            model.boundary.predict(told, tables.timeline)
+            if model.boundary
+            else predict_parts(model.fitted.parts, told)
+        )
+        keyed = told.select(*REQUEST, pl.Series(column, predicted)).drop_nulls("core_request_id")
+        rows = rows.join(keyed.unique(REQUEST), on=REQUEST, how="left", maintain_order="left")
+    return rows
+
+
+def _with_averages(
+    rows: pl.DataFrame,
+    steps: pl.DataFrame,
+    scope: Scope,
+    tables: ScopeTables,
+    models: Mapping[str, FittedModel],
+    features: FeatureSet,
+) -> pl.DataFrame:
+    """Add what averages over each run's training part say of its requests: a run is one workload."""
+    beta = next(m.fitted for name, m in models.items() if name.startswith("beta."))
+    constants = training.constants_of(scope.context)
+
+    def step_time(timeline: pl.DataFrame) -> Vector:
+        offered = timeline.drop(n for n in features.names if n not in tables.timeline.columns)
+        offered = training.with_roofline(offered, scope.context)
+        return _step_times(beta, add_features(offered, features, constants))
+
+    parts = []
+    for (run,), part in _groups(rows, ["run_id"]):
+        averages = averages_of(
+            steps.filter(pl.col("in_training") & (pl.col("run_id") == run)),
+            part.filter(pl.col("split") == "train"),
+            wait_us=_mean_prediction(models.get("alpha.queue_wait"), run),
+            departure_us=_mean_prediction(models.get("alpha.departure"), run),
+        )
+        told = averages_only(
+            part,
+            averages,
+            step_time,
+            admission_us=_expected_admission(models.get("alpha.admission"), part, run),
+            token_budget=scope.context.settings.max_num_batched_tokens,
+            lag_steps=max((lag for (of, _), lag in tables.lags.items() if of == run), default=0),
+        )
+        parts.append(told)
+    return pl.concat(parts)
+
+
+def _mean_prediction(model: FittedModel | None, run: str) -> float | None:
+    if model is None:
+        return None
+    trained = (pl.col("split") == "train") & pl.col("excluded_because").is_null()
+    used = model.fitted.rows.filter(trained & (pl.col("run_id") == run))
+    return float(predict_parts(model.fitted.parts, used).mean()) if used.height else None
+
+
+def _expected_admission(model: FittedModel | None, rows: pl.DataFrame, run: str) -> pl.Series | None:
+    if model is None:
+        return None
+    if model.boundary is not None:
+        return pl.Series(model.boundary.expected(rows["prompt_tokens"]))
+    mean = _mean_prediction(model, run)
+    return None if mean is None else pl.Series(np.full(rows.height, mean))
+
+
+def _composed(rows: pl.DataFrame) -> pl.DataFrame:
+    """Add to each request what each way predicts of each latency: forced_ttft, mean_ttft, ..."""
+    decoded = pl.col("output_tokens") - 1
+    several = pl.when(decoded > 0)
+    mean_decode = several.then(decoded * pl.col("mean_itl_us")).when(decoded == 0).then(0.0)
+    forced_decode = pl.col("forced_decode_us") + pl.col("forced_requeue_after_us")
+    forced_prefill = pl.col("forced_prefill_us") + pl.col("forced_requeue_before_us")
+    rows = rows.with_columns(
+        execution_us=pl.col("prefill_us") + pl.col("decode_us"),
+        forced_ttft=pl.col("forced_admission_us") + pl.col("forced_wait_us") + forced_prefill,
+        forced_itl=several.then(forced_decode / decoded),
+        forced_prefill=pl.col("forced_prefill_us"),
+        forced_execution=pl.col("forced_prefill_us") + pl.col("forced_decode_us"),
+        mean_ttft=pl.sum_horizontal(
+            "mean_admission_us", "mean_wait_us", "mean_prefill_us", ignore_nulls=False
+        ),
+        mean_itl=several.then("mean_itl_us"),
+        mean_prefill=pl.col("mean_prefill_us"),
+        mean_execution=pl.col("mean_prefill_us") + mean_decode,
+    )
+    rows = rows.with_columns(
+        forced_e2e=pl.col("forced_ttft") + forced_decode, mean_e2e=pl.col("mean_ttft") + mean_decode
+    )
+    return rows.with_columns(
+        (pl.col(f"{way}_e2e") + pl.col(f"{way}_departure_us")).alias(f"{way}_client")
+        for way in ("forced", "mean")
+    )
+
+
+def _measured(rows: pl.DataFrame) -> dict[str, Latency]:
+    parts = [_with_phase(part) for _, part in rows.group_by(SERVER, maintain_order=True)]
+    phases = {key: found for part, found in parts for key in part.select(SERVER).head(1).rows()}
+    whole = pl.concat(part for part, _ in parts)
+    return {name: _latency(whole, name, phases) for name in MEASURED}
+
+
+def _with_phase(rows: pl.DataFrame) -> tuple[pl.DataFrame, tuple[Phase, ...]]:
+    """Add `phase` to the requests of one server: the number of the stretch of one arrival rate they came in."""
+    ordered = rows.sort("at_ns", nulls_last=True)
+    known = ordered["at_ns"].drop_nulls()
+    seconds = ((known - known.min()) / 1e9).to_numpy() if len(known) else np.zeros(0)
+    phases = find_phases(seconds)
+    number = [*phase_of(seconds, phases).tolist(), *[None] * (ordered.height - len(known))]
+    return ordered.with_columns(phase=pl.Series(number, dtype=pl.Int64)), phases
+
+
+def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], tuple[Phase, ...]]) -> Latency:
+    actual = pl.col(MEASURED[name])
+    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
+    rows = rows.with_columns(actual=pl.when(~cut_off).then(actual) if name in _WHOLE else actual)
+    median = rows.filter(pl.col("split") == "train")["actual"].median()
+    level = float(median) if isinstance(median, int | float) else None
+    partly = int((rows["split"] == "partly").sum())
+    held = rows.filter(pl.col("split") == "holdout")
+    told = held.filter(pl.col("actual").is_not_null()).sort(*SERVER, "at_ns")
+    return Latency(
+        overall=_errors(told, name, level),
+        by_run={str(run): _errors(part, name, level) for (run,), part in _groups(told, ["run_id"])},
+        by_phase=tuple(
+            PhaseErrors(run, server, phases[run, server][number], _errors(part, name, level))
+            for (run, server, number), part in _groups(told.drop_nulls("phase"), [*SERVER, "phase"])
+        ),
+        left_out={**_left_out(held, name), **({"partly_in_training": partly} if partly else {})},
+    )
+
+
+def _groups(rows: pl.DataFrame, by: list[str]) -> Iterator[tuple[tuple[Any, ...], pl.DataFrame]]:
+    return iter(rows.sort(by, maintain_order=True).group_by(by, maintain_order=True))
+
+
+def _errors(rows: pl.DataFrame, name: str, median: float | None) -> LatencyErrors:
+    actual = rows["actual"].to_numpy().astype(float)
+    baseline = NO_ROWS if median is None else measure(actual, np.full(len(actual), median))
+    return LatencyErrors(_against(rows, f"forced_{name}"), _against(rows, f"mean_{name}"), baseline)
+
+
+def _against(rows: pl.DataFrame, column: str) -> Metrics:
+    told = rows.filter(pl.col(column).is_not_null())
+    predicted = np.maximum(told[column].to_numpy().astype(float), 0.0)
+    return measure(told["actual"].to_numpy().astype(float), predicted)
+
+
+def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:
+    """Count held-out requests without a teacher-forced prediction, each under the first reason that applies."""
+    never = pl.lit(value=False)
+    reason = (
+        pl.when(pl.col("finish_status").is_in(CUT_OFF) if name in _WHOLE else never)
+        .then(pl.lit("cut_off"))
+        .when(pl.col("output_tokens") == 1 if name == "itl" else never)
+        .then(pl.lit("one_token"))
+        .when(pl.col("actual").is_null())
+        .then(pl.lit("event_missing"))
+        .when(pl.col("forced_prefill_us").is_null() | pl.col("forced_decode_us").is_null())
+        .then(pl.lit("steps_not_known"))
+        .when(pl.col(f"forced_{name}").is_null())
+        .then(pl.lit("overhead_not_known"))
+    )
+    counts = held.select(reason=reason).drop_nulls().group_by("reason").len().sort("reason")
+    return dict(counts.iter_rows())

@@ -1,0 +1,80 @@
+"""Workload phases of a run: stretches of time in which requests arrive at one rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tracefit.fit.estimators import NDArrayInt
+    from tracefit.fit.metrics import Vector
+
+LEAST_REQUESTS = 30
+LEAST_SECONDS = 5.0
+MOST_CUTS_DEEP = 4
+GAIN_PER_LOG = 3.0
+"""A change of rate must explain the arrivals better than none by 3 log(n) in log-likelihood."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of time, in seconds after the first arrival, and its arrivals per second."""
+
+    from_s: float
+    to_s: float
+    arrivals_per_s: float
+    requests: int
+
+
+def find_phases(arrivals_s: Vector) -> tuple[Phase, ...]:
+    """Cut a run where its arrival rate changes.
+
+    Binary segmentation of a Poisson process: a stretch of n arrivals in T seconds has the log-likelihood n log(n / T);
+    it is cut at the arrival where the two parts' likelihood is largest, if that gains 3 log(n) and either part has 30
+    requests and 5 s, and so on in the parts, four cuts deep.
+
+    Args:
+        arrivals_s: Sorted arrival times in seconds, shape (n,), the first at 0.
+    """
+    if len(arrivals_s) == 0:
+        return ()
+    ends = [0, *_cuts(arrivals_s, 0, len(arrivals_s) - 1, MOST_CUTS_DEEP), len(arrivals_s) - 1]
+    return tuple(_phase(arrivals_s, first, last, is_last=last == ends[-1]) for first, last in pairwise(ends))
+
+
+def phase_of(arrivals_s: Vector, phases: tuple[Phase, ...]) -> NDArrayInt:
+    """Return the index of the phase each arrival falls in; shape (n,)."""
+    starts = np.array([p.from_s for p in phases])
+    return np.asarray(np.clip(np.searchsorted(starts, arrivals_s, side="right") - 1, 0, None))
+
+
+def _phase(arrivals_s: Vector, first: int, last: int, *, is_last: bool) -> Phase:
+    begin, end = float(arrivals_s[first]), float(arrivals_s[last])
+    count = last - first + is_last
+    return Phase(begin, end, (last - first) / (end - begin) if end > begin else 0.0, count)
+
+
+def _cuts(arrivals_s: Vector, first: int, last: int, deep: int) -> list[int]:
+    """Return the arrivals, between the first and the last one, at which a new rate begins."""
+    begin, end, n = arrivals_s[first], arrivals_s[last], last - first
+    if deep == 0 or n < 2 * LEAST_REQUESTS:
+        return []
+    inner = np.arange(first + LEAST_REQUESTS, last - LEAST_REQUESTS + 1)
+    at = arrivals_s[inner]
+    inner = inner[(at - begin >= LEAST_SECONDS) & (end - at >= LEAST_SECONDS)]
+    if len(inner) == 0:
+        return []
+    before, at = (inner - first).astype(float), arrivals_s[inner]
+    split = _likelihood(before, at - begin) + _likelihood(n - before, end - at)
+    best = int(np.argmax(split))
+    if split[best] - n * np.log(n / (end - begin)) < GAIN_PER_LOG * np.log(n):
+        return []
+    cut = int(inner[best])
+    return [*_cuts(arrivals_s, first, cut, deep - 1), cut, *_cuts(arrivals_s, cut, last, deep - 1)]
+
+
+def _likelihood(count: Vector, seconds: Vector) -> Vector:
+    return np.asarray(count * np.log(count / seconds))

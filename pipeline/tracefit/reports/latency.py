@@ -1,0 +1,93 @@
+"""Sections of the report on latencies of requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tracefit.reports.cells import ERRORS, count, metrics, number, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tracefit.coefficients.evaluation import LatencyErrorsEntry, PhaseEntry, ScopeEvaluation
+
+_TITLES = {
+    "ttft": "TTFT",
+    "itl": "ITL",
+    "e2e": "E2E",
+    "client": "client",
+    "prefill": "prefill",
+    "execution": "execution",
+}
+_WAYS = ("teacher_forced", "averages_only", "baseline")
+_GROUPED = ("ttft", "itl", "e2e")
+
+_PREAMBLE = (
+    "Of requests that came in the hold-out of every model. *Teacher-forced*: the real batches and the real waits, step "
+    "times and overheads predicted. *Averages only*: everything predicted from averages over the training part and the "
+    "request's own lengths. *Baseline*: the training median."
+)
+
+
+def latency_sections(scope: ScopeEvaluation) -> list[str]:
+    """Return the sections on composed latencies; one line where there are none."""
+    if not scope.latency:
+        because = scope.latency_missing or "nothing was fitted"
+        return ["### Request latencies", f"Not composed: {because}."]
+    parts = ["### Request latencies", _PREAMBLE, table(("latency", "predicted", *ERRORS), _rows(scope))]
+    parts.append("\n".join(f"- {_TITLES[name]}: {entry.definition}" for name, entry in scope.latency.items()))
+    left_out = [
+        f"{_TITLES[name]} "
+        + ", ".join(f"{reason.replace('_', ' ')} {count(n)}" for reason, n in entry.left_out.items())
+        for name, entry in scope.latency.items()
+        if entry.left_out
+    ]
+    if left_out:
+        parts.append(
+            "Requests without a teacher-forced prediction in the hold-out: " + "; ".join(left_out) + "."
+        )
+    parts += _by_run(scope)
+    parts += _by_phase(scope)
+    return parts
+
+
+def _rows(scope: ScopeEvaluation) -> Iterator[tuple[str, ...]]:
+    for name, entry in scope.latency.items():
+        for way in _WAYS:
+            yield (_TITLES[name], way.replace("_", " "), *metrics(getattr(entry, way)))
+
+
+_GROUP_HEAD = ("latency", *ERRORS, "averages only MAPE %", "baseline MAPE %")
+
+
+def _by_run(scope: ScopeEvaluation) -> list[str]:
+    rows = [
+        (f"`{run}`", *_group(_TITLES[name], errors))
+        for name in _GROUPED
+        for run, errors in scope.latency[name].by_run.items()
+    ]
+    if len(scope.runs) == 1 or not rows:
+        return []
+    return ["By run, teacher-forced:", table(("run", *_GROUP_HEAD), rows)]
+
+
+def _by_phase(scope: ScopeEvaluation) -> list[str]:
+    rows = [
+        (_phase(phase), *_group(_TITLES[name], phase))
+        for name in _GROUPED
+        for phase in scope.latency[name].by_phase
+    ]
+    if not rows:
+        return []
+    title = "By workload phase (a stretch of a run in which requests arrive at one rate), teacher-forced:"
+    return [title, table(("phase", *_GROUP_HEAD), rows)]
+
+
+def _group(title: str, errors: LatencyErrorsEntry) -> tuple[str, ...]:
+    others = (errors.averages_only.mape_pct, errors.baseline.mape_pct)
+    return (title, *metrics(errors.teacher_forced), *(number(v) for v in others))
+
+
+def _phase(phase: PhaseEntry) -> str:
+    rate = f"{number(phase.arrivals_per_s)} requests/s"
+    return f"`{phase.run_id}` {phase.from_s:.0f} to {phase.to_s:.0f} s, {rate}"

@@ -1,0 +1,200 @@
+"""Latencies of requests in the evaluation: they follow from the published files, and from what was planted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from sklearn.dummy import DummyRegressor
+
+import tracefit
+from tracefit.coefficients.files import read_coefficients
+from tracefit.coefficients.predict import predict
+from tracefit.fit.select import Choice
+from tracefit.synth import LinearLaw, SynthOptions, synth, write_run
+
+ROOT = Path(__file__).parents[2]
+LAW = LinearLaw(
+    intercept_us=7_000.0,
+    per_prefill_token_us=26.0,
+    per_decode_req_us=150.0,
+    per_context_token_us=0.0,
+    per_prefill_req_us=400.0,
+)
+
+
+def _latency(folder):
+    return json.loads((folder / "evaluation.json").read_text())["scopes"][0]["latency"]
+
+
+def _table(folder, name):
+    return pl.read_parquet(f"{folder}/tables/{name}/*/*.parquet")
+
+
+def _from_when(folder, kind, target=None):
+    frame = _table(folder, f"{kind}_training")
+    frame = frame if target is None else frame.filter(target=target)
+    return frame.filter(split="holdout")["ts_ns"].min()
+
+
+def _held_out(folder):
+    """Requests all of whose intervals began in the hold-out, one dictionary each."""
+    rows = _table(folder, "requests").filter(
+        pl.col("arrival_ns") >= _from_when(folder, "alpha", "admission"),
+        pl.col("queued_ns") >= _from_when(folder, "alpha", "queue_wait"),
+        pl.col("first_scheduled_ns") >= _from_when(folder, "beta"),
+        pl.col("finished_ns") >= _from_when(folder, "alpha", "departure"),
+    )
+    return rows.to_dicts()
+
+
+def _step_times(folder):
+    """Predict every step, one at a time, with what beta.json says alone."""
+    (model,) = read_coefficients(folder / "models" / "beta.json").models
+    names = [t.feature for t in model.terms]
+    times = {}
+    for row in _table(folder, "timeline").to_dicts():
+        row["prefill_share"] = row["prefill_tokens"] / (row["prefill_tokens"] + row["decode_tokens"])
+        times[row["step_id"]] = (row["ts_start_ns"], predict(model, {n: row[n] for n in names}))
+    return times
+
+
+def test_teacher_forced_errors_follow_from_the_published_files(trained):
+    """A plain loop over requests and their steps gives the errors of evaluation.json."""
+    admission = next(
+        m for m in read_coefficients(trained / "models" / "alpha.json").models if m.name == "alpha.admission"
+    )
+    steps = _step_times(trained)
+    starts = {k: at for k, (at, _) in steps.items()}
+    errors = {"ttft": [], "itl": [], "e2e": []}
+    for r in _held_out(trained):
+        first, token, last = (r[f"{n}_step"] for n in ("first_scheduled", "first_token", "finished"))
+        boundaries = [(at - r["arrival_ns"]) / 1e3 for at in starts.values() if at >= r["arrival_ns"]]
+        ttft = predict(admission, {"prompt_tokens": r["prompt_tokens"]}, boundaries)
+        ttft += (starts[first] - r["queued_ns"]) / 1e3
+        ttft += sum(steps[k][1] for k in range(first, token + 1))
+        itl = sum(steps[k][1] for k in range(token + 1, last + 1)) / (r["output_tokens"] - 1)
+        told = {"ttft": ttft, "itl": itl, "e2e": ttft + (r["output_tokens"] - 1) * itl}
+        for name, value in told.items():
+            errors[name].append(100 * abs(value / r[f"{name}_us"] - 1))
+    latency = _latency(trained)
+    for name, found in errors.items():
+        published = latency[name]["teacher_forced"]
+        assert published["n"] == len(found) > 10
+        assert published["mape_pct"] == pytest.approx(np.mean(found), rel=1e-4)
+        assert published["mdape_pct"] == pytest.approx(np.median(found), rel=1e-4)
+        assert published["p90_ape_pct"] == pytest.approx(np.quantile(found, 0.9), rel=1e-4)
+
+
+def test_the_report_and_the_summary_show_them(trained):
+    latency, text = _latency(trained), (trained / "report.md").read_text()
+    for name, title in {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}.items():
+        for way in ("teacher_forced", "averages_only", "baseline"):
+            row = next(x for x in text.splitlines() if x.startswith(f"| {title} | {way.replace('_', ' ')} |"))
+            cells = [cell.strip().replace(",", "") for cell in row.split("|")[3:6]]
+            entry = latency[name][way]
+            assert int(cells[0]) == entry["n"]
+            assert [float(c) for c in cells[1:]] == pytest.approx(
+                [entry["mape_pct"], entry["mdape_pct"]], rel=1e-3
+            )
+
+
+def test_what_has_no_journeys_says_so(tmp_path, new_traces, quick):
+    folder = new_traces().load(requests=0).write(tmp_path / "steps")
+    tracefit.run([folder], tmp_path / "out")
+    scope = json.loads((tmp_path / "out/evaluation.json").read_text())["scopes"][0]
+    assert (scope["latency"], scope["latency_missing"]) == ({}, "the traces hold no journeys of requests")
+    assert (
+        "Not composed: the traces hold no journeys of requests." in (tmp_path / "out/report.md").read_text()
+    )
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """Return a function: options of the generator to what the main job leaves of such a run.
+
+    The search for a penalty and the boosted reference, which take seconds, are spared.
+    """
+    made = {}
+
+    def run(**options):
+        name = str(options)
+        if name not in made:
+            root = tmp_path_factory.mktemp("planted")
+            laid = SynthOptions(name="planted", seed=31, requests=250, law=LAW, **options)
+            folder = write_run(synth(laid), root)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    "tracefit.fit.train.choose_penalty", lambda *_, **__: Choice("ridge", 1e-8, 1.0, 5)
+                )
+                boosting = "tracefit.fit.validate.HistGradientBoostingRegressor"
+                patch.setattr(boosting, lambda **_: DummyRegressor(strategy="median"))
+                tracefit.run([folder], root / "out", options=tracefit.TrainOptions(features="batch"))
+            made[name] = root / "out"
+        return made[name]
+
+    return run
+
+
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 400}], ids=str)
+def test_planted_step_times_compose_to_the_measured_latencies(planted, options):
+    """Noise of 3 % per step averages out over a request's steps; nothing else stands between the two."""
+    folder = planted(**options)
+    latency = _latency(folder)
+    for name in ("itl", "e2e"):
+        told = latency[name]["teacher_forced"]
+        assert told["n"] > 40
+        assert told["mape_pct"] < 3
+        assert abs(told["bias_pct"]) < 1.5
+        assert told["mape_pct"] < latency[name]["baseline"]["mape_pct"] / 3
+    preempted = _table(folder, "requests")["num_preemptions"].sum()
+    assert bool(preempted) == ("num_blocks" in options)
+
+
+def test_scheduling_a_step_ahead_is_composed_of_the_cycles_its_tokens_came_in(tmp_path, new_traces, quick):
+    folder = new_traces().load(lag=1, noise=0.01).write(tmp_path / "ahead")
+    tracefit.run([folder], tmp_path / "out")
+    for name in ("ttft", "itl", "e2e"):
+        told = _latency(tmp_path / "out")[name]["teacher_forced"]
+        assert told["n"] > 10
+        # A first token takes two cycles of noise 1 %; a cycle too few or too many would be an error of a third.
+        assert told["mape_pct"] < 3, name
+
+
+def test_with_few_steps_sampled_and_all_journeys_the_steps_between_are_composed_too(planted):
+    told = _latency(planted(step_sampling=0.1))["itl"]["teacher_forced"]
+    assert told["n"] > 40
+    assert told["mape_pct"] < 3
+
+
+def test_with_few_journeys_and_few_steps_requests_are_left_out_and_counted(planted):
+    latency = _latency(planted(step_sampling=0.3, journey_sampling=0.5))
+    told = latency["itl"]
+    assert told["teacher_forced"]["n"] == 0
+    assert told["left_out"]["steps_not_known"] == told["averages_only"]["n"] > 10
+
+
+def test_averages_are_those_of_the_planted_law(planted):
+    """ITL from averages: the planted law at the mean batch that decoding requests saw in the training part."""
+    folder = planted()
+    steps = _table(folder, "timeline").filter(pl.col("ts_start_ns") < _from_when(folder, "beta"))
+    seen = steps.select(
+        pl.col("num_decode_reqs", "prefill_tokens", "num_prefill_reqs").cast(pl.Float64)
+    ).to_numpy()
+    decode, prompt, prompts = np.average(seen, axis=0, weights=seen[:, 0])
+    law = 7_000 + 150 * decode + 26 * prompt + 400 * prompts
+    held = [r for r in _held_out(folder) if r["itl_us"] is not None and r["finish_status"] != "aborted"]
+    expected = np.mean([abs(law / r["itl_us"] - 1) for r in held])
+    told = _latency(folder)["itl"]["averages_only"]
+    assert told["n"] == len(held)
+    assert told["mape_pct"] == pytest.approx(100 * expected, abs=0.5)
+
+
+@pytest.mark.parametrize("scope", range(2))
+def test_the_reference_runs_reach_three_percent(scope):
+    latency = json.loads((ROOT / "models/evaluation.json").read_text())["scopes"][scope]["latency"]
+    for name in ("itl", "e2e"):
+        assert latency[name]["teacher_forced"]["mape_pct"] <= 3
