@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import io
-import random
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -13,10 +10,7 @@ from tracefit.otlp.columns import build_batch
 from tracefit.otlp.json_fast import decode_fast
 from tracefit.otlp.json_general import decode_general
 from tracefit.otlp.model import Part
-from tracefit.sources import Frame, read_frames
-
-MUTATIONS = 500
-RECORDS_PER_FILE = 6
+from tracefit.sources import Frame
 
 SHAPES = (
     "lines with BOM, CRLF and blanks",
@@ -100,72 +94,3 @@ def test_batches_of_any_size_hold_the_same_spans(otlp, shape, data):
     assert ids == otlp.span_ids(whole)
     for batch in batches:
         assert batch.spans["span_row"].to_list() == list(range(len(batch.spans)))
-
-
-def _records(otlp, rng):
-    """Return records of one span each, whose number is their place in the file."""
-    summaries = [
-        otlp.event("step.BATCH_SUMMARY", [otlp.attribute("step.id", intValue=str(rng.randrange(10**6)))])
-        for _ in range(5)
-    ]
-    return [otlp.record(otlp.span(number, events=summaries)) for number in range(1, RECORDS_PER_FILE + 1)]
-
-
-def _mutated(data, rng):
-    """Flip, cut, splice or repeat something; return the new bytes and which of the old ones were touched."""
-    start = rng.randrange(len(data))
-    stop = min(len(data), start + rng.choice([1, 1, 1, 2, 8, 60]))
-    kind = rng.choice(["flip", "cut", "splice", "repeat", "tail"])
-    if kind == "flip":
-        stop = start + 1
-        new = bytes([data[start] ^ (1 << rng.randrange(8))])
-    elif kind == "cut":
-        new = b""
-    elif kind == "splice":
-        new = rng.randbytes(rng.randrange(1, 20))
-    elif kind == "repeat":
-        new = data[start:stop] * 2
-    else:
-        stop, new = len(data), b""
-    return data[:start] + new + data[stop:], start, stop
-
-
-def _extents(shape, data, payload_sizes):
-    """Return where each record with its delimiters begins and ends."""
-    extra = 1 if shape == "lines" else 4
-    position = 0
-    for size in payload_sizes:
-        # A line is also delimited by the end of the line before it.
-        yield (position - 1 if shape == "lines" else position), position + size + extra
-        position += size + extra
-    assert position == len(data)
-
-
-@pytest.mark.parametrize(
-    "shape", ["lines", "framed protobuf", "framed zstd of JSON", "framed zstd of protobuf"]
-)
-def test_damage_costs_no_record_that_it_does_not_touch(otlp, shape):
-    rng = random.Random(shape)
-    for _ in range(MUTATIONS // 4):
-        records = _records(otlp, rng)
-        data = otlp.SHAPES[shape](records)
-        sizes = [len(otlp.SHAPES[shape]([each])) - (1 if shape == "lines" else 4) for each in records]
-        damaged, start, stop = _mutated(data, rng)
-        untouched = {
-            f"{number:016x}"
-            for number, (begin, end) in enumerate(_extents(shape, data, sizes), 1)
-            if end <= start or begin >= stop
-        }
-        batch = otlp.batch_of(damaged)
-        assert untouched <= set(otlp.span_ids(batch)), (start, stop)
-
-
-@pytest.mark.parametrize("shape", ["pretty object", "array", "bare protobuf", "lines", "framed protobuf"])
-@pytest.mark.parametrize("compression", ["plain", "gzip", "zstd"])
-def test_damage_never_raises(otlp, shape, compression):
-    rng = random.Random(shape + compression)
-    for _ in range(MUTATIONS // 15):
-        data = otlp.COMPRESSIONS[compression](otlp.SHAPES[shape](_records(otlp, rng)))
-        damaged, _, _ = _mutated(data, rng)
-        for batch in decode_frames(read_frames("-", stdin=io.BytesIO(damaged))):
-            assert len(batch.rejects) < 100

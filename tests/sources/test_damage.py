@@ -9,7 +9,7 @@ import zlib
 import pyarrow as pa
 import pytest
 
-from tracefit.sources import Frame, Reject, compression, framing, json_records, limits, zstd_frames
+from tracefit.sources import Frame, Reject, compression, framing, json_records, limits, units, zstd_frames
 
 
 def texts_of(otlp, items):
@@ -83,8 +83,8 @@ def test_zeros_behind_a_gzip_member_are_padding(otlp, lines):
 
 @pytest.mark.parametrize("pack", [gzip.compress, None])
 def test_a_decompression_bomb_is_stopped(otlp, monkeypatch, pack):
-    monkeypatch.setattr(compression, "FREE_EXPANSION_BYTES", 1 << 20)
-    monkeypatch.setattr(compression, "MAX_EXPANSION", 100)
+    monkeypatch.setattr(units, "FREE_EXPANSION_BYTES", 1 << 20)
+    monkeypatch.setattr(units, "MAX_EXPANSION", 100)
     bomb = (pack or otlp.zstd)(b"{" + b" " * (40 << 20))
     items = otlp.frames_of(b"".join([bomb]))
     assert len(items) == 1
@@ -93,7 +93,7 @@ def test_a_decompression_bomb_is_stopped(otlp, monkeypatch, pack):
 
 
 def test_traces_that_compress_well_are_no_bomb(otlp, monkeypatch, lines):
-    monkeypatch.setattr(compression, "FREE_EXPANSION_BYTES", 0)
+    monkeypatch.setattr(units, "FREE_EXPANSION_BYTES", 0)
     plain = (lines[0] + b"\n") * 2000
     assert len(texts_of(otlp, otlp.frames_of(gzip.compress(plain)))) == 2000
 

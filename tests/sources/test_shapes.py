@@ -159,6 +159,14 @@ def test_a_bare_message_of_any_length_is_not_taken_for_json_or_frames(otlp):
         assert (frame.payload, frame.encoding) == (message, "protobuf")
 
 
+@pytest.mark.parametrize("shape", ["framed protobuf", "bare protobuf", "framed zstd of protobuf"])
+@pytest.mark.parametrize("compression", ["plain", "gzip", "zstd"])
+def test_json_in_a_string_does_not_make_protobuf_json(otlp, shape, compression):
+    records = [otlp.record(otlp.span(n, name='{"resourceSpans":[]}\n{"resourceLogs":[]}')) for n in (1, 2)]
+    data = otlp.COMPRESSIONS[compression](otlp.SHAPES[shape](records))
+    assert [frame.encoding for frame in otlp.frames_of(data)] == ["protobuf"] * 2
+
+
 def test_bare_messages_are_handed_out_by_resource(otlp, records):
     messages = [otlp.to_protobuf(record) for record in records]
     assert [frame.payload for frame in otlp.frames_of(b"".join(messages))] == messages

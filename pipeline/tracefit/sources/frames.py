@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from tracefit.errors import DataError
 from tracefit.sources import wire
-from tracefit.sources.compression import decompressed
+from tracefit.sources.compression import decompressed, decompressed_behind_damage
 from tracefit.sources.files import TraceFile
-from tracefit.sources.framing import bare_records, framed_records, framed_zstd_records
+from tracefit.sources.framing import bare_records, framed_records, framed_zstd_records, is_frame_at
 from tracefit.sources.json_records import document_records, line_records
 from tracefit.sources.limits import HEAD_BYTES
 from tracefit.sources.records import Frame, Reject, Source
@@ -61,11 +61,10 @@ def read_frames(
     """
     source = Source(file.name if isinstance(file, TraceFile) else str(file), show_values)
     with _opened(file, stdin, on_read) as raw:
-        window = Window(decompressed(raw))
-        window.fill(HEAD_BYTES)
+        window, shape = _recognised(raw)
         has_traces = TRACES_KEY.search(window.peek(0, HEAD_BYTES)) is not None
         last: Frame | Reject | None = None
-        for item in records_of(window, source, tell_shape(window)):
+        for item in records_of(window, source, shape):
             if last is None and not has_traces and isinstance(item, Frame):
                 refuse_other_signal(source.name, signal_of(item))
             last = item
@@ -74,6 +73,21 @@ def read_frames(
         yield from _gaps(window, source)
         if window.damage and not _reports_the_end(last, window):
             yield Reject(source.name, window.offset, 0, window.damage)
+
+
+def _recognised(raw: BinaryIO) -> tuple[Window, Shape]:
+    """Tell a file's shape; one that is nothing at first sight may be compressed and lack its beginning."""
+    window = Window(decompressed(raw))
+    shape = tell_shape(window)
+    is_guess = shape == "unknown" or (shape == "framed" and not is_frame_at(window, 0))
+    if is_guess and raw.seekable():
+        position = raw.tell()
+        if chunks := decompressed_behind_damage(raw):
+            behind = Window(chunks)
+            if (told := tell_shape(behind)) != "unknown":
+                return behind, told
+        raw.seek(position)
+    return window, shape
 
 
 def _opened(

@@ -54,7 +54,10 @@ def is_frame_at(window: Window, position: int) -> bool:
     if not window.fill(begin):
         return False
     size = int.from_bytes(window.peek(position, begin), "big")
-    there = size <= MAX_RECORD_BYTES and window.fill(begin + size)
+    if not (0 < size <= MAX_RECORD_BYTES and window.fill(begin + 1)):
+        return False
+    # The first byte is looked at before as much is read as anybody claims.
+    there = window.buffered()[begin] == wire.RESOURCE_SPANS_TAG and window.fill(begin + size)
     return there and wire.is_message(window.buffered(), begin, begin + size)
 
 

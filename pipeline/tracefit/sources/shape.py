@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.sources import wire
 from tracefit.sources.excerpt import is_json
-from tracefit.sources.framing import LENGTH_BYTES, FrameFinder, is_frame_at, next_zstd_frame
+from tracefit.sources.framing import LENGTH_BYTES, FrameFinder, is_frame_at
 from tracefit.sources.limits import HEAD_BYTES, MAX_RECORD_BYTES
-from tracefit.sources.zstd_frames import ZSTD_MAGIC
+from tracefit.sources.zstd_frames import ZSTD_MAGIC, frame_end
 
 if TYPE_CHECKING:
     from tracefit.sources.window import Window
@@ -46,22 +47,41 @@ def tell_shape(window: Window) -> Shape:
         return "empty"
     if head[LENGTH_BYTES : LENGTH_BYTES + 4] == ZSTD_MAGIC:
         return "framed zstd"
+    # A string in protobuf can hold anything, the keys of JSON included, and JSON can have lost its beginning.
+    is_text = head.removeprefix(BOM).lstrip()[:1] in (b"{", b"[") and not _begins_bare(head)
+    binary = "unknown" if is_text else _binary_shape(window, head)
+    if binary != "unknown":
+        return binary
     if TRACES_KEY.search(head) or other_signal_of(head) or _EMPTY_JSON.fullmatch(head):
         return "document" if _is_document(window) else "lines"
-    return _binary_shape(window, head)
+    return "unknown"
 
 
 def _binary_shape(window: Window, head: bytes) -> Shape:
-    if head[0] == wire.RESOURCE_SPANS_TAG and _begins_bare(head):
+    if _begins_bare(head):
         return "bare"
     if is_frame_at(window, 0) or FrameFinder(window).next(0, HEAD_BYTES) >= 0:
         return "framed"
-    return "framed zstd" if next_zstd_frame(window, 0) >= 0 else "unknown"
+    return "framed zstd" if _has_framed_zstd(head) else "unknown"
+
+
+def _has_framed_zstd(head: bytes) -> bool:
+    """Return whether some zstd frame has its length before it, as far as the head shows where it ends."""
+    for found in re.finditer(re.escape(ZSTD_MAGIC), head):
+        start = found.start() - LENGTH_BYTES
+        size = int.from_bytes(head[max(start, 0) : found.start()], "big")
+        stop = frame_end(io.BytesIO(head), found.start())
+        goes_on = (
+            stop < 0 and len(head) >= HEAD_BYTES and len(head) - found.start() < size <= MAX_RECORD_BYTES
+        )
+        if start >= 0 and (stop == found.start() + size or goes_on):
+            return True
+    return False
 
 
 def _begins_bare(head: bytes) -> bool:
     field = wire.read_field(head, 0)
-    if field is None or field[3] > MAX_RECORD_BYTES:
+    if head[0] != wire.RESOURCE_SPANS_TAG or field is None or field[3] > MAX_RECORD_BYTES:
         return False
     stop = field[3]
     if stop <= len(head):

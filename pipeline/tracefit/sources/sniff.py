@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from tracefit.sources.compression import GZIP_MAGIC, Gap, decompressed
+from tracefit.sources.compression import Gap, compression_of, decompressed
 from tracefit.sources.frames import records_of, signal_of
 from tracefit.sources.limits import HEAD_BYTES
 from tracefit.sources.records import Encoding, Frame, Source
 from tracefit.sources.shape import TRACES_KEY, Shape, other_signal_of, tell_shape
 from tracefit.sources.window import Window
-from tracefit.sources.zstd_frames import ZSTD_MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 SNIFF_BYTES = 4 << 20
 """Decompressed bytes looked at. A file whose first record is longer is known by its keys, or not at all."""
-
-Compression = Literal["gzip", "zstd"]
 
 _WORDS: dict[Shape, str] = {
     "empty": "empty",
@@ -43,13 +40,13 @@ class Contents:
     Attributes:
         shape: How records are laid out; `unknown` if nothing looks like OTLP.
         encoding: Of the first record; None if there is none.
-        compression: Of the file as a whole.
+        compression: `gzip` or `zstd`, of the file as a whole.
         signal: What the first record holds.
     """
 
     shape: Shape
     encoding: Encoding | None
-    compression: Compression | None
+    compression: str | None
     signal: Signal
 
     @property
@@ -76,12 +73,7 @@ def sniff(file: TraceFile) -> Contents:
         UsageError: If it cannot be read.
     """
     with file.open() as raw:
-        magic = raw.read(len(ZSTD_MAGIC))
-    compression: Compression | None = None
-    if magic.startswith(GZIP_MAGIC):
-        compression = "gzip"
-    elif magic == ZSTD_MAGIC:
-        compression = "zstd"
+        compression = compression_of(raw.read(8))
     with file.open() as raw:
         window = Window(_beginning(decompressed(raw)))
         shape = tell_shape(window)

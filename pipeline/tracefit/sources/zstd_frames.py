@@ -1,15 +1,18 @@
-"""Where zstd frames begin and end, by RFC 8878, without decompressing them."""
+"""Zstd files: frames one behind another, by RFC 8878."""
 
 from __future__ import annotations
 
+import io
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
+
+import pyarrow as pa
 
 from tracefit.sources.limits import CHUNK_BYTES
+from tracefit.sources.units import Damage, bounded, matches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import BinaryIO
 
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
@@ -19,6 +22,120 @@ _SINGLE_SEGMENT, _RESERVED, _CHECKSUM = 0x20, 0x08, 0x04
 _DICTIONARY_BYTES = (0, 1, 2, 4)
 _CONTENT_SIZE_BYTES = (0, 2, 4, 8)
 _RLE, _RESERVED_BLOCK = 1, 3
+_BYTEWISE_READS = 1 << 20
+_PAGE_BYTES = 4096
+
+
+class ZstdFrames:
+    """How zstd is read."""
+
+    magic = ZSTD_MAGIC
+    unit = "zstd frame"
+
+    def read(self, raw: BinaryIO, start: int) -> Iterator[bytes]:
+        """Yield what is in the frames from `start` on; see `compression` for the rest of this class."""
+        stream, produced = _stream(raw, start), 0
+        while True:
+            try:
+                chunk = stream.read(CHUNK_BYTES)
+            except OSError:
+                break
+            if not chunk:
+                return
+            yield chunk
+            produced += len(chunk)
+        yield from _to_the_damage(raw, start, produced)
+
+    def starts(self, raw: BinaryIO, start: int) -> Iterator[int]:
+        """Yield where something begins like a frame."""
+        return matches(raw, start, _FRAME, 5)
+
+    def is_unit(self, raw: BinaryIO, start: int) -> bool:
+        """Return whether something can be decompressed at `start`."""
+        try:
+            return bool(_stream(raw, start).read(1))
+        except OSError:
+            return False
+
+
+def unzstd(compressed: bytes) -> Iterator[bytes]:
+    """Yield what is in frames that are in memory.
+
+    Raises:
+        Damage: If one is cut or corrupt, or expands out of all proportion.
+    """
+    raw = io.BytesIO(compressed)
+    yield from bounded(raw, 0, ZstdFrames().read(raw, 0))
+
+
+def _to_the_damage(raw: BinaryIO, start: int, handed_out: int) -> Iterator[bytes]:
+    """Look at frames one by one, to find the damaged one; yield what was not handed out yet of what is before it.
+
+    Arrow drops what it had of a read that fails, so the last frame is read again, in small steps.
+    """
+    while True:
+        stop = frame_end(raw, start)
+        produced = 0
+        try:
+            for chunk in _chunks(raw, start, stop):
+                if produced + len(chunk) > handed_out:
+                    yield chunk[max(handed_out - produced, 0) :]
+                produced += len(chunk)
+        except OSError as error:
+            yield from _before_damage(raw, start, stop, max(handed_out, produced))
+            raise Damage(
+                f"zstd data is {'cut' if 'Truncated' in str(error) else 'corrupt'}", start
+            ) from error
+        if stop <= start:
+            raise Damage("zstd data is cut", start)
+        start = stop
+        handed_out = max(handed_out - produced, 0)
+
+
+def _before_damage(raw: BinaryIO, start: int, stop: int, handed_out: int) -> Iterator[bytes]:
+    stream = _stream(raw, start, stop)
+    while handed_out > 0:
+        handed_out -= len(stream.read(min(handed_out, CHUNK_BYTES)))
+    rest = bytearray()
+    reads = 0
+    try:
+        while piece := stream.read(1 if reads < _BYTEWISE_READS else _PAGE_BYTES):
+            rest += piece
+            reads += 1
+    except OSError:
+        yield bytes(rest)
+
+
+def _chunks(raw: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
+    stream = _stream(raw, start, stop)
+    while chunk := stream.read(CHUNK_BYTES):
+        yield chunk
+
+
+def _stream(raw: BinaryIO, start: int, stop: int = -1) -> pa.CompressedInputStream:
+    return pa.CompressedInputStream(pa.PythonFile(_Section(raw, start, stop), mode="r"), "zstd")
+
+
+class _Section(io.RawIOBase):
+    """A part of a file, as a file that stays open when Arrow is done with it; to its end if `stop` is negative."""
+
+    def __init__(self, raw: BinaryIO, start: int, stop: int) -> None:
+        super().__init__()
+        self._raw = raw
+        self._position = start
+        self._stop = stop
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        if self._stop >= 0:
+            left = max(self._stop - self._position, 0)
+            size = left if size < 0 else min(size, left)
+        self._raw.seek(self._position)  # others may read the file meanwhile
+        data = self._raw.read(size)
+        self._position += len(data)
+        return data
 
 
 def frame_end(raw: BinaryIO, start: int) -> int:
@@ -44,21 +161,6 @@ def frame_end(raw: BinaryIO, start: int) -> int:
         position += 3 + (1 if kind == _RLE else number >> 3)
         is_last = bool(number & 1)
     return _within(raw, position + (4 if descriptor & _CHECKSUM else 0))
-
-
-def frame_starts(raw: BinaryIO, start: int) -> Iterator[int]:
-    """Yield, from `start` on, where a frame could begin by its first five bytes."""
-    data = b""
-    while True:
-        raw.seek(start + len(data))
-        piece = raw.read(CHUNK_BYTES)
-        data += piece
-        for found in _FRAME.finditer(data):
-            yield start + found.start()
-        if not piece:
-            return
-        start += max(len(data) - len(ZSTD_MAGIC), 0)
-        data = data[-len(ZSTD_MAGIC) :]
 
 
 def _within(raw: BinaryIO, position: int) -> int:

@@ -1,0 +1,182 @@
+"""Thousands of seeded mutations of good files: nothing raises or hangs, and what the damage did not touch is there."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tracefit.otlp import decode_frames
+from tracefit.sources import Reject, read_frames
+
+MUTATIONS = 5_000
+RECORDS_PER_FILE = 6
+FILES_PER_BATCH = 25
+MAX_REJECTS_PER_FILE = 60
+
+
+@dataclass(frozen=True)
+class Good:
+    """A file and the stretches of it that stand alone: start, stop, and the ids of the spans inside."""
+
+    data: bytes
+    stretches: tuple[tuple[int, int, frozenset[str]], ...]
+
+
+def _records(otlp, rng):
+    """Return records of one or two spans each, with ids that are found nowhere else."""
+    records = []
+    for _ in range(RECORDS_PER_FILE):
+        spans = []
+        for _ in range(rng.choice([1, 1, 2])):
+            steps = [
+                otlp.event(
+                    "step.BATCH_SUMMARY",
+                    [
+                        otlp.attribute("step.id", intValue=str(rng.randrange(10**6))),
+                        otlp.attribute("x", doubleValue=0.5),
+                    ],
+                )
+                for _ in range(rng.randrange(4))
+            ]
+            number = rng.getrandbits(64) | 1
+            text = rng.choice(["", "é", 'a "quoted" {text}', '{"resourceSpans":[]}'])
+            spans.append(otlp.span(number, name=text, events=steps))
+        records.append(otlp.record(*spans))
+    return records
+
+
+def _ids(record):
+    return frozenset(s["spanId"] for s in record["resourceSpans"][0]["scopeSpans"][0]["spans"])
+
+
+def _file(records, of):
+    """Make a file of one piece per record; each piece stands alone."""
+    pieces = [of(each) for each in records]
+    stretches, position = [], 0
+    for piece, record in zip(pieces, records, strict=True):
+        stretches.append((position, position + len(piece), _ids(record)))
+        position += len(piece)
+    return Good(b"".join(pieces), tuple(stretches))
+
+
+def _make(otlp, shape, records):
+    line = lambda each: otlp.to_json(each) + b"\n"  # noqa: E731
+    of = {
+        "lines": line,
+        "Tempo lines": lambda each: otlp.to_json({"batches": each["resourceSpans"]}) + b"\n",
+        "framed": lambda each: otlp.framed([otlp.to_protobuf(each)]),
+        "framed zstd of JSON": lambda each: otlp.framed([otlp.zstd(otlp.to_json(each))]),
+        "framed zstd of protobuf": lambda each: otlp.framed([otlp.zstd(otlp.to_protobuf(each))]),
+        "gzip members": lambda each: gzip.compress(line(each), mtime=0),
+        "zstd frames": lambda each: otlp.zstd(line(each)),
+        "zstd frames of framed": lambda each: otlp.zstd(otlp.framed([otlp.to_protobuf(each)])),
+    }
+    if shape in of:
+        return _file(records, of[shape])
+    return Good(otlp.SHAPES[shape](records), ())  # one document: no part of it stands alone
+
+
+def _cut(pieces, at):
+    """Cut a list of pieces, each (start, stop) of the good file or new bytes, at a position."""
+    left, right = [], []
+    for piece in pieces:
+        size = len(piece) if isinstance(piece, bytes) else piece[1] - piece[0]
+        inside = min(max(at, 0), size)
+        at -= size
+        if isinstance(piece, bytes):
+            halves = piece[:inside], piece[inside:]
+        else:
+            halves = (piece[0], piece[0] + inside), (piece[0] + inside, piece[1])
+        left += [halves[0]] if inside else []
+        right += [halves[1]] if inside < size else []
+    return left, right
+
+
+def _mutated(good, rng):
+    """Flip, cut, splice, duplicate or swap something, once or a few times; return the pieces of what comes out."""
+    pieces = [(0, len(good.data))]
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        size = len(_joined(good, pieces))
+        start = rng.randrange(size + 1)
+        head, rest = _cut(pieces, start)
+        some, tail = _cut(rest, rng.choice([1, 2, 8, 60, 400]))
+        kind = rng.choice(["flip", "cut", "splice", "duplicate", "swap", "end"])
+        if kind == "flip":
+            some, tail = _cut(rest, 1)
+            pieces = [*head, bytes(byte ^ (1 << rng.randrange(8)) for byte in _joined(good, some)), *tail]
+        elif kind == "cut":
+            pieces = head + tail
+        elif kind == "splice":
+            pieces = [*head, rng.randbytes(rng.randrange(1, 20)), *rest]
+        elif kind == "duplicate":
+            before, behind = _cut(pieces, rng.randrange(size + 1))
+            pieces = before + some + behind
+        elif kind == "swap":
+            middle, tail = _cut(rest, rng.randrange(size + 1))
+            first, second = _cut(middle, rng.randrange(size + 1))
+            pieces = head + second + first + tail
+        else:
+            pieces = head
+    return pieces
+
+
+def _joined(good, pieces):
+    return b"".join(piece if isinstance(piece, bytes) else good.data[slice(*piece)] for piece in pieces)
+
+
+def _untouched(good, pieces, delimiter):
+    """Return the ids of stretches that are still there, byte after byte, with their delimiter before them."""
+    ids = set()
+    for number, piece in enumerate(pieces):
+        if isinstance(piece, bytes):
+            continue
+        before = _joined(good, pieces[:number])[-1:]
+        for start, stop, inside in good.stretches:
+            whole = piece[0] <= start and stop <= piece[1]
+            if whole and (start > piece[0] or delimiter is None or before in (b"", delimiter)):
+                ids |= inside
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("shape", "share"),
+    [
+        ("lines", 0.2),
+        ("Tempo lines", 0.06),
+        ("framed", 0.2),
+        ("framed zstd of JSON", 0.1),
+        ("framed zstd of protobuf", 0.1),
+        ("gzip members", 0.08),
+        ("zstd frames", 0.08),
+        ("zstd frames of framed", 0.06),
+        ("pretty object", 0.04),
+        ("array", 0.04),
+        ("bare protobuf", 0.04),
+    ],
+)
+def test_damage_costs_no_record_that_it_does_not_touch(otlp, shape, share):
+    rng = random.Random(shape)
+    made = 0
+    while made < MUTATIONS * share:
+        good = _make(otlp, shape, _records(otlp, rng))
+        frames, expected = [], []
+        for number in range(FILES_PER_BATCH):
+            pieces = _mutated(good, rng)
+            damaged = _joined(good, pieces)
+            expected.append((_untouched(good, pieces, b"\n" if "lines" in shape else None), damaged))
+            items = [
+                replace(item, source_file=str(number)) for item in read_frames("-", stdin=io.BytesIO(damaged))
+            ]
+            assert sum(isinstance(item, Reject) for item in items) < MAX_REJECTS_PER_FILE
+            frames += items
+        found = {str(number): set() for number in range(FILES_PER_BATCH)}
+        for batch in decode_frames(frames):
+            for name, span_id in batch.spans.select("source_file", "span_id").iter_rows():
+                found[name].add(span_id)
+        for (ids, damaged), ours in zip(expected, found.values(), strict=True):
+            assert ids <= ours, damaged
+        made += FILES_PER_BATCH
