@@ -144,6 +144,13 @@ Positive = Annotated[
 Fast = Annotated[
     bool, typer.Option("--fast", help="Skip the gradient-boosted references: most of the training time.")
 ]
+Across = Annotated[
+    bool,
+    typer.Option(
+        "--across",
+        help="Also leave out every run, model and GPU in turn; errors of models fitted on the others.",
+    ),
+]
 
 
 def _version(value: bool) -> None:  # typer calls it so
@@ -194,6 +201,7 @@ def run(
     sample_csv: SampleCsv = False,
     positive: Positive = False,
     fast: Fast = False,
+    across: Across = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -214,6 +222,7 @@ def run(
             sample_csv=sample_csv,
             positive=positive,
             fast=fast,
+            across=across,
         )
         result = run_verb(paths, out, server=server, options=options, progress=told)
         told.close()
@@ -287,6 +296,7 @@ def train(
     sample_csv: SampleCsv = False,
     positive: Positive = False,
     fast: Fast = False,
+    across: Across = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -306,6 +316,7 @@ def train(
             sample_csv=sample_csv,
             positive=positive,
             fast=fast,
+            across=across,
         )
         result = train_verb(tables, out, options=options, progress=told)
         told.close()

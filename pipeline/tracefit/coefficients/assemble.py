@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.features.context import Scope
+    from tracefit.fit.across import AcrossResult, LeftOutErrors
     from tracefit.fit.boundary import FittedBoundary
     from tracefit.fit.latency import Latency, LatencyErrors
     from tracefit.fit.metrics import Metrics
@@ -269,9 +270,34 @@ def _equations(rows: pl.DataFrame) -> dict[str, int]:
     return dict(sorted(used.group_by("source").len().iter_rows()))
 
 
-def evaluate(scopes: Sequence[FittedScope], all_runs: pl.DataFrame) -> ev.Evaluation:
+def evaluate(
+    scopes: Sequence[FittedScope], all_runs: pl.DataFrame, across: AcrossResult | None = None
+) -> ev.Evaluation:
     """Publish everything that was measured."""
-    return ev.Evaluation(ingest=_ingest(all_runs), scopes=tuple(_scope(s) for s in scopes))
+    return ev.Evaluation(
+        ingest=_ingest(all_runs),
+        scopes=tuple(_scope(s) for s in scopes),
+        across=tuple(_across(one) for one in across.errors) if across else (),
+        across_notes=across.notes if across else (),
+    )
+
+
+def _across(one: LeftOutErrors) -> ev.AcrossEntry:
+    v = one.validation
+    return ev.AcrossEntry(
+        kind=one.kind,
+        left_out=one.left_out,
+        model=one.model,
+        scope_id=one.scope_id,
+        feature_set=one.feature_set,
+        trained_on=one.trained_on,
+        rows_used=one.rows_used,
+        errors=metrics_entry(v.holdout),
+        baseline=metrics_entry(v.baseline),
+        reference=metrics_entry(v.reference) if v.reference else None,
+        skill=v.skill,
+        interval_coverage_pct=v.interval_coverage_pct,
+    )
 
 
 def _ingest(runs: pl.DataFrame) -> ev.IngestEntry:

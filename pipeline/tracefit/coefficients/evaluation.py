@@ -222,6 +222,25 @@ class IngestEntry(_Part):
     duplicates: int
 
 
+class AcrossEntry(_Part):
+    """Errors on all rows of a run, model or GPU, of a model fitted on the others."""
+
+    kind: Literal["run", "model", "gpu"]
+    left_out: str
+    model: str = Field(description="name of the fitted model")
+    scope_id: str | None = Field(description="the scope of a run; null where models or GPUs are left out")
+    feature_set: str
+    trained_on: tuple[str, ...]
+    rows_used: int
+    errors: MetricsEntry
+    baseline: MetricsEntry = Field(description="the training median on what was left out")
+    reference: MetricsEntry | None = Field(
+        description="gradient boosting on the same features and rows, on what was left out"
+    )
+    skill: float | None
+    interval_coverage_pct: float | None
+
+
 class Evaluation(_Part):
     """evaluation.json."""
 
@@ -229,4 +248,7 @@ class Evaluation(_Part):
     version: Literal[1] = 1
     ingest: IngestEntry
     scopes: tuple[ScopeEvaluation, ...]
-    across: tuple[ScopeEvaluation, ...] = ()
+    across: tuple[AcrossEntry, ...] = Field(
+        default=(), description="errors on what was left out of training, where that was asked for"
+    )
+    across_notes: tuple[str, ...] = Field(default=(), description="what could not be left out, and why")

@@ -51,7 +51,13 @@ class Design:
 
 
 def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design, list[LeftOut]]:
-    """Return the rows as arrays of the features that say something, and the other features with reasons."""
+    """Return the rows as arrays of the features that say something, and the other features with reasons.
+
+    Args:
+        used: Training rows. `interval_steps` and `cycle_sd_us`, where there, say how much each tells; `row_scale_us` what
+            size of error counts alike: that of the row's own scope, where several are fitted together.
+        features: Candidates in order of preference.
+    """
     names = [f.name for f in features]
     everything, y = matrix(used, names), target_of(used)
     kept, left = usable_features(everything, names)
@@ -60,5 +66,7 @@ def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design
     if "interval_steps" in used.columns:
         steps, sd = matrix(used, ["interval_steps", "cycle_sd_us"]).T
         weights = interval_weights(x, y, steps, sd)
+    if "row_scale_us" in used.columns:
+        weights = weights / matrix(used, ["row_scale_us"])[:, 0] ** 2
     run = used.select(pl.struct(rules.SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
     return Design([features[k] for k in kept], x, y, weights, run, used["ts_ns"].to_numpy()), left

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 COVERED_SHARE = 0.8
 """Durations that cover this share of busy time are the step times themselves."""
 
+STEP_TIMES = "beta.cycle_time"
+
 _STEP_FLAGS = "--step-tracing-enabled --step-tracing-sample-rate 1.0"
 _JOURNEY_FLAGS = "--enable-journey-tracing --journey-tracing-sample-rate 1.0"
 _REGIME_BY_STEP = pl.col("first_scheduled_step") > pl.col("queued_step") + 1
@@ -77,6 +79,14 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to fit anew on other rows of the same kind."""
+
+    regimes: tuple[Regime, ...]
+    options: FitOptions
+
+
+@dataclass(frozen=True, slots=True)
 class FittedModel:
     """A fitted model under its published name."""
 
@@ -86,6 +96,7 @@ class FittedModel:
     source: str
     fitted: Fitted
     feature_set: str
+    recipe: Recipe
     notes: tuple[str, ...] = ()
     boundary: FittedBoundary | None = None
     """With it the model is API work and the step clock; `fitted` is what to use without a clock."""
@@ -195,13 +206,14 @@ def _fit_beta(
     options: ScopeOptions,
 ) -> tuple[TargetChoice | None, FittedModel | Missing]:
     wanted = options.beta_target
-    name = "beta.duration" if wanted == "duration" else "beta.cycle_time"
+    name = "beta.duration" if wanted == "duration" else STEP_TIMES
     if not tables.timeline.height:
         return None, Missing(name, "the traces hold no step events", f"start the server with {_STEP_FLAGS}")
     choice = choose_target(cover, wanted)
     features, note = _choose_set(scope, tables, sets, choice, options)
     rows = _beta_rows(scope, tables, features, choice)
-    result = fit_linear(rows, _columns(features), _beta_options(options))
+    recipe = Recipe((Regime("all", (), tuple(columns_of(features))),), beta_options(options))
+    result = fit_regimes(rows, list(recipe.regimes), recipe.options)
     if isinstance(result, TooFewRows):
         remedy = (
             f"raise --step-tracing-sample-rate: of {tables.steps.height} sampled steps few are consecutive"
@@ -209,10 +221,11 @@ def _fit_beta(
         return choice, Missing(name, f"step times: {result.reason}", remedy)
     definition, source = _beta_definition(choice, tables.lags)
     target = name.removeprefix("beta.")
-    return choice, FittedModel(name, target, definition, source, result, features.name, note)
+    return choice, FittedModel(name, target, definition, source, result, features.name, recipe, note)
 
 
-def _beta_options(options: ScopeOptions) -> FitOptions:
+def beta_options(options: ScopeOptions) -> FitOptions:
+    """Return how step times are fitted."""
     mixed = pl.col("has_prefill")
     # A mean over an interval is easier to predict than a step: the error of the model is its error on steps.
     single = pl.col("source") != "interval"
@@ -243,7 +256,7 @@ def _choose_set(
     scores: dict[str, float] = {}
     for features in sets:
         rows = _beta_rows(scope, tables, features, choice)
-        result = fit_linear(rows, _columns(features), _beta_options(replace(options, reference=False)))
+        result = fit_linear(rows, columns_of(features), beta_options(replace(options, reference=False)))
         if isinstance(result, Fitted) and result.terms:
             scores[features.name] = result.parts[0].choice.score
     if not scores:
@@ -291,14 +304,15 @@ def _fit_alpha(
         # Outputs to work through can only add to a departure; the load a request comes in may well take from others.
         positive=options.positive or target == "departure",
     )
-    result = fit_linear(rows, _columns(features), how)
+    recipe = Recipe((Regime("all", (), tuple(columns_of(features))),), how)
+    result = fit_regimes(rows, list(recipe.regimes), how)
     if isinstance(result, TooFewRows):
         return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
     boundary = fit_boundary(result, tables.timeline) if target == "admission" else None
     source = "journey, step clock" if boundary else "journey"
     notes = _BOUNDARY_NOTES if boundary else ()
     return FittedModel(
-        name, target, _ALPHA_DEFINITIONS[target], source, result, features.name, notes, boundary
+        name, target, _ALPHA_DEFINITIONS[target], source, result, features.name, recipe, notes, boundary
     )
 
 
@@ -344,7 +358,7 @@ def _fit_wait(
         reference=options.reference,
         positive=options.positive,
     )
-    columns = _columns(features)
+    columns = columns_of(features)
     if exact:
         ahead = [c for c in columns if c.name in QUEUED_FEATURES]
         here = [c for c in columns if c.name in FREE_FEATURES]
@@ -358,8 +372,10 @@ def _fit_wait(
         return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
     notes = _WAIT_NOTES if exact else ()
     definition = _ALPHA_DEFINITIONS["queue_wait"]
-    return FittedModel(name, "queue_wait", definition, source, result, features.name, notes)
+    recipe = Recipe(tuple(regimes), how)
+    return FittedModel(name, "queue_wait", definition, source, result, features.name, recipe, notes)
 
 
-def _columns(features: FeatureSet) -> list[FeatureColumn]:
+def columns_of(features: FeatureSet) -> list[FeatureColumn]:
+    """Return the features of a set as candidates for a fit."""
     return [FeatureColumn(f.name, f.coefficient_unit, f.formula) for f in features.features]

@@ -14,6 +14,7 @@ from tracefit.coefficients.model import (
     RegimesModel,
     Term,
 )
+from tracefit.reports.across import across_lines
 from tracefit.reports.cells import ERRORS, count, metrics, number, share, table
 from tracefit.reports.latency import latency_sections
 from tracefit.reports.trust import trust_lines
@@ -41,6 +42,7 @@ def report_markdown(evaluation: Evaluation, alpha: CoefficientFile, beta: Coeffi
     ]
     for scope in evaluation.scopes:
         parts += _scope(scope, models)
+    parts += across_lines(evaluation)
     return "\n\n".join(parts) + "\n"
 
 

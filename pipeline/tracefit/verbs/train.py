@@ -16,6 +16,7 @@ from tracefit.errors import DataError, UsageError
 from tracefit.features.context import Scope, context_from_json, scope_of
 from tracefit.features.sets import BUILT_IN, FeatureSet, find_feature_set, read_feature_set
 from tracefit.features.training import WORKLOAD_COLUMNS
+from tracefit.fit.across import fit_across
 from tracefit.fit.options import BetaTarget, ScopeOptions
 from tracefit.fit.scope import FittedModel, FittedScope, Missing, ScopeTables, fit_scope
 from tracefit.reports.markdown import report_markdown
@@ -44,6 +45,7 @@ class TrainOptions:
         sample_csv: Also write the specification's two sample tables beside the models.
         positive: Allow no negative coefficient and no negative intercept in any model.
         fast: Skip the gradient-boosted references, most of the time training takes.
+        across: Also leave out every run, model and GPU in turn and measure the models fitted on the others.
     """
 
     beta_target: BetaTarget = "auto"
@@ -51,6 +53,7 @@ class TrainOptions:
     sample_csv: bool = False
     positive: bool = False
     fast: bool = False
+    across: bool = False
 
 
 def train(
@@ -88,11 +91,16 @@ def train(
             "features": options.features,
             "positive": options.positive,
             "fast": options.fast,
+            "across": options.across,
         }
     )
     alpha = assemble.coefficient_file("alpha", scopes, made_by)
     beta = assemble.coefficient_file("beta", scopes, made_by)
-    evaluation = assemble.evaluate(scopes, runs)
+    across = None
+    if options.across:
+        told.stage("leaving out runs, models and GPUs")
+        across = fit_across(scopes, scope_options(options))
+    evaluation = assemble.evaluate(scopes, runs, across)
     report = Path(report_folder or out)
     texts = {
         Path(out) / "alpha.json": to_json(alpha),
@@ -137,12 +145,17 @@ def fit_runs(
     """
     write_timelines(store, runs["run_id"].unique(maintain_order=True))
     sets = beta_feature_sets(options.features)
-    how = ScopeOptions(options.beta_target, positive=options.positive, reference=not options.fast)
+    how = scope_options(options)
     scopes = []
     for scope, members in scopes_of(runs, str(store.root)):
         told.stage(f"fitting {scope.scope_id}")
         scopes.append(fit_scope(scope, load_scope(store, runs, scope, members), sets, how))
     return scopes
+
+
+def scope_options(options: TrainOptions) -> ScopeOptions:
+    """Return what the fits need to know of the options of training."""
+    return ScopeOptions(options.beta_target, positive=options.positive, reference=not options.fast)
 
 
 def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:

@@ -1,0 +1,209 @@
+"""Errors across runs, models and GPUs: each left out in turn, predicted by a model fitted on the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import polars as pl
+
+from tracefit.features import training
+from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
+from tracefit.fit import rows as rules
+from tracefit.fit.boundary import fit_boundary
+from tracefit.fit.frames import step_frame
+from tracefit.fit.scope import STEP_TIMES, beta_options, columns_of
+from tracefit.fit.train import Fitted, TooFewRows, fit_linear, fit_regimes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tracefit.fit.options import ScopeOptions
+    from tracefit.fit.parts import FeatureColumn
+    from tracefit.fit.scope import FittedModel, FittedScope
+    from tracefit.fit.validate import Validation
+
+Kind = Literal["run", "model", "gpu"]
+
+_WEIGHTS = Feature(
+    "weights_read_us",
+    "us",
+    "weight_read_us + moe_expert_read_us",
+    "reading weights, those of the experts visited too",
+)
+
+POOLED = FeatureSet(
+    "roofline_pooled",
+    (
+        _WEIGHTS,
+        *(f for f in BUILT_IN["roofline"].features if f.name not in ("weight_read_us", "moe_expert_read_us")),
+    ),
+)
+"""The roofline terms, with one for all weights: dense models alone cannot tell what reading an expert costs, and a byte
+is a byte. Their coefficients speak about any model on any GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutErrors:
+    """Errors on all rows of what was left out, of a model fitted on the training rows of the rest.
+
+    Attributes:
+        kind: What was left out: one run of a scope, or all scopes of a model or GPU.
+        left_out: Its name.
+        model: Name of the fitted model.
+        scope_id: The scope of a run; null where models or GPUs are left out.
+        feature_set: What the model was offered.
+        trained_on: The runs, models or GPUs it was fitted on.
+        rows_used: Rows it was fitted on.
+        validation: All but `train` on what was left out.
+    """
+
+    kind: Kind
+    left_out: str
+    model: str
+    scope_id: str | None
+    feature_set: str
+    trained_on: tuple[str, ...]
+    rows_used: int
+    validation: Validation
+
+
+@dataclass(frozen=True, slots=True)
+class AcrossResult:
+    """What could be left out and how it went, and what could not."""
+
+    errors: tuple[LeftOutErrors, ...]
+    notes: tuple[str, ...]
+
+
+def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossResult:
+    """Leave out every run of a scope in turn, every model and every GPU.
+
+    Runs: every model of the scope, refitted on its other runs. Models and GPUs: the step time, one fit on the roofline
+    terms over the scopes of all others; its coefficients cannot be negative, they are multiples of times.
+
+    Args:
+        scopes: Every scope, fitted.
+        options: How they were fitted.
+    """
+    errors = [one for scope in scopes for one in _runs_of(scope)]
+    notes = [] if errors else ["leave-one-run-out: no scope has two runs"]
+    frames, unknown = _pooled_frames(scopes)
+    notes += unknown
+    groups: tuple[tuple[Kind, str], ...] = (("model", "leave-one-model-out"), ("gpu", "leave-one-GPU-out"))
+    for kind, title in groups:
+        found, note = _leave_groups(kind, title, frames, options)
+        errors += found
+        notes += note
+    return AcrossResult(tuple(errors), tuple(notes))
+
+
+def _runs_of(scope: FittedScope) -> Iterator[LeftOutErrors]:
+    for model in scope.models:
+        runs = sorted(model.fitted.rows["run_id"].unique())
+        for run in runs if len(runs) > 1 else ():
+            rows = _leave_out(model.fitted.rows, pl.col("run_id") == run)
+            fitted = fit_regimes(rows, list(model.recipe.regimes), model.recipe.options)
+            if isinstance(fitted, Fitted):
+                yield LeftOutErrors(
+                    kind="run",
+                    left_out=run,
+                    model=model.name,
+                    scope_id=scope.scope.scope_id,
+                    feature_set=model.feature_set,
+                    trained_on=tuple(r for r in runs if r != run),
+                    rows_used=fitted.rows_used,
+                    validation=_validation(scope, model, fitted),
+                )
+
+
+def _validation(scope: FittedScope, model: FittedModel, fitted: Fitted) -> Validation:
+    boundary = fit_boundary(fitted, scope.tables.timeline) if model.boundary else None
+    return boundary.validation if boundary else fitted.validation
+
+
+def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
+    """Hold out all rows that `left_out` tells, whatever their training part lost; others keep their training part."""
+    always = pl.when(pl.col("excluded_because").is_in(rules.ALWAYS)).then("excluded_because")
+    return rows.filter(left_out | (pl.col("split") == "train")).with_columns(
+        split=pl.when(left_out).then(pl.lit("holdout")).otherwise(pl.lit("train")),
+        excluded_because=pl.when(left_out).then(always).otherwise("excluded_because"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pooled:
+    """The step times of one scope with features that compare across scopes."""
+
+    names: dict[Kind, str]
+    rows: pl.DataFrame
+
+
+def _pooled_frames(scopes: Sequence[FittedScope]) -> tuple[list[_Pooled], list[str]]:
+    frames, notes = [], []
+    for scope in scopes:
+        context = scope.scope.context
+        if scope.choice is None or not any(m.name == STEP_TIMES for m in scope.models):
+            continue
+        if context.architecture is None or context.gpu is None:
+            lacking = "config.json" if context.architecture is None else "GPU"
+            notes.append(f"{scope.scope.scope_id} takes no part in leaving out models and GPUs: no {lacking}")
+            continue
+        timeline = training.with_roofline(scope.tables.timeline, context)
+        constants = training.constants_of(context)
+        rows = step_frame(scope.tables, timeline, POOLED, constants, scope.choice.source)
+        used = rows.filter((pl.col("split") == "train") & pl.col("excluded_because").is_null())
+        if used.height:
+            scale = pl.lit(used["y"].median(), pl.Float64)
+            names: dict[Kind, str] = {"model": context.architecture.slug, "gpu": context.gpu.slug}
+            frames.append(_Pooled(names, rows.with_columns(row_scale_us=scale)))
+    return frames, notes
+
+
+def _leave_groups(
+    kind: Kind, title: str, frames: Sequence[_Pooled], options: ScopeOptions
+) -> tuple[list[LeftOutErrors], list[str]]:
+    names = sorted({frame.names[kind] for frame in frames})
+    if len(names) < 2:
+        have = f"only {names[0]}" if names else "none"
+        return [], [f"{title}: the data have {have}, two are needed"]
+    found, notes = [], []
+    for name in names:
+        others = tuple(n for n in names if n != name)
+        pooled = [_leave_out(frame.rows, pl.lit(frame.names[kind] == name)) for frame in frames]
+        rows = pl.concat(pooled, how="diagonal_relaxed")
+        features = _told_apart(
+            [p for p, frame in zip(pooled, frames, strict=True) if frame.names[kind] != name]
+        )
+        how = replace(beta_options(options), positive=True)
+        fitted = fit_linear(rows, features, how)
+        if isinstance(fitted, TooFewRows):
+            notes.append(f"{title}, {name}: {fitted.reason}")
+            continue
+        found.append(
+            LeftOutErrors(
+                kind, name, STEP_TIMES, None, POOLED.name, others, fitted.rows_used, fitted.validation
+            )
+        )
+    return found, notes
+
+
+def _told_apart(frames: Sequence[pl.DataFrame]) -> list[FeatureColumn]:
+    """Offer the features that this many scopes can tell: of those constant within most, two fewer than there are scopes.
+
+    With as many coefficients as scopes a line goes through every scope's mean, whatever the truth.
+    """
+    spare = len(frames) - 2
+    offered = []
+    for feature in columns_of(POOLED):
+        fixed = 2 * sum(_is_fixed(frame[feature.name]) for frame in frames) > len(frames)
+        if fixed and spare <= 0:
+            continue
+        spare -= fixed
+        offered.append(feature)
+    return offered
+
+
+def _is_fixed(values: pl.Series) -> bool:
+    """Tell whether nine rows in ten are alike: a step without tokens has no weights to read."""
+    return values.quantile(0.05, "nearest") == values.quantile(0.95, "nearest")

@@ -1,0 +1,75 @@
+"""Leaving out runs, models and GPUs in turn."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tracefit import TrainOptions, ingest, train
+from tracefit.synth import SynthOptions, synth, write_run
+
+
+@pytest.fixture
+def evaluation_of(tmp_path):
+    """Train on the run folders below `runs` and return the evaluation and the report."""
+
+    def of(**options):
+        ingest([tmp_path / "runs"], tmp_path / "tables")
+        train(tmp_path / "tables", tmp_path / "models", options=TrainOptions(fast=True, **options))
+        evaluation = json.loads((tmp_path / "models" / "evaluation.json").read_text())
+        return evaluation, (tmp_path / "models" / "report.md").read_text()
+
+    return of
+
+
+def test_a_run_is_predicted_by_the_other_and_on_all_of_its_rows(
+    tmp_path, new_traces, evaluation_of, no_search
+):
+    """A step of run b costs 500 us more per request that decodes (15 on average) than one of run a.
+
+    Of 240 steps 239 have a time; the run's own training part loses the first 20 of them to warm-up.
+    """
+    for name, decode_us in (("a", 50), ("b", 550)):
+        new_traces().load(decode_us=decode_us, seed=ord(name)).write(tmp_path / "runs" / name)
+    evaluation, report = evaluation_of(across=True, features="batch")
+    found = {(e["left_out"], e["model"]): e for e in evaluation["across"]}
+    models = {"beta.cycle_time", "alpha.admission", "alpha.queue_wait", "alpha.departure"}
+    assert found.keys() == {(run, model) for run in "ab" for model in models}
+    for run, other, bias in (("a", "b", 7500), ("b", "a", -7500)):
+        entry = found[run, "beta.cycle_time"]
+        assert (entry["kind"], entry["trained_on"], entry["errors"]["n"]) == ("run", [other], 239)
+        assert entry["errors"]["mae"] == pytest.approx(abs(bias), rel=0.1)
+        assert entry["errors"]["bias_pct"] * bias > 0
+    assert "run `a` | `beta.cycle_time`" in report
+
+
+def test_what_cannot_be_left_out_is_a_note_and_no_error(tmp_path, traces, evaluation_of, quick):
+    traces.load(steps=120, requests=0).write(tmp_path / "runs" / "alone")
+    evaluation, report = evaluation_of(across=True)
+    assert evaluation["across"] == []
+    notes = "\n".join(evaluation["across_notes"])
+    assert "leave-one-run-out: no scope has two runs" in notes
+    assert "no GPU" in notes
+    assert "leave-one-model-out: the data have none, two are needed" in notes
+    assert "- Not done: leave-one-run-out" in report
+
+
+def test_without_asking_nothing_is_left_out(tmp_path, traces, evaluation_of, quick):
+    traces.load(steps=120, requests=0).write(tmp_path / "runs" / "alone")
+    evaluation, report = evaluation_of()
+    assert (evaluation["across"], evaluation["across_notes"]) == ([], [])
+    assert "Across" not in report
+
+
+def test_step_times_of_a_model_that_was_never_seen_are_within_fifteen_percent(tmp_path, evaluation_of):
+    """Four architectures, one of experts, under the roofline law: the larger of compute and memory time."""
+    models = (("tiny", 1), ("llama-8b", 1), ("llama-70b", 4), ("qwen-moe-30b", 1))
+    for seed, (model, tp) in enumerate(models):
+        options = SynthOptions(name=model, seed=seed, law="roofline", model=model, tp=tp, requests=40)
+        write_run(synth(options), tmp_path / "runs")
+    evaluation, _ = evaluation_of(across=True, features="roofline")
+    errors = {e["left_out"]: e["errors"]["mape_pct"] for e in evaluation["across"]}
+    assert len(errors) == 4
+    assert max(errors.values()) <= 15, errors
+    assert all(e["kind"] == "model" and len(e["trained_on"]) == 3 for e in evaluation["across"])
