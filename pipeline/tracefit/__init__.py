@@ -20,6 +20,7 @@ from tracefit.errors import DataError, TracefitError, UsageError
 
 if TYPE_CHECKING:
     from tracefit.coefficients.models import Models, load
+    from tracefit.verbs.export import export
     from tracefit.verbs.ingest import ServerOptions, ingest
     from tracefit.verbs.inspect import inspect
     from tracefit.verbs.run import run
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "load": "tracefit.coefficients.models",
     "Models": "tracefit.coefficients.models",
+    "export": "tracefit.verbs.export",
     "ingest": "tracefit.verbs.ingest",
     "ServerOptions": "tracefit.verbs.ingest",
     "inspect": "tracefit.verbs.inspect",
@@ -44,6 +46,7 @@ __all__ = [
     "TrainOptions",
     "UsageError",
     "__version__",
+    "export",
     "ingest",
     "inspect",
     "load",

@@ -501,6 +501,38 @@ def predict(
             show(step, step_text(step), as_json=json, quiet=quiet)
 
 
+@app.command()
+def export(
+    models: Annotated[
+        Path, typer.Argument(help="A coefficient file, or a folder with alpha.json and beta.json.")
+    ],
+    to: Annotated[
+        str, typer.Option(help="blis, blis-registry, llm-d-inference-sim, wva, dynamo-mocker or csv.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the consumer's files.")],
+    tables: Annotated[
+        Optional[Path],
+        typer.Option(help="Tables the models were trained on; found beside the models if not given."),
+    ] = None,
+    scope: ScopeName = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write what a consumer loads, fitted on its own terms, with the held-out error of exactly that.
+
+    What cannot be converted is refused with the reason (exit code 1).
+
+    Example: `tracefit export out/models --to blis --scope llama-2-70b --out blis/`
+    """
+    told = Terminal(quiet=quiet)
+    with one_line_errors(told):
+        from tracefit.reports.use import export_text
+        from tracefit.verbs.export import export as export_verb
+
+        result = export_verb(models, to, out, tables=tables, scope=scope)
+        show(result, export_text(result), as_json=json, quiet=quiet)
+
+
 def _server(
     run_config: Path | None,
     model_config: Path | None,

@@ -19,6 +19,7 @@ from tracefit.coefficients.model import CoefficientFile
 from tracefit.features.sets import FeatureSet
 from tracefit.tables.manifest import Manifest
 from tracefit.tables.schema import TABLES, Table
+from tracefit.verbs.export import ExportResult
 from tracefit.verbs.inspect import Inspection
 from tracefit.verbs.predict import RowsAnswer
 from tracefit.verbs.results import IngestResult, RunResult, SynthResult, TrainResult
@@ -42,6 +43,7 @@ RESULTS: dict[str, Any] = {
     "features": list[FeatureSet],
     "synth": SynthResult,
     "predict": StepAnswer | RequestAnswer | RowsAnswer,
+    "export": ExportResult,
 }
 """Command to what it prints with `--json`."""
 

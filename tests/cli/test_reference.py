@@ -74,6 +74,7 @@ COMMANDS = {
     "features": ("batch",),
     "synth": ("--out", "{out}", "--requests", "3"),
     "predict": ("{shipped}", "--scope", "llama-3.1-8b", "--batch", "32", "--context", "1500"),
+    "export": ("{shipped}", "--to", "csv", "--scope", "llama-3.1-8b", "--out", "{out}"),
 }
 
 

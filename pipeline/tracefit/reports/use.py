@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.coefficients.answers import RequestAnswer, Span, StepAnswer
+    from tracefit.verbs.export import ExportResult
     from tracefit.verbs.predict import RowsAnswer
 
 _RANGE_NOTE = "90 % range: where nine of ten held-out measurements lay about their prediction"
@@ -46,6 +47,44 @@ def rows_text(answer: RowsAnswer) -> str:
         writer.writeheader()
         writer.writerows(answer.predictions)
     return text.getvalue()
+
+
+def export_text(result: ExportResult) -> str:
+    """Say what was written for a consumer and the held-out error of exactly that."""
+    rows = [
+        (
+            e.what,
+            f"{e.n:,}",
+            _figure(e.mape_pct),
+            f"{_figure(e.mae)} {e.unit}",
+            f"{_figure(e.baseline_mae)} {e.unit}",
+            _figure(e.bias_pct),
+        )
+        for e in result.errors
+    ]
+    head = ("held out, in the exported form", "rows", "MAPE %", "MAE", "baseline", "bias %")
+    lines = [f"scope   {result.scope_id}", "", *_table(head, rows), ""]
+    lines += [f"note    {note}" for note in result.notes]
+    lines += [f"wrote   {path}" for path in result.files]
+    return "\n".join([*lines, f"use     {result.usage}"])
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Align columns, the first to the left, the others to the right."""
+    table = [tuple(head), *(tuple(r) for r in rows)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    return [
+        "  ".join(
+            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _spans(scope_id: str | None, rows: Iterable[tuple[str, Span | None]]) -> list[str]:

@@ -281,17 +281,26 @@ def _latency_summary(scope: FittedScope, name: str, latency: Latency) -> Latency
 
 
 def write_texts(texts: Mapping[Path, str]) -> None:
+    """Write texts as UTF-8 files, each there whole or not at all.
+
+    Raises:
+        UsageError: A file cannot be written.
+    """
+    write_bytes({path: text.encode("utf-8") for path, text in texts.items()})
+
+
+def write_bytes(contents: Mapping[Path, bytes]) -> None:
     """Write files so that each is there whole or not at all.
 
     Raises:
         UsageError: A file cannot be written.
     """
-    for path, text in texts.items():
+    for path, content in contents.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, unfinished = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
-                stream.write(text)
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(content)
             Path(unfinished).chmod(0o644)
             Path(unfinished).replace(path)
         except OSError as error:

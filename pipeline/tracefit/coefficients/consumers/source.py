@@ -1,0 +1,129 @@
+"""What an export is made from, and what every export says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.errors import DataError
+from tracefit.fit.frames import counted
+from tracefit.fit.metrics import measure
+
+if TYPE_CHECKING:
+    from tracefit.coefficients.models import ScopeModels
+    from tracefit.features.context import Scope
+    from tracefit.fit.metrics import Vector
+    from tracefit.fit.scope import ScopeTables
+
+MIN_TRAIN_ROWS = 30
+MIN_HOLDOUT_ROWS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One scope's coefficient models, and the tables they were trained on."""
+
+    models: ScopeModels
+    scope: Scope
+    tables: ScopeTables
+
+    @property
+    def step_source(self) -> str:
+        """Where step times come from, as `fit.frames.step_frame` takes it: as in the file."""
+        target = self.models.step_model.target
+        return "duration" if target is not None and target.source == "duration" else "clock"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Error of an exported form on the hold-out, beside the training median's.
+
+    Attributes:
+        what: The quantity, in the consumer's words.
+        unit: Unit of the errors.
+        n: Held-out rows.
+        mape_pct: Mean absolute percentage error.
+        mae: Mean absolute error.
+        bias_pct: 100 * (sum predicted - sum actual) / sum actual.
+        baseline_mae: Mean absolute error of the training median on the same rows.
+    """
+
+    what: str
+    unit: str
+    n: int
+    mape_pct: float | None
+    mae: float | None
+    bias_pct: float | None
+    baseline_mae: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Files for a consumer, with the error of exactly what is in them.
+
+    Attributes:
+        files: File name to content.
+        errors: Held-out errors of the exported form.
+        notes: What a user has to know.
+        usage: How the consumer takes the files.
+    """
+
+    files: dict[str, str | bytes]
+    errors: tuple[HeldOut, ...]
+    notes: tuple[str, ...] = ()
+    usage: str = ""
+    facts: dict[str, float] = field(default_factory=dict)
+    """The exported numbers by the consumer's names."""
+
+
+def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: Vector) -> HeldOut:
+    """Measure an exported form.
+
+    Args:
+        what: The quantity.
+        unit: Unit of the arrays.
+        actual: Measured, shape (n,).
+        predicted: By the consumer's formula with the exported numbers, shape (n,).
+        trained: What the training rows measured, any shape.
+    """
+    told = measure(actual, predicted)
+    baseline = measure(actual, np.full(len(actual), float(np.median(trained))))
+    return HeldOut(what, unit, told.n, told.mape_pct, told.mae, told.bias_pct, baseline.mae)
+
+
+def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Split rows that know every column; step rows are judged on single steps where there are enough.
+
+    Raises:
+        DataError: There are too few of them.
+    """
+    known = rows.drop_nulls(["y", *columns])
+    train, held = counted(known, "train"), counted(known, "holdout")
+    if "source" in held.columns:
+        single = held.filter(pl.col("source") != "interval")
+        held = single if single.height >= MIN_HOLDOUT_ROWS else held
+    if train.height < MIN_TRAIN_ROWS or held.height < MIN_HOLDOUT_ROWS:
+        raise DataError(
+            f"{what}: {train.height} training and {held.height} held-out rows are too few",
+            hint=f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed: trace a longer run",
+        )
+    return train, held
+
+
+def matrix(rows: pl.DataFrame, columns: list[str]) -> Vector:
+    """Return columns as an array of shape (n, n_columns)."""
+    return rows.select(pl.col(c).cast(pl.Float64) for c in columns).to_numpy()
+
+
+def number(value: float) -> str:
+    """Write a number for a consumer's file: six significant digits, never in exponent form."""
+    text = f"{float(f'{value:.6g}'):.12f}".rstrip("0").rstrip(".")
+    return text or "0"
+
+
+def written(value: float) -> float:
+    """Return a number as `number` writes it: errors are those of what is in the file."""
+    return float(number(value))

@@ -1,0 +1,115 @@
+"""Coefficient files to what a consumer loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.coefficients.consumers.blis import to_blis, to_blis_registry
+from tracefit.coefficients.consumers.dynamo import to_dynamo
+from tracefit.coefficients.consumers.llmd_sim import to_llmd_sim
+from tracefit.coefficients.consumers.source import Export, HeldOut, Source
+from tracefit.coefficients.consumers.table import to_csv
+from tracefit.coefficients.consumers.wva import to_wva
+from tracefit.coefficients.models import load
+from tracefit.errors import DataError, UsageError
+from tracefit.tables.store import TableStore
+from tracefit.verbs.train import load_scope, scopes_of, write_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tracefit.coefficients.models import ScopeModels
+
+_FITTED: Mapping[str, Callable[[Source], Export]] = {
+    "blis": to_blis,
+    "blis-registry": to_blis_registry,
+    "llm-d-inference-sim": to_llmd_sim,
+    "wva": to_wva,
+    "dynamo-mocker": to_dynamo,
+}
+CONSUMERS = (*_FITTED, "csv")
+_BELOW_STEPS = "its tables are per operator, below what a trace of steps can tell"
+_REFUSED = dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """What was written for a consumer, and how well exactly that does on the hold-out."""
+
+    consumer: str
+    scope_id: str | None
+    files: tuple[Path, ...]
+    errors: tuple[HeldOut, ...]
+    notes: tuple[str, ...]
+    usage: str
+
+
+def export(
+    models: str | Path,
+    to: str,
+    out: str | Path,
+    *,
+    tables: str | Path | None = None,
+    scope: str | None = None,
+) -> ExportResult:
+    """Write what a consumer loads, fitted on its own terms where they differ from ours.
+
+    Args:
+        models: A coefficient file or a folder of them.
+        to: The consumer, one of `CONSUMERS`.
+        out: Folder for the files.
+        tables: The tables the models were trained on; `tables` beside or in the models' folder if not given.
+        scope: See `Models.scope`.
+
+    Raises:
+        UsageError: The consumer, a file or a folder is wrong.
+        DataError: What the consumer needs cannot be had from these data, with the reason.
+    """
+    if to.lower() in _REFUSED:
+        raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()]}")
+    if to not in CONSUMERS:
+        raise UsageError(f"consumer {to} is not known", hint=f"known: {', '.join(CONSUMERS)}")
+    chosen = load(models).scope(scope)
+    made = to_csv(chosen) if to == "csv" else _FITTED[to](_source(chosen, Path(models), tables))
+    paths = {Path(out) / name: content for name, content in made.files.items()}
+    write_bytes({p: c if isinstance(c, bytes) else c.encode() for p, c in paths.items()})
+    return ExportResult(to, chosen.scope_id, tuple(paths), made.errors, made.notes, made.usage)
+
+
+def _source(chosen: ScopeModels, models: Path, tables: str | Path | None) -> Source:
+    store = TableStore(Path(tables) if tables is not None else _beside(models)).require()
+    training = chosen.step_model.training
+    run_ids = list(training.runs) if training is not None else None
+    runs = store.read("runs", run_ids)
+    missing = sorted(set(run_ids or []) - set(runs["run_id"]))
+    if missing:
+        raise DataError(
+            f"runs {', '.join(missing)} that the models were trained on are not here", where=str(store.root)
+        )
+    found = [(s, m) for s, m in scopes_of(runs, str(store.root)) if s.scope_id == chosen.scope_id]
+    if not found:
+        raise DataError(
+            f"no run of scope {chosen.scope_id} is here",
+            where=str(store.root),
+            hint="give the tables it was trained on",
+        )
+    scope, members = found[0]
+    return Source(
+        chosen, scope, load_scope(store, runs.filter(pl.col("run_id").is_in(members)), scope, members)
+    )
+
+
+def _beside(models: Path) -> Path:
+    folder = models if models.is_dir() else models.parent
+    for place in (folder / "tables", folder.parent / "tables"):
+        if place.is_dir():
+            return place
+    raise UsageError(
+        "the tables that the models were trained on are needed",
+        where=str(models),
+        hint="give them with --tables",
+    )
