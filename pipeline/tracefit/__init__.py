@@ -21,7 +21,7 @@ from tracefit.errors import DataError, TracefitError, UsageError
 if TYPE_CHECKING:
     from tracefit.coefficients.models import Models, load
     from tracefit.verbs.export import export
-    from tracefit.verbs.ingest import ServerOptions, ingest
+    from tracefit.verbs.ingest import IngestOptions, ServerOptions, ingest
     from tracefit.verbs.inspect import inspect
     from tracefit.verbs.run import run
     from tracefit.verbs.train import TrainOptions, train
@@ -31,6 +31,7 @@ _LAZY = {
     "Models": "tracefit.coefficients.models",
     "export": "tracefit.verbs.export",
     "ingest": "tracefit.verbs.ingest",
+    "IngestOptions": "tracefit.verbs.ingest",
     "ServerOptions": "tracefit.verbs.ingest",
     "inspect": "tracefit.verbs.inspect",
     "train": "tracefit.verbs.train",
@@ -40,6 +41,7 @@ _LAZY = {
 
 __all__ = [
     "DataError",
+    "IngestOptions",
     "Models",
     "ServerOptions",
     "TracefitError",

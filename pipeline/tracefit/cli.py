@@ -14,7 +14,7 @@ from tracefit.console import LogLevel, Terminal, called, one_line_errors, set_lo
 from tracefit.options import Commands, unknown_variables, use_config
 
 if TYPE_CHECKING:
-    from tracefit.verbs.ingest import ServerOptions
+    from tracefit.verbs.ingest import IngestOptions, ServerOptions
 
 _HELP = """From vLLM OpenTelemetry traces to latency coefficients one can trust.
 
@@ -121,6 +121,23 @@ ScopeName = Annotated[
     Optional[str],
     typer.Option(help="Scope id, or a part of it that only one has; needed where there are several."),
 ]
+AllSpans = Annotated[
+    bool, typer.Option("--all-spans", help="Keep spans of other services too, in the spans table alone.")
+]
+KeepAttributes = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        metavar="KEY,...",
+        help="Span attributes to keep beside ids, counts, routes, the model and sampling parameters; repeatable.",
+    ),
+]
+ShowValues = Annotated[
+    bool,
+    typer.Option(
+        "--show-values",
+        help="Show what is in rejected records, not their structure alone: it is private data.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Target = Annotated[
@@ -196,6 +213,9 @@ def run(
     gpu: GpuName = None,
     tp: TensorParallel = None,
     settings: Settings = None,
+    all_spans: AllSpans = False,
+    keep_attributes: KeepAttributes = None,
+    show_values: ShowValues = False,
     beta_target: Target = BetaTarget.auto,
     features: Features = "auto",
     sample_csv: SampleCsv = False,
@@ -216,6 +236,7 @@ def run(
         from tracefit.verbs.train import TrainOptions
 
         server = _server(run_config, model_config, gpu, tp, settings)
+        kept = _kept(keep_attributes, all_spans=all_spans, show_values=show_values)
         options = TrainOptions(
             beta_target=beta_target.value,
             features=features,
@@ -224,7 +245,7 @@ def run(
             fast=fast,
             across=across,
         )
-        result = run_verb(paths, out, server=server, options=options, progress=told)
+        result = run_verb(paths, out, server=server, ingest_options=kept, options=options, progress=told)
         told.close()
         show(result, run_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)
@@ -268,6 +289,9 @@ def ingest(
     gpu: GpuName = None,
     tp: TensorParallel = None,
     settings: Settings = None,
+    all_spans: AllSpans = False,
+    keep_attributes: KeepAttributes = None,
+    show_values: ShowValues = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -281,7 +305,8 @@ def ingest(
         from tracefit.verbs.ingest import ingest as ingest_verb
 
         server = _server(run_config, model_config, gpu, tp, settings)
-        result = ingest_verb(paths, out, server=server, progress=told)
+        kept = _kept(keep_attributes, all_spans=all_spans, show_values=show_values)
+        result = ingest_verb(paths, out, server=server, options=kept, progress=told)
         told.close()
         show(result, ingest_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)
@@ -545,6 +570,13 @@ def _server(
 
     given = {**parse_assignments(settings or []), "tensor_parallel": tp}
     return ServerOptions(run_config, model_config, gpu, settings_from(given, where="--set"))
+
+
+def _kept(keep_attributes: list[str] | None, *, all_spans: bool, show_values: bool) -> IngestOptions:
+    from tracefit.verbs.ingest import IngestOptions
+
+    keys = [key.strip() for text in keep_attributes or [] for key in text.split(",")]
+    return IngestOptions(all_spans, tuple(key for key in keys if key), show_values)
 
 
 def main() -> None:

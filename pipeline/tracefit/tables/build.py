@@ -157,6 +157,8 @@ class _Run:
         counted = part.read("events").group_by("name").agg(pl.col("count").sum())
         self.events.update(dict(counted.iter_rows()))
         self._take("spans", spans)
+        others = read_staged(part.stage, part.name, "others")
+        self._take("spans", others.with_columns(source_file=pl.lit(part.source_file)))
         steps = part.read("steps")
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
         snapshots = in_epoch(part.read("snapshots"), self.starts, None)
@@ -222,8 +224,9 @@ class _Run:
         for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
             write(name, schema.TABLES[name].empty())
             for window in self._sort(name).windows():
-                tally.add(name, window)
-                write(name, window)
+                rows = _without_repeats(window) if name == "spans" else window
+                tally.add(name, rows)
+                write(name, rows)
             del self.sorts[name]
         counted: dict[str, str | int | None] = {
             "other_spans": counts.other_spans,
@@ -242,3 +245,8 @@ class _Run:
             core, api = (window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api"))
             self._sort("requests").add(join_requests(core, api, cached, run_id=self.run_id))
         del self.sorts["layers"]
+
+
+def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
+    """Leave one of each span. Those of the vLLM scopes are single by now; others come as often as they were read."""
+    return spans.unique(["trace_id", "span_id"], keep="first", maintain_order=True)

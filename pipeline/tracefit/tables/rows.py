@@ -33,10 +33,12 @@ class RowOptions:
 
     Attributes:
         attributes: Keys of the span attributes that go into `spans.attributes`.
+        all_spans: Whether spans of other scopes go into `spans` too.
         show_values: Whether excerpts of rejects may show what is in the records, which is private.
     """
 
     attributes: tuple[str, ...] = dialects.SPAN_ATTRIBUTES
+    all_spans: bool = False
     show_values: bool = False
 
 
@@ -53,7 +55,8 @@ class Rows:
         events: row, name, count: how many events of each name a span has.
         incomplete: row, reason: events without the fields that place them.
         rejects: What could not be read.
-        other_spans: name, count of the spans of other scopes, which are counted and left out.
+        others: Spans of other scopes, as the `spans` table has them, if they are kept.
+        other_spans: How many of these there are, kept or not.
     """
 
     spans: pl.DataFrame
@@ -63,6 +66,7 @@ class Rows:
     events: pl.DataFrame
     incomplete: pl.DataFrame
     rejects: pl.DataFrame
+    others: pl.DataFrame
     other_spans: int
 
     def frames(self) -> dict[str, pl.DataFrame]:
@@ -113,6 +117,7 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> Rows:
             schema=REJECT_COLUMNS,
             orient="row",
         ).drop("source_file"),
+        others=_others(batch, options),
         other_spans=batch.spans.height - ours.height,
     )
 
@@ -148,11 +153,23 @@ def no_rows() -> Rows:
     return rows_of(SpanBatch.empty(), RowOptions())
 
 
+_OWN_SERVER = pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER))
+
+
+def _others(batch: SpanBatch, options: RowOptions) -> pl.DataFrame:
+    others = batch.spans.filter(~pl.col("scope").is_in(dialects.VLLM_SCOPES).fill_null(value=False))
+    kept = others if options.all_spans else others.clear()
+    allowed = _allowed(batch.attributes, options.attributes)
+    spans = kept.with_columns(server=_OWN_SERVER).join(
+        allowed, on="span_row", how="left", maintain_order="left"
+    )
+    return spans.drop("span_row", "service_instance_id", "host_name", "source_file", "dropped_attributes")
+
+
 def _spans(
     ours: pl.DataFrame, attributes: pl.DataFrame, clocks: pl.DataFrame, options: RowOptions
 ) -> pl.DataFrame:
-    own = pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER))
-    spans = ours.with_columns(server=own)
+    spans = ours.with_columns(server=_OWN_SERVER)
     mine = attributes.join(ours.select("span_row"), on="span_row", how="semi")
     parts = (_wide(mine, _REQUEST_ATTRIBUTES), _allowed(mine, options.attributes))
     for part in parts:

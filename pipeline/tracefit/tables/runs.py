@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.tables import schema
+from tracefit.tables import dialects, schema
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,8 @@ class RunTally:
     def add(self, table: str, window: pl.DataFrame) -> None:
         """Take the next rows of a table."""
         if table == "spans":
-            self._keep("spans", window.group_by(_SERVER).agg(_SPANS))
+            ours = window.filter(pl.col("scope").is_in(dialects.VLLM_SCOPES))
+            self._keep("spans", ours.group_by(_SERVER).agg(_SPANS))
         elif table == "journey_events":
             self._keep("counters", step_counters(_NO_STEPS, window))
         elif table == "request_snapshots":

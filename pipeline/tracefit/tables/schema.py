@@ -167,7 +167,7 @@ RUNS = Table(
 
 SPANS = Table(
     "spans",
-    "one row per span of the vLLM scopes",
+    "one row per span of the vLLM scopes, and of others if they were asked for",
     ("run_id", "server", "start_unix_ns", "trace_id", "span_id"),
     (
         *_RUN,

@@ -54,11 +54,34 @@ class ServerOptions:
     settings: ServerSettings = field(default_factory=ServerSettings)
 
 
+@dataclass(frozen=True, slots=True)
+class IngestOptions:
+    """What of the traces is kept. Traces are private data: nothing a user wrote is, unless it is asked for.
+
+    Attributes:
+        all_spans: Keep spans of other services and scopes too, in the `spans` table alone.
+        keep_attributes: Keys of span attributes to keep beside the usual ones (ids, counts, routes, the model, sampling
+            parameters).
+        show_values: Show the beginning of a record that was rejected as it is, not its structure and keys alone.
+    """
+
+    all_spans: bool = False
+    keep_attributes: tuple[str, ...] = ()
+    show_values: bool = False
+
+    @property
+    def rows(self) -> RowOptions:
+        """The same in the words of the tables."""
+        attributes = tuple(sorted({*dialects.SPAN_ATTRIBUTES, *self.keep_attributes}))
+        return RowOptions(attributes, all_spans=self.all_spans, show_values=self.show_values)
+
+
 def ingest(
     paths: Iterable[str | Path],
     out: str | Path,
     *,
     server: ServerOptions | None = None,
+    options: IngestOptions | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> IngestResult:
@@ -76,6 +99,7 @@ def ingest(
             or `file://` URLs of these, or `-` for standard input.
         out: The tables folder. One process at a time writes there; a second one waits.
         server: What is known about the server beyond the run's files.
+        options: What of the traces is kept.
         workers: Processes that decode, at most; as many as there are cores if not given.
         progress: Told of what is going on.
 
@@ -85,11 +109,24 @@ def ingest(
         DataError: A run holds no vLLM spans at all; nothing of it is written.
     """
     with open_inputs(paths) as inputs:
-        return ingest_inputs(inputs, out, server or ServerOptions(), progress or Silent(), workers=workers)
+        return ingest_inputs(
+            inputs,
+            out,
+            server or ServerOptions(),
+            progress or Silent(),
+            options=options or IngestOptions(),
+            workers=workers,
+        )
 
 
 def ingest_inputs(
-    inputs: Inputs, out: str | Path, server: ServerOptions, told: Progress, *, workers: int | None = None
+    inputs: Inputs,
+    out: str | Path,
+    server: ServerOptions,
+    told: Progress,
+    *,
+    options: IngestOptions = IngestOptions(),
+    workers: int | None = None,
 ) -> IngestResult:
     """Write the tables of runs that were found already; the result has them in the same order. See `ingest`."""
     store = TableStore(out)
@@ -102,7 +139,7 @@ def ingest_inputs(
 
     with disk_errors(store.root), store.lock(waiting):
         sweep(store.root)
-        work = _Work(store, workers or available_cores(), RowOptions(), told)
+        work = _Work(store, workers or available_cores(), options.rows, told)
         try:
             summaries = [
                 work.run(source, context, warnings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracefit.verbs.ingest import ServerOptions, ingest
+from tracefit.verbs.ingest import IngestOptions, ServerOptions, ingest
 from tracefit.verbs.results import Progress, RunResult
 from tracefit.verbs.train import TrainOptions, train
 
@@ -18,6 +18,7 @@ def run(
     out: str | Path,
     *,
     server: ServerOptions | None = None,
+    ingest_options: IngestOptions | None = None,
     options: TrainOptions | None = None,
     progress: Progress | None = None,
 ) -> RunResult:
@@ -27,6 +28,7 @@ def run(
         paths: Run folders, folders of run folders, or trace files.
         out: Where everything goes.
         server: What is known about the server beyond the run's files.
+        ingest_options: What of the traces is kept.
         options: How to train.
         progress: Told of what is going on.
 
@@ -35,7 +37,7 @@ def run(
         DataError: The traces cannot support a single model.
     """
     out = Path(out)
-    ingested = ingest(paths, out / "tables", server=server, progress=progress)
+    ingested = ingest(paths, out / "tables", server=server, options=ingest_options, progress=progress)
     trained = train(
         out / "tables",
         out / "models",
