@@ -161,6 +161,10 @@ Positive = Annotated[
 Fast = Annotated[
     bool, typer.Option("--fast", help="Skip the gradient-boosted references: most of the training time.")
 ]
+IncludeOverloaded = Annotated[
+    bool,
+    typer.Option("--include-overloaded", help="Train on overloaded runs too, where their scope has others."),
+]
 Across = Annotated[
     bool,
     typer.Option(
@@ -221,6 +225,7 @@ def run(
     sample_csv: SampleCsv = False,
     positive: Positive = False,
     fast: Fast = False,
+    include_overloaded: IncludeOverloaded = False,
     across: Across = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -243,6 +248,7 @@ def run(
             sample_csv=sample_csv,
             positive=positive,
             fast=fast,
+            include_overloaded=include_overloaded,
             across=across,
         )
         result = run_verb(paths, out, server=server, ingest_options=kept, options=options, progress=told)
@@ -321,6 +327,7 @@ def train(
     sample_csv: SampleCsv = False,
     positive: Positive = False,
     fast: Fast = False,
+    include_overloaded: IncludeOverloaded = False,
     across: Across = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -341,6 +348,7 @@ def train(
             sample_csv=sample_csv,
             positive=positive,
             fast=fast,
+            include_overloaded=include_overloaded,
             across=across,
         )
         result = train_verb(tables, out, options=options, progress=told)

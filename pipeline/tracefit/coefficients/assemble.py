@@ -331,6 +331,10 @@ def _scope(scope: FittedScope) -> ev.ScopeEvaluation:
     return ev.ScopeEvaluation(
         scope_id=scope.scope.scope_id,
         runs=tuple(sorted(scope.tables.runs["run_id"].unique())),
+        overloaded=tuple(
+            ev.OverloadEntry(run_id=o.run_id, reasons=o.reasons, trained_on=o.trained_on)
+            for o in scope.overloads
+        ),
         models={m.name: entry(m) for m in scope.models},
         not_fitted=tuple(
             ev.NotFittedEntry(name=m.name, reason=m.reason, remedy=m.remedy) for m in scope.missing

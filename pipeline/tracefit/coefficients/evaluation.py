@@ -189,11 +189,20 @@ class LatencyEntry(LatencyErrorsEntry):
     )
 
 
+class OverloadEntry(_Part):
+    """A run whose server could not keep up."""
+
+    run_id: str
+    reasons: tuple[str, ...]
+    trained_on: bool = Field(description="asked for, or the scope has no other run")
+
+
 class ScopeEvaluation(_Part):
     """Everything about one scope."""
 
     scope_id: str
     runs: tuple[str, ...]
+    overloaded: tuple[OverloadEntry, ...] = ()
     models: dict[str, Entry]
     not_fitted: tuple[NotFittedEntry, ...] = ()
     latency: dict[str, LatencyEntry] = Field(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tracefit.features.context import Scope
+    from tracefit.fit.overload import Overload
     from tracefit.fit.validate import Validation
 
 COVERED_SHARE = 0.8
@@ -121,6 +122,8 @@ class FittedScope:
     beta_rows: pl.DataFrame | None
     composed: ComposedLatencies
     notes: tuple[str, ...] = field(default=())
+    overloads: tuple[Overload, ...] = ()
+    """Overloaded runs of the scope; `tables` hold those of them that were trained on."""
 
 
 def fit_scope(

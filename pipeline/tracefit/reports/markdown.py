@@ -22,7 +22,13 @@ from tracefit.reports.trust import trust_lines
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tracefit.coefficients.evaluation import Entry, Evaluation, IngestEntry, ScopeEvaluation
+    from tracefit.coefficients.evaluation import (
+        Entry,
+        Evaluation,
+        IngestEntry,
+        OverloadEntry,
+        ScopeEvaluation,
+    )
 
 _PREAMBLE = (
     "Errors are on the hold-out: the last 30 % of each run in time, nothing left out of it but idle gaps. "
@@ -70,6 +76,7 @@ def _scope(scope: ScopeEvaluation, models: dict[tuple[str | None, str], AnyModel
     parts = [f"## Scope `{scope.scope_id}`", f"Runs: {', '.join(f'`{r}`' for r in scope.runs)}"]
     mine = {name: models[scope.scope_id, name] for name in scope.models}
     parts += _facts(next(iter(mine.values())) if mine else None)
+    parts += [_overload(one) for one in scope.overloaded]
     parts.append(_errors(scope))
     parts += [f"- **{m.name}** was not fitted: {m.reason}{_remedy(m.remedy)}" for m in scope.not_fitted]
     parts += latency_sections(scope)
@@ -77,6 +84,15 @@ def _scope(scope: ScopeEvaluation, models: dict[tuple[str | None, str], AnyModel
     for name, entry in scope.models.items():
         parts += _model(name, entry, mine[name], scope.exclusions.get(name, {}))
     return parts
+
+
+def _overload(one: OverloadEntry) -> str:
+    fate = (
+        "it is trained on all the same, so that the models speak of an overloaded server"
+        if one.trained_on
+        else "it is left out of training (`--include-overloaded` keeps it)"
+    )
+    return f"**Run `{one.run_id}` was overloaded** ({'; '.join(one.reasons)}): {fate}."
 
 
 def _remedy(remedy: str | None) -> str:

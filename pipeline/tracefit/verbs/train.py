@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from tracefit.features.sets import BUILT_IN, FeatureSet, find_feature_set, read_
 from tracefit.features.training import WORKLOAD_COLUMNS
 from tracefit.fit.across import fit_across
 from tracefit.fit.options import BetaTarget, ScopeOptions
+from tracefit.fit.overload import Overload, find_overloads, runs_to_fit
 from tracefit.fit.scope import FittedModel, FittedScope, Missing, ScopeTables, fit_scope
 from tracefit.reports.markdown import report_markdown
 from tracefit.tables import schema
@@ -45,6 +46,7 @@ class TrainOptions:
         sample_csv: Also write the specification's two sample tables beside the models.
         positive: Allow no negative coefficient and no negative intercept in any model.
         fast: Skip the gradient-boosted references, most of the time training takes.
+        include_overloaded: Train on overloaded runs too, where their scope has others.
         across: Also leave out every run, model and GPU in turn and measure the models fitted on the others.
     """
 
@@ -53,6 +55,7 @@ class TrainOptions:
     sample_csv: bool = False
     positive: bool = False
     fast: bool = False
+    include_overloaded: bool = False
     across: bool = False
 
 
@@ -91,6 +94,7 @@ def train(
             "features": options.features,
             "positive": options.positive,
             "fast": options.fast,
+            "include_overloaded": options.include_overloaded,
             "across": options.across,
         }
     )
@@ -149,8 +153,23 @@ def fit_runs(
     scopes = []
     for scope, members in scopes_of(runs, str(store.root)):
         told.stage(f"fitting {scope.scope_id}")
-        scopes.append(fit_scope(scope, load_scope(store, runs, scope, members), sets, how))
+        overloads = find_overloads(members, store.read("requests", members), store.read("steps", members))
+        kept, overloads = runs_to_fit(members, overloads, include=options.include_overloaded)
+        for one in overloads:
+            told.warn(overload_text(one))
+        fitted = fit_scope(scope, load_scope(store, runs, scope, kept), sets, how)
+        scopes.append(replace(fitted, overloads=overloads))
     return scopes
+
+
+def overload_text(one: Overload) -> str:
+    """Say that a run was overloaded, why, and what became of it."""
+    fate = (
+        "trained on all the same"
+        if one.trained_on
+        else "left out of training (--include-overloaded keeps it)"
+    )
+    return f"run {one.run_id} was overloaded, {fate}: {'; '.join(one.reasons)}"
 
 
 def scope_options(options: TrainOptions) -> ScopeOptions:
@@ -226,6 +245,10 @@ def _write_training_frames(store: TableStore, scopes: list[FittedScope]) -> None
         for run_id in sorted(scope.tables.runs["run_id"].unique()):
             parts = {f"{kind}_training": _training_part(kind, f, run_id, scope) for kind, f in frames.items()}
             store.write_run(run_id, parts)
+        for run_id in (one.run_id for one in scope.overloads if not one.trained_on):
+            store.write_run(
+                run_id, {f"{kind}_training": _training_part(kind, None, run_id, scope) for kind in frames}
+            )
 
 
 def _training_part(kind: str, frame: pl.DataFrame | None, run_id: str, scope: FittedScope) -> pl.DataFrame:

@@ -1,0 +1,56 @@
+"""An overloaded run among others: flagged, left out, and kept when asked for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tracefit import TrainOptions, ingest, train
+from tracefit.tables.store import TableStore
+
+
+@pytest.fixture
+def trained_on(tmp_path, new_traces, quick):
+    """Train on run folders `names`, of which `given_up` has a client that gave up on a fifth of the requests."""
+
+    def of(names, **options):
+        for name in names:
+            trace = new_traces().load(steps=120, requests=60, seed=len(name))
+            for number in range(1000, 1015) if name == "given_up" else ():
+                aborted = ("FINISHED", 2e6, 3, {"finish.status": "aborted"})
+                trace.core(number, [("QUEUED", 1_100_000, 2), aborted])
+            trace.write(tmp_path / "runs" / name)
+        ingest([tmp_path / "runs"], tmp_path / "tables")
+        train(tmp_path / "tables", tmp_path / "models", options=TrainOptions(**options))
+        scope = json.loads((tmp_path / "models" / "evaluation.json").read_text())["scopes"][0]
+        return scope, (tmp_path / "models" / "report.md").read_text()
+
+    return of
+
+
+REASON = "20.0 % of requests failed or were given up"
+
+
+def test_it_is_flagged_and_kept_out_of_the_fit(tmp_path, trained_on):
+    scope, report = trained_on(["fine", "given_up"])
+    assert scope["overloaded"] == [{"run_id": "given_up", "reasons": [REASON], "trained_on": False}]
+    assert scope["runs"] == ["fine"]
+    assert REASON in report
+    assert "--include-overloaded" in report
+    store = TableStore(tmp_path / "tables")
+    assert store.read("beta_training", ["given_up"]).height == 0
+    assert store.read("beta_training", ["fine"]).height > 100
+
+
+def test_it_is_kept_when_asked_for(trained_on):
+    scope, _ = trained_on(["fine", "given_up"], include_overloaded=True)
+    assert scope["overloaded"][0]["trained_on"] is True
+    assert scope["runs"] == ["fine", "given_up"]
+
+
+def test_alone_in_its_scope_it_is_trained_on_and_flagged(trained_on):
+    scope, report = trained_on(["given_up"])
+    assert scope["overloaded"][0]["trained_on"] is True
+    assert scope["models"]["beta.cycle_time"]["holdout"]["n"] > 0
+    assert "trained on all the same" in report
