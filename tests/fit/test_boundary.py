@@ -7,9 +7,11 @@ import json
 import polars as pl
 import pytest
 
+import tracefit
 from tracefit.fit.boundary import mean_residual
 
 MS = 1_000_000
+BOOT_UNIX_NS = 1_700_000_000_000_000_000
 
 
 def _timeline(cycles_ms, *, idle=()):
@@ -61,3 +63,28 @@ def test_the_expectation_is_exported_and_its_error_stands_beside_the_clocks(trai
     assert work["terms"] == []
     assert validation["by"]["expectation"]["mae"] == pytest.approx(errors.mean(), rel=1e-6)
     assert "| `alpha.admission`, expectation |" in (trained / "report.md").read_text()
+
+
+def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new_traces, quick):
+    """Thirty requests at once are named in the report; the work is that of the requests that came alone."""
+    trace = new_traces().load()
+    alone = (one["scopeSpans"][0]["spans"][0] for one in trace.records)
+    (span,) = (s for s in alone if s["name"] == "llm_core" and "'cmpl-40-0-00000000'" in str(s["attributes"]))
+    at_us = (int(span["events"][0]["timeUnixNano"]) - BOOT_UNIX_NS) / 1e3
+    step = 1 + (40 - 1) * 228 // 90
+    for number in range(1_000, 1_030):
+        trace.api(number, {"ARRIVED": at_us, "DEPARTED": at_us + 1_900})
+        queued = at_us + 50 * (number - 999)
+        done = {"finish.status": "aborted"}
+        trace.core(number, [("QUEUED", queued, step), ("FINISHED", queued + 1, step, done)])
+    tracefit.run([trace.write(tmp_path / "bursty")], tmp_path / "out")
+    models = json.loads((tmp_path / "out/models/alpha.json").read_text())["models"]
+    admission = next(m for m in models if m["name"] == "alpha.admission")
+    (burst,) = admission["validation"]["bursts"]
+    assert burst["requests"] == 25
+    # Requests that came alone were queued 100 us before their step: any work up to 1,100 us finds its start.
+    assert 0 < admission["work"]["intercept"]["value"] <= 1_100
+    assert (
+        f"`bursty` {burst['from_s']:.2f} to {burst['to_s']:.2f} s: 25 requests"
+        in (tmp_path / "out/report.md").read_text()
+    )

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tracefit.fit.metrics import Metrics
     from tracefit.fit.parts import FittedPart
     from tracefit.fit.scope import FittedModel, FittedScope
+    from tracefit.fit.summed import SummedTime
     from tracefit.fit.train import Fitted
     from tracefit.fit.validate import Classified
 
@@ -229,6 +230,7 @@ def entry(model: FittedModel) -> ev.Entry:
         classifier=_classifier(v.classifier),
         right_boundary_pct=_percent(boundary.right_boundary) if boundary else None,
         right_boundary_without_work_pct=_percent(boundary.right_boundary_without_work) if boundary else None,
+        bursts=tuple(ev.BurstEntry(**dataclasses.asdict(b)) for b in boundary.bursts) if boundary else (),
         skill=v.skill,
     )
 
@@ -341,10 +343,17 @@ def _scope(scope: FittedScope) -> ev.ScopeEvaluation:
         ),
         latency={name: _latency(name, one) for name, one in scope.composed.latencies.items()},
         latency_missing=scope.composed.missing,
+        summed_step_time=_summed(scope.summed),
         timeline=_timeline(scope),
         exclusions={m.name: exclusions(m.fitted) for m in scope.models},
         notes=scope.notes,
     )
+
+
+def _summed(summed: SummedTime | None) -> ev.SummedEntry | None:
+    if summed is None:
+        return None
+    return ev.SummedEntry(**dataclasses.asdict(summed), bias_pct=summed.bias_pct)
 
 
 _LATENCIES = {

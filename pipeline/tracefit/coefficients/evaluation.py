@@ -68,6 +68,29 @@ class LearningPointEntry(_Part):
     mape_pct: float | None
 
 
+class BurstEntry(_Part):
+    """Requests that arrived faster than the API process works: outside the range of the admission model."""
+
+    run_id: str
+    server: str
+    from_s: float = Field(description="seconds after the server's first request")
+    to_s: float
+    requests: int
+    holdout_requests: int
+
+
+class SummedEntry(_Part):
+    """Step times of beta's hold-out, summed."""
+
+    predicted_us: float
+    actual_us: float
+    bias_pct: float
+    two_sd_pct: float = Field(
+        description="two standard deviations of bias_pct, by bootstrap over blocks of time"
+    )
+    blocks: int
+
+
 class Entry(_Part):
     """One model's validation."""
 
@@ -101,6 +124,10 @@ class Entry(_Part):
     )
     right_boundary_without_work_pct: float | None = Field(
         default=None, description="the same with zero API work"
+    )
+    bursts: tuple[BurstEntry, ...] = Field(
+        default=(),
+        description="stretches outside the range of an admission model: the API process has a queue",
     )
     skill: float | None = Field(description="1 - mae / baseline.mae on the hold-out")
 
@@ -210,6 +237,7 @@ class ScopeEvaluation(_Part):
         description="latencies of requests, composed of the models: ttft, itl, e2e, client, prefill, execution",
     )
     latency_missing: str | None = Field(default=None, description="why there are none")
+    summed_step_time: SummedEntry | None = None
     timeline: TimelineEntry
     exclusions: dict[str, dict[str, int]] = Field(
         default_factory=dict, description="model name to rows left out by reason"

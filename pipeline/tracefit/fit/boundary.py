@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.fit.bands import Band, band_of, covered_pct
+from tracefit.fit.bursts import Burst, find_bursts, mark_bursts
 from tracefit.fit.estimators import NDArrayInt, RobustLinear
 from tracefit.fit.metrics import Metrics, Vector, measure, skill
 from tracefit.fit.parts import predict_parts
@@ -64,6 +65,9 @@ class FittedBoundary:
     band: Band
     """Prediction interval with the clock, told by the training rows: three numbers do not fit themselves to their noise."""
 
+    bursts: tuple[Burst, ...]
+    """Stretches in which requests queue in front of the API process: outside the range of the law."""
+
     @property
     def expected_wait_us(self) -> float:
         """Mean time from the end of the API work to QUEUED: nothing while the engine is idle."""
@@ -103,30 +107,52 @@ def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | Non
         timeline: The `timeline` table.
     """
     clock = _clock(timeline)
-    rows = linear.rows.filter(pl.col("excluded_because").is_null())
+    marked = mark_bursts(linear.rows)
+    rows = marked.filter(pl.col("excluded_because").is_null())
     train, held = rows.filter(pl.col("split") == "train"), rows.filter(pl.col("split") == "holdout")
-    per_token, idle_work = _work_of_idle(train, clock)
+    if int((_truth(train, clock) >= 0).sum()) < MIN_ROWS:
+        return None
+    alone = train.filter(~pl.col("in_burst"))
+    told = alone if alone.height >= MIN_ROWS else train
+    per_token, idle_work = _work_of_idle(told, clock)
+    work, offset = _constants(told, clock, per_token, idle_work)
+    band = Band("difference", 0.0, 0.0)
+    residual, busy_share = mean_residual(timeline, train)
+    fitted = FittedBoundary(
+        work,
+        per_token,
+        offset,
+        residual,
+        busy_share,
+        None,
+        None,
+        0,
+        linear,
+        linear.validation,
+        band,
+        find_bursts(marked),
+    )
+    return _validated(fitted, train, held, clock)
+
+
+def _constants(
+    train: pl.DataFrame, clock: _Clock, per_token: float, idle_work: float | None
+) -> tuple[float, float]:
+    """Return the constant of the API work and the offset; of few requests that met a boundary idle ones tell better."""
     slope = per_token * train["prompt_tokens"].fill_null(0).to_numpy()
     truth = _truth(train, clock)
     known = truth >= 0
-    if int(known.sum()) < MIN_ROWS:
-        return None
+    offset = _offset(train, clock, truth, known) if known.any() else 0.0
+    if idle_work is not None and int(known.sum()) < MIN_ROWS:
+        return idle_work, offset
     grid = np.arange(0.0, MOST_WORK_US, GRID_US)
     shares = np.array(
         [float(np.mean(_boundary(train, clock, w + slope)[known] == truth[known])) for w in grid]
     )
     plateau = grid[shares >= shares.max() - PLATEAU]
     if idle_work is not None and plateau.min() <= idle_work <= plateau.max():
-        work = idle_work
-    else:
-        work = float(np.median(plateau))
-    offset = _offset(train, clock, truth, known)
-    band = Band("difference", 0.0, 0.0)
-    residual, busy_share = mean_residual(timeline, train)
-    fitted = FittedBoundary(
-        work, per_token, offset, residual, busy_share, None, None, 0, linear, linear.validation, band
-    )
-    return _validated(fitted, train, held, clock)
+        return idle_work, offset
+    return float(np.median(plateau)), offset
 
 
 def admission_with_clock(
@@ -279,6 +305,9 @@ def _validated(
     idle = _idle(held, clock, _work(fitted, held))
     if idle.any():
         by["idle_engine"] = measure(y[idle], told[idle])
+    burst = held["in_burst"].to_numpy()
+    if burst.any():
+        by |= {"burst": measure(y[burst], told[burst]), "no_burst": measure(y[~burst], told[~burst])}
     # The same knowledge for the reference: the prompt, and what is left of the step in progress.
     names = [n for n in ("prompt_tokens", "step_residual_us") if train[n].is_not_null().any()]
     validation = replace(

@@ -14,6 +14,7 @@ from tracefit.fit.frames import request_frame, step_frame
 from tracefit.fit.latency import ComposedLatencies, compose_latencies
 from tracefit.fit.options import BetaTarget, FitOptions, ScopeOptions
 from tracefit.fit.parts import Comparison, FeatureColumn, Regime
+from tracefit.fit.summed import SummedTime, summed_holdout
 from tracefit.fit.train import Fitted, TooFewRows, fit_linear, fit_regimes
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ class FittedScope:
     alpha_rows: pl.DataFrame | None
     beta_rows: pl.DataFrame | None
     composed: ComposedLatencies
+    summed: SummedTime | None
+    """Step times of beta's hold-out, summed."""
     notes: tuple[str, ...] = field(default=())
     overloads: tuple[Overload, ...] = ()
     """Overloaded runs of the scope; `tables` hold those of them that were trained on."""
@@ -164,6 +167,7 @@ def fit_scope(
         alpha_rows=pl.concat(alpha_frames, how="diagonal_relaxed") if alpha_frames else None,
         beta_rows=beta.fitted.rows if isinstance(beta, FittedModel) else None,
         composed=compose_latencies(scope, tables, models, fitted_set, whole_steps=whole_steps),
+        summed=summed_holdout(beta.fitted) if isinstance(beta, FittedModel) else None,
     )
 
 

@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING
 from tracefit.reports.cells import ERRORS, count, metrics, number, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from tracefit.coefficients.evaluation import LatencyErrorsEntry, PhaseEntry, ScopeEvaluation
+    from tracefit.coefficients.evaluation import (
+        BurstEntry,
+        LatencyErrorsEntry,
+        PhaseEntry,
+        ScopeEvaluation,
+        SummedEntry,
+    )
 
 _TITLES = {
     "ttft": "TTFT",
@@ -49,6 +55,31 @@ def latency_sections(scope: ScopeEvaluation) -> list[str]:
     parts += _by_run(scope)
     parts += _by_phase(scope)
     return parts
+
+
+def summed_line(entry: SummedEntry) -> str:
+    """Say how far the sum of the hold-out's step times is off, and how sure that is."""
+    return (
+        f"Step times of the hold-out summed: predicted {entry.predicted_us / 1e6:,.2f} s, measured "
+        f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.two_sd_pct:.2f} %, "
+        f"by bootstrap over {entry.blocks} blocks of time)."
+    )
+
+
+def burst_lines(bursts: Sequence[BurstEntry]) -> list[str]:
+    """Name the bursts that lie outside the range of the admission model; nothing where there are none."""
+    if not bursts:
+        return []
+    named = "; ".join(
+        f"`{b.run_id}` {b.from_s:.2f} to {b.to_s:.2f} s: {count(b.requests)} requests, {count(b.holdout_requests)} held out"
+        for b in bursts
+    )
+    said = (
+        "**Bursts, outside the range of this model:** requests that arrived faster than the API process works, with work of "
+        f"five or more in front of them ({named}). The model takes work on a request to begin when it arrives; it was "
+        "fitted without them, and the error above is with them (`burst`, `no_burst` apart)."
+    )
+    return [said]
 
 
 def _rows(scope: ScopeEvaluation) -> Iterator[tuple[str, ...]]:

@@ -16,7 +16,7 @@ from tracefit.coefficients.model import (
 )
 from tracefit.reports.across import across_lines
 from tracefit.reports.cells import ERRORS, count, metrics, number, share, table
-from tracefit.reports.latency import latency_sections
+from tracefit.reports.latency import burst_lines, latency_sections, summed_line
 from tracefit.reports.trust import trust_lines
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def _scope(scope: ScopeEvaluation, models: dict[tuple[str | None, str], AnyModel
     parts += [_overload(one) for one in scope.overloaded]
     parts.append(_errors(scope))
     parts += [f"- **{m.name}** was not fitted: {m.reason}{_remedy(m.remedy)}" for m in scope.not_fitted]
+    if scope.summed_step_time is not None:
+        parts.append(summed_line(scope.summed_step_time))
     parts += latency_sections(scope)
     parts += _timeline(scope)
     for name, entry in scope.models.items():
@@ -190,6 +192,7 @@ def _model(name: str, entry: Entry, model: AnyModel, left_out: dict[str, int]) -
     if model.estimator is not None:
         e = model.estimator
         parts.append(f"Estimator: {e.name}, {e.penalty} penalty {e.strength:g}, chosen by {e.chosen_by}.")
+    parts += burst_lines(entry.bursts)
     parts += trust_lines(entry)
     if model.training is not None:
         counts = ", ".join(f"{k} {count(v)}" for k, v in left_out.items()) or "none"

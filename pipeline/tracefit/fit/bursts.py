@@ -1,0 +1,90 @@
+"""Bursts: requests that arrive faster than the API process works, so that they queue in front of it.
+
+The admission law takes a request's work to begin when it arrives. In a burst it begins when the API process is done with
+the requests before it: such requests lie outside the law's range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+if TYPE_CHECKING:
+    from tracefit.fit.metrics import Vector
+
+SERVER = ["run_id", "server"]
+REQUESTS_AHEAD = 5.0
+"""A request is part of a burst when the API process has work of five requests or more to do before its own."""
+
+QUICKEST_SHARE = 0.05
+"""The 5th percentile of admissions in the training part stands for the API work: little of it is a wait for a step."""
+
+APART_S = 1.0
+"""Requests of one burst come within a second of each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """A burst on one server, in seconds after the server's first request."""
+
+    run_id: str
+    server: str
+    from_s: float
+    to_s: float
+    requests: int
+    holdout_requests: int
+
+
+def requests_ahead(arrivals_us: Vector, work_us: float) -> Vector:
+    """Return the work ahead of each request in a process that works on one after the other, in requests.
+
+    Work on request i starts at s_i = max(a_i, s_{i-1} + w) = i w + max over j <= i of (a_j - j w).
+
+    Args:
+        arrivals_us: Sorted, shape (n,).
+        work_us: Work per request, w.
+    """
+    number = np.arange(len(arrivals_us)) * work_us
+    start = number + np.maximum.accumulate(arrivals_us - number)
+    return np.asarray((start - arrivals_us) / work_us)
+
+
+def mark_bursts(rows: pl.DataFrame) -> pl.DataFrame:
+    """Add `in_burst` to the admission rows of requests.
+
+    Args:
+        rows: Columns run_id, server, ts_ns (ARRIVED), y (us), split.
+    """
+    work = rows.filter((pl.col("split") == "train") & (pl.col("y") > 0))["y"].quantile(QUICKEST_SHARE)
+    if work is None:
+        return rows.with_columns(in_burst=pl.lit(value=False))
+    parts = []
+    for _, part in rows.with_row_index("_row").group_by(SERVER, maintain_order=True):
+        ordered = part.sort("ts_ns")
+        since = ((ordered["ts_ns"] - ordered["ts_ns"].min()) / 1e3).to_numpy()
+        ahead = requests_ahead(since, work)
+        parts.append(ordered.with_columns(in_burst=pl.Series(ahead >= REQUESTS_AHEAD)))
+    return pl.concat(parts).sort("_row").drop("_row")
+
+
+def find_bursts(rows: pl.DataFrame) -> tuple[Burst, ...]:
+    """Name the bursts of every server, from rows that `mark_bursts` marked."""
+    if not rows.height:
+        return ()
+    seconds = (pl.col("ts_ns") - pl.col("ts_ns").min().over(SERVER)) / 1e9
+    marked = rows.with_columns(at_s=seconds).filter("in_burst").sort(*SERVER, "at_s")
+    apart = (pl.col("at_s").diff().over(SERVER) > APART_S).fill_null(value=False)
+    bursts = (
+        marked.with_columns(burst=apart.cast(pl.Int64).cum_sum().over(SERVER))
+        .group_by(*SERVER, "burst", maintain_order=True)
+        .agg(
+            from_s=pl.col("at_s").min(),
+            to_s=pl.col("at_s").max(),
+            requests=pl.len(),
+            holdout_requests=(pl.col("split") == "holdout").sum(),
+        )
+    )
+    return tuple(Burst(**row) for row in bursts.drop("burst").to_dicts())

@@ -1,0 +1,60 @@
+"""The sum of step times over the hold-out and how far chance moves it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+
+from tracefit.fit.summed import summed_time
+
+
+def test_bias_is_of_the_sums():
+    told = summed_time(np.array([10.0, 20, 30]), np.array([10.0, 10, 30]), np.arange(3))
+    assert (told.predicted_us, told.actual_us, told.blocks) == (60, 50, 3)
+    assert told.bias_pct == pytest.approx(20)
+
+
+def test_a_bias_that_is_everywhere_the_same_has_no_spread():
+    actual = np.random.default_rng(0).uniform(1, 9, 600)
+    told = summed_time(1.07 * actual, actual, np.arange(600) // 30)
+    assert told.bias_pct == pytest.approx(7)
+    assert told.two_sd_pct == pytest.approx(0, abs=1e-9)
+
+
+def test_the_spread_is_that_of_independent_draws():
+    """The bias of n steps of noise s has a standard deviation of 100 s / sqrt(n) percent, over runs of the noise."""
+    rng = np.random.default_rng(1)
+    runs = [1_000 * (1 + 0.2 * rng.standard_normal(2_000)) for _ in range(40)]
+    spreads = [summed_time(np.full(2_000, 1_000.0), y, np.arange(2_000) // 50).two_sd_pct for y in runs]
+    assert np.mean(spreads) == pytest.approx(2 * 100 * 0.2 / np.sqrt(2_000), rel=0.1)
+
+
+def test_drift_within_blocks_widens_it():
+    steps = np.arange(2_000)
+    slow = 1_000 * (1 + 0.2 * np.sign(np.sin(steps / 100)))
+    quick = 1_000 * (1 + 0.2 * np.where(steps % 2, 1, -1))
+    wide, narrow = (summed_time(np.full(2_000, 1_000.0), y, steps // 100) for y in (slow, quick))
+    assert wide.two_sd_pct > 5 * narrow.two_sd_pct
+
+
+def test_the_same_rows_give_the_same_spread_and_no_time_gives_none():
+    y = np.random.default_rng(2).uniform(1, 9, 300)
+    assert summed_time(np.full(300, 5.0), y, np.arange(300) // 30) == summed_time(
+        np.full(300, 5.0), y, np.arange(300) // 30
+    )
+    assert summed_time(np.ones(3), np.zeros(3), np.arange(3)) is None
+
+
+def test_the_evaluation_and_the_report_hold_it(trained):
+    scope = json.loads((trained / "evaluation.json").read_text())["scopes"][0]
+    summed = scope["summed_step_time"]
+    held = pl.read_parquet(f"{trained}/tables/beta_training/*/*.parquet").filter(
+        pl.col("split") == "holdout", pl.col("excluded_because").is_null()
+    )
+    assert summed["actual_us"] == pytest.approx(held["y"].sum())
+    assert summed["bias_pct"] == pytest.approx(scope["models"]["beta.cycle_time"]["holdout"]["bias_pct"])
+    line = f"measured {summed['actual_us'] / 1e6:,.2f} s, bias {summed['bias_pct']:+.2f} %"
+    assert line in (trained / "report.md").read_text()
