@@ -358,6 +358,36 @@ def train(
 
 
 @app.command()
+def requests(
+    tables: Annotated[Path, typer.Argument(help="A tables folder that ingest wrote.")],
+    each: Annotated[
+        bool,
+        typer.Option(
+            "--each", help="One line per request instead, in seconds and under vLLM's names, as CSV or JSON."
+        ),
+    ] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV on stdout; times in seconds.")] = False,
+    json: Json = False,
+) -> None:
+    """Summarize requests: failures, percentiles of TTFT, ITL, E2E and queue, throughput, by run, phase and time.
+
+    Example: `tracefit requests tables/`
+    """
+    told = Terminal(quiet=False)
+    with one_line_errors(told):
+        from tracefit.reports.requests import requests_csv, requests_text
+        from tracefit.verbs.requests import seconds_view, summarize_requests
+
+        if each:
+            rows = seconds_view(tables)
+            show(rows.to_dicts() if json else (), rows.write_csv(), as_json=json, quiet=False)
+            return
+        summary = summarize_requests(tables)
+        text = requests_csv(summary) if csv else requests_text(summary)
+        show(summary, text, as_json=json, quiet=False)
+
+
+@app.command()
 def features(
     names: Annotated[
         Optional[list[str]],

@@ -22,6 +22,7 @@ from tracefit.tables.schema import TABLES, Table
 from tracefit.verbs.export import ExportResult
 from tracefit.verbs.inspect import Inspection
 from tracefit.verbs.predict import RowsAnswer
+from tracefit.verbs.requests import RequestSummary
 from tracefit.verbs.results import IngestResult, RunResult, SynthResult, TrainResult
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ RESULTS: dict[str, Any] = {
     "inspect": Inspection,
     "ingest": IngestResult,
     "train": TrainResult,
+    "requests": RequestSummary | list[dict[str, str | float | int | None]],
     "features": list[FeatureSet],
     "synth": SynthResult,
     "predict": StepAnswer | RequestAnswer | RowsAnswer,

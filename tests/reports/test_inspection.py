@@ -19,7 +19,7 @@ def test_run_servers_events_checks_and_what_they_allow(traces, text_of):
     traces.records[0]["scopeSpans"][0]["spans"][0]["droppedEventsCount"] = 4321
     lines = [line.split() for line in text_of(traces).splitlines()]
     assert ["run", "busy"] in lines
-    assert ["scope", "vllm.scheduler.step,", "1", "spans"] in lines
+    assert ["scope", "vllm.scheduler.step,", "1", "spans,", "dialect", "journey"] in lines
     (server,) = (line for line in lines if line[:1] == ["engine"])
     assert server[1:4] == ["2023-11-14", "22:13:21", "UTC"]
     assert server[-1] == "4,321"

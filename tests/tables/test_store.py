@@ -51,7 +51,7 @@ def test_the_same_contents_replace_the_run(tmp_path, traces):
     for gpu in ("A100", "H100"):
         result = ingest([folder], tmp_path / "tables", server=ServerOptions(gpu=gpu))
     assert result.warnings == ()
-    assert [len(list((tmp_path / "tables" / name).rglob("*.parquet"))) for name in INGEST_TABLES] == [1] * 8
+    assert [len(list((tmp_path / "tables" / name).rglob("*.parquet"))) for name in INGEST_TABLES] == [1] * 9
     assert "H100" in TableStore(tmp_path / "tables").read("runs")["gpu"].item()
 
 
@@ -100,8 +100,11 @@ def parts(tmp_path_factory, trained, new_traces):
     folder = trace.write(root / "busy")
     with (folder / "traces.json").open("a") as stream:
         stream.write('{"resourceSpans": [{"sc\n')
+    (folder / "kv_events.jsonl").write_text(
+        '[1700000002.5,[["AllBlocksCleared"],["BlockRemoved",[7]]],0,1]\n'
+    )
     ingest([folder], root / "tables")
-    few = ("request_snapshots", "rejects")
+    few = ("request_snapshots", "rejects", "kv_events")
     many = {p.parts[-3]: p for p in (trained / "tables").rglob("*.parquet") if p.parts[-3] not in few}
     return many | {name: next((root / "tables" / name).rglob("*.parquet")) for name in few}
 

@@ -25,7 +25,7 @@ def _run(run: RunFacts) -> str:
         ("size", f"{run.bytes / 1e6:,.1f} MB"),
         *((("file", f"{f.name}: {f.shape}{_packed(f.compression)}")) for f in run.files),
         ("service", ", ".join(run.services) or "not named"),
-        *(("scope", f"{s.scope}, {s.spans:,} spans") for s in run.scopes),
+        *(("scope", f"{s.scope}, {s.spans:,} spans, dialect {s.dialect}") for s in run.scopes),
         *([("scope", f"others, {run.other_spans:,} spans, left out")] if run.other_spans else []),
         *((("rejects", f"{run.rejects:,} records could not be read"),) if run.rejects else ()),
         *((("duplicates", f"{run.duplicate_spans:,} spans"),) if run.duplicate_spans else ()),

@@ -84,12 +84,12 @@ def excerpt(payload: bytes, encoding: Encoding, *, show_values: bool = False) ->
         show_values: Show the beginning of the payload as it is.
 
     Returns:
-        At most `MAX_EXCERPT_CHARS` characters. Strings and numbers of JSON are shown as `…`; protobuf shows
-        its size alone.
+        At most `MAX_EXCERPT_CHARS` characters. Strings and numbers of JSON are shown as `…`; other
+        encodings show their size alone.
     """
     if show_values:
         return _shortened(_as_text(payload[: 4 * MAX_EXCERPT_CHARS], encoding))
-    if encoding == "protobuf":
+    if encoding != "json":
         return binary_excerpt(len(payload))
     text = payload[:_SCANNED_BYTES].decode("utf-8", errors="replace")
     whole = len(payload) <= _SCANNED_BYTES and is_json(payload)

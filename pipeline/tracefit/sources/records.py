@@ -7,7 +7,7 @@ from typing import Literal
 
 from tracefit.sources.excerpt import binary_excerpt, excerpt
 
-Encoding = Literal["json", "protobuf"]
+Encoding = Literal["json", "protobuf", "msgpack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Source:
         self, offset: int, length: int, reason: str, begins: bytes, encoding: Encoding = "json"
     ) -> Reject:
         """Return the reject of a stretch of which `begins` is the beginning, or all."""
-        if encoding == "protobuf" and not self.show_values:
+        if encoding != "json" and not self.show_values:
             return Reject(self.name, offset, length, reason, binary_excerpt(length))
         return Reject(
             self.name, offset, length, reason, excerpt(begins, encoding, show_values=self.show_values)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from tracefit.errors import UsageError
 from tracefit.sources.files import TraceFile, reason_of, shown
 from tracefit.sources.frames import STDIN, refuse_other_signal
+from tracefit.sources.kv_frames import KV_NAME
 from tracefit.sources.sniff import sniff
 from tracefit.sources.trees import FileSystemOf, Leaf, Tree, files_and_trees, open_filesystem
 
@@ -46,6 +47,7 @@ class RunSource:
         trace_files: Its files, in the order of their names.
         run_config: exp-config.yaml or run.yaml; that of a bucket is a copy on disk.
         model_config: config.json, likewise.
+        kv_files: Its files of KV-cache events.
     """
 
     run_id: str
@@ -53,6 +55,7 @@ class RunSource:
     trace_files: tuple[TraceFile, ...]
     run_config: Path | None = None
     model_config: Path | None = None
+    kv_files: tuple[TraceFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,7 @@ class _Finder:
     def find(self, paths: Iterable[str | Path]) -> Inputs:
         runs: list[RunSource] = []
         loose: list[TraceFile] = []
+        events: list[TraceFile] = []
         for path in dict.fromkeys(map(str, paths)):
             if path == STDIN or _is_pipe(path):
                 runs.append(self._piped(path))
@@ -128,12 +132,15 @@ class _Finder:
             for found in files_and_trees(path, self._filesystem_of):
                 if isinstance(found, Tree):
                     runs += self._runs_in(found)
+                elif _is_kv_file(found):
+                    events.append(found)
                 else:
                     refuse_other_signal(found.name, sniff(found).signal)
                     loose.append(found)
         if loose:
             files = _without_repeats(loose)
-            runs.append(RunSource(clean_run_id(_common_stem(files)), files[0].name, files))
+            run_id = clean_run_id(_common_stem(files))
+            runs.append(RunSource(run_id, files[0].name, files, kv_files=_without_repeats(events)))
         if not runs:
             raise UsageError("no trace files were named", hint="name a run folder, or trace files")
         unique = {tuple(map(_place, run.trace_files)): run for run in runs}
@@ -172,8 +179,11 @@ class _Finder:
         configs = {leaf.parts: leaf.file for leaf in tree.leaves if leaf.parts[-1] in _CONFIG_NAMES}
         configured = {parts[:-1] for parts in configs if parts[-1] in RUN_CONFIG_NAMES}
         folders: dict[tuple[str, ...], list[TraceFile]] = {}
+        events: dict[tuple[str, ...], list[TraceFile]] = {}
         for leaf in tree.leaves:
-            if leaf.parts not in configs and self._is_trace_file(leaf):
+            if _is_kv_file(leaf.file):
+                events.setdefault(_run_folder(leaf.parts[:-1], configured), []).append(leaf.file)
+            elif leaf.parts not in configs and self._is_trace_file(leaf):
                 folders.setdefault(_run_folder(leaf.parts[:-1], configured), []).append(leaf.file)
         self._report(tree)
         if not folders:
@@ -183,7 +193,10 @@ class _Finder:
                 where=tree.name,
                 hint="a run folder has traces*.json, .jsonl, .binpb or .pb, plain or with .gz or .zst",
             )
-        return [self._run(tree, folder, files, configs) for folder, files in sorted(folders.items())]
+        return [
+            self._run(tree, folder, files, events.get(folder, []), configs)
+            for folder, files in sorted(folders.items())
+        ]
 
     def _is_trace_file(self, leaf: Leaf) -> bool:
         """Tell a file by its name, or by its head where the name says nothing or looking is cheap."""
@@ -208,6 +221,7 @@ class _Finder:
         tree: Tree,
         folder: tuple[str, ...],
         files: list[TraceFile],
+        events: list[TraceFile],
         configs: dict[tuple[str, ...], TraceFile],
     ) -> RunSource:
         own = [configs.get((*folder, name)) for name in (*RUN_CONFIG_NAMES, MODEL_CONFIG_NAME)]
@@ -219,6 +233,7 @@ class _Finder:
             trace_files=_without_repeats(sorted(files, key=lambda file: file.name)),
             run_config=self._on_disk(run_config),
             model_config=self._on_disk(model_config),
+            kv_files=_without_repeats(sorted(events, key=lambda file: file.name)),
         )
 
     def _on_disk(self, config: TraceFile | None) -> Path | None:
@@ -228,6 +243,10 @@ class _Finder:
         with config.open() as stream:
             target.write_bytes(stream.read(_MAX_CONFIG_BYTES))
         return target
+
+
+def _is_kv_file(file: TraceFile) -> bool:
+    return KV_NAME.fullmatch(file.name.rpartition("/")[2]) is not None
 
 
 def _is_pipe(path: str) -> bool:

@@ -27,6 +27,7 @@ from tracefit.tables.requests import (
 from tracefit.tables.resolve import Facts, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import RunTally
+from tracefit.tables.span_requests import telling_spans, told_requests
 from tracefit.tables.staging import read_staged
 
 if TYPE_CHECKING:
@@ -174,7 +175,11 @@ class _Run:
         journeys = journeys.join(ids, on="row", how="left", maintain_order="left")
         self._take("journey_events", journeys)
         api_spans = spans.filter(pl.col("scope") == dialects.API_SCOPE)
-        layers = {"core": core_requests(journeys), "api": api_requests(journeys, api_spans)}
+        layers = {
+            "core": core_requests(journeys),
+            "api": api_requests(journeys, api_spans),
+            "told": telling_spans(spans),
+        }
         self.layer_columns = {side: frame.columns for side, frame in layers.items()}
         both = pl.concat([f.with_columns(side=pl.lit(s)) for s, f in layers.items()], how="diagonal")
         self._sort("layers").add(both)
@@ -242,8 +247,11 @@ class _Run:
         cached = first_hits(pl.concat(self.cached))
         self._sort("requests").add(schema.REQUESTS.empty())
         for window in self._sort("layers").windows():
-            core, api = (window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api"))
-            self._sort("requests").add(join_requests(core, api, cached, run_id=self.run_id))
+            core, api, telling = (
+                window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api", "told")
+            )
+            told = told_requests(telling)
+            self._sort("requests").add(join_requests(core, api, told, cached, run_id=self.run_id))
         del self.sorts["layers"]
 
 

@@ -1,43 +1,64 @@
-"""How traces spell things: scopes, events and attribute keys to table columns, as data.
+"""How traces spell things, as one declared table: (scope, span, event, attribute) to a column.
 
-The instrumented server writes dotted keys (`prefill.done_tokens`); written specifications also spell them
-with underscores, and name API events without a prefix. Another dialect is another entry, not another branch.
+Three dialects are known. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which written
+specifications also spell with underscores, their API events without a prefix. `stock` is an unmodified vLLM: one
+`llm_request` span per request, its times as attributes in seconds. `lifecycle` is what was proposed upstream: a span
+per phase of a request, whose beginning and end are the times. Another dialect is more rows here, not another branch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+import polars as pl
+
+Name = Literal["journey", "stock", "lifecycle"]
+Target = Literal["journey_events", "steps", "request_snapshots", "requests"]
+Take = Literal["value", "start", "end", "duration", "later_durations"]
+"""What is read: an attribute's value; the beginning of the first such span of a request, the end of the last, the sum of
+their durations, or that sum without the first."""
+
+EVENT_NAME = ""
+"""In place of an attribute: the row tells what the event itself is called in the tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """One row of the table.
+
+    Attributes:
+        dialect: Who writes so.
+        scope: Instrumentation scope of the span; None for any that begins with `vllm`.
+        span: Name of the span; None for any of the scope.
+        event: Event of the span; None for what the span itself says.
+        attribute: Attribute key; `EVENT_NAME` for the event as such, None for the span's own times.
+        table: Table the value goes to.
+        column: Column it goes to, or the event's name in the tables.
+        take: What is read.
+        factor: What the value is multiplied with.
+    """
+
+    dialect: Name
+    scope: str | None
+    span: str | None
+    event: str | None
+    attribute: str | None
+    table: Target
+    column: str
+    take: Take = "value"
+    factor: float = 1.0
+
 
 API_SCOPE = "vllm.api"
 CORE_SCOPE = "vllm.scheduler"
 STEP_SCOPE = "vllm.scheduler.step"
-VLLM_SCOPES = (API_SCOPE, CORE_SCOPE, STEP_SCOPE)
+LAYER_SCOPES = {"api": API_SCOPE, "core": CORE_SCOPE}
 
 STEP_EVENT = "step.BATCH_SUMMARY"
 SNAPSHOT_EVENT = "step.REQUEST_SNAPSHOT"
 
-
-@dataclass(frozen=True, slots=True)
-class JourneyEvent:
-    """One kind of journey event: its name in the tables, its layer, and how traces spell it."""
-
-    event: str
-    layer: str
-    spellings: tuple[str, ...]
-
-
-_API = ("ARRIVED", "HANDOFF_TO_CORE", "FIRST_RESPONSE_FROM_CORE", "DEPARTED", "ABORTED")
-_CORE = ("QUEUED", "SCHEDULED", "FIRST_TOKEN", "PREEMPTED", "FINISHED")
-_MORE = {"FIRST_RESPONSE_FROM_CORE": ("FIRST_RESPONSE", "api.FIRST_RESPONSE")}
-
-JOURNEY_EVENTS: tuple[JourneyEvent, ...] = (
-    *(JourneyEvent(e, "api", (f"api.{e}", e, *_MORE.get(e, ()))) for e in _API),
-    *(JourneyEvent(e, "core", (f"journey.{e}", e)) for e in _CORE),
-)
-
-LAYER_SCOPES = {"api": API_SCOPE, "core": CORE_SCOPE}
-
-JOURNEY_KEYS: dict[str, tuple[str, ...]] = {
+_JOURNEY_KEYS: dict[str, tuple[str, ...]] = {
     "step_id": ("scheduler.step", "scheduler_step"),
     "phase": ("phase",),
     "prefill_done_tokens": ("prefill.done_tokens", "prefill_done_tokens"),
@@ -49,12 +70,8 @@ JOURNEY_KEYS: dict[str, tuple[str, ...]] = {
     "finish_status": ("finish.status", "finish_status"),
     "reason": ("reason",),
 }
-"""Column to the attribute keys it is read from, first present wins."""
 
-TS_NS_KEYS = ("ts.monotonic_ns", "ts_monotonic_ns")
-TS_S_KEYS = ("ts.monotonic", "event.ts.monotonic", "ts_monotonic")
-
-STEP_KEYS: dict[str, tuple[str, ...]] = {
+_STEP_KEYS: dict[str, tuple[str, ...]] = {
     "step_id": ("step.id",),
     "ts_start_ns": ("step.ts_start_ns",),
     "ts_end_ns": ("step.ts_end_ns",),
@@ -73,7 +90,7 @@ STEP_KEYS: dict[str, tuple[str, ...]] = {
     "kv_blocks_free": ("kv.blocks_free_gpu",),
 }
 
-SNAPSHOT_KEYS: dict[str, tuple[str, ...]] = {
+_SNAPSHOT_KEYS: dict[str, tuple[str, ...]] = {
     "step_id": ("step.id",),
     "request_id": ("request.id",),
     "phase": ("request.phase",),
@@ -87,29 +104,221 @@ SNAPSHOT_KEYS: dict[str, tuple[str, ...]] = {
     "effective_prompt_len": ("request.effective_prompt_len",),
 }
 
-SPAN_ATTRIBUTES = (
-    "gen_ai.request.choice.count",
-    "gen_ai.request.frequency_penalty",
-    "gen_ai.request.id",
-    "gen_ai.request.max_tokens",
-    "gen_ai.request.model",
-    "gen_ai.request.n",
-    "gen_ai.request.presence_penalty",
-    "gen_ai.request.seed",
-    "gen_ai.request.temperature",
-    "gen_ai.request.top_k",
-    "gen_ai.request.top_p",
-    "gen_ai.response.id",
-    "gen_ai.response.model",
-    "gen_ai.usage.completion_tokens",
-    "gen_ai.usage.prompt_tokens",
-    "http.request.method",
-    "http.response.status_code",
-    "http.route",
-    "http.status_code",
-    "scheduler.closure_interval",
-    "scheduler.span_sequence",
-    "scheduler.step_range_end",
-    "scheduler.step_range_start",
+_REQUEST_KEYS = {
+    "request_id": "gen_ai.request.id",
+    "route": "http.route",
+    "api_prompt_tokens": "gen_ai.usage.prompt_tokens",
+    "api_completion_tokens": "gen_ai.usage.completion_tokens",
+    "api_max_tokens": "gen_ai.request.max_tokens",
+    "model": "gen_ai.response.model",
+}
+
+_SECONDS = {
+    "queue_wait_us": "time_in_queue",
+    "time_in_queue_us": "time_in_queue",
+    "ttft_us": "time_to_first_token",
+    "e2e_us": "e2e",
+    "prefill_us": "time_in_model_prefill",
+    "decode_us": "time_in_model_decode",
+    "inference_us": "time_in_model_inference",
+    "scheduler_us": "time_in_scheduler",
+    "model_forward_us": "time_in_model_forward",
+    "model_execute_us": "time_in_model_execute",
+}
+"""Column to `gen_ai.latency.*`, in seconds. Stock vLLM counts its time in the queue from the engine core's queue on."""
+
+_API_EVENTS: dict[str, tuple[str, ...]] = {
+    "ARRIVED": ("api.ARRIVED", "ARRIVED"),
+    "HANDOFF_TO_CORE": ("api.HANDOFF_TO_CORE", "HANDOFF_TO_CORE"),
+    "FIRST_RESPONSE_FROM_CORE": (
+        "api.FIRST_RESPONSE_FROM_CORE",
+        "FIRST_RESPONSE_FROM_CORE",
+        "FIRST_RESPONSE",
+        "api.FIRST_RESPONSE",
+    ),
+    "DEPARTED": ("api.DEPARTED", "DEPARTED"),
+    "ABORTED": ("api.ABORTED", "ABORTED"),
+}
+_CORE_EVENTS: dict[str, tuple[str, ...]] = {
+    e: (f"journey.{e}", e) for e in ("QUEUED", "SCHEDULED", "FIRST_TOKEN", "PREEMPTED", "FINISHED")
+}
+
+_ANY_EVENT = "*"
+_NS_PER_S = 1e9
+_CLOCK_KEYS = (
+    ("ts.monotonic_ns", 1.0),
+    ("ts_monotonic_ns", 1.0),
+    ("ts.monotonic", _NS_PER_S),
+    ("event.ts.monotonic", _NS_PER_S),
+    ("ts_monotonic", _NS_PER_S),
 )
-"""Span attributes that are kept: ids, counts, routes, the model, sampling parameters. Nothing a user wrote."""
+"""Spellings of a journey event's time: whole nanoseconds, and seconds."""
+
+
+def _journey(scope: str, event: str, table: Target, keys: dict[str, tuple[str, ...]]) -> tuple[Spelling, ...]:
+    return tuple(
+        Spelling("journey", scope, None, event, key, table, column)
+        for column, ks in keys.items()
+        for key in ks
+    )
+
+
+def _clock(scope: str) -> tuple[Spelling, ...]:
+    return tuple(
+        Spelling("journey", scope, None, _ANY_EVENT, key, "journey_events", "ts_ns", factor=factor)
+        for key, factor in _CLOCK_KEYS
+    )
+
+
+def _names(scope: str, events: dict[str, tuple[str, ...]]) -> tuple[Spelling, ...]:
+    return tuple(
+        Spelling("journey", scope, None, spelled, EVENT_NAME, "journey_events", event)
+        for event, spellings in events.items()
+        for spelled in spellings
+    )
+
+
+def _attributes(dialect: Name, scope: str) -> tuple[Spelling, ...]:
+    return tuple(
+        Spelling(dialect, scope, "llm_request", None, key, "requests", column)
+        for column, key in _REQUEST_KEYS.items()
+    )
+
+
+def _stock(scope: str) -> tuple[Spelling, ...]:
+    seconds = tuple(
+        Spelling("stock", scope, "llm_request", None, f"gen_ai.latency.{key}", "requests", column, factor=1e6)
+        for column, key in _SECONDS.items()
+    )
+    times = (Spelling("stock", scope, "llm_request", None, None, "requests", "arrival_ns", "start"),)
+    return (*times, *_attributes("stock", scope), *seconds)
+
+
+def _phase(span: str, column: str, take: Take) -> Spelling:
+    return Spelling("lifecycle", None, span, None, None, "requests", column, take)
+
+
+SPELLINGS: tuple[Spelling, ...] = (
+    *_names(API_SCOPE, _API_EVENTS),
+    *_names(CORE_SCOPE, _CORE_EVENTS),
+    *_journey(API_SCOPE, _ANY_EVENT, "journey_events", _JOURNEY_KEYS),
+    *_journey(CORE_SCOPE, _ANY_EVENT, "journey_events", _JOURNEY_KEYS),
+    *_clock(API_SCOPE),
+    *_clock(CORE_SCOPE),
+    *_journey(STEP_SCOPE, STEP_EVENT, "steps", _STEP_KEYS),
+    *_journey(STEP_SCOPE, SNAPSHOT_EVENT, "request_snapshots", _SNAPSHOT_KEYS),
+    *_attributes("journey", API_SCOPE),
+    Spelling("journey", CORE_SCOPE, "llm_core", None, "gen_ai.request.id", "requests", "request_id"),
+    *_stock("vllm.llm_engine"),
+    # Newer servers trace from a module of their own.
+    *_stock("vllm.tracing.otel"),
+    Spelling("lifecycle", None, "vllm_queue", None, "gen_ai.request.id", "requests", "request_id"),
+    _phase("vllm_queue", "queued_ns", "start"),
+    _phase("vllm_queue", "requeue_wait_us", "later_durations"),
+    _phase("vllm_async_kv_transfer", "kv_transfer_us", "duration"),
+    _phase("vllm_prefill", "first_scheduled_ns", "start"),
+    _phase("vllm_decode", "first_token_ns", "start"),
+    # Of a request of one token there is no decode; after a preemption there are several prefills.
+    _phase("vllm_prefill", "first_token_ns", "end"),
+    _phase("vllm_decode", "finished_ns", "end"),
+    _phase("vllm_decode", "last_token_ns", "end"),
+    _phase("vllm_decode", "decode_us", "duration"),
+    _phase("vllm_prefill", "prefill_us", "duration"),
+)
+"""Everything that is read of a trace. Of several attributes for one column the first that is there counts."""
+
+VLLM_SCOPES = tuple(dict.fromkeys(s.scope for s in SPELLINGS if s.scope))
+PHASE_SPANS = tuple(dict.fromkeys(s.span for s in SPELLINGS if s.scope is None and s.span))
+"""Spans that are known by their names, in any scope that begins with `vllm`."""
+
+FRONT_SCOPES = tuple(dict.fromkeys(s.scope for s in SPELLINGS if s.span == "llm_request" and s.scope))
+"""Scopes of the process in front of the engine core."""
+
+
+def is_known() -> pl.Expr:
+    """Tell the spans that are read, by `scope` and `name`."""
+    phase = pl.col("name").is_in(PHASE_SPANS) & pl.col("scope").str.starts_with("vllm")
+    return pl.col("scope").is_in(VLLM_SCOPES).fill_null(value=False) | phase.fill_null(value=False)
+
+
+def dialect_of(scope: str | None, span: str | None = None) -> Name | None:
+    """Name the dialect a scope belongs to, or None if it is none of vLLM's that is known.
+
+    Args:
+        scope: Instrumentation scope.
+        span: Name of the span, which tells more where several dialects share a scope.
+    """
+    if span in PHASE_SPANS and (scope or "").startswith("vllm"):
+        return "lifecycle"
+    return next((s.dialect for s in SPELLINGS if s.scope == scope and scope), None)
+
+
+def _keys(table: Target) -> dict[str, tuple[str, ...]]:
+    """Column of a table of events to the attribute keys it is read from, first present wins."""
+    keys: dict[str, dict[str, None]] = {}
+    for s in SPELLINGS:
+        if s.table == table and s.attribute and s.column != "ts_ns":
+            keys.setdefault(s.column, {})[s.attribute] = None
+    return {column: tuple(found) for column, found in keys.items()}
+
+
+def _clock_keys(factor: float) -> tuple[str, ...]:
+    return tuple(
+        dict.fromkeys(
+            s.attribute for s in SPELLINGS if s.column == "ts_ns" and s.attribute and s.factor == factor
+        )
+    )
+
+
+JOURNEY_KEYS = _keys("journey_events")
+STEP_KEYS = _keys("steps")
+SNAPSHOT_KEYS = _keys("request_snapshots")
+TS_NS_KEYS = _clock_keys(1.0)
+TS_S_KEYS = _clock_keys(_NS_PER_S)
+
+
+@dataclass(frozen=True, slots=True)
+class JourneyEvent:
+    """One kind of journey event: its name in the tables, its layer, and how traces spell it."""
+
+    event: str
+    layer: str
+    spellings: tuple[str, ...]
+
+
+def _journey_events() -> tuple[JourneyEvent, ...]:
+    spelled: dict[tuple[str, str], list[str]] = {}
+    layers = {scope: layer for layer, scope in LAYER_SCOPES.items()}
+    for s in SPELLINGS:
+        if s.attribute == EVENT_NAME and s.scope and s.event:
+            spelled.setdefault((s.column, layers[s.scope]), []).append(s.event)
+    return tuple(JourneyEvent(event, layer, tuple(names)) for (event, layer), names in spelled.items())
+
+
+JOURNEY_EVENTS = _journey_events()
+
+SPAN_ATTRIBUTES = tuple(
+    sorted(
+        {s.attribute for s in SPELLINGS if s.table == "requests" and s.attribute}
+        | {
+            "gen_ai.request.choice.count",
+            "gen_ai.request.frequency_penalty",
+            "gen_ai.request.model",
+            "gen_ai.request.n",
+            "gen_ai.request.presence_penalty",
+            "gen_ai.request.seed",
+            "gen_ai.request.temperature",
+            "gen_ai.request.top_k",
+            "gen_ai.request.top_p",
+            "gen_ai.response.id",
+            "http.request.method",
+            "http.response.status_code",
+            "http.status_code",
+            "scheduler.closure_interval",
+            "scheduler.span_sequence",
+            "scheduler.step_range_end",
+            "scheduler.step_range_start",
+        }
+    )
+)
+"""Span attributes that are kept: ids, counts, times, routes, the model, sampling parameters. Nothing a user wrote."""

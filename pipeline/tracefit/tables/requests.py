@@ -5,6 +5,8 @@ from __future__ import annotations
 import polars as pl
 
 from tracefit.tables import schema
+from tracefit.tables.durations import with_durations, with_rates, with_state
+from tracefit.tables.span_requests import add_told
 
 _API_TIMES = {
     "arrival_ns": "ARRIVED",
@@ -12,11 +14,10 @@ _API_TIMES = {
     "departed_ns": "DEPARTED",
     "aborted_ns": "ABORTED",
 }
-_CUT_OFF = ("aborted", "error", "ignored")
 
 
 def join_requests(
-    core: pl.DataFrame, api: pl.DataFrame, cached: pl.DataFrame, *, run_id: str
+    core: pl.DataFrame, api: pl.DataFrame, told: pl.DataFrame, cached: pl.DataFrame, *, run_id: str
 ) -> pl.DataFrame:
     """Join the requests of both layers into rows of the `requests` table.
 
@@ -27,6 +28,7 @@ def join_requests(
     Args:
         core: What `core_requests` gives, of all core spans of some traces.
         api: What `api_requests` gives, of all API spans of the same traces.
+        told: What `told_requests` gives, of all spans of the same traces.
         cached: What `cached_prompt_tokens` gives, of the whole run.
         run_id: The run.
 
@@ -53,7 +55,9 @@ def join_requests(
     )
     hits = cached.drop("step_id")
     with_cache = both.join(hits, on=["server", "epoch", "core_request_id"], how="left")
-    return schema.REQUESTS.shape(with_durations(with_cache))
+    rows = with_state(with_durations(with_cache)).with_columns(dialect=pl.lit("journey"))
+    rows = add_told(rows, told).with_columns(run_id=pl.lit(run_id))
+    return with_rates(schema.REQUESTS.shape(rows))
 
 
 def core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
@@ -85,6 +89,8 @@ def core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
         max_tokens=pl.col("decode_max_tokens").max(),
         output_tokens=last("FINISHED", "decode_done_tokens"),
         num_preemptions=pl.col("num_preemptions").max(),
+        last_event=pl.col("event").last(),
+        stage=pl.col("phase").filter(pl.col("phase") != "WAITING").last(),
     )
     return rows.join(_requeue_waits(core), on=["trace_id", "span_id"], how="left")
 
@@ -157,42 +163,3 @@ def first_hits(hits: pl.DataFrame) -> pl.DataFrame:
     columns = ["server", "epoch", "core_request_id", "step_id", "cached_prompt_tokens"]
     ordered = hits.select(columns).sort("step_id", "cached_prompt_tokens")
     return ordered.unique(columns[:3], keep="first", maintain_order=True)
-
-
-def _us(end: str, start: str) -> pl.Expr:
-    return (pl.col(end) - pl.col(start)) / 1e3
-
-
-def with_durations(requests: pl.DataFrame) -> pl.DataFrame:
-    """Add the derived durations of a request, in us; null wherever one of the two times is.
-
-    Source of the formulas: the request metrics of vLLM; the wait after a preemption belongs to neither prefill nor
-    decode.
-    """
-    seen = pl.col("preempted_events").fill_null(0)
-    lost = pl.col("num_preemptions") > seen
-    # Never preempted: the requeue wait is a true zero. Preempted without the events of it: unknown.
-    requeue = {
-        side: pl.when(lost).then(None).when(seen > 0).then(f"requeue_{side}_us").otherwise(0.0)
-        for side in ("before", "after")
-    }
-    cut_off = pl.col("finish_status").is_in(_CUT_OFF)
-    return requests.with_columns(
-        last_token_ns=pl.when(~cut_off & (pl.col("output_tokens") > 0)).then("finished_ns"),
-        admission_us=_us("queued_ns", "arrival_ns"),
-        queue_wait_us=_us("first_scheduled_ns", "queued_ns"),
-        requeue_wait_us=pl.when(pl.col("first_scheduled_ns").is_not_null()).then(
-            requeue["before"] + requeue["after"]
-        ),
-        time_in_queue_us=_us("first_scheduled_ns", "arrival_ns"),
-        prefill_us=_us("first_token_ns", "first_scheduled_ns") - requeue["before"],
-        decode_us=_us("finished_ns", "first_token_ns") - requeue["after"],
-        ttft_us=_us("first_token_ns", "arrival_ns"),
-        engine_us=_us("finished_ns", "queued_ns"),
-        e2e_us=_us("finished_ns", "arrival_ns"),
-        departure_us=_us("departed_ns", "finished_ns"),
-        client_us=_us("departed_ns", "arrival_ns"),
-        itl_us=pl.when(pl.col("output_tokens") > 1).then(
-            _us("finished_ns", "first_token_ns") / (pl.col("output_tokens") - 1)
-        ),
-    )

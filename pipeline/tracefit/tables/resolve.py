@@ -98,7 +98,7 @@ def _narrow(spans: pl.DataFrame, part: int) -> pl.DataFrame:
         _number(trace.tail(_HEX_DIGITS_OF_64_BITS)).alias("trace_low"),
         _number(pl.col("span_id")).alias("span"),
         _number(pl.col("parent_span_id")).alias("parent"),
-        pl.col("scope").cast(_SCOPES),
+        pl.col("scope").cast(_SCOPES, strict=False),
         pl.col("server").cast(pl.Categorical),
         *_NARROW[6:],
     )
@@ -120,7 +120,7 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
     span belongs to the server of the core span under it. Without one it goes to the only engine there is, if so.
     Engines that share a name get one each.
     """
-    is_api = pl.col("scope") == dialects.API_SCOPE
+    is_api = pl.col("scope").is_in(dialects.FRONT_SCOPES).fill_null(value=False)
     apart = tell_apart(spans.filter(~is_api), marks.of)
     if apart.height:
         apart = apart.with_columns(pl.col("server").cast(pl.Categorical))

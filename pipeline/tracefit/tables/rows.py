@@ -14,6 +14,7 @@ import polars as pl
 
 from tracefit.otlp.batch import REJECT_COLUMNS
 from tracefit.tables import dialects, schema
+from tracefit.tables.span_requests import TOLD_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -82,6 +83,7 @@ _REQUEST_ATTRIBUTES = {
     "api_completion_tokens": "gen_ai.usage.completion_tokens",
     "api_max_tokens": "gen_ai.request.max_tokens",
     "model": "gen_ai.response.model",
+    **TOLD_KEYS,
 }
 _CLOCK = ("zero", "first_ns", "last_ns", "first_step", "last_step")
 
@@ -96,7 +98,7 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> Rows:
     Returns:
         Its rows. An event name or an attribute no table asks for leaves its count alone.
     """
-    ours = batch.spans.filter(pl.col("scope").is_in(dialects.VLLM_SCOPES)).with_row_index("row")
+    ours = batch.spans.filter(dialects.is_known()).with_row_index("row")
     events = _located(batch.events, ours)
     journeys = _journeys(events)
     steps = _table_of(events.get(dialects.STEP_EVENT), dialects.STEP_KEYS, schema.STEPS)
@@ -157,7 +159,7 @@ _OWN_SERVER = pl.coalesce("service_instance_id", "host_name", "service_name", pl
 
 
 def _others(batch: SpanBatch, options: RowOptions) -> pl.DataFrame:
-    others = batch.spans.filter(~pl.col("scope").is_in(dialects.VLLM_SCOPES).fill_null(value=False))
+    others = batch.spans.filter(~dialects.is_known())
     kept = others if options.all_spans else others.clear()
     allowed = _allowed(batch.attributes, options.attributes)
     spans = kept.with_columns(server=_OWN_SERVER).join(

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 _SERVER = "server"
 
+COMPLETE_SHARE = 0.97
+"""Journeys of this share of requests count as all of them: a few are lost to clients that reuse ids."""
+
 
 @dataclass(slots=True)
 class RunTally:
@@ -28,7 +31,7 @@ class RunTally:
     def add(self, table: str, window: pl.DataFrame) -> None:
         """Take the next rows of a table."""
         if table == "spans":
-            ours = window.filter(pl.col("scope").is_in(dialects.VLLM_SCOPES))
+            ours = window.filter(dialects.is_known())
             self._keep("spans", ours.group_by(_SERVER).agg(_SPANS))
         elif table == "journey_events":
             self._keep("counters", step_counters(_NO_STEPS, window))

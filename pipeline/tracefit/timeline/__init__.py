@@ -4,6 +4,7 @@ from tracefit.timeline.anchors import clock_disagreements, execution_lags
 from tracefit.timeline.build import build_timeline
 from tracefit.timeline.composition import EngineLimits
 from tracefit.timeline.queue import queue_state
+from tracefit.timeline.request_times import with_step_times
 from tracefit.timeline.segments import requeue_waits
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "execution_lags",
     "queue_state",
     "requeue_waits",
+    "with_step_times",
 ]

@@ -25,6 +25,7 @@ from tracefit.tables.staging import STAGE_NAME
 from tracefit.tables.store import RunWriter, TableStore
 from tracefit.verbs.decoding import Task
 from tracefit.verbs.inputs import FilePlan, Input, content_hash, look_at, options_hash, place, plan_files
+from tracefit.verbs.kv import hash_of, kv_tables
 from tracefit.verbs.results import IngestResult, Progress, RunSummary, Silent
 from tracefit.verbs.timelines import SMALL_RUN_ROWS, write_timelines
 from tracefit.verbs.workers import available_cores, decode_all
@@ -186,10 +187,11 @@ class _Work:
         options = options_hash(self.options)
         plans = plan_files(inputs, known, options, self.store.root)
         built_from = hashlib.sha256(
-            repr((__version__, options, sorted(columns.items()))).encode()
+            repr((__version__, options, sorted(columns.items()), hash_of(source.kv_files))).encode()
         ).hexdigest()
         if known is None or known.built_from != built_from or any(not plan.is_known for plan in plans):
             self._build(run_id, source, IngestedRun(options=options, built_from=built_from), plans, columns)
+        self._add_kv_events(run_id, source, context)
         summary = _summary(run_id, context, self.store.read("runs", [run_id]))
         warnings += _warnings_of(run_id, summary)
         return summary
@@ -217,6 +219,18 @@ class _Work:
             _require_spans(source, counts)
             run = run.model_copy(update={"files": tuple(files)})
             self.store.publish(run_id, run, writer.close(), keep=False)
+
+    def _add_kv_events(self, run_id: str, source: RunSource, context: RunContext) -> None:
+        """Read the run's KV-cache events, unless they are in its tables already."""
+        run = self.store.manifest().runs[run_id]
+        if "kv_events" in run.tables:
+            return
+        block_size = context.settings.block_size
+        with scratch_folder(self.store.root) as scratch:
+            writer = RunWriter(scratch)
+            for name, rows in kv_tables(self.store, run_id, source.kv_files, block_size=block_size).items():
+                writer.write(name, rows)
+            self.store.publish(run_id, run, writer.close(), keep=True)
 
     def _decode(self, plans: Sequence[FilePlan], scratch: Path) -> list[ReadFile]:
         """Decode what is not known yet; return what the manifest is to say of every file."""

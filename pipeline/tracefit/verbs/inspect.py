@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tracefit.features.context import context_from_json, scope_of
 from tracefit.sources import open_inputs
 from tracefit.sources.describe import FileShape, describe_file
+from tracefit.tables.dialects import dialect_of
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements
@@ -31,10 +32,11 @@ EXIT_NOTHING = 1
 
 @dataclass(frozen=True, slots=True)
 class ScopeSpans:
-    """Spans of one instrumentation scope."""
+    """Spans of one instrumentation scope, and the dialect it speaks; `lifecycle` spans are told by their names."""
 
     scope: str
     spans: int
+    dialect: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,15 @@ def _is_tables(path: str | Path) -> bool:
     return bool(TableStore(path).runs())
 
 
+def _scopes(spans: pl.DataFrame) -> tuple[ScopeSpans, ...]:
+    counts = spans.group_by("scope", "name").len().sort("scope", "name")
+    found: dict[tuple[str, str | None], int] = {}
+    for scope, name, count in counts.iter_rows():
+        key = (scope, dialect_of(scope, name))
+        found[key] = found.get(key, 0) + count
+    return tuple(ScopeSpans(scope, count, dialect) for (scope, dialect), count in found.items())
+
+
 def _inspect_tables(store: TableStore, files: dict[str, tuple[FileShape, ...]], told: Progress) -> Inspection:
     facts: list[RunFacts] = []
     contexts: dict[str, RunContext] = {}
@@ -173,7 +184,7 @@ def _run_facts(
         bytes=first["bytes"],
         files=files,
         services=tuple(spans["service_name"].drop_nulls().unique().sort()),
-        scopes=tuple(ScopeSpans(*row) for row in spans.group_by("scope").len().sort("scope").iter_rows()),
+        scopes=_scopes(spans),
         other_spans=first["other_spans"],
         servers=tuple(_server_facts(rows)),
         events=json.loads(first["events"]),

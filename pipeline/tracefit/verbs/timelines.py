@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tracefit.features.context import context_from_json
-from tracefit.timeline import EngineLimits, build_timeline
+from tracefit.tables import schema
+from tracefit.tables.runs import COMPLETE_SHARE
+from tracefit.timeline import EngineLimits, build_timeline, with_step_times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -14,9 +16,6 @@ if TYPE_CHECKING:
 
     from tracefit.features.context import RunContext
     from tracefit.tables.store import TableStore
-
-COMPLETE_SHARE = 0.97
-"""Journeys of this share of requests count as all of them: a few are lost to clients that reuse ids."""
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -40,23 +39,27 @@ def write_timelines(store: TableStore, run_ids: Iterable[str]) -> None:
     known = store.manifest().runs
     for run_id in run_ids:
         if run_id in known and "timeline" not in known[run_id].tables:
-            store.write_run(run_id, {"timeline": timeline_of(store, run_id)})
+            store.write_run(run_id, timeline_of(store, run_id))
 
 
-def timeline_of(store: TableStore, run_id: str) -> pl.DataFrame:
-    """Build the timeline of one run from its event tables and its configuration."""
+def timeline_of(store: TableStore, run_id: str) -> dict[str, pl.DataFrame]:
+    """Build the timeline of one run from its event tables and its configuration, and its requests with what it tells."""
     runs = store.read("runs", [run_id])
     first = runs.row(0, named=True)
     context = context_from_json(
         first["settings"], first["model_config"], first["gpu"], where=f"{store.root}/runs/run_id={run_id}"
     )
-    return build_timeline(
+    snapshots = store.read("request_snapshots", [run_id])
+    journeys, requests = store.read("journey_events", [run_id]), store.read("requests", [run_id])
+    timeline = build_timeline(
         store.read("steps", [run_id]),
-        store.read("request_snapshots", [run_id]),
-        store.read("journey_events", [run_id]),
+        snapshots,
+        journeys,
         engine_limits(context),
-        journeys_complete=_journeys_complete(context, runs, store.read("requests", [run_id])),
+        journeys_complete=_journeys_complete(context, runs, requests),
     )
+    timed = with_step_times(schema.REQUESTS.shape(requests), timeline, journeys, snapshots)
+    return {"timeline": timeline, "requests": schema.REQUESTS.conform(timed)}
 
 
 def engine_limits(context: RunContext) -> EngineLimits:

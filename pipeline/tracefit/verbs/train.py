@@ -14,6 +14,7 @@ from tracefit.coefficients import assemble
 from tracefit.coefficients.files import to_json
 from tracefit.errors import DataError, UsageError
 from tracefit.features.context import Scope, context_from_json, scope_of
+from tracefit.features.kv_cache import with_kv_cache, with_prefix_hits
 from tracefit.features.sets import BUILT_IN, FeatureSet, find_feature_set, read_feature_set
 from tracefit.features.training import WORKLOAD_COLUMNS
 from tracefit.fit.across import fit_across
@@ -219,11 +220,19 @@ def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: lis
     lags = {(run, server): lag for run, server, lag in execution_lags(timeline, journeys).iter_rows()}
     # Complete journeys leave their mark on every step; without them nobody knows who ran when a request was queued.
     complete = timeline["running_after"].is_not_null().any()
+    architecture = scope.context.architecture
+    seen = with_kv_cache(
+        timeline,
+        store.read("kv_events", run_ids),
+        block_size=limits.block_size,
+        kv_bytes_per_token=architecture.kv_bytes_per_token if architecture else None,
+    )
+    requests = store.read("requests", run_ids)
     return ScopeTables(
         runs=mine,
-        timeline=timeline,
+        timeline=with_prefix_hits(seen, requests),
         steps=steps,
-        requests=store.read("requests", run_ids),
+        requests=requests,
         queue=queue_state(journeys, timeline, limits) if complete else None,
         counters=step_counters(steps, journeys),
         clock_checks=clock_disagreements(timeline, journeys),

@@ -1,0 +1,98 @@
+"""Durations, rates and the state of a request, from its times."""
+
+from __future__ import annotations
+
+import polars as pl
+
+_CUT_OFF = ("aborted", "error", "ignored")
+
+STATES = {
+    "stopped": "FINISHED_STOPPED",
+    "length": "FINISHED_LENGTH_CAPPED",
+    "aborted": "FINISHED_ABORTED",
+    "ignored": "FINISHED_IGNORED",
+    "error": "FINISHED_ERROR",
+}
+"""Finish status of a trace to vLLM's name of the state."""
+
+_LIVE_STATES = {
+    "QUEUED": "WAITING",
+    "SCHEDULED": "RUNNING",
+    "FIRST_TOKEN": "RUNNING",
+    "PREEMPTED": "PREEMPTED",
+}
+"""Last event of the engine core to the state of a request that has not finished."""
+
+
+def _us(end: str, start: str) -> pl.Expr:
+    return (pl.col(end) - pl.col(start)) / 1e3
+
+
+def with_state(requests: pl.DataFrame) -> pl.DataFrame:
+    """Add `state`, by the finish status, else the last event of the core, else the end of the API span.
+
+    A request that only its API span tells of, and that left it without an error, is done in a way nobody told: null.
+
+    Args:
+        requests: finish_status, last_event (of the core), arrival_ns, departed_ns, aborted_ns.
+    """
+    api = (
+        pl.when(pl.col("aborted_ns").is_not_null())
+        .then(pl.lit("FINISHED_ABORTED"))
+        .when(pl.col("arrival_ns").is_not_null() & pl.col("departed_ns").is_null())
+        .then(pl.lit("WAITING"))
+    )
+    finished = pl.col("finish_status").replace_strict(STATES, default=None, return_dtype=pl.String)
+    live = pl.col("last_event").replace_strict(_LIVE_STATES, default=None, return_dtype=pl.String)
+    from_api = pl.when(pl.col("last_event").is_null()).then(api)
+    return requests.with_columns(state=pl.coalesce(finished, live, from_api))
+
+
+def with_durations(requests: pl.DataFrame) -> pl.DataFrame:
+    """Add the derived durations of a request, in us; null wherever one of the two times is.
+
+    Source of the formulas: the request metrics of vLLM; the wait after a preemption belongs to neither prefill nor
+    decode.
+    """
+    seen = pl.col("preempted_events").fill_null(0)
+    lost = pl.col("num_preemptions") > seen
+    # Never preempted: the requeue wait is a true zero. Preempted without the events of it: unknown.
+    requeue = {
+        side: pl.when(lost).then(None).when(seen > 0).then(f"requeue_{side}_us").otherwise(0.0)
+        for side in ("before", "after")
+    }
+    cut_off = pl.col("finish_status").is_in(_CUT_OFF)
+    several = pl.col("output_tokens") > 1
+    return requests.with_columns(
+        last_token_ns=pl.when(~cut_off & (pl.col("output_tokens") > 0)).then("finished_ns"),
+        admission_us=_us("queued_ns", "arrival_ns"),
+        queue_wait_us=_us("first_scheduled_ns", "queued_ns"),
+        requeue_wait_us=pl.when(pl.col("first_scheduled_ns").is_not_null()).then(
+            requeue["before"] + requeue["after"]
+        ),
+        time_in_queue_us=_us("first_scheduled_ns", "arrival_ns"),
+        prefill_us=_us("first_token_ns", "first_scheduled_ns") - requeue["before"],
+        decode_us=_us("finished_ns", "first_token_ns") - requeue["after"],
+        ttft_us=_us("first_token_ns", "arrival_ns"),
+        engine_us=_us("finished_ns", "queued_ns"),
+        e2e_us=_us("finished_ns", "arrival_ns"),
+        departure_us=_us("departed_ns", "finished_ns"),
+        client_us=_us("departed_ns", "arrival_ns"),
+        itl_us=pl.when(several).then(_us("finished_ns", "first_token_ns") / (pl.col("output_tokens") - 1)),
+    )
+
+
+def with_rates(requests: pl.DataFrame) -> pl.DataFrame:
+    """Add times per token, throughput and shares of the latency to rows whose durations are known.
+
+    An inference time that somebody told is kept; one that is worked out ends with the last token.
+    """
+    e2e = pl.when(pl.col("e2e_us") > 0).then("e2e_us")
+    later = pl.when(pl.col("output_tokens") > 1).then(pl.col("output_tokens") - 1)
+    return requests.with_columns(
+        inference_us=pl.coalesce("inference_us", _us("last_token_ns", "first_scheduled_ns")),
+        tpot_us=_us("last_token_ns", "first_token_ns") / later,
+        tokens_per_s=pl.col("output_tokens") / (e2e / 1e6),
+        queue_ratio=pl.col("time_in_queue_us") / e2e,
+        execute_ratio=pl.col("model_execute_us") / e2e,
+    )

@@ -1,0 +1,177 @@
+"""Requests as spans tell of them by themselves: attributes of stock vLLM, phases of the proposed lifecycle spans."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import and_, or_
+
+import polars as pl
+
+from tracefit.tables import dialects, schema
+from tracefit.tables.dialects import SPELLINGS, Spelling
+from tracefit.tables.durations import with_durations
+
+_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.dialect != "journey")
+_FROM_API = {
+    "prompt_tokens": "api_prompt_tokens",
+    "output_tokens": "api_completion_tokens",
+    "max_tokens": "api_max_tokens",
+}
+_TEXT = ("request_id", "route", "model")
+_DURATIONS = tuple(c.name for c in schema.REQUESTS.columns if c.unit == "us")
+
+_KEY = ["trace_id", "owner"]
+_IDS = ("run_id", "server", "epoch", "trace_id")
+
+
+TOLD_KEYS = {f"told.{key}": key for key in sorted({r.attribute for r in _RULES if r.attribute})}
+"""Column of a span's row to the attribute it holds."""
+
+_SPAN = (
+    "trace_id",
+    "span_id",
+    "parent_span_id",
+    "scope",
+    "name",
+    "server",
+    "start_unix_ns",
+    "end_unix_ns",
+    "server_zero",
+)
+
+
+def telling_spans(spans: pl.DataFrame) -> pl.DataFrame:
+    """Return the stock and lifecycle spans, with what `told_requests` needs of them.
+
+    Args:
+        spans: Rows of spans that count, with `TOLD_KEYS`, server and server_zero.
+    """
+    telling = reduce(or_, (_matches(rule) for rule in _RULES))
+    return spans.filter(telling).select(*_SPAN, *TOLD_KEYS)
+
+
+def told_requests(spans: pl.DataFrame) -> pl.DataFrame:
+    """One row per request that stock or lifecycle spans tell of.
+
+    A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. Wall-clock times are
+    put on the engine's clock where journeys tell how far they are apart; elsewhere the wall clock stands in for it.
+
+    Args:
+        spans: What `telling_spans` gives, of all spans of some traces.
+
+    Returns:
+        trace_id, owner (id of the span that stands for the request), parent_span_id of that span, server, dialect, and
+        columns of the `requests` table: times in ns, durations in us.
+    """
+    phase = pl.col("name").is_in(dialects.PHASE_SPANS)
+    times = [pl.col(c) - pl.col("server_zero").fill_null(0) for c in ("start_unix_ns", "end_unix_ns")]
+    own = spans.with_columns(
+        *times,
+        owner=pl.when(phase).then("parent_span_id").otherwise("span_id").fill_null(""),
+        dialect=pl.when(phase).then(pl.lit("lifecycle")).otherwise(pl.lit("stock")),
+    ).sort("start_unix_ns", "end_unix_ns", "span_id")
+    columns: dict[str, list[pl.Expr]] = {}
+    for rule in _RULES:
+        columns.setdefault(rule.column, []).append(_value(rule))
+    grouped = own.group_by(_KEY, maintain_order=True).agg(
+        pl.col("server").first(),
+        # Where both tell of a request the span of the whole request names it.
+        pl.col("dialect").sort(descending=True).first(),
+        pl.col("parent_span_id").filter(~phase).first(),
+        *(pl.coalesce(values).alias(name) for name, values in columns.items()),
+    )
+    return _completed(grouped)
+
+
+def _matches(rule: Spelling) -> pl.Expr:
+    scope = pl.col("scope").str.starts_with("vllm") if rule.scope is None else pl.col("scope") == rule.scope
+    return reduce(and_, [scope, *([pl.col("name") == rule.span] if rule.span else [])]).fill_null(value=False)
+
+
+def _value(rule: Spelling) -> pl.Expr:
+    mine = _matches(rule)
+    durations = ((pl.col("end_unix_ns") - pl.col("start_unix_ns")) / 1e3).filter(mine)
+    if rule.take == "value":
+        found = pl.col(f"told.{rule.attribute}").filter(mine).drop_nulls().first()
+        return found if rule.column in _TEXT else found.cast(pl.Float64, strict=False) * rule.factor
+    if rule.take == "start":
+        return pl.col("start_unix_ns").filter(mine).min()
+    if rule.take == "end":
+        return pl.col("end_unix_ns").filter(mine).max()
+    kept = durations if rule.take == "duration" else durations.slice(1)
+    return pl.when(durations.len() > 0).then(kept.sum())
+
+
+def _completed(rows: pl.DataFrame) -> pl.DataFrame:
+    """Add the times that durations from the arrival on tell of."""
+    ttft, e2e = (
+        pl.col("arrival_ns") + (pl.col(c) * 1e3).round().cast(pl.Int64, strict=False)
+        for c in ("ttft_us", "e2e_us")
+    )
+    return rows.with_columns(
+        *(pl.col(source).cast(pl.Int64, strict=False).alias(name) for name, source in _FROM_API.items()),
+        first_token_ns=pl.coalesce("first_token_ns", ttft),
+        finished_ns=pl.coalesce("finished_ns", e2e),
+    ).drop(*_FROM_API.values())
+
+
+def add_told(requests: pl.DataFrame, told: pl.DataFrame) -> pl.DataFrame:
+    """Add what spans tell of requests to the rows that events have made.
+
+    A request that both tell of stays one row: the events' values, the spans' in the gaps. They are one where the span is
+    the request's own, or its child.
+
+    Args:
+        requests: Rows with the ids `span_id_api`, `span_id`, `parent_span_id`, and durations.
+        told: As `told_requests` returns them.
+
+    Returns:
+        Rows of the `requests` table and whatever else `requests` had.
+    """
+    rows, told = requests.with_row_index("_row"), told.with_row_index("_told")
+    pairs = _pairs(rows, told)
+    facts = [c for c in told.columns if c in schema.REQUESTS.names and c not in (*_IDS, "dialect")]
+    theirs = told.select("_told", *(pl.col(c).alias(f"{c}_told") for c in facts))
+    joined = rows.join(pairs, on="_row", how="left", maintain_order="left")
+    joined = joined.join(theirs, on="_told", how="left", maintain_order="left")
+    filled = joined.with_columns(
+        pl.coalesce([n for n in (c, f"{c}_told") if n in joined.columns]).alias(c) for c in facts
+    ).drop("_row", "_told", *(f"{c}_told" for c in facts))
+    return pl.concat([filled, _alone(told.join(pairs, on="_told", how="anti"))], how="diagonal_relaxed")
+
+
+def _pairs(rows: pl.DataFrame, told: pl.DataFrame) -> pl.DataFrame:
+    """Which row a span tells of: `_row`, `_told`, neither of them twice."""
+    ours = _ids(rows, "_row", ("span_id_api", "span_id", "parent_span_id"))
+    theirs = _ids(told, "_told", ("owner", "parent_span_id"))
+    pairs = ours.join(theirs, on=["trace_id", "id"]).select("_row", "_told").unique()
+    return pairs.filter((pl.len().over("_row") == 1) & (pl.len().over("_told") == 1))
+
+
+def _ids(frame: pl.DataFrame, row: str, names: tuple[str, ...]) -> pl.DataFrame:
+    parts = [frame.select(row, "trace_id", id=name) for name in names]
+    return pl.concat(parts).filter(pl.col("id").is_not_null() & (pl.col("id") != "")).unique()
+
+
+def _alone(told: pl.DataFrame) -> pl.DataFrame:
+    """Complete rows that no event tells of."""
+    given = [c for c in told.columns if c in (*_DURATIONS, "last_token_ns")]
+    wanted: dict[str, pl.DataType] = {c.name: c.polars for c in schema.REQUESTS.columns}
+    wanted |= dict.fromkeys(("preempted_events", "requeue_before_us", "requeue_after_us"), pl.Float64())
+    missing = [pl.lit(None, wanted[c]).alias(c) for c in wanted if c not in told.columns]
+    rows = with_durations(told.with_columns(*missing, *(pl.col(c).alias(f"{c}_given") for c in given)))
+    rows = rows.with_columns(pl.coalesce(f"{c}_given", c).alias(c) for c in given)
+    # Where phases are told as durations alone their times are counted back from the first token: good enough to order
+    # requests by, and to split them, but the difference to the arrival holds the way back from the engine too.
+    scheduled = pl.col("first_token_ns") - _ns("prefill_us")
+    rows = rows.with_columns(first_scheduled_ns=pl.coalesce("first_scheduled_ns", scheduled))
+    queued = pl.col("first_scheduled_ns") - _ns("queue_wait_us")
+    return rows.with_columns(
+        queued_ns=pl.max_horizontal(pl.coalesce("queued_ns", queued, "arrival_ns"), "arrival_ns"),
+        last_token_ns=pl.coalesce("last_token_ns", pl.col("first_token_ns") + _ns("decode_us")),
+        epoch=pl.lit(0, pl.Int64),
+    )
+
+
+def _ns(duration: str) -> pl.Expr:
+    return (pl.col(duration) * 1e3).round().cast(pl.Int64, strict=False)

@@ -1,0 +1,157 @@
+"""What the steps a request was in tell of it: scheduling and execution time, and the times between its tokens."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from tracefit.timeline.anchors import execution_lags
+from tracefit.timeline.engines import ENGINE
+
+_REQUEST = [*ENGINE, "trace_id", "core_request_id"]
+_TIMES = ("steps", "steps_timed", "scheduler_us", "model_execute_us")
+
+
+def with_step_times(
+    requests: pl.DataFrame,
+    timeline: pl.DataFrame,
+    journeys: pl.DataFrame,
+    snapshots: pl.DataFrame,
+) -> pl.DataFrame:
+    """Fill `steps`, `steps_timed`, `scheduler_us`, `model_execute_us`, `execute_ratio` and `itl_p99_us`.
+
+    A request is in the steps from each SCHEDULED to the one before PREEMPTED, or to FINISHED. Its scheduling time is
+    the sum of `step.duration_us`; steps that were not sampled count as the mean of those that were, and `steps_timed`
+    is the share of these. What is left of the time from the first to the last of its steps is execution, sampling,
+    synchronization and the processing of outputs between two steps included. Where scheduling runs a step ahead of
+    execution nothing is taken off, and the steps begin to execute a step later.
+
+    Values that spans tell of are kept. Null where no step of a request is known, or it has not finished.
+
+    Args:
+        requests: The `requests` table.
+        timeline: The `timeline` table of the same runs.
+        journeys: Their `journey_events`.
+        snapshots: Their `request_snapshots`.
+    """
+    times = _step_times(_stays(journeys), timeline, execution_lags(timeline, journeys))
+    gaps = _token_gaps(requests, timeline, snapshots)
+    found = (*_TIMES, "itl_p99_us")
+    joined = requests.join(times, on=_REQUEST, how="left", suffix="_found", maintain_order="left")
+    joined = joined.join(gaps, on=_REQUEST, how="left", suffix="_found", maintain_order="left")
+    whole = pl.col("finished_ns").is_not_null()
+    filled = joined.with_columns(pl.coalesce(c, pl.when(whole).then(f"{c}_found")).alias(c) for c in found)
+    share = pl.col("model_execute_us") / pl.when(pl.col("e2e_us") > 0).then("e2e_us")
+    return filled.with_columns(execute_ratio=share).select(requests.columns)
+
+
+def _stays(journeys: pl.DataFrame) -> pl.DataFrame:
+    """One row per stretch of steps a request was in: first_step, last_step, begin_ns, end_ns (null: at a step's start)."""
+    turns = journeys.filter(
+        (pl.col("layer") == "core")
+        & pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"])
+        & pl.col("step_id").is_not_null()
+    )
+    turns = turns.rename({"request_id": "core_request_id"}).sort(*_REQUEST, "ts_ns", "step_id")
+
+    def following(name: str) -> pl.Expr:
+        return pl.col(name).shift(-1).over(_REQUEST)
+
+    preempted = following("event") == "PREEMPTED"
+    stays = turns.with_columns(
+        end_event=following("event"),
+        last_step=following("step_id") - preempted.cast(pl.Int64),
+        end_ns=pl.when(~preempted).then(following("ts_ns")),
+    ).filter(pl.col("event") == "SCHEDULED")
+    # A request that was scheduled and preempted by the same step was in none.
+    return stays.select(
+        *_REQUEST,
+        "end_event",
+        "last_step",
+        "end_ns",
+        first_step="step_id",
+        begin_ns="ts_ns",
+    ).filter(pl.col("last_step").is_null() | (pl.col("last_step") >= pl.col("first_step")))
+
+
+def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame) -> pl.DataFrame:
+    lag = lags.select("run_id", "server", lag="execution_lag_steps")
+    rows = stays.join(lag, on=["run_id", "server"], how="left").with_columns(pl.col("lag").fill_null(0))
+    rows = rows.with_columns(
+        before=pl.col("first_step") - 1,
+        starts=pl.col("first_step") + pl.col("lag"),
+        # The last step before a preemption ends where the next one starts.
+        ends=pl.col("last_step") + 1 + pl.col("lag"),
+    )
+    sums = timeline.sort("step_id").select(
+        *ENGINE,
+        "step_id",
+        known=pl.col("duration_us").is_not_null().cast(pl.Int64).cum_sum().over(ENGINE),
+        total=pl.col("duration_us").fill_null(0).cum_sum().over(ENGINE),
+    )
+    for side, step in (("until", "last_step"), ("from", "before")):
+        at = sums.rename({"step_id": step, "known": f"known_{side}", "total": f"total_{side}"})
+        rows = rows.sort(step).join_asof(at, on=step, by=ENGINE, check_sortedness=False)
+    starts = timeline.select(*ENGINE, "step_id", "ts_start_ns")
+    for step in ("starts", "ends"):
+        at = starts.rename({"step_id": step, "ts_start_ns": f"{step}_ns"})
+        rows = rows.join(at, on=[*ENGINE, step], how="left")
+    ahead = pl.col("lag") > 0
+    begin = pl.coalesce("starts_ns", pl.when(~ahead).then("begin_ns"))
+    whole = ~pl.any_horizontal(pl.col("end_event", "last_step").is_null())
+    rows = rows.with_columns(
+        steps=pl.when(whole).then(pl.col("last_step") - pl.col("first_step") + 1),
+        known=pl.col("known_until").fill_null(0) - pl.col("known_from").fill_null(0),
+        total=pl.col("total_until").fill_null(0) - pl.col("total_from").fill_null(0),
+        engine_us=(pl.coalesce("end_ns", "ends_ns") - begin) / 1e3,
+    )
+    sums = rows.group_by(_REQUEST).agg(
+        steps=_whole_sum("steps"),
+        known=pl.col("known").sum(),
+        total=pl.col("total").sum(),
+        engine_us=_whole_sum("engine_us"),
+        lag=pl.col("lag").first(),
+    )
+    told = (pl.col("known") > 0) & (pl.col("steps") > 0)
+    scheduler = pl.when(told).then(pl.col("total") * pl.col("steps") / pl.col("known"))
+    taken = pl.when(pl.col("lag") > 0).then(pl.when(told).then(0.0)).otherwise(scheduler)
+    return sums.select(
+        *_REQUEST,
+        "steps",
+        steps_timed=pl.when(pl.col("steps") > 0).then(pl.col("known") / pl.col("steps")),
+        scheduler_us=scheduler,
+        model_execute_us=pl.col("engine_us") - taken,
+    )
+
+
+def _whole_sum(name: str) -> pl.Expr:
+    return pl.when(pl.col(name).null_count() == 0).then(pl.col(name).sum())
+
+
+def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
+    """99th percentile of the times between a request's tokens, where snapshots show every token come out.
+
+    A token is out by the start of the first step whose snapshot counts it; the first and the last one have events.
+    """
+    several = pl.col("last_token_ns").is_not_null() & (pl.col("output_tokens") > 1)
+    ends = requests.filter(several & pl.col("first_token_ns").is_not_null())
+    facts = ends.select(*_REQUEST, "first_token_ns", "last_token_ns", "output_tokens")
+    starts = timeline.select(*ENGINE, "step_id", ts_ns="ts_start_ns").drop_nulls("ts_ns")
+    seen = snapshots.select(*ENGINE, "step_id", core_request_id="request_id", tokens="num_output_tokens")
+    seen = seen.join(starts, on=[*ENGINE, "step_id"]).join(facts, on=[*ENGINE, "core_request_id"])
+    seen = seen.filter(pl.col("tokens").is_between(2, pl.col("output_tokens") - 1))
+    edges = [
+        facts.select(*_REQUEST, "output_tokens", tokens=tokens, ts_ns=ts)
+        for tokens, ts in (
+            (pl.lit(1, pl.Int64), "first_token_ns"),
+            (pl.col("output_tokens"), "last_token_ns"),
+        )
+    ]
+    points = pl.concat([seen.select(edges[0].columns), *edges])
+    out = points.group_by(*_REQUEST, "output_tokens", "tokens").agg(pl.col("ts_ns").min()).sort("tokens")
+    gap = pl.col("ts_ns").diff().slice(1) / 1e3
+    whole = out.group_by(_REQUEST, maintain_order=True).agg(
+        known=pl.len(),
+        output_tokens=pl.col("output_tokens").first(),
+        itl_p99_us=gap.quantile(0.99, interpolation="linear"),
+    )
+    return whole.filter(pl.col("known") == pl.col("output_tokens")).select(*_REQUEST, "itl_p99_us")

@@ -1,0 +1,189 @@
+"""Requests that spans tell of without events: stock vLLM, lifecycle spans, and mixes with journeys."""
+
+from __future__ import annotations
+
+import pytest
+
+from tracefit.tables import dialects, schema
+
+BOOT = 1_700_000_000_000_000_000
+
+STOCK = {
+    "gen_ai.response.model": "a-model",
+    "gen_ai.request.id": "cmpl-7",
+    "gen_ai.request.max_tokens": 40,
+    "gen_ai.request.temperature": 0.5,
+    "gen_ai.usage.prompt_tokens": 120,
+    "gen_ai.usage.completion_tokens": 31,
+    "gen_ai.latency.time_in_queue": 0.010,
+    "gen_ai.latency.time_to_first_token": 0.035,
+    "gen_ai.latency.e2e": 0.335,
+    "gen_ai.latency.time_in_model_prefill": 0.020,
+    "gen_ai.latency.time_in_model_decode": 0.299,
+    "gen_ai.latency.time_in_model_inference": 0.319,
+}
+
+
+def _span(trace, scope, name, ids, begin_us, end_us, **attributes):
+    trace.span(scope, name, ids, [], attributes=attributes)
+    span = trace.records[-1]["scopeSpans"][0]["spans"][0]
+    span["startTimeUnixNano"] = str(BOOT + round(begin_us * 1000))
+    span["endTimeUnixNano"] = str(BOOT + round(end_us * 1000))
+    return trace
+
+
+def _stock(trace, number=7, *, begin_us=1_000_000, parent=0, scope="vllm.llm_engine", **changes):
+    facts = {**STOCK, "gen_ai.request.id": f"cmpl-{number}", **changes}
+    return _span(
+        trace, scope, "llm_request", (number, 2 * number, parent), begin_us, begin_us + 335_000, **facts
+    )
+
+
+def _phases(trace, number, phases, *, parent, scope="vllm.scheduler"):
+    for index, (name, begin_us, end_us) in enumerate(phases):
+        _span(trace, scope, name, (number, 1000 * number + index, parent), begin_us, end_us)
+    return trace
+
+
+@pytest.mark.parametrize("scope", ["vllm.llm_engine", "vllm.tracing.otel"])
+def test_a_stock_span_is_a_request(tables_of, traces, scope):
+    row = tables_of(_stock(traces, scope=scope))("requests").row(0, named=True)
+    expected = {
+        "request_id": "cmpl-7",
+        "dialect": "stock",
+        "arrival_ns": BOOT + 1_000_000_000,
+        "first_token_ns": BOOT + 1_035_000_000,
+        "finished_ns": BOOT + 1_335_000_000,
+        "prompt_tokens": 120,
+        "output_tokens": 31,
+        "max_tokens": 40,
+        "num_preemptions": None,
+        "finish_status": None,
+        "state": None,
+        "admission_us": None,
+        "departure_us": None,
+    }
+    assert {key: row[key] for key in expected} == expected
+    durations = {
+        "queue_wait_us": 10_000,
+        "time_in_queue_us": 10_000,
+        "prefill_us": 20_000,
+        "decode_us": 299_000,
+        "inference_us": 319_000,
+        "ttft_us": 35_000,
+        "e2e_us": 335_000,
+        "itl_us": 300_000 / 30,
+        "tokens_per_s": 31 / 0.335,
+        "queue_ratio": 10 / 335,
+    }
+    assert {key: row[key] for key in durations} == pytest.approx(durations)
+
+
+def test_the_phases_of_a_stock_request_are_counted_back_from_its_first_token(tables_of, traces):
+    row = tables_of(_stock(traces))("requests").row(0, named=True)
+    # 35 ms to the first token, 20 of them prefill, 10 before that in the queue.
+    assert row["first_scheduled_ns"] == BOOT + 1_015_000_000
+    assert row["queued_ns"] == BOOT + 1_005_000_000
+
+
+def test_an_older_stock_span_has_the_times_in_the_model(tables_of, traces):
+    older = {
+        "gen_ai.latency.time_in_scheduler": 0.002,
+        "gen_ai.latency.time_in_model_forward": 0.2,
+        "gen_ai.latency.time_in_model_execute": 0.3,
+        **dict.fromkeys(k for k in STOCK if "time_in_model" in k),
+    }
+    row = tables_of(_stock(traces, **older))("requests").row(0, named=True)
+    times = ("scheduler_us", "model_forward_us", "model_execute_us", "execute_ratio", "prefill_us")
+    assert [row[t] for t in times] == [2000, 200_000, 300_000, pytest.approx(0.3 / 0.335), None]
+    assert row["queued_ns"] == row["arrival_ns"], "nothing better is known"
+
+
+def test_values_that_are_no_numbers_are_unknown(tables_of, traces):
+    row = tables_of(_stock(traces, **{"gen_ai.latency.time_in_queue": "soon", "gen_ai.latency.e2e": True}))
+    row = row("requests").row(0, named=True)
+    assert (row["queue_wait_us"], row["finished_ns"], row["ttft_us"]) == (None, None, pytest.approx(35_000))
+
+
+LIFE = [
+    ("vllm_queue", 1_000, 3_000),
+    ("vllm_async_kv_transfer", 3_000, 4_500),
+    ("vllm_prefill", 4_500, 10_000),
+    ("vllm_decode", 10_000, 20_000),
+    ("vllm_queue", 20_000, 24_000),
+    ("vllm_prefill", 24_000, 26_000),
+    ("vllm_decode", 26_000, 40_000),
+]
+
+
+@pytest.mark.parametrize("scope", ["vllm.scheduler", "vllm.something.new"])
+def test_lifecycle_spans_of_one_parent_are_a_request(tables_of, traces, scope):
+    row = tables_of(_phases(traces, 9, LIFE, parent=99, scope=scope))("requests").row(0, named=True)
+    expected = {
+        "dialect": "lifecycle",
+        "queued_ns": BOOT + 1_000_000,
+        "first_scheduled_ns": BOOT + 4_500_000,
+        "first_token_ns": BOOT + 10_000_000,
+        "finished_ns": BOOT + 40_000_000,
+        "last_token_ns": BOOT + 40_000_000,
+        "queue_wait_us": 3_500,
+        "requeue_wait_us": 4_000,
+        "kv_transfer_us": 1_500,
+        "prefill_us": 7_500,
+        "decode_us": 24_000,
+        "engine_us": 39_000,
+        "inference_us": 35_500,
+        "arrival_ns": None,
+        "e2e_us": None,
+    }
+    assert {key: row[key] for key in expected} == expected
+
+
+def test_lifecycle_spans_complete_the_stock_span_they_belong_to(tables_of, traces):
+    trace = _stock(traces, 9, begin_us=500)
+    rows = tables_of(_phases(trace, 9, LIFE, parent=18))("requests")
+    row = rows.row(0, named=True)
+    assert (rows.height, row["dialect"], row["output_tokens"]) == (1, "stock", 31)
+    assert row["admission_us"] == 500, "both its ends are known now"
+    assert row["queue_wait_us"] == 10_000, "as the server itself counts it"
+
+
+def test_a_file_of_all_dialects_has_every_request_once(tables_of, traces):
+    trace = traces.request(1, 2_000_000, step=1)
+    _stock(trace, 7)
+    _phases(trace, 9, LIFE, parent=99)
+    table = tables_of(trace)
+    rows = table("requests").sort("dialect")
+    assert rows["dialect"].to_list() == ["journey", "lifecycle", "stock"]
+    # One server on one clock: the journey tells that it began at BOOT, so the others are on it, too.
+    assert rows["arrival_ns"].to_list() == [2_000_000_000, None, 1_000_000_000]
+    assert rows["queued_ns"].to_list() == [2_001_000_000, 1_000_000, 1_005_000_000]
+    assert table("runs")["dialects"].item().split(",") == ["vllm.api", "vllm.llm_engine", "vllm.scheduler"]
+
+
+def test_a_stock_span_below_the_api_span_of_a_journey_fills_its_gaps_alone(tables_of, traces):
+    trace = traces.request(1, 2_000_000, step=1, output=5)
+    stock = {"gen_ai.latency.time_in_queue": 9.0, "gen_ai.latency.time_in_model_forward": 0.04}
+    _span(trace, "vllm.llm_engine", "llm_request", (1, 77, 2), 2_000_000, 2_050_000, **stock)
+    rows = tables_of(trace)("requests")
+    row = rows.row(0, named=True)
+    assert rows.height == 1
+    assert (row["dialect"], row["queue_wait_us"]) == ("journey", 200), "events come first"
+    assert row["model_forward_us"] == 40_000, "no event tells of it"
+
+
+def test_every_scope_and_phase_has_a_dialect():
+    assert dialects.dialect_of("vllm.api") == "journey"
+    assert dialects.dialect_of("vllm.scheduler.step") == "journey"
+    assert dialects.dialect_of("vllm.llm_engine") == "stock"
+    assert dialects.dialect_of("vllm.scheduler", "vllm_queue") == "lifecycle"
+    assert dialects.dialect_of("vllm.somewhere", "vllm_decode") == "lifecycle"
+    assert dialects.dialect_of("fastapi") is None
+    assert dialects.dialect_of(None) is None
+
+
+def test_every_column_of_the_declared_table_is_one_of_the_table_it_names():
+    own = {"api_prompt_tokens", "api_completion_tokens", "api_max_tokens", "model"}
+    for s in dialects.SPELLINGS:
+        if s.attribute != dialects.EVENT_NAME:
+            assert s.column in {*schema.TABLES[s.table].names, *own}, s
