@@ -291,6 +291,13 @@ _ALPHA_DEFINITIONS = {
 }
 
 
+_WITHOUT_EVENTS = ("stock", "lifecycle")
+
+
+def _is_told(requests: pl.DataFrame, target: str) -> bool:
+    return bool(requests[training.ALPHA_TARGETS[target][0]].is_not_null().any())
+
+
 def _fit_alpha(
     tables: ScopeTables,
     target: str,
@@ -301,6 +308,10 @@ def _fit_alpha(
     name = f"alpha.{target}"
     if not tables.requests.height:
         return Missing(name, "the traces hold no journeys", f"start the server with {_JOURNEY_FLAGS}")
+    if (tables.requests["dialect"].is_in(_WITHOUT_EVENTS)).all() and not _is_told(tables.requests, target):
+        return Missing(
+            name, "the spans of these requests do not tell", f"start the server with {_JOURNEY_FLAGS}"
+        )
     rows = request_frame(tables, target, features, constants)
     if target == "queue_wait":
         return _fit_wait(rows, name, features, options, exact=tables.queue is not None)
