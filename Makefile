@@ -26,6 +26,9 @@ run: $(READY) ## the main job on the runs in fixtures/: tables, coefficients, ev
 test: $(READY) ## set up and run the tests
 	$(BIN)/python -m pytest
 
+test-browser: $(READY) ## open the report in a headless browser (Chromium); skipped where there is none
+	$(BIN)/python -m pytest -m browser -rs tests/browser
+
 check: $(READY) ## format, lint, types, tests: what a reviewer runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -68,4 +71,4 @@ test-minimum: ## run the tests on the oldest versions pyproject.toml declares
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup run test check format schemas fixtures models docs bench lock test-minimum clean
+.PHONY: help setup run test test-browser check format schemas fixtures models docs bench lock test-minimum clean

@@ -152,6 +152,14 @@ Features = Annotated[
         help="Feature set for step times: batch, roofline, a YAML or JSON file, or auto: validation chooses."
     ),
 ]
+Thresholds = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        "--threshold",
+        metavar="USE.MEASURE=YES:WITH_LIMITS",
+        help="What is asked of the models for a use, such as simulation.step_mape_pct=12:30; repeatable.",
+    ),
+]
 SampleCsv = Annotated[
     bool, typer.Option("--sample-csv", help="Also write the specification's two sample tables.")
 ]
@@ -227,6 +235,7 @@ def run(
     fast: Fast = False,
     include_overloaded: IncludeOverloaded = False,
     across: Across = False,
+    thresholds: Thresholds = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -236,6 +245,7 @@ def run(
     """
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
+        from tracefit.coefficients.verdicts import override
         from tracefit.reports.summary import run_text
         from tracefit.verbs.run import run as run_verb
         from tracefit.verbs.train import TrainOptions
@@ -250,6 +260,7 @@ def run(
             fast=fast,
             include_overloaded=include_overloaded,
             across=across,
+            thresholds=override(thresholds or []),
         )
         result = run_verb(paths, out, server=server, ingest_options=kept, options=options, progress=told)
         told.close()
@@ -329,6 +340,7 @@ def train(
     fast: Fast = False,
     include_overloaded: IncludeOverloaded = False,
     across: Across = False,
+    thresholds: Thresholds = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -338,6 +350,7 @@ def train(
     """
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
+        from tracefit.coefficients.verdicts import override
         from tracefit.reports.summary import train_text
         from tracefit.verbs.train import TrainOptions
         from tracefit.verbs.train import train as train_verb
@@ -350,6 +363,7 @@ def train(
             fast=fast,
             include_overloaded=include_overloaded,
             across=across,
+            thresholds=override(thresholds or []),
         )
         result = train_verb(tables, out, options=options, progress=told)
         told.close()
@@ -385,6 +399,37 @@ def requests(
         summary = summarize_requests(tables)
         text = requests_csv(summary) if csv else requests_text(summary)
         show(summary, text, as_json=json, quiet=False)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="What run or train wrote: evaluation.json and the models.")],
+    tables: Annotated[
+        Optional[Path],
+        typer.Option(help="The tables folder; FOLDER/tables if not given. Figures come from it."),
+    ] = None,
+    out: Annotated[Optional[Path], typer.Option(help="Where to write; FOLDER if not given.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write report.html and report.md anew, and print the report.
+
+    Example: `tracefit report out/`
+    """
+    told = Terminal(quiet=quiet)
+    with one_line_errors(told):
+        from tracefit.verbs.report import report as report_verb
+
+        result, made = report_verb(folder, tables=tables, out=out, progress=told)
+        told.close()
+        if json or quiet:
+            show(result, "", as_json=json, quiet=quiet)
+        else:
+            from rich.console import Console
+
+            from tracefit.reports.render import print_report
+
+            print_report(made, Console())
 
 
 @app.command()

@@ -22,6 +22,7 @@ from tracefit.tables.schema import TABLES, Table
 from tracefit.verbs.export import ExportResult
 from tracefit.verbs.inspect import Inspection
 from tracefit.verbs.predict import RowsAnswer
+from tracefit.verbs.report import ReportResult
 from tracefit.verbs.requests import RequestSummary
 from tracefit.verbs.results import IngestResult, RunResult, SynthResult, TrainResult
 
@@ -42,6 +43,7 @@ RESULTS: dict[str, Any] = {
     "ingest": IngestResult,
     "train": TrainResult,
     "requests": RequestSummary | list[dict[str, str | float | int | None]],
+    "report": ReportResult,
     "features": list[FeatureSet],
     "synth": SynthResult,
     "predict": StepAnswer | RequestAnswer | RowsAnswer,

@@ -42,6 +42,7 @@ def test_ingest_then_train_are_commands_of_their_own(tracefit, tmp_path, folder,
         "alpha.json",
         "beta.json",
         "evaluation.json",
+        "report.html",
         "report.md",
     ]
 
@@ -63,7 +64,7 @@ def test_json_is_the_result_as_it_is_on_disk(tracefit, tmp_path, folder, quick):
     assert (run["run_id"], run["spans"], run["steps"], run["requests"]) == ("busy", 121, 120, 60)
     assert said["trained"]["files"] == [
         str(tmp_path / "out" / name)
-        for name in ("models/alpha.json", "models/beta.json", "evaluation.json", "report.md")
+        for name in ("models/alpha.json", "models/beta.json", "evaluation.json", "report.md", "report.html")
     ]
     scope = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scopes"][0]
     for fitted in said["trained"]["fitted"]:

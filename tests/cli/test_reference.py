@@ -71,6 +71,7 @@ COMMANDS = {
     "inspect": ("{runs}",),
     "ingest": ("{runs}", "--out", "{out}/tables"),
     "train": ("{out}/tables", "--out", "{out}"),
+    "report": ("{out}",),
     "features": ("batch",),
     "synth": ("--out", "{out}", "--requests", "3"),
     "predict": ("{shipped}", "--scope", "llama-3.1-8b", "--batch", "32", "--context", "1500"),
@@ -84,8 +85,8 @@ def test_json_is_what_its_schema_says(tracefit, tmp_path, runs, quick, command):
         arguments = [a.format(runs=runs, out=tmp_path, shipped=ROOT / "models") for a in COMMANDS[name]]
         return tracefit(name, *arguments, "--json")
 
-    if command == "train":
-        call("ingest")
+    if command in ("train", "report"):
+        call("ingest" if command == "train" else "run")
     code, out, _ = call(command)
     said = json.loads(out)
     schema = json.loads((ROOT / f"schemas/results/{command}.schema.json").read_text())

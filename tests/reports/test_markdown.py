@@ -9,7 +9,9 @@ import pytest
 
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.files import read_coefficients
-from tracefit.reports.markdown import report_markdown
+from tracefit.reports.render import markdown_text
+from tracefit.tables.store import TableStore
+from tracefit.verbs.report import report_of
 
 
 @pytest.fixture
@@ -17,10 +19,12 @@ def report(trained):
     """Return a function that writes the report of the busy run, its evaluation changed first."""
     alpha, beta = (read_coefficients(trained / "models" / f"{kind}.json") for kind in ("alpha", "beta"))
 
+    store = TableStore(trained / "tables")
+
     def write(change=lambda _: None):
         evaluation = json.loads((trained / "evaluation.json").read_text())
         change(evaluation)
-        return report_markdown(Evaluation.model_validate(evaluation), alpha, beta)
+        return markdown_text(report_of(Evaluation.model_validate(evaluation), alpha, beta, store))
 
     return write
 

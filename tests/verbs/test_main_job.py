@@ -13,7 +13,7 @@ from tracefit import TrainOptions, ingest, run, train
 from tracefit.tables.schema import TABLES
 from tracefit.tables.store import TableStore
 
-RESULTS = ("models/alpha.json", "models/beta.json", "evaluation.json", "report.md")
+RESULTS = ("models/alpha.json", "models/beta.json", "evaluation.json", "report.md", "report.html")
 CONTRACT = {
     "runs",
     "spans",
@@ -29,7 +29,13 @@ CONTRACT = {
 
 
 def test_the_job_leaves_tables_models_evaluation_and_report(trained):
-    assert sorted(p.name for p in trained.iterdir()) == ["evaluation.json", "models", "report.md", "tables"]
+    assert sorted(p.name for p in trained.iterdir()) == [
+        "evaluation.json",
+        "models",
+        "report.html",
+        "report.md",
+        "tables",
+    ]
     assert sorted(p.name for p in (trained / "models").iterdir()) == ["alpha.json", "beta.json"]
     assert {p.name for p in (trained / "tables").iterdir()} >= CONTRACT
 

@@ -14,11 +14,12 @@ import polars as pl
 from tracefit._version import __version__
 from tracefit.coefficients import evaluation as ev
 from tracefit.coefficients import model as cf
+from tracefit.coefficients import verdicts
 from tracefit.features.definitions import definitions
 from tracefit.fit.bands import LEVEL_PCT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tracefit.features.context import Scope
     from tracefit.fit.across import AcrossResult, LeftOutErrors
@@ -273,15 +274,43 @@ def _equations(rows: pl.DataFrame) -> dict[str, int]:
 
 
 def evaluate(
-    scopes: Sequence[FittedScope], all_runs: pl.DataFrame, across: AcrossResult | None = None
+    scopes: Sequence[FittedScope],
+    all_runs: pl.DataFrame,
+    across: AcrossResult | None = None,
+    thresholds: Sequence[verdicts.Threshold] = verdicts.THRESHOLDS,
 ) -> ev.Evaluation:
-    """Publish everything that was measured."""
+    """Publish everything that was measured, and what it is worth by the thresholds."""
     return ev.Evaluation(
         ingest=_ingest(all_runs),
-        scopes=tuple(_scope(s) for s in scopes),
+        scopes=tuple(_scope(s, thresholds) for s in scopes),
         across=tuple(_across(one) for one in across.errors) if across else (),
         across_notes=across.notes if across else (),
     )
+
+
+def verdict_entries(
+    models: Mapping[str, ev.Entry], thresholds: Sequence[verdicts.Threshold]
+) -> dict[str, ev.VerdictEntry]:
+    """Publish the verdict on every use."""
+    return {
+        v.use: ev.VerdictEntry(
+            answer=v.answer,
+            reasons=v.reasons,
+            criteria=tuple(
+                ev.CriterionEntry(
+                    measure=j.threshold.measure,
+                    value=j.value,
+                    yes=j.threshold.yes,
+                    with_limits=j.threshold.with_limits,
+                    higher_is_better=verdicts.MEASURES[j.threshold.measure].higher_is_better,
+                    answer=j.answer,
+                    reason=j.reason,
+                )
+                for j in v.judged
+            ),
+        )
+        for v in verdicts.judge(models, thresholds)
+    }
 
 
 def _across(one: LeftOutErrors) -> ev.AcrossEntry:
@@ -329,7 +358,8 @@ def _sum(frame: pl.DataFrame, column: str) -> int:
     return int(frame[column].sum() or 0)
 
 
-def _scope(scope: FittedScope) -> ev.ScopeEvaluation:
+def _scope(scope: FittedScope, thresholds: Sequence[verdicts.Threshold]) -> ev.ScopeEvaluation:
+    models = {m.name: entry(m) for m in scope.models}
     return ev.ScopeEvaluation(
         scope_id=scope.scope.scope_id,
         runs=tuple(sorted(scope.tables.runs["run_id"].unique())),
@@ -337,7 +367,8 @@ def _scope(scope: FittedScope) -> ev.ScopeEvaluation:
             ev.OverloadEntry(run_id=o.run_id, reasons=o.reasons, trained_on=o.trained_on)
             for o in scope.overloads
         ),
-        models={m.name: entry(m) for m in scope.models},
+        verdicts=verdict_entries(models, thresholds),
+        models=models,
         not_fitted=tuple(
             ev.NotFittedEntry(name=m.name, reason=m.reason, remedy=m.remedy) for m in scope.missing
         ),

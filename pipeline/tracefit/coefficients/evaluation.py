@@ -224,12 +224,35 @@ class OverloadEntry(_Part):
     trained_on: bool = Field(description="asked for, or the scope has no other run")
 
 
+class CriterionEntry(_Part):
+    """One measure held against its threshold."""
+
+    measure: str
+    value: float | None
+    yes: float = Field(description="from here on the use is allowed")
+    with_limits: float = Field(description="from here on it is allowed with limits")
+    higher_is_better: bool
+    answer: Literal["yes", "with limits", "no"]
+    reason: str
+
+
+class VerdictEntry(_Part):
+    """What the scope's models are worth for one use: as good as the worst of the criteria."""
+
+    answer: Literal["yes", "with limits", "no"]
+    reasons: tuple[str, ...] = Field(description="the criteria that decide")
+    criteria: tuple[CriterionEntry, ...]
+
+
 class ScopeEvaluation(_Part):
     """Everything about one scope."""
 
     scope_id: str
     runs: tuple[str, ...]
     overloaded: tuple[OverloadEntry, ...] = ()
+    verdicts: dict[str, VerdictEntry] = Field(
+        default_factory=dict, description="use to verdict, by the thresholds that are stated with it"
+    )
     models: dict[str, Entry]
     not_fitted: tuple[NotFittedEntry, ...] = ()
     latency: dict[str, LatencyEntry] = Field(

@@ -39,6 +39,11 @@ def to_json(document: BaseModel) -> str:
     return json.dumps(_round_floats(plain), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def as_published(document: _Document) -> _Document:
+    """Return the document with the numbers its file has."""
+    return type(document).model_validate_json(to_json(document))
+
+
 def _round_floats(value: Any) -> Any:
     if isinstance(value, float):
         return rounded(value)

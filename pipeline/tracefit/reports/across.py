@@ -8,6 +8,7 @@ from tracefit.reports.cells import count, number, table
 
 if TYPE_CHECKING:
     from tracefit.coefficients.evaluation import AcrossEntry, Evaluation
+    from tracefit.reports.model import Part
 
 _HEAD = (
     "left out",
@@ -23,11 +24,11 @@ _HEAD = (
 )
 
 
-def across_lines(evaluation: Evaluation) -> list[str]:
-    """Return the section's paragraphs; none where leaving out was not asked for."""
+def across_parts(evaluation: Evaluation) -> list[Part]:
+    """Return the section's parts; none where leaving out was not asked for."""
     if not evaluation.across and not evaluation.across_notes:
         return []
-    parts = [
+    parts: list[Part] = [
         "## Across runs, models and GPUs",
         "Each is left out in turn and predicted by a model fitted on the others; errors are on all of its rows.",
     ]

@@ -1,8 +1,10 @@
-"""Cells and tables of the Markdown report."""
+"""Cells and tables of the report."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from tracefit.reports.model import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,18 +33,12 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a table."""
-    lines = [_row(head), _row(["---"] * len(head)), *(_row(r) for r in rows)]
-    return "\n".join(lines)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table of written cells."""
+    return Table(tuple(head), tuple(tuple(r) for r in rows))
 
 
 def metrics(m: MetricsEntry) -> tuple[str, ...]:
     """Write errors under the heads of `ERRORS`."""
     percentages = (m.mape_pct, m.mdape_pct, m.p90_ape_pct, m.p99_ape_pct, m.bias_pct)
     return (count(m.n), *(number(v) for v in percentages), number(m.mae))
-
-
-def _row(cells: Iterable[str]) -> str:
-    # A pipe in a run's or a model's name must not end the cell.
-    return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ScopeEvaluation,
         SummedEntry,
     )
+    from tracefit.reports.model import Part
 
 _TITLES = {
     "ttft": "TTFT",
@@ -35,13 +36,17 @@ _PREAMBLE = (
 )
 
 
-def latency_sections(scope: ScopeEvaluation) -> list[str]:
+def latency_sections(scope: ScopeEvaluation) -> list[Part]:
     """Return the sections on composed latencies; one line where there are none."""
     if not scope.latency:
         because = scope.latency_missing or "nothing was fitted"
         return ["### Request latencies", f"Not composed: {because}."]
-    parts = ["### Request latencies", _PREAMBLE, table(("latency", "predicted", *ERRORS), _rows(scope))]
-    parts.append("\n".join(f"- {_TITLES[name]}: {entry.definition}" for name, entry in scope.latency.items()))
+    parts: list[Part] = [
+        "### Request latencies",
+        _PREAMBLE,
+        table(("latency", "predicted", *ERRORS), _rows(scope)),
+    ]
+    parts += [f"- {_TITLES[name]}: {entry.definition}" for name, entry in scope.latency.items()]
     left_out = [
         f"{_TITLES[name]} "
         + ", ".join(f"{reason.replace('_', ' ')} {count(n)}" for reason, n in entry.left_out.items())
@@ -91,7 +96,7 @@ def _rows(scope: ScopeEvaluation) -> Iterator[tuple[str, ...]]:
 _GROUP_HEAD = ("latency", *ERRORS, "averages only MAPE %", "baseline MAPE %")
 
 
-def _by_run(scope: ScopeEvaluation) -> list[str]:
+def _by_run(scope: ScopeEvaluation) -> list[Part]:
     rows = [
         (f"`{run}`", *_group(_TITLES[name], errors))
         for name in _GROUPED
@@ -102,7 +107,7 @@ def _by_run(scope: ScopeEvaluation) -> list[str]:
     return ["By run, teacher-forced:", table(("run", *_GROUP_HEAD), rows)]
 
 
-def _by_phase(scope: ScopeEvaluation) -> list[str]:
+def _by_phase(scope: ScopeEvaluation) -> list[Part]:
     rows = [
         (_phase(phase), *_group(_TITLES[name], phase))
         for name in _GROUPED

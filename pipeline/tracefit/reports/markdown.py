@@ -1,4 +1,4 @@
-"""report.md: the evaluation's numbers for a person."""
+"""The report's content: the evaluation's numbers for a person, and the figures where they belong."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from tracefit.coefficients.model import (
     RegimesModel,
     Term,
 )
-from tracefit.reports.across import across_lines
+from tracefit.reports.across import across_parts
 from tracefit.reports.cells import ERRORS, count, metrics, number, share, table
 from tracefit.reports.latency import burst_lines, latency_sections, summed_line
+from tracefit.reports.model import Figure, Part, Report, Table
 from tracefit.reports.trust import trust_lines
+from tracefit.reports.verdicts import verdict_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,21 +40,32 @@ _PREAMBLE = (
 AnyModel = LinearModel | RegimesModel | BoundaryModel
 
 
-def report_markdown(evaluation: Evaluation, alpha: CoefficientFile, beta: CoefficientFile) -> str:
-    """Return the whole report as Markdown text."""
+Figures = dict[tuple[str, str], tuple[Figure, ...]]
+"""(scope_id, model name) to its figures; of a scope also `latency` and `engine`."""
+
+
+def build_report(
+    evaluation: Evaluation, alpha: CoefficientFile, beta: CoefficientFile, figures: Figures | None = None
+) -> Report:
+    """Build the whole report.
+
+    Args:
+        evaluation: The evaluation.
+        alpha: Its alpha file.
+        beta: Its beta file.
+        figures: What there is to draw.
+    """
     models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
-    parts = [
-        "# tracefit report",
-        _PREAMBLE,
-        *_ingest(evaluation.ingest),
-    ]
+    parts: list[Part] = [*verdict_parts(evaluation), _PREAMBLE, *_ingest(evaluation.ingest)]
+    if not figures:
+        parts.append("There were no tables beside the evaluation: figures are left out.")
     for scope in evaluation.scopes:
-        parts += _scope(scope, models)
-    parts += across_lines(evaluation)
-    return "\n\n".join(parts) + "\n"
+        parts += _scope(scope, models, figures or {})
+    parts += [*across_parts(evaluation), *_provenance(beta)]
+    return Report("tracefit report", tuple(parts))
 
 
-def _ingest(entry: IngestEntry) -> list[str]:
+def _ingest(entry: IngestEntry) -> list[Part]:
     rows = [
         ("files", count(entry.files)),
         ("bytes", count(entry.bytes)),
@@ -63,7 +76,7 @@ def _ingest(entry: IngestEntry) -> list[str]:
         ("events the server's SDK dropped", count(entry.dropped_events)),
         *((f"events `{name}`", count(n)) for name, n in entry.events.items()),
     ]
-    parts = ["## Data", table(("what", "count"), rows)]
+    parts: list[Part] = ["## Data", table(("what", "count"), rows)]
     if entry.dropped_events:
         parts.append(
             f"**{count(entry.dropped_events)} events were dropped by the server's SDK** and are missing from every "
@@ -72,8 +85,10 @@ def _ingest(entry: IngestEntry) -> list[str]:
     return parts
 
 
-def _scope(scope: ScopeEvaluation, models: dict[tuple[str | None, str], AnyModel]) -> list[str]:
-    parts = [f"## Scope `{scope.scope_id}`", f"Runs: {', '.join(f'`{r}`' for r in scope.runs)}"]
+def _scope(
+    scope: ScopeEvaluation, models: dict[tuple[str | None, str], AnyModel], figures: Figures
+) -> list[Part]:
+    parts: list[Part] = [f"## Scope `{scope.scope_id}`", f"Runs: {', '.join(f'`{r}`' for r in scope.runs)}"]
     mine = {name: models[scope.scope_id, name] for name in scope.models}
     parts += _facts(next(iter(mine.values())) if mine else None)
     parts += [_overload(one) for one in scope.overloaded]
@@ -85,7 +100,47 @@ def _scope(scope: ScopeEvaluation, models: dict[tuple[str | None, str], AnyModel
     parts += _timeline(scope)
     for name, entry in scope.models.items():
         parts += _model(name, entry, mine[name], scope.exclusions.get(name, {}))
-    return parts
+        parts += figures.get((scope.scope_id, name), ())
+    for title, kind in (("Requests as measured", "latency"), ("The engine over the run", "engine")):
+        if drawn := figures.get((scope.scope_id, kind)):
+            parts += [f"### {title}", *drawn]
+    return [*parts, *_ranges(mine)]
+
+
+def _ranges(models: dict[str, AnyModel]) -> list[Part]:
+    """Say what the models have seen: outside of it a prediction is an extrapolation."""
+    rows = [
+        (f"`{name}`", f"`{t.feature}`", _interval(t.seen))
+        for name, model in models.items()
+        for t in _all_terms(model)
+        if t.seen is not None
+    ]
+    if not rows:
+        return []
+    text = (
+        "Smallest and largest value in the training rows. Outside of them a prediction is an extrapolation."
+    )
+    return ["### Validity ranges", text, table(("model", "feature", "seen"), rows)]
+
+
+def _all_terms(model: AnyModel) -> list[Term]:
+    if isinstance(model, RegimesModel):
+        return [t for r in model.regimes for t in r.terms]
+    return [*(model.work if isinstance(model, BoundaryModel) else model).terms]
+
+
+def _provenance(file: CoefficientFile) -> list[Part]:
+    made = file.provenance
+    if made is None:
+        return []
+    rows = [
+        (made.tool, made.version),
+        *((name, number) for name, number in made.libraries.items()),
+        *((f"option {name}", str(value)) for name, value in made.options.items()),
+    ]
+    inputs = {m.training.inputs_sha256: m.scope_id or "" for m in file.models if m.training}
+    rows += [(f"inputs of `{scope}`, sha256", f"`{digest}`") for digest, scope in inputs.items()]
+    return ["## Provenance", table(("what", "value"), rows)]
 
 
 def _overload(one: OverloadEntry) -> str:
@@ -123,7 +178,7 @@ def _facts(model: AnyModel | None) -> list[str]:
 _ERRORS = ("model", *ERRORS, "baseline MAE", "reference MAE")
 
 
-def _errors(scope: ScopeEvaluation) -> str:
+def _errors(scope: ScopeEvaluation) -> Table:
     rows = []
     for name, entry in scope.models.items():
         reference = entry.reference.mae if entry.reference else None
@@ -132,7 +187,7 @@ def _errors(scope: ScopeEvaluation) -> str:
     return table(_ERRORS, rows)
 
 
-def _timeline(scope: ScopeEvaluation) -> list[str]:
+def _timeline(scope: ScopeEvaluation) -> list[Part]:
     t = scope.timeline
     rows = [
         ("servers", count(t.servers)),
@@ -156,7 +211,7 @@ def _timeline(scope: ScopeEvaluation) -> list[str]:
         ("median cycle us", number(t.median_cycle_us)),
         ("median `step.duration_us`", number(t.median_duration_us)),
     ]
-    parts = ["### Step clock", table(("what", "value"), rows)]
+    parts: list[Part] = ["### Step clock", table(("what", "value"), rows)]
     if t.beta_target_because:
         parts.append(f"Step times come from the {t.beta_target_source}: {t.beta_target_because}.")
     if t.execution_lag_steps:
@@ -172,8 +227,8 @@ def _timeline(scope: ScopeEvaluation) -> list[str]:
     return parts
 
 
-def _model(name: str, entry: Entry, model: AnyModel, left_out: dict[str, int]) -> list[str]:
-    parts = [f"### `{name}`"]
+def _model(name: str, entry: Entry, model: AnyModel, left_out: dict[str, int]) -> list[Part]:
+    parts: list[Part] = [f"### `{name}`"]
     if model.target is not None:
         t = model.target
         parts.append(f"Target: {t.definition} ({t.unit}, from {t.source}).")
@@ -214,7 +269,7 @@ def _model(name: str, entry: Entry, model: AnyModel, left_out: dict[str, int]) -
     return parts
 
 
-def _coefficients(model: AnyModel) -> list[str]:
+def _coefficients(model: AnyModel) -> list[Part]:
     if isinstance(model, RegimesModel):
         return [
             part
@@ -251,7 +306,7 @@ def _condition(when: Condition) -> str:
     return "when " + " or ".join(tests)
 
 
-def _terms(intercept: Number, terms: Iterable[Term]) -> str:
+def _terms(intercept: Number, terms: Iterable[Term]) -> Table:
     rows: list[tuple[str, ...]] = [
         ("intercept", "us", number(intercept.value), _interval(intercept.ci95), "")
     ]

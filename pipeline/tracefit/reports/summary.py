@@ -43,6 +43,8 @@ def train_text(result: TrainResult) -> str:
     lines = [_columns(head, rows), ""]
     if result.latencies:
         lines += [_columns(_LATENCY_HEAD, [_latency_row(x) for x in result.latencies]), ""]
+    for scope_id, answers in result.verdicts.items():
+        lines += [scope_id, *(f"  {use}: {answer}" for use, answer in answers.items()), ""]
     lines += [f"not fitted: {text}" for text in result.not_fitted]
     lines += [f"wrote   {path}" for path in result.files]
     return "\n".join(lines)

@@ -17,7 +17,8 @@ from tracefit.coefficients.consumers.wva import to_wva
 from tracefit.coefficients.models import load
 from tracefit.errors import DataError, UsageError
 from tracefit.tables.store import TableStore
-from tracefit.verbs.train import load_scope, scopes_of, write_bytes
+from tracefit.verbs.train import load_scope, scopes_of
+from tracefit.verbs.writing import write_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

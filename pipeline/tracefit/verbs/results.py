@@ -115,6 +115,8 @@ class TrainResult:
     not_fitted: tuple[str, ...] = ()
     latencies: tuple[LatencySummary, ...] = ()
     quarantined: bool = False
+    verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
+    """scope_id to use to verdict: yes, with limits or no."""
 
     @property
     def exit_code(self) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +9,9 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.coefficients import assemble
-from tracefit.coefficients.files import to_json
-from tracefit.errors import DataError, UsageError
+from tracefit.coefficients.files import as_published, to_json
+from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
+from tracefit.errors import DataError
 from tracefit.features.context import Scope, context_from_json, scope_of
 from tracefit.features.kv_cache import with_kv_cache, with_prefix_hits
 from tracefit.features.sets import BUILT_IN, FeatureSet, find_feature_set, read_feature_set
@@ -21,17 +20,24 @@ from tracefit.fit.across import fit_across
 from tracefit.fit.options import BetaTarget, ScopeOptions
 from tracefit.fit.overload import Overload, find_overloads, runs_to_fit
 from tracefit.fit.scope import FittedModel, FittedScope, Missing, ScopeTables, fit_scope
-from tracefit.reports.markdown import report_markdown
 from tracefit.tables import schema
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
-from tracefit.verbs.results import LatencySummary, ModelSummary, Progress, Silent, TrainResult
+from tracefit.verbs.report import report_of, report_texts
+from tracefit.verbs.results import (
+    LatencySummary,
+    ModelSummary,
+    Progress,
+    Silent,
+    TrainResult,
+)
 from tracefit.verbs.samples import sample_tables
 from tracefit.verbs.timelines import engine_limits, write_timelines
+from tracefit.verbs.writing import write_texts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from tracefit.fit.latency import Latency
 
@@ -49,6 +55,7 @@ class TrainOptions:
         fast: Skip the gradient-boosted references, most of the time training takes.
         include_overloaded: Train on overloaded runs too, where their scope has others.
         across: Also leave out every run, model and GPU in turn and measure the models fitted on the others.
+        thresholds: What is asked of the models for each use.
     """
 
     beta_target: BetaTarget = "auto"
@@ -58,6 +65,7 @@ class TrainOptions:
     fast: bool = False
     include_overloaded: bool = False
     across: bool = False
+    thresholds: tuple[Threshold, ...] = THRESHOLDS
 
 
 def train(
@@ -105,17 +113,20 @@ def train(
     if options.across:
         told.stage("leaving out runs, models and GPUs")
         across = fit_across(scopes, scope_options(options))
-    evaluation = assemble.evaluate(scopes, runs, across)
+    evaluation = assemble.evaluate(scopes, runs, across, options.thresholds)
     report = Path(report_folder or out)
     texts = {
         Path(out) / "alpha.json": to_json(alpha),
         Path(out) / "beta.json": to_json(beta),
         report / "evaluation.json": to_json(evaluation),
-        report / "report.md": report_markdown(evaluation, alpha, beta),
     }
     if options.sample_csv:
         texts.update({Path(out) / name: text for name, text in sample_tables(scopes).items()})
     _write_training_frames(store, scopes)
+    told.stage("drawing the report")
+    # From the files' own numbers, so that `report` makes the same one later.
+    made = report_of(as_published(evaluation), as_published(alpha), as_published(beta), store)
+    texts |= report_texts(made, report)
     write_texts(texts)
     fitted = [(s, m) for s in scopes for m in s.models]
     return TrainResult(
@@ -124,6 +135,7 @@ def train(
         evaluation=report / "evaluation.json",
         report=report / "report.md",
         fitted=tuple(_summary(s, m) for s, m in fitted),
+        verdicts={s.scope_id: {use: v.answer for use, v in s.verdicts.items()} for s in evaluation.scopes},
         not_fitted=tuple(_what_is_missing(s, m) for s in scopes for m in s.missing),
         latencies=tuple(
             _latency_summary(s, name, latency)
@@ -310,30 +322,3 @@ def _latency_summary(scope: FittedScope, name: str, latency: Latency) -> Latency
         averages_only_mape_pct=errors.averages_only.mape_pct,
         baseline_mape_pct=errors.baseline.mape_pct,
     )
-
-
-def write_texts(texts: Mapping[Path, str]) -> None:
-    """Write texts as UTF-8 files, each there whole or not at all.
-
-    Raises:
-        UsageError: A file cannot be written.
-    """
-    write_bytes({path: text.encode("utf-8") for path, text in texts.items()})
-
-
-def write_bytes(contents: Mapping[Path, bytes]) -> None:
-    """Write files so that each is there whole or not at all.
-
-    Raises:
-        UsageError: A file cannot be written.
-    """
-    for path, content in contents.items():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, unfinished = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(content)
-            Path(unfinished).chmod(0o644)
-            Path(unfinished).replace(path)
-        except OSError as error:
-            raise UsageError(f"cannot be written ({error.strerror or error})", where=str(path)) from error

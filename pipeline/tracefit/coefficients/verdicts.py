@@ -1,0 +1,217 @@
+"""What a scope's models may be used for: stated thresholds on hold-out measures, and a verdict with its reasons.
+
+A measure at or better than `yes` allows the use, one at or better than `with_limits` allows it with that limit, anything
+worse, or a model that is not there, forbids it. A use is as good as the worst of its measures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from tracefit.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from tracefit.coefficients.evaluation import Entry
+
+Answer = Literal["yes", "with limits", "no"]
+_RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
+
+STEP_MODELS = ("beta.cycle_time", "beta.duration")
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A number of one model's validation, in words; null when the model or the number is not there."""
+
+    models: tuple[str, ...]
+    what: str
+    unit: str
+    higher_is_better: bool
+    of: Callable[[Entry], float | None]
+
+
+def _extrapolated_pct(entry: Entry) -> float | None:
+    return 100 * entry.extrapolated_rows / entry.holdout.n if entry.holdout.n else None
+
+
+def _absolute_bias_pct(entry: Entry) -> float | None:
+    return None if entry.holdout.bias_pct is None else abs(entry.holdout.bias_pct)
+
+
+def _has_queued(entry: Entry) -> bool:
+    """Tell whether anybody was queued in the hold-out: without, nothing there speaks for or against the model."""
+    counts = entry.classifier.confusion if entry.classifier else {}
+    return counts.get("true_positive", 0) + counts.get("false_negative", 0) > 0
+
+
+def _told_apart(entry: Entry) -> float | None:
+    return entry.classifier.balanced_accuracy if entry.classifier and _has_queued(entry) else None
+
+
+def _wait_skill(entry: Entry) -> float | None:
+    return entry.skill if entry.classifier is None or _has_queued(entry) else None
+
+
+_WAIT = ("alpha.queue_wait",)
+_ADMISSION = ("alpha.admission",)
+MEASURES: dict[str, Measure] = {
+    "step_mape_pct": Measure(
+        STEP_MODELS, "mean error of a step's time", " %", False, lambda e: e.holdout.mape_pct
+    ),
+    "step_p90_ape_pct": Measure(
+        STEP_MODELS, "error that 90 % of steps stay below", " %", False, lambda e: e.holdout.p90_ape_pct
+    ),
+    "step_bias_pct": Measure(STEP_MODELS, "bias of the total time of steps", " %", False, _absolute_bias_pct),
+    "step_skill": Measure(
+        STEP_MODELS,
+        "share of the median baseline's error that the step model removes",
+        "",
+        True,
+        lambda e: e.skill,
+    ),
+    "step_extrapolated_pct": Measure(
+        STEP_MODELS, "held-out steps outside the range trained on", " %", False, _extrapolated_pct
+    ),
+    "queue_wait_skill": Measure(
+        _WAIT,
+        "share of the median baseline's error that the queue-wait model removes",
+        "",
+        True,
+        _wait_skill,
+    ),
+    "queue_regime_accuracy": Measure(
+        _WAIT, "balanced accuracy of telling queued requests from others", "", True, _told_apart
+    ),
+    "admission_mdape_pct": Measure(
+        _ADMISSION, "median error of the admission overhead", " %", False, lambda e: e.holdout.mdape_pct
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """From where on a measure allows a use, and allows it with limits."""
+
+    use: str
+    measure: str
+    yes: float
+    with_limits: float
+
+    @property
+    def name(self) -> str:
+        """How it is named when it is overridden."""
+        return f"{self.use}.{self.measure}"
+
+
+THRESHOLDS: tuple[Threshold, ...] = (
+    Threshold("simulation", "step_mape_pct", 10.0, 25.0),
+    Threshold("simulation", "step_bias_pct", 5.0, 15.0),
+    Threshold("simulation", "step_skill", 0.5, 0.1),
+    Threshold("simulation", "step_extrapolated_pct", 10.0, 50.0),
+    Threshold("simulation", "admission_mdape_pct", 10.0, 50.0),
+    Threshold("capacity planning", "step_bias_pct", 3.0, 10.0),
+    Threshold("capacity planning", "step_mape_pct", 15.0, 30.0),
+    Threshold("capacity planning", "step_extrapolated_pct", 10.0, 50.0),
+    Threshold("autoscaling", "step_mape_pct", 15.0, 30.0),
+    Threshold("autoscaling", "step_bias_pct", 5.0, 15.0),
+    Threshold("autoscaling", "queue_regime_accuracy", 0.95, 0.8),
+    Threshold("alerting", "step_p90_ape_pct", 20.0, 50.0),
+    Threshold("alerting", "queue_regime_accuracy", 0.95, 0.8),
+    Threshold("alerting", "queue_wait_skill", 0.5, 0.0),
+)
+"""What is asked of the models for each use.
+
+A simulator needs steps that are right one by one and in sum, and the API work; capacity planning needs sums; an
+autoscaler needs to know when requests begin to queue; an alert needs few large errors and the wait itself.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One measure held against its threshold."""
+
+    threshold: Threshold
+    value: float | None
+    answer: Answer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the models of one scope are worth for one use."""
+
+    use: str
+    answer: Answer
+    judged: tuple[Judged, ...]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Say what decides: the measures that keep it from a yes, or all of them."""
+        worst = [j.reason for j in self.judged if j.answer == self.answer]
+        return tuple(worst)
+
+
+def judge(models: Mapping[str, Entry], thresholds: Iterable[Threshold] = THRESHOLDS) -> tuple[Verdict, ...]:
+    """Give a verdict on every use.
+
+    Args:
+        models: Published name to validation, of one scope.
+        thresholds: What is asked, in the order of their uses.
+    """
+    by_use: dict[str, list[Judged]] = {}
+    for threshold in thresholds:
+        by_use.setdefault(threshold.use, []).append(_judge_one(models, threshold))
+    return tuple(
+        Verdict(use, max((j.answer for j in judged), key=_RANK.__getitem__), tuple(judged))
+        for use, judged in by_use.items()
+    )
+
+
+def _judge_one(models: Mapping[str, Entry], threshold: Threshold) -> Judged:
+    measure = MEASURES[threshold.measure]
+    name = next((m for m in measure.models if m in models), None)
+    if name is None:
+        return Judged(threshold, None, "no", f"{measure.models[0]} is not fitted")
+    value = measure.of(models[name])
+    if value is None:
+        # Nothing on the hold-out tells: that is no proof against the model, and none for it.
+        return Judged(threshold, None, "with limits", f"{measure.what}: the hold-out does not tell")
+    answer = _answer(value, threshold, higher_is_better=measure.higher_is_better)
+    bound = threshold.yes if answer == "yes" else threshold.with_limits if answer == "no" else threshold.yes
+    asked = f"at {'least' if measure.higher_is_better else 'most'} {bound:g}{measure.unit}"
+    return Judged(threshold, value, answer, f"{measure.what} {value:.3g}{measure.unit} ({asked} is asked)")
+
+
+def _answer(value: float, threshold: Threshold, *, higher_is_better: bool) -> Answer:
+    sign = -1 if higher_is_better else 1
+    if sign * value <= sign * threshold.yes:
+        return "yes"
+    return "with limits" if sign * value <= sign * threshold.with_limits else "no"
+
+
+def override(texts: Iterable[str]) -> tuple[Threshold, ...]:
+    """Return the thresholds with some replaced: `simulation.step_mape_pct=12:30` (yes, with limits).
+
+    Raises:
+        UsageError: No such threshold, or not two numbers.
+    """
+    changed = {t.name.replace(" ", "-"): t for t in THRESHOLDS}
+    for text in texts:
+        name, _, numbers = text.partition("=")
+        if name not in changed:
+            raise UsageError(
+                f"--threshold {text}: no such threshold",
+                hint=did_you_mean(name, changed) or f"known: {', '.join(changed)}",
+            )
+        try:
+            yes, with_limits = (float(n) for n in numbers.split(":"))
+        except ValueError as error:
+            raise UsageError(
+                f"--threshold {text}: not of the form USE.MEASURE=YES:WITH_LIMITS",
+                hint="for example --threshold simulation.step_mape_pct=12:30",
+            ) from error
+        changed[name] = replace(changed[name], yes=yes, with_limits=with_limits)
+    return tuple(changed.values())

@@ -1,0 +1,252 @@
+"""Figures of one model: coefficients, predicted against measured, residuals, errors by kind of row."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.coefficients.columns import features_of, holds, prediction
+from tracefit.coefficients.model import BoundaryModel, LinearModel, RegimesModel, Term
+from tracefit.reports.model import Band, Figure, Panel, Series, Table
+
+if TYPE_CHECKING:
+    from tracefit.coefficients.evaluation import Entry
+
+AnyModel = LinearModel | RegimesModel | BoundaryModel
+
+US_PER_MS = 1e3
+_SUMMARY_ROWS = 8
+_STRONG = 2
+
+
+def model_figures(model: AnyModel, entry: Entry, rows: pl.DataFrame, *, points: int) -> tuple[Figure, ...]:
+    """Draw what tells a model: for each, what to look for and the numbers behind it.
+
+    Args:
+        model: The model.
+        entry: Its validation.
+        rows: Its training frame, of every split; rows that were left out are marked in `excluded_because`.
+        points: At most so many points per series, evenly taken in time.
+    """
+    name = _clean(f"{model.scope_id}-{model.name}")
+    figures = [_forest(name, model), _errors(name, model.name, entry)]
+    missing = features_of(model) - set(rows.columns)
+    if not missing:
+        kept = _predicted(model, rows)
+        held = kept.filter(pl.col("split") == "holdout")
+        if held.height:
+            figures += [
+                _against(name, model, held, points),
+                _over_time(name, model.name, kept, points),
+                *_over_features(name, model, held, points),
+            ]
+    return tuple(f for f in figures if f is not None)
+
+
+def _clean(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()
+
+
+def _predicted(model: AnyModel, rows: pl.DataFrame) -> pl.DataFrame:
+    """Rows that count, with the prediction and the measurement in ms."""
+    kept = rows.filter(pl.col("excluded_because").is_null())
+    if "source" in kept.columns:
+        # A mean over an interval is no step: the errors of the report are those on single steps.
+        kept = kept.filter(pl.col("source") != "interval")
+    start = pl.col("ts_ns").min().over("run_id", "server")
+    kept = kept.with_columns(
+        predicted_ms=prediction(model) / US_PER_MS,
+        measured_ms=pl.col("y") / US_PER_MS,
+        at_s=(pl.col("ts_ns") - start) / 1e9,
+        first_regime=holds(model.regimes[0].when) if isinstance(model, RegimesModel) else pl.lit(value=True),
+    )
+    return kept.with_columns(residual_ms=pl.col("measured_ms") - pl.col("predicted_ms")).drop_nulls(
+        "residual_ms"
+    )
+
+
+def thinned(rows: pl.DataFrame, points: int) -> pl.DataFrame:
+    """Take at most `points` rows, evenly."""
+    return rows.gather_every(max(1, -(-rows.height // points)))
+
+
+def _series(name: str, rows: pl.DataFrame, x: str, y: str, points: int) -> Series:
+    taken = thinned(rows.sort("ts_ns"), points)
+    return Series(name, "points", tuple(taken[x].to_list()), tuple(taken[y].to_list()))
+
+
+def _terms(model: AnyModel) -> list[tuple[str, Term]]:
+    if isinstance(model, RegimesModel):
+        return [(f"{r.name}: ", t) for r in model.regimes for t in r.terms]
+    if isinstance(model, BoundaryModel):
+        return [("", t) for t in model.work.terms]
+    return [("", t) for t in model.terms]
+
+
+def _forest(name: str, model: AnyModel) -> Figure | None:
+    """Draw what each term adds between the smallest and the largest value it was trained on."""
+    drawn = [(f"{prefix}{t.feature}", t) for prefix, t in _terms(model) if t.seen is not None]
+    if not drawn:
+        return None
+    ranges = [t.seen[1] - t.seen[0] if t.seen else 0.0 for _, t in drawn]
+    values = [t.value * r / US_PER_MS for (_, t), r in zip(drawn, ranges, strict=True)]
+    ends = [
+        tuple(sorted(v * r / US_PER_MS for v in (t.ci95 or (t.value, t.value))))
+        for (_, t), r in zip(drawn, ranges, strict=True)
+    ]
+    rows = tuple(
+        (f"`{label}`", f"{v:.4g}", f"{low:.4g} to {high:.4g}")
+        for (label, _), v, (low, high) in zip(drawn, values, ends, strict=True)
+    )
+    places = tuple(float(k) for k in range(len(drawn)))
+    lows, highs = tuple(e[0] for e in ends), tuple(e[1] for e in ends)
+    series = Series("effect over the range seen", "intervals", tuple(values), places, lows, highs)
+    return Figure(
+        name=f"{name}-terms",
+        title=f"{model.name}: what each term adds",
+        caption="The point is the coefficient times the range of its feature in the training rows, the line its 95 % "
+        "interval. Look for intervals that cross zero: those terms could as well not be there.",
+        x_label="ms",
+        panels=(Panel("", (series,)),),
+        categories=tuple(label for label, _ in drawn),
+        summary=Table(("term", "adds, ms", "95 % interval, ms"), rows),
+    )
+
+
+def _errors(name: str, model_name: str, entry: Entry) -> Figure | None:
+    found = [
+        ("this model", entry.holdout.mae),
+        ("baseline: training median", entry.baseline.mae),
+        ("reference: boosted trees", entry.reference.mae if entry.reference else None),
+        *((f"this model, {kind.replace('_', ' ')} ({m.n:,})", m.mae) for kind, m in entry.by.items()),
+    ]
+    known = [(label, mae / US_PER_MS) for label, mae in found if mae is not None]
+    if not known:
+        return None
+    places = tuple(float(k) for k in range(len(known)))
+    series = Series("mean absolute error", "bars", tuple(v for _, v in known), places)
+    return Figure(
+        name=f"{name}-errors",
+        title=f"{model_name}: errors on the hold-out",
+        caption="Mean absolute error. Look for a bar well below the baseline's and near the reference's: a long way above "
+        "the reference means that a straight line misses something in these features.",
+        x_label="ms",
+        panels=(Panel("", (series,)),),
+        categories=tuple(label for label, _ in known),
+        summary=Table(("of", "mean absolute error, ms"), tuple((label, f"{v:.4g}") for label, v in known)),
+    )
+
+
+def _against(name: str, model: AnyModel, held: pl.DataFrame, points: int) -> Figure:
+    log = float(held["measured_ms"].max() or 0) > 50 * max(float(held["measured_ms"].median() or 0), 1e-9)  # type: ignore[arg-type]
+    look = (
+        "Points on the line are right; a cloud that leaves it at one end is a bend the model does not know."
+    )
+    if isinstance(model, RegimesModel):
+        first, rest = model.regimes[0].name, model.regimes[-1].name
+        parts = [(first, held.filter("first_regime")), (rest, held.filter(~pl.col("first_regime")))]
+        log = True
+        look = (
+            f"The two regimes: `{first}` when its condition holds, `{rest}` otherwise. Look for points of one regime among "
+            "the other's: there the condition is wrong, and the error is the whole distance between them."
+        )
+    else:
+        parts = [("held-out rows", held)]
+    if log:
+        parts = [(n, p.filter((pl.col("measured_ms") > 0) & (pl.col("predicted_ms") > 0))) for n, p in parts]
+    drawn = tuple(_series(n, p, "measured_ms", "predicted_ms", points) for n, p in parts if p.height)
+    return Figure(
+        name=f"{name}-against",
+        title=f"{model.name}: predicted against measured",
+        caption=f"Every point is a held-out row. {look}".replace("`", ""),
+        x_label="measured, ms",
+        panels=(Panel("predicted, ms", drawn, log_y=log, diagonal=True),),
+        log_x=log,
+        summary=_binned(held, "measured_ms", "measured, ms", "predicted_ms", "predicted, ms"),
+    )
+
+
+def _over_time(name: str, model_name: str, kept: pl.DataFrame, points: int) -> Figure:
+    drawn = tuple(
+        _series(label, part, "at_s", "residual_ms", points)
+        for label, part in (
+            ("training rows", kept.filter(pl.col("split") == "train")),
+            ("held-out rows", kept.filter(pl.col("split") == "holdout")),
+        )
+        if part.height
+    )
+    bands = tuple(
+        Band("hold-out", float(start), float(end))
+        for start, end in kept.filter(pl.col("split") == "holdout")
+        .group_by("run_id", "server", maintain_order=True)
+        .agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
+        .select("start", "end")
+        .iter_rows()
+    )
+    return Figure(
+        name=f"{name}-time",
+        title=f"{model_name}: residuals over time",
+        caption="Measured less predicted; the hold-out is shaded, runs are laid over each other. Look for a drift or a step: "
+        "then the server changed, and the end of the run is not like its beginning.",
+        x_label="seconds into the run",
+        panels=(Panel("measured - predicted, ms", drawn, zero=True),),
+        bands=bands[:20],
+        summary=_binned(kept, "at_s", "seconds into the run", "residual_ms", "residual, ms"),
+    )
+
+
+def _over_features(name: str, model: AnyModel, held: pl.DataFrame, points: int) -> list[Figure]:
+    """Draw residuals against the terms that move the prediction most."""
+    effects = {
+        t.feature: abs(t.value) * (t.seen[1] - t.seen[0])
+        for _, t in _terms(model)
+        if t.seen is not None and t.feature in held.columns
+    }
+    strong = sorted(effects, key=lambda f: -effects[f])[:_STRONG]
+    return [
+        Figure(
+            name=f"{name}-over-{_clean(feature)}",
+            title=f"{model.name}: residuals against {feature}",
+            caption=f"Look for a bend: then the effect of {feature} is not a straight line, and predictions at its ends are "
+            "off to one side.",
+            x_label=feature,
+            panels=(
+                Panel(
+                    "measured - predicted, ms",
+                    (_series("held-out rows", held.drop_nulls(feature), feature, "residual_ms", points),),
+                    zero=True,
+                ),
+            ),
+            summary=_binned(held.drop_nulls(feature), feature, feature, "residual_ms", "residual, ms"),
+        )
+        for feature in strong
+        if held[feature].drop_nulls().len()
+    ]
+
+
+def _binned(rows: pl.DataFrame, x: str, x_name: str, y: str, y_name: str) -> Table:
+    """Sum up one column over another in groups of equal size."""
+    place = (pl.int_range(pl.len()) * _SUMMARY_ROWS // pl.len()).alias("bin")
+    groups = (
+        rows.sort(x)
+        .with_columns(place)
+        .group_by("bin", maintain_order=True)
+        .agg(
+            rows=pl.len(),
+            low=pl.col(x).min(),
+            high=pl.col(x).max(),
+            median=pl.col(y).median(),
+            p10=pl.col(y).quantile(0.1),
+            p90=pl.col(y).quantile(0.9),
+        )
+    )
+    head = (x_name, "rows", f"median {y_name}", "P10", "P90")
+    return Table(
+        head,
+        tuple(
+            (f"{low:.4g} to {high:.4g}", f"{n:,}", f"{median:.4g}", f"{p10:.4g}", f"{p90:.4g}")
+            for _, n, low, high, median, p10, p90 in groups.iter_rows()
+        ),
+    )

@@ -1,0 +1,180 @@
+"""Figures of runs: what the engine did over time, and how long requests took."""
+
+from __future__ import annotations
+
+import re
+
+import polars as pl
+
+from tracefit.reports.model import Band, Figure, Panel, Series, Table
+
+BINS = 80
+SHORTEST_IDLE_SHARE = 0.005
+"""Idle gaps shorter than this share of the run are too thin to be seen."""
+
+MOST_BANDS = 60
+_PERCENTS = (*range(0, 100, 5), 99, 100)
+_WRITTEN_PERCENTS = (5, 25, 50, 75, 90, 95, 99)
+
+
+def engine_figure(
+    timeline: pl.DataFrame, training: pl.DataFrame, *, run_id: str, server: str
+) -> Figure | None:
+    """Draw the engine of one server over its run.
+
+    Args:
+        timeline: The server's rows of the `timeline` table.
+        training: Its rows of `beta_training`, for the warm-up and the hold-out; may be empty.
+        run_id: The run.
+        server: The server.
+    """
+    known = timeline.drop_nulls(["ts_start_ns", "running_depth"]).sort("ts_start_ns")
+    if known.height < 2:
+        return None
+    start = int(known["ts_start_ns"][0])
+    known = known.with_columns(at_s=(pl.col("ts_start_ns") - start) / 1e9)
+    seconds = float(known["at_s"][-1]) or 1.0
+    bins = _bins(known, seconds)
+    panels = tuple(
+        Panel(label, (Series(label, "line", tuple(part["at_s"].to_list()), tuple(part[column].to_list())),))
+        for label, column in _LINES
+        if (part := bins.drop_nulls(column)).height
+    )
+    bands = (
+        *_stretches(bins, "overloaded", "someone waits all the time"),
+        *_idle(known, seconds),
+        *_warm_up(training, start),
+    )
+    boundary = _holdout_from(training, start)
+    name = re.sub(r"[^A-Za-z0-9]+", "-", f"engine-{run_id}-{server}").strip("-").lower()
+    return Figure(
+        name=name,
+        title=f"The engine of {run_id}, {server}",
+        caption="Means over equal stretches of time. Shaded, in this order of the alphabet: idle gaps, stretches in which "
+        "someone waits all the time, warm-up; the line is where the hold-out begins. Look for a hold-out that is unlike "
+        "what comes before it: then its errors say little about the rest.",
+        x_label="seconds into the run",
+        panels=panels,
+        bands=bands[:MOST_BANDS],
+        marks=((boundary, "hold-out begins"),) if boundary is not None else (),
+        summary=_stretch_table(bins, bands, boundary),
+    )
+
+
+_LINES = (
+    ("requests running", "running"),
+    ("requests waiting", "waiting"),
+    ("tokens per second", "tokens_per_s"),
+    ("KV blocks in use, %", "kv_pct"),
+    ("median step time, ms", "cycle_ms"),
+)
+
+
+def _bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
+    width = seconds / BINS
+    place = (pl.col("at_s") / width).floor().clip(0, BINS - 1)
+    busy = pl.col("cycle_us").filter(~pl.col("idle_after"))
+    return (
+        known.with_columns(bin=place)
+        .group_by("bin", maintain_order=True)
+        .agg(
+            at_s=pl.col("at_s").mean(),
+            running=pl.col("running_depth").mean(),
+            waiting=pl.col("waiting_depth").mean(),
+            overloaded=pl.col("waiting_depth").min() > 0,
+            tokens_per_s=(pl.col("prefill_tokens") + pl.col("decode_tokens")).sum() / width,
+            kv_pct=100 * pl.col("kv_usage_ratio").mean(),
+            cycle_ms=busy.median() / 1e3,
+        )
+        .with_columns(start=pl.col("bin") * width, end=(pl.col("bin") + 1) * width)
+        .sort("bin")
+    )
+
+
+def _stretches(bins: pl.DataFrame, column: str, name: str) -> tuple[Band, ...]:
+    """Join neighbouring bins in which `column` holds."""
+    marked = bins.filter(pl.col(column).fill_null(value=False))
+    group = (pl.col("bin").diff().fill_null(1) > 1).cum_sum()
+    joined = marked.with_columns(group=group).group_by("group", maintain_order=True)
+    ends = joined.agg(pl.col("start").min(), pl.col("end").max())
+    return tuple(Band(name, start, end) for start, end in ends.select("start", "end").iter_rows())
+
+
+def _idle(known: pl.DataFrame, seconds: float) -> tuple[Band, ...]:
+    length = pl.col("cycle_us") * pl.col("interval_steps") / 1e6
+    gaps = known.filter(pl.col("idle_after") & (length > SHORTEST_IDLE_SHARE * seconds))
+    ends = gaps.select(start="at_s", end=pl.col("at_s") + length)
+    return tuple(Band("idle", start, end) for start, end in ends.iter_rows())
+
+
+def _warm_up(training: pl.DataFrame, start_ns: int) -> tuple[Band, ...]:
+    left_out = training.filter(pl.col("excluded_because") == "warm_up")
+    if not left_out.height:
+        return ()
+    ends = left_out.group_by("epoch").agg(a=pl.col("ts_ns").min(), b=pl.col("ts_ns").max()).sort("epoch")
+    return tuple(Band("warm-up", (a - start_ns) / 1e9, (b - start_ns) / 1e9) for _, a, b in ends.iter_rows())
+
+
+def _holdout_from(training: pl.DataFrame, start_ns: int) -> float | None:
+    held = training.filter(pl.col("split") == "holdout")
+    return (int(held["ts_ns"].min()) - start_ns) / 1e9 if held.height else None  # type: ignore[arg-type]
+
+
+def _stretch_table(bins: pl.DataFrame, bands: tuple[Band, ...], boundary: float | None) -> Table:
+    columns = ("running", "waiting", "tokens_per_s", "kv_pct", "cycle_ms")
+    head = ("part of the run", "running", "waiting", "tokens/s", "KV %", "step ms")
+    at = boundary if boundary is not None else float("inf")
+    parts = (
+        ("before the hold-out", bins.filter(pl.col("at_s") < at)),
+        ("hold-out", bins.filter(pl.col("at_s") >= at)),
+    )
+    rows = [(label, *(_mean(part[c]) for c in columns)) for label, part in parts if part.height]
+    for name in sorted({b.name for b in bands}):
+        mine = [b for b in bands if b.name == name]
+        total = sum(b.end - b.start for b in mine)
+        rows.append((f"{name}: {len(mine)} stretches, {total:.3g} s", *[""] * len(columns)))
+    return Table(head, tuple(rows))
+
+
+def _mean(column: pl.Series) -> str:
+    value = column.mean()
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"
+
+
+_LATENCIES = (("TTFT", "ttft_us"), ("ITL", "itl_us"), ("E2E", "e2e_us"))
+
+
+def latency_figures(requests: pl.DataFrame, *, scope_id: str) -> tuple[Figure, ...]:
+    """Draw how long requests took, as distributions.
+
+    Args:
+        requests: The `requests` tables of the scope's runs.
+        scope_id: The scope.
+    """
+    return tuple(
+        figure
+        for label, column in _LATENCIES
+        if (figure := _distribution(requests[column].drop_nulls(), label, scope_id)) is not None
+    )
+
+
+def _distribution(values: pl.Series, label: str, scope_id: str) -> Figure | None:
+    positive = values.filter(values > 0) / 1e3
+    if positive.len() < 2:
+        return None
+    at = [float(positive.quantile(p / 100, "linear") or 0.0) for p in _PERCENTS]
+    written = [
+        (f"P{p}", f"{float(positive.quantile(p / 100, 'linear') or 0.0):.4g}") for p in _WRITTEN_PERCENTS
+    ]
+    name = re.sub(r"[^A-Za-z0-9]+", "-", f"{scope_id}-{label}-cdf").strip("-").lower()
+    series = Series("measured", "line", tuple(at), tuple(float(p) for p in _PERCENTS))
+    return Figure(
+        name=name,
+        title=f"{label} as measured",
+        caption=f"Share of requests whose {label} is at most so long. Look for a long flat end: those requests waited, and a "
+        "mean says nothing of them.",
+        x_label=f"{label}, ms",
+        panels=(Panel("requests, %", (series,)),),
+        log_x=True,
+        summary=Table(("of requests", f"{label} at most, ms"), tuple(written)),
+    )

@@ -1,0 +1,122 @@
+"""What models may be used for: by stated thresholds, the worst measure decides."""
+
+from __future__ import annotations
+
+import pytest
+
+from tracefit.coefficients.evaluation import Classifier, Entry, MetricsEntry
+from tracefit.coefficients.verdicts import THRESHOLDS, Threshold, judge, override
+from tracefit.errors import UsageError
+
+
+def _entry(*, mape=2.0, mdape=1.0, p90=5.0, bias=-1.0, skill=0.9, extrapolated=0, queued=(10, 0, 0, 10)):
+    names = ("true_positive", "false_negative", "false_positive", "true_negative")
+    hit, lost, false, right = queued
+    accuracy = (hit / (hit + lost) + right / (right + false)) / 2 if hit + lost else None
+    metrics = MetricsEntry(
+        n=100,
+        mape_pct=mape,
+        mdape_pct=mdape,
+        mae=1.0,
+        rmse=1.0,
+        r2=0.9,
+        bias_pct=bias,
+        p90_ape_pct=p90,
+        p99_ape_pct=9.0,
+    )
+    return Entry(
+        unit="us",
+        n_features=1,
+        train=metrics,
+        holdout=metrics,
+        baseline=metrics,
+        reference=None,
+        skill=skill,
+        extrapolated_rows=extrapolated,
+        classifier=Classifier(balanced_accuracy=accuracy, confusion=dict(zip(names, queued, strict=True))),
+    )
+
+
+def _models(**changes):
+    return {name: _entry(**changes) for name in ("beta.cycle_time", "alpha.queue_wait", "alpha.admission")}
+
+
+def _answers(models, thresholds=THRESHOLDS):
+    return {v.use: v.answer for v in judge(models, thresholds)}
+
+
+USES = ("simulation", "capacity planning", "autoscaling", "alerting")
+
+
+def test_good_models_serve_every_use():
+    assert _answers(_models()) == dict.fromkeys(USES, "yes")
+
+
+@pytest.mark.parametrize(
+    ("mape", "answer"), [(10.0, "yes"), (10.1, "with limits"), (25.0, "with limits"), (25.1, "no")]
+)
+def test_a_measure_at_its_threshold_still_passes(mape, answer):
+    assert _answers(_models(mape=mape))["simulation"] == answer
+
+
+def test_a_bias_counts_in_either_direction():
+    for bias in (-16.0, 16.0):
+        assert _answers(_models(bias=bias))["simulation"] == "no"
+
+
+def test_the_worst_measure_decides_and_is_the_reason():
+    (verdict,) = (v for v in judge(_models(mape=12.0, extrapolated=60)) if v.use == "simulation")
+    assert verdict.answer == "no"
+    assert verdict.reasons == ("held-out steps outside the range trained on 60 % (at most 50 % is asked)",)
+    assert {j.threshold.measure: j.answer for j in verdict.judged}["step_mape_pct"] == "with limits"
+
+
+def test_a_model_that_is_not_there_forbids_what_needs_it():
+    models = _models()
+    del models["alpha.queue_wait"]
+    answers = _answers(models)
+    assert answers == {"simulation": "yes", "capacity planning": "yes", "autoscaling": "no", "alerting": "no"}
+    (verdict,) = (v for v in judge(models) if v.use == "alerting")
+    assert "alpha.queue_wait is not fitted" in verdict.reasons
+
+
+def test_durations_that_are_the_step_time_serve_as_well():
+    models = _models()
+    models["beta.duration"] = models.pop("beta.cycle_time")
+    assert _answers(models)["capacity planning"] == "yes"
+
+
+def test_a_hold_out_in_which_nobody_queued_tells_nothing_of_the_queue():
+    answers = _answers(_models(queued=(0, 0, 0, 20), skill=0.9))
+    assert answers["autoscaling"] == answers["alerting"] == "with limits"
+
+
+def test_telling_regimes_apart_by_hand():
+    """9 of 10 queued and 8 of 10 others told: balanced accuracy 0.85, between 0.8 and 0.95."""
+    assert _answers(_models(queued=(9, 1, 2, 8)))["autoscaling"] == "with limits"
+
+
+def test_thresholds_can_be_set():
+    changed = override(["simulation.step_mape_pct=1:3", "capacity-planning.step_bias_pct=0.5:2"])
+    assert _answers(_models(), changed) == {
+        "simulation": "with limits",
+        "capacity planning": "with limits",
+        "autoscaling": "yes",
+        "alerting": "yes",
+    }
+    assert [t.name for t in changed] == [t.name for t in THRESHOLDS]
+    assert Threshold("simulation", "step_mape_pct", 1.0, 3.0) in changed
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("simulation.step_mape=1:2", "did you mean simulation.step_mape_pct?"),
+        ("simulation.step_mape_pct=1", "YES:WITH_LIMITS"),
+        ("simulation.step_mape_pct=a:b", "YES:WITH_LIMITS"),
+    ],
+)
+def test_wrong_thresholds_are_refused(text, says):
+    with pytest.raises(UsageError) as refused:
+        override([text])
+    assert says in refused.value.line()

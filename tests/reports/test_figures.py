@@ -1,0 +1,182 @@
+"""Figures show the numbers of the tables and files they are of."""
+
+from __future__ import annotations
+
+import itertools
+
+import polars as pl
+import pytest
+
+from tracefit.coefficients.files import read_coefficients, read_evaluation
+from tracefit.reports.figures import model_figures, thinned
+from tracefit.reports.run_figures import engine_figure, latency_figures
+from tracefit.tables.store import TableStore
+
+
+@pytest.fixture(scope="module")
+def drawn(trained):
+    """Return a function from a model's name to its figures by the last word of their names."""
+    evaluation = read_evaluation(trained / "evaluation.json").scopes[0]
+    files = [read_coefficients(trained / "models" / f"{kind}.json") for kind in ("alpha", "beta")]
+    models = {m.name: m for f in files for m in f.models}
+    store = TableStore(trained / "tables")
+    rows = {"alpha": store.read("alpha_training"), "beta": store.read("beta_training")}
+
+    def figures(name, points=1000):
+        frame = rows[name.split(".")[0]]
+        if name.startswith("alpha."):
+            frame = frame.filter(pl.col("target") == name.removeprefix("alpha."))
+        made = model_figures(models[name], evaluation.models[name], frame, points=points)
+        return {f.name.rsplit("-", 1)[-1]: f for f in made}, models[name], evaluation.models[name], frame
+
+    return figures
+
+
+def test_predicted_against_measured_is_every_held_out_row(drawn):
+    figures, model, entry, frame = drawn("beta.cycle_time")
+    (series,) = figures["against"].panels[0].series
+    held = frame.filter((pl.col("split") == "holdout") & pl.col("excluded_because").is_null()).sort("ts_ns")
+    assert list(series.x) == pytest.approx((held["y"] / 1000).to_list())
+    by_hand = model.intercept.value + sum(t.value * held[t.feature].to_numpy() for t in model.terms)
+    assert list(series.y) == pytest.approx(list(by_hand / 1000))
+    # What the eye sees is the published error.
+    errors = [abs(a - p) for a, p in zip(series.x, series.y, strict=True)]
+    assert 1000 * sum(errors) / len(errors) == pytest.approx(entry.holdout.mae, rel=1e-6)
+
+
+def test_residuals_over_time_mark_the_hold_out(drawn):
+    figures, _, _, frame = drawn("beta.cycle_time")
+    figure = figures["time"]
+    train, held = figure.panels[0].series
+    assert (train.name, held.name) == ("training rows", "held-out rows")
+    (band,) = figure.bands
+    assert max(train.x) < band.start == min(held.x)
+    kept = frame.filter(pl.col("excluded_because").is_null())
+    assert (len(train.x), len(held.x)) == tuple((kept["split"] == s).sum() for s in ("train", "holdout"))
+
+
+def test_the_forest_is_effects_over_the_range_seen(drawn):
+    figures, model, _, _ = drawn("beta.cycle_time")
+    figure = figures["terms"]
+    (series,) = figure.panels[0].series
+    assert figure.categories == tuple(t.feature for t in model.terms)
+    for k, term in enumerate(model.terms):
+        width = (term.seen[1] - term.seen[0]) / 1000
+        assert series.x[k] == pytest.approx(term.value * width)
+        assert (series.low[k], series.high[k]) == pytest.approx(tuple(e * width for e in term.ci95))
+
+
+def test_errors_stand_beside_baseline_reference_and_kinds(drawn):
+    figures, _, entry, _ = drawn("beta.cycle_time")
+    shown = dict(zip(figures["errors"].categories, figures["errors"].panels[0].series[0].x, strict=True))
+    assert shown["this model"] == pytest.approx(entry.holdout.mae / 1000)
+    assert shown["baseline: training median"] == pytest.approx(entry.baseline.mae / 1000)
+    assert shown["reference: boosted trees"] == pytest.approx(entry.reference.mae / 1000)
+    for kind, metrics in entry.by.items():
+        assert shown[f"this model, {kind.replace('_', ' ')} ({metrics.n:,})"] == pytest.approx(
+            metrics.mae / 1000
+        )
+
+
+def test_residuals_are_drawn_against_the_strongest_features(drawn):
+    figures, model, _, _ = drawn("beta.cycle_time")
+    effects = {t.feature: abs(t.value) * (t.seen[1] - t.seen[0]) for t in model.terms}
+    strongest = sorted(effects, key=effects.get)[-2:]
+    titles = {f.title for f in figures.values() if "residuals against" in f.title}
+    assert titles == {f"beta.cycle_time: residuals against {name}" for name in strongest}
+
+
+def test_numbers_behind_a_figure_are_those_drawn(drawn):
+    figures, *_ = drawn("beta.cycle_time")
+    (series,) = figures["against"].panels[0].series
+    rows = figures["against"].numbers().rows
+    assert [(float(x), float(y)) for _, x, y in rows] == [
+        pytest.approx(pair, rel=1e-5) for pair in zip(series.x, series.y, strict=True)
+    ]
+
+
+def test_many_rows_are_thinned_evenly():
+    rows = pl.DataFrame({"a": range(1000)})
+    for points in (1, 7, 150, 999, 1000, 5000):
+        taken = thinned(rows, points)["a"].to_list()
+        assert len(taken) <= points
+        steps = {b - a for a, b in itertools.pairwise(taken)}
+        assert len(steps) <= 1
+
+
+def test_every_figure_has_a_caption_and_a_summary(drawn):
+    for name in ("beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure"):
+        for figure in drawn(name)[0].values():
+            assert "Look for" in figure.caption or "right; a cloud" in figure.caption
+            assert figure.summary.rows
+            assert figure.numbers().rows
+
+
+def _timeline(**columns):
+    count = len(columns["running_depth"])
+    base = {
+        "ts_start_ns": [k * 1_000_000_000 for k in range(count)],
+        "waiting_depth": [0] * count,
+        "prefill_tokens": [10] * count,
+        "decode_tokens": [5] * count,
+        "kv_usage_ratio": [0.5] * count,
+        "cycle_us": [1_000_000.0] * count,
+        "interval_steps": [1] * count,
+        "idle_after": [False] * count,
+    }
+    return pl.DataFrame(base | columns)
+
+
+NO_TRAINING = pl.DataFrame(
+    schema={"split": pl.String, "excluded_because": pl.String, "ts_ns": pl.Int64, "epoch": pl.Int64}
+)
+
+
+def test_the_engine_over_its_run_by_hand():
+    """80 s, 80 bins: one step of one second each; idle at 10, somebody waits from 20 to 29."""
+    waiting = [1 if 20 <= k < 30 else 0 for k in range(81)]
+    idle = [k == 10 for k in range(81)]
+    timeline = _timeline(running_depth=[4] * 81, waiting_depth=waiting, idle_after=idle)
+    training = pl.DataFrame(
+        {
+            "split": ["train", "train", "holdout"],
+            "excluded_because": ["warm_up", "warm_up", None],
+            "ts_ns": [0, 3_000_000_000, 56_000_000_000],
+            "epoch": [0, 0, 0],
+        }
+    )
+    figure = engine_figure(timeline, training, run_id="r", server="s")
+    lines = {p.y_label: p.series[0] for p in figure.panels}
+    assert set(lines["requests running"].y) == {4.0}
+    assert lines["requests waiting"].y[25] == 1.0
+    assert set(lines["tokens per second"].y[:-1]) == {15.0}
+    assert set(lines["KV blocks in use, %"].y) == {50.0}
+    assert set(lines["median step time, ms"].y) == {1000.0}
+    bands = {b.name: (b.start, b.end) for b in figure.bands}
+    assert bands == {
+        "idle": (10.0, 11.0),
+        "someone waits all the time": (20.0, 30.0),
+        "warm-up": (0.0, 3.0),
+    }
+    assert figure.marks == ((56.0, "hold-out begins"),)
+
+
+def test_an_engine_of_which_little_is_known_is_not_drawn():
+    assert engine_figure(_timeline(running_depth=[1]), NO_TRAINING, run_id="r", server="s") is None
+
+
+def test_latencies_are_the_quantiles_of_the_requests():
+    requests = pl.DataFrame(
+        {
+            "ttft_us": [1000.0 * k for k in range(1, 102)],
+            "itl_us": [None] * 101,
+            "e2e_us": [2000.0 * k for k in range(1, 102)],
+        },
+        schema_overrides={"itl_us": pl.Float64},
+    )
+    ttft, e2e = latency_figures(requests, scope_id="s")
+    assert (ttft.title, e2e.title) == ("TTFT as measured", "E2E as measured")
+    series = ttft.panels[0].series[0]
+    # 1 to 101 ms: the p-th percentile is p + 1 ms.
+    assert dict(zip(series.y, series.x, strict=True))[50.0] == pytest.approx(51.0)
+    assert ("P90", "91") in ttft.summary.rows
