@@ -3,7 +3,6 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from tracefit.errors import DataError
 from tracefit.otlp import EVENT_COLUMNS, columns, decode_frames, templates
 
 
@@ -100,12 +99,30 @@ def test_columns_are_sorted_by_key(otlp, events_of):
     assert frame.columns == [*EVENT_COLUMNS, "a", "b"]
 
 
-def test_too_many_keys_are_one_error(otlp, events_of, monkeypatch):
+def test_of_too_many_keys_the_usual_ones_are_kept_and_the_rest_is_told(otlp, monkeypatch):
     monkeypatch.setattr(columns, "MAX_EVENT_KEYS", 3)
-    three = [otlp.attribute(f"k{n}", intValue="1") for n in range(3)]
-    assert len(events_of(three)) == 1
-    with pytest.raises(DataError, match="more than 3 different attribute keys"):
-        events_of(three, [otlp.attribute("another", intValue="1")])
+    three = [otlp.attribute(f"k{n}", intValue=str(n)) for n in range(3)]
+    hostile = [
+        otlp.event("e", [otlp.attribute(f"x{n}.{m}", intValue="1") for m in range(4)]) for n in range(5)
+    ]
+    events = [*hostile, otlp.event("e", three), otlp.event("e", three)]
+    for shape in ("lines", "framed protobuf"):
+        batch = otlp.batch_of(otlp.SHAPES[shape]([otlp.record(otlp.span(events=events))]))
+        frame = batch.events["e"]
+        assert frame.columns == [*EVENT_COLUMNS, "k0", "k1", "k2"]
+        assert frame.tail(2).select("k0", "k1", "k2").rows() == [(0, 1, 2)] * 2
+        assert otlp.only_reject(batch).reason.endswith("events of one name have more than 3")
+        batch = otlp.batch_of(otlp.SHAPES[shape]([otlp.record(otlp.span(events=events[-2:]))]))
+        assert batch.rejects == ()
+
+
+def test_of_too_many_event_names_the_usual_ones_are_kept_and_the_rest_is_told(otlp, monkeypatch):
+    monkeypatch.setattr(columns, "MAX_EVENT_NAMES", 2)
+    events = [otlp.event(name, []) for name in ("x1", "x2", "x3", "a", "b", "b", "a")]
+    batch = otlp.batch_of(otlp.SHAPES["lines"]([otlp.record(otlp.span(events=events))]))
+    assert {name: len(frame) for name, frame in batch.events.items()} == {"a": 2, "b": 2}
+    assert batch.events["a"]["event_index"].to_list() == [3, 6]
+    assert otlp.only_reject(batch).reason.startswith("3 events of rare names left out")
 
 
 def test_batches_end_when_they_are_full_or_the_encoding_changes(otlp):

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 
-from tracefit.errors import DataError
 from tracefit.otlp.batch import ATTRIBUTE_COLUMNS, EVENT_COLUMNS, SPAN_COLUMNS, SpanBatch
 from tracefit.otlp.values import scalar_text
+from tracefit.sources.records import Reject
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from tracefit.otlp.model import AttributeReader, Decoded, EventLike, Origin, Pairs, Scalar, Span
 
 MAX_EVENT_KEYS = 512
-"""Attribute keys, hence columns, that events of one name may have between them in a batch."""
+"""Attribute keys, hence columns, that are kept of the events of one name in a batch: those most events have."""
+
+MAX_EVENT_NAMES = 256
+"""Event names, hence frames, that are kept in a batch: those most events have."""
 
 _KINDS = (None, "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
 _STATUS_CODES = ("UNSET", "OK", "ERROR")
@@ -36,17 +42,13 @@ def build_batch(decoded: Decoded, reader: AttributeReader) -> SpanBatch:
         The batch.
 
     Raises:
-        DataError: If events of one name have more than `MAX_EVENT_KEYS` keys.
         UncheckedAttributeError: If the reader cannot read an attribute.
     """
     spans = [span for group in decoded.groups for span in group.spans]
     origins = [group.origin for group in decoded.groups for _ in group.spans]
-    return SpanBatch(
-        _span_frame(spans, origins),
-        _attribute_frame(spans),
-        _event_frames(spans, reader),
-        tuple(decoded.rejects),
-    )
+    rejects = list(decoded.rejects)
+    events = _event_frames(spans, origins, reader, rejects)
+    return SpanBatch(_span_frame(spans, origins), _attribute_frame(spans), events, tuple(rejects))
 
 
 def _span_frame(spans: list[Span], origins: list[Origin]) -> pl.DataFrame:
@@ -93,23 +95,55 @@ def _attribute_frame(spans: list[Span]) -> pl.DataFrame:
     return pl.DataFrame({"span_row": rows, "key": keys, "value": values}, schema=ATTRIBUTE_COLUMNS)
 
 
-def _event_frames(spans: list[Span], reader: AttributeReader) -> dict[str, pl.DataFrame]:
-    """Build one frame per event name."""
+def _event_frames(
+    spans: list[Span], origins: list[Origin], reader: AttributeReader, rejects: list[Reject]
+) -> dict[str, pl.DataFrame]:
+    """Build one frame per event name; what is left out is added to the rejects."""
     events = list(chain.from_iterable([span.events for span in spans]))
     places = _event_places(spans)
     codes: dict[str, int] = {}
     code_of = np.array([codes.setdefault(event.name, len(codes)) for event in events], np.int64)
+    usual = _usual_codes(code_of, len(codes))
+    if len(usual) < len(codes):
+        rare = places["span_row"].to_numpy()[~np.isin(code_of, list(usual))]
+        reason = f"{len(rare)} events of rare names left out: there are more than {MAX_EVENT_NAMES} names"
+        rejects.append(_left_out(origins[rare[0]], reason))
     frames = {}
     for name, code in codes.items():
+        if code not in usual:
+            continue
         rows = np.flatnonzero(code_of == code)
         group = [events[row] for row in rows.tolist()]
-        frames[name] = _event_frame(name, places[rows], group, reader)
+        frame = _event_frame(places[rows], group, reader)
+        frames[name] = _narrowed(frame)
+        if frames[name].width < frame.width:
+            reason = f"rare attribute keys left out: events of one name have more than {MAX_EVENT_KEYS}"
+            rejects.append(_left_out(origins[frame["span_row"][0]], reason))
     return frames
 
 
-def _event_frame(
-    name: str, places: pl.DataFrame, events: list[EventLike], reader: AttributeReader
-) -> pl.DataFrame:
+def _usual_codes(code_of: NDArray[np.int64], count: int) -> set[int]:
+    """Return the codes of the names that most events have."""
+    if count <= MAX_EVENT_NAMES:
+        return set(range(count))
+    order = np.argsort(-np.bincount(code_of, minlength=count), kind="stable")
+    return set(order[:MAX_EVENT_NAMES].tolist())
+
+
+def _left_out(origin: Origin, reason: str) -> Reject:
+    return Reject(origin.source_file, origin.source_offset, 0, reason)
+
+
+def _narrowed(frame: pl.DataFrame) -> pl.DataFrame:
+    """Keep the attribute columns that most events have, if they are too many."""
+    keys = [column for column in frame if column.name not in EVENT_COLUMNS]
+    if len(keys) <= MAX_EVENT_KEYS:
+        return frame
+    kept = {column.name for column in sorted(keys, key=lambda c: c.null_count())[:MAX_EVENT_KEYS]}
+    return frame.select([name for name in frame.columns if name in kept or name in EVENT_COLUMNS])
+
+
+def _event_frame(places: pl.DataFrame, events: list[EventLike], reader: AttributeReader) -> pl.DataFrame:
     times = pl.Series("unix_ns", [event.time_unix_nano or None for event in events], dtype=pl.Int64)
     leading = places.with_columns(times)
     attributes = [event.attributes for event in events]
@@ -117,10 +151,10 @@ def _event_frame(
     for part in reader.parts(attributes):
         columns = part.columns
         if columns is None:
-            columns = _columns_of_rows(name, [reader.pairs(attributes[row]) for row in part.rows.tolist()])
+            columns = _columns_of_rows([reader.pairs(attributes[row]) for row in part.rows.tolist()])
         renamed = [column.alias(_column_name(key)) for key, column in columns.items()]
         frames.append(leading[part.rows].with_columns(renamed))
-    return _united(name, frames)
+    return _united(frames)
 
 
 def _event_places(spans: list[Span]) -> pl.DataFrame:
@@ -141,21 +175,15 @@ def _column_name(key: str) -> str:
     return f"attribute:{key}" if key in EVENT_COLUMNS else key
 
 
-def _columns_of_rows(name: str, attributes: list[Pairs]) -> dict[str, pl.Series]:
-    """Build columns of events that are not alike; of a key that is there twice, the last counts."""
+def _columns_of_rows(attributes: list[Pairs]) -> dict[str, pl.Series]:
+    """Build columns of events that are not alike; of a key that is there twice, the last counts.
+
+    Of too many keys there is one more than is kept, the least rare, for `_narrowed` to notice.
+    """
     rows = [dict(pairs) for pairs in attributes]
-    keys: dict[str, None] = {}
-    for row in rows:
-        keys.update(dict.fromkeys(row))
-        _check_width(name, len(keys))
-    return {key: _typed(key, [row.get(key) for row in rows]) for key in keys}
-
-
-def _check_width(name: str, width: int) -> None:
-    if width > MAX_EVENT_KEYS:
-        raise DataError(
-            f"events named {name[:80]!r} have more than {MAX_EVENT_KEYS} different attribute keys"
-        )
+    counts = Counter(chain.from_iterable(rows))
+    usual = {key for key, _ in counts.most_common(MAX_EVENT_KEYS + 1)}
+    return {key: _typed(key, [row.get(key) for row in rows]) for key in counts if key in usual}
 
 
 def _typed(key: str, values: list[Scalar]) -> pl.Series:
@@ -165,11 +193,10 @@ def _typed(key: str, values: list[Scalar]) -> pl.Series:
     return pl.Series(key, [scalar_text(value) for value in values], dtype=pl.String)
 
 
-def _united(name: str, parts: list[pl.DataFrame]) -> pl.DataFrame:
+def _united(parts: list[pl.DataFrame]) -> pl.DataFrame:
     """Put the parts of one event name together, in the order of their spans and with the keys in theirs."""
     if len(parts) > 1:
         kinds = _kinds(parts)
-        _check_width(name, len(kinds) - len(EVENT_COLUMNS))
         united = pl.concat([_retyped(part, kinds) for part in parts], how="diagonal")
         parts = [united.sort("span_row", "event_index")]
     leading = list(EVENT_COLUMNS)

@@ -31,9 +31,6 @@ def decode_frames(frames: Iterable[Frame | Reject], *, batch_bytes: int = BATCH_
     Yields:
         Batches; none if there is neither a frame nor a reject. A batch's rejects are those among its frames, then
         what its frames could not yield.
-
-    Raises:
-        DataError: If events of one name have more attribute keys than a table can have columns.
     """
     held: list[Frame] = []
     rejects: list[Reject] = []

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _WBITS = 31  # zlib's way to say: a gzip header and trailer, nothing else
 _PIECE_BYTES = 256 << 10
-_TRIAL_BYTES = 64 << 10
+_TRIAL_BYTES = 16 << 10
 _MEMBER = re.compile(rb"\x1f\x8b\x08[\x00-\x1f]", re.DOTALL)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, BinaryIO
 
 from tracefit.errors import TracefitError
-from tracefit.sources.limits import CHUNK_BYTES, FREE_EXPANSION_BYTES, MAX_EXPANSION
+from tracefit.sources.limits import FREE_EXPANSION_BYTES, MAX_EXPANSION
 
 if TYPE_CHECKING:
     import re
     from collections.abc import Iterator
+
+
+_SEARCH_BYTES = 64 << 10
 
 
 class Damage(TracefitError):  # noqa: N818 - what is damaged is the data
@@ -47,7 +50,7 @@ def matches(raw: BinaryIO, start: int, pattern: re.Pattern[bytes], longest: int)
     data = b""
     while True:
         raw.seek(start + len(data))
-        piece = raw.read(CHUNK_BYTES)
+        piece = raw.read(_SEARCH_BYTES)
         data += piece
         for found in pattern.finditer(data):
             yield start + found.start()
