@@ -20,15 +20,18 @@ from tracefit.errors import DataError, TracefitError, UsageError
 
 if TYPE_CHECKING:
     from tracefit.coefficients.models import Models, load
+    from tracefit.verbs.compare import compare
     from tracefit.verbs.export import export
     from tracefit.verbs.ingest import IngestOptions, ServerOptions, ingest
     from tracefit.verbs.inspect import inspect
     from tracefit.verbs.run import run
     from tracefit.verbs.train import TrainOptions, train
+    from tracefit.verbs.verify import verify
 
 _LAZY = {
     "load": "tracefit.coefficients.models",
     "Models": "tracefit.coefficients.models",
+    "compare": "tracefit.verbs.compare",
     "export": "tracefit.verbs.export",
     "ingest": "tracefit.verbs.ingest",
     "IngestOptions": "tracefit.verbs.ingest",
@@ -37,6 +40,7 @@ _LAZY = {
     "train": "tracefit.verbs.train",
     "TrainOptions": "tracefit.verbs.train",
     "run": "tracefit.verbs.run",
+    "verify": "tracefit.verbs.verify",
 }
 
 __all__ = [
@@ -48,12 +52,14 @@ __all__ = [
     "TrainOptions",
     "UsageError",
     "__version__",
+    "compare",
     "export",
     "ingest",
     "inspect",
     "load",
     "run",
     "train",
+    "verify",
 ]
 
 

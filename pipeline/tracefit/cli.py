@@ -641,6 +641,66 @@ def export(
         show(result, export_text(result), as_json=json, quiet=quiet)
 
 
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="A coefficient file, or a folder of them.")],
+    second: Annotated[
+        Path, typer.Argument(help="Another one; or a tables folder of new runs, for a drift check.")
+    ],
+    scope: ScopeName = None,
+    tolerance: Annotated[
+        float, typer.Option(min=1, help="Drift: times the published error that is still good.")
+    ] = 1.5,
+    slack: Annotated[
+        float, typer.Option(min=0, help="Drift: percentage points above it that are still good.")
+    ] = 2.0,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two coefficient files, or check an old one on new traces.
+
+    A drift check exits with 0 if the file is still good, with 1 if it has drifted or the new traces cannot tell.
+
+    Example: `tracefit compare models/ new-tables/`
+    """
+    told = Terminal(quiet=quiet)
+    with one_line_errors(told):
+        from tracefit.reports.use import compare_text
+        from tracefit.verbs.compare import Tolerance
+        from tracefit.verbs.compare import compare as compare_verb
+
+        result = compare_verb(first, second, scope=scope, tolerance=Tolerance(tolerance, slack))
+        show(result, compare_text(result), as_json=json, quiet=quiet)
+        raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(help="alpha.json or beta.json.")],
+    tables: Annotated[Path, typer.Option(help="Tables with the runs it was trained on.")],
+    features: Annotated[
+        Optional[Path], typer.Option(help="Where the feature-set file is now, if it moved.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Refit a coefficient file and confirm each number to 1e-6, or say which input differs.
+
+    Exits with 1 where the file is not confirmed.
+
+    Example: `tracefit verify out/models/beta.json --tables out/tables`
+    """
+    told = Terminal(quiet=quiet)
+    with one_line_errors(told):
+        from tracefit.reports.use import verify_text
+        from tracefit.verbs.verify import verify as verify_verb
+
+        result = verify_verb(file, tables, features=features, progress=told)
+        told.close()
+        show(result, verify_text(result), as_json=json, quiet=quiet)
+        raise typer.Exit(result.exit_code)
+
+
 def _server(
     run_config: Path | None,
     model_config: Path | None,

@@ -19,12 +19,14 @@ from tracefit.coefficients.model import CoefficientFile
 from tracefit.features.sets import FeatureSet
 from tracefit.tables.manifest import Manifest
 from tracefit.tables.schema import TABLES, Table
+from tracefit.verbs.compare import CompareResult
 from tracefit.verbs.export import ExportResult
 from tracefit.verbs.inspect import Inspection
 from tracefit.verbs.predict import RowsAnswer
 from tracefit.verbs.report import ReportResult
 from tracefit.verbs.requests import RequestSummary
 from tracefit.verbs.results import IngestResult, RunResult, SynthResult, TrainResult
+from tracefit.verbs.verify import VerifyResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +50,8 @@ RESULTS: dict[str, Any] = {
     "synth": SynthResult,
     "predict": StepAnswer | RequestAnswer | RowsAnswer,
     "export": ExportResult,
+    "compare": CompareResult,
+    "verify": VerifyResult,
 }
 """Command to what it prints with `--json`."""
 

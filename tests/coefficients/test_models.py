@@ -239,6 +239,13 @@ def test_a_shipped_roofline_file_needs_nothing_but_its_own_definitions(trained, 
     assert frame["predicted_us"].to_list() == [1002, None]
 
 
+def test_a_constant_is_predicted_for_every_row(small, parts):
+    step = parts["step"] | {"terms": []}
+    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    frame = tracefit.load(small).predict_step(pl.DataFrame({"x": [1, 2]}))
+    assert frame["predicted_us"].to_list() == [1000, 1000]
+
+
 def test_trained_files_predict_their_own_training_rows(trained):
     """Feature rows as training left them: the mean absolute error is the one the evaluation states."""
     rows = pl.read_parquet(trained / "tables/beta_training/*/*.parquet").filter(split="holdout")

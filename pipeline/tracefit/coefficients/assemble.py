@@ -37,14 +37,25 @@ _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
 Kind = Literal["alpha", "beta"]
 
 
-def provenance(options: dict[str, cf.Scalar]) -> cf.Provenance:
-    """State which program makes the files, with which libraries and options."""
+def provenance(options: dict[str, cf.Scalar], files: dict[str, str] | None = None) -> cf.Provenance:
+    """State which program makes the files, with which libraries and options.
+
+    Args:
+        options: Options by name.
+        files: sha256 of the files that options name, by option.
+    """
     return cf.Provenance(
         tool="tracefit",
         version=__version__,
-        libraries={name: version(name) for name in _LIBRARIES},
+        libraries=libraries(),
         options=options,
+        files=files or {},
     )
+
+
+def libraries() -> dict[str, str]:
+    """Versions of the libraries that numbers depend on."""
+    return {name: version(name) for name in _LIBRARIES}
 
 
 def coefficient_file(kind: Kind, scopes: Sequence[FittedScope], made_by: cf.Provenance) -> cf.CoefficientFile:
@@ -175,7 +186,26 @@ def _training(scope: FittedScope, fitted: Fitted) -> cf.Training:
             for run, server, first, boundary, last in ranges.iter_rows()
         ),
         inputs_sha256=_inputs_hash(scope),
+        inputs=run_inputs(scope.tables.runs),
     )
+
+
+def run_inputs(runs: pl.DataFrame) -> tuple[cf.RunInput, ...]:
+    """State what the tables of runs were made from, in run order.
+
+    Args:
+        runs: Rows of the `runs` table.
+    """
+    columns = ("run_id", "content_sha256", "settings", "model_config", "gpu")
+    rows = runs.unique("run_id", keep="first", maintain_order=True).select(columns).sort("run_id")
+    return tuple(
+        cf.RunInput(run_id=run, traces_sha256=traces, context_sha256=_sha256(json.dumps(context)))
+        for run, traces, *context in rows.iter_rows()
+    )
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _inputs_hash(scope: FittedScope) -> str:

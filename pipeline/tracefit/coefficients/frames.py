@@ -48,7 +48,7 @@ def predict_rows(model: Model, rows: pl.DataFrame) -> pl.DataFrame:
     clash = [c for c in OUTPUTS if c in rows.columns]
     if clash:
         raise UsageError(f"the rows have a column {clash[0]} already", hint="rename it")
-    return rows.hstack(work.select(_answer(model, work.columns)))
+    return rows.hstack(work.with_columns(_answer(model, work.columns)).select(OUTPUTS))
 
 
 def _features(model: Model, rows: pl.DataFrame) -> pl.DataFrame:
@@ -62,7 +62,9 @@ def _features(model: Model, rows: pl.DataFrame) -> pl.DataFrame:
             f"{model.name} needs {', '.join(missing)}, which the rows do not give",
             hint=f"columns: {', '.join(rows.columns[:40])}",
         )
-    return computed.select(pl.col(name).cast(pl.Float64) for name in dict.fromkeys([*wanted, *extra]))
+    numbers = [pl.col(name).cast(pl.Float64) for name in dict.fromkeys([*wanted, *extra])]
+    # A column of its own keeps the rows of a model that is a constant.
+    return computed.select(pl.int_range(pl.len()).alias("row of the frame"), *numbers)
 
 
 def derive(rows: pl.DataFrame, formulas: Mapping[str, str], wanted: Iterable[str]) -> pl.DataFrame:

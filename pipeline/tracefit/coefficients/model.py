@@ -174,6 +174,14 @@ class TimeRange(Strict):
     last_ns: int
 
 
+class RunInput(Strict):
+    """Content hashes of what one run's tables were made from."""
+
+    run_id: str
+    traces_sha256: str = Field(description="over the trace files' contents, names and order left out")
+    context_sha256: str = Field(description="over settings, config.json and GPU as the runs table has them")
+
+
 class Training(Strict):
     """What the model was trained on."""
 
@@ -184,6 +192,7 @@ class Training(Strict):
     exclusions: dict[str, int] = Field(description="rows left out, by reason, both parts together")
     time_range: tuple[TimeRange, ...]
     inputs_sha256: str = Field(description="hash over the trace files' contents")
+    inputs: tuple[RunInput, ...] = ()
 
 
 class Provenance(Strict):
@@ -193,6 +202,9 @@ class Provenance(Strict):
     version: str
     libraries: dict[str, str]
     options: dict[str, Scalar]
+    files: dict[str, str] = Field(
+        default_factory=dict, description="sha256 of the files that options name, by option"
+    )
 
 
 class ScopeFacts(Strict):

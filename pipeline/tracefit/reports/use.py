@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.coefficients.answers import RequestAnswer, Span, StepAnswer
+    from tracefit.verbs.compare import CompareResult
     from tracefit.verbs.export import ExportResult
     from tracefit.verbs.predict import RowsAnswer
+    from tracefit.verbs.verify import VerifyResult
 
 _RANGE_NOTE = "90 % range: where nine of ten held-out measurements lay about their prediction"
 
@@ -67,6 +69,82 @@ def export_text(result: ExportResult) -> str:
     lines += [f"note    {note}" for note in result.notes]
     lines += [f"wrote   {path}" for path in result.files]
     return "\n".join([*lines, f"use     {result.usage}"])
+
+
+def verify_text(result: VerifyResult) -> str:
+    """Say whether a file is what its inputs give."""
+    head = f"{result.numbers:,} values refitted, {result.differing:,} not confirmed"
+    lines = [f"{result.file}: {'verified' if result.verified else 'NOT verified'}", head]
+    lines += [f"input differs: {text}" for text in result.inputs]
+    lines += [f"{d.place}: {d.in_file} in the file, {d.refitted} refitted" for d in result.differences]
+    if result.differing > len(result.differences):
+        lines.append(f"and {result.differing - len(result.differences):,} more")
+    return "\n".join([*lines, *(f"note: {text}" for text in result.notes)])
+
+
+def compare_text(result: CompareResult) -> str:
+    """Say what moved between two files, or whether an old one is still good."""
+    lines: list[str] = []
+    for one in result.models:
+        lines += [f"{one.model}  {one.scope_id}", ""]
+        rows = [
+            (
+                f"{c.part}: {c.term}",
+                *(_ci(v, ci) for v, ci in ((c.first, c.first_ci95), (c.second, c.second_ci95))),
+                c.unit,
+                _apart(c.apart),
+            )
+            for c in one.changes
+        ]
+        lines += [*_table(("coefficient", "first", "second", "unit", "intervals"), rows), ""]
+        lines += [
+            f"{s.part}: predictions move by {_figure(s.mean_us)} us on average ({_figure(s.low_us)} to {_figure(s.high_us)}; "
+            f"the first file predicts {_figure(s.first_us)} us) over the range both were trained on"
+            for s in one.shifts
+        ]
+        lines.append("")
+    if result.verdict is not None:
+        head = ("model", "rows", "MAPE % then", "now", "limit", "MAE us then", "now", "bias % now", "verdict")
+        rows = [
+            (
+                d.model,
+                f"{d.rows:,}",
+                *(
+                    _figure(v)
+                    for v in (
+                        d.then_mape_pct,
+                        d.now_mape_pct,
+                        d.limit_pct,
+                        d.then_mae_us,
+                        d.now_mae_us,
+                        d.now_bias_pct,
+                    )
+                ),
+                d.verdict,
+            )
+            for d in result.drift
+        ]
+        lines += [*_table(head, rows), ""]
+        lines += [f"{d.model}: cannot tell: {d.because}" for d in result.drift if d.because]
+        lines.append(f"verdict: {_VERDICTS[result.verdict]}")
+    return "\n".join([*lines, *(f"note: {text}" for text in result.notes)])
+
+
+_VERDICTS = {
+    "good": "the file is still good on these traces",
+    "drifted": "the file has drifted: train anew",
+    "unknown": "these traces cannot tell",
+}
+
+
+def _ci(value: float | None, ci95: tuple[float, float] | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" + (f" [{ci95[0]:.6g}, {ci95[1]:.6g}]" if ci95 else "")
+
+
+def _apart(apart: bool | None) -> str:
+    return "-" if apart is None else "apart" if apart else "meet"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

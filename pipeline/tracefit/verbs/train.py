@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.errors import DataError
 from tracefit.features.context import Scope, context_from_json, scope_of
+from tracefit.features.documents import read_bytes
 from tracefit.features.kv_cache import with_kv_cache, with_prefix_hits
 from tracefit.features.sets import BUILT_IN, FeatureSet, find_feature_set, read_feature_set
 from tracefit.features.training import WORKLOAD_COLUMNS
@@ -105,7 +107,8 @@ def train(
             "fast": options.fast,
             "include_overloaded": options.include_overloaded,
             "across": options.across,
-        }
+        },
+        files=_named_files(options),
     )
     alpha = assemble.coefficient_file("alpha", scopes, made_by)
     beta = assemble.coefficient_file("beta", scopes, made_by)
@@ -185,6 +188,16 @@ def overload_text(one: Overload) -> str:
     return f"run {one.run_id} was overloaded, {fate}: {'; '.join(one.reasons)}"
 
 
+def _named_files(options: TrainOptions) -> dict[str, str]:
+    if not _is_file(options.features):
+        return {}
+    return {"features": hashlib.sha256(read_bytes(Path(options.features))).hexdigest()}
+
+
+def _is_file(choice: str) -> bool:
+    return Path(choice).suffix.lower() in {".yaml", ".yml", ".json"}
+
+
 def scope_options(options: TrainOptions) -> ScopeOptions:
     """Return what the fits need to know of the options of training."""
     return ScopeOptions(options.beta_target, positive=options.positive, reference=not options.fast)
@@ -198,7 +211,7 @@ def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
     """
     if choice == "auto":
         return (BUILT_IN["batch"], BUILT_IN["roofline"])
-    if Path(choice).suffix.lower() in {".yaml", ".yml", ".json"}:
+    if _is_file(choice):
         return (read_feature_set(Path(choice)),)
     return (find_feature_set(choice),)
 

@@ -1,0 +1,173 @@
+"""`tracefit compare`: what moved between two files, and whether an old one is still good on new traces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tracefit.verbs.ingest import ingest
+
+
+def _file(path, *, intercept=1000.0, slope=10.0, seen=(0, 100), scope="a.gpu.tp1.00000000", reach=5.0):
+    term = {
+        "feature": "prefill_tokens",
+        "unit": "us/token",
+        "value": slope,
+        "ci95": [slope - 1, slope + 1],
+        "seen": list(seen),
+    }
+    model = {
+        "name": "beta.cycle_time",
+        "scope_id": scope,
+        "form": "linear",
+        "intercept": {"value": intercept, "ci95": [intercept - reach, intercept + reach]},
+        "terms": [term],
+    }
+    document = {"schema": "tracefit/coefficients", "version": 1, "kind": "beta", "models": [model]}
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A line and one that is 20 us lower at no token, and 2 us per token steeper; both saw 20 to 100 tokens."""
+    return _file(tmp_path / "a.json"), _file(tmp_path / "b.json", intercept=980.0, slope=12.0, seen=(20, 200))
+
+
+def test_coefficients_side_by_side(tracefit, two):
+    code, out, err = tracefit("compare", *two, "--json")
+    told = json.loads(out)
+    assert (code, err, told["verdict"]) == (0, "", None)
+    changes = {c["term"]: c for c in told["models"][0]["changes"]}
+    assert (changes["intercept"]["first"], changes["intercept"]["second"]) == (1000, 980)
+    assert changes["intercept"]["apart"] is True, "995 to 1,005 and 975 to 985"
+    assert changes["prefill_tokens"]["apart"] is False, "9 to 11 and 11 to 13"
+
+
+def test_predictions_are_compared_where_both_were_trained(tracefit, two):
+    """Over 20 to 100 tokens the second less the first is -20 + 2 x: 20 to 180 us."""
+    told = json.loads(tracefit("compare", *two, "--json")[1])
+    (shift,) = told["models"][0]["shifts"]
+    assert shift["ranges"] == {"prefill_tokens": [20, 100]}
+    assert (shift["low_us"], shift["high_us"]) == (pytest.approx(20), pytest.approx(180))
+    assert shift["mean_us"] == pytest.approx(100, rel=0.1)
+    text = tracefit("compare", *two)[1]
+    assert "line: prefill_tokens" in text
+    assert "apart" in text
+
+
+def test_ranges_that_do_not_meet_are_told(tracefit, two, tmp_path):
+    far = _file(tmp_path / "far.json", seen=(500, 900))
+    code, out, _ = tracefit("compare", two[0], far, "--json")
+    told = json.loads(out)
+    assert (code, told["models"][0]["shifts"]) == (0, [])
+    assert any("prefill_tokens do not meet" in note for note in told["notes"])
+
+
+def test_files_of_one_other_scope_are_compared_and_it_is_said(tracefit, two, tmp_path):
+    other = _file(tmp_path / "o.json", scope="b.gpu.tp1.00000000")
+    told = json.loads(tracefit("compare", two[0], other, "--json")[1])
+    assert any("which is another one" in note for note in told["notes"])
+
+
+def test_files_with_nothing_in_common_are_one_line(tracefit, two, tmp_path):
+    document = json.loads(two[0].read_text())
+    document["models"][0]["name"] = "beta.other"
+    (tmp_path / "n.json").write_text(json.dumps(document))
+    code, out, err = tracefit("compare", two[0], tmp_path / "n.json")
+    assert (code, out) == (1, "")
+    assert "no model in common" in err
+
+
+def test_a_trained_file_against_itself_has_not_moved(tracefit, trained):
+    told = json.loads(tracefit("compare", trained / "models", trained / "models", "--json")[1])
+    assert len(told["models"]) == 4
+    for model in told["models"]:
+        assert all(c["first"] == c["second"] for c in model["changes"])
+        assert all(s["low_us"] == s["high_us"] == 0 for s in model["shifts"])
+    assert any(s["questions"] > 100 for m in told["models"] for s in m["shifts"])
+
+
+def _tables(tmp_path, new_traces, change=None, **load):
+    trace = new_traces().load(**load)
+    folder = trace.write(tmp_path / "new")
+    if change:
+        change(folder)
+    ingest([folder], tmp_path / "tables")
+    return tmp_path / "tables"
+
+
+def test_an_old_file_is_good_on_more_of_the_same(tracefit, trained, tmp_path, new_traces):
+    tables = _tables(tmp_path, new_traces, seed=8)
+    code, out, err = tracefit("compare", trained / "models", tables, "--json")
+    told = json.loads(out)
+    assert (code, err, told["verdict"]) == (0, "", "good")
+    drift = {d["model"]: d for d in told["drift"]}
+    beta = drift["beta.cycle_time"]
+    assert beta["rows"] == 239, "every cycle of the new run but idle gaps"
+    assert beta["now_mape_pct"] < 2
+    assert beta["then_mape_pct"] < 2
+    assert drift["alpha.admission"]["verdict"] == drift["alpha.departure"]["verdict"] == "good"
+
+
+class _Slower:
+    """A clock that runs slower: every time of the trace is this much longer after boot."""
+
+    @staticmethod
+    def stretch(folder):
+        path = folder / "traces.json"
+        lines = []
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            for resource in record["resourceSpans"]:
+                for scope in resource["scopeSpans"]:
+                    for span in scope["spans"]:
+                        for event in span["events"]:
+                            for attribute in event["attributes"]:
+                                if attribute["key"] in (
+                                    "step.ts_start_ns",
+                                    "step.ts_end_ns",
+                                    "ts.monotonic_ns",
+                                ):
+                                    value = attribute["value"]
+                                    value["intValue"] = str(int(int(value["intValue"]) * 1.3))
+                                if attribute["key"] in ("ts.monotonic", "event.ts.monotonic"):
+                                    attribute["value"]["doubleValue"] *= 1.3
+            lines.append(json.dumps(record))
+        path.write_text("\n".join(lines) + "\n")
+
+
+def test_a_server_that_became_slower_has_drifted(tracefit, trained, tmp_path, new_traces):
+    """Steps take 1.3 times as long: the old file is 1 - 1/1.3 = 23 % low."""
+    tables = _tables(tmp_path, new_traces, _Slower.stretch, seed=8)
+    code, out, _ = tracefit("compare", trained / "models", tables, "--json")
+    told = json.loads(out)
+    assert (code, told["verdict"]) == (1, "drifted")
+    beta = next(d for d in told["drift"] if d["model"] == "beta.cycle_time")
+    assert (beta["verdict"], beta["now_mape_pct"]) == ("drifted", pytest.approx(23, abs=1.5))
+    assert beta["now_bias_pct"] == pytest.approx(-23, abs=1.5)
+    assert beta["limit_pct"] == pytest.approx(max(1.5 * beta["then_mape_pct"], beta["then_mape_pct"] + 2))
+    text = tracefit("compare", trained / "models", tables)[1]
+    assert "verdict: the file has drifted" in text
+    assert tracefit("compare", trained / "models", tables, "--slack", 100)[0] == 0
+
+
+def test_new_traces_that_are_too_short_cannot_tell(tracefit, trained, tmp_path, new_traces):
+    tables = _tables(tmp_path, new_traces, seed=8, steps=20, requests=10)
+    code, out, _ = tracefit("compare", trained / "models/beta.json", tables, "--json")
+    told = json.loads(out)
+    assert (code, told["verdict"]) == (1, "unknown")
+    assert "fewer than 30" in told["drift"][0]["because"]
+
+
+def test_new_traces_of_another_server_are_one_line(tracefit, trained, tmp_path, new_traces):
+    def other(folder):
+        with (folder / "exp-config.yaml").open("a") as config:
+            config.write("enforce_eager: true\n")
+
+    tables = _tables(tmp_path, new_traces, other, steps=20, requests=10)
+    code, out, err = tracefit("compare", trained / "models", tables)
+    assert (code, out) == (1, "")
+    assert "no run of scope" in err
+    assert err.count("\n") == 1
