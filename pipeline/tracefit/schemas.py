@@ -18,7 +18,7 @@ from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.model import CoefficientFile
 from tracefit.features.sets import FeatureSet
 from tracefit.tables.manifest import Manifest
-from tracefit.tables.schema import TABLES, Table
+from tracefit.tables.schema import TABLES, Kind, Table
 from tracefit.verbs.compare import CompareResult
 from tracefit.verbs.export import ExportResult
 from tracefit.verbs.inspect import Inspection
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
+TABLES_VERSION = 1
+"""Of the tables: columns are added within a version, never changed."""
+
 _FILES: dict[str, type[BaseModel]] = {
     "coefficients.schema.json": CoefficientFile,
     "evaluation.schema.json": Evaluation,
@@ -90,14 +93,39 @@ def _dataclasses(kind: Any) -> Iterator[type]:
         yield from _dataclasses(part)
 
 
+_JSON_TYPES: dict[Kind, str] = {
+    "string": "string",
+    "int64": "integer",
+    "float64": "number",
+    "bool": "boolean",
+    "map": "object",
+    "json": "string",
+}
+
+
 def _table_schema(table: Table) -> dict[str, Any]:
-    columns = [{"name": c.name, "type": c.kind, "unit": c.unit, "doc": c.doc} for c in table.columns]
+    """Describe a row of a table; types of Parquet, units and the order of rows and columns as further keywords."""
+    properties = {
+        c.name: {
+            "type": [_JSON_TYPES[c.kind], "null"],
+            "description": c.doc,
+            "column_type": c.kind,
+            "unit": c.unit,
+        }
+        for c in table.columns
+    }
     return {
-        "table": table.name,
-        "doc": table.doc,
+        "$schema": _DIALECT,
+        "$id": f"tracefit/tables/{table.name}.json",
+        "title": table.name,
+        "description": table.doc,
+        "version": TABLES_VERSION,
         "sorted_by": list(table.key),
         "further_columns": "features of the models, float64" if table.open_ended else None,
-        "columns": columns,
+        "type": "object",
+        "properties": properties,
+        "required": [c.name for c in table.columns],
+        "additionalProperties": {"type": ["number", "null"]} if table.open_ended else False,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jsonschema
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -124,11 +125,23 @@ def test_every_published_table_is_written(parts):
 def test_columns_and_types_are_the_published_ones(parts, name):
     published = _published(name)
     schema = pq.read_schema(parts[name])
-    expected = [(c["name"], ARROW[c["type"]]) for c in published["columns"]]
+    expected = [(name, ARROW[c["column_type"]]) for name, c in published["properties"].items()]
     fields = [(f.name, f.type) for f in schema]
     assert fields[: len(expected)] == expected
     further = {kind for _, kind in fields[len(expected) :]}
     assert further == ({pa.float64()} if published["further_columns"] else set())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_valid_by_the_json_schema_of_its_table(parts, name):
+    published = _published(name)
+    jsonschema.Draft202012Validator.check_schema(published)
+    assert (published["$schema"], published["version"]) == ("https://json-schema.org/draft/2020-12/schema", 1)
+    for row in pq.read_table(parts[name]).slice(0, 20).to_pylist():
+        plain = {k: dict(v) if isinstance(v, list) else v for k, v in row.items()}
+        jsonschema.validate(plain, published, jsonschema.Draft202012Validator)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(plain | {"surprise": "x"}, published, jsonschema.Draft202012Validator)
 
 
 @pytest.mark.parametrize("name", NAMES)
