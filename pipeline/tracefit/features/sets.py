@@ -305,6 +305,23 @@ BATCH = FeatureSet(
 )
 """The specification's first set for beta: what a step carries, and what carries it."""
 
+PRODUCTS = (
+    Feature("prefill_tokens_squared", "token*token", "prefill_tokens ** 2", "attention within a prompt"),
+    Feature(
+        "num_decode_reqs_squared",
+        "request*request",
+        "num_decode_reqs ** 2",
+        "a batch that outgrows the hardware",
+    ),
+    Feature(
+        "prefill_tokens_x_num_decode_reqs",
+        "token*request",
+        "prefill_tokens * num_decode_reqs",
+        "prompts and decodes in one step share the hardware, which hides part of one behind the other",
+    ),
+)
+"""Products of a step's columns, offered to a model of step times only where time-blocked validation pays for them."""
+
 _ROOFLINE_REASONS = {
     "prefill_compute_us": "FLOPs of the prompt tokens at the GPU's peak",
     "decode_compute_us": "FLOPs of the generated tokens at the GPU's peak",

@@ -60,7 +60,7 @@ def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design
     """
     names = [f.name for f in features]
     everything, y = matrix(used, names), target_of(used)
-    kept, left = usable_features(everything, names)
+    kept, left = usable_features(everything, names, [f.max_inflation for f in features])
     x = np.asfortranarray(everything[:, kept])
     weights = np.ones(len(y))
     if "interval_steps" in used.columns:

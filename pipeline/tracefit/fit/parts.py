@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
+from tracefit.fit.select import MAX_VIF
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,6 +26,8 @@ class FeatureColumn:
     name: str
     unit: str
     formula: str | None = None
+    max_inflation: float = MAX_VIF
+    """Variance inflation against the features before it above which it is left out."""
 
 
 @dataclass(frozen=True, slots=True)

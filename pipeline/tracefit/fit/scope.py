@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import polars as pl
 
 from tracefit.features import training
-from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES, FeatureSet
+from tracefit.features.sets import BUILT_IN, FREE_FEATURES, PRODUCTS, QUEUED_FEATURES, FeatureSet
 from tracefit.fit.boundary import FittedBoundary, fit_boundary
 from tracefit.fit.frames import request_frame, step_frame
 from tracefit.fit.latency import ComposedLatencies, compose_latencies
 from tracefit.fit.options import BetaTarget, FitOptions, ScopeOptions
 from tracefit.fit.parts import Comparison, FeatureColumn, Regime
+from tracefit.fit.select import MAX_PRODUCT_VIF, MAX_VIF, Choice, pays
 from tracefit.fit.summed import SummedTime, summed_holdout
-from tracefit.fit.train import Fitted, TooFewRows, fit_linear, fit_regimes
+from tracefit.fit.train import Fitted, TooFewRows, cross_validate, fit_regimes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -257,21 +258,32 @@ def _choose_set(
     choice: TargetChoice,
     options: ScopeOptions,
 ) -> tuple[FeatureSet, tuple[str, ...]]:
-    """Choose the feature set with the smallest cross-validated error on the training part; ties to the first."""
+    """Choose the feature set with the smallest cross-validated error on the training part; ties to the first.
+
+    Products of the batch's columns are added where `pays` says so. A set that was asked for is taken as it is.
+    """
     if len(sets) == 1:
         return sets[0], ()
-    scores: dict[str, float] = {}
-    for features in sets:
+
+    def judge(features: FeatureSet) -> Choice | None:
         rows = _beta_rows(scope, tables, features, choice)
-        result = fit_linear(rows, columns_of(features), beta_options(replace(options, reference=False)))
-        if isinstance(result, Fitted) and result.terms:
-            scores[features.name] = result.parts[0].choice.score
-    if not scores:
+        return cross_validate(rows, columns_of(features), beta_options(options))
+
+    judged = {features.name: (features, found) for features in sets if (found := judge(features))}
+    if not judged:
         return sets[0], ()
-    best = min(scores, key=lambda name: scores[name])
-    said = ", ".join(f"{name} {score:.1f} us" for name, score in scores.items())
-    note = f"feature set {best} chosen by cross-validated mean absolute error on the training part ({said})"
-    return next(s for s in sets if s.name == best), (note,)
+    best, simple = min(judged.values(), key=lambda pair: pair[1].score)
+    said = ", ".join(f"{name} {found.score:.1f} us" for name, (_, found) in judged.items())
+    note = (
+        f"feature set {best.name} chosen by cross-validated mean absolute error on the training part ({said})"
+    )
+    richer = FeatureSet(f"{best.name}+products", (*best.features, *PRODUCTS))
+    with_products = judge(richer)
+    if with_products is None:
+        return best, (note,)
+    worth = pays(simple, with_products)
+    verdict = "taken" if worth else "left out: not better by a standard error over the folds and by 5 %"
+    return richer if worth else best, (note, f"products of columns {verdict} ({with_products.score:.1f} us)")
 
 
 def _beta_definition(choice: TargetChoice, lags: Mapping[tuple[str, str], int]) -> tuple[str, str]:
@@ -396,4 +408,8 @@ def _fit_wait(
 
 def columns_of(features: FeatureSet) -> list[FeatureColumn]:
     """Return the features of a set as candidates for a fit."""
-    return [FeatureColumn(f.name, f.coefficient_unit, f.formula) for f in features.features]
+    loose = {f.name for f in PRODUCTS}
+    return [
+        FeatureColumn(f.name, f.coefficient_unit, f.formula, MAX_PRODUCT_VIF if f.name in loose else MAX_VIF)
+        for f in features.features
+    ]

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 MAX_VIF = 10.0
 """A feature whose variance inflation against those before it exceeds this says nothing new."""
 
+MAX_PRODUCT_VIF = 100.0
+"""The same for a product of features: a square always resembles its root, and is offered only where it pays."""
+
 MIN_VARIED_ROWS = 20
 """A coefficient that fewer rows than this speak for is a coefficient of those rows."""
 
@@ -24,6 +27,9 @@ FOLD_ROUNDS = 5
 """Rounds of reweighting inside a fold: enough to rank penalties, which is all the folds are for."""
 
 _TIE = 1e-3
+
+WORTH = 0.05
+"""Least share of the cross-validated error that a richer model must remove."""
 
 CLEARLY = 1.1
 """Features of no use cost a few percent of cross-validated error; those that mislead cost more."""
@@ -51,14 +57,19 @@ class Choice:
     strength: float
     score: float
     folds: int
+    fold_scores: tuple[float, ...] = ()
+    """Every fold's share of the score, in order: they sum to it."""
 
 
-def usable_features(x: Matrix, names: list[str]) -> tuple[list[int], list[LeftOut]]:
+def usable_features(
+    x: Matrix, names: list[str], limits: list[float] | None = None
+) -> tuple[list[int], list[LeftOut]]:
     """Keep, in the order declared, features that are known, vary and are not a mix of those before them.
 
     Args:
         x: Raw features of the training rows, shape (n, n_features); NaN where unknown.
         names: Feature names, in order of preference.
+        limits: Largest variance inflation of each; `MAX_VIF` if not given.
 
     Returns:
         Kept column indices, and the others with reasons.
@@ -74,7 +85,7 @@ def usable_features(x: Matrix, names: list[str]) -> tuple[list[int], list[LeftOu
             rest = centered - basis @ (basis.T @ centered)
             rest -= basis @ (basis.T @ rest)  # once more, against rounding
             share = float(rest @ rest) / float(centered @ centered)
-            if share * MAX_VIF < 1:
+            if share * (limits[index] if limits else MAX_VIF) < 1:
                 reason = _collinear(x, kept, names, column, share)
         if reason is not None:
             left.append(LeftOut(name, reason))
@@ -169,19 +180,36 @@ def choose_penalty(
         penalty, strength = candidates[0]
         return Choice(penalty, strength, float("nan"), 0)
     weights = np.ones(len(y)) if weights is None else weights
-    errors = np.zeros(len(candidates))
+    shares = []
     for fold in folds:
         test = blocks == fold
         predictions = _fold_predictions(
             (x[~test], y[~test], weights[~test]), x[test], candidates, positive=positive
         )
         off = np.abs(np.maximum(predictions, 0.0) - y[test])
-        errors += off @ weights[test] / weights.sum()
+        shares.append(off @ weights[test] / weights.sum())
+    by_fold = np.array(shares)
+    errors = by_fold.sum(axis=0)
     best = 0
     for index, error in enumerate(errors):
         if error < errors[best] * (1 - _TIE):
             best = index
-    return Choice(*candidates[best], float(errors[best]), len(folds))
+    chosen = tuple(float(share) for share in by_fold[:, best])
+    return Choice(*candidates[best], float(errors[best]), len(folds), chosen)
+
+
+def pays(simple: Choice, richer: Choice) -> bool:
+    """Tell whether a richer model is worth its terms: better by a standard error over the folds, and by 5 % at least.
+
+    Args:
+        simple: Cross-validation of the model to beat.
+        richer: That of the other, on the same rows in the same folds.
+    """
+    if len(simple.fold_scores) < 2 or len(simple.fold_scores) != len(richer.fold_scores):
+        return False
+    gains = np.array(simple.fold_scores) - np.array(richer.fold_scores)
+    error = float(gains.std(ddof=1)) * np.sqrt(len(gains))
+    return bool(gains.sum() > max(error, WORTH * simple.score))
 
 
 def harms(x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: Choice) -> bool:

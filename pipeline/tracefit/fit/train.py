@@ -24,6 +24,7 @@ from tracefit.fit.parts import (
 )
 from tracefit.fit.select import (
     FOLDS,
+    Choice,
     LeftOut,
     choose_penalty,
     collinearity,
@@ -125,6 +126,20 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
         validation=replace(validate(parts, used, judged, options), learning_curve=curve),
         rows=rows,
     )
+
+
+def cross_validate(rows: pl.DataFrame, features: list[FeatureColumn], options: FitOptions) -> Choice | None:
+    """Cross-validate a linear model on the training rows, as `fit_linear` would fit it; null of too few rows or features."""
+    rows, known, _ = _drop_unknown(rows, features)
+    used = _counted(rows, "train")
+    if used.height < MIN_TRAIN_ROWS:
+        return None
+    if options.drop_outliers:
+        used = _counted(_mark_outliers(rows, used, known), "train")
+    data, _ = design_of(used, known)
+    if used.height < MIN_TRAIN_ROWS or not data.columns:
+        return None
+    return choose_penalty(data.x, data.y, data.folds(FOLDS), data.weights, positive=options.positive)
 
 
 def _fit_parts(
@@ -245,7 +260,7 @@ def _unknown_reason(share: float) -> str:
 
 def _mark_outliers(rows: pl.DataFrame, used: pl.DataFrame, features: list[FeatureColumn]) -> pl.DataFrame:
     names = [f.name for f in features]
-    kept, _ = usable_features(matrix(used, names), names)
+    kept, _ = usable_features(matrix(used, names), names, [f.max_inflation for f in features])
     far = rules.outliers(matrix(used, names)[:, kept], target_of(used))
     flags = np.zeros(rows.height, dtype=bool)
     is_used = (rows["split"] == "train") & rows["excluded_because"].is_null()

@@ -1,0 +1,137 @@
+"""Cost of training, references and intervals included, on tables of the size of a long day.
+
+    python tests/benchmarks/training.py [--steps 1000000] [--requests 100000] [--fast]
+
+Tables are drawn directly: every step is traced, its time follows from its batch. Prints seconds, CPU seconds and the peak
+memory of `tracefit train`, drawing apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+import tracefit
+from timeline import ENGINE, journeys
+from tracefit.synth import SynthOptions, synth, write_run
+from tracefit.tables import schema
+from tracefit.tables.store import TableStore
+
+
+def step_frame(rng: np.random.Generator, steps: int) -> pl.DataFrame:
+    """Draw summaries of all steps: 7,000 us and 26 per prefill token, 15 per decode, with noise and hiccups."""
+    prefill = np.where(rng.random(steps) < 0.3, rng.integers(1, 2048, steps), 0)
+    decode = rng.integers(1, 60, steps)
+    cycle = (7000 + 26 * prefill + 15 * decode) * np.exp(rng.normal(0, 0.03, steps))
+    cycle += np.where(rng.random(steps) < 0.01, rng.exponential(50_000, steps), 0)
+    start = np.concatenate([[0], np.cumsum(cycle[:-1] * 1000)]).astype(np.int64) + 10**12
+    free = rng.integers(1000, 40_000, steps)
+    columns = {
+        "step_id": np.arange(1, steps + 1),
+        "ts_start_ns": start,
+        "unix_ns": start,
+        "duration_us": rng.integers(300, 700, steps),
+        "num_prefill_reqs": (prefill > 0).astype(int),
+        "num_decode_reqs": decode,
+        "prefill_tokens": prefill,
+        "decode_tokens": decode,
+        "scheduled_tokens": prefill + decode,
+        "running_depth": decode + (prefill > 0),
+        "waiting_depth": rng.integers(0, 3, steps),
+        "kv_blocks_free": free,
+        "kv_blocks_total": np.full(steps, 50_000),
+        "kv_usage_ratio": 1 - free / 50_000,
+    }
+    facts = {"num_finished": 0, "num_preempted": 0, **ENGINE}
+    return schema.STEPS.conform(
+        pl.DataFrame(columns).with_columns(**{k: pl.lit(v) for k, v in facts.items()})
+    )
+
+
+def request_frame(rng: np.random.Generator, events: pl.DataFrame) -> pl.DataFrame:
+    """Make the requests of core events, with arrivals and departures drawn about them."""
+    first = events.filter(pl.col("schedule_kind").is_null() | (pl.col("schedule_kind") == "FIRST"))
+    times = first.pivot("event", index="request_id", values="ts_ns", aggregate_function="first")
+    ids = first.pivot("event", index="request_id", values="step_id", aggregate_function="first")
+    facts = events.group_by("request_id").agg(
+        pl.col("trace_id").first(),
+        prompt_tokens=pl.col("prefill_total_tokens").first(),
+        output_tokens=pl.col("decode_done_tokens").max(),
+        max_tokens=pl.col("decode_max_tokens").first(),
+    )
+    joined = times.join(ids, on="request_id", suffix="_step").join(facts, on="request_id")
+    work = pl.Series(rng.normal(1400, 60, joined.height) * 1000).cast(pl.Int64)
+    after = pl.Series(rng.normal(3000, 300, joined.height) * 1000).cast(pl.Int64)
+    rows = joined.select(
+        "trace_id",
+        "request_id",
+        "prompt_tokens",
+        "output_tokens",
+        "max_tokens",
+        core_request_id="request_id",
+        arrival_ns=pl.col("QUEUED") - work,
+        queued_ns="QUEUED",
+        first_scheduled_ns="SCHEDULED",
+        first_token_ns="FIRST_TOKEN",  # noqa: S106
+        finished_ns="FINISHED",
+        departed_ns=pl.col("FINISHED") + after,
+        queued_step="QUEUED_step",
+        first_scheduled_step="SCHEDULED_step",
+        first_token_step="FIRST_TOKEN_step",  # noqa: S106
+        finished_step="FINISHED_step",
+        num_preemptions=pl.lit(0),
+        finish_status=pl.lit("length"),
+        queue_wait_us=(pl.col("SCHEDULED") - pl.col("QUEUED")) / 1e3,
+        admission_us=work / 1e3,
+        departure_us=after / 1e3,
+    )
+    return schema.REQUESTS.conform(rows.with_columns(**{k: pl.lit(v) for k, v in ENGINE.items()}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--fast", action="store_true")
+    options = parser.parse_args()
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as root:
+        folder = write_run(synth(SynthOptions(name=str(ENGINE["run_id"]), requests=20)), Path(root) / "runs")
+        tables = Path(root) / "tables"
+        tracefit.ingest([folder], tables)
+        steps = step_frame(rng, options.steps)
+        events = journeys(rng, steps["ts_start_ns"].to_numpy(), options.requests)
+        store = TableStore(tables)
+        runs = store.read("runs").with_columns(server=pl.lit(ENGINE["server"]))
+        frames = {
+            "runs": runs,
+            "steps": steps,
+            "journey_events": events,
+            "requests": request_frame(rng, events),
+        }
+        store.write_run(str(ENGINE["run_id"]), {**frames, "timeline": schema.TABLES["timeline"].empty()})
+        from tracefit.verbs.timelines import timeline_of  # noqa: PLC0415
+
+        store.write_run(str(ENGINE["run_id"]), timeline_of(store, str(ENGINE["run_id"])))
+        del steps, events, runs, frames
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        wall, cpu = time.perf_counter(), time.process_time()
+        how = tracefit.TrainOptions(fast=options.fast)
+        result = tracefit.train(tables, Path(root) / "models", options=how)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    for model in result.fitted:
+        print(f"  {model.name:18s} {model.rows_used:9,} rows, MAPE {model.holdout_mape_pct:.3g} %")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        f"training {wall:.1f} s, CPU {cpu:.1f} s, peak {peak / 2**20:.2f} GiB ({before / 2**20:.2f} before)"
+    )
+
+
+if __name__ == "__main__":
+    main()
