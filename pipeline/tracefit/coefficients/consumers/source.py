@@ -100,6 +100,13 @@ def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tupl
     Raises:
         DataError: There are too few of them.
     """
+    unknown = [c for c in columns if rows[c].null_count() == rows.height]
+    if unknown:
+        lacking = ", ".join(unknown) if rows.height else "no row has both ends"
+        raise DataError(
+            f"{what}: not known in these runs ({lacking})",
+            hint="journeys of every request would tell: --enable-journey-tracing --journey-tracing-sample-rate 1.0",
+        )
     known = rows.drop_nulls(["y", *columns])
     train, held = counted(known, "train"), counted(known, "holdout")
     if "source" in held.columns:
