@@ -9,7 +9,17 @@ import zlib
 import pyarrow as pa
 import pytest
 
-from tracefit.sources import Frame, Reject, compression, framing, json_records, limits, units, zstd_frames
+from tracefit.sources import (
+    Frame,
+    Reject,
+    compression,
+    framing,
+    json_records,
+    limits,
+    read_frames,
+    units,
+    zstd_frames,
+)
 
 
 def texts_of(otlp, items):
@@ -246,6 +256,23 @@ def test_a_file_of_nothing_but_beginnings_is_not_looked_at_for_ever(otlp, monkey
     magic = {"gzip": b"\x1f\x8b\x08\x00", "zstd": b"\x28\xb5\x2f\xfd\x20"}[how]
     items = otlp.frames_of(magic * 200_000)
     assert len(items) <= 101
+
+
+def test_members_that_each_run_on_to_the_end_are_not_read_for_ever(otlp, lines, monkeypatch):
+    """A member that lost its end can go on as data through all that follow."""
+    monkeypatch.setattr(compression, "MAX_REREAD_BYTES", 0)
+    unit = gzip.compress(b"\n".join(lines[:4]))[:-30] + b"zz"
+    packed = unit * 300
+    read = []
+
+    class Counted(io.BytesIO):
+        def read(self, size=-1):
+            data = super().read(size)
+            read.append(len(data))
+            return data
+
+    list(read_frames("-", stdin=Counted(packed)))
+    assert sum(read) < 12 * len(packed)
 
 
 @pytest.mark.parametrize(

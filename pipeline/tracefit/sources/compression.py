@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
 from tracefit.errors import TracefitError
 from tracefit.sources.gzip_members import GzipMembers
-from tracefit.sources.limits import CHUNK_BYTES, HEAD_BYTES, MAX_GUESSES, MAX_RECORD_BYTES
+from tracefit.sources.limits import (
+    CHUNK_BYTES,
+    HEAD_BYTES,
+    MAX_GUESSES,
+    MAX_RECORD_BYTES,
+    MAX_REREAD_BYTES,
+    MAX_REREAD_SHARE,
+)
 from tracefit.sources.units import Damage, bounded
 from tracefit.sources.zstd_frames import ZstdFrames, unzstd
 
@@ -130,6 +137,7 @@ class _Recovering:
         self._guesses_left = MAX_GUESSES
 
     def read(self, start: int, *, gap: str | None = None) -> Iterator[bytes | Gap]:
+        reread = 0
         if gap:
             yield Gap(gap)
         while start >= 0:
@@ -137,7 +145,10 @@ class _Recovering:
                 yield from bounded(self._raw, start, self._kind.read(self._raw, start))
             except Damage as damage:
                 # Where the unit seems to end does not count: if it was cut, that is inside another one.
-                start = -1 if damage.is_final else self.next(damage.unit_start + 1)
+                end = self._raw.tell()
+                reread += end - damage.unit_start
+                is_final = damage.is_final or reread > MAX_REREAD_BYTES + MAX_REREAD_SHARE * end
+                start = -1 if is_final else self.next(damage.unit_start + 1)
                 if start < 0:
                     raise DamagedStreamError(damage.what) from damage
                 yield Gap(f"{damage.what}; read on at the next {self._kind.unit}")

@@ -19,3 +19,6 @@ HEAD_BYTES = 1 << 20
 
 MAX_GUESSES = 10_000
 """Likely beginnings of a message that are looked at closely, per file, where damage hides the true one."""
+
+MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
+"""Bytes of a compressed file that are read again to find what follows damage: so many, and so often the file's size."""
