@@ -11,6 +11,7 @@ import typer
 
 from tracefit._version import __version__
 from tracefit.console import LogLevel, Terminal, called, one_line_errors, set_log_level, show, warn
+from tracefit.memory import keep_little
 from tracefit.options import Commands, unknown_variables, use_config
 
 if TYPE_CHECKING:
@@ -138,6 +139,12 @@ ShowValues = Annotated[
         help="Show what is in rejected records, not their structure alone: it is private data.",
     ),
 ]
+Workers = Annotated[
+    Optional[int],
+    typer.Option(
+        min=1, help="Processes that decode traces, at most; as many as there are cores if not given."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Target = Annotated[
@@ -228,6 +235,7 @@ def run(
     all_spans: AllSpans = False,
     keep_attributes: KeepAttributes = None,
     show_values: ShowValues = False,
+    workers: Workers = None,
     beta_target: Target = BetaTarget.auto,
     features: Features = "auto",
     sample_csv: SampleCsv = False,
@@ -262,7 +270,15 @@ def run(
             across=across,
             thresholds=override(thresholds or []),
         )
-        result = run_verb(paths, out, server=server, ingest_options=kept, options=options, progress=told)
+        result = run_verb(
+            paths,
+            out,
+            server=server,
+            ingest_options=kept,
+            options=options,
+            workers=workers,
+            progress=told,
+        )
         told.close()
         show(result, run_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)
@@ -309,21 +325,30 @@ def ingest(
     all_spans: AllSpans = False,
     keep_attributes: KeepAttributes = None,
     show_values: ShowValues = False,
+    workers: Workers = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be read, and as what; write nothing.")
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Traces to Parquet tables.
+    """Traces to Parquet tables. What the folder has already is not read again.
 
     Example: `tracefit ingest runs/ --out tables/`
     """
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
-        from tracefit.reports.summary import ingest_text
+        from tracefit.reports.summary import ingest_text, plan_text
         from tracefit.verbs.ingest import ingest as ingest_verb
+        from tracefit.verbs.plan import plan_ingest
 
-        server = _server(run_config, model_config, gpu, tp, settings)
         kept = _kept(keep_attributes, all_spans=all_spans, show_values=show_values)
-        result = ingest_verb(paths, out, server=server, options=kept, progress=told)
+        if dry_run:
+            plan = plan_ingest(paths, out, options=kept)
+            show(plan, plan_text(plan), as_json=json, quiet=quiet)
+            return
+        server = _server(run_config, model_config, gpu, tp, settings)
+        result = ingest_verb(paths, out, server=server, options=kept, workers=workers, progress=told)
         told.close()
         show(result, ingest_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)
@@ -724,6 +749,7 @@ def _kept(keep_attributes: list[str] | None, *, all_spans: bool, show_values: bo
 
 def main() -> None:
     """Run the command line."""
+    keep_little()
     sys.exit(called(app))
 
 

@@ -22,6 +22,7 @@ from tracefit.tables.schema import TABLES, Kind, Table
 from tracefit.verbs.compare import CompareResult
 from tracefit.verbs.export import ExportResult
 from tracefit.verbs.inspect import Inspection
+from tracefit.verbs.plan import IngestPlan
 from tracefit.verbs.predict import RowsAnswer
 from tracefit.verbs.report import ReportResult
 from tracefit.verbs.requests import RequestSummary
@@ -45,7 +46,7 @@ _FILES: dict[str, type[BaseModel]] = {
 RESULTS: dict[str, Any] = {
     "run": RunResult,
     "inspect": Inspection,
-    "ingest": IngestResult,
+    "ingest": IngestResult | IngestPlan,
     "train": TrainResult,
     "requests": RequestSummary | list[dict[str, str | float | int | None]],
     "report": ReportResult,

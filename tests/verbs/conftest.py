@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+
+from tracefit.tables.schema import INGEST_TABLES
+from tracefit.tables.store import TableStore
+from tracefit.verbs.decoding import decode
 
 
 @pytest.fixture
@@ -16,6 +21,44 @@ def models_of():
         return {m["name"]: m for file in files for m in file["models"]}
 
     return read
+
+
+def _tables(root):
+    frames = {}
+    for name in INGEST_TABLES:
+        rows = TableStore(root).read(name)
+        # Where a span was read is all that the way it was read may change; runs count their files.
+        own = ("run_id", "source_file", "source_offset", "files", "bytes", "content_sha256")
+        frames[name] = rows.drop(own, strict=False).rows()
+    return frames
+
+
+@pytest.fixture
+def contents():
+    """Return a function from a tables folder to the rows of every table, without where they were read."""
+    return _tables
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Return the list of stretches that are decoded from now on: file name and where the stretch begins."""
+    seen = []
+
+    def spy(task, **how):
+        seen.append((Path(task.file.path).name, task.stretch.begin))
+        return decode(task, **how)
+
+    monkeypatch.setattr("tracefit.verbs.workers.decode", spy)
+    return seen
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Cut files, sorts and windows so small that a small run has many of each."""
+    monkeypatch.setattr("tracefit.sources.stretches.STRETCH_BYTES", 20_000)
+    monkeypatch.setattr("tracefit.tables.external_sort.HELD_BYTES", 4_000)
+    monkeypatch.setattr("tracefit.tables.external_sort.BLOCK_ROWS", 7)
+    monkeypatch.setattr("tracefit.tables.store.PIECE_ROWS", 11)
 
 
 @pytest.fixture

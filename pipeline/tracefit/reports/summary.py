@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.features.sets import FeatureSet
+    from tracefit.verbs.plan import IngestPlan
     from tracefit.verbs.results import (
         IngestResult,
         LatencySummary,
@@ -34,6 +35,18 @@ def ingest_text(result: IngestResult) -> str:
         for r in result.runs
     ]
     return f"{_columns(head, rows)}\n\ntables  {result.tables}"
+
+
+def plan_text(plan: IngestPlan) -> str:
+    """Say what would be read, and as what."""
+    head = ("run", "file", "is", "compressed", "bytes", "status", "to read")
+    rows = [
+        (f.run_id, f.file, f.shape, f.compression or "", f"{f.bytes:,}", f.status, f"{f.bytes_to_read:,}")
+        for f in plan.files
+    ]
+    return "\n".join(
+        [columns(head, rows, left={0, 1, 2, 3, 5}), *(f"left out: {text}" for text in plan.left_out)]
+    )
 
 
 def train_text(result: TrainResult) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SCRATCH_PREFIX = ".writing-"
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
 @contextmanager
@@ -29,9 +31,12 @@ def disk_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        # An error that came back through polars or pyarrow is left with its text alone.
+        told = _ERRNO.match(str(error))
+        number = error.errno or int(told[1] if told else 0)
+        full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise UsageError(
-            f"cannot be written ({error.strerror or error})",
+            f"cannot be written ({os.strerror(number) if number else error})",
             where=str(root),
             hint="what was there before is untouched; free some space and run the command again"
             if full
@@ -63,12 +68,13 @@ def create(path: Path) -> BinaryIO:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replace a file, so that a reader sees the old one or the new one, whatever happens."""
-    unfinished = path.with_name(f"{SCRATCH_PREFIX}{path.name}")
-    with create(unfinished) as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(path)
+    with scratch_folder(path.parent) as scratch:
+        unfinished = scratch / path.name
+        with create(unfinished) as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(path)
     sync_folder(path.parent)
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-HELD_ROWS = 256 * 1024
-"""Rows kept in memory before they are laid down on disk, and rows of a window, about."""
+HELD_BYTES = 16 << 20
+"""Rows kept in memory before they are laid down on disk, and rows of a window, about, as they are in memory."""
 
 BLOCK_ROWS = 8 * 1024
 
@@ -44,16 +44,17 @@ class ExternalSort:
         scratch: Folder for what does not fit into memory.
         key: Columns that decide where windows are cut; rows of one key come in one window. Nulls are last.
         order: All columns to sort by, those of `key` first.
-        held_rows: Rows to keep in memory.
+        held_bytes: Rows to keep in memory.
+        rows: How many were added.
     """
 
     scratch: Path
     key: Sequence[str]
     order: Sequence[str]
-    held_rows: int = HELD_ROWS
+    held_bytes: int = field(default_factory=lambda: HELD_BYTES)
     rows: int = 0
     _held: list[pl.DataFrame] = field(default_factory=list)
-    _held_count: int = 0
+    _held_size: int = 0
     _blocks: list[_Block] = field(default_factory=list)
     _schema: pl.Schema | None = None
 
@@ -63,35 +64,35 @@ class ExternalSort:
         if not frame.height:
             return
         self._held.append(frame)
-        self._held_count += frame.height
+        self._held_size += int(frame.estimated_size())
         self.rows += frame.height
-        if self._held_count > self.held_rows:
+        if self._held_size > self.held_bytes:
             self._lay_down()
 
     def windows(self) -> Iterator[pl.DataFrame]:
         """Yield all rows in order, as frames none of which is empty; what was taken is given back once."""
         if not self._blocks:
-            if self._held_count:
+            if self._held:
                 yield self._take_held(self.order)
             return
         self._lay_down()
         blocks = sorted(self._blocks, key=lambda block: block.first)
         files = {path: pa.ipc.open_file(pa.OSFile(str(path))) for path in {b.run for b in blocks}}
         waiting: list[pl.DataFrame] = []
-        new_rows = 0
+        new_bytes = 0
         for index, block in enumerate(blocks):
             waiting.append(_frame(files[block.run].get_batch(block.number)))
-            new_rows += waiting[-1].height
+            new_bytes += int(waiting[-1].estimated_size())
             last = index + 1 == len(blocks)
-            if new_rows >= self.held_rows or last:
+            if new_bytes >= self.held_bytes or last:
                 rows = pl.concat(waiting).sort(self.order, nulls_last=True)
                 whole = rows.height if last else _below(rows, self.key, blocks[index + 1].first)
                 if whole:
                     yield rows.head(whole)
-                waiting, new_rows = [rows.slice(whole)], 0
+                waiting, new_bytes = [rows.slice(whole)], 0
 
     def _lay_down(self) -> None:
-        if not self._held_count:
+        if not self._held:
             return
         # Blocks need the order of the key alone; the rest of it is made when a window is.
         rows = self._take_held(self.key)
@@ -106,7 +107,7 @@ class ExternalSort:
 
     def _take_held(self, order: Sequence[str]) -> pl.DataFrame:
         rows = pl.concat(self._held).sort(order, nulls_last=True)
-        self._held, self._held_count = [], 0
+        self._held, self._held_size = [], 0
         return rows
 
 

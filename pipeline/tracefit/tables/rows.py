@@ -161,7 +161,8 @@ _OWN_SERVER = pl.coalesce("service_instance_id", "host_name", "service_name", pl
 def _others(batch: SpanBatch, options: RowOptions) -> pl.DataFrame:
     others = batch.spans.filter(~dialects.is_known())
     kept = others if options.all_spans else others.clear()
-    allowed = _allowed(batch.attributes, options.attributes)
+    theirs = batch.attributes.join(kept.select("span_row"), on="span_row", how="semi")
+    allowed = _allowed(theirs, options.attributes)
     spans = kept.with_columns(server=_OWN_SERVER).join(
         allowed, on="span_row", how="left", maintain_order="left"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -77,7 +78,7 @@ class RunTally:
         self._parts.setdefault(name, []).append(part)
 
     def _kept(self, name: str) -> pl.DataFrame:
-        return pl.concat([_EMPTY[name], *self._parts.get(name, [])])
+        return pl.concat([_nothing()[name], *self._parts.get(name, [])])
 
     def _add_steps(self, window: pl.DataFrame) -> None:
         self._keep("counters", step_counters(window, _NO_JOURNEYS))
@@ -87,7 +88,7 @@ class RunTally:
         rich = (
             window.join(self._kept("rich"), on=_STEP, how="semi").group_by(_SERVER).agg(rich_steps=pl.len())
         )
-        self._keep("steps", decoding.join(rich, on=_SERVER, how="left").select(_EMPTY["steps"].columns))
+        self._keep("steps", decoding.join(rich, on=_SERVER, how="left").select(_nothing()["steps"].columns))
 
     def _epochs(self) -> pl.DataFrame:
         spans = self._kept("counters").group_by(_SERVER, "epoch")
@@ -192,20 +193,15 @@ def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _empty(parts: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
-    return {name: frame.clear() for name, frame in parts.items()}
-
-
-_EMPTY = _empty(
-    {
+@cache
+def _nothing() -> dict[str, pl.DataFrame]:
+    """Return what a run without a table's rows adds up to, with the columns in place."""
+    edges = _edges(schema.REQUESTS.empty())
+    return {
         "spans": schema.SPANS.empty().group_by(_SERVER).agg(_SPANS),
         "counters": step_counters(_NO_STEPS, _NO_JOURNEYS),
         "rich": schema.REQUEST_SNAPSHOTS.empty().select(_STEP),
         "requests": schema.REQUESTS.empty().group_by(_SERVER).agg(_LOAD),
-        "edges": _edges(schema.REQUESTS.empty()),
-        "steps": _decoding(_NO_STEPS, _running(_edges(schema.REQUESTS.empty()))).with_columns(
-            rich_steps=pl.lit(0, pl.UInt32)
-        ),
+        "edges": edges,
+        "steps": _decoding(_NO_STEPS, _running(edges)).with_columns(rich_steps=pl.lit(0, pl.UInt32)),
     }
-)
-"""What a run without a table's rows adds up to, with the columns in place."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 ROW_GROUP_ROWS = 128 * 1024
+ROW_GROUP_BYTES = 32 << 20
+"""Rows as wide as spans make a row group before there are that many."""
+
+PIECE_ROWS = 16 * 1024
+"""Rows converted at a time: the copies that takes are small."""
 
 
 class TableStore:
@@ -134,24 +140,32 @@ class TableStore:
 
 @dataclass(slots=True)
 class RunWriter:
-    """Writes the tables of one run, each as one Parquet file, as their rows come."""
+    """Writes the tables of one run, each as one Parquet file, as their rows come: one table after the other."""
 
     scratch: Path
     _open: dict[str, _PartWriter] = field(default_factory=dict)
+    _parts: dict[str, Path] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def write(self, name: str, rows: pl.DataFrame) -> None:
         """Take the next rows of a table, shaped as it and in its order."""
         if name not in self._open:
+            self._finish()
             path = self.scratch / f"{name}.parquet"
             stream = self._stack.enter_context(create(path))
             self._open[name] = _PartWriter(schema.TABLES[name], path, _Hashed(stream))
         self._open[name].write(rows)
 
     def close(self) -> dict[str, Path]:
-        """Finish every table; return its part, named after its contents."""
+        """Finish the last table; return the part of each, named after its contents."""
         with self._stack:
-            return {name: part.close() for name, part in self._open.items()}
+            self._finish()
+            return self._parts
+
+    def _finish(self) -> None:
+        while self._open:
+            name, part = self._open.popitem()
+            self._parts[name] = part.close()
 
 
 class _Hashed:
@@ -182,37 +196,41 @@ class _Hashed:
 
 @dataclass(slots=True)
 class _PartWriter:
-    """One Parquet file, in row groups of `ROW_GROUP_ROWS`, however the rows come."""
+    """One Parquet file, in row groups of `ROW_GROUP_ROWS` or `ROW_GROUP_BYTES`, however the rows come."""
 
     table: schema.Table
     path: Path
     stream: _Hashed
-    _waiting: list[pl.DataFrame] = field(default_factory=list)
+    _waiting: list[pa.Table] = field(default_factory=list)
     _writer: pq.ParquetWriter | None = None
 
     def write(self, rows: pl.DataFrame) -> None:
-        self._waiting.append(rows)
-        while sum(frame.height for frame in self._waiting) > ROW_GROUP_ROWS:
-            rows = pl.concat(self._waiting)
-            self._write_group(rows.head(ROW_GROUP_ROWS))
-            self._waiting = [rows.slice(ROW_GROUP_ROWS)]
+        for start in range(0, rows.height or 1, PIECE_ROWS):
+            self._waiting.append(_to_arrow(rows.slice(start, PIECE_ROWS), self.table))
+            if sum(piece.num_rows for piece in self._waiting) > ROW_GROUP_ROWS:
+                group = pa.concat_tables(self._waiting)
+                self._write_group(group.slice(0, ROW_GROUP_ROWS))
+                self._waiting = [group.slice(ROW_GROUP_ROWS)]
+            elif sum(piece.nbytes for piece in self._waiting) > ROW_GROUP_BYTES:
+                self._write_group(pa.concat_tables(self._waiting))
+                self._waiting = [self._waiting[-1].slice(0, 0)]
 
     def close(self) -> Path:
-        self._write_group(pl.concat(self._waiting))
+        group = pa.concat_tables(self._waiting)
+        if group.num_rows or self._writer is None:
+            self._write_group(group)
         if self._writer:
             self._writer.close()
         self.stream.sync()
         return self.path.rename(self.path.with_name(f"part-{self.stream.digest.hexdigest()[:16]}.parquet"))
 
-    def _write_group(self, rows: pl.DataFrame) -> None:
-        arrow = _to_arrow(rows, self.table)
+    def _write_group(self, rows: pa.Table) -> None:
         if self._writer is None:
             strings = [c.name for c in self.table.columns if c.kind == "string"]
             self._writer = pq.ParquetWriter(
-                pa.PythonFile(self.stream, mode="w"), arrow.schema, compression="zstd", use_dictionary=strings
+                pa.PythonFile(self.stream, mode="w"), rows.schema, compression="zstd", use_dictionary=strings
             )
-        self._writer.write_table(arrow, row_group_size=ROW_GROUP_ROWS)
-        self._waiting = []
+        self._writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
 
 
 def _to_arrow(frame: pl.DataFrame, table: schema.Table) -> pa.Table:
@@ -235,14 +253,9 @@ def _to_arrow(frame: pl.DataFrame, table: schema.Table) -> pa.Table:
 def _to_map(lists: pa.Array) -> pa.Array:
     lists = lists.cast(pa.list_(pa.struct([("key", pa.string()), ("value", pa.string())])))
     pairs = lists.flatten()
-    present = [0, *(int(n or 0) for n in lists.value_lengths().to_pylist())]
-    offsets = pa.array(_running_sum(present), pa.int32())
-    return pa.MapArray.from_arrays(offsets, pairs.field("key"), pairs.field("value"))
-
-
-def _running_sum(lengths: list[int]) -> list[int]:
-    total = 0
-    return [total := total + n for n in lengths]
+    lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.MapArray.from_arrays(pa.array(offsets), pairs.field("key"), pairs.field("value"))
 
 
 def _read_part(part: Path) -> pl.DataFrame:

@@ -20,6 +20,7 @@ def run(
     server: ServerOptions | None = None,
     ingest_options: IngestOptions | None = None,
     options: TrainOptions | None = None,
+    workers: int | None = None,
     progress: Progress | None = None,
 ) -> RunResult:
     """Ingest traces and train on them: OUT/tables, OUT/models, OUT/evaluation.json, OUT/report.md.
@@ -30,6 +31,7 @@ def run(
         server: What is known about the server beyond the run's files.
         ingest_options: What of the traces is kept.
         options: How to train.
+        workers: Processes that decode traces, at most; as many as there are cores if not given.
         progress: Told of what is going on.
 
     Raises:
@@ -37,7 +39,9 @@ def run(
         DataError: The traces cannot support a single model.
     """
     out = Path(out)
-    ingested = ingest(paths, out / "tables", server=server, options=ingest_options, progress=progress)
+    ingested = ingest(
+        paths, out / "tables", server=server, options=ingest_options, workers=workers, progress=progress
+    )
     trained = train(
         out / "tables",
         out / "models",

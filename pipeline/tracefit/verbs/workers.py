@@ -11,12 +11,13 @@ import os
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 
 from pydantic import BaseModel
 
+from tracefit import memory
 from tracefit.errors import DataError, TracefitError, UsageError
 from tracefit.sources.files import TraceFile
 from tracefit.sources.shape import Shape
@@ -169,14 +170,15 @@ def _serve(share: _Share, processes: int) -> None:
         [sys.executable, "-m", "tracefit.verbs.workers"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "POLARS_MAX_THREADS": threads},
+        env={**memory.SETTINGS, **os.environ, "POLARS_MAX_THREADS": threads},
     )
     with process:
         try:
             share.work(lambda task: _ask(process, task, share.tell), _can_be_sent)
         finally:
-            if process.stdin:
-                process.stdin.close()
+            # One that died takes no more of what was written to it.
+            with suppress(BrokenPipeError):
+                cast("BinaryIO", process.stdin).close()
 
 
 def _ask(process: subprocess.Popen[bytes], task: Task, tell: Callable[[int], None]) -> tuple[StagedPart, ...]:
