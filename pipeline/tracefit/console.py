@@ -64,16 +64,24 @@ class Terminal:
         self._quiet = quiet
         self._line: tuple[Progress, TaskID] | None = None
         self._bytes = 0
+        self._expected = 0
         self._stage = ""
 
     def stage(self, text: str) -> None:
         """Show the stage of work that begins."""
         self._stage = text
         _log.info("%s", text)
-        self._show()
+        self._measure(0)
 
     def expect(self, size_bytes: int) -> None:
-        """Show nothing yet."""
+        """Show how much of so many bytes is read, at what rate, and how long the rest takes."""
+        self._measure(size_bytes)
+
+    def _measure(self, expected: int) -> None:
+        if expected or self._expected:
+            self.close()
+        self._expected, self._bytes = expected, 0
+        self._show()
 
     def read(self, size_bytes: int) -> None:
         """Show how much has been read."""
@@ -96,21 +104,32 @@ class Terminal:
     def _show(self) -> None:
         if self._quiet or not sys.stderr.isatty() or _log.isEnabledFor(logging.INFO):
             return
-        text = f"{self._stage} ({self._bytes / 1e6:,.1f} MB read)" if self._bytes else self._stage
         if self._line is None:
-            self._line = _changing_line()
+            self._line = _changing_line(self._expected)
         progress, task = self._line
-        progress.update(task, description=text)
+        progress.update(task, description=self._stage, completed=min(self._bytes, self._expected))
 
 
-def _changing_line() -> tuple[Progress, TaskID]:
+def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
+    """Start a line that turns, or a bar in bytes where it is known how many come."""
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    text = TextColumn("{task.description}")
+    bar = (text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = bar if expected_bytes else (SpinnerColumn(), text, TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
     progress.start()
-    return progress, progress.add_task("")
+    return progress, progress.add_task("", total=expected_bytes or None)
 
 
 @contextmanager

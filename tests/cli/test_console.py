@@ -72,3 +72,17 @@ def test_results_are_text_or_json_or_nothing(capsys):
     assert capsys.readouterr().out == ""
     show(result, "text", as_json=True, quiet=False)
     assert capsys.readouterr().out == '{\n  "out": "a",\n  "parts": [\n    "b"\n  ]\n}\n'
+
+
+def test_bytes_to_read_are_a_bar_with_rate_and_time_left(monkeypatch):
+    screen = _Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    told = Terminal(quiet=False)
+    told.stage("reading run")
+    told.expect(4_000_000)
+    told.read(1_000_000)
+    told.read(1_000_000)
+    told.close()
+    assert "reading run" in screen.getvalue()
+    assert "2.0/4.0 MB" in screen.getvalue()
+    assert "MB/s" in screen.getvalue() or "?" in screen.getvalue()
