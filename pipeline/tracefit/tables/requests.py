@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from tracefit.tables import schema
-from tracefit.tables.durations import with_durations, with_rates, with_state
+from tracefit.tables.durations import as_us, with_durations, with_rates, with_state
 from tracefit.tables.span_requests import add_told
 
 _API_TIMES = {
@@ -106,7 +106,7 @@ def _requeue_waits(core: pl.DataFrame) -> pl.DataFrame:
         after_first_token=(pl.col("event") == "FIRST_TOKEN").cum_sum().over(over) > 0,
     ).filter(pl.col("event") != "FIRST_TOKEN")
     resumed = pl.col("event").shift(-1).over(over) == "SCHEDULED"
-    wait = (pl.col("ts_ns").shift(-1).over(over) - pl.col("ts_ns")) / 1e3
+    wait = as_us(pl.col("ts_ns").shift(-1).over(over) - pl.col("ts_ns"))
     waits = turns.with_columns(wait_us=pl.when(resumed).then(wait)).filter(pl.col("event") == "PREEMPTED")
     late = pl.col("after_first_token")
     return waits.group_by(over).agg(

@@ -9,7 +9,7 @@ import polars as pl
 
 from tracefit.tables import dialects, schema
 from tracefit.tables.dialects import SPELLINGS, Spelling
-from tracefit.tables.durations import with_durations
+from tracefit.tables.durations import as_us, with_durations
 
 _RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.dialect != "journey")
 _FROM_API = {
@@ -90,7 +90,7 @@ def _matches(rule: Spelling) -> pl.Expr:
 
 def _value(rule: Spelling) -> pl.Expr:
     mine = _matches(rule)
-    durations = ((pl.col("end_unix_ns") - pl.col("start_unix_ns")) / 1e3).filter(mine)
+    durations = as_us(pl.col("end_unix_ns") - pl.col("start_unix_ns")).filter(mine)
     if rule.take == "value":
         found = pl.col(f"told.{rule.attribute}").filter(mine).drop_nulls().first()
         return found if rule.column in _TEXT else found.cast(pl.Float64, strict=False) * rule.factor
