@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 import numpy as np
 import polars as pl
@@ -51,8 +51,12 @@ class TableStore:
         Raises:
             UsageError: The folder cannot be written.
         """
-        with disk_errors(self.root), self.lock(), scratch_folder(self.root) as scratch:
-            writer = RunWriter(scratch)
+        with (
+            disk_errors(self.root),
+            self.lock(),
+            scratch_folder(self.root) as scratch,
+            RunWriter(scratch) as writer,
+        ):
             for name, frame in frames.items():
                 writer.write(name, frame)
             run = read_manifest(self.root).runs.get(run_id, IngestedRun())
@@ -156,11 +160,17 @@ class RunWriter:
             self._open[name] = _PartWriter(schema.TABLES[name], path, _Hashed(stream))
         self._open[name].write(rows)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the files, finished or not."""
+        self._stack.close()
+
     def close(self) -> dict[str, Path]:
         """Finish the last table; return the part of each, named after its contents."""
-        with self._stack:
-            self._finish()
-            return self._parts
+        self._finish()
+        return self._parts
 
     def _finish(self) -> None:
         while self._open:

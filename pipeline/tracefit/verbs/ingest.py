@@ -204,10 +204,9 @@ class _Work:
         plans: Sequence[FilePlan],
         columns: dict[str, str | int | None],
     ) -> None:
-        with scratch_folder(self.store.root) as scratch:
+        with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
             files = self._decode(plans, scratch)
             self.told.stage(f"writing {run_id}")
-            writer = RunWriter(scratch)
             counts = build_tables(
                 files,
                 run_id=run_id,
@@ -226,8 +225,7 @@ class _Work:
         if "kv_events" in run.tables:
             return
         block_size = context.settings.block_size
-        with scratch_folder(self.store.root) as scratch:
-            writer = RunWriter(scratch)
+        with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
             for name, rows in kv_tables(self.store, run_id, source.kv_files, block_size=block_size).items():
                 writer.write(name, rows)
             self.store.publish(run_id, run, writer.close(), keep=True)
