@@ -116,6 +116,12 @@ def test_a_request_with_a_step_nobody_knows_has_no_prediction_and_others_keep_th
     assert b == (14, 10, 0, 0, 0)
 
 
+def test_a_step_missing_in_the_middle_is_no_step_of_no_time():
+    c = _request("c", queued_ms=-2, steps=(1, 1, 6))
+    (found,) = _composed(c, steps=_steps(without=(4,)))
+    assert found == (2, 9, None, 0, 0)
+
+
 def test_steps_of_another_engine_are_not_ones_own():
     twice = pl.concat([_steps(), _steps([100] * 6).with_columns(epoch=pl.lit(1, pl.Int64))])
     assert _composed(A, steps=twice) == _composed(A)

@@ -43,5 +43,10 @@ def test_requests_fall_into_the_phase_that_began_before_them():
     assert phase_of(np.array([0.0, 30.0, cut, cut + 1, 90.0]), phases).tolist() == [0, 0, 1, 1, 1]
 
 
+def test_a_run_that_changes_all_the_time_has_sixteen_phases_at_most():
+    changing = find_phases(_arrivals(*[(20, rate) for _ in range(40) for rate in (2, 20)]))
+    assert 4 <= len(changing) <= 16
+
+
 def test_a_hundred_thousand_arrivals_at_once_end():
     assert len(find_phases(np.sort(np.random.default_rng(0).choice([0.0, 7.0, 50.0], 100_000)))) <= 16
