@@ -45,14 +45,20 @@ schemas: $(READY) ## write schemas/ anew from the code
 fixtures: $(READY) ## write fixtures/ anew with the project's own generator
 	$(BIN)/python tests/make_fixtures.py fixtures
 
-models: $(READY) ## write models/ and the table in README.md anew: the reference output on fixtures/
+models: $(READY) ## write models/ and the table and picture in README.md anew: the reference output on fixtures/
 	rm -rf build/models
 	$(BIN)/tracefit run fixtures/runs --out build/models --quiet
 	cp build/models/models/*.json build/models/evaluation.json build/models/report.md models/
 	$(BIN)/python tests/make_readme_table.py README.md models/evaluation.json
+	$(BIN)/python tests/make_picture.py build/models docs/step-times.svg
 
 docs: $(READY) ## write the generated pages of docs/reference/ anew: command line, tables, feature sets
 	$(BIN)/python tests/make_docs.py docs/reference
+
+site: $(READY) ## make a web site of docs/ in build/site (installs mkdocs-material beside it)
+	$(PYTHON) -m venv build/site-tools
+	build/site-tools/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	build/site-tools/bin/mkdocs build --strict
 
 bench: $(READY) ## measure speed and memory on generated traces (takes minutes)
 	for script in tests/benchmarks/*.py; do $(BIN)/python $$script; done
@@ -71,4 +77,4 @@ test-minimum: ## run the tests on the oldest versions pyproject.toml declares
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup run test test-browser check format schemas fixtures models docs bench lock test-minimum clean
+.PHONY: help setup run test test-browser check format schemas fixtures models docs site bench lock test-minimum clean

@@ -1,0 +1,63 @@
+"""Every command in README.md and docs/ runs as it stands there, but those that say why they cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- not run: (?P<why>.+?) -->\n)?```(?P<kind>\w*)\n(?P<code>.*?)```", re.DOTALL)
+COMMAND_KINDS = {"bash", "sh", "console"}
+
+
+def _blocks(page):
+    return [m.groupdict() for m in BLOCK.finditer(page.read_text())]
+
+
+WITH_COMMANDS = [p for p in PAGES if any(b["kind"] in COMMAND_KINDS and not b["why"] for b in _blocks(p))]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_commands_of_a_page_run_one_after_the_other(page, tmp_path):
+    for name in ("fixtures", "models"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    code = "".join(b["code"] for b in _blocks(page) if b["kind"] in COMMAND_KINDS and not b["why"])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_are_in_blocks_that_are_run(page):
+    """A block without a language, or in another, holds no command of ours."""
+    for block in _blocks(page):
+        if block["kind"] not in COMMAND_KINDS:
+            assert (
+                not re.search(r"^\$? ?(tracefit|vllm|make) ", block["code"], re.MULTILINE)
+                or block["kind"] == "text"
+            )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_to_files_that_are_there(page):
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_site_lists_pages_that_are_there():
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert len(listed) > 10
+    assert all((ROOT / "docs" / page).exists() for page in listed)
