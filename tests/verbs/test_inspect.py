@@ -55,6 +55,12 @@ def test_protobuf_is_told_by_its_content(tmp_path, traces):
     assert [f.shape for f in told.files] == ["one OTLP protobuf message"]
 
 
+def test_a_single_trace_file_is_a_run_too(tmp_path, traces):
+    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
+    (told,) = inspect([folder / "traces.json"]).runs
+    assert told.events["api.ARRIVED"] == 1
+
+
 def test_nothing_is_written(tmp_path, traces, files_in):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     before = files_in(tmp_path)

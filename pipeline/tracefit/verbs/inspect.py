@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.features.context import context_from_json, scope_of
@@ -21,7 +22,6 @@ from tracefit.verbs.timelines import write_timelines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     import polars as pl
 
@@ -129,7 +129,7 @@ def inspect(
 
 
 def _is_tables(path: str | Path) -> bool:
-    return bool(TableStore(path).runs())
+    return Path(path).is_dir() and bool(TableStore(path).runs())
 
 
 def _scopes(spans: pl.DataFrame) -> tuple[ScopeSpans, ...]:
