@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 ROW_GROUP_ROWS = 128 * 1024
-ROW_GROUP_BYTES = 32 << 20
+ROW_GROUP_BYTES = 16 << 20
 """Rows as wide as spans make a row group before there are that many."""
 
 PIECE_ROWS = 16 * 1024
