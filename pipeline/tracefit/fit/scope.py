@@ -218,8 +218,10 @@ def _fit_beta(
     if not tables.timeline.height:
         return None, Missing(name, "the traces hold no step events", f"start the server with {_STEP_FLAGS}")
     choice = choose_target(cover, wanted)
-    features, note = _choose_set(scope, tables, sets, choice, options)
-    rows = _beta_rows(scope, tables, features, choice)
+    offered = _offered(sets)
+    rows = _beta_rows(scope, tables, offered, choice)
+    features, note = _choose_set(rows, sets, options)
+    rows = rows.drop(set(offered.names) - set(features.names))
     recipe = Recipe((Regime("all", (), tuple(columns_of(features))),), beta_options(options))
     result = fit_regimes(rows, list(recipe.regimes), recipe.options)
     if isinstance(result, TooFewRows):
@@ -251,12 +253,16 @@ def _beta_rows(scope: Scope, tables: ScopeTables, features: FeatureSet, choice: 
     return step_frame(tables, timeline, features, constants, choice.source)
 
 
+def _offered(sets: Sequence[FeatureSet]) -> FeatureSet:
+    """Return the features of all sets, so that rows are built once; of several sets, the products they may take too."""
+    if len(sets) == 1:
+        return sets[0]
+    features = {f.name: f for one in sets for f in one.features} | {f.name: f for f in PRODUCTS}
+    return FeatureSet("offered", tuple(features.values()))
+
+
 def _choose_set(
-    scope: Scope,
-    tables: ScopeTables,
-    sets: Sequence[FeatureSet],
-    choice: TargetChoice,
-    options: ScopeOptions,
+    rows: pl.DataFrame, sets: Sequence[FeatureSet], options: ScopeOptions
 ) -> tuple[FeatureSet, tuple[str, ...]]:
     """Choose the feature set with the smallest cross-validated error on the training part; ties to the first.
 
@@ -266,7 +272,6 @@ def _choose_set(
         return sets[0], ()
 
     def judge(features: FeatureSet) -> Choice | None:
-        rows = _beta_rows(scope, tables, features, choice)
         return cross_validate(rows, columns_of(features), beta_options(options))
 
     judged = {features.name: (features, found) for features in sets if (found := judge(features))}
