@@ -9,6 +9,7 @@ import polars as pl
 
 from tracefit.coefficients.columns import features_of, holds, prediction
 from tracefit.coefficients.model import BoundaryModel, LinearModel, RegimesModel, Term
+from tracefit.reports.cells import number
 from tracefit.reports.model import Band, Figure, Panel, Series, Table
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ def _predicted(model: AnyModel, rows: pl.DataFrame) -> pl.DataFrame:
         at_s=(pl.col("ts_ns") - start) / 1e9,
         first_regime=holds(model.regimes[0].when) if isinstance(model, RegimesModel) else pl.lit(value=True),
     )
-    return kept.with_columns(residual_ms=pl.col("measured_ms") - pl.col("predicted_ms")).drop_nulls(
-        "residual_ms"
-    )
+    # To a nanosecond, as clocks tell it: rounding errors of arithmetic are no residuals.
+    residual = (pl.col("measured_ms") - pl.col("predicted_ms")).round(6)
+    return kept.with_columns(residual_ms=residual).drop_nulls("residual_ms")
 
 
 def thinned(rows: pl.DataFrame, points: int) -> pl.DataFrame:
@@ -246,7 +247,7 @@ def _binned(rows: pl.DataFrame, x: str, x_name: str, y: str, y_name: str) -> Tab
     return Table(
         head,
         tuple(
-            (f"{low:.4g} to {high:.4g}", f"{n:,}", f"{median:.4g}", f"{p10:.4g}", f"{p90:.4g}")
+            (f"{low:.4g} to {high:.4g}", f"{n:,}", number(median), number(p10), number(p90))
             for _, n, low, high, median, p10, p90 in groups.iter_rows()
         ),
     )
