@@ -88,8 +88,9 @@ def test_a_run_that_is_not_there_is_named(tracefit, trained, tmp_path, new_trace
 def test_a_feature_set_file_is_an_input_too(tracefit, trained, tmp_path, quick):
     own = tmp_path / "own.yaml"
     own.write_text("features:\n- {name: decoding, unit: request, formula: num_decode_reqs}\n")
-    train(trained / "tables", tmp_path / "m", options=TrainOptions(features=str(own)))
-    asked = ("verify", tmp_path / "m/beta.json", "--tables", trained / "tables")
+    tables = shutil.copytree(trained / "tables", tmp_path / "tables")  # training writes its frames there
+    train(tables, tmp_path / "m", options=TrainOptions(features=str(own)))
+    asked = ("verify", tmp_path / "m/beta.json", "--tables", tables)
     assert tracefit(*asked)[0] == 0
     moved = shutil.move(own, tmp_path / "moved.yaml")
     code, out, _ = tracefit(*asked)

@@ -207,3 +207,10 @@ def test_any_text_is_computed_or_refused(text):
         assert "\n" not in str(error)  # noqa: PT017 - most texts are refused, some are formulas
         return
     evaluate(node, dict.fromkeys(names_in(node), 1.0))
+
+
+@pytest.mark.parametrize(
+    "formula", ["min((0 - b) ** 0.5, a)", "min(a, (0 - b) ** 0.5)", "max(a, (0 - b) ** 0.5)"]
+)
+def test_an_operand_that_is_no_number_leaves_no_extreme(formula):
+    assert compute(formula) is None

@@ -278,8 +278,8 @@ def _binary(operator: Operator, left: pl.Expr, right: pl.Expr) -> pl.Expr:
 def _extreme(function: Function, parts: list[pl.Expr]) -> pl.Expr:
     import polars as pl
 
-    # The horizontal functions pass over nulls; a missing operand must not look like a small one.
-    known = pl.all_horizontal(*(part.is_not_null() for part in parts))
+    # The horizontal functions pass over nulls and NaN; a missing operand must not look like a small one.
+    known = pl.all_horizontal(*(part.is_not_null() & part.is_not_nan() for part in parts))
     value = pl.min_horizontal(*parts) if function == "min" else pl.max_horizontal(*parts)
     return pl.when(known).then(value)
 
@@ -309,7 +309,7 @@ def _value(node: Node, values: Mapping[str, float | None]) -> float | None:
             return _binary_value(operator, _value(left, values), _value(right, values))
         case Call(function, arguments):
             parts = [_value(argument, values) for argument in arguments]
-            known = [part for part in parts if part is not None]
+            known = [part for part in parts if part is not None and not math.isnan(part)]
             if len(known) < len(parts):
                 return None
             return min(known) if function == "min" else max(known)
