@@ -1,1 +1,1 @@
-"""TODO."""
+"""Timeline, model configuration, GPU and server settings become training frames with declared features."""

@@ -117,7 +117,7 @@ def _warm_up(training: pl.DataFrame, start_ns: int) -> tuple[Band, ...]:
 
 def _holdout_from(training: pl.DataFrame, start_ns: int) -> float | None:
     held = training.filter(pl.col("split") == "holdout")
-    return (int(held["ts_ns"].min()) - start_ns) / 1e9 if held.height else None  # type: ignore[arg-type]
+    return (held.select(pl.col("ts_ns").min()).item() - start_ns) / 1e9 if held.height else None
 
 
 def _stretch_table(bins: pl.DataFrame, bands: tuple[Band, ...], boundary: float | None) -> Table:

@@ -1,1 +1,1 @@
-"""What a user asks for: ingest, train, run, synth. The command line and the Python API both call these."""
+"""What a user asks for, a module for each command. The command line and the Python API both call these."""

@@ -119,6 +119,7 @@ def verify(
 
 def _options(made_by: Provenance, features: str | Path | None) -> TrainOptions:
     known = {name: made_by.options[name] for name in TrainOptions.__slots__ if name in made_by.options}
+    # A mapping of options by name is beyond what the type of `replace` can express.
     options = replace(TrainOptions(), **known)  # type: ignore[arg-type]
     return options if features is None else replace(options, features=str(features))
 

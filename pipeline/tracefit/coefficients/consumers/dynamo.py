@@ -63,6 +63,7 @@ def to_dynamo(source: Source) -> Export:
 
 def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str, Vector | Matrix]:
     """Evaluate the model where training steps lie; `constant_ms` is left out of prefill, decode has it already."""
+    # polars types an extreme as any scalar a column can hold; these columns are numbers.
     most_prefill = max(float(train["prefill_tokens"].max()), 1.0)  # type: ignore[arg-type]
     decode = train.filter(pl.col("num_decode_reqs") > 0)
     each = decode.select(mean=pl.col("context_tokens") / pl.col("num_decode_reqs"))["mean"]
