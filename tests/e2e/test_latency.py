@@ -70,6 +70,7 @@ def test_teacher_forced_errors_follow_from_the_published_files(trained):
     steps = _step_times(trained)
     starts = {k: at for k, (at, _) in steps.items()}
     errors = {"ttft": [], "itl": [], "e2e": []}
+    curves = {name: ([], []) for name in errors}
     for r in _held_out(trained):
         first, token, last = (r[f"{n}_step"] for n in ("first_scheduled", "first_token", "finished"))
         boundaries = [(at - r["arrival_ns"]) / 1e3 for at in starts.values() if at >= r["arrival_ns"]]
@@ -80,6 +81,8 @@ def test_teacher_forced_errors_follow_from_the_published_files(trained):
         told = {"ttft": ttft, "itl": itl, "e2e": ttft + (r["output_tokens"] - 1) * itl}
         for name, value in told.items():
             errors[name].append(100 * abs(value / r[f"{name}_us"] - 1))
+            curves[name][0].append(r[f"{name}_us"])
+            curves[name][1].append(value)
     latency = _latency(trained)
     for name, found in errors.items():
         published = latency[name]["teacher_forced"]
@@ -87,6 +90,12 @@ def test_teacher_forced_errors_follow_from_the_published_files(trained):
         assert published["mape_pct"] == pytest.approx(np.mean(found), rel=1e-4)
         assert published["mdape_pct"] == pytest.approx(np.median(found), rel=1e-4)
         assert published["p90_ape_pct"] == pytest.approx(np.quantile(found, 0.9), rel=1e-4)
+        drawn = latency[name]["distribution"]
+        assert drawn["requests"] == len(found)
+        shares = np.array(drawn["percents"]) / 100
+        assert drawn["measured"] == pytest.approx(np.quantile(curves[name][0], shares), rel=1e-6)
+        assert drawn["teacher_forced"] == pytest.approx(np.quantile(curves[name][1], shares), rel=1e-6)
+        assert len(drawn["averages_only"]) == len(shares)
 
 
 def test_the_report_and_the_summary_show_them(trained):

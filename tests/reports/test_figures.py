@@ -9,7 +9,7 @@ import pytest
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.reports.figures import model_figures, thinned
-from tracefit.reports.run_figures import engine_figure, latency_figures
+from tracefit.reports.run_figures import engine_figure
 from tracefit.tables.store import TableStore
 
 
@@ -163,20 +163,3 @@ def test_the_engine_over_its_run_by_hand():
 
 def test_an_engine_of_which_little_is_known_is_not_drawn():
     assert engine_figure(_timeline(running_depth=[1]), NO_TRAINING, run_id="r", server="s") is None
-
-
-def test_latencies_are_the_quantiles_of_the_requests():
-    requests = pl.DataFrame(
-        {
-            "ttft_us": [1000.0 * k for k in range(1, 102)],
-            "itl_us": [None] * 101,
-            "e2e_us": [2000.0 * k for k in range(1, 102)],
-        },
-        schema_overrides={"itl_us": pl.Float64},
-    )
-    ttft, e2e = latency_figures(requests, scope_id="s")
-    assert (ttft.title, e2e.title) == ("TTFT as measured", "E2E as measured")
-    series = ttft.panels[0].series[0]
-    # 1 to 101 ms: the p-th percentile is p + 1 ms.
-    assert dict(zip(series.y, series.x, strict=True))[50.0] == pytest.approx(51.0)
-    assert ("P90", "91") in ttft.summary.rows

@@ -163,11 +163,14 @@ def test_report_anew_gives_the_bytes_of_the_job(trained, tmp_path):
         assert file.read_bytes() == (trained / file.name).read_bytes()
 
 
-def test_without_tables_there_are_no_figures_of_rows(trained, tmp_path):
+def test_without_tables_what_the_files_tell_is_drawn(trained, tmp_path):
     (tmp_path / "models").mkdir()
     for name in ("evaluation.json", "models/alpha.json", "models/beta.json"):
         (tmp_path / name).write_bytes((trained / name).read_bytes())
     report(tmp_path)
     text = (tmp_path / "report.html").read_text()
-    assert "<figure" not in text
+    titles = {f["text"] for f in _Page(text).all("title")}
+    assert {"beta.cycle_time: what each term adds", "TTFT, predicted and measured"} <= titles
+    assert not any("against" in t or "over time" in t or "The engine of" in t for t in titles)
+    assert "no tables beside the evaluation" in text
     assert "Verdict" in text

@@ -17,6 +17,7 @@ from tracefit.coefficients import model as cf
 from tracefit.coefficients import verdicts
 from tracefit.features.definitions import definitions
 from tracefit.fit.bands import LEVEL_PCT
+from tracefit.fit.distribution import PERCENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tracefit.features.context import Scope
     from tracefit.fit.across import AcrossResult, LeftOutErrors
     from tracefit.fit.boundary import FittedBoundary
+    from tracefit.fit.distribution import Distribution
     from tracefit.fit.latency import Latency, LatencyErrors
     from tracefit.fit.metrics import Metrics
     from tracefit.fit.parts import FittedPart
@@ -442,6 +444,19 @@ def _latency(name: str, latency: Latency) -> ev.LatencyEntry:
             for p in latency.by_phase
         ),
         left_out=dict(latency.left_out),
+        distribution=_distribution(name, latency.distribution),
+    )
+
+
+def _distribution(name: str, found: Distribution) -> ev.DistributionEntry | None:
+    if not found.rows:
+        return None
+    return ev.DistributionEntry(
+        requests=found.rows,
+        percents=PERCENTS,
+        measured=found.measured,
+        teacher_forced=found.predicted.get(f"forced_{name}"),
+        averages_only=found.predicted.get(f"mean_{name}"),
     )
 
 

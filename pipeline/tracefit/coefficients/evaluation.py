@@ -205,6 +205,16 @@ class PhaseEntry(LatencyErrorsEntry):
     requests: int = Field(description="all requests of the phase, held out or not")
 
 
+class DistributionEntry(_Part):
+    """Quantiles of one latency in us, measured and predicted, over the same held-out requests."""
+
+    requests: int
+    percents: tuple[int, ...] = Field(description="of requests; one per entry of each list of quantiles")
+    measured: tuple[float, ...]
+    teacher_forced: tuple[float, ...] | None
+    averages_only: tuple[float, ...] | None
+
+
 class LatencyEntry(LatencyErrorsEntry):
     """One latency of requests that came in the hold-out of every fit."""
 
@@ -213,6 +223,9 @@ class LatencyEntry(LatencyErrorsEntry):
     by_phase: tuple[PhaseEntry, ...]
     left_out: dict[str, int] = Field(
         default_factory=dict, description="held-out requests without a teacher-forced prediction, by reason"
+    )
+    distribution: DistributionEntry | None = Field(
+        default=None, description="null where no held-out request has a prediction"
     )
 
 

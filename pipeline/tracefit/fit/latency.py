@@ -12,6 +12,7 @@ from tracefit.features import training
 from tracefit.features.sets import add_features
 from tracefit.fit.averages import averages_of, averages_only
 from tracefit.fit.composition import ENGINE, REQUEST, SERVER, teacher_forced
+from tracefit.fit.distribution import Distribution, distribution
 from tracefit.fit.metrics import NO_ROWS, Metrics, Vector, measure
 from tracefit.fit.parts import predict_parts
 from tracefit.fit.phases import Phase, find_phases, phase_of
@@ -68,6 +69,8 @@ class Latency:
     by_run: Mapping[str, LatencyErrors]
     by_phase: tuple[PhaseErrors, ...]
     left_out: Mapping[str, int]
+    distribution: Distribution
+    """Of the measured latency and of `forced_…` and `mean_…`, what each way predicts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +327,7 @@ def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], tup
             for (run, server, number), part in _groups(told.drop_nulls("phase"), [*SERVER, "phase"])
         ),
         left_out={**_left_out(held, name), **({"partly_in_training": partly} if partly else {})},
+        distribution=distribution(told, "actual", [f"forced_{name}", f"mean_{name}"]),
     )
 
 

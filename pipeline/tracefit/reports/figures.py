@@ -22,19 +22,21 @@ _SUMMARY_ROWS = 8
 _STRONG = 2
 
 
-def model_figures(model: AnyModel, entry: Entry, rows: pl.DataFrame, *, points: int) -> tuple[Figure, ...]:
+def model_figures(
+    model: AnyModel, entry: Entry, rows: pl.DataFrame | None, *, points: int
+) -> tuple[Figure, ...]:
     """Draw what tells a model: for each, what to look for and the numbers behind it.
 
     Args:
         model: The model.
         entry: Its validation.
-        rows: Its training frame, of every split; rows that were left out are marked in `excluded_because`.
+        rows: Its training frame, of every split; rows that were left out are marked in `excluded_because`. Null without
+            tables: then only what the files tell is drawn.
         points: At most so many points per series, evenly taken in time.
     """
     name = _clean(f"{model.scope_id}-{model.name}")
     figures = [_forest(name, model), _errors(name, model.name, entry)]
-    missing = features_of(model) - set(rows.columns)
-    if not missing:
+    if rows is not None and features_of(model) <= set(rows.columns):
         kept = _predicted(model, rows)
         held = kept.filter(pl.col("split") == "holdout")
         if held.height:

@@ -45,7 +45,12 @@ Figures = dict[tuple[str, str], tuple[Figure, ...]]
 
 
 def build_report(
-    evaluation: Evaluation, alpha: CoefficientFile, beta: CoefficientFile, figures: Figures | None = None
+    evaluation: Evaluation,
+    alpha: CoefficientFile,
+    beta: CoefficientFile,
+    figures: Figures,
+    *,
+    with_tables: bool,
 ) -> Report:
     """Build the whole report.
 
@@ -54,13 +59,16 @@ def build_report(
         alpha: Its alpha file.
         beta: Its beta file.
         figures: What there is to draw.
+        with_tables: Whether there were tables to draw rows of.
     """
     models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
     parts: list[Part] = [*verdict_parts(evaluation), _PREAMBLE, *_ingest(evaluation.ingest)]
-    if not figures:
-        parts.append("There were no tables beside the evaluation: figures are left out.")
+    if not with_tables:
+        parts.append(
+            "There were no tables beside the evaluation: figures of rows, requests and runs are left out."
+        )
     for scope in evaluation.scopes:
-        parts += _scope(scope, models, figures or {})
+        parts += _scope(scope, models, figures)
     parts += [*across_parts(evaluation), *_provenance(beta)]
     return Report("tracefit report", tuple(parts))
 
@@ -96,14 +104,13 @@ def _scope(
     parts += [f"- **{m.name}** was not fitted: {m.reason}{_remedy(m.remedy)}" for m in scope.not_fitted]
     if scope.summed_step_time is not None:
         parts.append(summed_line(scope.summed_step_time))
-    parts += latency_sections(scope)
+    parts += [*latency_sections(scope), *figures.get((scope.scope_id, "latency"), ())]
     parts += _timeline(scope)
     for name, entry in scope.models.items():
         parts += _model(name, entry, mine[name], scope.exclusions.get(name, {}))
         parts += figures.get((scope.scope_id, name), ())
-    for title, kind in (("Requests as measured", "latency"), ("The engine over the run", "engine")):
-        if drawn := figures.get((scope.scope_id, kind)):
-            parts += [f"### {title}", *drawn]
+    if drawn := figures.get((scope.scope_id, "engine")):
+        parts += ["### The engine over the run", *drawn]
     return [*parts, *_ranges(mine)]
 
 

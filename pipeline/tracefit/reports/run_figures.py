@@ -1,4 +1,4 @@
-"""Figures of runs: what the engine did over time, and how long requests took."""
+"""Figures of runs: what the engine did over time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ SHORTEST_IDLE_SHARE = 0.005
 """Idle gaps shorter than this share of the run are too thin to be seen."""
 
 MOST_BANDS = 60
-_PERCENTS = (*range(0, 100, 5), 99, 100)
-_WRITTEN_PERCENTS = (5, 25, 50, 75, 90, 95, 99)
 
 
 def engine_figure(
@@ -139,42 +137,3 @@ def _stretch_table(bins: pl.DataFrame, bands: tuple[Band, ...], boundary: float 
 def _mean(column: pl.Series) -> str:
     value = column.mean()
     return f"{value:.4g}" if isinstance(value, int | float) else "-"
-
-
-_LATENCIES = (("TTFT", "ttft_us"), ("ITL", "itl_us"), ("E2E", "e2e_us"))
-
-
-def latency_figures(requests: pl.DataFrame, *, scope_id: str) -> tuple[Figure, ...]:
-    """Draw how long requests took, as distributions.
-
-    Args:
-        requests: The `requests` tables of the scope's runs.
-        scope_id: The scope.
-    """
-    return tuple(
-        figure
-        for label, column in _LATENCIES
-        if (figure := _distribution(requests[column].drop_nulls(), label, scope_id)) is not None
-    )
-
-
-def _distribution(values: pl.Series, label: str, scope_id: str) -> Figure | None:
-    positive = values.filter(values > 0) / 1e3
-    if positive.len() < 2:
-        return None
-    at = [float(positive.quantile(p / 100, "linear") or 0.0) for p in _PERCENTS]
-    written = [
-        (f"P{p}", f"{float(positive.quantile(p / 100, 'linear') or 0.0):.4g}") for p in _WRITTEN_PERCENTS
-    ]
-    name = re.sub(r"[^A-Za-z0-9]+", "-", f"{scope_id}-{label}-cdf").strip("-").lower()
-    series = Series("measured", "line", tuple(at), tuple(float(p) for p in _PERCENTS))
-    return Figure(
-        name=name,
-        title=f"{label} as measured",
-        caption=f"Share of requests whose {label} is at most so long. Look for a long flat end: those requests waited, and a "
-        "mean says nothing of them.",
-        x_label=f"{label}, ms",
-        panels=(Panel("requests, %", (series,)),),
-        log_x=True,
-        summary=Table(("of requests", f"{label} at most, ms"), tuple(written)),
-    )

@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from tracefit.reports.model import Figure, Panel, Series
 
@@ -98,7 +98,7 @@ def _panels(figure: Figure) -> tuple[str, float]:
     parts = []
     top = TOP
     for panel in figure.panels:
-        legend = [s.name for s in panel.series] if len(panel.series) > 1 else []
+        legend = panel.series if len(panel.series) > 1 else ()
         top += 14 + (LEGEND_HEIGHT if legend else 0)
         parts.append(_panel(figure, panel, x_axis, top, top + height))
         parts.append(_text(4, top - 6 - (LEGEND_HEIGHT if legend else 0), panel.y_label, "l"))
@@ -172,12 +172,16 @@ def _marker(x: float, y: float, number: int) -> str:
     return f'<path class="p{number}" d="M{x:.1f} {y - 3:.1f}l3 5h-6z"/>'
 
 
-def _legend(names: list[str], y: float) -> Iterator[str]:
+def _legend(named: Sequence[Series], y: float) -> Iterator[str]:
     left = LEFT
-    for number, name in enumerate(names):
-        yield _marker(left + 4, y - 4, number)
-        yield _text(left + 12, y, name, "t")
-        left += 12 + _CHAR_WIDTH * len(name) + 14
+    for number, series in enumerate(named):
+        width = 20 if series.kind == "line" else 8
+        if series.kind == "line":
+            yield f'<line class="s{number}" x1="{left:.1f}" x2="{left + width:.1f}" y1="{y - 4:.1f}" y2="{y - 4:.1f}"/>'
+        else:
+            yield _marker(left + 4, y - 4, number)
+        yield _text(left + width + 4, y, series.name, "t")
+        left += width + 4 + _CHAR_WIDTH * len(series.name) + 14
 
 
 def _categories(figure: Figure) -> tuple[str, float]:

@@ -10,16 +10,19 @@ import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.errors import UsageError
-from tracefit.reports.figures import model_figures
+from tracefit.reports.figures import AnyModel, model_figures
 from tracefit.reports.html import html_page
+from tracefit.reports.latency_figures import latency_figures
 from tracefit.reports.markdown import Figures, build_report
 from tracefit.reports.render import markdown_text
-from tracefit.reports.run_figures import engine_figure, latency_figures
+from tracefit.reports.run_figures import engine_figure
 from tracefit.tables.store import TableStore
 from tracefit.verbs.results import Progress, Silent
 from tracefit.verbs.writing import write_texts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tracefit.coefficients.evaluation import Evaluation, ScopeEvaluation
     from tracefit.coefficients.model import CoefficientFile
     from tracefit.reports.model import Figure, Report
@@ -82,13 +85,12 @@ def report_texts(made: Report, folder: Path) -> dict[Path, str]:
 def report_of(
     evaluation: Evaluation, alpha: CoefficientFile, beta: CoefficientFile, store: TableStore | None
 ) -> Report:
-    """Build the report of published files, with figures where there are tables."""
+    """Build the report of published files, with figures of rows where there are tables."""
     figures: Figures = {}
-    if store is not None:
-        points = max(FEWEST_POINTS, min(MOST_POINTS, POINT_BUDGET // max(len(evaluation.scopes), 1)))
-        for scope in evaluation.scopes:
-            figures |= _scope_figures(scope, alpha, beta, store, points)
-    return build_report(evaluation, alpha, beta, figures)
+    points = max(FEWEST_POINTS, min(MOST_POINTS, POINT_BUDGET // max(len(evaluation.scopes), 1)))
+    for scope in evaluation.scopes:
+        figures |= _scope_figures(scope, (*beta.models, *alpha.models), store, points)
+    return build_report(evaluation, alpha, beta, figures, with_tables=store is not None)
 
 
 def _verdicts(evaluation: Evaluation) -> dict[str, dict[str, str]]:
@@ -96,49 +98,54 @@ def _verdicts(evaluation: Evaluation) -> dict[str, dict[str, str]]:
 
 
 def _scope_figures(
-    scope: ScopeEvaluation, alpha: CoefficientFile, beta: CoefficientFile, store: TableStore, points: int
+    scope: ScopeEvaluation, models: Sequence[AnyModel], store: TableStore | None, points: int
 ) -> Figures:
-    runs = [r for r in scope.runs if r in store.runs()]
-    if len(runs) < len(scope.runs):
-        missing = ", ".join(sorted(set(scope.runs) - set(runs)))
-        raise UsageError(
-            f"holds no tables of {missing}",
-            where=str(store.root),
-            hint="name the tables folder with --tables",
+    rows = _Rows(scope, store) if store is not None else None
+    figures: Figures = {
+        (scope.scope_id, m.name): model_figures(
+            m, scope.models[m.name], rows.of(m.name) if rows else None, points=points
         )
-    steps = _of_scope(store.read("beta_training", runs), scope)
-    requests = _of_scope(store.read("alpha_training", runs), scope)
-    figures: Figures = {}
-    for model in (*beta.models, *alpha.models):
-        if model.scope_id != scope.scope_id or model.name not in scope.models:
-            continue
-        target = model.name.removeprefix("alpha.")
-        rows = steps if model.name.startswith("beta.") else requests.filter(pl.col("target") == target)
-        key = (scope.scope_id, model.name)
-        figures[key] = model_figures(model, scope.models[model.name], rows, points=points)
-    figures[scope.scope_id, "latency"] = latency_figures(
-        store.read("requests", runs), scope_id=scope.scope_id
-    )
-    figures[scope.scope_id, "engine"] = tuple(_engines(store, runs, steps))
+        for m in models
+        if m.scope_id == scope.scope_id and m.name in scope.models
+    }
+    figures[scope.scope_id, "latency"] = latency_figures(scope, rows.requests if rows else None)
+    figures[scope.scope_id, "engine"] = tuple(_engines(rows)) if rows else ()
     return figures
 
 
-def _of_scope(frame: pl.DataFrame, scope: ScopeEvaluation) -> pl.DataFrame:
-    return frame.filter(pl.col("scope_id") == scope.scope_id)
+class _Rows:
+    """The rows that figures of one scope are drawn from."""
+
+    def __init__(self, scope: ScopeEvaluation, store: TableStore) -> None:
+        missing = sorted(set(scope.runs) - set(store.runs()))
+        if missing:
+            raise UsageError(
+                f"holds no tables of {', '.join(missing)}",
+                where=str(store.root),
+                hint="name the tables folder with --tables",
+            )
+        self.runs, self.store = list(scope.runs), store
+        mine = pl.col("scope_id") == scope.scope_id
+        self.steps = store.read("beta_training", self.runs).filter(mine)
+        self.waits = store.read("alpha_training", self.runs).filter(mine)
+        self.requests = store.read("requests", self.runs)
+
+    def of(self, model_name: str) -> pl.DataFrame:
+        """Return the training frame of a model."""
+        if model_name.startswith("beta."):
+            return self.steps
+        return self.waits.filter(pl.col("target") == model_name.removeprefix("alpha."))
 
 
-def _engines(store: TableStore, runs: list[str], steps: pl.DataFrame) -> list[Figure]:
+def _engines(rows: _Rows) -> list[Figure]:
     drawn: list[Figure] = []
-    for run_id in runs:
-        timeline = store.read("timeline", [run_id])
+    for run_id in rows.runs:
+        timeline = rows.store.read("timeline", [run_id])
+        steps = rows.steps.filter(pl.col("run_id") == run_id)
         for server in timeline["server"].unique().sort():
             if len(drawn) == MOST_ENGINES:
                 return drawn
-            figure = engine_figure(
-                timeline.filter(pl.col("server") == server),
-                steps.filter((pl.col("run_id") == run_id) & (pl.col("server") == server)),
-                run_id=run_id,
-                server=server,
-            )
+            mine = pl.col("server") == server
+            figure = engine_figure(timeline.filter(mine), steps.filter(mine), run_id=run_id, server=server)
             drawn += [figure] if figure is not None else []
     return drawn

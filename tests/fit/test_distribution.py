@@ -1,0 +1,47 @@
+"""Quantiles of what was measured and what was predicted, over the same rows."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+from tracefit.fit.distribution import PERCENTS, distribution
+
+
+def _at(quantiles, percent):
+    return quantiles[PERCENTS.index(percent)]
+
+
+def test_quantiles_lie_on_the_straight_line_between_ranks():
+    """Of 0, 1, … 100 the p-th percentile is p; predictions are twice that, or none."""
+    rows = pl.DataFrame({"y": range(101), "a": [2.0 * k for k in range(101)]})
+    found = distribution(rows, "y", ["a"])
+    assert found.rows == 101
+    assert found.measured == pytest.approx(PERCENTS)
+    assert found.predicted["a"] == pytest.approx([2 * p for p in PERCENTS])
+
+
+def test_all_curves_are_of_the_rows_that_have_every_number():
+    rows = pl.DataFrame({"y": [1.0, 2.0, 3.0, None], "a": [1.0, None, 5.0, 9.0], "b": [7.0, 7.0, 8.0, 9.0]})
+    found = distribution(rows, "y", ["a", "b"])
+    assert found.rows == 2
+    assert (_at(found.measured, 0), _at(found.measured, 100)) == (1.0, 3.0)
+    assert (_at(found.predicted["b"], 0), _at(found.predicted["b"], 100)) == (7.0, 8.0)
+
+
+def test_a_prediction_nobody_has_takes_no_row_with_it():
+    rows = pl.DataFrame(
+        {"y": [1.0, 3.0], "a": [None, None], "b": [2.0, 4.0]}, schema_overrides={"a": pl.Float64}
+    )
+    found = distribution(rows, "y", ["a", "b"])
+    assert (found.rows, set(found.predicted)) == (2, {"b"})
+
+
+def test_predictions_are_clipped_at_zero():
+    found = distribution(pl.DataFrame({"y": [1.0, 1.0], "a": [-5.0, 1.0]}), "y", ["a"])
+    assert _at(found.predicted["a"], 0) == 0.0
+
+
+def test_nothing_to_compare_is_no_distribution():
+    rows = pl.DataFrame({"y": [1.0], "a": [None]}, schema_overrides={"a": pl.Float64})
+    assert distribution(rows, "y", ["a"]).rows == 0

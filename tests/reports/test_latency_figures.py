@@ -1,0 +1,66 @@
+"""Latencies as distributions: predicted beside measured where a model predicts them."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+from tracefit.coefficients.files import read_evaluation
+from tracefit.reports.latency_figures import latency_figures
+
+
+@pytest.fixture
+def scope(trained):
+    return read_evaluation(trained / "evaluation.json").scopes[0]
+
+
+def test_curves_are_the_quantiles_of_the_evaluation(scope):
+    figures = {f.title: f for f in latency_figures(scope, None)}
+    assert list(figures) == [f"{name}, predicted and measured" for name in ("TTFT", "ITL", "E2E")]
+    for name, label in (("ttft", "TTFT"), ("e2e", "E2E")):
+        published = scope.latency[name].distribution
+        figure = figures[f"{label}, predicted and measured"]
+        drawn = {s.name: s for s in figure.panels[0].series}
+        assert list(drawn) == ["measured", "teacher-forced", "averages only"]
+        for series, quantiles in (
+            (drawn["measured"], published.measured),
+            (drawn["teacher-forced"], published.teacher_forced),
+            (drawn["averages only"], published.averages_only),
+        ):
+            assert series.x == pytest.approx([q / 1000 for q in quantiles])
+            assert series.y == pytest.approx(published.percents)
+        (row,) = (r for r in figure.summary.rows if r[0] == "P90")
+        where = published.percents.index(90)
+        expected = [published.measured[where] / 1000, published.teacher_forced[where] / 1000]
+        assert [float(c) for c in row[1:3]] == pytest.approx(expected, rel=1e-3)
+        assert f"{published.requests:,} held-out requests" in figure.caption
+
+
+def test_what_no_model_predicts_is_drawn_as_measured(scope):
+    """1 to 101 ms: the p-th percentile is p + 1 ms. A latency nobody has is not drawn."""
+    requests = pl.DataFrame(
+        {
+            "ttft_us": [1000.0 * k for k in range(1, 102)],
+            "itl_us": [None] * 101,
+            "e2e_us": [2000.0 * k for k in range(1, 102)],
+        },
+        schema_overrides={"itl_us": pl.Float64},
+    )
+    ttft, e2e = latency_figures(scope.model_copy(update={"latency": {}}), requests)
+    assert (ttft.title, e2e.title) == ("TTFT as measured", "E2E as measured")
+    series = ttft.panels[0].series[0]
+    assert dict(zip(series.y, series.x, strict=True))[50.0] == pytest.approx(51.0)
+    assert ("P90", "91") in ttft.summary.rows
+
+
+def test_a_zero_has_no_place_on_an_axis_of_powers_of_ten(scope):
+    entry = scope.latency["ttft"]
+    with_zero = entry.distribution.model_copy(
+        update={"averages_only": (0.0, *entry.distribution.averages_only[1:])}
+    )
+    changed = scope.model_copy(
+        update={"latency": {"ttft": entry.model_copy(update={"distribution": with_zero})}}
+    )
+    (figure,) = latency_figures(changed, None)
+    lengths = [len(s.x) for s in figure.panels[0].series]
+    assert lengths == [len(with_zero.percents), len(with_zero.percents), len(with_zero.percents) - 1]
