@@ -13,6 +13,7 @@ from sklearn.preprocessing import StandardScaler
 
 from tracefit.fit.estimators import RobustLinear, confidence_intervals, huber_weights
 from tracefit.fit.select import Choice, choose_penalty, time_blocks
+from tracefit.fit.solvers import moments
 
 TRUTH = np.array([2000.0, 10.0, -40.0, 0.003])
 
@@ -33,6 +34,16 @@ def _noisy(seed=0, n=400):
 
 def _fitted(model):
     return np.array([model.intercept_, *model.coef_])
+
+
+def test_moments_of_many_rows_are_those_of_plain_weighted_sums():
+    rng = np.random.default_rng(0)
+    x, y, weights = rng.normal(50, 3, (20_011, 3)), rng.normal(9, 1, 20_011), rng.random(20_011)
+    of = moments(np.asfortranarray(x), y, weights)
+    center, level = np.average(x, axis=0, weights=weights), np.average(y, weights=weights)
+    np.testing.assert_allclose(of.gram / of.total, np.cov(x.T, aweights=weights, ddof=0), rtol=1e-9)
+    np.testing.assert_allclose(of.cross, ((x - center) * weights[:, None]).T @ (y - level), rtol=1e-9)
+    np.testing.assert_allclose([*of.center, of.level, of.rows], [*center, level, 20_011], rtol=1e-12)
 
 
 def test_without_noise_and_penalty_the_coefficients_are_exact():

@@ -56,6 +56,16 @@ def test_the_same_contents_replace_the_run(tmp_path, traces):
     assert "H100" in TableStore(tmp_path / "tables").read("runs")["gpu"].item()
 
 
+def test_of_a_table_as_many_columns_are_read_as_are_wanted_and_there(tmp_path, traces):
+    ingest([traces.request(1, 0, step=1).write(tmp_path / "run")], tmp_path / "tables")
+    store = TableStore(tmp_path / "tables")
+    wanted = ["request_id", "server", "no_such_column"]
+    assert store.read("requests", columns=wanted).equals(
+        store.read("requests").select("server", "request_id")
+    )
+    assert store.read("requests", [], wanted).columns == ["server", "request_id"]
+
+
 def test_the_order_of_a_runs_files_does_not_matter(tmp_path, new_traces):
     for number in (1, 2):
         new_traces().request(number, 0, step=1).write(tmp_path, name=f"traces-{number}.json")

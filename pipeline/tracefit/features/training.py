@@ -131,9 +131,10 @@ def beta_rows(
     rows = step_rows(timeline, features, constants, lags)
     means = [_mean_of_all(pl.col(n)).alias(n) for n in features.names]
     flags = [pl.col(n).any().alias(n) for n in ("preemption_heavy", "has_prefill", "is_empty")]
-    interval = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null()
-    spans = rows.with_columns(interval=interval.cum_sum().over(ENGINE))
-    whole = spans.group_by(*ENGINE, "interval").agg(*means, *flags)
+    begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null()
+    other_engine = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in ENGINE)
+    spans = rows.with_columns(interval=(begins | other_engine.fill_null(value=False)).cum_sum())
+    whole = spans.group_by("interval").agg(*means, *flags)
     ends = spans.filter(pl.col("cycle_us").is_not_null()).select(
         *ENGINE,
         "interval",
@@ -145,7 +146,7 @@ def beta_rows(
         source="cycle_source",
         y="cycle_us",
     )
-    joined = ends.join(whole, on=[*ENGINE, "interval"], how="left").drop("interval")
+    joined = ends.join(whole, on="interval", how="left").drop("interval")
     return _with_reason(joined, pl.col("idle_after") | pl.col("is_empty"))
 
 
@@ -174,18 +175,28 @@ def _mean_of_all(column: pl.Expr) -> pl.Expr:
 
 
 def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, str], int]) -> pl.DataFrame:
-    """Give each step what executes during its cycle: with scheduling ahead, the composition of the step before."""
-    ahead = [{"run_id": run, "server": server} for (run, server), lag in lags.items() if lag]
+    """Give each step what executes during its cycle: with scheduling ahead, the composition of the step before.
+
+    Args:
+        rows: In step order, engine by engine.
+        columns: What executes.
+        lags: (run_id, server) to steps that scheduling runs ahead of execution.
+    """
+    ahead = [(run, server) for (run, server), lag in lags.items() if lag]
     if not ahead:
         return rows
-    is_ahead = pl.struct("run_id", "server").is_in(ahead)
-    follows = pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1
+    is_ahead = pl.any_horizontal(
+        (pl.col("run_id") == run) & (pl.col("server") == server) for run, server in ahead
+    )
+    same_engine = pl.all_horizontal(pl.col(name) == pl.col(name).shift(1) for name in ENGINE)
+    follows = same_engine & (pl.col("step_id").shift(1) == pl.col("step_id") - 1)
 
     def before(name: str) -> pl.Expr:
-        value = pl.when(follows).then(pl.col(name).shift(1).over(ENGINE))
-        return pl.when(is_ahead).then(value).otherwise(pl.col(name)).alias(name)
+        value = pl.when("_follows").then(pl.col(name).shift(1))
+        return pl.when("_is_ahead").then(value).otherwise(name).alias(name)
 
-    return rows.with_columns(before(name) for name in columns)
+    told = rows.with_columns(_is_ahead=is_ahead, _follows=follows)
+    return told.with_columns(before(name) for name in columns).drop("_is_ahead", "_follows")
 
 
 def _preemption_heavy(rows: pl.DataFrame) -> pl.Expr:

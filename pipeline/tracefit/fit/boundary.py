@@ -26,8 +26,6 @@ ENGINE = ["run_id", "server", "epoch"]
 MIN_ROWS = 30
 MIN_IDLE_ROWS = 20
 GRID_US = 50.0
-GRID_ROWS = 20_000
-"""Requests that the grid is searched with, evenly over time: a share of 95 % of them is known to 0.15 points."""
 MOST_WORK_US = 20_000.0
 SPREADS = 3.0
 PLATEAU = 0.002
@@ -147,16 +145,29 @@ def _constants(
     offset = _offset(train, clock, truth, known) if known.any() else 0.0
     if idle_work is not None and int(known.sum()) < MIN_ROWS:
         return idle_work, offset
-    every = max(1, -(-train.height // GRID_ROWS))
-    train, truth, known, slope = train.gather_every(every), truth[::every], known[::every], slope[::every]
     grid = np.arange(0.0, MOST_WORK_US, GRID_US)
-    shares = np.array(
-        [float(np.mean(_boundary(train, clock, w + slope)[known] == truth[known])) for w in grid]
-    )
+    shares = _right_shares(train, clock, truth, slope, grid)
     plateau = grid[shares >= shares.max() - PLATEAU]
     if idle_work is not None and plateau.min() <= idle_work <= plateau.max():
         return idle_work, offset
     return float(np.median(plateau)), offset
+
+
+def _right_shares(
+    train: pl.DataFrame, clock: _Clock, truth: NDArrayInt, slope: Vector, grid: Vector
+) -> Vector:
+    """Return the share of requests of known boundary that each constant of the API work finds it for; shape of `grid`.
+
+    A request gets its boundary from every amount of work that ends after the step start before it and no later than the
+    boundary itself: with both ends sorted, two searches count the requests for all amounts at once.
+    """
+    known = truth >= 0
+    arrived = train["ts_ns"].to_numpy()[known].astype(float)
+    after, until = (
+        np.sort((clock.starts[boundary] - arrived) / 1e3 - slope[known])
+        for boundary in (truth[known] - 1, truth[known])
+    )
+    return np.asarray((np.searchsorted(after, grid) - np.searchsorted(until, grid)) / known.sum())
 
 
 def admission_with_clock(
@@ -203,12 +214,12 @@ def _clock(timeline: pl.DataFrame) -> _Clock:
 def _next_start(rows: pl.DataFrame, clock: _Clock, after_us: Vector) -> NDArrayInt:
     """Index of the first known start at or after ARRIVED + `after_us`; -1 where there is none; shape (n,)."""
     at = rows["ts_ns"].to_numpy().astype(float) + after_us * 1e3
-    keys = rows.select(ENGINE).rows()
+    names = rows.select(ENGINE)
+    engine = names.select(pl.struct(ENGINE).rank("dense")).to_series().to_numpy()
     found = np.full(len(at), -1)
-    engine = rows.select(pl.struct(ENGINE).rank("dense")).to_series().to_numpy()
     for one in np.unique(engine):
         mine = np.flatnonzero(engine == one)
-        low, high = clock.bounds.get(keys[mine[0]], (0, 0))
+        low, high = clock.bounds.get(names.row(int(mine[0])), (0, 0))
         index = low + np.searchsorted(clock.starts[low:high], at[mine])
         found[mine] = np.where(index < high, index, -1)
     return found

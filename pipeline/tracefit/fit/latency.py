@@ -175,8 +175,10 @@ def _predicted_steps(
     empty_us = filling["cycle_us"].median()
     known = pl.col("is_empty").is_not_null()
     predicted = pl.Series(_step_times(beta.fitted, rows))
-    return rows.with_columns(
-        predicted_us=pl.when(empty).then(pl.lit(empty_us or 0.0)).when(known).then(predicted)
+    return rows.select(
+        *tables.timeline.columns,
+        "in_training",
+        predicted_us=pl.when(empty).then(pl.lit(empty_us or 0.0)).when(known).then(predicted),
     )
 
 
@@ -223,8 +225,7 @@ def _with_averages(
     constants = training.constants_of(scope.context)
 
     def step_time(timeline: pl.DataFrame) -> Vector:
-        offered = timeline.drop(n for n in features.names if n not in tables.timeline.columns)
-        offered = training.with_roofline(offered, scope.context)
+        offered = training.with_roofline(timeline, scope.context)
         return _step_times(beta, add_features(offered, features, constants))
 
     parts = []

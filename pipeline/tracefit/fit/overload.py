@@ -23,6 +23,10 @@ MAX_PREEMPTIONS_PER_REQUEST = 0.1
 
 _FAILED = ("aborted", "error")
 
+REQUEST_COLUMNS = ("run_id", "server", "finish_status", "num_preemptions", "queued_ns", "first_scheduled_ns")
+STEP_COLUMNS = ("run_id", "server", "ts_start_ns", "waiting_depth", "num_preempted")
+"""What the rules look at."""
+
 
 @dataclass(frozen=True, slots=True)
 class Overload:
@@ -42,8 +46,8 @@ def find_overloads(
 
     Args:
         run_ids: The runs.
-        requests: Their `requests` table.
-        steps: Their `steps` table.
+        requests: Their `requests` table, the columns `REQUEST_COLUMNS` at least.
+        steps: Their `steps` table, the columns `STEP_COLUMNS` at least.
     """
     found = []
     for run_id in run_ids:

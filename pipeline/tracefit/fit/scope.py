@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import polars as pl
+from threadpoolctl import threadpool_limits
 
 from tracefit.features import training
 from tracefit.features.sets import BUILT_IN, FREE_FEATURES, PRODUCTS, QUEUED_FEATURES, FeatureSet
@@ -41,7 +42,7 @@ class ScopeTables:
 
     runs: pl.DataFrame
     timeline: pl.DataFrame
-    steps: pl.DataFrame
+    sampled_steps: int
     requests: pl.DataFrame
     queue: pl.DataFrame | None
     """What each request found when it was queued; null where journeys are not complete."""
@@ -130,10 +131,14 @@ class FittedScope:
     """Overloaded runs of the scope; `tables` hold those of them that were trained on."""
 
 
+@threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]
 def fit_scope(
     scope: Scope, tables: ScopeTables, beta_sets: Sequence[FeatureSet], options: ScopeOptions
 ) -> FittedScope:
     """Fit beta and the three alpha models of one scope, as far as its data allow.
+
+    One thread for linear algebra: its matrices have few columns, and threads that wait for each other cost more than
+    they bring.
 
     Args:
         scope: The scope.
@@ -226,7 +231,7 @@ def _fit_beta(
     result = fit_regimes(rows, list(recipe.regimes), recipe.options)
     if isinstance(result, TooFewRows):
         remedy = (
-            f"raise --step-tracing-sample-rate: of {tables.steps.height} sampled steps few are consecutive"
+            f"raise --step-tracing-sample-rate: of {tables.sampled_steps} sampled steps few are consecutive"
         )
         return choice, Missing(name, f"step times: {result.reason}", remedy)
     definition, source = _beta_definition(choice, tables.lags)

@@ -79,21 +79,28 @@ def usable_features(
     """
     kept: list[int] = []
     left: list[LeftOut] = []
-    basis = np.ones((len(x), 1)) / np.sqrt(max(len(x), 1))
+    # Columns of length 1: `basis` spans what the kept features tell, the constant first; `kept_units` are they themselves.
+    basis = np.empty((len(x), len(names) + 1), order="F")
+    basis[:, 0] = 1 / np.sqrt(max(len(x), 1))
+    kept_units = np.empty((len(x), len(names)), order="F")
     for index, name in enumerate(names):
         column = x[:, index]
         reason = _unfit(column)
         if reason is None:
-            centered = column - column.mean()
-            rest = centered - basis @ (basis.T @ centered)
-            rest -= basis @ (basis.T @ rest)  # once more, against rounding
-            share = float(rest @ rest) / float(centered @ centered)
+            unit = column - column.mean()
+            unit /= np.linalg.norm(unit)
+            known = basis[:, : len(kept) + 1]
+            rest = unit - known @ (unit @ known)
+            rest -= known @ (rest @ known)  # once more, against rounding
+            share = float(rest @ rest)
             if share * (limits[index] if limits else MAX_VIF) < 1:
-                reason = _collinear(x, kept, names, column, share)
+                alike = np.abs(unit @ kept_units[:, : len(kept)])
+                reason = _collinear(names[kept[int(np.argmax(alike))]], share)
         if reason is not None:
             left.append(LeftOut(name, reason))
             continue
-        basis = np.column_stack([basis, rest / np.linalg.norm(rest)])
+        basis[:, len(kept) + 1] = rest / np.linalg.norm(rest)
+        kept_units[:, len(kept)] = unit
         kept.append(index)
     return kept, left
 
@@ -114,9 +121,7 @@ def _unfit(column: Vector) -> str | None:
     return None
 
 
-def _collinear(x: Matrix, kept: list[int], names: list[str], column: Vector, share: float) -> str:
-    others = [abs(float(np.corrcoef(column, x[:, k])[0, 1])) for k in kept]
-    nearest = names[kept[int(np.argmax(others))]]
+def _collinear(nearest: str, share: float) -> str:
     inflation = "infinite" if share < 1e-10 else f"{1 / share:.0f}"
     return f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
 

@@ -23,6 +23,7 @@ from tracefit.fit.parts import (
     target_of,
 )
 from tracefit.fit.select import (
+    ENOUGH_ROWS,
     FOLDS,
     Choice,
     LeftOut,
@@ -129,13 +130,17 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
 
 
 def cross_validate(rows: pl.DataFrame, features: list[FeatureColumn], options: FitOptions) -> Choice | None:
-    """Cross-validate a linear model on the training rows, as `fit_linear` would fit it; null of too few rows or features."""
+    """Cross-validate a linear model on the training rows, as `fit_linear` would fit it; null of too few rows or features.
+
+    Of very many training rows `select.ENOUGH_ROWS` are taken, evenly over the rows as they come.
+    """
     rows, known, _ = _drop_unknown(rows, features)
     used = _counted(rows, "train")
+    used = used.gather_every(max(1, -(-used.height // ENOUGH_ROWS)))
     if used.height < MIN_TRAIN_ROWS:
         return None
     if options.drop_outliers:
-        used = _counted(_mark_outliers(rows, used, known), "train")
+        used = _counted(_mark_outliers(used, used, known), "train")
     data, _ = design_of(used, known)
     if used.height < MIN_TRAIN_ROWS or not data.columns:
         return None

@@ -59,7 +59,9 @@ def _predicted(model: AnyModel, rows: pl.DataFrame) -> pl.DataFrame:
         # A mean over an interval is no step: the errors of the report are those on single steps.
         kept = kept.filter(pl.col("source") != "interval")
     start = pl.col("ts_ns").min().over("run_id", "server")
-    kept = kept.with_columns(
+    drawn = {"run_id", "server", "ts_ns", "split", *features_of(model)}
+    kept = kept.select(
+        *(c for c in kept.columns if c in drawn),
         predicted_ms=prediction(model) / US_PER_MS,
         measured_ms=pl.col("y") / US_PER_MS,
         at_s=(pl.col("ts_ns") - start) / 1e9,

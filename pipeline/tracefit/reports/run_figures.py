@@ -14,6 +14,20 @@ SHORTEST_IDLE_SHARE = 0.005
 
 MOST_BANDS = 60
 
+TIMELINE_COLUMNS = (
+    "server",
+    "ts_start_ns",
+    "cycle_us",
+    "interval_steps",
+    "idle_after",
+    "running_depth",
+    "waiting_depth",
+    "prefill_tokens",
+    "decode_tokens",
+    "kv_usage_ratio",
+)
+"""What the figure of an engine needs."""
+
 
 def engine_figure(
     timeline: pl.DataFrame, training: pl.DataFrame, *, run_id: str, server: str
@@ -21,7 +35,7 @@ def engine_figure(
     """Draw the engine of one server over its run.
 
     Args:
-        timeline: The server's rows of the `timeline` table.
+        timeline: The server's rows of the `timeline` table, the columns `TIMELINE_COLUMNS` at least.
         training: Its rows of `beta_training`, for the warm-up and the hold-out; may be empty.
         run_id: The run.
         server: The server.

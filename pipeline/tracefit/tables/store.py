@@ -20,7 +20,7 @@ from tracefit.tables.disk import create, disk_errors, locked, scratch_folder
 from tracefit.tables.manifest import IngestedRun, Manifest, TablePart, read_manifest, write_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 16 << 20
@@ -108,20 +108,23 @@ class TableStore:
         """Return the ids of the runs that are here, in order."""
         return sorted(run_id for run_id, run in self.manifest().runs.items() if "runs" in run.tables)
 
-    def read(self, name: str, run_ids: list[str] | None = None) -> pl.DataFrame:
-        """Read a whole table, or the part of it that belongs to some runs.
+    def read(
+        self, name: str, run_ids: list[str] | None = None, columns: Sequence[str] | None = None
+    ) -> pl.DataFrame:
+        """Read a whole table, or the part of it that belongs to some runs; all its columns, or some of those it has.
 
         Raises:
             DataError: A part is not a readable Parquet file.
         """
         parts = self._parts(name, run_ids)
         try:
-            frames = [_read_part(part) for part in parts]
+            frames = [_read_part(part, columns) for part in parts]
         except FileNotFoundError:
             # Replaced between two looks: the manifest knows what took its place.
-            frames = [_read_part(part) for part in self._parts(name, run_ids)]
+            frames = [_read_part(part, columns) for part in self._parts(name, run_ids)]
         if not frames:
-            return schema.TABLES[name].empty()
+            empty = schema.TABLES[name].empty()
+            return empty if columns is None else empty.select(c for c in empty.columns if c in columns)
         return pl.concat(frames, how="diagonal_relaxed")
 
     def _parts(self, name: str, run_ids: list[str] | None) -> list[Path]:
@@ -268,9 +271,10 @@ def _to_map(lists: pa.Array) -> pa.Array:
     return pa.MapArray.from_arrays(pa.array(offsets), pairs.field("key"), pairs.field("value"))
 
 
-def _read_part(part: Path) -> pl.DataFrame:
+def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
     try:
-        frame = pl.from_arrow(pq.read_table(part, partitioning=None))
+        wanted = None if columns is None else [c for c in pq.read_schema(part).names if c in columns]
+        frame = pl.from_arrow(pq.read_table(part, columns=wanted, partitioning=None))
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowInvalid) as error:

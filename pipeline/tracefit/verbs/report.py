@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit.coefficients.columns import features_of
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.errors import UsageError
 from tracefit.reports.figures import AnyModel, model_figures
 from tracefit.reports.html import html_page
-from tracefit.reports.latency_figures import latency_figures
+from tracefit.reports.latency_figures import LATENCIES, latency_figures
 from tracefit.reports.markdown import Figures, build_report
 from tracefit.reports.render import markdown_text
-from tracefit.reports.run_figures import engine_figure
+from tracefit.reports.run_figures import TIMELINE_COLUMNS, engine_figure
 from tracefit.tables.store import TableStore
 from tracefit.verbs.results import Progress, Silent
 from tracefit.verbs.writing import write_texts
@@ -33,6 +34,11 @@ POINT_BUDGET = 600
 
 MOST_ENGINES = 4
 """Engines drawn per scope; the others are in the tables."""
+
+_ROW_COLUMNS = frozenset(
+    {"scope_id", "run_id", "server", "epoch", "target", "source", "ts_ns", "y", "split", "excluded_because"}
+)
+"""What figures need of training rows beside the features of the models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +106,13 @@ def _verdicts(evaluation: Evaluation) -> dict[str, dict[str, str]]:
 def _scope_figures(
     scope: ScopeEvaluation, models: Sequence[AnyModel], store: TableStore | None, points: int
 ) -> Figures:
-    rows = _Rows(scope, store) if store is not None else None
+    mine = [m for m in models if m.scope_id == scope.scope_id and m.name in scope.models]
+    rows = _Rows(scope, mine, store) if store is not None else None
     figures: Figures = {
         (scope.scope_id, m.name): model_figures(
             m, scope.models[m.name], rows.of(m.name) if rows else None, points=points
         )
-        for m in models
-        if m.scope_id == scope.scope_id and m.name in scope.models
+        for m in mine
     }
     figures[scope.scope_id, "latency"] = latency_figures(scope, rows.requests if rows else None)
     figures[scope.scope_id, "engine"] = tuple(_engines(rows)) if rows else ()
@@ -114,9 +120,9 @@ def _scope_figures(
 
 
 class _Rows:
-    """The rows that figures of one scope are drawn from."""
+    """The rows that figures of one scope are drawn from, with no more columns than these need."""
 
-    def __init__(self, scope: ScopeEvaluation, store: TableStore) -> None:
+    def __init__(self, scope: ScopeEvaluation, models: Sequence[AnyModel], store: TableStore) -> None:
         missing = sorted(set(scope.runs) - set(store.runs()))
         if missing:
             raise UsageError(
@@ -126,9 +132,10 @@ class _Rows:
             )
         self.runs, self.store = list(scope.runs), store
         mine = pl.col("scope_id") == scope.scope_id
-        self.steps = store.read("beta_training", self.runs).filter(mine)
-        self.waits = store.read("alpha_training", self.runs).filter(mine)
-        self.requests = store.read("requests", self.runs)
+        columns = sorted(_ROW_COLUMNS.union(*(features_of(m) for m in models)))
+        self.steps = store.read("beta_training", self.runs, columns).filter(mine)
+        self.waits = store.read("alpha_training", self.runs, columns).filter(mine)
+        self.requests = store.read("requests", self.runs, [f"{name}_us" for name in LATENCIES])
 
     def of(self, model_name: str) -> pl.DataFrame:
         """Return the training frame of a model."""
@@ -140,7 +147,7 @@ class _Rows:
 def _engines(rows: _Rows) -> list[Figure]:
     drawn: list[Figure] = []
     for run_id in rows.runs:
-        timeline = rows.store.read("timeline", [run_id])
+        timeline = rows.store.read("timeline", [run_id], TIMELINE_COLUMNS)
         steps = rows.steps.filter(pl.col("run_id") == run_id)
         for server in timeline["server"].unique().sort():
             if len(drawn) == MOST_ENGINES:

@@ -17,10 +17,10 @@ from tracefit.features.context import Scope, context_from_json, scope_of
 from tracefit.features.documents import read_bytes
 from tracefit.features.kv_cache import with_kv_cache, with_prefix_hits
 from tracefit.features.sets import BUILT_IN, FeatureSet, find_feature_set, read_feature_set
-from tracefit.features.training import WORKLOAD_COLUMNS
+from tracefit.features.training import ENGINE, WORKLOAD_COLUMNS
 from tracefit.fit.across import fit_across
 from tracefit.fit.options import BetaTarget, ScopeOptions
-from tracefit.fit.overload import Overload, find_overloads, runs_to_fit
+from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, Overload, find_overloads, runs_to_fit
 from tracefit.fit.scope import FittedModel, FittedScope, Missing, ScopeTables, fit_scope
 from tracefit.tables import schema
 from tracefit.tables.runs import step_counters
@@ -41,6 +41,7 @@ from tracefit.verbs.writing import write_texts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tracefit.coefficients.evaluation import Evaluation
     from tracefit.fit.latency import Latency
 
 
@@ -126,18 +127,26 @@ def train(
     if options.sample_csv:
         texts.update({Path(out) / name: text for name, text in sample_tables(scopes).items()})
     _write_training_frames(store, scopes)
+    result = _result(scopes, runs, evaluation, out=Path(out), report=report)
+    # The report is drawn from what was written: the frames of the fits are not kept beside it.
+    del scopes
     told.stage("drawing the report")
     # From the files' own numbers, so that `report` makes the same one later.
     made = report_of(as_published(evaluation), as_published(alpha), as_published(beta), store)
     texts |= report_texts(made, report)
     write_texts(texts)
-    fitted = [(s, m) for s in scopes for m in s.models]
+    return replace(result, files=tuple(texts))
+
+
+def _result(
+    scopes: list[FittedScope], runs: pl.DataFrame, evaluation: Evaluation, *, out: Path, report: Path
+) -> TrainResult:
     return TrainResult(
-        models=Path(out),
-        files=tuple(texts),
+        models=out,
+        files=(),
         evaluation=report / "evaluation.json",
         report=report / "report.md",
-        fitted=tuple(_summary(s, m) for s, m in fitted),
+        fitted=tuple(_summary(s, m) for s in scopes for m in s.models),
         verdicts={s.scope_id: {use: v.answer for use, v in s.verdicts.items()} for s in evaluation.scopes},
         not_fitted=tuple(_what_is_missing(s, m) for s in scopes for m in s.missing),
         latencies=tuple(
@@ -169,7 +178,11 @@ def fit_runs(
     scopes = []
     for scope, members in scopes_of(runs, str(store.root)):
         told.stage(f"fitting {scope.scope_id}")
-        overloads = find_overloads(members, store.read("requests", members), store.read("steps", members))
+        overloads = find_overloads(
+            members,
+            store.read("requests", members, REQUEST_COLUMNS),
+            store.read("steps", members, STEP_COLUMNS),
+        )
         kept, overloads = runs_to_fit(members, overloads, include=options.include_overloaded)
         for one in overloads:
             told.warn(overload_text(one))
@@ -240,7 +253,7 @@ def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: lis
     """
     limits = engine_limits(scope.context)
     timeline, journeys = store.read("timeline", run_ids), store.read("journey_events", run_ids)
-    steps = store.read("steps", run_ids)
+    steps = store.read("steps", run_ids, [*ENGINE, "step_id"])
     mine = runs.filter(pl.col("run_id").is_in(run_ids))
     lags = {(run, server): lag for run, server, lag in execution_lags(timeline, journeys).iter_rows()}
     # Complete journeys leave their mark on every step; without them nobody knows who ran when a request was queued.
@@ -256,7 +269,7 @@ def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: lis
     return ScopeTables(
         runs=mine,
         timeline=with_prefix_hits(seen, requests),
-        steps=steps,
+        sampled_steps=steps.height,
         requests=requests,
         queue=queue_state(journeys, timeline, limits) if complete else None,
         counters=step_counters(steps, journeys),
