@@ -86,6 +86,16 @@ def test_without_journeys_the_sampled_steps_tell():
     assert _reasons(none, steps) == ["a queue of up to 12 requests did not empty for 30 % of the run"]
 
 
+def test_the_stretch_is_told_of_the_server_whose_queue_it_was():
+    """From the first request that waits, at 10 s, for 30 s: of the other server's queue of 9 nothing is said."""
+    both = [_requests(_queue(12, 30.0)), _requests(_queue(9, 80.0), server=pl.lit("t"))]
+    (found,) = find_overloads(["r"], pl.concat(both), NO_STEPS)
+    (stretch,) = found.queued
+    assert (stretch.server, stretch.peak) == ("s", 12)
+    assert (stretch.from_ns, stretch.to_ns) == (10_000_000_000, pytest.approx(40_000_000_000, abs=2e6))
+    assert stretch.share == pytest.approx(0.3, abs=1e-3)
+
+
 def test_runs_are_told_apart():
     over = _requests(_queue(20, 50.0))
     both = pl.concat([over, _requests(QUIET, run_id=pl.lit("q"))])

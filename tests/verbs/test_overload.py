@@ -34,7 +34,9 @@ REASON = "20.0 % of requests failed or were given up"
 
 def test_it_is_flagged_and_kept_out_of_the_fit(tmp_path, trained_on):
     scope, report = trained_on(["fine", "given_up"])
-    assert scope["overloaded"] == [{"run_id": "given_up", "reasons": [REASON], "trained_on": False}]
+    assert scope["overloaded"] == [
+        {"run_id": "given_up", "reasons": [REASON], "trained_on": False, "queued": []}
+    ]
     assert scope["runs"] == ["fine"]
     assert REASON in report
     assert "--include-overloaded" in report

@@ -20,7 +20,7 @@ from tracefit.fit.bands import LEVEL_PCT
 from tracefit.fit.distribution import PERCENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from tracefit.features.context import Scope
     from tracefit.fit.across import AcrossResult, LeftOutErrors
@@ -217,7 +217,11 @@ def _inputs_hash(scope: FittedScope) -> str:
 
 def exclusions(fitted: Fitted) -> dict[str, int]:
     """Count the rows that were left out, by reason, in name order."""
-    return dict(sorted(Counter(fitted.rows["excluded_because"].drop_nulls().to_list()).items()))
+    return _reasons(fitted.rows)
+
+
+def _reasons(rows: pl.DataFrame) -> dict[str, int]:
+    return dict(sorted(Counter(rows["excluded_because"].drop_nulls().to_list()).items()))
 
 
 def scope_facts(scope: Scope) -> cf.ScopeFacts:
@@ -379,7 +383,14 @@ def _ingest(runs: pl.DataFrame) -> ev.IngestEntry:
         dropped_events=_sum(runs, "dropped_events"),
         dropped_attributes=_sum(per_run, "dropped_attributes"),
         duplicates=_sum(per_run, "duplicate_spans"),
+        servers=tuple(_server(row) for row in runs.sort("run_id", "server").iter_rows(named=True)),
     )
+
+
+def _server(row: Mapping[str, Any]) -> ev.ServerEntry:
+    first, last = row["first_unix_ns"], row["last_unix_ns"]
+    same = {k: row[k] for k in ev.ServerEntry.model_fields if k in row}
+    return ev.ServerEntry(**same, seconds=None if first is None or last is None else (last - first) / 1e9)
 
 
 def _event_counts(text: str | None) -> dict[str, int]:
@@ -396,7 +407,12 @@ def _scope(scope: FittedScope, thresholds: Sequence[verdicts.Threshold]) -> ev.S
         scope_id=scope.scope.scope_id,
         runs=tuple(sorted(scope.tables.runs["run_id"].unique())),
         overloaded=tuple(
-            ev.OverloadEntry(run_id=o.run_id, reasons=o.reasons, trained_on=o.trained_on)
+            ev.OverloadEntry(
+                run_id=o.run_id,
+                reasons=o.reasons,
+                trained_on=o.trained_on,
+                queued=tuple(ev.QueueStretchEntry(**dataclasses.asdict(q)) for q in o.queued),
+            )
             for o in scope.overloads
         ),
         verdicts=verdict_entries(models, thresholds),
@@ -409,7 +425,26 @@ def _scope(scope: FittedScope, thresholds: Sequence[verdicts.Threshold]) -> ev.S
         summed_step_time=_summed(scope.summed),
         timeline=_timeline(scope),
         exclusions={m.name: exclusions(m.fitted) for m in scope.models},
+        rows=tuple(_rows(m.name, run_id, rows) for m in scope.models for run_id, rows in _by_run(m)),
         notes=scope.notes,
+    )
+
+
+def _by_run(model: FittedModel) -> Iterator[tuple[str, pl.DataFrame]]:
+    for (run_id,), rows in model.fitted.rows.sort("run_id").group_by("run_id", maintain_order=True):
+        yield str(run_id), rows
+
+
+def _rows(model: str, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
+    kept = rows.filter(pl.col("excluded_because").is_null())
+    # A mean over an interval is no step: it trains, and no error is measured on it.
+    judged = kept.filter(pl.col("source") != "interval") if "source" in kept.columns else kept
+    return ev.RowsEntry(
+        model=model,
+        run_id=run_id,
+        trained=int((kept["split"] == "train").sum()),
+        held_out=int((judged["split"] == "holdout").sum()),
+        left_out=_reasons(rows),
     )
 
 

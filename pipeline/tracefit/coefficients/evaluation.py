@@ -229,12 +229,35 @@ class LatencyEntry(LatencyErrorsEntry):
     )
 
 
+class QueueStretchEntry(_Part):
+    """A stretch of an overloaded run in which the queue did not empty; times on the engine's clock."""
+
+    server: str
+    from_ns: int
+    to_ns: int
+    peak: int = Field(description="the most requests that waited at once")
+    share: float = Field(description="of the run's time")
+
+
 class OverloadEntry(_Part):
     """A run whose server could not keep up."""
 
     run_id: str
     reasons: tuple[str, ...]
     trained_on: bool = Field(description="asked for, or the scope has no other run")
+    queued: tuple[QueueStretchEntry, ...] = Field(
+        default=(), description="stretches with a queue that broke the rule on queues"
+    )
+
+
+class RowsEntry(_Part):
+    """What became of the rows of one run that one model was offered; errors are measured on those held out."""
+
+    model: str
+    run_id: str
+    trained: int
+    held_out: int
+    left_out: dict[str, int] = Field(description="rows left out of either part, by reason")
 
 
 class CriterionEntry(_Part):
@@ -278,7 +301,26 @@ class ScopeEvaluation(_Part):
     exclusions: dict[str, dict[str, int]] = Field(
         default_factory=dict, description="model name to rows left out by reason"
     )
+    rows: tuple[RowsEntry, ...] = Field(default=(), description="the same by run, with the rows that count")
     notes: tuple[str, ...] = ()
+
+
+class ServerEntry(_Part):
+    """What one server of one run traced; sampling rates are estimated from the traces."""
+
+    run_id: str
+    server: str
+    seconds: float | None = Field(description="first span's start to last span's end")
+    epochs: int
+    spans: int
+    requests: int
+    steps: int = Field(description="steps with a summary")
+    step_sampling: float | None = Field(description="steps with a summary / steps counted")
+    journey_sampling: float | None = Field(
+        description="share of requests with a journey; null where no step tells"
+    )
+    snapshot_sampling: float | None = Field(description="steps with snapshots / steps with a summary")
+    dropped_events: int
 
 
 class IngestEntry(_Part):
@@ -293,6 +335,7 @@ class IngestEntry(_Part):
     dropped_events: int
     dropped_attributes: int = 0
     duplicates: int
+    servers: tuple[ServerEntry, ...] = ()
 
 
 class AcrossEntry(_Part):

@@ -150,8 +150,7 @@ class Verdict:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Say what decides: the measures that keep it from a yes, or all of them."""
-        worst = [j.reason for j in self.judged if j.answer == self.answer]
-        return tuple(worst)
+        return tuple(dict.fromkeys(j.reason for j in self.judged if j.answer == self.answer))
 
 
 def judge(models: Mapping[str, Entry], thresholds: Iterable[Threshold] = THRESHOLDS) -> tuple[Verdict, ...]:

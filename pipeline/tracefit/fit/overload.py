@@ -29,12 +29,27 @@ STEP_COLUMNS = ("run_id", "server", "ts_start_ns", "waiting_depth", "num_preempt
 
 
 @dataclass(frozen=True, slots=True)
+class QueueStretch:
+    """A stretch of one server's time in which its queue did not empty; on the engine's clock."""
+
+    server: str
+    from_ns: int
+    to_ns: int
+    peak: int
+    """The most requests that waited at once."""
+    share: float
+    """Of the run's time."""
+
+
+@dataclass(frozen=True, slots=True)
 class Overload:
     """A run that was overloaded, the rules that say so, and whether models were fitted on it nevertheless."""
 
     run_id: str
     reasons: tuple[str, ...]
     trained_on: bool = False
+    queued: tuple[QueueStretch, ...] = ()
+    """Stretches with a queue that broke the rule on queues."""
 
 
 def find_overloads(
@@ -52,9 +67,10 @@ def find_overloads(
     found = []
     for run_id in run_ids:
         mine, sampled = (frame.filter(pl.col("run_id") == run_id) for frame in (requests, steps))
-        reasons = [*_failures(mine), *_preemptions(mine, sampled), *_growing_queue(mine, sampled)]
+        queued = _growing_queues(mine, sampled)
+        reasons = [*_failures(mine), *_preemptions(mine, sampled), *_longest(queued)]
         if reasons:
-            found.append(Overload(run_id, tuple(reasons)))
+            found.append(Overload(run_id, tuple(reasons), queued=queued))
     return tuple(found)
 
 
@@ -88,26 +104,34 @@ def _preemptions(requests: pl.DataFrame, steps: pl.DataFrame) -> list[str]:
     )
 
 
-def _growing_queue(requests: pl.DataFrame, steps: pl.DataFrame) -> list[str]:
+def _longest(queued: tuple[QueueStretch, ...]) -> list[str]:
+    if not queued:
+        return []
+    one = max(queued, key=lambda stretch: stretch.share)
+    return [f"a queue of up to {one.peak} requests did not empty for {100 * one.share:.0f} % of the run"]
+
+
+def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[QueueStretch, ...]:
     depth = _depth_by_journeys(requests) if requests.height else _depth_by_steps(steps)
-    for server in depth.partition_by("server"):
-        time = server["ts_ns"]
-        length = int(time[-1] - time[0])
-        # A stretch begins with the first request that waits and ends when none does.
-        stretches = (
-            server.with_columns(stretch=(pl.col("waiting") == 0).cum_sum())
-            .group_by("stretch")
-            .agg(
-                peak=pl.col("waiting").max(),
-                lasted=pl.col("until_ns").max() - pl.col("ts_ns").filter(pl.col("waiting") > 0).min(),
-            )
-            .filter((pl.col("peak") >= MIN_PEAK) & (pl.col("lasted") > MAX_QUEUED_SHARE * length))
+    # A stretch begins with the first request that waits and ends when none does.
+    stretches = (
+        depth.with_columns(
+            stretch=(pl.col("waiting") == 0).cum_sum().over("server"),
+            length=(pl.col("ts_ns").max() - pl.col("ts_ns").min()).over("server"),
         )
-        if stretches.height:
-            peak, lasted = stretches.sort("lasted").select("peak", "lasted").row(-1)
-            share = 100 * lasted / length
-            return [f"a queue of up to {peak} requests did not empty for {share:.0f} % of the run"]
-    return []
+        .group_by("server", "stretch", maintain_order=True)
+        .agg(
+            from_ns=pl.col("ts_ns").filter(pl.col("waiting") > 0).min(),
+            to_ns=pl.col("until_ns").max(),
+            peak=pl.col("waiting").max(),
+            length=pl.col("length").first(),
+        )
+        .with_columns(share=(pl.col("to_ns") - pl.col("from_ns")) / pl.col("length"))
+        .filter((pl.col("peak") >= MIN_PEAK) & (pl.col("share") > MAX_QUEUED_SHARE))
+    )
+    return tuple(
+        QueueStretch(*row) for row in stretches.select("server", "from_ns", "to_ns", "peak", "share").rows()
+    )
 
 
 def _depth_by_journeys(requests: pl.DataFrame) -> pl.DataFrame:
