@@ -16,7 +16,7 @@ from tracefit.tables.store import TableStore
 SCOPE = "llama-3.1-8b"
 STYLE = """<style>
 svg{background:#fff}text{font:11px sans-serif;fill:#57606a}.l{font-size:12px;fill:#1b1f24}.m{text-anchor:middle}.e{text-anchor:end}
-.f{fill:none;stroke:#d0d7de}.g{stroke:#d0d7de;stroke-width:.5}.r{stroke:#57606a;stroke-dasharray:4 3}.p0{fill:#0063b1;fill-opacity:.65}
+.f{fill:none;stroke:#d0d7de}.g{stroke:#d0d7de;stroke-width:.5}.r{stroke:#57606a;stroke-dasharray:4 3}.p0{fill:none;stroke:#0063b1;stroke-width:4.2;stroke-linecap:round;stroke-opacity:.5}
 </style>"""
 
 

@@ -452,7 +452,7 @@ def report(
         else:
             from rich.console import Console
 
-            from tracefit.reports.render import print_report
+            from tracefit.reports.terminal import print_report
 
             print_report(made, Console())
 

@@ -66,8 +66,8 @@ class Browser:
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
 
-    def open(self, path, *, width, dark=False):
-        """Open a file in a window of some width and wait until it is there."""
+    def open(self, path, *, width, dark=False, paper=False):
+        """Open a file in a window of some width, or on paper, and wait until it is there."""
         self.events.clear()
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -77,7 +77,7 @@ class Browser:
             mobile=width < 600,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Emulation.setEmulatedMedia", media="print" if paper else "screen", features=[scheme])
         self.call("Page.navigate", url=path.as_uri())
         while not any(e.get("method") == "Page.loadEventFired" for e in self.events):
             self.events.append(self._next())

@@ -80,6 +80,30 @@ def test_numbers_open_below_their_figure(page):
     assert page.ask(BLOCKS_OVERLAP) == []
 
 
+def test_wide_screens_and_narrow_ones_have_their_own_drawing_of_the_engine(page):
+    shown = """[...document.querySelectorAll('figure.wide svg')].filter(s => s.checkVisibility())
+      .map(s => s.viewBox.baseVal.width)"""
+    assert page.ask(shown) == [1080 if page.ask("innerWidth") > 1000 else 420]
+
+
+PAPER_PX = 688
+"""A4 less its margins of 14 mm."""
+
+
+def test_on_paper_nothing_is_cut_off_and_what_is_folded_is_open(browser, trained):
+    browser.open(trained / "report.html", width=PAPER_PX, paper=True)
+    assert browser.ask(CUT_OFF) == []
+    assert browser.ask(TEXT_OUTSIDE) == []
+    wider = "[...document.querySelectorAll('.scroll')].filter(e => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1).length"
+    assert browser.ask(wider) == 0
+    heights = (
+        "[...document.querySelectorAll('details.folded .scroll')].map(e => e.getBoundingClientRect().height)"
+    )
+    assert min(browser.ask(heights)) > 20
+    assert browser.ask("document.querySelector('nav').checkVisibility()") is False
+    assert browser.ask("document.querySelector('.numbers').checkVisibility()") is False
+
+
 def test_light_and_dark_differ_and_can_be_read(browser, trained):
     colours = []
     for dark in (False, True):

@@ -7,6 +7,7 @@ import itertools
 import polars as pl
 import pytest
 
+from tracefit.coefficients.evaluation import OverloadEntry, QueueStretchEntry
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.reports.figures import model_figures, thinned
 from tracefit.reports.run_figures import engine_figure
@@ -95,6 +96,16 @@ def test_numbers_behind_a_figure_are_those_drawn(drawn):
     ]
 
 
+def test_a_caption_says_how_many_of_the_rows_are_drawn(drawn):
+    figures, _, _, frame = drawn("beta.cycle_time", points=10)
+    held = frame.filter((pl.col("split") == "holdout") & pl.col("excluded_because").is_null()).height
+    (series,) = figures["against"].panels[0].series
+    assert len(series.x) <= 10 < held
+    assert f"{len(series.x)} of {held} rows, evenly in time, held out." in figures["against"].caption
+    whole, *_ = drawn("beta.cycle_time", points=1000)
+    assert f"All {held} rows, held out." in whole["against"].caption
+
+
 def test_many_rows_are_thinned_evenly():
     rows = pl.DataFrame({"a": range(1000)})
     for points in (1, 7, 150, 999, 1000, 5000):
@@ -106,7 +117,7 @@ def test_many_rows_are_thinned_evenly():
 
 def test_every_figure_has_a_caption_and_a_summary(drawn):
     for name in ("beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure"):
-        for figure in drawn(name)[0].values():
+        for figure in drawn(name, points=10)[0].values():
             assert "Look for" in figure.caption or "right; a cloud" in figure.caption
             assert figure.summary.rows
             assert figure.numbers().rows
@@ -133,8 +144,10 @@ NO_TRAINING = pl.DataFrame(
 
 
 def test_the_engine_over_its_run_by_hand():
-    """80 s, 80 bins: one step of one second each; idle at 10, somebody waits from 20 to 29."""
-    waiting = [1 if 20 <= k < 30 else 0 for k in range(81)]
+    """80 s, 80 bins: one step of one second each; idle at 10, somebody waits from 20 to 29 and from 40 to 59; the latter is
+    what the evaluation calls an overload.
+    """
+    waiting = [1 if 20 <= k < 30 or 40 <= k < 60 else 0 for k in range(81)]
     idle = [k == 10 for k in range(81)]
     timeline = _timeline(running_depth=[4] * 81, waiting_depth=waiting, idle_after=idle)
     training = pl.DataFrame(
@@ -145,20 +158,48 @@ def test_the_engine_over_its_run_by_hand():
             "epoch": [0, 0, 0],
         }
     )
-    figure = engine_figure(timeline, training, run_id="r", server="s")
+    queued = [
+        QueueStretchEntry(server=s, from_ns=40_000_000_000, to_ns=60_000_000_000, peak=10, share=0.25)
+        for s in ("s", "another")
+    ]
+    overload = OverloadEntry(run_id="r", reasons=("why",), trained_on=False, queued=tuple(queued))
+    figure = engine_figure(timeline, training, run_id="r", server="s", overload=overload)
+    assert figure.title == "The engine of r, s: overloaded, left out of training"
     lines = {p.y_label: p.series[0] for p in figure.panels}
     assert set(lines["requests running"].y) == {4.0}
     assert lines["requests waiting"].y[25] == 1.0
-    assert set(lines["tokens per second"].y[:-1]) == {15.0}
+    assert set(lines["tokens per step"].y) == {15.0}
     assert set(lines["KV blocks in use, %"].y) == {50.0}
     assert set(lines["median step time, ms"].y) == {1000.0}
-    bands = {b.name: (b.start, b.end) for b in figure.bands}
-    assert bands == {
-        "idle": (10.0, 11.0),
-        "someone waits all the time": (20.0, 30.0),
-        "warm-up": (0.0, 3.0),
-    }
+    assert sorted((b.kind, b.start, b.end) for b in figure.bands) == [
+        ("idle", 10.0, 11.0),
+        ("overload", 40.0, 60.0),
+        ("queue never empty", 20.0, 30.0),
+        ("warm-up", 0.0, 3.0),
+    ]
     assert figure.marks == ((56.0, "hold-out begins"),)
+
+
+def test_tokens_are_those_of_the_steps_that_are_known():
+    """One step in ten is traced: a sum over time would be a tenth of the truth."""
+    timeline = _timeline(running_depth=[4] * 801).gather_every(10)
+    figure = engine_figure(timeline, NO_TRAINING, run_id="r", server="s")
+    (tokens,) = (p.series[0] for p in figure.panels if p.y_label == "tokens per step")
+    assert set(tokens.y) == {15.0}
+
+
+def test_of_many_idle_gaps_the_longest_are_marked(monkeypatch):
+    monkeypatch.setattr("tracefit.reports.run_figures.MOST_IDLE_GAPS", 2)
+    lengths = [3.0, 1.0, 2.0, 4.0]
+    starts = [sum(lengths[:k]) for k in range(5)]
+    timeline = _timeline(
+        running_depth=[1] * 5,
+        ts_start_ns=[int(s * 1e9) for s in starts],
+        cycle_us=[*(s * 1e6 for s in lengths), None],
+        idle_after=[True] * 4 + [False],
+    )
+    figure = engine_figure(timeline, NO_TRAINING, run_id="r", server="s")
+    assert [(b.kind, b.start, b.end) for b in figure.bands] == [("idle", 0.0, 3.0), ("idle", 6.0, 10.0)]
 
 
 def test_an_engine_of_which_little_is_known_is_not_drawn():

@@ -9,7 +9,7 @@ import pytest
 
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.files import read_coefficients
-from tracefit.reports.render import markdown_text
+from tracefit.reports.markdown import markdown_text
 from tracefit.tables.store import TableStore
 from tracefit.verbs.report import report_of
 
@@ -59,7 +59,7 @@ def test_errors_are_those_of_the_hold_out(trained, report):
         for cell, value in zip(cells, expected, strict=True):
             same = cell == "-" if value is None else _number(cell) == pytest.approx(value, rel=1e-3)
             assert same, name
-    assert set(rows) >= {f"`{name}`" for name in models} | {"`beta.cycle_time`, decode_only"}
+    assert set(rows) >= {f"`{name}`" for name in models} | {"`beta.cycle_time`, decode only"}
 
 
 def test_coefficients_are_those_of_the_file_with_intervals(trained, report):
@@ -80,9 +80,55 @@ def test_what_is_assumed_missing_and_left_out_is_said(report):
     assert "Without a GPU specification hardware features are unknown" in text
     assumed = next(line for line in text.splitlines() if "Assumed, stated by no input: " in line)
     assert "gpu_memory_utilization 0.9 (vLLM's default)" in assumed
-    left_out = next(line for line in text.splitlines() if line.startswith("Features left out: "))
-    assert "`max_num_seqs` constant in the training rows (64)" in left_out
-    assert "warm_up 20" in text
+    assert ["`max_num_seqs`", "constant in the training rows (64)"] in _rows(text, "| feature | why |")
+    assert "left out: warm up 20" in text
+
+
+def test_servers_and_their_sampling_rates_are_told(report):
+    def change(evaluation):
+        (server,) = evaluation["ingest"]["servers"]
+        assert (server["run_id"], server["server"], server["steps"], server["requests"]) == (
+            "busy",
+            "engine",
+            240,
+            90,
+        )
+        assert (server["step_sampling"], server["epochs"], server["dropped_events"]) == (1.0, 1, 0)
+        server |= {
+            "step_sampling": 0.125,
+            "journey_sampling": None,
+            "snapshot_sampling": 0.01,
+            "seconds": 61.0,
+        }
+
+    (row,) = _rows(report(change), "| run | server |")
+    assert row == ["`busy`", "engine", "61", "1", "90", "240", "12.5 %", "-", "1.0 %", "0"]
+
+
+def test_rows_are_told_by_run_and_model_with_what_was_left_out(trained, report):
+    rows = {row[1]: row for row in _rows(report(), "| run | model |")}
+    evaluation = json.loads((trained / "evaluation.json").read_text())["scopes"][0]
+    for file in ("alpha", "beta"):
+        for model in json.loads((trained / "models" / f"{file}.json").read_text())["models"]:
+            used = model["training"]
+            mine = rows[f"`{model['name']}`"]
+            assert mine[0] == "`busy`"
+            assert [_number(c) for c in mine[2:4]] == [used["rows_used"], used["rows_holdout"]]
+            told = dict(re.findall(r"([a-z ]+) (\d+)", mine[4]))
+            assert {k.strip().replace(" ", "_"): int(n) for k, n in told.items()} == used["exclusions"]
+    assert set(rows) == {f"`{name}`" for name in evaluation["models"]}
+
+
+def test_several_scopes_have_their_verdicts_side_by_side(report):
+    def change(evaluation):
+        (scope,) = evaluation["scopes"]
+        evaluation["scopes"] = [scope, scope]
+
+    text = report(change)
+    rows = _rows(text, "| scope | simulation |")
+    assert len(rows) == 2
+    assert set(rows[0][1:]) <= {"**yes**", "**with limits**", "**no**"}
+    assert "| scope | simulation |" not in report()
 
 
 def test_dropped_events_are_shouted(report):
@@ -125,8 +171,8 @@ def test_a_pipe_in_a_name_does_not_end_its_cell(report):
     def change(evaluation):
         evaluation["ingest"]["events"] = {"step|odd\nname": 7}
 
-    rows = _rows(report(change), "| what | count |")
-    assert ["events `step\\|odd name`", "7"] in rows
+    rows = _rows(report(change), "| event | count |")
+    assert ["`step\\|odd name`", "7"] in rows
 
 
 def test_a_number_nobody_knows_is_a_dash(report):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tracefit.reports.model import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tracefit.coefficients.evaluation import MetricsEntry
 
@@ -33,9 +33,19 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def plural(value: int, noun: str, ending: str = "s") -> str:
+    """Write a count of something."""
+    return f"{count(value)} {noun}{'' if value == 1 else ending}"
+
+
+def reasons(counts: Mapping[str, int]) -> str:
+    """Write counts by reason in one line."""
+    return ", ".join(f"{name.replace('_', ' ')} {count(n)}" for name, n in counts.items())
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, folded: str | None = None) -> Table:
     """Make a table of written cells."""
-    return Table(tuple(head), tuple(tuple(r) for r in rows))
+    return Table(tuple(head), tuple(tuple(r) for r in rows), folded)
 
 
 def metrics(m: MetricsEntry) -> tuple[str, ...]:

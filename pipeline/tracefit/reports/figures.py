@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.coefficients.columns import features_of, holds, prediction
-from tracefit.coefficients.model import BoundaryModel, LinearModel, RegimesModel, Term
-from tracefit.reports.cells import number
+from tracefit.coefficients.model import RegimesModel, Term
+from tracefit.reports.cells import count, number
 from tracefit.reports.model import Band, Figure, Panel, Series, Table
+from tracefit.reports.models import AnyModel, terms_of
 
 if TYPE_CHECKING:
     from tracefit.coefficients.evaluation import Entry
 
-AnyModel = LinearModel | RegimesModel | BoundaryModel
-
 US_PER_MS = 1e3
 _SUMMARY_ROWS = 8
 _STRONG = 2
+_FAR_OUT = 4
+"""Times the median from which on a largest value asks for an axis of powers of ten."""
 
 
 def model_figures(
@@ -85,9 +86,7 @@ def _series(name: str, rows: pl.DataFrame, x: str, y: str, points: int) -> Serie
 def _terms(model: AnyModel) -> list[tuple[str, Term]]:
     if isinstance(model, RegimesModel):
         return [(f"{r.name}: ", t) for r in model.regimes for t in r.terms]
-    if isinstance(model, BoundaryModel):
-        return [("", t) for t in model.work.terms]
-    return [("", t) for t in model.terms]
+    return [("", t) for t in terms_of(model)]
 
 
 def _forest(name: str, model: AnyModel) -> Figure | None:
@@ -146,31 +145,41 @@ def _errors(name: str, model_name: str, entry: Entry) -> Figure | None:
 
 def _against(name: str, model: AnyModel, held: pl.DataFrame, points: int) -> Figure:
     most, middle = held.select(pl.col("measured_ms").max(), middle=pl.col("measured_ms").median()).row(0)
-    log = (most or 0.0) > 50 * max(middle or 0.0, 1e-9)
+    log = (most or 0.0) > _FAR_OUT * max(middle or 0.0, 1e-9)
     look = (
         "Points on the line are right; a cloud that leaves it at one end is a bend the model does not know."
     )
+    parts = [("held-out rows", held)]
     if isinstance(model, RegimesModel):
         first, rest = model.regimes[0].name, model.regimes[-1].name
         parts = [(first, held.filter("first_regime")), (rest, held.filter(~pl.col("first_regime")))]
         log = True
         look = (
-            f"The two regimes: `{first}` when its condition holds, `{rest}` otherwise. Look for points of one regime among "
+            f"The two regimes: {first} when its condition holds, {rest} otherwise. Look for points of one regime among "
             "the other's: there the condition is wrong, and the error is the whole distance between them."
         )
-    else:
-        parts = [("held-out rows", held)]
-    if log:
-        parts = [(n, p.filter((pl.col("measured_ms") > 0) & (pl.col("predicted_ms") > 0))) for n, p in parts]
-    drawn = tuple(_series(n, p, "measured_ms", "predicted_ms", points) for n, p in parts if p.height)
+    kept = [(n, p.filter((pl.col("measured_ms") > 0) & (pl.col("predicted_ms") > 0))) for n, p in parts]
+    shown = kept if log else parts
+    hidden = held.height - sum(p.height for _, p in shown)
+    drawn = tuple(_series(n, p, "measured_ms", "predicted_ms", points) for n, p in shown if p.height)
+    zeros = f" {count(hidden)} with a zero have no place on these axes." if hidden else ""
     return Figure(
         name=f"{name}-against",
         title=f"{model.name}: predicted against measured",
-        caption=f"Every point is a held-out row. {look}".replace("`", ""),
+        caption=f"{_how_many(drawn, held.height - hidden)}, held out.{zeros} {look}",
         x_label="measured, ms",
         panels=(Panel("predicted, ms", drawn, log_y=log, diagonal=True),),
         log_x=log,
         summary=_binned(held, "measured_ms", "measured, ms", "predicted_ms", "predicted, ms"),
+    )
+
+
+def _how_many(drawn: tuple[Series, ...], rows: int) -> str:
+    points = sum(len(s.x) for s in drawn)
+    return (
+        f"All {count(rows)} rows"
+        if points == rows
+        else f"{count(points)} of {count(rows)} rows, evenly in time"
     )
 
 
@@ -183,24 +192,29 @@ def _over_time(name: str, model_name: str, kept: pl.DataFrame, points: int) -> F
         )
         if part.height
     )
-    bands = tuple(
-        Band("hold-out", float(start), float(end))
-        for start, end in kept.filter(pl.col("split") == "holdout")
-        .group_by("run_id", "server", maintain_order=True)
+    ends = (
+        kept.filter(pl.col("split") == "holdout")
+        .group_by("run_id", "server")
         .agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
         .select("start", "end")
-        .iter_rows()
     )
+    several = kept.select("run_id", "server").n_unique()
+    bands = [Band("hold-out", start, end) for start, end in ends.iter_rows()] if several == 1 else []
+    laid = f" {several} servers' runs are laid over each other." if several > 1 else ""
     return Figure(
         name=f"{name}-time",
         title=f"{model_name}: residuals over time",
-        caption="Measured less predicted; the hold-out is shaded, runs are laid over each other. Look for a drift or a step: "
-        "then the server changed, and the end of the run is not like its beginning.",
+        caption=f"Measured less predicted; {_lower(_how_many(drawn, kept.height))}.{laid} Look for a drift or a step: then "
+        "the server changed, and the end of the run is not like its beginning.",
         x_label="seconds into the run",
         panels=(Panel("measured - predicted, ms", drawn, zero=True),),
-        bands=bands[:20],
+        bands=tuple(bands),
         summary=_binned(kept, "at_s", "seconds into the run", "residual_ms", "residual, ms"),
     )
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
 
 
 def _over_features(name: str, model: AnyModel, held: pl.DataFrame, points: int) -> list[Figure]:

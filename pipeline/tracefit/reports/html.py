@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from tracefit.reports.markdown import plain
 from tracefit.reports.model import Figure, Table
-from tracefit.reports.render import plain
-from tracefit.reports.svg import figure_svg
+from tracefit.reports.svg import WIDE, figure_svg
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tracefit.reports.model import Part, Report
 
 _CODE = re.compile(r"`([^`]*)`")
-_STRONG = re.compile(r"\*\*([^*]+)\*\*")
-_EM = re.compile(r"\*([^*]+)\*")
+_EM = re.compile(r"(?<!\*)\*([^*]+)\*(?!\*)")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _LONG = 60
 """Characters above which a cell is prose, which a narrow screen puts below its row."""
@@ -29,30 +29,47 @@ _ANSWERS = {"**yes**": "yes", "**with limits**": "limits", "**no**": "no"}
 def html_page(report: Report) -> str:
     """Return the whole report as one HTML page."""
     style = files("tracefit.reports").joinpath("report.css").read_text(encoding="utf-8")
-    sections = [p for p in report.parts if isinstance(p, str) and p.startswith("## ")]
-    links = "".join(f'<li><a href="#{_anchor(s)}">{_inline(_heading(s))}</a></li>' for s in sections)
+    anchors = dict(_anchors(report.parts))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY, quote=True)}">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<title>{escape(report.title)}</title><style>{style}</style></head>\n<body><header><h1>{_inline(report.title)}</h1>"
-        f'<nav aria-label="Sections"><ul>{links}</ul></nav></header>\n<main>\n{_body(report.parts)}\n</main></body></html>\n'
+        f'<nav aria-label="Sections"><ul>{_contents(report.parts, anchors)}</ul></nav></header>\n'
+        f"<main>\n{_body(report.parts, anchors)}\n</main></body></html>\n"
     )
 
 
-def _body(parts: Iterable[Part]) -> str:
+def _anchors(parts: Iterable[Part]) -> Iterator[tuple[int, str]]:
+    """Give every heading a name of its own: (its place among the parts, name)."""
+    seen: Counter[str] = Counter()
+    for place, part in enumerate(parts):
+        if _kind(part) == "heading":
+            name = re.sub(r"[^a-z0-9]+", "-", str(part).lower()).strip("-") or "section"
+            seen[name] += 1
+            yield place, name if seen[name] == 1 else f"{name}-{seen[name]}"
+
+
+def _contents(parts: Sequence[Part], anchors: dict[int, str]) -> str:
+    return "".join(
+        f'<li class="h{_level(str(parts[place]))}"><a href="#{name}">{_inline(_heading(str(parts[place])))}</a></li>'
+        for place, name in anchors.items()
+    )
+
+
+def _body(parts: Sequence[Part], anchors: dict[int, str]) -> str:
     """Render parts; list items that follow each other are one list, figures that do so one grid."""
     lines: list[str] = []
     within: str | None = None
-    for part in parts:
+    for place, part in enumerate(parts):
         kind = _kind(part)
         if within and kind != within:
             lines.append(_CLOSE[within])
         if kind in _OPEN and kind != within:
             lines.append(_OPEN[kind])
         within = kind if kind in _OPEN else None
-        lines.append(_part(part, kind))
+        lines.append(_part(part, kind, anchors.get(place, "")))
     if within:
         lines.append(_CLOSE[within])
     return "\n".join(lines)
@@ -72,39 +89,55 @@ def _kind(part: Part) -> str:
     return "item" if part.startswith("- ") else "text"
 
 
-def _part(part: Part, kind: str) -> str:
+def _part(part: Part, kind: str, anchor: str) -> str:
     if isinstance(part, Figure):
         return _figure(part)
     if isinstance(part, Table):
-        return _table(part)
+        return _folded(part.folded, _table(part), "folded") if part.folded else _table(part)
     if kind == "heading":
-        level = len(part) - len(part.lstrip("#"))
-        return f'<h{level} id="{_anchor(part)}">{_inline(_heading(part))}</h{level}>'
+        return f'<h{_level(part)} id="{anchor}">{_inline(_heading(part))}</h{_level(part)}>'
     return f"<li>{_inline(part[2:])}</li>" if kind == "item" else f"<p>{_inline(part)}</p>"
+
+
+def _level(heading: str) -> int:
+    return len(heading) - len(heading.lstrip("#"))
 
 
 def _heading(part: str) -> str:
     return part.lstrip("#").strip()
 
 
-def _anchor(heading: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-")
-
-
 def _inline(text: str) -> str:
     """Turn inline Markdown into HTML; everything else is text, whatever it looks like."""
     pieces = _CODE.split(text)
-    return "".join(
-        f"<code>{escape(piece)}</code>"
-        if number % 2
-        else _EM.sub(r"<em>\1</em>", _STRONG.sub(r"<strong>\1</strong>", escape(piece)))
-        for number, piece in enumerate(pieces)
-    )
+    # Bold may hold code; what is not closed is no mark.
+    paired = sum(piece.count("**") for piece in pieces[::2]) % 2 == 0
+    strong, out = False, []
+    for number, piece in enumerate(pieces):
+        if number % 2:
+            out.append(f"<code>{escape(piece)}</code>")
+            continue
+        for k, words in enumerate(piece.split("**") if paired else [piece]):
+            if k:
+                strong = not strong
+                out.append("<strong>" if strong else "</strong>")
+            out.append(_EM.sub(r"<em>\1</em>", escape(words)))
+    return "".join(out)
+
+
+def _folded(title: str, content: str, kind: str) -> str:
+    return f'<details class="{kind}"><summary>{_inline(title)}</summary>{content}</details>'
 
 
 def _table(table: Table) -> str:
-    head = "".join(f'<th scope="col">{_inline(c)}</th>' for c in table.head)
-    rows = "".join(f"<tr>{''.join(_cell(c) for c in row)}</tr>" for row in table.rows)
+    numeric = table.numeric()
+    head = "".join(
+        f'<th scope="col"{_NUMBER if n else ""}>{_inline(c.replace(" %", _UNIT))}</th>'
+        for c, n in zip(table.head, numeric, strict=True)
+    )
+    rows = "".join(
+        f"<tr>{''.join(_cell(c, n) for c, n in zip(row, numeric, strict=True))}</tr>" for row in table.rows
+    )
     wordy = ' class="wordy"' if any(len(c) > _LONG for row in table.rows for c in row) else ""
     label = escape(plain(", ".join(c for c in table.head if c)), quote=True)
     return (
@@ -113,14 +146,24 @@ def _table(table: Table) -> str:
     )
 
 
-def _cell(text: str) -> str:
+_UNIT = "\N{NO-BREAK SPACE}%"
+_NUMBER = ' class="n"'
+
+
+def _cell(text: str, numeric: bool) -> str:
     if text in _ANSWERS:
         return f'<td class="answer {_ANSWERS[text]}">{_inline(text)}</td>'
-    kind = ' class="long"' if len(text) > _LONG else ""
+    kind = _NUMBER if numeric else ' class="long"' if len(text) > _LONG else ""
     return f"<td{kind}>{_inline(text)}</td>"
 
 
 def _figure(figure: Figure) -> str:
-    caption = f"<strong>{_inline(figure.title)}.</strong> {_inline(figure.caption)}"
-    numbers = f"<details><summary>The numbers of this figure</summary>{_table(figure.numbers())}</details>"
-    return f'<figure id="{escape(figure.name, quote=True)}">{figure_svg(figure)}<figcaption>{caption}</figcaption>{numbers}</figure>'
+    drawn = figure_svg(figure)
+    if figure.wide:
+        drawn = f'<div class="narrow">{drawn}</div><div class="broad">{figure_svg(figure, width=WIDE)}</div>'
+    kind = ' class="wide"' if figure.wide else ""
+    numbers = _folded("The numbers of this figure", _table(figure.numbers()), "numbers")
+    return (
+        f'<figure id="{escape(figure.name, quote=True)}"{kind}><p class="title">{_inline(figure.title)}</p>{drawn}'
+        f"<figcaption>{_inline(figure.caption)}{numbers}</figcaption></figure>"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tracefit.reports.cells import ERRORS, count, metrics, number, table
+from tracefit.reports.cells import ERRORS, count, metrics, number, reasons, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,17 +46,12 @@ def latency_sections(scope: ScopeEvaluation) -> list[Part]:
         _PREAMBLE,
         table(("latency", "predicted", *ERRORS), _rows(scope)),
     ]
-    parts += [f"- {_TITLES[name]}: {entry.definition}" for name, entry in scope.latency.items()]
-    left_out = [
-        f"{_TITLES[name]} "
-        + ", ".join(f"{reason.replace('_', ' ')} {count(n)}" for reason, n in entry.left_out.items())
-        for name, entry in scope.latency.items()
-        if entry.left_out
-    ]
+    named = [(_TITLES[name], entry.definition) for name, entry in scope.latency.items()]
+    parts.append(table(("latency", "is"), named, folded="What each latency is"))
+    left_out = [(_TITLES[name], reasons(e.left_out)) for name, e in scope.latency.items() if e.left_out]
     if left_out:
-        parts.append(
-            "Requests without a teacher-forced prediction in the hold-out: " + "; ".join(left_out) + "."
-        )
+        title = "Requests without a teacher-forced prediction in the hold-out"
+        parts.append(table(("latency", "requests"), left_out, folded=title))
     parts += _by_run(scope)
     parts += _by_phase(scope)
     return parts
@@ -65,7 +60,7 @@ def latency_sections(scope: ScopeEvaluation) -> list[Part]:
 def summed_line(entry: SummedEntry) -> str:
     """Say how far the sum of the hold-out's step times is off, and how sure that is."""
     return (
-        f"Step times of the hold-out summed: predicted {entry.predicted_us / 1e6:,.2f} s, measured "
+        f"**Step times of the hold-out summed:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
         f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.two_sd_pct:.2f} %, "
         f"by bootstrap over {entry.blocks} blocks of time)."
     )
@@ -104,7 +99,7 @@ def _by_run(scope: ScopeEvaluation) -> list[Part]:
     ]
     if len(scope.runs) == 1 or not rows:
         return []
-    return ["By run, teacher-forced:", table(("run", *_GROUP_HEAD), rows)]
+    return [table(("run", *_GROUP_HEAD), rows, folded="By run, teacher-forced")]
 
 
 def _by_phase(scope: ScopeEvaluation) -> list[Part]:
@@ -115,8 +110,8 @@ def _by_phase(scope: ScopeEvaluation) -> list[Part]:
     ]
     if not rows:
         return []
-    title = "By workload phase (a stretch of a run in which requests arrive at one rate), teacher-forced:"
-    return [title, table(("phase", *_GROUP_HEAD), rows)]
+    title = "By workload phase (a stretch of a run in which requests arrive at one rate), teacher-forced"
+    return [table(("phase", *_GROUP_HEAD), rows, folded=title)]
 
 
 def _group(title: str, errors: LatencyErrorsEntry) -> tuple[str, ...]:

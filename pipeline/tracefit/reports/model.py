@@ -5,16 +5,31 @@ A part that is a string is inline Markdown: a heading (`## …`), a list item (`
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
+
+_NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?( %)?|-?")
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of written cells, inline Markdown each."""
+    """A table of written cells, inline Markdown each.
+
+    Attributes:
+        head: Names of the columns.
+        rows: The cells.
+        folded: A title under which a page may fold the table away: what few readers look for.
+    """
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    folded: str | None = None
+
+    def numeric(self) -> tuple[bool, ...]:
+        """Tell which columns hold numbers alone, and so belong to the right."""
+        columns = (tuple(row[k] for row in self.rows) for k in range(len(self.head)))
+        return tuple(any(cells) and all(_NUMBER.fullmatch(cell) for cell in cells) for cells in columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +60,14 @@ class Panel:
     """Draw the line on which y is zero."""
 
 
+BandKind = Literal["hold-out", "warm-up", "idle", "queue never empty", "overload"]
+
+
 @dataclass(frozen=True, slots=True)
 class Band:
     """A stretch of the x axis that means something."""
 
-    name: str
+    kind: BandKind
     start: float
     end: float
 
@@ -68,6 +86,7 @@ class Figure:
         log_x: Whether the x axis is logarithmic.
         bands: Marked stretches of the x axis.
         marks: Marked places on the x axis, with their names.
+        wide: Takes the whole width of a wide page.
         summary: The figure in a few rows, for reports without pictures.
     """
 
@@ -81,6 +100,7 @@ class Figure:
     log_x: bool = False
     bands: tuple[Band, ...] = ()
     marks: tuple[tuple[float, str], ...] = ()
+    wide: bool = False
 
     def numbers(self) -> Table:
         """Return every number that is drawn, in writing."""
@@ -97,7 +117,12 @@ class Figure:
         ]
         if self.categories:
             return Table(("series", "of", self.x_label), tuple(rows))
-        return Table(("series", self.x_label, " / ".join(p.y_label for p in self.panels)), tuple(rows))
+        marked: list[tuple[str, ...]] = [
+            (band.kind, f"{band.start:.6g} to {band.end:.6g}", "") for band in self.bands
+        ]
+        marked += [(name, f"{place:.6g}", "") for place, name in self.marks]
+        head = ("series", self.x_label, " / ".join(p.y_label for p in self.panels))
+        return Table(head, (*rows, *marked))
 
 
 Part = str | Table | Figure

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit.reports.cells import plural
 from tracefit.reports.model import Band, Figure, Panel, Series, Table
+
+if TYPE_CHECKING:
+    from tracefit.coefficients.evaluation import OverloadEntry
 
 BINS = 80
 SHORTEST_IDLE_SHARE = 0.005
 """Idle gaps shorter than this share of the run are too thin to be seen."""
 
-MOST_BANDS = 60
+MOST_IDLE_GAPS = 60
 
 TIMELINE_COLUMNS = (
     "server",
@@ -30,7 +35,12 @@ TIMELINE_COLUMNS = (
 
 
 def engine_figure(
-    timeline: pl.DataFrame, training: pl.DataFrame, *, run_id: str, server: str
+    timeline: pl.DataFrame,
+    training: pl.DataFrame,
+    *,
+    run_id: str,
+    server: str,
+    overload: OverloadEntry | None = None,
 ) -> Figure | None:
     """Draw the engine of one server over its run.
 
@@ -39,6 +49,7 @@ def engine_figure(
         training: Its rows of `beta_training`, for the warm-up and the hold-out; may be empty.
         run_id: The run.
         server: The server.
+        overload: What the evaluation says of the run, where it was overloaded.
     """
     known = timeline.drop_nulls(["ts_start_ns", "running_depth"]).sort("ts_start_ns")
     if known.height < 2:
@@ -52,34 +63,38 @@ def engine_figure(
         for label, column in _LINES
         if (part := bins.drop_nulls(column)).height
     )
-    bands = (
-        *_stretches(bins, "overloaded", "someone waits all the time"),
-        *_idle(known, seconds),
-        *_warm_up(training, start),
-    )
+    overloaded = _overloaded(overload, server, start)
+    bands = (*_warm_up(training, start), *_idle(known, seconds), *_queues(bins, overloaded), *overloaded)
     boundary = _holdout_from(training, start)
     name = re.sub(r"[^A-Za-z0-9]+", "-", f"engine-{run_id}-{server}").strip("-").lower()
     return Figure(
         name=name,
-        title=f"The engine of {run_id}, {server}",
-        caption="Means over equal stretches of time. Shaded, in this order of the alphabet: idle gaps, stretches in which "
-        "someone waits all the time, warm-up; the line is where the hold-out begins. Look for a hold-out that is unlike "
-        "what comes before it: then its errors say little about the rest.",
+        title=f"The engine of {run_id}, {server}{_flag(overload)}",
+        caption="Means over equal stretches of time, of the steps that were traced. Look for a hold-out that is unlike what "
+        "comes before it: then its errors say little about the rest. A queue that grows all through a run is a server that "
+        "was offered more than it can do.",
         x_label="seconds into the run",
         panels=panels,
-        bands=bands[:MOST_BANDS],
+        bands=bands,
         marks=((boundary, "hold-out begins"),) if boundary is not None else (),
         summary=_stretch_table(bins, bands, boundary),
+        wide=True,
     )
 
 
 _LINES = (
     ("requests running", "running"),
     ("requests waiting", "waiting"),
-    ("tokens per second", "tokens_per_s"),
+    ("tokens per step", "tokens"),
     ("KV blocks in use, %", "kv_pct"),
     ("median step time, ms", "cycle_ms"),
 )
+
+
+def _flag(overload: OverloadEntry | None) -> str:
+    if overload is None:
+        return ""
+    return f": overloaded, {'trained on all the same' if overload.trained_on else 'left out of training'}"
 
 
 def _bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
@@ -93,8 +108,9 @@ def _bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
             at_s=pl.col("at_s").mean(),
             running=pl.col("running_depth").mean(),
             waiting=pl.col("waiting_depth").mean(),
-            overloaded=pl.col("waiting_depth").min() > 0,
-            tokens_per_s=(pl.col("prefill_tokens") + pl.col("decode_tokens")).sum() / width,
+            queued=pl.col("waiting_depth").min() > 0,
+            # Not per second: of sampled steps the tokens of those between are not known.
+            tokens=(pl.col("prefill_tokens") + pl.col("decode_tokens")).mean(),
             kv_pct=100 * pl.col("kv_usage_ratio").mean(),
             cycle_ms=busy.median() / 1e3,
         )
@@ -103,20 +119,31 @@ def _bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
     )
 
 
-def _stretches(bins: pl.DataFrame, column: str, name: str) -> tuple[Band, ...]:
-    """Join neighbouring bins in which `column` holds."""
-    marked = bins.filter(pl.col(column).fill_null(value=False))
+def _overloaded(overload: OverloadEntry | None, server: str, start_ns: int) -> tuple[Band, ...]:
+    return tuple(
+        Band("overload", max(0.0, (q.from_ns - start_ns) / 1e9), (q.to_ns - start_ns) / 1e9)
+        for q in (overload.queued if overload else ())
+        if q.server == server
+    )
+
+
+def _queues(bins: pl.DataFrame, overloaded: tuple[Band, ...]) -> tuple[Band, ...]:
+    """Join neighbouring stretches in which someone waits at every step; those marked as overload are told already."""
+    middle = (pl.col("start") + pl.col("end")) / 2
+    told = pl.any_horizontal(pl.lit(value=False), *(middle.is_between(b.start, b.end) for b in overloaded))
+    marked = bins.filter(pl.col("queued").fill_null(value=False) & ~told)
     group = (pl.col("bin").diff().fill_null(1) > 1).cum_sum()
     joined = marked.with_columns(group=group).group_by("group", maintain_order=True)
-    ends = joined.agg(pl.col("start").min(), pl.col("end").max())
-    return tuple(Band(name, start, end) for start, end in ends.select("start", "end").iter_rows())
+    ends = joined.agg(pl.col("start").min(), pl.col("end").max()).select("start", "end")
+    return tuple(Band("queue never empty", start, end) for start, end in ends.iter_rows())
 
 
 def _idle(known: pl.DataFrame, seconds: float) -> tuple[Band, ...]:
     length = pl.col("cycle_us") * pl.col("interval_steps") / 1e6
     gaps = known.filter(pl.col("idle_after") & (length > SHORTEST_IDLE_SHARE * seconds))
-    ends = gaps.select(start="at_s", end=pl.col("at_s") + length)
-    return tuple(Band("idle", start, end) for start, end in ends.iter_rows())
+    ends = gaps.select(start="at_s", end=pl.col("at_s") + length, length=length)
+    longest = ends.sort("length", descending=True).head(MOST_IDLE_GAPS).sort("start")
+    return tuple(Band("idle", start, end) for start, end, _ in longest.iter_rows())
 
 
 def _warm_up(training: pl.DataFrame, start_ns: int) -> tuple[Band, ...]:
@@ -133,18 +160,18 @@ def _holdout_from(training: pl.DataFrame, start_ns: int) -> float | None:
 
 
 def _stretch_table(bins: pl.DataFrame, bands: tuple[Band, ...], boundary: float | None) -> Table:
-    columns = ("running", "waiting", "tokens_per_s", "kv_pct", "cycle_ms")
-    head = ("part of the run", "running", "waiting", "tokens/s", "KV %", "step ms")
+    columns = tuple(column for _, column in _LINES)
+    head = ("part of the run", "running", "waiting", "tokens per step", "KV %", "step ms")
     at = boundary if boundary is not None else float("inf")
     parts = (
         ("before the hold-out", bins.filter(pl.col("at_s") < at)),
         ("hold-out", bins.filter(pl.col("at_s") >= at)),
     )
     rows = [(label, *(_mean(part[c]) for c in columns)) for label, part in parts if part.height]
-    for name in sorted({b.name for b in bands}):
-        mine = [b for b in bands if b.name == name]
+    for kind in dict.fromkeys(b.kind for b in bands):
+        mine = [b for b in bands if b.kind == kind]
         total = sum(b.end - b.start for b in mine)
-        rows.append((f"{name}: {len(mine)} stretches, {total:.3g} s", *[""] * len(columns)))
+        rows.append((f"{kind}: {plural(len(mine), 'stretch', 'es')}, {total:.3g} s", *[""] * len(columns)))
     return Table(head, tuple(rows))
 
 

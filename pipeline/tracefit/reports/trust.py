@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tracefit.reports.cells import number
+
 if TYPE_CHECKING:
     from tracefit.coefficients.evaluation import Entry, PredictionInterval
 
@@ -24,7 +26,7 @@ def _intervals(entry: Entry) -> str:
     limits = "; ".join(
         f"{f'*{p.regime}* ' if several else ''}{_limits(p, entry.unit)}" for p in entry.prediction_intervals
     )
-    return f"95 % prediction interval: {limits}. It held {entry.interval_coverage_pct:.1f} % of the held-out rows."
+    return f"**95 % prediction interval:** {limits}. It held {entry.interval_coverage_pct:.1f} % of the held-out rows."
 
 
 def _limits(interval: PredictionInterval, unit: str) -> str:
@@ -45,7 +47,7 @@ def _collinearity(entry: Entry) -> str:
             f"{name}condition number {one.condition_number:.3g}, largest variance inflation "
             f"{one.variance_inflation[worst]:.3g} (`{worst}`){trouble}"
         )
-    return f"Collinearity of the features that stayed: {'; '.join(parts)}." if parts else ""
+    return f"**Collinearity of the features that stayed:** {'; '.join(parts)}." if parts else ""
 
 
 def _extrapolation(entry: Entry) -> str:
@@ -61,5 +63,5 @@ def _extrapolation(entry: Entry) -> str:
 def _learning(entry: Entry) -> str:
     if len(entry.learning_curve) < 2:
         return ""
-    points = ", ".join(f"{p.mae:,.4g} ({p.rows:,})" for p in entry.learning_curve)
-    return f"Hold-out MAE {entry.unit} by number of training rows, the latest before the hold-out: {points}."
+    points = ", ".join(f"{number(p.mae)} ({p.rows:,})" for p in entry.learning_curve)
+    return f"**Hold-out MAE, {entry.unit},** by number of training rows, the latest before the hold-out: {points}."

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
 def verdict_parts(evaluation: Evaluation) -> list[Part]:
     """Say for each scope and use whether the models serve it, and why."""
     parts: list[Part] = ["## Verdict"]
-    for scope in evaluation.scopes:
-        if not scope.verdicts:
-            continue
+    judged = [scope for scope in evaluation.scopes if scope.verdicts]
+    if len(judged) > 1:
+        uses = tuple(judged[0].verdicts)
+        answers = tuple((f"`{s.scope_id}`", *(f"**{s.verdicts[u].answer}**" for u in uses)) for s in judged)
+        parts.append(Table(("scope", *uses), answers))
+    for scope in judged:
         rows = tuple((use, f"**{v.answer}**", _because(v)) for use, v in scope.verdicts.items())
-        if len(evaluation.scopes) > 1:
+        if len(judged) > 1:
             parts.append(f"### `{scope.scope_id}`")
         parts.append(Table(("use", "verdict", "because"), rows))
     parts.append(

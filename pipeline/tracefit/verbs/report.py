@@ -11,11 +11,11 @@ import polars as pl
 from tracefit.coefficients.columns import features_of
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.errors import UsageError
-from tracefit.reports.figures import AnyModel, model_figures
+from tracefit.reports.content import Figures, build_report
+from tracefit.reports.figures import model_figures
 from tracefit.reports.html import html_page
 from tracefit.reports.latency_figures import LATENCIES, latency_figures
-from tracefit.reports.markdown import Figures, build_report
-from tracefit.reports.render import markdown_text
+from tracefit.reports.markdown import markdown_text
 from tracefit.reports.run_figures import TIMELINE_COLUMNS, engine_figure
 from tracefit.tables.store import TableStore
 from tracefit.verbs.results import Progress, Silent
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from tracefit.coefficients.evaluation import Evaluation, ScopeEvaluation
     from tracefit.coefficients.model import CoefficientFile
     from tracefit.reports.model import Figure, Report
+    from tracefit.reports.models import AnyModel
 
-MOST_POINTS, FEWEST_POINTS = 150, 30
-POINT_BUDGET = 600
-"""Points per series times scopes: what keeps the page below 2 MB."""
+MAX_PAGE_BYTES = 2_000_000
+_DETAIL = ((300, None), (150, None), (60, None), (30, None), (30, 8), (30, 4), (30, 2), (30, 0))
+"""Points per series, and scopes that are drawn (null for all): the first that keeps the page small enough is taken."""
 
 MOST_ENGINES = 4
 """Engines drawn per scope; the others are in the tables."""
@@ -91,12 +92,19 @@ def report_texts(made: Report, folder: Path) -> dict[Path, str]:
 def report_of(
     evaluation: Evaluation, alpha: CoefficientFile, beta: CoefficientFile, store: TableStore | None
 ) -> Report:
-    """Build the report of published files, with figures of rows where there are tables."""
-    figures: Figures = {}
-    points = max(FEWEST_POINTS, min(MOST_POINTS, POINT_BUDGET // max(len(evaluation.scopes), 1)))
-    for scope in evaluation.scopes:
-        figures |= _scope_figures(scope, (*beta.models, *alpha.models), store, points)
-    return build_report(evaluation, alpha, beta, figures, with_tables=store is not None)
+    """Build the report of published files, with figures of rows where there are tables.
+
+    Of many scopes fewer points are drawn, and figures of the last scopes left out, so that the page stays small.
+    """
+    models = (*beta.models, *alpha.models)
+    for points, scopes in _DETAIL:
+        figures: Figures = {}
+        for scope in evaluation.scopes[:scopes]:
+            figures |= _scope_figures(scope, models, store, points)
+        made = build_report(evaluation, alpha, beta, figures, with_tables=store is not None)
+        if len(html_page(made).encode()) <= MAX_PAGE_BYTES:
+            break
+    return made
 
 
 def _verdicts(evaluation: Evaluation) -> dict[str, dict[str, str]]:
@@ -130,7 +138,7 @@ class _Rows:
                 where=str(store.root),
                 hint="name the tables folder with --tables",
             )
-        self.runs, self.store = list(scope.runs), store
+        self.scope, self.runs, self.store = scope, list(scope.runs), store
         mine = pl.col("scope_id") == scope.scope_id
         columns = sorted(_ROW_COLUMNS.union(*(features_of(m) for m in models)))
         self.steps = store.read("beta_training", self.runs, columns).filter(mine)
@@ -145,14 +153,23 @@ class _Rows:
 
 
 def _engines(rows: _Rows) -> list[Figure]:
+    """Draw the engines of overloaded runs first, trained on or not: those are to be seen."""
+    overloads = {o.run_id: o for o in rows.scope.overloaded}
+    runs = dict.fromkeys(r for r in (*overloads, *rows.runs) if r in rows.store.runs())
     drawn: list[Figure] = []
-    for run_id in rows.runs:
+    for run_id in runs:
         timeline = rows.store.read("timeline", [run_id], TIMELINE_COLUMNS)
         steps = rows.steps.filter(pl.col("run_id") == run_id)
         for server in timeline["server"].unique().sort():
             if len(drawn) == MOST_ENGINES:
                 return drawn
             mine = pl.col("server") == server
-            figure = engine_figure(timeline.filter(mine), steps.filter(mine), run_id=run_id, server=server)
+            figure = engine_figure(
+                timeline.filter(mine),
+                steps.filter(mine),
+                run_id=run_id,
+                server=server,
+                overload=overloads.get(run_id),
+            )
             drawn += [figure] if figure is not None else []
     return drawn
