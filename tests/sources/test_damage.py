@@ -3,7 +3,6 @@ from __future__ import annotations
 import gzip
 import io
 import random
-import tracemalloc
 import zlib
 
 import pyarrow as pa
@@ -14,7 +13,7 @@ from tracefit.sources import (
     Reject,
     compression,
     framing,
-    json_records,
+    json_scan,
     limits,
     read_frames,
     units,
@@ -108,36 +107,6 @@ def test_traces_that_compress_well_are_no_bomb(otlp, monkeypatch, lines):
     assert len(texts_of(otlp, otlp.frames_of(gzip.compress(plain)))) == 2000
 
 
-def test_a_line_that_is_too_large_is_skipped_in_bounded_memory(otlp, monkeypatch, lines):
-    monkeypatch.setattr(json_records, "MAX_RECORD_BYTES", 3 << 20)
-    monkeypatch.setattr(json_records, "CHUNK_BYTES", 1 << 20)
-    large = b'{"resourceSpans":[' + b" " * (30 << 20) + b"]}"
-    data = b"\n".join([lines[0], large, lines[1], b""])
-    tracemalloc.start()
-    items = otlp.frames_of(data)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert texts_of(otlp, items) == lines[:2]
-    (reject,) = [item for item in items if isinstance(item, Reject)]
-    assert reject.reason == "record too large"
-    assert (reject.source_offset, reject.length) == (len(lines[0]) + 1, len(large) + 1)
-    assert peak < 15 << 20
-
-
-def test_a_document_that_is_too_large_is_handed_out_by_object(otlp, monkeypatch, lines):
-    monkeypatch.setattr(json_records, "MAX_RECORD_BYTES", 8_000)
-    data = b"[\n" + b",\n".join(lines) + b"\n]"
-    assert texts_of(otlp, otlp.frames_of(data)) == lines
-
-
-def test_an_object_of_a_document_that_is_too_large_is_a_reject(otlp, monkeypatch, lines):
-    monkeypatch.setattr(json_records, "MAX_RECORD_BYTES", 8_000)
-    data = b"[\n" + lines[0] + b",\n" + b'{"resourceSpans":"' + b"x" * 9_000 + b'"}]'
-    frame, reject = otlp.frames_of(data)
-    assert frame.payload == lines[0]
-    assert reject.reason == "record too large"
-
-
 def test_what_is_between_the_objects_of_a_document_is_counted(otlp, lines):
     items = otlp.frames_of(b"[\n" + lines[0] + b",\n oops, \n" + lines[1] + b"\n]")
     assert texts_of(otlp, items) == lines[:2]
@@ -146,7 +115,8 @@ def test_what_is_between_the_objects_of_a_document_is_counted(otlp, lines):
 
 
 def test_a_string_longer_than_a_chunk_does_not_hide_the_end_of_its_object(otlp, monkeypatch, lines):
-    monkeypatch.setattr(json_records, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(json_scan, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(json_scan, "_DOUBLINGS", 0)
     items = otlp.frames_of(b"[\n" + lines[0] + b",\n" + lines[1] + b"\n] x")
     assert texts_of(otlp, items) == lines[:2]
 

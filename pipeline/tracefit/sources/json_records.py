@@ -5,35 +5,54 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from tracefit.sources.compression import DamagedStreamError
 from tracefit.sources.excerpt import is_json
-from tracefit.sources.limits import CHUNK_BYTES, HEAD_BYTES, MAX_RECORD_BYTES
+from tracefit.sources.json_pieces import object_pieces
+from tracefit.sources.json_scan import Scanner, scan_contents
+from tracefit.sources.limits import CHUNK_BYTES, MAX_GUESSES, MAX_HELD_BYTES
+from tracefit.sources.records import Reject, joined
 from tracefit.sources.shape import BOM, RECORD_START
+from tracefit.sources.window import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from tracefit.sources.records import Frame, Reject, Source
-    from tracefit.sources.window import Window
+    from tracefit.sources.records import Frame, Source
 
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}]', re.DOTALL)
 _BETWEEN = b" \t\r\n,[]"
+_SHOWN_BYTES, _EDGE_BYTES = 4096, 1024
+_RECORD_KEYS = (b'resourceSpans"', b'resource_spans"', b'batches"')
+_INSIDE_TEMPO = re.compile(rb'"trace"\s*:\s*\Z')
 
 
 def line_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
+    """Yield the lines of a file of traces that are not blank; see `lines`. One that is too large comes in pieces."""
+    return lines(window, source, too_large=objects)
+
+
+def lines(
+    window: Window, source: Source, *, too_large: Callable[[Window, Source], Iterator[Frame | Reject]]
+) -> Iterator[Frame | Reject]:
     """Yield the lines of a file that are not blank.
 
     Args:
         window: The decompressed file.
         source: The file, for frames and rejects.
+        too_large: Yields what a line of more than `MAX_HELD_BYTES` holds; it is given the line alone.
 
     Yields:
-        One frame per line without its line end, unread; a reject for a line that is too large, and for a last line
-        that is cut because the compressed stream is.
+        One frame per line without its line end, unread; a reject for a last line that is cut because the compressed
+        stream is.
     """
     while window.fill(1):
-        end = window.find(b"\n", MAX_RECORD_BYTES + 1)
-        if end < 0 and window.fill(MAX_RECORD_BYTES + 1):
-            yield _too_large(window, source, to_line_end=True)
+        end = window.find(b"\n", MAX_HELD_BYTES + 1)
+        if end < 0 and window.fill(MAX_HELD_BYTES + 1):
+            line_window = Window(window.take_past(b"\n"))
+            line_window.offset = window.offset
+            yield from too_large(line_window, source)
+            line_window.drain()
             continue
         start = window.offset
         line = window.take(end if end >= 0 else len(window))
@@ -45,80 +64,112 @@ def line_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
 
 
 def document_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
-    """Yield the objects of a pretty-printed object, of an array of objects, or of several of these.
+    """Yield a pretty-printed object, an array of objects, or several of these.
 
     Args:
         window: The decompressed file.
         source: The file, for frames and rejects.
 
     Yields:
-        One frame for the whole document if it is whole; else one per object, and rejects for what is between.
+        One frame for the whole document if it is whole and not too large; else what `objects` does.
     """
     window.fill(len(BOM))
     if window.peek(0, len(BOM)) == BOM:
         window.skip(len(BOM))
-    if not window.fill(MAX_RECORD_BYTES + 1) and is_json(text := window.peek(0, len(window))):
+    if not window.fill(MAX_HELD_BYTES + 1) and is_json(text := window.peek(0, len(window))):
         yield source.frame(window.offset, text, "json")
         window.skip(len(text))
-        return
-    yield from _objects(window, source)
+    else:
+        yield from objects(window, source)
 
 
-def object_end(text: bytes) -> int:
-    """Return the length of the JSON object that the text begins with, or -1 if it does not end in it."""
-    depth = 0
-    for token in _TOKEN.finditer(text):
-        if token[0][:1] != b'"':
-            depth += 1 if token[0] == b"{" else -1
-            if depth <= 0:
-                return token.end() if text[:1] == b"{" else -1
-    return -1
+def objects(window: Window, source: Source) -> Iterator[Frame | Reject]:
+    """Yield the objects of a text: a frame for each, several for one that is too large or cut, rejects for the rest.
+
+    No string of JSON can hold the beginning of a record unescaped: a record ends at the latest where another begins.
+    """
+    return joined(_by_record(window, source))
+
+
+def _by_record(window: Window, source: Source) -> Iterator[Frame | Reject]:
+    guesses_left = MAX_GUESSES
+    while window.fill(1):
+        if not guesses_left:
+            yield from skip_large(window, source, "too many damaged records")
+            return
+        record = Window(_until_record(window))
+        record.offset = window.offset
+        for item in _objects(record, source):
+            yield item
+            guesses_left -= isinstance(item, Reject) and guesses_left > 0
 
 
 def _objects(window: Window, source: Source) -> Iterator[Frame | Reject]:
     while window.fill(1):
         yield from _between(window, source)
-        if not window.fill(1):
+        if size := _object_size(window):
+            yield source.frame(window.offset, window.take(size), "json")
+        elif window.fill(1):
+            yield from object_pieces(window, source)
+
+
+def _until_record(window: Window) -> Iterator[bytes]:
+    """Take what is before the next record, chunk by chunk.
+
+    Raises:
+        DamagedStreamError: Behind the last byte of a stream that ended before its end.
+    """
+    first = 1  # what begins right here is the record itself
+    while window.fill(1):
+        goes_on = window.fill(CHUNK_BYTES)
+        text = window.peek(0, CHUNK_BYTES)
+        start = _next_record(text, first)
+        # What could be a beginning across the edge stays in sight, and what is before it.
+        yield window.take(start if start >= 0 else len(text) - 2 * _EDGE_BYTES if goes_on else len(text))
+        if start >= 0:
             return
-        end = _object_end(window)
-        if end > MAX_RECORD_BYTES or (end < 0 and window.fill(MAX_RECORD_BYTES + 1)):
-            yield _too_large(window, source, to_line_end=False)
-            return
-        start = window.offset
-        text = window.take(end if end >= 0 else len(window))
-        yield source.frame(start, text, "json") if end >= 0 else _last(window, source, start, text)
+        first = _EDGE_BYTES
+    if window.damage:
+        raise DamagedStreamError(window.damage)
+
+
+def _next_record(text: bytes, first: int) -> int:
+    if not any(key in text for key in _RECORD_KEYS):
+        return -1
+    found = (match.start() for match in RECORD_START.finditer(text, first))
+    return next((start for start in found if not _INSIDE_TEMPO.search(text, 0, start)), -1)
+
+
+def object_end(text: bytes) -> int:
+    """Return the length of the JSON object that the text begins with, or -1 if it does not end in it."""
+    positions, depths = Scanner().scan(text)
+    closed = np.flatnonzero(depths <= 0)[:1]
+    return int(positions[closed[0]]) + 1 if len(closed) and text[:1] == b"{" else -1
+
+
+def skip_large(window: Window, source: Source, reason: str = "record too large") -> Iterator[Reject]:
+    """Yield a text as one reject."""
+    begins = window.peek(0, _SHOWN_BYTES)
+    yield source.reject(window.offset, window.drain(), reason, begins)
 
 
 def _between(window: Window, source: Source) -> Iterator[Reject]:
     """Move to the next object; what is neither space nor the punctuation of an array is reported."""
-    found = window.find(b"{", MAX_RECORD_BYTES)
-    size = found if found >= 0 else len(window)
-    start, gap = window.offset, window.take(size)
-    if gap.strip(_BETWEEN):
-        yield source.reject(start, size, "not a JSON object", gap)
+    start, begins, found = window.offset, b"", -1
+    while found < 0 and window.fill(1):
+        found = window.find(b"{", CHUNK_BYTES)
+        gap = window.take(found if found >= 0 else CHUNK_BYTES)
+        begins = begins or gap.lstrip(_BETWEEN)[:_SHOWN_BYTES]
+    if begins:
+        yield source.reject(start, window.offset - start, "not a JSON object", begins)
 
 
-def _object_end(window: Window) -> int:
-    """Return the length of the object at the beginning of the window, or -1 if it does not end."""
-    depth, position, size = 0, 0, CHUNK_BYTES
-    while window.fill(position + 1) and position <= MAX_RECORD_BYTES:
-        window.fill(position + size)
-        piece = window.peek(position, position + size)
-        resume = len(piece)
-        for token in _TOKEN.finditer(piece):
-            mark = token[0]
-            if mark[:1] == b'"':
-                if token.end() == len(piece):  # the string may go on behind this piece
-                    resume = token.start()
-                continue
-            depth += 1 if mark == b"{" else -1
-            if depth == 0:
-                return position + token.end()
-        if resume == 0 and len(piece) < size:
-            return -1
-        size = 2 * size if resume == 0 else CHUNK_BYTES
-        position += resume
-    return -1
+def _object_size(window: Window) -> int:
+    """Return the length of the object at the beginning of the window, or 0 if it is cut or too large to be held."""
+    if not window.fill(MAX_HELD_BYTES + 1) and is_json(text := window.peek(0, len(window)).rstrip(_BETWEEN)):
+        return len(text)
+    ends = scan_contents(window, MAX_HELD_BYTES, count=1).ends
+    return int(ends[0]) if len(ends) else 0
 
 
 def _last(window: Window, source: Source, start: int, text: bytes) -> Frame | Reject:
@@ -126,12 +177,3 @@ def _last(window: Window, source: Source, start: int, text: bytes) -> Frame | Re
     if window.damage and not is_json(text) and len(RECORD_START.findall(text)) < 2:
         return source.reject(start, len(text), window.damage, text)
     return source.frame(start, text, "json")
-
-
-def _too_large(window: Window, source: Source, *, to_line_end: bool) -> Reject:
-    start, begins = window.offset, window.peek(0, HEAD_BYTES)
-    if to_line_end:
-        window.skip_past(b"\n")
-    else:
-        window.drain()
-    return source.reject(start, window.offset - start, "record too large", begins)

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from tracefit.sources.compression import decompressed
-from tracefit.sources.json_records import line_records
+from tracefit.sources.json_records import lines, skip_large
 from tracefit.sources.limits import CHUNK_BYTES, HEAD_BYTES, MAX_RECORD_BYTES
 from tracefit.sources.msgpack import message_size
 from tracefit.sources.records import Frame, Reject, Source
@@ -50,7 +50,9 @@ def read_kv_frames(
         window.fill(HEAD_BYTES)
         head = window.peek(0, HEAD_BYTES).removeprefix(BOM).lstrip()
         binary = _is_start(window, 0) or _is_start(window, _LENGTH_BYTES) or head[:1] not in b"[{"
-        yield from _messages(window, source) if binary and head else line_records(window, source)
+        yield from (
+            _messages(window, source) if binary and head else lines(window, source, too_large=skip_large)
+        )
         if window.damage:
             yield Reject(source.name, window.offset, 0, window.damage)
 

@@ -6,7 +6,7 @@ CHUNK_BYTES = 1 << 20
 """Bytes read, or decompressed, at a time."""
 
 MAX_RECORD_BYTES = 256 << 20
-"""A record longer than this is rejected without being held in memory."""
+"""A record that cannot be taken apart is rejected if it is longer, without being held in memory."""
 
 MAX_EXPANSION = 1000
 """Decompressed bytes allowed per compressed byte; traces reach 30, files of one repeated record a few hundred."""
@@ -22,3 +22,15 @@ MAX_GUESSES = 10_000
 
 MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
 """Bytes of a compressed file that are read again to find what follows damage: so many, and so often the file's size."""
+
+MAX_HELD_BYTES = 8 << 20
+"""A JSON record longer than this is taken apart into smaller ones, whatever its length."""
+
+PIECE_BYTES = 4 << 20
+"""About how long these are."""
+
+MAX_SPAN_BYTES = 32 << 20
+"""A span of such a record that is longer is rejected, and the rest of the record with it."""
+
+MAX_ORIGIN_BYTES = 1 << 20
+"""A resource or scope of such a record that is longer is left out: each of the smaller ones has a copy."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from tracefit.sources.excerpt import binary_excerpt, excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 Encoding = Literal["json", "protobuf", "msgpack"]
 
@@ -75,3 +78,21 @@ class Source:
         return Reject(
             self.name, offset, length, reason, excerpt(begins, encoding, show_values=self.show_values)
         )
+
+
+def joined(items: Iterable[Frame | Reject]) -> Iterator[Frame | Reject]:
+    """Yield the same items; rejects of stretches that touch are one, for they are one damage."""
+    held: Reject | None = None
+    for item in items:
+        if held and isinstance(item, Reject) and held.source_offset + held.length == item.source_offset:
+            held = replace(held, length=held.length + item.length)
+            continue
+        if held:
+            yield held
+            held = None
+        if isinstance(item, Reject):
+            held = item
+        else:
+            yield item
+    if held:
+        yield held

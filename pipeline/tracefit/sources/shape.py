@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from tracefit.sources import wire
 from tracefit.sources.excerpt import is_json
 from tracefit.sources.framing import LENGTH_BYTES, FrameFinder, is_frame_at
-from tracefit.sources.limits import HEAD_BYTES, MAX_RECORD_BYTES
+from tracefit.sources.limits import HEAD_BYTES, MAX_HELD_BYTES, MAX_RECORD_BYTES
 from tracefit.sources.zstd_frames import ZSTD_MAGIC, frame_end
 
 if TYPE_CHECKING:
@@ -122,5 +122,5 @@ def _first_lines(window: Window) -> tuple[bytes, bytes | None]:
 
 def _line_end(window: Window, start: int) -> int:
     """Return the position behind the line that begins at `start`, or -1 if nothing ends it."""
-    index = window.find(b"\n", MAX_RECORD_BYTES, start)
+    index = window.find(b"\n", start + MAX_HELD_BYTES, start)
     return index + 1 if index >= 0 else -1

@@ -77,13 +77,20 @@ class Window:
         del self._buffer[:size]
         self.offset += size
 
-    def skip_past(self, byte: bytes) -> None:
-        """Move behind the next `byte`, or to the end of the stream, holding no more than a chunk."""
-        while (index := self._buffer.find(byte)) < 0:
-            self.skip(len(self._buffer))
-            if not self.fill(1):
+    def take_past(self, byte: bytes) -> Iterator[bytes]:
+        """Yield what is before the next `byte`, or before the end, chunk by chunk, and move behind it.
+
+        Raises:
+            DamagedStreamError: Behind the last byte of a stream that ended before its end.
+        """
+        while self.fill(1):
+            index = self._buffer.find(byte)
+            yield self.take(index if index >= 0 else len(self._buffer))
+            if index >= 0:
+                self.skip(len(byte))
                 return
-        self.skip(index + 1)
+        if self.damage:
+            raise DamagedStreamError(self.damage)
 
     def drain(self) -> int:
         """Move to the end of the stream; return how many bytes were passed over."""
