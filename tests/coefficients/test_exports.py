@@ -150,7 +150,7 @@ def _without(made, tmp_path, change):
 def _as_line(model):
     if model["name"] != "alpha.admission":
         return model
-    line = ("boundary", "work", "offset", "without_clock", "expectation")
+    line = ("boundary", "queue", "work", "offset", "without_clock", "expectation")
     kept = {k: v for k, v in model.items() if k not in line}
     return kept | {k: model["without_clock"][k] for k in ("form", "intercept", "terms")}
 

@@ -118,6 +118,13 @@ def test_a_boundary_is_the_first_step_start_after_the_work(starts, expected):
     assert predict(BOUNDARY, {"prompt_tokens": 100}, starts) == expected
 
 
+@pytest.mark.parametrize(("queue", "expected"), [("one_at_a_time", 8970), (None, 1410)])
+def test_work_left_on_the_requests_before_comes_first_where_the_model_has_a_queue(queue, expected):
+    """1,440 us of its own and 600 us of those before: past the start at 1,440, the one at 9,000 is next."""
+    model = BOUNDARY.model_copy(update={"queue": queue})
+    assert predict(model, {"prompt_tokens": 100}, (500, 1440, 9000), api_wait_us=600) == expected
+
+
 @pytest.mark.parametrize(
     "when", [{}, {"any": [{"feature": "x", "op": "<"}]}, {"any": [SMALL | {"feature2": "x"}]}]
 )

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import polars as pl
 import pytest
 
 import tracefit
-from tracefit.fit.boundary import mean_residual
+from tracefit.fit import rows as rules
+from tracefit.fit.boundary import fit_boundary, mean_residual
+from tracefit.fit.options import FitOptions
+from tracefit.fit.parts import FeatureColumn
+from tracefit.fit.train import Fitted, fit_linear
 
 MS = 1_000_000
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
@@ -88,3 +93,68 @@ def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new
         f"`bursty` {burst['from_s']:.2f} to {burst['to_s']:.2f} s: 25 requests"
         in (tmp_path / "out/report.md").read_text()
     )
+
+
+WORK_US, STEP_US = 1_000, 10_000
+
+
+def _one_at_a_time(arrivals_us):
+    """Admissions of an API process that takes 1 ms for each request, one after the other, before steps of 10 ms."""
+    free, waits = 0, []
+    for at in arrivals_us:
+        free = max(free, at) + WORK_US
+        waits.append(-(-free // STEP_US) * STEP_US - at)
+    return waits
+
+
+def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it():
+    """Planted truth: 400 requests that come alone, every fifty of them followed by a burst of forty at once."""
+    rng = np.random.default_rng(0)
+    arrivals = []
+    for k in range(400):
+        arrivals.append(k * 100_000 + int(rng.integers(0, 40_000)))
+        if k % 50 == 49:
+            arrivals += [k * 100_000 + 50_500 + j for j in range(40)]
+    admissions = np.array(_one_at_a_time(arrivals), dtype=float)
+    rows = pl.DataFrame(
+        {
+            "run_id": "r",
+            "server": "s",
+            "epoch": 0,
+            "ts_ns": [at * 1_000 for at in arrivals],
+            "y": admissions,
+            "prompt_tokens": rng.integers(1, 500, len(arrivals)),
+            "step_residual_us": None,
+            "excluded_because": None,
+        },
+        schema_overrides={"step_residual_us": pl.Float64, "excluded_because": pl.String},
+    ).sample(fraction=1, shuffle=True, seed=1)
+    steps = range(max(arrivals) // STEP_US + 20)
+    timeline = pl.DataFrame(
+        {
+            "run_id": "r",
+            "server": "s",
+            "epoch": 0,
+            "step_id": steps,
+            "ts_start_ns": [k * STEP_US * 1_000 for k in steps],
+            "start_sd_us": 0.0,
+            "cycle_us": float(STEP_US),
+            "interval_steps": 1,
+            "idle_after": False,
+            "running_depth": 1,
+            "waiting_depth": 0,
+        }
+    )
+    linear = fit_linear(
+        rules.split_by_time(rows),
+        [FeatureColumn("prompt_tokens", "us/token")],
+        FitOptions(drop_outliers=False, reference=False),
+    )
+    assert isinstance(linear, Fitted)
+    fitted = fit_boundary(linear, timeline)
+    assert fitted is not None
+    assert fitted.work_us == pytest.approx(WORK_US, abs=150)
+    assert len(fitted.bursts) == 8
+    # Work that begins on arrival would find the first boundary for all forty of a burst, which nine of it get.
+    assert fitted.right_boundary > 0.95
+    assert fitted.validation.by["burst"].mae < 0.05 * admissions[-40:].mean()

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit.bursts import find_bursts, mark_bursts, requests_ahead
+from tracefit.fit.bursts import api_waits, find_bursts, mark_bursts, requests_ahead
 
 
 def _rows(arrivals_ms, *, server="s", train=None, admission_us=2_000.0):
@@ -27,6 +27,13 @@ def test_work_ahead_is_what_a_process_that_does_one_thing_at_a_time_has_left():
     arrivals = np.array([0.0, 1_000, 1_500, 9_000])
     # Work of 2 ms each: done at 2, 4, 6 and 11 ms; 1 ms and 2.5 ms are left when the second and third come.
     assert requests_ahead(arrivals, 2_000.0) == pytest.approx([0, 1 / 2, 2.5 / 2, 0])
+
+
+def test_each_server_works_on_its_own_requests_whatever_the_order_of_the_rows():
+    rows = pl.concat([_rows([4.0, 0.0, 1.0]), _rows([1.0], server="t")])
+    # In order of arrival: work of 3, 2 and 5 ms at 0, 1 and 4 ms; done at 3, 5 and 10 ms.
+    waits = api_waits(rows, np.array([5_000.0, 3_000, 2_000, 7_000]))
+    assert waits == pytest.approx([1_000, 0, 2_000, 0])
 
 
 def test_a_burst_begins_with_the_sixth_request_at_once():

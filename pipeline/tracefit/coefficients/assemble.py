@@ -114,6 +114,7 @@ def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedPart
         **common,
         form="boundary",
         boundary="step_start",
+        queue="one_at_a_time",
         work=cf.Work(intercept=cf.Number(value=fitted.work_us), terms=terms),
         offset=cf.Number(value=fitted.offset_us),
         without_clock=cf.Linear(intercept=_intercept(linear), terms=_terms(linear)),

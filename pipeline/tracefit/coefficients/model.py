@@ -264,10 +264,15 @@ class Expectation(Linear):
 
 
 class BoundaryModel(_ModelBase):
-    """The first step start at or after (event + work), plus offset; event + work when the engine is idle."""
+    """The first step start at or after the end of the work, plus offset; that end itself when the engine is idle."""
 
     form: Literal["boundary"]
     boundary: Literal["step_start"]
+    queue: Literal["one_at_a_time"] | None = Field(
+        default=None,
+        description="one_at_a_time: work on an event begins when it comes or when the work on the one before it on the same "
+        "server ends, whichever is later; null: when it comes",
+    )
     work: Work
     offset: Number
     without_clock: Linear

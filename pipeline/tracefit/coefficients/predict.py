@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 def predict(
-    model: Model | Linear | Work, features: Mapping[str, float], step_starts: Sequence[float] | None = None
+    model: Model | Linear | Work,
+    features: Mapping[str, float],
+    step_starts: Sequence[float] | None = None,
+    *,
+    api_wait_us: float = 0.0,
 ) -> float:
     """Return the prediction in the target's unit, clipped at 0.
 
@@ -32,6 +36,8 @@ def predict(
         features: Raw feature values by name.
         step_starts: For a boundary model: when the next steps start, in us after the event, in order; empty when the
             engine is idle, null when nobody knows.
+        api_wait_us: For a boundary model with a `queue`, and step starts: work left on the events before, when this one
+            comes.
 
     Raises:
         UsageError: A feature the model needs is missing, or no regime's condition holds.
@@ -44,7 +50,7 @@ def predict(
     if isinstance(model, BoundaryModel):
         if step_starts is None:
             return predict(model.without_clock, features)
-        work = predict(model.work, features)
+        work = predict(model.work, features) + (api_wait_us if model.queue else 0.0)
         waited = (start + model.offset.value for start in step_starts if start >= work)
         return max(next(waited, work), 0.0)
     return _linear(model.intercept, model.terms, features)

@@ -1,7 +1,8 @@
 """Admission by the step clock: API work, then the first step boundary.
 
-A request is QUEUED when the engine core drains its socket, between steps: at the first step start at or after ARRIVED +
-API work; at ARRIVED + API work itself when the engine is idle. The API work is what is fitted.
+A request is QUEUED when the engine core drains its socket, between steps: at the first step start at or after the end of
+its API work; at that end itself when the engine is idle. The API process works on one request after the other, in the order
+they arrive. The API work is what is fitted, on requests with few in front of them.
 """
 
 from __future__ import annotations
@@ -13,26 +14,24 @@ import numpy as np
 import polars as pl
 
 from tracefit.fit.bands import Band, band_of, covered_pct
-from tracefit.fit.bursts import Burst, find_bursts, mark_bursts
-from tracefit.fit.estimators import NDArrayInt, RobustLinear
+from tracefit.fit.bursts import Burst, api_waits, find_bursts, mark_bursts
+from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.frames import counted
 from tracefit.fit.metrics import Metrics, Vector, measure, skill
 from tracefit.fit.parts import predict_parts
+from tracefit.fit.step_clock import Flags, StepClock, boundary_of, meets_idle, step_clock, true_boundary
 from tracefit.fit.validate import WITHIN_PCT, Validation, reference
 
 if TYPE_CHECKING:
+    from tracefit.fit.estimators import NDArrayInt
     from tracefit.fit.train import Fitted
 
-ENGINE = ["run_id", "server", "epoch"]
 MIN_ROWS = 30
 MIN_IDLE_ROWS = 20
 GRID_US = 50.0
 MOST_WORK_US = 20_000.0
-SPREADS = 3.0
 PLATEAU = 0.002
 """Amounts of work whose share of right boundaries is this close to the best are as good as it."""
-
-
-Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class FittedBoundary:
     """Prediction interval with the clock, told by the training rows: three numbers do not fit themselves to their noise."""
 
     bursts: tuple[Burst, ...]
-    """Stretches in which requests queue in front of the API process: outside the range of the law."""
+    """Stretches in which requests queue in front of the API process: outside the range of what was fitted."""
 
     @property
     def expected_wait_us(self) -> float:
@@ -78,22 +77,13 @@ class FittedBoundary:
         return np.asarray(np.maximum(_work_us(self, prompt_tokens) + self.expected_wait_us, 0.0))
 
     def predict(self, rows: pl.DataFrame, timeline: pl.DataFrame) -> Vector:
-        """Predict the admission rows of requests by the step clock, without it where it does not tell; shape (n,)."""
-        return _predict(self, rows, _clock(timeline))
+        """Predict the admission rows of requests by the step clock, without it where it does not tell; shape (n,).
 
-
-@dataclass(frozen=True, slots=True)
-class _Clock:
-    """Step starts on one axis in time order, per engine: an engine's part is starts[first[e]:first[e + 1]]."""
-
-    starts: Vector
-    follows: Flags
-    """Whether the step before has a known start too."""
-    idle_before: Flags
-    """Whether the step before left nothing running and nothing waiting."""
-    bounds: dict[tuple[object, ...], tuple[int, int]]
-    tolerance_us: float
-    """How far an estimated start may lie before the stamp of a request that was queued at it; 0 of exact starts."""
+        Args:
+            rows: All of their servers: who waits for the API process follows from who came before.
+            timeline: The `timeline` table.
+        """
+        return _predict(self, _with_done(self, rows), step_clock(timeline))
 
 
 def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | None:
@@ -106,11 +96,10 @@ def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | Non
         linear: The fit for consumers without a clock; its rows are used.
         timeline: The `timeline` table.
     """
-    clock = _clock(timeline)
+    clock = step_clock(timeline)
     marked = mark_bursts(linear.rows)
-    rows = marked.filter(pl.col("excluded_because").is_null())
-    train, held = rows.filter(pl.col("split") == "train"), rows.filter(pl.col("split") == "holdout")
-    if int((_truth(train, clock) >= 0).sum()) < MIN_ROWS:
+    train = counted(marked, "train")
+    if int((true_boundary(train, clock) >= 0).sum()) < MIN_ROWS:
         return None
     alone = train.filter(~pl.col("in_burst"))
     told = alone if alone.height >= MIN_ROWS else train
@@ -132,15 +121,16 @@ def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | Non
         band,
         find_bursts(marked),
     )
-    return _validated(fitted, train, held, clock)
+    rows = _with_done(fitted, marked)
+    return _validated(fitted, counted(rows, "train"), counted(rows, "holdout"), clock)
 
 
 def _constants(
-    train: pl.DataFrame, clock: _Clock, per_token: float, idle_work: float | None
+    train: pl.DataFrame, clock: StepClock, per_token: float, idle_work: float | None
 ) -> tuple[float, float]:
     """Return the constant of the API work and the offset; of few requests that met a boundary idle ones tell better."""
     slope = per_token * train["prompt_tokens"].fill_null(0).to_numpy()
-    truth = _truth(train, clock)
+    truth = true_boundary(train, clock)
     known = truth >= 0
     offset = _offset(train, clock, truth, known) if known.any() else 0.0
     if idle_work is not None and int(known.sum()) < MIN_ROWS:
@@ -154,7 +144,7 @@ def _constants(
 
 
 def _right_shares(
-    train: pl.DataFrame, clock: _Clock, truth: NDArrayInt, slope: Vector, grid: Vector
+    train: pl.DataFrame, clock: StepClock, truth: NDArrayInt, slope: Vector, grid: Vector
 ) -> Vector:
     """Return the share of requests of known boundary that each constant of the API work finds it for; shape of `grid`.
 
@@ -171,81 +161,30 @@ def _right_shares(
 
 
 def admission_with_clock(
-    rows: pl.DataFrame, timeline: pl.DataFrame, work_us: Vector, offset_us: float
+    rows: pl.DataFrame, timeline: pl.DataFrame, done_us: Vector, offset_us: float
 ) -> tuple[Vector, Flags]:
-    """Predict admissions by the step clock: the boundary after the work, or the work itself when the engine was idle.
+    """Predict admissions by the step clock: the boundary after the work, or its end itself when the engine was idle.
 
     Args:
         rows: Admission rows: engine columns and ts_ns.
         timeline: The `timeline` table.
-        work_us: API work of each row.
+        done_us: From the arrival of each row to the end of its API work.
         offset_us: QUEUED less the step start it comes before.
 
     Returns:
         Predictions in us, clipped at 0, and for which rows the clock knows enough; shape (n,) each.
     """
-    clock = _clock(timeline)
-    boundary, idle = _boundary(rows, clock, work_us), _idle(rows, clock, work_us)
+    clock = step_clock(timeline)
+    boundary, idle = boundary_of(rows, clock, done_us), meets_idle(rows, clock, done_us)
     until = (clock.starts[boundary] - rows["ts_ns"].to_numpy()) / 1e3 + offset_us
-    told = np.where(boundary >= 0, until, work_us)
+    told = np.where(boundary >= 0, until, done_us)
     return np.asarray(np.maximum(told, 0.0)), np.asarray((boundary >= 0) | idle)
 
 
-def _clock(timeline: pl.DataFrame) -> _Clock:
-    known = timeline.filter(pl.col("ts_start_ns").is_not_null()).sort(*ENGINE, "ts_start_ns")
-    idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
-    known = known.with_columns(
-        follows=(pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1).fill_null(value=False),
-        idle_before=idle.shift(1).over(ENGINE).fill_null(value=False),
-    )
-    counts = known.group_by(ENGINE, maintain_order=True).len()
-    ends = counts["len"].cum_sum().to_list()
-    keys = counts.select(ENGINE).rows()
-    bounds = {key: (end - n, end) for key, n, end in zip(keys, counts["len"].to_list(), ends, strict=True)}
-    columns = (
-        known["ts_start_ns"].to_numpy().astype(float),
-        known["follows"].to_numpy(),
-        known["idle_before"].to_numpy(),
-    )
-    spread = known.select(pl.col("start_sd_us").median().cast(pl.Float64)).item() or 0.0
-    return _Clock(*columns, bounds, SPREADS * spread)
-
-
-def _next_start(rows: pl.DataFrame, clock: _Clock, after_us: Vector) -> NDArrayInt:
-    """Index of the first known start at or after ARRIVED + `after_us`; -1 where there is none; shape (n,)."""
-    at = rows["ts_ns"].to_numpy().astype(float) + after_us * 1e3
-    names = rows.select(ENGINE)
-    engine = names.select(pl.struct(ENGINE).rank("dense")).to_series().to_numpy()
-    found = np.full(len(at), -1)
-    for one in np.unique(engine):
-        mine = np.flatnonzero(engine == one)
-        low, high = clock.bounds.get(names.row(int(mine[0])), (0, 0))
-        index = low + np.searchsorted(clock.starts[low:high], at[mine])
-        found[mine] = np.where(index < high, index, -1)
-    return found
-
-
-def _boundary(rows: pl.DataFrame, clock: _Clock, work_us: Vector) -> NDArrayInt:
-    """Index of the boundary each request waits for; -1 where it is not known or the engine was idle."""
-    index = _next_start(rows, clock, work_us)
-    sure = (index >= 0) & clock.follows[index] & ~clock.idle_before[index]
-    return np.where(sure, index, -1)
-
-
-def _truth(rows: pl.DataFrame, clock: _Clock) -> NDArrayInt:
-    """Index of the boundary each request was queued at; -1 where it is not known or the engine was idle."""
-    return _boundary(rows, clock, rows["y"].to_numpy().astype(float) - clock.tolerance_us)
-
-
-def _idle(rows: pl.DataFrame, clock: _Clock, work_us: Vector) -> Flags:
-    index = _next_start(rows, clock, work_us)
-    return np.asarray((index >= 0) & clock.follows[index] & clock.idle_before[index])
-
-
-def _work_of_idle(train: pl.DataFrame, clock: _Clock) -> tuple[float, float | None]:
+def _work_of_idle(train: pl.DataFrame, clock: StepClock) -> tuple[float, float | None]:
     """Return API work per prompt token and its constant, told by requests that met an idle engine."""
     y, tokens = train["y"].to_numpy(), train["prompt_tokens"].fill_null(0).to_numpy().astype(float)
-    idle = _idle(train, clock, np.zeros(len(y))) & _idle(train, clock, y)
+    idle = meets_idle(train, clock, np.zeros(len(y))) & meets_idle(train, clock, y)
     if int(idle.sum()) < MIN_IDLE_ROWS:
         return 0.0, None
     line = RobustLinear().fit(tokens[idle, None], y[idle])
@@ -256,7 +195,7 @@ def _work_of_idle(train: pl.DataFrame, clock: _Clock) -> tuple[float, float | No
     return (slope, line.intercept_) if slope > sure else (0.0, flat)
 
 
-def _offset(train: pl.DataFrame, clock: _Clock, truth: NDArrayInt, known: Flags) -> float:
+def _offset(train: pl.DataFrame, clock: StepClock, truth: NDArrayInt, known: Flags) -> float:
     queued = train["ts_ns"].to_numpy()[known] + train["y"].to_numpy()[known] * 1e3
     return float(np.median(queued - clock.starts[truth[known]])) / 1e3
 
@@ -280,8 +219,10 @@ def mean_residual(timeline: pl.DataFrame, train: pl.DataFrame) -> tuple[float, f
     return residual, float((busy.sum() + held.sum()) / (cycle * steps).sum())
 
 
-def _work(fitted: FittedBoundary, rows: pl.DataFrame) -> Vector:
-    return _work_us(fitted, rows["prompt_tokens"])
+def _with_done(fitted: FittedBoundary, rows: pl.DataFrame) -> pl.DataFrame:
+    """Add done_us, from ARRIVED to the end of the API work, the wait for the API process included."""
+    work = _work_us(fitted, rows["prompt_tokens"])
+    return rows.with_columns(done_us=pl.Series(api_waits(rows, work) + work))
 
 
 def _work_us(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
@@ -289,23 +230,23 @@ def _work_us(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
     return np.asarray(fitted.work_us + fitted.work_us_per_prompt_token * tokens)
 
 
-def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clock: _Clock) -> Vector:
-    work = _work(fitted, rows)
-    boundary = _boundary(rows, clock, work)
+def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clock: StepClock) -> Vector:
+    done = rows["done_us"].to_numpy()
+    boundary = boundary_of(rows, clock, done)
     until = (clock.starts[boundary] - rows["ts_ns"].to_numpy()) / 1e3 + fitted.offset_us
-    predicted = np.where(_idle(rows, clock, work), work, predict_parts(fitted.without_clock.parts, rows))
+    predicted = np.where(meets_idle(rows, clock, done), done, predict_parts(fitted.without_clock.parts, rows))
     return np.asarray(np.maximum(np.where(boundary >= 0, until, predicted), 0.0))
 
 
 def _validated(
-    fitted: FittedBoundary, train: pl.DataFrame, held: pl.DataFrame, clock: _Clock
+    fitted: FittedBoundary, train: pl.DataFrame, held: pl.DataFrame, clock: StepClock
 ) -> FittedBoundary:
     y = held["y"].to_numpy().astype(float)
-    truth = _truth(held, clock)
+    truth = true_boundary(held, clock)
     known = truth >= 0
     right, without = (
-        float(np.mean(_boundary(held, clock, w)[known] == truth[known])) if known.any() else None
-        for w in (_work(fitted, held), np.zeros(len(y)))
+        float(np.mean(boundary_of(held, clock, w)[known] == truth[known])) if known.any() else None
+        for w in (held["done_us"].to_numpy(), np.zeros(len(y)))
     )
     told = _predict(fitted, held, clock)
     told_train, y_train = _predict(fitted, train, clock), train["y"].to_numpy().astype(float)
@@ -317,7 +258,7 @@ def _validated(
         "without_clock": linear.validation.holdout,
         "expectation": measure(y, fitted.expected(held["prompt_tokens"])),
     }
-    idle = _idle(held, clock, _work(fitted, held))
+    idle = meets_idle(held, clock, held["done_us"].to_numpy())
     if idle.any():
         by["idle_engine"] = measure(y[idle], told[idle])
     burst = held["in_burst"].to_numpy()

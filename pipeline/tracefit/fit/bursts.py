@@ -1,7 +1,7 @@
 """Bursts: requests that arrive faster than the API process works, so that they queue in front of it.
 
-The admission law takes a request's work to begin when it arrives. In a burst it begins when the API process is done with
-the requests before it: such requests lie outside the law's range.
+The API process works on one request after the other: in a burst the work on a request begins when that on the requests
+before it is done. What the work is, is told by requests outside of bursts.
 """
 
 from __future__ import annotations
@@ -41,15 +41,37 @@ class Burst:
 def requests_ahead(arrivals_us: Vector, work_us: float) -> Vector:
     """Return the work ahead of each request in a process that works on one after the other, in requests.
 
-    Work on request i starts at s_i = max(a_i, s_{i-1} + w) = i w + max over j <= i of (a_j - j w).
-
     Args:
         arrivals_us: Sorted, shape (n,).
-        work_us: Work per request, w.
+        work_us: Work per request.
     """
-    number = np.arange(len(arrivals_us)) * work_us
-    start = number + np.maximum.accumulate(arrivals_us - number)
-    return np.asarray((start - arrivals_us) / work_us)
+    return _waits(arrivals_us, np.full(len(arrivals_us), work_us)) / work_us
+
+
+def api_waits(rows: pl.DataFrame, work_us: Vector) -> Vector:
+    """Return how long each request waits for the API process of its server, in us, shape (n,).
+
+    Args:
+        rows: All admission rows of their servers: columns run_id, server, ts_ns (ARRIVED), in any order.
+        work_us: API work of each, shape (n,).
+    """
+    numbered = rows.select(*SERVER, "ts_ns").with_row_index("row")
+    waits = np.zeros(rows.height)
+    for _, part in numbered.sort("ts_ns", maintain_order=True).group_by(SERVER):
+        mine = part["row"].to_numpy()
+        since = ((part["ts_ns"] - part["ts_ns"].min()) / 1e3).to_numpy()
+        waits[mine] = _waits(since, work_us[mine])
+    return waits
+
+
+def _waits(arrivals_us: Vector, work_us: Vector) -> Vector:
+    """Return the waits for a process that works on one after the other (Lindley 1952), arrivals sorted.
+
+    Work on request i starts at s_i = max(a_i, s_{i-1} + w_{i-1}) = W_i + max over j <= i of (a_j - W_j), with W_i the work
+    on all before i.
+    """
+    before = np.cumsum(work_us) - work_us
+    return np.asarray(before + np.maximum.accumulate(arrivals_us - before) - arrivals_us)
 
 
 def mark_bursts(rows: pl.DataFrame) -> pl.DataFrame:

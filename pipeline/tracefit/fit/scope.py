@@ -358,7 +358,8 @@ def _fit_alpha(
 
 _BOUNDARY_NOTES = (
     "work is the API process's own time: what a consumer that simulates step boundaries itself needs",
-    "admission = time to the first step start at or after ARRIVED + work, plus offset; the work itself when idle",
+    "admission = time to the first step start at or after the end of the work, plus offset; to that end itself when idle",
+    "work on a request begins when it arrives, or when the work on the one before it ends: one after the other",
     "without_clock is the mean admission, the wait for the boundary included: not to be added to simulated boundaries",
 )
 

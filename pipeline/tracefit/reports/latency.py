@@ -76,8 +76,9 @@ def burst_lines(bursts: Sequence[BurstEntry]) -> list[str]:
     )
     said = (
         "**Bursts, outside the range of this model:** requests that arrived faster than the API process works, with work of "
-        f"five or more in front of them ({named}). The model takes work on a request to begin when it arrives; it was "
-        "fitted without them, and the error above is with them (`burst`, `no_burst` apart)."
+        f"five or more in front of them ({named}). The API work was fitted without them. By the step clock the model lets "
+        "each wait until the work on those before it is done, which a question about one request cannot know; the error "
+        "above is with them (`burst`, `no_burst` apart)."
     )
     return [said]
 

@@ -19,6 +19,7 @@ from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit import rows as rules
 from tracefit.fit.boundary import admission_with_clock
+from tracefit.fit.bursts import api_waits
 from tracefit.fit.frames import request_frame, step_frame
 from tracefit.fit.metrics import Metrics, measure
 from tracefit.tables.store import TableStore
@@ -258,7 +259,8 @@ def _told(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.DataFrame
         work = model.work.intercept.value + slope * rows["prompt_tokens"].fill_null(0).to_numpy().astype(
             float
         )
-        by_clock, known = admission_with_clock(rows, tables.timeline, work, model.offset.value)
+        done = work + api_waits(rows, work) if model.queue else work
+        by_clock, known = admission_with_clock(rows, tables.timeline, done, model.offset.value)
         told = np.where(known, by_clock, told)
     return rows, np.asarray(told, dtype=float)
 
