@@ -18,6 +18,15 @@ def test_the_commands_of_the_contract_are_there():
     assert {"run", "ingest", "train", "synth"} <= set(COMMANDS)
 
 
+def test_commands_are_summed_up_in_a_line_that_fits(tracefit):
+    _, out, _ = tracefit("--help")
+    lines = {
+        line.split()[0]: line for line in out.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS
+    }
+    assert sorted(lines) == COMMANDS
+    assert all(len(line) <= 80 and line.endswith(".") and not line.endswith("..") for line in lines.values())
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(tracefit, command):
     code, out, err = tracefit(command, "--help")
@@ -47,8 +56,14 @@ finally:
 """
 
 
+SLOW = {"pydantic", "rich", "markdown_it", "pygments"}
 # typer itself takes pydantic to read the options that stand before a command's name.
-HEAVY_TO = {("--version",): HEAVY | {"pydantic"}, ("--help",): HEAVY | {"pydantic"}, ("run", "--help"): HEAVY}
+HEAVY_TO = {
+    ("--version",): HEAVY | SLOW,
+    ("--help",): HEAVY | SLOW,
+    ("run", "--help"): HEAVY | SLOW - {"pydantic"},
+    ("predict", "--help"): HEAVY | SLOW - {"pydantic"},
+}
 
 
 @pytest.mark.parametrize("arguments", HEAVY_TO)

@@ -1,0 +1,19 @@
+"""The command line: arguments to one call into the library. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import sys
+
+# Commands are listed in the order of these imports.
+from tracefit.cli import traces, models, answers, declared  # isort: skip
+from tracefit.cli.program import app
+from tracefit.console import called
+from tracefit.memory import keep_little
+
+__all__ = ["answers", "app", "declared", "main", "models", "traces"]
+
+
+def main() -> None:
+    """Run the command line."""
+    keep_little()
+    sys.exit(called(app))

@@ -1,0 +1,5 @@
+"""`python -m tracefit.cli`."""
+
+from tracefit.cli import main
+
+main()

@@ -1,0 +1,158 @@
+"""Arguments and options that several commands share, each with its help, and what the library makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from tracefit.verbs.ingest import IngestOptions, ServerOptions
+    from tracefit.verbs.train import TrainOptions
+
+
+class BetaTarget(StrEnum):
+    """Which step time to fit."""
+
+    auto = "auto"
+    clock = "clock"
+    duration = "duration"
+
+
+Paths = Annotated[
+    list[str],  # not Path, which would make one slash of the two in a URL
+    typer.Argument(
+        help="Run folders, folders of run folders, trace files (which make one run together), patterns, "
+        "s3:// or gs:// URLs, or - for standard input."
+    ),
+]
+InspectPaths = Annotated[
+    list[str],
+    typer.Argument(
+        help="Run folders, folders of run folders, or trace files; or one tables folder that ingest wrote."
+    ),
+]
+RunConfig = Annotated[
+    Optional[Path],
+    typer.Option(
+        help="exp-config.yaml or run.yaml, a `vllm serve` command line, or a server log, for every run."
+    ),
+]
+ModelConfig = Annotated[Optional[Path], typer.Option(help="The model's config.json, for every run.")]
+GpuName = Annotated[
+    Optional[str],
+    typer.Option(help="GPU name, such as H100, or a JSON file that describes one."),
+]
+TensorParallel = Annotated[Optional[int], typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
+Settings = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any server setting, such as max_num_seqs=128; repeatable."
+    ),
+]
+ScopeName = Annotated[
+    Optional[str],
+    typer.Option(help="Scope id, or a part of it that only one has; needed where there are several."),
+]
+AllSpans = Annotated[
+    bool, typer.Option("--all-spans", help="Keep spans of other services too, in the spans table alone.")
+]
+KeepAttributes = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        metavar="KEY,...",
+        help="Span attributes to keep beside ids, counts, routes, the model and sampling parameters; repeatable.",
+    ),
+]
+ShowValues = Annotated[
+    bool,
+    typer.Option(
+        "--show-values",
+        help="Show what is in rejected records, not their structure alone: it is private data.",
+    ),
+]
+Workers = Annotated[
+    Optional[int],
+    typer.Option(
+        min=1, help="Processes that decode traces, at most; as many as there are cores if not given."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+Target = Annotated[
+    BetaTarget,
+    typer.Option(
+        help="Step times from the step clock, from step.duration_us, or from whichever covers the busy time."
+    ),
+]
+Features = Annotated[
+    str,
+    typer.Option(
+        help="Feature set for step times: batch, roofline, a YAML or JSON file, or auto: validation chooses."
+    ),
+]
+Thresholds = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        "--threshold",
+        metavar="USE.MEASURE=YES:WITH_LIMITS",
+        help="What is asked of the models for a use, such as simulation.step_mape_pct=12:30; repeatable.",
+    ),
+]
+SampleCsv = Annotated[
+    bool, typer.Option("--sample-csv", help="Also write the specification's two sample tables.")
+]
+Positive = Annotated[
+    bool, typer.Option("--positive", help="Allow no negative coefficient and no negative intercept.")
+]
+Fast = Annotated[
+    bool, typer.Option("--fast", help="Skip the gradient-boosted references: most of the training time.")
+]
+IncludeOverloaded = Annotated[
+    bool,
+    typer.Option("--include-overloaded", help="Train on overloaded runs too, where their scope has others."),
+]
+Across = Annotated[
+    bool,
+    typer.Option(
+        "--across",
+        help="Also leave out every run, model and GPU in turn; errors of models fitted on the others.",
+    ),
+]
+
+
+def server_options(
+    run_config: Path | None,
+    model_config: Path | None,
+    gpu: str | None,
+    tp: int | None,
+    settings: list[str] | None,
+) -> ServerOptions:
+    """Collect what a command was told of the servers behind the traces."""
+    from tracefit.features.settings import settings_from
+    from tracefit.verbs.ingest import ServerOptions, parse_assignments
+
+    given = {**parse_assignments(settings or []), "tensor_parallel": tp}
+    return ServerOptions(run_config, model_config, gpu, settings_from(given, where="--set"))
+
+
+def ingest_options(keep_attributes: list[str] | None, *, all_spans: bool, show_values: bool) -> IngestOptions:
+    """Collect what a command was told of keeping private data; several keys may stand in one value, comma separated."""
+    from tracefit.verbs.ingest import IngestOptions
+
+    keys = [key.strip() for text in keep_attributes or [] for key in text.split(",")]
+    return IngestOptions(all_spans, tuple(key for key in keys if key), show_values)
+
+
+def train_options(context: typer.Context) -> TrainOptions:
+    """Collect what a command was told of training: `run` and `train` take every option under its name in TrainOptions."""
+    from tracefit.coefficients.verdicts import override
+    from tracefit.verbs.train import TrainOptions
+
+    told = {field.name: context.params[field.name] for field in dataclasses.fields(TrainOptions)}
+    told["beta_target"] = told["beta_target"].value
+    told["thresholds"] = override(told["thresholds"] or [])
+    return TrainOptions(**told)

@@ -1,0 +1,151 @@
+"""Commands on what is declared: feature sets, and traces with known coefficients."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal, Optional
+
+import typer
+
+from tracefit.cli.arguments import Json, Quiet
+from tracefit.cli.program import app
+from tracefit.console import Terminal, one_line_errors, show
+
+
+class Law(StrEnum):
+    """Step-time law of generated traces."""
+
+    linear = "linear"
+    roofline = "roofline"
+
+
+class DurationMode(StrEnum):
+    """What step.duration_us of generated traces holds."""
+
+    schedule = "schedule"
+    step = "step"
+
+
+class TraceFormat(StrEnum):
+    """File format of generated traces."""
+
+    json = "json"
+    protobuf = "protobuf"
+    both = "both"
+
+
+class Compression(StrEnum):
+    """Compression of generated traces."""
+
+    none = "none"
+    gz = "gz"
+    zst = "zst"
+
+
+_FORMATS: dict[TraceFormat, tuple[Literal["json", "protobuf"], ...]] = {
+    TraceFormat.json: ("json",),
+    TraceFormat.protobuf: ("protobuf",),
+    TraceFormat.both: ("json", "protobuf"),
+}
+_COMPRESSIONS: dict[Compression, Literal["gz", "zst"] | None] = {
+    Compression.none: None,
+    Compression.gz: "gz",
+    Compression.zst: "zst",
+}
+
+
+@app.command()
+def features(
+    names: Annotated[
+        Optional[list[str]],
+        typer.Argument(help="Built-in sets or files; every built-in set if none is named."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show the declared feature sets.
+
+    Name, unit, formula and reason of every feature.
+
+    Example: `tracefit features batch`
+    """
+    told = Terminal(quiet=False)
+    with one_line_errors(told):
+        from tracefit.features.sets import BUILT_IN
+        from tracefit.reports.summary import features_text
+        from tracefit.verbs.train import beta_feature_sets
+
+        sets = [s for name in names or BUILT_IN for s in beta_feature_sets(name)]
+        show(sets, features_text(sets), as_json=json, quiet=False)
+
+
+@app.command()
+def synth(
+    out: Annotated[Path, typer.Option(help="Folder in which the run folder is made.")],
+    name: Annotated[str, typer.Option(help="Name of the run folder.")] = "synth-run",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of every draw.")] = 0,
+    law: Annotated[Law, typer.Option(help="Step-time law; its coefficients are in truth.json.")] = Law.linear,
+    model: Annotated[str, typer.Option(help="Model preset, such as llama-8b.")] = "llama-8b",
+    gpu: Annotated[str, typer.Option(help="GPU preset, such as H100.")] = "H100",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per server.")] = 300,
+    rate: Annotated[float, typer.Option(help="Mean arrivals per second.")] = 14.0,
+    blocks: Annotated[
+        int, typer.Option(min=2, help="KV blocks; few of them make a queue and preemptions.")
+    ] = 4097,
+    noise: Annotated[
+        float, typer.Option(min=0, help="Sigma of the log-normal factor on a step's time.")
+    ] = 0.03,
+    step_sampling: Annotated[float, typer.Option(min=0, max=1, help="Share of steps traced.")] = 1.0,
+    rich_sampling: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of traced steps with request snapshots.")
+    ] = 0.0,
+    journey_sampling: Annotated[float, typer.Option(min=0, max=1, help="Share of requests traced.")] = 1.0,
+    duration: Annotated[
+        DurationMode,
+        typer.Option(help="What step.duration_us holds: time in schedule(), or the step's time."),
+    ] = DurationMode.schedule,
+    format_: Annotated[
+        TraceFormat, typer.Option("--format", help="JSON lines, framed protobuf, or a run folder of each.")
+    ] = TraceFormat.json,
+    compress: Annotated[Compression, typer.Option(help="Compression of the trace files.")] = Compression.none,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Generate traces with known coefficients.
+
+    In the real emitter's shape, the truth beside them.
+
+    Example: `tracefit synth --out runs/ --requests 600 --law linear`
+    """
+    told = Terminal(quiet=quiet)
+    with one_line_errors(told):
+        from tracefit.reports.summary import synth_text
+        from tracefit.synth import SynthOptions
+        from tracefit.verbs.generate import generate
+
+        options = SynthOptions(
+            name=name,
+            seed=seed,
+            law=law.value,
+            model=model,
+            gpu=gpu,
+            tp=tp,
+            requests=requests,
+            rate_per_s=rate,
+            num_blocks=blocks,
+            noise=noise,
+            step_sampling=step_sampling,
+            rich_sampling=rich_sampling,
+            journey_sampling=journey_sampling,
+            duration=duration.value,
+        )
+        result = generate(
+            out,
+            options,
+            formats=_FORMATS[format_],
+            compress=_COMPRESSIONS[compress],
+            progress=told,
+        )
+        told.close()
+        show(result, synth_text(result), as_json=json, quiet=quiet)
