@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tracefit.otlp import decode_frames, json_attributes, proto_attributes
+from tracefit.otlp import decode_frames, json_attributes
 from tracefit.otlp.columns import build_batch
 from tracefit.otlp.json_fast import decode_fast
 from tracefit.otlp.json_general import decode_general
@@ -66,17 +66,15 @@ def test_what_both_json_decoders_accept_they_read_alike(otlp, data):
 
 @quick
 @given(data=st.data())
-@pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
-def test_columns_read_at_once_equal_columns_read_row_by_row(otlp, shape, data):
-    content = otlp.SHAPES[shape](data.draw(otlp.records))
+def test_columns_read_at_once_equal_columns_read_row_by_row(otlp, data):
+    content = otlp.SHAPES["lines"](data.draw(otlp.records))
     expected = otlp.batch_of(content)
 
     def row_by_row(_self, attributes):
         return [Part(np.arange(len(attributes)), None)]
 
     with pytest.MonkeyPatch.context() as patch:
-        for reader in (json_attributes.JsonAttributes, proto_attributes.ProtobufAttributes):
-            patch.setattr(reader, "parts", row_by_row)
+        patch.setattr(json_attributes.JsonAttributes, "parts", row_by_row)
         by_row = otlp.batch_of(content)
     assert list(by_row.events) == list(expected.events)
     for name, frame in by_row.events.items():

@@ -26,8 +26,8 @@ MAX_EVENT_KEYS = 512
 MAX_EVENT_NAMES = 256
 """Event names, hence frames, that are kept in a batch: those most events have."""
 
-_KINDS = (None, "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
-_STATUS_CODES = ("UNSET", "OK", "ERROR")
+KINDS = (None, "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
+STATUS_CODES = ("UNSET", "OK", "ERROR")
 _DTYPES: dict[type, type[pl.DataType]] = {int: pl.Int64, float: pl.Float64, bool: pl.Boolean, str: pl.String}
 
 
@@ -59,7 +59,7 @@ def _span_frame(spans: list[Span], origins: list[Origin]) -> pl.DataFrame:
         "parent_span_id": [s.parent_span_id or None for s in spans],
         "scope": [o.scope for o in origins],
         "name": [s.name or None for s in spans],
-        "kind": [_KINDS[s.kind] if 0 <= s.kind < len(_KINDS) else None for s in spans],
+        "kind": [KINDS[s.kind] if 0 <= s.kind < len(KINDS) else None for s in spans],
         "start_unix_ns": [s.start_time_unix_nano or None for s in spans],
         "end_unix_ns": [s.end_time_unix_nano or None for s in spans],
         "status_code": [_status(s.status_code) for s in spans],
@@ -76,7 +76,7 @@ def _span_frame(spans: list[Span], origins: list[Origin]) -> pl.DataFrame:
 
 
 def _status(code: int) -> str | None:
-    return _STATUS_CODES[code] if 0 <= code < len(_STATUS_CODES) else None
+    return STATUS_CODES[code] if 0 <= code < len(STATUS_CODES) else None
 
 
 def _dropped_attributes(span: Span) -> int:
@@ -152,9 +152,9 @@ def _event_frame(places: pl.DataFrame, events: list[EventLike], reader: Attribut
         columns = part.columns
         if columns is None:
             columns = _columns_of_rows([reader.pairs(attributes[row]) for row in part.rows.tolist()])
-        renamed = [column.alias(_column_name(key)) for key, column in columns.items()]
-        frames.append(leading[part.rows].with_columns(renamed))
-    return _united(frames)
+        renamed = {column_name(key): column for key, column in columns.items()}
+        frames.append(leading[part.rows].with_columns(**renamed))
+    return united(frames)
 
 
 def _event_places(spans: list[Span]) -> pl.DataFrame:
@@ -170,7 +170,7 @@ def _event_places(spans: list[Span]) -> pl.DataFrame:
     )
 
 
-def _column_name(key: str) -> str:
+def column_name(key: str) -> str:
     """Keep an attribute key from taking the place of a leading column."""
     return f"attribute:{key}" if key in EVENT_COLUMNS else key
 
@@ -193,7 +193,7 @@ def _typed(key: str, values: list[Scalar]) -> pl.Series:
     return pl.Series(key, [scalar_text(value) for value in values], dtype=pl.String)
 
 
-def _united(parts: list[pl.DataFrame]) -> pl.DataFrame:
+def united(parts: list[pl.DataFrame]) -> pl.DataFrame:
     """Put the parts of one event name together, in the order of their spans and with the keys in theirs."""
     if len(parts) > 1:
         kinds = _kinds(parts)

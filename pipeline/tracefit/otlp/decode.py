@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tracefit.otlp import json_attributes, proto_attributes
+from tracefit.otlp import json_attributes
 from tracefit.otlp.columns import build_batch
 from tracefit.otlp.json_decode import decode_json
 from tracefit.otlp.model import Decoded, FieldError, UncheckedAttributeError
@@ -49,17 +50,22 @@ def decode_frames(frames: Iterable[Frame | Reject], *, batch_bytes: int = BATCH_
 
 
 def _decode_batch(frames: list[Frame], rejects: list[Reject]) -> SpanBatch:
+    if frames and frames[0].encoding == "protobuf":
+        batch = decode_protobuf(frames)
+        return replace(batch, rejects=(*rejects, *batch.rejects))
+    return _decode_json(frames, rejects)
+
+
+def _decode_json(frames: list[Frame], rejects: list[Reject]) -> SpanBatch:
     """Take the attributes of events on trust, and check them one by one only if that fails."""
     try:
-        return _decode_as(frames, rejects, check_events=False)
+        return _decode_json_as(frames, rejects, check_events=False)
     except (FieldError, UncheckedAttributeError):
-        return _decode_as(frames, rejects, check_events=True)
+        return _decode_json_as(frames, rejects, check_events=True)
 
 
-def _decode_as(frames: list[Frame], rejects: list[Reject], *, check_events: bool) -> SpanBatch:
-    protobuf = bool(frames) and frames[0].encoding == "protobuf"
-    decode = decode_protobuf if protobuf else decode_json
+def _decode_json_as(frames: list[Frame], rejects: list[Reject], *, check_events: bool) -> SpanBatch:
     decoded = Decoded(rejects=list(rejects))
     for frame in frames:
-        decoded.extend(decode(frame, check_events=check_events))
-    return build_batch(decoded, proto_attributes.READER if protobuf else json_attributes.READER)
+        decoded.extend(decode_json(frame, check_events=check_events))
+    return build_batch(decoded, json_attributes.READER)

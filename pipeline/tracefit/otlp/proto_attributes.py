@@ -1,97 +1,190 @@
-"""Attributes in protobuf, parsed one by one or read as columns."""
+"""Attributes in protobuf as arrays: which key, what kind of value, and the value or where it is."""
 
 from __future__ import annotations
 
-from base64 import b64encode
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-import msgspec
-from google.protobuf.message import DecodeError
-from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+import numpy as np
 
-from tracefit.otlp.model import Pairs, Part, Scalar, UncheckedAttributeError
-from tracefit.otlp.proto_slots import template_of
-from tracefit.otlp.templates import parts_by_template
-from tracefit.otlp.values import Plain, check_depth, finite, nested_text
+from tracefit.otlp.proto_level import Level
+from tracefit.otlp.proto_walk import Messages, read_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from tracefit.otlp.octets import Mask, Octets, Positions, Words
+
+EMPTY, STRING, BOOL, INT, DOUBLE = 0, 0x0A, 0x10, 0x18, 0x21
+"""Kinds of values: the tags of the scalar fields of `AnyValue`, and 0 for none."""
+
+_KEY, _VALUE = 0x0A, 0x12
+_ROUNDS = 16
 
 
-_SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
+class Codes:
+    """Numbers for texts that occur again and again, from 0 in the order they are first met."""
 
-
-class ProtobufEvent(msgspec.Struct, gc=False, frozen=True):
-    """An event as it was parsed, and serialized, to be read with others at once.
-
-    It is its own `attributes`: an object less for each of the many events.
-    """
-
-    time_unix_nano: int
-    name: str
-    dropped_attributes_count: int
-    message: Any
-    serialized: bytes
+    def __init__(self, octets: Octets) -> None:
+        self._octets = octets
+        self._codes: dict[bytes, int] = {}
 
     @property
-    def attributes(self) -> ProtobufEvent:
-        """What `ProtobufAttributes` reads."""
-        return self
+    def texts(self) -> list[bytes]:
+        """The texts, by number."""
+        return list(self._codes)
+
+    def of(self, starts: Positions, sizes: Positions) -> Positions:
+        """Return the number of each stretch; shape (n,).
+
+        Those that are as the first are found at once, then those as the first of the rest, and so on: of stretches
+        that are alike for a reason that is quickly done.
+        """
+        if self._all_alike(starts, sizes):
+            text = self._text(int(starts[0]), int(sizes[0]))
+            return np.full(len(starts), self._codes.setdefault(text, len(self._codes)))
+        codes = np.empty(len(starts), np.int64)
+        rest = np.arange(len(starts))
+        for _ in range(_ROUNDS):
+            if not len(rest):
+                return codes
+            text = self._text(int(starts[rest[0]]), int(sizes[rest[0]]))
+            same = (sizes[rest] == len(text)) & self._octets.equal(starts[rest], text)
+            code = self._codes.setdefault(text, len(self._codes))
+            if same.all():
+                codes[rest] = code
+                return codes
+            codes[rest[same]] = code
+            rest = rest[~same]
+        texts = map(self._text, starts[rest].tolist(), sizes[rest].tolist())
+        codes[rest] = [self._codes.setdefault(text, len(self._codes)) for text in texts]
+        return codes
+
+    def _all_alike(self, starts: Positions, sizes: Positions) -> bool:
+        if not len(starts) or not sizes[0] or (sizes != sizes[0]).any():
+            return False
+        size = int(sizes[0])
+        text = self._text(int(starts[0]), size)
+        return self._octets.rows(starts, size).tobytes() == text * len(starts)
+
+    def _text(self, start: int, size: int) -> bytes:
+        return self._octets.data[start : start + size]
 
 
-def read_pairs(attributes: Iterable[bytes]) -> Pairs:
-    """Return keys and values of serialized `KeyValue` messages, in order.
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Attribute values.
+
+    Attributes:
+        owner: Which span or event each is of; shape (n,), as all of these.
+        kind: What it is.
+        number: The number as its 64 bits; 0 or 1 for a boolean.
+        start: Where a string begins.
+        size: Its bytes.
+    """
+
+    owner: Positions
+    kind: NDArray[np.uint8]
+    number: Words
+    start: Positions
+    size: Positions
+
+    def __len__(self) -> int:
+        return len(self.owner)
+
+    def __getitem__(self, rows: Positions | Mask | slice) -> Values:
+        return Values(self.owner[rows], self.kind[rows], self.number[rows], self.start[rows], self.size[rows])
+
+    @classmethod
+    def concat(cls, parts: Sequence[Values]) -> Values:
+        """Put values end to end."""
+        if len(parts) == 1:
+            return parts[0]
+        names = [field.name for field in fields(cls)]
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """Attributes of spans or events.
+
+    Attributes:
+        key_start: Where the key of each begins; shape (n,), as all of these.
+        key_size: The key's bytes.
+        values: The values.
+    """
+
+    key_start: Positions
+    key_size: Positions
+    values: Values
+
+
+def read_attributes(octets: Octets, owner: Positions, messages: Messages) -> Attributes:
+    """Read `KeyValue` messages.
+
+    Args:
+        octets: The bytes.
+        owner: What each attribute is of; shape (n,).
+        messages: The attributes.
 
     Raises:
-        UncheckedAttributeError: If an attribute is no message.
-        FieldError: If a value is nested too deep.
+        UnusualRecordsError: If a value is none of the scalar kinds, or written in an unusual way.
     """
-    try:
-        messages = [KeyValue.FromString(attribute) for attribute in attributes]
-    except DecodeError as error:
-        raise UncheckedAttributeError("attribute is not a protobuf message") from error
-    return [(message.key, _scalar(message.value)) for message in messages]
+    key_start, key_stop, value_start, value_stop = _pairs(octets, messages)
+    values = _values(octets, Messages(messages.record, value_start, value_stop))
+    return Attributes(key_start, key_stop - key_start, Values(owner, *values))
 
 
-class ProtobufAttributes:
-    """Reads the attributes of `ProtobufEvent`."""
-
-    def pairs(self, attributes: ProtobufEvent) -> Pairs:
-        """Return keys and values of one event, in order; see `read_pairs` for what it raises."""
-        return read_pairs(attributes.message.attributes)
-
-    def parts(self, attributes: list[ProtobufEvent]) -> list[Part]:
-        """Sort events by layout and read each layout as columns; see `AttributeReader`."""
-        return parts_by_template([event.serialized for event in attributes], template_of)
-
-
-READER = ProtobufAttributes()
-
-
-def _scalar(value: Any) -> Scalar:
-    kind = value.WhichOneof("value")
-    if kind in _SCALAR_KINDS:
-        scalar: Scalar = getattr(value, kind)
-        return scalar
-    nested = _container(value, kind, 1)
-    return nested if isinstance(nested, str) or nested is None else nested_text(nested)
+def _pairs(octets: Octets, messages: Messages) -> tuple[Positions, Positions, Positions, Positions]:
+    """Return where keys begin and end, and values; shape (n,) each."""
+    key_tag, key_start, key_stop, key_good = read_fields(octets, messages.start)
+    middle = np.minimum(key_stop, messages.stop)
+    tag, start, stop, good = read_fields(octets, middle)
+    usual = key_good & good & (key_tag == _KEY) & (tag == _VALUE) & (stop == messages.stop)
+    if not usual.all():
+        other = np.flatnonzero(~usual)
+        level = Level.of(octets, messages[other], (_KEY, _VALUE))
+        key_start[other], key_sizes = level.stretches(_KEY)
+        start[other], sizes = level.stretches(_VALUE)
+        key_stop[other], stop[other] = key_start[other] + key_sizes, start[other] + sizes
+    return key_start, key_stop, start, stop
 
 
-def _plain(value: Any, depth: int) -> Plain:
-    """Read a value inside another, as what it is in plain JSON."""
-    check_depth(depth)
-    kind = value.WhichOneof("value")
-    if kind == "double_value":
-        return finite(value.double_value)
-    if kind in _SCALAR_KINDS:
-        scalar: Scalar = getattr(value, kind)
-        return scalar
-    return _container(value, kind, depth)
+def _values(octets: Octets, messages: Messages) -> tuple[NDArray[np.uint8], Words, Positions, Positions]:
+    """Read `AnyValue` messages."""
+    size = messages.stop - messages.start
+    kind = octets.array[messages.start]
+    kind[size == 0] = EMPTY
+    start = messages.start + 1
+    size -= 1
+    number = octets.words[start]
+    ints_good, ints = octets.varints(start, size, number)
+    good = ints_good & (kind == INT)
+    np.copyto(number, ints, where=good)
+    if not good.all():
+        rest = np.flatnonzero(~good)
+        part = messages[rest]
+        start[rest], size[rest], number[rest], good[rest] = _other_values(
+            octets, part, kind[rest], number[rest]
+        )
+        messages.refuse(~good)
+    return kind, number, start, size
 
 
-def _container(value: Any, kind: str | None, depth: int) -> Plain:
-    if kind == "array_value":
-        return [_plain(item, depth + 1) for item in value.array_value.values]
-    if kind == "kvlist_value":
-        return {pair.key: _plain(pair.value, depth + 1) for pair in value.kvlist_value.values}
-    return b64encode(value.bytes_value).decode() if kind == "bytes_value" else None
+def _other_values(
+    octets: Octets, messages: Messages, kind: NDArray[np.uint8], number: Words
+) -> tuple[Positions, Positions, Words, Mask]:
+    """Read values of other kinds than integers; return starts, sizes, numbers, and which are as they should be."""
+    start = messages.start + 1
+    size = messages.stop - start
+    good = ((kind == EMPTY) & (size < 0)) | ((kind == DOUBLE) & (size == np.int64(8)))
+    bools = kind == BOOL
+    number = np.where(bools, number & np.uint64(0xFF), number)
+    good |= bools & (size == 1) & (number <= 1)
+    texts = np.flatnonzero(kind == STRING)
+    _, start[texts], stop, text_good = read_fields(octets, messages.start[texts])
+    size[texts] = stop - start[texts]
+    good[texts] = text_good & (stop == messages.stop[texts])
+    return start, size, number, good

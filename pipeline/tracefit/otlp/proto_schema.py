@@ -1,8 +1,8 @@
 """The OTLP trace messages, trimmed to the fields that columns are made of.
 
-The wire format does not tell a message from the bytes of one. Attributes are declared as bytes here, so that the
-parser makes no object tree of each. A second set of messages does the same with whole events, which are then read by
-column. Times are declared signed: what is beyond int64 shows as negative.
+The wire format does not tell a message from the bytes of one. Attributes are declared as bytes here, so that one that
+is nested too deep is told from a record that cannot be parsed. Times are declared signed: what is beyond int64 shows as
+negative.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ _MESSAGES = {
         "optional uint32 dropped_attributes_count 4"
     ),
     "Status": "optional string message 2, optional int32 code 3",
-    "EventsOfTraces": "repeated EventsOfResource resource_spans 1",
-    "EventsOfResource": "repeated EventsOfScope scope_spans 2",
-    "EventsOfScope": "repeated EventsOfSpan spans 2",
-    "EventsOfSpan": "repeated bytes events 11",
 }
 
 
@@ -76,5 +72,8 @@ _POOL = _pool()
 TracesData = _message_class(_POOL, "TracesData")
 """Message class of a record."""
 
-EventsOfTraces = _message_class(_POOL, "EventsOfTraces")
-"""Message class of a record, of which it gives nothing but the serialized events."""
+Resource = _message_class(_POOL, "Resource")
+"""Message class of what spans come from."""
+
+Scope = _message_class(_POOL, "Scope")
+"""Message class of the instrumentation that wrote them."""
