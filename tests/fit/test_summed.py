@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit.summed import summed_time
+from tracefit.fit.summed import block_length, summed_time
 
 
 def test_bias_is_of_the_sums():
@@ -38,6 +38,29 @@ def test_drift_within_blocks_widens_it():
     quick = 1_000 * (1 + 0.2 * np.where(steps % 2, 1, -1))
     wide, narrow = (summed_time(np.full(2_000, 1_000.0), y, steps // 100) for y in (slow, quick))
     assert wide.two_sd_pct > 5 * narrow.two_sd_pct
+
+
+def test_blocks_are_as_long_as_an_autoregression_asks_for():
+    """For x_t = r x_{t-1} + e_t: b = (6 r^2 / (1 - r^2)^2 n)^(1/3), from R(k) = r^k put into the formula by hand."""
+    n = 5_000
+    for r in (0.5, 0.8):
+        lengths = []
+        for seed in range(10):
+            noise = np.random.default_rng(seed).standard_normal(n)
+            series = noise.copy()
+            for t in range(1, n):
+                series[t] += r * series[t - 1]
+            lengths.append(block_length(series))
+        assert np.median(lengths) == pytest.approx(np.cbrt(6 * r**2 / (1 - r**2) ** 2 * n), rel=0.25)
+
+
+def test_noise_needs_no_blocks_and_a_drift_the_longest_there_are():
+    noise = np.random.default_rng(0).standard_normal(5_000)
+    assert block_length(noise) <= 5
+    drift = np.linspace(-9, 9, 5_000)
+    # Autocorrelation that does not end within sqrt(n) = 71 lags and 5 more: the formula's sums over R(k) = 1.
+    assert 71 < block_length(drift + noise) <= 3 * np.sqrt(5_000) + 1
+    assert block_length(np.ones(40)) == block_length(noise[:4]) == 1
 
 
 def test_the_same_rows_give_the_same_spread_and_no_time_gives_none():

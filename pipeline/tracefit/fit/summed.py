@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import polars as pl
 
 from tracefit.fit.frames import counted
 from tracefit.fit.parts import predict_parts
+from tracefit.fit.rows import SERVER
 from tracefit.fit.select import time_blocks
 
 if TYPE_CHECKING:
@@ -16,9 +18,8 @@ if TYPE_CHECKING:
     from tracefit.fit.metrics import Vector
     from tracefit.fit.train import Fitted
 
-BLOCK_ROWS = 100
-FEWEST_BLOCKS, MOST_BLOCKS = 10, 50
-"""A machine's speed drifts for seconds: blocks of a few steps would call what is one draw of it many."""
+FEWEST_BLOCKS = 10
+"""Fewer tell no variance: where the hold-out is too short for them, its blocks are shorter than the rule says."""
 
 RESAMPLES = 2_000
 
@@ -49,7 +50,7 @@ def summed_time(predicted_us: Vector, actual_us: Vector, blocks: NDArrayInt) -> 
     """Sum step times and bootstrap the bias of the sum by blocks of time; null of no time.
 
     Steps that follow each other share the machine's mood, so that whole blocks are drawn, with replacement, 2,000
-    times with a fixed seed (Kuensch 1989, without overlap).
+    times with a fixed seed (Kuensch 1989, without overlap). A drift slower than a block is not in their spread.
 
     Args:
         predicted_us: Shape (n,).
@@ -67,16 +68,61 @@ def summed_time(predicted_us: Vector, actual_us: Vector, blocks: NDArrayInt) -> 
     return SummedTime(float(predicted_us.sum()), float(actual_us.sum()), 2 * spread, count)
 
 
+def block_length(series: Vector) -> int:
+    """Return how many neighbours in time make a block, by the rule of Politis and White (2004; Patton et al. 2009).
+
+    b = (2 G^2 / D)^(1/3) n^(1/3) with G = sum lambda(k/M) |k| R(k), D = 4/3 (sum lambda(k/M) R(k))^2 over lags |k| <= M,
+    lambda the flat-top window (1 to one half, then linear to 0). M is twice the lag after which the next lags'
+    autocorrelations are all within 2 sqrt(log10(n) / n), no more than sqrt(n) and those lags. At most 3 sqrt(n) and n / 3.
+
+    Args:
+        series: In order of time, shape (n,).
+    """
+    n = len(series)
+    if n < FEWEST_BLOCKS or np.ptp(series) == 0:
+        return 1
+    quiet = max(5, int(np.sqrt(np.log10(n))))
+    most = min(int(np.ceil(np.sqrt(n))) + quiet, n - 1)
+    about = series - series.mean()
+    covariance = np.array([about[: n - k] @ about[k:] for k in range(most + 1)]) / n
+    within = np.abs(covariance[1:] / covariance[0]) < 2 * np.sqrt(np.log10(n) / n)
+    ends = np.flatnonzero(np.lib.stride_tricks.sliding_window_view(within, min(quiet, most)).all(axis=1))
+    last = min(2 * max(int(ends[0]), 1), most) if len(ends) else most
+    lag = np.arange(1, last + 1)
+    window = np.minimum(1.0, 2 * (1 - lag / last)) * covariance[1 : last + 1]
+    slope, level = 2 * float(lag @ window), float(covariance[0] + 2 * window.sum())
+    if level == 0:
+        return 1
+    length = float(np.cbrt(2 * slope**2 / (4 / 3 * level**2) * n))
+    return max(1, int(np.ceil(min(length, 3 * np.sqrt(n), n / 3))))
+
+
 def summed_holdout(beta: Fitted) -> SummedTime | None:
     """Sum the step times of beta's held-out rows, an interval as all of its steps.
 
-    Blocks are contiguous in the time of a server, of 100 rows, no fewer than 10 and no more than 50 of them.
+    Blocks are contiguous in the time of a server, as long as `block_length` says of the residuals of the training rows: the
+    longest of its servers, and no fewer than 10 blocks.
     """
     held = counted(beta.rows, "holdout")
     if not held.height:
         return None
-    steps = held["interval_steps"].to_numpy().astype(float)
-    server = held.select(s=(held.select("run_id", "server").to_struct().rank("dense") - 1))["s"].to_numpy()
-    count = min(max(held.height // (int(server.max()) + 1) // BLOCK_ROWS, FEWEST_BLOCKS), MOST_BLOCKS)
+    length = _training_block_length(beta)
+    server = held.select(s=pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1)["s"].to_numpy()
+    count = max(round(held.height / (int(server.max()) + 1) / length), FEWEST_BLOCKS)
     blocks = time_blocks(server, held["ts_ns"].to_numpy(), count) + server * count
-    return summed_time(predict_parts(beta.parts, held) * steps, held["y"].to_numpy() * steps, blocks)
+    predicted, actual = _summands(beta, held)
+    return summed_time(predicted, actual, blocks)
+
+
+def _training_block_length(beta: Fitted) -> int:
+    lengths = [1]
+    for _, rows in counted(beta.rows, "train").sort("ts_ns").group_by(SERVER):
+        predicted, actual = _summands(beta, rows)
+        lengths.append(block_length(predicted - actual))
+    return max(lengths)
+
+
+def _summands(beta: Fitted, rows: pl.DataFrame) -> tuple[Vector, Vector]:
+    """Return predicted and measured time of each row's steps."""
+    steps = rows["interval_steps"].to_numpy().astype(float)
+    return predict_parts(beta.parts, rows) * steps, rows["y"].to_numpy() * steps
