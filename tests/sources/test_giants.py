@@ -1,4 +1,4 @@
-"""JSON documents that are not held as a whole; here the sizes that decide it are small."""
+"""Documents and messages that are not held as a whole; here the sizes that decide it are small."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tracefit.sources import Frame, Reject, json_pieces, json_records, json_scan, shape
+from tracefit.sources import (
+    Frame,
+    Reject,
+    framed_zstd,
+    framing,
+    json_pieces,
+    json_records,
+    json_scan,
+    proto_pieces,
+    shape,
+)
 from tracefit.sources.json_scan import Scanner
 
 DOCUMENTS = (
@@ -21,6 +31,10 @@ DOCUMENTS = (
     "pretty objects in a row",
     "Tempo trace",
     "Tempo batches",
+    "bare protobuf",
+    "framed protobuf",
+    "framed zstd of JSON",
+    "framed zstd of protobuf",
 )
 
 
@@ -28,9 +42,12 @@ def limit(patch, *, held=1, piece=1, guess=1, span=10_000, chunk=1 << 20):
     """Make records of more than `held` bytes be taken apart, into pieces of about `piece` bytes."""
     patch.setattr(json_records, "MAX_HELD_BYTES", held)
     patch.setattr(shape, "MAX_HELD_BYTES", 1 << 20)
-    patch.setattr(json_pieces, "PIECE_BYTES", piece)
+    patch.setattr(framing, "MAX_HELD_BYTES", held)
+    patch.setattr(framed_zstd, "MAX_HELD_BYTES", held)
+    for pieces in (json_pieces, proto_pieces):
+        patch.setattr(pieces, "PIECE_BYTES", piece)
+        patch.setattr(pieces, "MAX_SPAN_BYTES", span)
     patch.setattr(json_pieces, "_SMALLEST_GUESS_BYTES", guess)
-    patch.setattr(json_pieces, "MAX_SPAN_BYTES", span)
     patch.setattr(json_scan, "CHUNK_BYTES", chunk)
     patch.setattr(json_scan, "_DOUBLINGS", 0 if chunk < 1 << 20 else 8)
 
@@ -85,6 +102,54 @@ def test_taken_apart_or_held_a_document_has_the_same_spans(otlp, shape_name, dat
         otlp.assert_same(found, expected)
     else:
         assert not len(found.spans)
+
+
+@pytest.mark.parametrize("shape_name", ["bare protobuf", "framed protobuf"])
+def test_every_span_of_a_message_is_a_piece_where_pieces_are_small(otlp, small, shape_name):
+    data = otlp.SHAPES[shape_name]([document(otlp), document(otlp, first=7, last=8, service="two")])
+    frames = otlp.frames_of(data)
+    assert [data.index(bytes([0] * 15 + [n])) - frame.offset for n, frame in enumerate(frames, 1)] == [4] * 8
+    assert spans_of(otlp, data) == [(n, "vllm.api", "one" if n < 7 else "two") for n in range(1, 9)]
+
+
+def test_of_a_cut_message_every_whole_span_is_kept(otlp, small):
+    data = otlp.to_protobuf(document(otlp))
+    ends = [data.index(bytes([0] * 15 + [n])) - 4 for n in range(2, 7)]
+    for cut in range(ends[0], len(data)):
+        *frames, reject = otlp.frames_of(data[:cut])
+        whole = [end for end in ends if end <= cut]
+        assert len(frames) == len(whole)
+        assert reject.reason == "record cut"
+        assert (reject.source_offset, reject.length) == (whole[-1], cut - whole[-1])
+
+
+@pytest.mark.parametrize("size", [50_000, 2**31 - 1, 2**31, 2**32 - 1])
+def test_a_frame_that_claims_too_much_costs_nothing_but_itself(otlp, small, size):
+    small.setattr(framing, "MAX_HELD_BYTES", 1500)
+    messages = [otlp.to_protobuf(document(otlp, first=n, last=n + 9)) for n in range(1, 50, 10)]
+    data = otlp.framed(messages[:2]) + size.to_bytes(4, "big") + messages[2] + otlp.framed(messages[3:])
+    found = [span[0] for span in spans_of(otlp, data)]
+    assert [n for n in found if not 20 < n < 31] == [*range(1, 21), *range(31, 51)]
+    assert len(rejects_of(otlp, data)) == 1
+
+
+@pytest.mark.parametrize("size", [2**31, 2**32, 2**62, 2**63 - 1])
+def test_a_field_that_claims_too_much_is_a_reject(otlp, small, size):
+    good, claimed = otlp.to_protobuf(document(otlp)), bytearray(b"\x0a")
+    while size:
+        claimed.append(size & 0x7F | (0x80 if size > 0x7F else 0))
+        size >>= 7
+    data = good + bytes(claimed) + good
+    assert len(spans_of(otlp, data)) >= 6
+    assert len(rejects_of(otlp, data)) == 1
+
+
+def test_a_span_of_a_message_that_is_too_large_costs_itself(otlp, small):
+    record = otlp.record(otlp.span(1), otlp.span(2, name="x" * 20_000), otlp.span(3))
+    data = otlp.to_protobuf(record)
+    assert [span[0] for span in spans_of(otlp, data)] == [1, 3]
+    (reject,) = rejects_of(otlp, data)
+    assert (reject.reason, reject.length > 20_000) == ("span too large", True)
 
 
 def test_every_span_is_a_piece_where_pieces_are_small(otlp, small):

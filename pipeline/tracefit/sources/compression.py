@@ -12,7 +12,6 @@ from tracefit.sources.limits import (
     CHUNK_BYTES,
     HEAD_BYTES,
     MAX_GUESSES,
-    MAX_RECORD_BYTES,
     MAX_REREAD_BYTES,
     MAX_REREAD_SHARE,
 )
@@ -105,27 +104,22 @@ def decompressed_behind_damage(raw: BinaryIO) -> Iterator[bytes | Gap] | None:
     return None
 
 
-def unzstd_record(compressed: bytes) -> bytes:
+def unzstd_record(compressed: bytes) -> Iterator[bytes]:
     """Decompress one zstd frame that holds one record.
 
     Args:
         compressed: The whole frame.
 
-    Returns:
-        The record.
+    Yields:
+        The record, in chunks.
 
     Raises:
-        DamagedStreamError: If the frame is cut or corrupt, or the record larger than `MAX_RECORD_BYTES`.
+        DamagedStreamError: If the frame is cut or corrupt, or expands out of all proportion.
     """
-    record = bytearray()
     try:
-        for chunk in unzstd(compressed):
-            record += chunk
-            if len(record) > MAX_RECORD_BYTES:
-                raise DamagedStreamError("record too large")
+        yield from unzstd(compressed)
     except Damage as damage:
         raise DamagedStreamError(damage.what) from damage
-    return bytes(record)
 
 
 class _Recovering:

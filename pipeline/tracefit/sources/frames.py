@@ -11,7 +11,8 @@ from tracefit.errors import DataError
 from tracefit.sources import wire
 from tracefit.sources.compression import decompressed, decompressed_behind_damage
 from tracefit.sources.files import TraceFile
-from tracefit.sources.framing import bare_records, framed_records, framed_zstd_records, is_frame_at
+from tracefit.sources.framed_zstd import framed_zstd_records
+from tracefit.sources.framing import bare_records, framed_records, is_frame_at
 from tracefit.sources.json_records import document_records, line_records
 from tracefit.sources.limits import HEAD_BYTES
 from tracefit.sources.records import Frame, Reject, Source

@@ -1,4 +1,4 @@
-"""Length-prefixed records: framed protobuf, bare protobuf, and the zstd framing of older exporters."""
+"""Records told by their length: framed protobuf and bare protobuf."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from typing import TYPE_CHECKING
 
 from tracefit.sources import wire
-from tracefit.sources.compression import DamagedStreamError, unzstd_record
-from tracefit.sources.limits import HEAD_BYTES, MAX_GUESSES, MAX_RECORD_BYTES
-from tracefit.sources.zstd_frames import ZSTD_MAGIC
+from tracefit.sources.limits import HEAD_BYTES, MAX_GUESSES, MAX_HELD_BYTES, MAX_RECORD_BYTES
+from tracefit.sources.proto_pieces import HEADER_BYTES, WireDamageError, message_pieces
+from tracefit.sources.records import joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 LENGTH_BYTES = 4
 _SHOWN_BYTES = 1024
-_LONGEST_FIELD_HEADER = 16
 _FRAME_HEADER = re.compile(rb"(?=[\x00-\x10][\x00-\xff]{3}\x0a)")
 
 
@@ -34,11 +33,22 @@ def framed_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
     Yields:
         One frame per message, one reject per damaged stretch.
     """
+    return joined(_framed(window, source))
+
+
+def _framed(window: Window, source: Source) -> Iterator[Frame | Reject]:
     finder = FrameFinder(window)
     while window.fill(1):
-        size = _declared(window)
+        size = declared(window)
         if not is_frame_at(window, 0):
-            yield _skip_damage(window, source, _fault(window, size), finder.next)
+            yield skip_damage(window, source, fault(window, size), finder.next)
+        elif size > MAX_HELD_BYTES:
+            window.skip(LENGTH_BYTES)
+            try:
+                yield from message_pieces(window, source, size)
+            except WireDamageError as damage:
+                lost = window.offset - damage.start
+                yield source.reject(damage.start, lost, damage.what, b"", "protobuf")
         elif (hidden := _frame_inside(window, finder, LENGTH_BYTES + size)) > 0:
             start, begins = window.offset, window.peek(0, _SHOWN_BYTES)
             window.skip(hidden)
@@ -54,11 +64,19 @@ def is_frame_at(window: Window, position: int) -> bool:
     if not window.fill(begin):
         return False
     size = int.from_bytes(window.peek(position, begin), "big")
-    if not (0 < size <= MAX_RECORD_BYTES and window.fill(begin + 1)):
+    if size == 0 or not window.fill(begin + 1):
         return False
+    if size > MAX_HELD_BYTES:
+        return _begins_large(window, begin, size)
     # The first byte is looked at before as much is read as anybody claims.
     there = window.buffered()[begin] == wire.RESOURCE_SPANS_TAG and window.fill(begin + size)
     return there and wire.is_message(window.buffered(), begin, begin + size)
+
+
+def _begins_large(window: Window, begin: int, size: int) -> bool:
+    """Return whether a message of so many bytes, which are more than are held, looks right as far as they are."""
+    there = window.fill(begin + MAX_HELD_BYTES)
+    return there and wire.begins_traces_message(window.buffered(), begin, size)
 
 
 def _frame_inside(window: Window, finder: FrameFinder, stop: int) -> int:
@@ -84,50 +102,22 @@ def bare_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
         One frame per field, and a reject for what does not fit.
     """
     while window.fill(1):
-        window.fill(_LONGEST_FIELD_HEADER)
-        field = wire.read_field(window.peek(0, _LONGEST_FIELD_HEADER), 0)
-        size = field[3] if field else MAX_RECORD_BYTES + 1
-        if size <= MAX_RECORD_BYTES and window.fill(size):
+        window.fill(HEADER_BYTES)
+        field = wire.read_field(window.peek(0, HEADER_BYTES), 0)
+        size = field[3] if field else 0
+        if 0 < size <= MAX_HELD_BYTES and window.fill(size):
             yield source.frame(window.offset, window.take(size), "protobuf")
             continue
-        reason = _fault(window, size) if field else "not a protobuf field"
-        start, begins = window.offset, window.peek(0, _SHOWN_BYTES)
-        length = window.drain()
-        yield source.reject(start, length, window.damage or reason, begins, "protobuf")
-
-
-def framed_zstd_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
-    """Yield the records of a file of 4-byte big-endian lengths, each followed by one zstd frame.
-
-    Args:
-        window: The file; its frames are the compressed part.
-        source: The file, for frames and rejects.
-
-    Yields:
-        One frame per record, JSON or protobuf as it is; one reject per damaged stretch.
-    """
-    while window.fill(1):
-        size = _declared(window)
-        stop = LENGTH_BYTES + size
-        if not (size <= MAX_RECORD_BYTES and window.fill(stop)):
-            yield _skip_damage(
-                window, source, _fault(window, size), lambda start, _: next_zstd_frame(window, start)
-            )
-            continue
+        start, reason = window.offset, "not a protobuf field"
         try:
-            payload = unzstd_record(window.peek(LENGTH_BYTES, stop))
-        except DamagedStreamError as error:
-            yield _skip_damage(window, source, error.what, lambda start, _: next_zstd_frame(window, start))
-            continue
-        protobuf = wire.is_message(payload, 0, len(payload))
-        yield source.frame(window.offset + LENGTH_BYTES, payload, "protobuf" if protobuf else "json")
-        window.skip(stop)
-
-
-def next_zstd_frame(window: Window, start: int) -> int:
-    """Return where, from `start` of the buffer, a length followed by a zstd frame begins, or -1."""
-    found = window.buffered().find(ZSTD_MAGIC, start + LENGTH_BYTES)
-    return found - LENGTH_BYTES if found >= 0 else -1
+            if size:
+                yield from message_pieces(window, source, size)
+                continue
+        except WireDamageError as damage:
+            start, reason = damage.start, damage.what
+        begins = window.peek(0, _SHOWN_BYTES)
+        window.drain()
+        yield source.reject(start, window.offset - start, window.damage or reason, begins, "protobuf")
 
 
 class FrameFinder:
@@ -151,22 +141,25 @@ class FrameFinder:
     def _is_frame(self, position: int) -> bool:
         begin = position + LENGTH_BYTES
         size = int.from_bytes(self._window.peek(position, begin), "big")
-        field = wire.read_field(self._window.peek(begin, begin + _LONGEST_FIELD_HEADER), 0)
-        if not (field and 0 < size <= MAX_RECORD_BYTES and field[3] <= size and self._guesses_left):
+        field = wire.read_field(self._window.peek(begin, begin + HEADER_BYTES), 0)
+        if not (field and size and field[3] <= size and self._guesses_left):
             return False
         self._guesses_left -= 1
+        if size > MAX_HELD_BYTES:
+            return _begins_large(self._window, begin, size)
         whole = self._window.fill(begin + size)
         return whole and wire.is_traces_message(self._window.buffered(), begin, begin + size)
 
 
-def _declared(window: Window) -> int:
+def declared(window: Window) -> int:
     """Return the length that comes next; more than any record may have if it is cut."""
     if not window.fill(LENGTH_BYTES):
         return MAX_RECORD_BYTES + 1
     return int.from_bytes(window.peek(0, LENGTH_BYTES), "big")
 
 
-def _fault(window: Window, size: int) -> str:
+def fault(window: Window, size: int) -> str:
+    """Return what is wrong with a record of so many bytes, as its length says."""
     if len(window) < LENGTH_BYTES:
         return "record cut in its length"
     if size > MAX_RECORD_BYTES:
@@ -176,7 +169,7 @@ def _fault(window: Window, size: int) -> str:
     return f"record cut: {size} bytes announced, {len(window) - LENGTH_BYTES} there"
 
 
-def _skip_damage(window: Window, source: Source, reason: str, find: Callable[[int, int], int]) -> Reject:
+def skip_damage(window: Window, source: Source, reason: str, find: Callable[[int, int], int]) -> Reject:
     """Move to the next frame that `find` sees, or to the end, and report what was passed over."""
     start, begins, first = window.offset, window.peek(0, _SHOWN_BYTES), 1
     while (found := find(first, HEAD_BYTES)) < 0 and window.fill(HEAD_BYTES + 1):

@@ -5,8 +5,8 @@ from __future__ import annotations
 CHUNK_BYTES = 1 << 20
 """Bytes read, or decompressed, at a time."""
 
-MAX_RECORD_BYTES = 256 << 20
-"""A record that cannot be taken apart is rejected if it is longer, without being held in memory."""
+MAX_RECORD_BYTES = 64 << 20
+"""A record that is held whatever its length (compressed by itself, or msgpack) is rejected if it is longer."""
 
 MAX_EXPANSION = 1000
 """Decompressed bytes allowed per compressed byte; traces reach 30, files of one repeated record a few hundred."""
@@ -24,7 +24,7 @@ MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
 """Bytes of a compressed file that are read again to find what follows damage: so many, and so often the file's size."""
 
 MAX_HELD_BYTES = 8 << 20
-"""A JSON record longer than this is taken apart into smaller ones, whatever its length."""
+"""A record longer than this is taken apart into smaller ones, whatever its length."""
 
 PIECE_BYTES = 4 << 20
 """About how long these are."""

@@ -81,14 +81,13 @@ def _has_framed_zstd(head: bytes) -> bool:
 
 def _begins_bare(head: bytes) -> bool:
     field = wire.read_field(head, 0)
-    if head[0] != wire.RESOURCE_SPANS_TAG or field is None or field[3] > MAX_RECORD_BYTES:
+    if head[0] != wire.RESOURCE_SPANS_TAG or field is None:
         return False
     stop = field[3]
     if stop <= len(head):
         followed = stop == len(head) or head[stop] == wire.RESOURCE_SPANS_TAG
         return followed and wire.is_traces_message(head, 0, stop)
-    inner = wire.read_field(head, field[2])
-    return inner is not None and inner[0] in (1, 2) and inner[3] <= stop
+    return wire.begins_traces_message(head, 0, stop)
 
 
 def _is_document(window: Window) -> bool:

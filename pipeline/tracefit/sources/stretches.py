@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from tracefit.sources import wire
 from tracefit.sources.frames import read_frames, records_of
 from tracefit.sources.framing import LENGTH_BYTES
-from tracefit.sources.limits import CHUNK_BYTES, MAX_RECORD_BYTES
+from tracefit.sources.limits import CHUNK_BYTES
 from tracefit.sources.records import Frame, Reject, Source
 from tracefit.sources.sniff import sniff
 from tracefit.sources.window import Window
@@ -133,11 +133,7 @@ def _frame_cuts(raw: BinaryIO, size: int, begin: int) -> Iterator[int]:
         head = raw.read(LENGTH_BYTES + 1)
         length = int.from_bytes(head[:LENGTH_BYTES], "big")
         position += LENGTH_BYTES + length
-        if (
-            head[LENGTH_BYTES:] != bytes([wire.RESOURCE_SPANS_TAG])
-            or length > MAX_RECORD_BYTES
-            or position >= size
-        ):
+        if head[LENGTH_BYTES:] != bytes([wire.RESOURCE_SPANS_TAG]) or position >= size:
             return
         if position >= wanted:
             yield position

@@ -11,6 +11,7 @@ RESOURCE_SPANS_TAG = 0x0A
 _RESOURCE_SPANS_FIELDS = (1, 2, 3, 1000)  # resource, scope_spans, schema_url, and what the second once was
 _METRIC_NAME = re.compile(rb"[A-Za-z][A-Za-z0-9_./-]{0,254}")
 _MAX_FIELDS_GUESSED = 1000
+_LONGEST_HEADER = 16
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 Buffer = bytes | bytearray
@@ -91,6 +92,41 @@ def is_traces_message(buffer: Buffer, start: int, stop: int) -> bool:
         if position == stop:
             return True
     return False
+
+
+def begins_traces_message(buffer: Buffer, start: int, size: int) -> bool:
+    """Return whether a message of `size` bytes, of which the buffer has the beginning, can be of `resource_spans` alone.
+
+    Looked at two levels deep, as far as the buffer goes or up to a number of fields that no accident reaches.
+    """
+    position, stop = start, start + size
+    for _ in range(_MAX_FIELDS_GUESSED):
+        field = read_field(buffer, position)
+        if field is None or field[:2] != (1, _BYTES) or field[3] > stop:
+            return False
+        if field[3] > len(buffer):
+            return _begins_resource_spans(buffer, field)
+        position = field[3]
+        if position == stop or position + _LONGEST_HEADER > len(buffer):
+            return True
+    return True
+
+
+def _begins_resource_spans(buffer: Buffer, field: Field) -> bool:
+    position = field[2]
+    for _ in range(_MAX_FIELDS_GUESSED):
+        inner = read_field(buffer, position)
+        if (
+            inner is None
+            or inner[0] not in _RESOURCE_SPANS_FIELDS
+            or inner[1] != _BYTES
+            or inner[3] > field[3]
+        ):
+            return False
+        position = inner[3]
+        if position == field[3] or position + _LONGEST_HEADER > len(buffer):
+            return True
+    return True
 
 
 def signal_of(payload: bytes) -> Signal:

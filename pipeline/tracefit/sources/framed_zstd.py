@@ -1,0 +1,68 @@
+"""The zstd framing of older exporters: a length, then one zstd frame with one record, again and again."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tracefit.sources import wire
+from tracefit.sources.compression import unzstd_record
+from tracefit.sources.framing import LENGTH_BYTES, bare_records, declared, fault, skip_damage
+from tracefit.sources.json_records import objects
+from tracefit.sources.limits import MAX_HELD_BYTES, MAX_RECORD_BYTES
+from tracefit.sources.records import Reject
+from tracefit.sources.window import Window
+from tracefit.sources.zstd_frames import ZSTD_MAGIC
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tracefit.sources.records import Frame, Source
+
+
+def framed_zstd_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
+    """Yield the records of a file of 4-byte big-endian lengths, each followed by one zstd frame.
+
+    Args:
+        window: The file; its frames are the compressed part.
+        source: The file, for frames and rejects.
+
+    Yields:
+        One frame per record, JSON or protobuf as it is; one reject per damaged stretch.
+    """
+    while window.fill(1):
+        size = declared(window)
+        stop = LENGTH_BYTES + size
+        if not (size <= MAX_RECORD_BYTES and window.fill(stop)):
+            yield skip_damage(
+                window, source, fault(window, size), lambda start, _: next_zstd_frame(window, start)
+            )
+            continue
+        record = Window(unzstd_record(window.peek(LENGTH_BYTES, stop)))
+        if record.fill(MAX_HELD_BYTES + 1):
+            yield from _large_record(record, source, window.offset + LENGTH_BYTES, size)
+        elif record.damage:
+            yield skip_damage(window, source, record.damage, lambda start, _: next_zstd_frame(window, start))
+            continue
+        else:
+            payload = record.take(len(record))
+            protobuf = wire.is_message(payload, 0, len(payload))
+            yield source.frame(window.offset + LENGTH_BYTES, payload, "protobuf" if protobuf else "json")
+        window.skip(stop)
+
+
+def _large_record(record: Window, source: Source, offset: int, size: int) -> Iterator[Frame | Reject]:
+    """Yield a record in pieces, all of which are where its compressed bytes are."""
+    protobuf = wire.begins_traces_message(record.buffered(), 0, sys.maxsize)
+    for item in (bare_records if protobuf else objects)(record, source):
+        if isinstance(item, Reject):
+            yield replace(item, source_offset=offset, length=size)
+        else:
+            yield replace(item, offset=offset)
+
+
+def next_zstd_frame(window: Window, start: int) -> int:
+    """Return where, from `start` of the buffer, a length followed by a zstd frame begins, or -1."""
+    found = window.buffered().find(ZSTD_MAGIC, start + LENGTH_BYTES)
+    return found - LENGTH_BYTES if found >= 0 else -1
