@@ -254,6 +254,16 @@ def entry(model: FittedModel) -> ev.Entry:
         baseline=metrics_entry(v.baseline),
         reference=metrics_entry(v.reference) if v.reference else None,
         by={name: metrics_entry(m) for name, m in v.by.items()},
+        by_phase=tuple(
+            ev.StepPhaseEntry(
+                run_id=p.run_id,
+                server=p.server,
+                **dataclasses.asdict(p.phase),
+                holdout=metrics_entry(p.holdout),
+                baseline=metrics_entry(p.baseline),
+            )
+            for p in model.by_phase
+        ),
         within_5_pct=v.within_5_pct,
         extrapolated_rows=v.extrapolated_rows,
         extrapolated=v.extrapolated,

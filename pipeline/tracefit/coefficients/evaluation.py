@@ -91,6 +91,19 @@ class SummedEntry(_Part):
     blocks: int
 
 
+class StepPhaseEntry(_Part):
+    """Errors on the held-out steps of one workload phase: a stretch of time in which requests arrive at one rate."""
+
+    run_id: str
+    server: str
+    from_s: float = Field(description="seconds after the server's first request")
+    to_s: float
+    arrivals_per_s: float
+    requests: int = Field(description="all requests of the phase, held out or not")
+    holdout: MetricsEntry
+    baseline: MetricsEntry = Field(description="the training median on the same steps")
+
+
 class Entry(_Part):
     """One model's validation."""
 
@@ -103,6 +116,9 @@ class Entry(_Part):
         description="gradient boosting on the same features and rows, hold-out"
     )
     by: dict[str, MetricsEntry] = Field(default_factory=dict, description="hold-out errors by kind of row")
+    by_phase: tuple[StepPhaseEntry, ...] = Field(
+        default=(), description="hold-out errors of step times by workload phase"
+    )
     classifier: Classifier | None = None
     within_5_pct: float | None = Field(default=None, description="share of hold-out rows within 5 %")
     extrapolated_rows: int = Field(

@@ -15,13 +15,14 @@ from tracefit.fit.composition import ENGINE, REQUEST, SERVER, teacher_forced
 from tracefit.fit.distribution import Distribution, distribution
 from tracefit.fit.metrics import NO_ROWS, Metrics, Vector, measure
 from tracefit.fit.parts import predict_parts
-from tracefit.fit.phases import Phase, find_phases, phase_of
+from tracefit.fit.phases import phases_of_servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.features.context import Scope
     from tracefit.features.sets import FeatureSet
+    from tracefit.fit.phases import Phase, ServerPhases
     from tracefit.fit.scope import FittedModel, ScopeTables
     from tracefit.fit.train import Fitted
 
@@ -295,23 +296,17 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _measured(rows: pl.DataFrame) -> dict[str, Latency]:
-    parts = [_with_phase(part) for _, part in rows.group_by(SERVER, maintain_order=True)]
-    phases = {key: found for part, found in parts for key in part.select(SERVER).head(1).rows()}
-    whole = pl.concat(part for part, _ in parts)
+    phases = phases_of_servers(rows)
+    whole = pl.concat(
+        part.with_columns(phase=phases[run, server].numbers(part["at_ns"]))
+        if (run, server) in phases
+        else part.with_columns(phase=pl.lit(None, pl.Int64))
+        for (run, server), part in _groups(rows, SERVER)
+    )
     return {name: _latency(whole, name, phases) for name in MEASURED}
 
 
-def _with_phase(rows: pl.DataFrame) -> tuple[pl.DataFrame, tuple[Phase, ...]]:
-    """Add `phase` to the requests of one server: the number of the stretch of one arrival rate they came in."""
-    ordered = rows.sort("at_ns", nulls_last=True)
-    known = ordered["at_ns"].drop_nulls()
-    seconds = ((known - known.min()) / 1e9).to_numpy() if len(known) else np.zeros(0)
-    phases = find_phases(seconds)
-    number = [*phase_of(seconds, phases).tolist(), *[None] * (ordered.height - len(known))]
-    return ordered.with_columns(phase=pl.Series(number, dtype=pl.Int64)), phases
-
-
-def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], tuple[Phase, ...]]) -> Latency:
+def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], ServerPhases]) -> Latency:
     actual = pl.col(MEASURED[name])
     cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
     rows = rows.with_columns(actual=pl.when(~cut_off).then(actual) if name in _WHOLE else actual)
@@ -324,7 +319,7 @@ def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], tup
         overall=_errors(told, name, level),
         by_run={str(run): _errors(part, name, level) for (run,), part in _groups(told, ["run_id"])},
         by_phase=tuple(
-            PhaseErrors(run, server, phases[run, server][number], _errors(part, name, level))
+            PhaseErrors(run, server, phases[run, server].phases[number], _errors(part, name, level))
             for (run, server, number), part in _groups(told.drop_nulls("phase"), [*SERVER, "phase"])
         ),
         left_out={**_left_out(held, name), **({"partly_in_training": partly} if partly else {})},

@@ -7,11 +7,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+import polars as pl
 
 if TYPE_CHECKING:
     from tracefit.fit.estimators import NDArrayInt
     from tracefit.fit.metrics import Vector
 
+SERVER = ["run_id", "server"]
 LEAST_REQUESTS = 30
 LEAST_SECONDS = 5.0
 MOST_CUTS_DEEP = 4
@@ -27,6 +29,34 @@ class Phase:
     to_s: float
     arrivals_per_s: float
     requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPhases:
+    """The phases of one server, on its own clock."""
+
+    first_ns: int
+    """Its first arrival."""
+    phases: tuple[Phase, ...]
+
+    def numbers(self, at_ns: pl.Series) -> pl.Series:
+        """Return the index of the phase at each time, null where it is null; before the first arrival is the first."""
+        seconds = ((at_ns - self.first_ns) / 1e9).fill_null(0.0).to_numpy()
+        told = pl.Series(phase_of(seconds, self.phases), dtype=pl.Int64)
+        return pl.select(pl.when(at_ns.is_not_null()).then(told)).to_series()
+
+
+def phases_of_servers(arrivals: pl.DataFrame) -> dict[tuple[str, str], ServerPhases]:
+    """Find the phases of every server that has arrivals.
+
+    Args:
+        arrivals: Columns run_id, server, at_ns.
+    """
+    found = {}
+    for (run, server), part in arrivals.drop_nulls("at_ns").group_by(SERVER):
+        at = part["at_ns"].sort()
+        found[str(run), str(server)] = ServerPhases(int(at[0]), find_phases(((at - at[0]) / 1e9).to_numpy()))
+    return found
 
 
 def find_phases(arrivals_s: Vector) -> tuple[Phase, ...]:

@@ -16,6 +16,7 @@ from tracefit.fit.latency import ComposedLatencies, compose_latencies
 from tracefit.fit.options import BetaTarget, FitOptions, ScopeOptions
 from tracefit.fit.parts import Comparison, FeatureColumn, Regime
 from tracefit.fit.select import MAX_PRODUCT_VIF, MAX_VIF, Choice, pays
+from tracefit.fit.step_phases import StepPhase, errors_by_phase
 from tracefit.fit.summed import SummedTime, summed_holdout
 from tracefit.fit.train import Fitted, TooFewRows, cross_validate, fit_regimes
 
@@ -102,6 +103,8 @@ class FittedModel:
     feature_set: str
     recipe: Recipe
     notes: tuple[str, ...] = ()
+    by_phase: tuple[StepPhase, ...] = ()
+    """Errors of step times in each workload phase."""
     boundary: FittedBoundary | None = None
     """With it the model is API work and the step clock; `fitted` is what to use without a clock."""
 
@@ -236,7 +239,10 @@ def _fit_beta(
         return choice, Missing(name, f"step times: {result.reason}", remedy)
     definition, source = _beta_definition(choice, tables.lags)
     target = name.removeprefix("beta.")
-    return choice, FittedModel(name, target, definition, source, result, features.name, recipe, note)
+    by_phase = errors_by_phase(result, tables.requests, recipe.options.judge)
+    return choice, FittedModel(
+        name, target, definition, source, result, features.name, recipe, note, by_phase=by_phase
+    )
 
 
 def beta_options(options: ScopeOptions) -> FitOptions:
@@ -352,7 +358,15 @@ def _fit_alpha(
     source = "journey, step clock" if boundary else "journey"
     notes = _BOUNDARY_NOTES if boundary else ()
     return FittedModel(
-        name, target, _ALPHA_DEFINITIONS[target], source, result, features.name, recipe, notes, boundary
+        name,
+        target,
+        _ALPHA_DEFINITIONS[target],
+        source,
+        result,
+        features.name,
+        recipe,
+        notes,
+        boundary=boundary,
     )
 
 

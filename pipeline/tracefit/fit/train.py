@@ -116,7 +116,7 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
         have = f"{used.height} training and {holdout.height} held-out rows"
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
         return TooFewRows(f"{have}, {need}", rows)
-    judged = _judged(holdout, options.judge)
+    judged = judged_rows(holdout, options.judge)
     curve = learning_curve(parts, designs, judged, fewest=MIN_TRAIN_ROWS, positive=options.positive)
     return Fitted(
         parts=tuple(parts),
@@ -229,7 +229,7 @@ def _counted(rows: pl.DataFrame, split: str) -> pl.DataFrame:
     return rows.filter((pl.col("split") == split) & pl.col("excluded_because").is_null())
 
 
-def _judged(holdout: pl.DataFrame, judge: pl.Expr | None) -> pl.DataFrame:
+def judged_rows(holdout: pl.DataFrame, judge: pl.Expr | None) -> pl.DataFrame:
     """Return the held-out rows the error is measured on: those `judge` asks for, all if they are too few."""
     if judge is None:
         return holdout

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         LatencyErrorsEntry,
         PhaseEntry,
         ScopeEvaluation,
+        StepPhaseEntry,
         SummedEntry,
     )
     from tracefit.reports.model import Part
@@ -120,6 +121,15 @@ def _group(title: str, errors: LatencyErrorsEntry) -> tuple[str, ...]:
     return (title, *metrics(errors.teacher_forced), *(number(v) for v in others))
 
 
-def _phase(phase: PhaseEntry) -> str:
+def step_phase_parts(phases: Sequence[StepPhaseEntry]) -> list[Part]:
+    """Give the errors of step times by workload phase; nothing where there is one phase or none."""
+    if len(phases) < 2:
+        return []
+    rows = [(_phase(p), *metrics(p.holdout), number(p.baseline.mape_pct)) for p in phases]
+    title = "By workload phase (a stretch of a run in which requests arrive at one rate)"
+    return [table(("phase", *ERRORS, "baseline MAPE %"), rows, folded=title)]
+
+
+def _phase(phase: PhaseEntry | StepPhaseEntry) -> str:
     rate = f"{number(phase.arrivals_per_s)} requests/s"
     return f"`{phase.run_id}` {phase.from_s:.0f} to {phase.to_s:.0f} s, {rate}"
