@@ -7,6 +7,7 @@ import polars as pl
 import pytest
 
 from tracefit.fit import rows as rules
+from tracefit.fit.outliers import outliers
 
 
 def _rows(times, *, run="r", server="s", because=None):
@@ -85,13 +86,13 @@ def test_an_outlier_is_far_in_spreads_and_by_a_factor():
     y[3] *= 3.5
     y[5] /= 3.5
     y[7] *= 2.5  # far in spreads, not by the factor
-    assert np.flatnonzero(rules.outliers(x, y)).tolist() == [3, 5]
+    assert np.flatnonzero(outliers(x, y)).tolist() == [3, 5]
 
 
 def test_a_wide_spread_has_no_outliers_by_the_factor_alone():
     rng = np.random.default_rng(0)
     x = rng.random((300, 1))
     y = 1000 * rng.lognormal(0, 1.5, 300)
-    far = rules.outliers(x, y)
+    far = outliers(x, y)
     assert far.mean() < 0.1
     assert ((y > 3000) | (y < 1000 / 3)).mean() > 0.3

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 BetaTarget = Literal["auto", "clock", "duration"]
 
+COVERED_SHARE = 0.8
+"""Durations that cover this share of busy time are the step times themselves."""
+
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:

@@ -5,15 +5,7 @@ Hold-out rows lose idle gaps and epoch boundaries, nothing else: an error withou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import numpy as np
 import polars as pl
-
-from tracefit.fit.estimators import RobustLinear
-
-if TYPE_CHECKING:
-    from tracefit.fit.metrics import Vector
 
 SERVER = ["run_id", "server"]
 TRAIN_SHARE = 0.7
@@ -30,10 +22,9 @@ UNKNOWN_FEATURES = "unknown_features"
 ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY)
 """Reasons that apply to both parts."""
 
-OUTLIER_SPREADS = 8.0
-OUTLIER_FACTOR = 3.0
-"""A training row is an outlier when it is both more than 8 robust standard deviations and more than a factor of 3 away
-from a first robust fit."""
+MIN_TRAIN_ROWS = 30
+MIN_HOLDOUT_ROWS = 10
+"""Nothing is fitted on fewer rows, or judged on fewer."""
 
 
 def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
@@ -79,13 +70,3 @@ def warm_up_ends(counters: pl.DataFrame) -> pl.DataFrame:
     steps = pl.col("last_step") - pl.col("first_step") + 1
     length = pl.max_horizontal((steps * WARM_UP_SHARE).ceil().cast(pl.Int64), pl.lit(WARM_UP_STEPS))
     return counters.select(*SERVER, "epoch", warm_up_until=pl.col("first_step") + length)
-
-
-def outliers(x: Vector, y: Vector) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Find training rows that a first robust fit is far off, by the stated rule; shape (n,)."""
-    fitted = RobustLinear().fit(x, y).predict(x)
-    residual = y - fitted
-    spread = 1.4826 * float(np.median(np.abs(residual - np.median(residual))))
-    floor = np.maximum(fitted, 1e-9)
-    far = np.abs(residual) > OUTLIER_SPREADS * spread
-    return np.asarray(far & ((y > OUTLIER_FACTOR * floor) | (y * OUTLIER_FACTOR < floor)))

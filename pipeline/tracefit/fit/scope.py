@@ -13,7 +13,7 @@ from tracefit.features.sets import BUILT_IN, FREE_FEATURES, PRODUCTS, QUEUED_FEA
 from tracefit.fit.boundary import FittedBoundary, fit_boundary
 from tracefit.fit.frames import request_frame, step_frame
 from tracefit.fit.latency import ComposedLatencies, compose_latencies
-from tracefit.fit.options import BetaTarget, FitOptions, ScopeOptions
+from tracefit.fit.options import COVERED_SHARE, BetaTarget, FitOptions, ScopeOptions
 from tracefit.fit.parts import Comparison, FeatureColumn, Regime
 from tracefit.fit.select import MAX_PRODUCT_VIF, MAX_VIF, Choice, pays
 from tracefit.fit.step_phases import StepPhase, errors_by_phase
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from tracefit.features.context import Scope
     from tracefit.fit.overload import Overload
     from tracefit.fit.validate import Validation
-
-COVERED_SHARE = 0.8
-"""Durations that cover this share of busy time are the step times themselves."""
 
 STEP_TIMES = "beta.cycle_time"
 

@@ -13,6 +13,7 @@ from tracefit.fit.bands import Band, band_of
 from tracefit.fit.design import Design, design_of
 from tracefit.fit.estimators import HUBER, RobustLinear, confidence_intervals
 from tracefit.fit.learning import learning_curve
+from tracefit.fit.outliers import outliers
 from tracefit.fit.parts import (
     FeatureColumn,
     FittedPart,
@@ -22,6 +23,7 @@ from tracefit.fit.parts import (
     matrix,
     target_of,
 )
+from tracefit.fit.rows import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from tracefit.fit.metrics import Vector
     from tracefit.fit.options import FitOptions
 
-MIN_TRAIN_ROWS = 30
-MIN_HOLDOUT_ROWS = 10
 MAX_UNKNOWN_SHARE = 0.05
 _SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
 
@@ -266,7 +266,7 @@ def _unknown_reason(share: float) -> str:
 def _mark_outliers(rows: pl.DataFrame, used: pl.DataFrame, features: list[FeatureColumn]) -> pl.DataFrame:
     names = [f.name for f in features]
     kept, _ = usable_features(matrix(used, names), names, [f.max_inflation for f in features])
-    far = rules.outliers(matrix(used, names)[:, kept], target_of(used))
+    far = outliers(matrix(used, names)[:, kept], target_of(used))
     flags = np.zeros(rows.height, dtype=bool)
     is_used = (rows["split"] == "train") & rows["excluded_because"].is_null()
     flags[np.flatnonzero(is_used.to_numpy())] = far

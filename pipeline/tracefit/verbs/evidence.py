@@ -9,8 +9,8 @@ import polars as pl
 
 from tracefit.features.training import ALPHA_TARGETS
 from tracefit.fit import rows as rules
-from tracefit.fit.scope import COVERED_SHARE
-from tracefit.fit.train import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.fit.options import COVERED_SHARE
+from tracefit.fit.rows import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.tables.runs import step_counters
 
 if TYPE_CHECKING:
