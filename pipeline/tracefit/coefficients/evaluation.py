@@ -383,4 +383,6 @@ class Evaluation(_Part):
     across: tuple[AcrossEntry, ...] = Field(
         default=(), description="errors on what was left out of training, where that was asked for"
     )
-    across_notes: tuple[str, ...] = Field(default=(), description="what could not be left out, and why")
+    across_notes: tuple[str, ...] = Field(
+        default=(), description="what could not be left out or told, and why"
+    )

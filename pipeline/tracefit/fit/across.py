@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import polars as pl
+from threadpoolctl import threadpool_limits
 
 from tracefit.features import training
 from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from tracefit.fit.validate import Validation
 
 Kind = Literal["run", "model", "gpu"]
+
+_ONE_SCOPE = "the others are one scope, which cannot tell reading the weights from a constant; trace two models or sizes"
 
 _WEIGHTS = Feature(
     "weights_read_us",
@@ -70,12 +73,13 @@ class LeftOutErrors:
 
 @dataclass(frozen=True, slots=True)
 class AcrossResult:
-    """What could be left out and how it went, and what could not."""
+    """What could be left out and how it went; what could not be left out, or not be told."""
 
     errors: tuple[LeftOutErrors, ...]
     notes: tuple[str, ...]
 
 
+@threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]
 def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossResult:
     """Leave out every run of a scope in turn, every model and every GPU.
 
@@ -180,6 +184,8 @@ def _leave_groups(
         if isinstance(fitted, TooFewRows):
             notes.append(f"{title}, {name}: {fitted.reason}")
             continue
+        if sum(frame.names[kind] != name for frame in frames) == 1:
+            notes.append(f"{title}, {name}: {_ONE_SCOPE}")
         found.append(
             LeftOutErrors(
                 kind, name, STEP_TIMES, None, POOLED.name, others, fitted.rows_used, fitted.validation
@@ -191,9 +197,11 @@ def _leave_groups(
 def _told_apart(frames: Sequence[pl.DataFrame]) -> list[FeatureColumn]:
     """Offer the features that this many scopes can tell: of those constant within most, two fewer than there are scopes.
 
-    With as many coefficients as scopes a line goes through every scope's mean, whatever the truth.
+    With as many coefficients as scopes a line goes through every scope's mean, whatever the truth. Of two scopes one such
+    feature is offered all the same, the first (reading weights): else what is the same in every step counts as a constant
+    of the program, which no other GPU or model changes.
     """
-    spare = len(frames) - 2
+    spare = max(len(frames) - 2, 1 if len(frames) == 2 else 0)
     offered = []
     for feature in columns_of(POOLED):
         fixed = 2 * sum(_is_fixed(frame[feature.name]) for frame in frames) > len(frames)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from scipy.optimize import nnls
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import Lasso
 
 if TYPE_CHECKING:
@@ -100,7 +102,10 @@ def solve(of: Moments, penalty: Penalty, strength: float, *, positive: bool = Fa
     model = Lasso(
         l1 * of.rows / len(target), fit_intercept=False, positive=positive, max_iter=_LASSO_ROUNDS, tol=1e-6
     )
-    return np.asarray(model.fit(root, target).coef_, dtype=float)
+    with warnings.catch_warnings():
+        # Of features that nearly say the same the descent is slow: where it stops is ranked like any other candidate.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        return np.asarray(model.fit(root, target).coef_, dtype=float)
 
 
 def ridge_share(penalty: Penalty) -> float:

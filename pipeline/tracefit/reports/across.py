@@ -34,7 +34,7 @@ def across_parts(evaluation: Evaluation) -> list[Part]:
     ]
     if evaluation.across:
         parts.append(table(_HEAD, [_row(one) for one in evaluation.across]))
-    return [*parts, *(f"- Not done: {note}." for note in evaluation.across_notes)]
+    return [*parts, *(f"- Note: {note}." for note in evaluation.across_notes)]
 
 
 def _row(one: AcrossEntry) -> tuple[str, ...]:
