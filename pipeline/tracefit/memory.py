@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 SETTINGS = {
-    "_RJEM_MALLOC_CONF": "dirty_decay_ms:0,muzzy_decay_ms:0",  # polars
+    "_RJEM_MALLOC_CONF": "dirty_decay_ms:500,muzzy_decay_ms:0",  # polars
     "ARROW_DEFAULT_MEMORY_POOL": "system",
 }
 """Variables that polars and pyarrow read when they are imported."""

@@ -101,8 +101,9 @@ def _event_frames(
     """Build one frame per event name; what is left out is added to the rejects."""
     events = list(chain.from_iterable([span.events for span in spans]))
     places = _event_places(spans)
-    codes: dict[str, int] = {}
-    code_of = np.array([codes.setdefault(event.name, len(codes)) for event in events], np.int64)
+    names = [event.name for event in events]
+    codes = {name: code for code, name in enumerate(dict.fromkeys(names))}
+    code_of = np.fromiter(map(codes.__getitem__, names), np.int64, len(names))
     usual = _usual_codes(code_of, len(codes))
     if len(usual) < len(codes):
         rare = places["span_row"].to_numpy()[~np.isin(code_of, list(usual))]

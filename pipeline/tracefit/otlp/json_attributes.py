@@ -55,7 +55,7 @@ class JsonAttributes:
 
     def parts(self, attributes: list[Raw]) -> list[Part]:
         """Sort events by layout and read each layout as columns; see `AttributeReader`."""
-        return parts_by_template([bytes(text) for text in attributes], template_of)
+        return parts_by_template(attributes, template_of)
 
 
 READER = JsonAttributes()

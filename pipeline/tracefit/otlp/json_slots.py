@@ -80,15 +80,17 @@ def _find_ints(texts: Texts, positions: Positions) -> Found:
     firsts = texts.octets[positions]
     negative = firsts == _MINUS
     starts = positions
-    if negative.any():
+    if some_negative := bool(negative.any()):
         starts = positions + negative
         firsts = texts.octets[starts]
     sizes, numbers = texts.digits(starts, _INT64_DIGITS + 1)
-    good = (
-        (sizes > 0) & (sizes <= _INT64_DIGITS) & (numbers <= INT64_MAX) & ((firsts != _ZERO) | (sizes == 1))
-    )
+    good = (sizes > 0) & ((firsts != _ZERO) | (sizes == 1))
+    if (sizes >= _INT64_DIGITS).any():
+        good &= (sizes <= _INT64_DIGITS) & (numbers <= INT64_MAX)
     signed = numbers.view(np.int64)
-    return Found(starts + sizes, good, np.where(negative, -signed, signed), sizes)
+    return Found(
+        starts + sizes, good, np.where(negative, -signed, signed) if some_negative else signed, sizes
+    )
 
 
 def _find_doubles(texts: Texts, positions: Positions) -> Found:

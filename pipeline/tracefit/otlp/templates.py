@@ -15,17 +15,17 @@ import numpy as np
 import polars as pl
 
 from tracefit.otlp.model import Part
-from tracefit.otlp.texts import Mask, Positions, Texts
+from tracefit.otlp.texts import Mask, Octets, Positions, Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
 MAX_TEMPLATES = 8
 """Layouts tried on the events of one name; optional attributes make two or three."""
 
-_BLOCK_ROWS = 1024
+_BLOCK_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Template:
     tail: bytes
 
 
-def parts_by_template(texts: list[bytes], template_of: Callable[[bytes], Template | None]) -> list[Part]:
+def parts_by_template(texts: Sequence[Octets], template_of: Callable[[bytes], Template | None]) -> list[Part]:
     """Sort texts by template and read each sort as columns.
 
     Args:
@@ -87,7 +87,7 @@ def parts_by_template(texts: list[bytes], template_of: Callable[[bytes], Templat
     for _ in range(MAX_TEMPLATES):
         if not len(rest):
             break
-        template = template_of(texts[rest[0]])
+        template = template_of(bytes(texts[rest[0]]))
         part = _match(template, together, rest) if template else None
         if part is None or not len(part.rows):
             left_over.append(int(rest[0]))

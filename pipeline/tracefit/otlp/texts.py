@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -20,14 +21,28 @@ if TYPE_CHECKING:
 Positions = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Words = NDArray[np.uint64]
+Octets = bytes | msgspec.Raw
 
 _WORD = 8
-_MARGIN = 512
-"""Bytes behind the last text that may be read, beyond the length of the longest text."""
+_MARGIN = 4096
+"""Zeros behind the last text, which may be read: at least twice the longest text, or the longest beyond these."""
 
 _ONES = np.uint64(0x0101010101010101)
 _TOPS = np.uint64(0x8080808080808080)
+_DIGIT_ZEROS = _ONES * np.uint64(ord("0"))
+_ABOVE_NINE = _ONES * np.uint64(0x76)
+"""Added to a byte above nine, sets its top bit."""
 _ONE, _SHIFT_TO_BYTES = np.uint64(1), np.uint64(3)
+_ALL_BITS = 64
+_PAIRS = tuple(
+    (np.uint64((base << width) + 1), np.uint64(width), np.uint64(mask))
+    for base, width, mask in (
+        (10, 8, 0x00FF00FF00FF00FF),
+        (100, 16, 0x0000FFFF0000FFFF),
+        (10_000, 32, 0x00000000FFFFFFFF),
+    )
+)
+"""Factor, shift and mask that join neighbouring digits, then pairs, then fours: the first of two is worth `base`."""
 _FIRST_BYTES = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)
 _POWERS_OF_TEN = np.array([10**n for n in range(_WORD + 1)], np.uint64)
 
@@ -51,24 +66,30 @@ class Texts:
     nowhere: int
 
     @classmethod
-    def of(cls, texts: Sequence[bytes]) -> Texts:
-        """Lay texts end to end."""
-        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
-        ends = sizes.cumsum()
-        nowhere = int(ends[-1]) if len(ends) else 0
-        octets = np.frombuffer(b"".join([*texts, bytes(int(sizes.max(initial=0)) + _MARGIN)]), np.uint8)
+    def of(cls, texts: Sequence[Octets]) -> Texts:
+        """Lay texts end to end, a zero behind each."""
+        joined = b"\0".join([*texts, bytes(_MARGIN)])
+        zeros = np.flatnonzero(np.frombuffer(joined, np.uint8) == 0)
+        ends = zeros[: len(texts)]
+        if len(zeros) != len(texts) + _MARGIN:  # some have zeros inside
+            ends = np.cumsum([memoryview(text).nbytes + 1 for text in texts]) - 1
+        begins = np.concatenate([[0], ends[:-1] + 1])[: len(texts)]
+        longest = int((ends - begins).max(initial=0))
+        if longest > _MARGIN // 2:
+            joined += bytes(longest)
+        octets = np.frombuffer(joined, np.uint8)
+        nowhere = int(ends[-1]) + 1 if len(ends) else 0
         words: Words = np.ndarray((len(octets) - _WORD + 1,), "<u8", octets, strides=(1,))
-        return cls(octets, words, ends - sizes, ends, nowhere)
+        return cls(octets, words, begins, ends, nowhere)
 
     def have(self, positions: Positions, literal: bytes) -> Mask:
         """Return at which of the positions the literal stands."""
         count, size = len(positions), len(literal)
         every = np.ndarray((len(self.octets) - size + 1,), f"V{size}", self.octets, strides=(1,))
         stretches = every[positions]
-        if stretches.tobytes() == literal * count:  # the usual case, and much the fastest way to know
-            return np.ones(count, np.bool_)
-        wanted = np.frombuffer(literal, np.uint8)
-        return np.asarray((stretches.view(np.uint8).reshape(count, size) == wanted).all(axis=1))
+        equal = stretches.view(np.uint8).reshape(count, size) == np.frombuffer(literal, np.uint8)
+        # Row by row is slow, and in the usual case one look at all of them is enough.
+        return np.ones(count, np.bool_) if equal.all() else np.asarray(equal.all(axis=1))
 
     def digits(self, positions: Positions, longest: int) -> tuple[Positions, Words]:
         """Read decimal digits.
@@ -80,18 +101,21 @@ class Texts:
         Returns:
             How many digits there are, and the number they make, modulo 2^64; shape (n,) each.
         """
-        sizes = np.zeros(len(positions), np.int64)
-        numbers = np.zeros(len(positions), np.uint64)
-        goes_on = np.ones(len(positions), np.bool_)
-        for at in range(0, longest, _WORD):
-            word = self.words[positions + at] ^ (_ONES * np.uint64(ord("0")))
-            count = np.where(goes_on, _first_mark(word + _ONES * np.uint64(0x76) | word), 0)
-            numbers = numbers * _POWERS_OF_TEN[count] + _number_of(word, count)
-            sizes += count
-            goes_on = count == _WORD
+        sizes, numbers = self._digits_of_word(positions)
+        for at in range(_WORD, longest, _WORD):
+            goes_on = sizes == at
             if not goes_on.any():
                 break
+            count, number = self._digits_of_word(positions + at)
+            count = np.where(goes_on, count, 0)
+            numbers = numbers * _POWERS_OF_TEN[count] + np.where(goes_on, number, 0)
+            sizes = sizes + count
         return sizes, numbers
+
+    def _digits_of_word(self, positions: Positions) -> tuple[Positions, Words]:
+        word = self.words[positions] ^ _DIGIT_ZEROS
+        count = _first_mark((word + _ABOVE_NINE) | word)
+        return count, _number_of(word, count)
 
     def varints(self, starts: Positions, sizes: Positions) -> tuple[Mask, Words]:
         """Read base-128 numbers of known sizes, at most ten bytes.
@@ -158,24 +182,16 @@ class Texts:
 def _first_mark(marks: Words) -> Positions:
     """Return how many bytes are below the first that has its top bit set; eight if none has."""
     tops = marks & _TOPS
-    lowest = tops & (~tops + _ONE)
-    return (np.bitwise_count(lowest - _ONE) >> _SHIFT_TO_BYTES).astype(np.int64)
+    return (np.bitwise_count(~tops & (tops - _ONE)) >> _SHIFT_TO_BYTES).astype(np.int64)
 
 
 def _number_of(word: Words, count: Positions) -> Words:
     """Return the number that the first `count` bytes of each word make, each byte a digit's value."""
-    shift = ((_WORD - count) * 8).astype(np.uint64)
-    half: Words = shift >> _ONE  # twice half the way, for a shift by the whole width is undefined
-    value = word << half << (shift - half)
-    value = value * np.uint64(10) + (value >> np.uint64(8))
-    value = (value & np.uint64(0x00FF00FF00FF00FF)) * np.uint64(100) + (
-        (value >> np.uint64(16)) & np.uint64(0x00FF00FF00FF00FF)
-    )
-    value = (value & np.uint64(0x0000FFFF0000FFFF)) * np.uint64(10_000) + (
-        (value >> np.uint64(32)) & np.uint64(0x0000FFFF0000FFFF)
-    )
-    number: Words = value & np.uint64(0xFFFFFFFF)
-    return number
+    # The digits move to the top, behind zeros; a shift by all 64 bits is 0 in numpy.
+    value = word << (_ALL_BITS - (count << 3)).astype(np.uint64)
+    for factor, width, mask in _PAIRS:
+        value = ((value * factor) >> width) & mask
+    return value
 
 
 def _septets(word: Words) -> Words:
