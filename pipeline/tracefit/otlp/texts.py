@@ -176,7 +176,8 @@ class Texts:
             array.validate(full=True)
         except pa.ArrowInvalid:
             return None
-        return pl.Series(array)
+        # By way of a batch: polars makes a series of an array with pyarrow.compute, which takes long to load.
+        return pl.DataFrame(pa.RecordBatch.from_arrays([array], ["text"])).to_series()
 
 
 def _first_mark(marks: Words) -> Positions:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tracefit.sources.files import TraceFile
     from tracefit.sources.shape import Shape
 
-STRETCH_BYTES = 16 << 20
+STRETCH_BYTES = 32 << 20
 """Bytes of a stretch, about: the first cut at or behind every multiple of it."""
 
 

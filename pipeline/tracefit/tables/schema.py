@@ -9,18 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import polars as pl
-import pyarrow as pa
 
 Kind = Literal["string", "int64", "float64", "bool", "map", "json"]
 
-_ARROW: dict[Kind, pa.DataType] = {
-    "string": pa.string(),
-    "int64": pa.int64(),
-    "float64": pa.float64(),
-    "bool": pa.bool_(),
-    "map": pa.map_(pa.string(), pa.string()),
-    "json": pa.string(),
-}
 _ATTRIBUTE_LIST = pl.List(pl.Struct({"key": pl.String, "value": pl.String}))
 _POLARS: dict[Kind, pl.DataType] = {
     "string": pl.String(),
@@ -45,11 +36,6 @@ class Column:
     def polars(self) -> pl.DataType:
         """The column's type in a polars frame (a map is a list of key and value)."""
         return _POLARS[self.kind]
-
-    @property
-    def arrow(self) -> pa.DataType:
-        """The column's type in a Parquet file."""
-        return _ARROW[self.kind]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,17 +147,34 @@ class TableStore:
         return self
 
 
+_AHEAD = 2
+"""Frames that wait to be written, at most."""
+
+
 @dataclass(slots=True)
 class RunWriter:
-    """Writes the tables of one run, each as one Parquet file, as their rows come: one table after the other."""
+    """Writes the tables of one run, each as one Parquet file, as their rows come: one table after the other.
+
+    Rows are encoded beside the caller's own work. What goes wrong there is raised by one of the next calls.
+    """
 
     scratch: Path
     _open: dict[str, _PartWriter] = field(default_factory=dict)
     _parts: dict[str, Path] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
+    _background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
+    _waiting: deque[Future[None]] = field(default_factory=deque)
 
     def write(self, name: str, rows: pl.DataFrame) -> None:
         """Take the next rows of a table, shaped as it and in its order."""
+        self._settle(_AHEAD)
+        self._waiting.append(self._background.submit(self._write, name, rows))
+
+    def _settle(self, left: int) -> None:
+        while len(self._waiting) > left:
+            self._waiting.popleft().result()
+
+    def _write(self, name: str, rows: pl.DataFrame) -> None:
         if name not in self._open:
             self._finish()
             path = self.scratch / f"{name}.parquet"
@@ -168,10 +187,12 @@ class RunWriter:
 
     def __exit__(self, *error: object) -> None:
         """Close the files, finished or not."""
+        self._background.shutdown(cancel_futures=True)
         self._stack.close()
 
     def close(self) -> dict[str, Path]:
         """Finish the last table; return the part of each, named after its contents."""
+        self._settle(0)
         self._finish()
         return self._parts
 
@@ -241,40 +262,41 @@ class _PartWriter:
         if self._writer is None:
             strings = [c.name for c in self.table.columns if c.kind == "string"]
             self._writer = pq.ParquetWriter(
-                pa.PythonFile(self.stream, mode="w"), rows.schema, compression="zstd", use_dictionary=strings
+                pa.PythonFile(self.stream, mode="w"),
+                rows.schema,
+                compression="zstd",
+                use_dictionary=strings,
+                store_schema=False,  # string columns are not to be read as another kind of string
             )
         self._writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
 
 
 def _to_arrow(frame: pl.DataFrame, table: schema.Table) -> pa.Table:
-    """Give each column the published Arrow type; lists of key and value become maps."""
-    kinds = {c.name: c for c in table.columns}
-    arrow = frame.to_arrow()
-    columns = []
-    for own, column in zip(arrow.schema, arrow.columns, strict=True):
-        known = kinds.get(own.name)
-        combined = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-        if known is None:
-            columns.append(combined)
-        elif known.kind == "map":
-            columns.append(_to_map(combined))
-        else:
-            columns.append(combined.cast(known.arrow))
-    return pa.Table.from_arrays(columns, names=arrow.schema.names)
+    """Make columns that Parquet stores as the published types; lists of key and value become maps."""
+    arrow = frame.to_arrow(compat_level=pl.CompatLevel.oldest())
+    for column in table.columns:
+        if column.kind == "map" and column.name in frame.columns:
+            place = frame.get_column_index(column.name)
+            arrow = arrow.set_column(place, column.name, _to_map(frame[column.name]))
+    return arrow
 
 
-def _to_map(lists: pa.Array) -> pa.Array:
-    lists = lists.cast(pa.list_(pa.struct([("key", pa.string()), ("value", pa.string())])))
-    pairs = lists.flatten()
-    lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.MapArray.from_arrays(pa.array(offsets), pairs.field("key"), pairs.field("value"))
+def _to_map(lists: pl.Series) -> pa.Array:
+    lengths = lists.list.len().fill_null(0).to_numpy()
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    pairs = lists.explode(empty_as_null=False).drop_nulls().struct
+    keys, values = (
+        pairs.field(name).to_arrow(compat_level=pl.CompatLevel.oldest()) for name in ("key", "value")
+    )
+    return pa.MapArray.from_arrays(offsets, keys, values)
 
 
 def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
     try:
-        wanted = None if columns is None else [c for c in pq.read_schema(part).names if c in columns]
-        frame = pl.from_arrow(pq.read_table(part, columns=wanted, partitioning=None))
+        # Not read_table, which loads pyarrow's datasets first.
+        with pq.ParquetFile(part) as file:
+            wanted = None if columns is None else [c for c in file.schema_arrow.names if c in columns]
+            frame = pl.from_arrow(file.read(wanted))
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowInvalid) as error:
