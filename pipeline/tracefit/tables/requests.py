@@ -64,7 +64,7 @@ def core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
     """Return one row per core span: times, steps and counts of its events.
 
     Args:
-        journeys: `journey_events` with the parent_span_id of their span; every event of a span or none.
+        journeys: `journey_events` with the row and the parent_span_id of their span; every event of a span or none.
     """
     core = journeys.filter(pl.col("layer") == "core").sort("ts_ns", maintain_order=True)
 
@@ -74,8 +74,8 @@ def core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
     def last(event: str, column: str) -> pl.Expr:
         return pl.col(column).filter(pl.col("event") == event).last()
 
-    rows = core.group_by("trace_id", "span_id").agg(
-        pl.col("server", "epoch", "request_id", "parent_span_id").first(),
+    rows = core.group_by("row").agg(
+        pl.col("trace_id", "span_id", "server", "epoch", "request_id", "parent_span_id").first(),
         queued_ns=first("QUEUED", "ts_ns"),
         queued_step=first("QUEUED", "step_id"),
         first_scheduled_ns=first("SCHEDULED", "ts_ns"),
@@ -92,7 +92,7 @@ def core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
         last_event=pl.col("event").last(),
         stage=pl.col("phase").filter(pl.col("phase") != "WAITING").last(),
     )
-    return rows.join(_requeue_waits(core), on=["trace_id", "span_id"], how="left")
+    return rows.join(_requeue_waits(core), on="row", how="left").drop("row")
 
 
 def _requeue_waits(core: pl.DataFrame) -> pl.DataFrame:
@@ -100,16 +100,17 @@ def _requeue_waits(core: pl.DataFrame) -> pl.DataFrame:
 
     Where one of them was never resumed the sum is unknown.
     """
-    over = ["trace_id", "span_id"]
+    preempted = core.filter(pl.col("event") == "PREEMPTED").select("row")
     turns = core.filter(pl.col("event").is_in(["PREEMPTED", "SCHEDULED", "FIRST_TOKEN"]))
+    turns = turns.join(preempted, on="row", how="semi", maintain_order="left")
     turns = turns.with_columns(
-        after_first_token=(pl.col("event") == "FIRST_TOKEN").cum_sum().over(over) > 0,
+        after_first_token=(pl.col("event") == "FIRST_TOKEN").cum_sum().over("row") > 0,
     ).filter(pl.col("event") != "FIRST_TOKEN")
-    resumed = pl.col("event").shift(-1).over(over) == "SCHEDULED"
-    wait = as_us(pl.col("ts_ns").shift(-1).over(over) - pl.col("ts_ns"))
+    resumed = pl.col("event").shift(-1).over("row") == "SCHEDULED"
+    wait = as_us(pl.col("ts_ns").shift(-1).over("row") - pl.col("ts_ns"))
     waits = turns.with_columns(wait_us=pl.when(resumed).then(wait)).filter(pl.col("event") == "PREEMPTED")
     late = pl.col("after_first_token")
-    return waits.group_by(over).agg(
+    return waits.group_by("row").agg(
         preempted_events=pl.len(),
         requeue_before_us=_known_sum(pl.col("wait_us").filter(~late)),
         requeue_after_us=_known_sum(pl.col("wait_us").filter(late)),
@@ -124,22 +125,20 @@ def api_requests(journeys: pl.DataFrame, api_spans: pl.DataFrame) -> pl.DataFram
     """Return one row per API span that has events: their times and the facts on the span itself.
 
     Args:
-        journeys: `journey_events`; every event of a span or none.
-        api_spans: trace_id, span_id, route, api_* of the `llm_request` spans.
+        journeys: `journey_events` with the row of their span; every event of a span or none.
+        api_spans: row, route, api_* of the `llm_request` spans.
     """
     api = journeys.filter(pl.col("layer") == "api").sort("ts_ns", maintain_order=True)
-    rows = api.group_by("trace_id", "span_id").agg(
-        pl.col("server", "epoch", "request_id").first(),
+    rows = api.group_by("row").agg(
+        pl.col("trace_id", "span_id", "server", "epoch", "request_id").first(),
         *(
             pl.col("ts_ns").filter(pl.col("event") == event).first().alias(column)
             for column, event in _API_TIMES.items()
         ),
     )
     counts = ("api_prompt_tokens", "api_completion_tokens", "api_max_tokens")
-    facts = api_spans.select(
-        "trace_id", "span_id", "route", *(pl.col(c).cast(pl.Int64, strict=False) for c in counts)
-    )
-    return rows.join(facts, on=["trace_id", "span_id"], how="left")
+    facts = api_spans.select("row", "route", *(pl.col(c).cast(pl.Int64, strict=False) for c in counts))
+    return rows.join(facts, on="row", how="left").drop("row")
 
 
 def cached_prompt_tokens(snapshots: pl.DataFrame) -> pl.DataFrame:

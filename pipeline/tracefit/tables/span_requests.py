@@ -46,7 +46,8 @@ def telling_spans(spans: pl.DataFrame) -> pl.DataFrame:
     Args:
         spans: Rows of spans that count, with `TOLD_KEYS`, server and server_zero.
     """
-    telling = reduce(or_, (_matches(rule) for rule in _RULES))
+    kinds = {(rule.scope, rule.span): rule for rule in _RULES}
+    telling = reduce(or_, map(_matches, kinds.values()))
     return spans.filter(telling).select(*_SPAN, *TOLD_KEYS)
 
 
