@@ -21,7 +21,7 @@ SETTINGS = {
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
-def keep_little() -> None:
+def reuse_freed() -> None:
     """Set up the allocators of this process; of no effect on what is imported already.
 
     Only for processes that are tracefit's own: the C library's allocator is everybody's.

@@ -151,9 +151,9 @@ def _measured(way: str, path: Path, workers: int = 0) -> dict[str, float]:
 
 
 def _one_way(way: str, path: Path, workers: int) -> None:
-    from tracefit.memory import keep_little  # noqa: PLC0415
+    from tracefit.memory import reuse_freed  # noqa: PLC0415
 
-    keep_little()  # as the command line does
+    reuse_freed()  # as the command line does
     if way == "ours":
         import tracefit.verbs.ingest  # noqa: F401, PLC0415
 

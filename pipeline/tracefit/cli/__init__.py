@@ -8,12 +8,12 @@ import sys
 from tracefit.cli import traces, models, answers, declared  # isort: skip
 from tracefit.cli.program import app
 from tracefit.console import called
-from tracefit.memory import keep_little
+from tracefit.memory import reuse_freed
 
 __all__ = ["answers", "app", "declared", "main", "models", "traces"]
 
 
 def main() -> None:
     """Run the command line."""
-    keep_little()
+    reuse_freed()
     sys.exit(called(app))

@@ -79,7 +79,7 @@ def build_tables(
     starts = _epoch_starts(stage, parts, facts, scratch)
     run = _Run(run_id, scratch, starts)
     for (path, name), known in zip(parts, facts, strict=True):
-        run.add(_Part(stage, name, path, known))
+        run.add(_Part.of(stage, name, path, known))
     if not run.counts["spans"]:
         return IngestCounts(other_spans=other_spans, rejects=run.rejects.rows)
     counts = run.sum_up(other_spans=other_spans, spans_read=sum(f.spans_read for f in facts))
@@ -94,15 +94,20 @@ class _Part:
     stage: Path
     name: str
     source_file: str
-    facts: Facts
+    facts: pl.DataFrame
+    """row, server, core_zero, server_zero of the spans that count."""
+
+    @classmethod
+    def of(cls, stage: Path, name: str, source_file: str, facts: Facts) -> _Part:
+        """Make ready for reading; server names become texts, which they are not while they wait."""
+        return cls(stage, name, source_file, facts.spans.with_columns(pl.col("server").cast(pl.String)))
 
     def read(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return rows of the spans that count, with their facts."""
         rows = read_staged(self.stage, self.name, kind, columns)
-        facts = self.facts.spans.with_columns(pl.col("server").cast(pl.String))
         if "server" in rows.columns:
             rows = rows.drop("server")
-        return rows.join(facts, on="row", how="inner", maintain_order="left")
+        return rows.join(self.facts, on="row", how="inner", maintain_order="left")
 
     def journeys(self, columns: Sequence[str] | None = None) -> tuple[pl.DataFrame, pl.DataFrame, int]:
         """Return journey events on the engine's clock, rows of those without one, and how many were moved."""
@@ -122,7 +127,7 @@ def _epoch_starts(
     marks = ExternalSort(scratch, key=("clock",), order=("clock", "server", "step_id", "exact"))
     marks.add(pl.DataFrame(schema=MARKS))
     for (path, name), known in zip(parts, facts, strict=True):
-        part = _Part(stage, name, path, known)
+        part = _Part.of(stage, name, path, known)
         steps = part.read("steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
         journeys, _, _ = part.journeys(("row", "unix_ns", "ts_ns", "step_id", "layer"))
         marks.add(marks_of(steps, journeys))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from tracefit import memory
 from tracefit._version import __version__
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.features.context import RunContext, gpu_to_json, read_context, scope_of, settings_to_json
@@ -206,6 +207,7 @@ class _Work:
     ) -> None:
         with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
             files = self._decode(plans, scratch)
+            memory.give_back()
             self.told.stage(f"writing {run_id}")
             counts = build_tables(
                 files,
