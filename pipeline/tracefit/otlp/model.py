@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from tracefit.errors import TracefitError
 
 if TYPE_CHECKING:
@@ -58,8 +60,7 @@ class EventLike(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """A span that has been checked: ids are lower-case hex, or empty for no parent; times are within int64.
 
     Events are as they were parsed, for there are many of them.

@@ -24,8 +24,8 @@ Words = NDArray[np.uint64]
 Octets = bytes | msgspec.Raw
 
 _WORD = 8
-_MARGIN = 4096
-"""Zeros behind the last text, which may be read: at least twice the longest text, or the longest beyond these."""
+_MARGIN = 512
+"""Bytes behind the last text that may be read, beyond the length of the longest text."""
 
 _ONES = np.uint64(0x0101010101010101)
 _TOPS = np.uint64(0x8080808080808080)
@@ -67,20 +67,12 @@ class Texts:
 
     @classmethod
     def of(cls, texts: Sequence[Octets]) -> Texts:
-        """Lay texts end to end, a zero behind each."""
-        joined = b"\0".join([*texts, bytes(_MARGIN)])
-        zeros = np.flatnonzero(np.frombuffer(joined, np.uint8) == 0)
-        ends = zeros[: len(texts)]
-        if len(zeros) != len(texts) + _MARGIN:  # some have zeros inside
-            ends = np.cumsum([memoryview(text).nbytes + 1 for text in texts]) - 1
-        begins = np.concatenate([[0], ends[:-1] + 1])[: len(texts)]
-        longest = int((ends - begins).max(initial=0))
-        if longest > _MARGIN // 2:
-            joined += bytes(longest)
-        octets = np.frombuffer(joined, np.uint8)
-        nowhere = int(ends[-1]) + 1 if len(ends) else 0
+        """Lay texts end to end."""
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        ends = sizes.cumsum()
+        octets = np.frombuffer(b"".join([*texts, bytes(int(sizes.max(initial=0)) + _MARGIN)]), np.uint8)
         words: Words = np.ndarray((len(octets) - _WORD + 1,), "<u8", octets, strides=(1,))
-        return cls(octets, words, begins, ends, nowhere)
+        return cls(octets, words, ends - sizes, ends, int(sizes.sum()))
 
     def have(self, positions: Positions, literal: bytes) -> Mask:
         """Return at which of the positions the literal stands."""
