@@ -29,7 +29,7 @@ from tracefit.verbs.decoding import Task, decode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-BYTES_PER_WORKER = 48 << 20
+BYTES_PER_WORKER = 96 << 20
 """Bytes that are worth another process: it takes about as long to start as to decode these."""
 
 
