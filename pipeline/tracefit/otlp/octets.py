@@ -104,7 +104,8 @@ class Octets:
         word = self.words[starts]
         is_one, is_two = word & np.uint64(0x80) == 0, word & np.uint64(0xFE80) == np.uint64(0x80)
         good = (is_one & (sizes == 1)) | (is_two & (sizes == 2))
-        return good, (word & np.uint64(0x7F)) | (word >> _ONE & np.uint64(0x80))
+        last_bit = np.where(is_two, word >> _ONE & np.uint64(0x80), np.uint64(0))
+        return good, (word & np.uint64(0x7F)) | last_bit
 
     def hex(self, starts: Positions, size: int) -> NDArray[np.uint8]:
         """Return stretches of one size in lower-case hexadecimal digits, end to end."""

@@ -62,6 +62,10 @@ class Codes:
         codes[rest] = [self._codes.setdefault(text, len(self._codes)) for text in texts]
         return codes
 
+    def of_text(self, text: bytes) -> int:
+        """Return the number of one text."""
+        return self._codes.setdefault(text, len(self._codes))
+
     def _all_alike(self, starts: Positions, sizes: Positions) -> bool:
         if not len(starts) or not sizes[0] or (sizes != sizes[0]).any():
             return False
@@ -133,8 +137,8 @@ def read_attributes(octets: Octets, owner: Positions, messages: Messages) -> Att
         UnusualRecordsError: If a value is none of the scalar kinds, or written in an unusual way.
     """
     key_start, key_stop, value_start, value_stop = _pairs(octets, messages)
-    values = _values(octets, Messages(messages.record, value_start, value_stop))
-    return Attributes(key_start, key_stop - key_start, Values(owner, *values))
+    values = read_values(octets, owner, Messages(messages.record, value_start, value_stop))
+    return Attributes(key_start, key_stop - key_start, values)
 
 
 def _pairs(octets: Octets, messages: Messages) -> tuple[Positions, Positions, Positions, Positions]:
@@ -152,8 +156,17 @@ def _pairs(octets: Octets, messages: Messages) -> tuple[Positions, Positions, Po
     return key_start, key_stop, start, stop
 
 
-def _values(octets: Octets, messages: Messages) -> tuple[NDArray[np.uint8], Words, Positions, Positions]:
-    """Read `AnyValue` messages."""
+def read_values(octets: Octets, owner: Positions, messages: Messages) -> Values:
+    """Read `AnyValue` messages.
+
+    Args:
+        octets: The bytes.
+        owner: What each value is of; shape (n,).
+        messages: The values.
+
+    Raises:
+        UnusualRecordsError: If a value is none of the scalar kinds, or written in an unusual way.
+    """
     size = messages.stop - messages.start
     kind = octets.array[messages.start]
     kind[size == 0] = EMPTY
@@ -170,7 +183,7 @@ def _values(octets: Octets, messages: Messages) -> tuple[NDArray[np.uint8], Word
             octets, part, kind[rest], number[rest]
         )
         messages.refuse(~good)
-    return kind, number, start, size
+    return Values(owner, kind, number, start, size)
 
 
 def _other_values(

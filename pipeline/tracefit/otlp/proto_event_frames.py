@@ -39,8 +39,10 @@ def event_frames(tree: Tree) -> dict[str, pl.DataFrame] | None:
     row_of = np.empty(len(order), np.int64)
     row_of[order] = np.arange(len(order)) - np.repeat(stops - counts, counts)
     places = _places(tree)[order]
+    numbers, first = np.unique(tree.events.name, return_index=True)
+    first_seen = numbers[np.argsort(first)].tolist()
     frames, unusual = {}, []
-    for number, name in enumerate(names):
+    for number in first_seen:
         count, stop, found = int(counts[number]), int(stops[number]), []
         for key, runs in sorted(columns_of[number].items()):
             values = Values.concat(runs)
@@ -48,7 +50,7 @@ def event_frames(tree: Tree) -> dict[str, pl.DataFrame] | None:
                 found.append(_column(tree.octets, values, row_of[values.owner], count).alias(key))
             except NotTextError:
                 unusual.append(records_of_not_texts(tree.octets, tree.events.record, values))
-        frames[name] = places[stop - count : stop].with_columns(found)
+        frames[names[number]] = places[stop - count : stop].hstack(found)
     if unusual:
         raise UnusualRecordsError(np.concatenate(unusual))
     return frames

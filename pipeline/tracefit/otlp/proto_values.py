@@ -79,7 +79,8 @@ def _of_one_kind(octets: Octets, values: Values, kind: int) -> pl.Series:
 
 def _as_text(column: pl.Series) -> pl.Series:
     if column.dtype == pl.Float64:
-        return pl.Series([scalar_text(value) for value in column], dtype=pl.String)
+        is_finite = bool(column.is_finite().all())
+        return pl.Series(list(map(repr if is_finite else scalar_text, column.to_list())), dtype=pl.String)
     return column.cast(pl.String)
 
 
