@@ -15,6 +15,7 @@ from tracefit.fit.frames import request_frame, step_frame
 from tracefit.fit.latency import ComposedLatencies, compose_latencies
 from tracefit.fit.options import COVERED_SHARE, BetaTarget, FitOptions, ScopeOptions
 from tracefit.fit.parts import Comparison, FeatureColumn, Regime
+from tracefit.fit.ranges import beyond_training
 from tracefit.fit.select import MAX_PRODUCT_VIF, MAX_VIF, Choice, pays
 from tracefit.fit.step_phases import StepPhase, errors_by_phase
 from tracefit.fit.summed import SummedTime, summed_holdout
@@ -236,6 +237,7 @@ def _fit_beta(
         return choice, Missing(name, f"step times: {result.reason}", remedy)
     definition, source = _beta_definition(choice, tables.lags)
     target = name.removeprefix("beta.")
+    note = (*note, *beyond_training(result.terms, tables.timeline))
     by_phase = errors_by_phase(result, tables.requests, recipe.options.judge)
     return choice, FittedModel(
         name, target, definition, source, result, features.name, recipe, note, by_phase=by_phase

@@ -41,6 +41,7 @@ def model_parts(name: str, entry: Entry, model: AnyModel, left_out: dict[str, in
         parts.append(f"Predicts {t.definition} ({t.unit}, from {t.source.replace('_', ' ')}).")
     parts += [*_coefficients(model), *burst_lines(entry.bursts)]
     parts += [f"- {line}" for line in (*_facts(entry, model, left_out), *trust_lines(entry))]
+    parts += [f"- Note: {text}." for text in model.notes]
     parts += step_phase_parts(entry.by_phase)
     if model.features_left_out:
         rows = [(f"`{x.feature}`", x.reason) for x in model.features_left_out]
