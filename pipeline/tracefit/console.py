@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.exceptions import TyperException
 
-from tracefit.errors import TracefitError
+from tracefit.errors import TracefitError, printable
 from tracefit.options import file_in_use
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def warn(text: str) -> None:
     """Log a warning."""
     if not _log.handlers:
         set_log_level(LogLevel.warning)
-    _log.warning("%s", text)
+    _log.warning("%s", printable(text))
 
 
 class Terminal:

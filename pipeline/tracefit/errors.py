@@ -35,7 +35,7 @@ class TracefitError(Exception):
         text = f"{self.where}: {self.what}" if self.where else self.what
         if self.hint:
             text = f"{text}; {self.hint}"
-        return " ".join(text.split())
+        return printable(" ".join(text.split()))
 
 
 class DataError(TracefitError):
@@ -46,6 +46,11 @@ class UsageError(TracefitError):
     """The command, an option or a file named by the user is wrong."""
 
     exit_code = 2
+
+
+def printable(text: str) -> str:
+    """Return a text of which a terminal obeys nothing: names of files can hold its codes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -211,6 +211,10 @@ def test_resource_and_scope_may_be_missing_or_null(otlp, small):
     ]
 
 
+def test_records_behind_very_many_blank_lines_are_read(otlp):
+    assert len(spans_of(otlp, b"\n" * (3 << 20) + otlp.to_json(document(otlp)))) == 6
+
+
 def test_of_two_resources_the_first_counts_and_the_other_is_told(otlp, small):
     text = otlp.to_json(document(otlp, last=2))
     second = b',"resource":{"attributes":[]}}]}'

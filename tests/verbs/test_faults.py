@@ -19,6 +19,11 @@ def _refused(kind, paths, out, *, server=None):
     return caught.value.line()
 
 
+def test_a_name_cannot_command_a_terminal(tmp_path):
+    path = tmp_path / "traces-\x1b[31m\x07.json"
+    assert r"traces-\x1b[31m\x07.json: " in _refused(UsageError, [path], tmp_path / "out")
+
+
 def test_a_path_that_is_not_there(tmp_path, files_in):
     assert str(tmp_path / "missing") in _refused(UsageError, [tmp_path / "missing"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -43,6 +48,13 @@ def test_traces_of_other_programs_alone_hold_nothing(tmp_path, traces, files_in)
     assert "--enable-journey-tracing" in line
     assert "--step-tracing-enabled" in line
     assert files_in(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_a_trace_file_that_is_empty_holds_nothing(tmp_path, content):
+    (tmp_path / "traces.json").write_bytes(content)
+    error = _refused(DataError, [tmp_path / "traces.json"], tmp_path / "tables")
+    assert "holds no spans" in error
 
 
 def test_three_requests_are_too_few(tmp_path, traces, files_in):

@@ -47,6 +47,10 @@ def lines(
         stream is.
     """
     while window.fill(1):
+        if window.peek(0, 1) == b"\n":
+            blank = window.peek(0, CHUNK_BYTES)
+            window.skip(len(blank) - len(blank.lstrip(b"\n")))
+            continue
         end = window.find(b"\n", MAX_HELD_BYTES + 1)
         if end < 0 and window.fill(MAX_HELD_BYTES + 1):
             line_window = Window(window.take_past(b"\n"))

@@ -44,7 +44,7 @@ def tell_shape(window: Window) -> Shape:
     window.fill(HEAD_BYTES)
     head = window.peek(0, HEAD_BYTES)
     if not head.removeprefix(BOM).strip():
-        return "empty"
+        return "lines" if window.fill(HEAD_BYTES + 1) else "empty"
     if head[LENGTH_BYTES : LENGTH_BYTES + 4] == ZSTD_MAGIC:
         return "framed zstd"
     # A string in protobuf can hold anything, the keys of JSON included, and JSON can have lost its beginning.

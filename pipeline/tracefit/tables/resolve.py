@@ -70,6 +70,8 @@ def resolve(stage: Path, parts: Sequence[str]) -> list[Facts]:
     Returns:
         Facts of each part.
     """
+    if not parts:
+        return []
     every = [_narrow(read_staged(stage, name, "spans", _NARROW), part) for part, name in enumerate(parts)]
     spans = pl.concat(every).with_row_index("span_row")
     read = dict(spans.group_by("part").len().iter_rows())
