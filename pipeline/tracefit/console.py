@@ -179,7 +179,7 @@ def usage_line(error: TyperException) -> str:
     close = getattr(error, "possibilities", None)
     if hasattr(error, "option_name"):
         text = str(error.message)
-    text = text.replace(". Did you mean", "; did you mean")
+    text = text.replace(". Did you mean", "; did you mean").replace("Value error, ", "")
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     where = _source(context, param)
     if close:

@@ -72,6 +72,11 @@ COMMANDS = {
     "ingest": ("{runs}", "--out", "{out}/tables"),
     "train": ("{out}/tables", "--out", "{out}"),
     "report": ("{out}",),
+    "requests": ("{out}/tables",),
+    "requests --each": ("{out}/tables", "--each"),
+    "ingest --dry-run": ("{runs}", "--out", "{out}/tables", "--dry-run"),
+    "predict --prompt": ("{shipped}", "--scope", "llama-3.1-8b", "--prompt", "800", "--output", "9"),
+    "predict --rows": ("{shipped}/beta.json", "--scope", "llama-3.1-8b", "--rows", "{out}/rows.csv"),
     "features": ("batch",),
     "synth": ("--out", "{out}", "--requests", "3"),
     "predict": ("{shipped}", "--scope", "llama-3.1-8b", "--batch", "32", "--context", "1500"),
@@ -81,21 +86,28 @@ COMMANDS = {
 }
 
 
+def test_every_command_is_among_them():
+    assert {name.split()[0] for name in COMMANDS} == set(GROUP.commands)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_json_is_what_its_schema_says(tracefit, tmp_path, runs, quick, command):
     def call(name):
         arguments = [a.format(runs=runs, out=tmp_path, shipped=ROOT / "models") for a in COMMANDS[name]]
-        return tracefit(name, *arguments, "--json")
+        return tracefit(name.split()[0], *arguments, "--json")
 
+    (tmp_path / "rows.csv").write_text(
+        "num_prefill_reqs,prefill_tokens,num_decode_reqs,decode_tokens\n0,0,3,3\n"
+    )
     if command == "report":
         call("run")
-    if command in ("train", "verify"):
+    if command in ("train", "verify", "requests", "requests --each"):
         call("ingest")
     if command == "verify":
         call("train")
     code, out, _ = call(command)
     said = json.loads(out)
-    schema = json.loads((ROOT / f"schemas/results/{command}.schema.json").read_text())
+    schema = json.loads((ROOT / f"schemas/results/{command.split()[0]}.schema.json").read_text())
     jsonschema.Draft202012Validator(schema, format_checker=None).validate(said)
     if isinstance(said, dict) and "exit_code" in said:
         assert said["exit_code"] == code

@@ -65,7 +65,12 @@ def read_context(
     settings = assume_defaults(merge(settings, overrides))
     text = as_text(read_bytes(model_config), where=str(model_config)) if model_config else None
     named = gpu if gpu is not None else settings.gpu
-    return _assemble(settings, text, str(model_config), _gpu(named, where=str(run_config)) if named else None)
+    return _assemble(
+        settings,
+        text,
+        str(model_config),
+        _gpu(named, where="--gpu" if gpu else str(run_config)) if named else None,
+    )
 
 
 def _gpu(name: str, *, where: str) -> Gpu:

@@ -15,7 +15,7 @@ from tracefit.coefficients.consumers.source import Export, HeldOut, Source
 from tracefit.coefficients.consumers.table import to_csv
 from tracefit.coefficients.consumers.wva import to_wva
 from tracefit.coefficients.models import load
-from tracefit.errors import DataError, UsageError
+from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.tables.store import TableStore
 from tracefit.verbs.train import load_scope, scopes_of
 from tracefit.verbs.writing import write_bytes
@@ -73,7 +73,9 @@ def export(
     if to.lower() in _REFUSED:
         raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()]}")
     if to not in CONSUMERS:
-        raise UsageError(f"consumer {to} is not known", hint=f"known: {', '.join(CONSUMERS)}")
+        close = did_you_mean(to, CONSUMERS)
+        known = f"known: {', '.join(CONSUMERS)}"
+        raise UsageError(f"consumer {to} is not known", hint=f"{close} {known}" if close else known)
     chosen = load(models).scope(scope)
     made = to_csv(chosen) if to == "csv" else _FITTED[to](_source(chosen, Path(models), tables))
     paths = {Path(out) / name: content for name, content in made.files.items()}
