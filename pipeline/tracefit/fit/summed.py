@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 FEWEST_BLOCKS = 10
 """Fewer tell no variance: where the hold-out is too short for them, its blocks are shorter than the rule says."""
 
+MOST_BLOCKS = 1_000
+"""More tell the variance no better, and drawing them takes memory: blocks of a long hold-out are longer than the rule says."""
+
 RESAMPLES = 2_000
 
 
@@ -101,14 +104,15 @@ def summed_holdout(beta: Fitted) -> SummedTime | None:
     """Sum the step times of beta's held-out rows, an interval as all of its steps.
 
     Blocks are contiguous in the time of a server, as long as `block_length` says of the residuals of the training rows: the
-    longest of its servers, and no fewer than 10 blocks.
+    longest of its servers; no fewer than 10 blocks of each server, and no more than 1,000 of all.
     """
     held = counted(beta.rows, "holdout")
     if not held.height:
         return None
     length = _training_block_length(beta)
     server = held.select(s=pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1)["s"].to_numpy()
-    count = max(round(held.height / (int(server.max()) + 1) / length), FEWEST_BLOCKS)
+    servers = int(server.max()) + 1
+    count = max(min(round(held.height / servers / length), MOST_BLOCKS // servers), FEWEST_BLOCKS)
     blocks = time_blocks(server, held["ts_ns"].to_numpy(), count) + server * count
     predicted, actual = _summands(beta, held)
     return summed_time(predicted, actual, blocks)
