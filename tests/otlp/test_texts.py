@@ -6,14 +6,6 @@ from hypothesis import strategies as st
 from tracefit.otlp.texts import Texts
 
 
-def varint(number):
-    out = bytearray()
-    while number >= 0x80:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
-
-
 @given(st.lists(st.integers(0, 10**19 - 1), min_size=1))
 def test_digits_are_read_up_to_what_is_no_digit(numbers):
     texts = Texts.of([f'{number}"'.encode() for number in numbers])
@@ -30,23 +22,6 @@ def test_no_byte_but_a_digit_is_one(strings):
         inside = min(size, len(text))
         assert text[:inside] == b"" or (text[:inside].isdigit() and text[:inside].isascii())
         assert size >= len(text) or not text[size : size + 1].isdigit()
-
-
-@given(st.lists(st.integers(0, 2**64 - 1), min_size=1))
-def test_varints_of_every_size(numbers):
-    texts = Texts.of([varint(number) for number in numbers])
-    good, found = texts.varints(texts.begins, texts.ends - texts.begins)
-    assert good.all()
-    assert found.tolist() == numbers
-
-
-@given(st.lists(st.binary(min_size=1, max_size=10), min_size=1))
-def test_a_varint_ends_where_its_size_says_or_is_not_good(strings):
-    texts = Texts.of(strings)
-    good, _ = texts.varints(texts.begins, texts.ends - texts.begins)
-    for text, is_good in zip(strings, good.tolist(), strict=True):
-        ends_right = all(byte >= 0x80 for byte in text[:-1]) and text[-1] < 0x80
-        assert is_good == (ends_right and (len(text) < 10 or text[-1] < 2))
 
 
 @given(st.lists(st.binary(max_size=40), min_size=1))
@@ -71,7 +46,9 @@ def test_bare_values_end_at_punctuation_and_space(strings):
 )
 def test_a_literal_is_found_where_it_is(strings, literal):
     texts = Texts.of(strings)
-    assert texts.have(texts.begins, literal).tolist() == [text.startswith(literal) for text in strings]
+    assert texts.octets.equal(texts.begins, literal).tolist() == [
+        text.startswith(literal) for text in strings
+    ]
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1))

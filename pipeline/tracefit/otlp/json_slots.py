@@ -14,7 +14,8 @@ from tracefit.otlp.templates import Found, Slot, Template, plain_column, text_co
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tracefit.otlp.texts import Positions, Texts
+    from tracefit.otlp.octets import Positions
+    from tracefit.otlp.texts import Texts
 
 _LONGEST_NUMBER = 32
 _LONGEST_STRING = 256
@@ -77,12 +78,12 @@ def _slot(key: bytes, kind: bytes, group: str, literal: bytes) -> Slot:
 
 def _find_ints(texts: Texts, positions: Positions) -> Found:
     """Read decimal numbers; beyond int64, or with leading zeros, they are not good."""
-    firsts = texts.octets[positions]
+    firsts = texts.octets.array[positions]
     negative = firsts == _MINUS
     starts = positions
     if some_negative := bool(negative.any()):
         starts = positions + negative
-        firsts = texts.octets[starts]
+        firsts = texts.octets.array[starts]
     sizes, numbers = texts.digits(starts, _INT64_DIGITS + 1)
     good = (sizes > 0) & ((firsts != _ZERO) | (sizes == 1))
     if (sizes >= _INT64_DIGITS).any():
@@ -106,7 +107,7 @@ def _double_column(texts: Texts, starts: Positions, sizes: Positions) -> pl.Seri
 
 
 def _find_bools(texts: Texts, positions: Positions) -> Found:
-    true, false = texts.have(positions, b"true"), texts.have(positions, b"false")
+    true, false = texts.octets.equal(positions, b"true"), texts.octets.equal(positions, b"false")
     sizes = np.where(true, 4, 5)
     return Found(positions + sizes, true | false, true, sizes)
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import msgspec
+
 Positions = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Words = NDArray[np.uint64]
@@ -47,9 +49,16 @@ class Octets:
     end: int
 
     @classmethod
-    def of(cls, payloads: Sequence[bytes]) -> tuple[Octets, Positions, Positions]:
-        """Lay payloads, one at least, end to end; also return where each begins and ends, shape (n,) each."""
-        data = b"".join([*payloads, bytes(2 * _PADDED_CUT)])
+    def of(
+        cls, payloads: Sequence[bytes | msgspec.Raw], *, margin: int = 0
+    ) -> tuple[Octets, Positions, Positions]:
+        """Lay payloads, one at least, end to end; also return where each begins and ends, shape (n,) each.
+
+        Args:
+            payloads: The payloads.
+            margin: How far beyond the end is read, at most.
+        """
+        data = b"".join([*payloads, bytes(max(margin, 2 * _PADDED_CUT))])
         stops = np.fromiter(map(len, payloads), np.int64, len(payloads)).cumsum()
         array = np.frombuffer(data, np.uint8)
         words: Words = np.ndarray((len(array) - _WORD + 1,), "<u8", array, strides=(1,))
@@ -141,7 +150,8 @@ def text_column(octets: NDArray[np.uint8], sizes: Positions, *, is_null: Mask | 
             array.validate(full=True)
         except pa.ArrowInvalid as error:
             raise NotTextError from error
-    return pl.Series(array)
+    # By way of a batch: polars makes a series of an array with pyarrow.compute, which takes long to load.
+    return pl.DataFrame(pa.RecordBatch.from_arrays([array], ["text"])).to_series()
 
 
 def septets(word: Words) -> Words:

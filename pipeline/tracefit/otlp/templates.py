@@ -15,12 +15,15 @@ import numpy as np
 import polars as pl
 
 from tracefit.otlp.model import Part
-from tracefit.otlp.texts import Mask, Octets, Positions, Texts
+from tracefit.otlp.texts import Texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import msgspec
     from numpy.typing import NDArray
+
+    from tracefit.otlp.octets import Mask, Positions
 
 MAX_TEMPLATES = 8
 """Layouts tried on the events of one name; optional attributes make two or three."""
@@ -70,7 +73,9 @@ class Template:
     tail: bytes
 
 
-def parts_by_template(texts: Sequence[Octets], template_of: Callable[[bytes], Template | None]) -> list[Part]:
+def parts_by_template(
+    texts: Sequence[bytes | msgspec.Raw], template_of: Callable[[bytes], Template | None]
+) -> list[Part]:
     """Sort texts by template and read each sort as columns.
 
     Args:
@@ -125,12 +130,12 @@ def _match_block(template: Template, texts: Texts, rows: Positions) -> tuple[Mas
     position, fits = texts.begins[rows], np.ones(len(rows), np.bool_)
     found = []
     for slot in template.slots:
-        fits &= texts.have(position, slot.literal)
+        fits &= texts.octets.equal(position, slot.literal)
         values = slot.find(texts, np.where(fits, position + len(slot.literal), texts.nowhere))
         fits &= values.good
         position = np.where(fits, values.stops, texts.nowhere)
         found.append(values)
-    fits &= texts.have(position, template.tail) & (position + len(template.tail) == texts.ends[rows])
+    fits &= texts.octets.equal(position, template.tail) & (position + len(template.tail) == texts.ends[rows])
     return fits, found
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
-import polars as pl
-import pyarrow as pa
-from numpy.typing import NDArray
+
+from tracefit.otlp.octets import NotTextError, Octets, text_column
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Positions = NDArray[np.int64]
-Mask = NDArray[np.bool_]
-Words = NDArray[np.uint64]
-Octets = bytes | msgspec.Raw
+    import msgspec
+    import polars as pl
+
+    from tracefit.otlp.octets import Positions, Words
 
 _WORD = 8
 _MARGIN = 512
@@ -43,7 +41,6 @@ _PAIRS = tuple(
     )
 )
 """Factor, shift and mask that join neighbouring digits, then pairs, then fours: the first of two is worth `base`."""
-_FIRST_BYTES = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)
 _POWERS_OF_TEN = np.array([10**n for n in range(_WORD + 1)], np.uint64)
 
 
@@ -53,35 +50,23 @@ class Texts:
 
     Attributes:
         octets: All of them, then zeros.
-        words: The eight bytes that begin at each position, as one number, the first byte lowest.
         begins: Where each text begins; shape (n,).
         ends: Where it ends; shape (n,).
-        nowhere: A position among the zeros, where no literal and no value is found.
     """
 
-    octets: NDArray[np.uint8]
-    words: Words
+    octets: Octets
     begins: Positions
     ends: Positions
-    nowhere: int
 
     @classmethod
-    def of(cls, texts: Sequence[Octets]) -> Texts:
-        """Lay texts end to end."""
-        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
-        ends = sizes.cumsum()
-        octets = np.frombuffer(b"".join([*texts, bytes(int(sizes.max(initial=0)) + _MARGIN)]), np.uint8)
-        words: Words = np.ndarray((len(octets) - _WORD + 1,), "<u8", octets, strides=(1,))
-        return cls(octets, words, ends - sizes, ends, int(sizes.sum()))
+    def of(cls, texts: Sequence[bytes | msgspec.Raw]) -> Texts:
+        """Lay texts, one at least, end to end."""
+        return cls(*Octets.of(texts, margin=max(map(len, texts)) + _MARGIN))
 
-    def have(self, positions: Positions, literal: bytes) -> Mask:
-        """Return at which of the positions the literal stands."""
-        count, size = len(positions), len(literal)
-        every = np.ndarray((len(self.octets) - size + 1,), f"V{size}", self.octets, strides=(1,))
-        stretches = every[positions]
-        equal = stretches.view(np.uint8).reshape(count, size) == np.frombuffer(literal, np.uint8)
-        # Row by row is slow, and in the usual case one look at all of them is enough.
-        return np.ones(count, np.bool_) if equal.all() else np.asarray(equal.all(axis=1))
+    @property
+    def nowhere(self) -> int:
+        """A position among the zeros, where no literal and no value is found."""
+        return self.octets.end
 
     def digits(self, positions: Positions, longest: int) -> tuple[Positions, Words]:
         """Read decimal digits.
@@ -105,32 +90,9 @@ class Texts:
         return sizes, numbers
 
     def _digits_of_word(self, positions: Positions) -> tuple[Positions, Words]:
-        word = self.words[positions] ^ _DIGIT_ZEROS
+        word = self.octets.words[positions] ^ _DIGIT_ZEROS
         count = _first_mark((word + _ABOVE_NINE) | word)
         return count, _number_of(word, count)
-
-    def varints(self, starts: Positions, sizes: Positions) -> tuple[Mask, Words]:
-        """Read base-128 numbers of known sizes, at most ten bytes.
-
-        Args:
-            starts: Where to begin; shape (n,).
-            sizes: Bytes of each, at least 1; shape (n,).
-
-        Returns:
-            Which of them end where they should and not before, and the numbers; shape (n,) each.
-        """
-        low = np.minimum(sizes, _WORD)
-        word = self.words[starts]
-        good = (word & _TOPS & _FIRST_BYTES[low]) == (_TOPS & _FIRST_BYTES[np.minimum(sizes - 1, _WORD)])
-        numbers = _septets(word & _FIRST_BYTES[low])
-        if (sizes > _WORD).any():
-            high = np.maximum(sizes - _WORD, 0)
-            word = self.words[starts + _WORD] & _FIRST_BYTES[high]
-            good &= ((word & _TOPS) == (_TOPS & _FIRST_BYTES[np.maximum(high - 1, 0)])) & (
-                word >> np.uint64(9) == 0
-            )
-            numbers |= _septets(word) << np.uint64(7 * _WORD)
-        return good, numbers
 
     def sizes_of_strings(self, positions: Positions, longest: int) -> Positions:
         """Return how many bytes are before the next quote, backslash or control character, up to `longest`."""
@@ -144,7 +106,7 @@ class Texts:
         sizes = np.zeros(len(positions), np.int64)
         goes_on = np.ones(len(positions), np.bool_)
         for at in range(0, longest, _WORD):
-            word = self.words[positions + at]
+            word = self.octets.words[positions + at]
             marks = (word - _ONES * np.uint64(bound)) & ~word
             for end in ends:
                 other = word ^ (_ONES * np.uint64(end))
@@ -158,18 +120,10 @@ class Texts:
 
     def cut(self, starts: Positions, sizes: Positions) -> pl.Series | None:
         """Return stretches of the texts as a String column, or None if they are not UTF-8."""
-        offsets = np.concatenate([[0], sizes.cumsum()])
-        indices = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
-        data = self.octets[indices]
-        array = pa.Array.from_buffers(
-            pa.large_string(), len(starts), [None, pa.py_buffer(offsets), pa.py_buffer(data)]
-        )
         try:
-            array.validate(full=True)
-        except pa.ArrowInvalid:
+            return text_column(self.octets.cut(starts, sizes), sizes)
+        except NotTextError:
             return None
-        # By way of a batch: polars makes a series of an array with pyarrow.compute, which takes long to load.
-        return pl.DataFrame(pa.RecordBatch.from_arrays([array], ["text"])).to_series()
 
 
 def _first_mark(marks: Words) -> Positions:
@@ -185,15 +139,3 @@ def _number_of(word: Words, count: Positions) -> Words:
     for factor, width, mask in _PAIRS:
         value = ((value * factor) >> width) & mask
     return value
-
-
-def _septets(word: Words) -> Words:
-    """Close the gaps that the top bits of eight bytes leave between the other seven of each."""
-    pairs = (word & np.uint64(0x007F007F007F007F)) | ((word & np.uint64(0x7F007F007F007F00)) >> np.uint64(1))
-    fours = (pairs & np.uint64(0x00003FFF00003FFF)) | (
-        (pairs & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2)
-    )
-    joined: Words = (fours & np.uint64(0x0FFFFFFF)) | (
-        (fours & np.uint64(0x0FFFFFFF00000000)) >> np.uint64(4)
-    )
-    return joined
