@@ -161,7 +161,13 @@ def fit_scope(
         _sort_out(alpha, models, missing)
     alpha_frames = [a.fitted.rows for a in alphas if isinstance(a, FittedModel)]
     fitted_set = next(
-        (s for s in beta_sets if isinstance(beta, FittedModel) and s.name == beta.feature_set), None
+        (
+            s
+            for one in beta_sets
+            for s in (one, _with_products(one))
+            if isinstance(beta, FittedModel) and s.name == beta.feature_set
+        ),
+        None,
     )
     whole_steps = choice is not None and (choice.source == "clock" or (cover.share or 0.0) >= COVERED_SHARE)
     return FittedScope(
@@ -292,13 +298,17 @@ def _choose_set(
     note = (
         f"feature set {best.name} chosen by cross-validated mean absolute error on the training part ({said})"
     )
-    richer = FeatureSet(f"{best.name}+products", (*best.features, *PRODUCTS))
+    richer = _with_products(best)
     with_products = judge(richer)
     if with_products is None:
         return best, (note,)
     worth = pays(simple, with_products)
     verdict = "taken" if worth else "left out: not better by a standard error over the folds and by 5 %"
     return richer if worth else best, (note, f"products of columns {verdict} ({with_products.score:.1f} us)")
+
+
+def _with_products(features: FeatureSet) -> FeatureSet:
+    return FeatureSet(f"{features.name}+products", (*features.features, *PRODUCTS))
 
 
 def _beta_definition(choice: TargetChoice, lags: Mapping[tuple[str, str], int]) -> tuple[str, str]:
