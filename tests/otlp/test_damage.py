@@ -200,3 +200,15 @@ def test_a_bad_attribute_of_an_event_costs_no_span_of_another_record(otlp):
     reject = otlp.only_reject(batch)
     assert reject.reason == "span 1: intValue is not valid"
     assert reject.source_offset == len(lines[0]) + 1
+
+
+@pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
+def test_of_too_many_bad_spans_some_are_listed_and_the_rest_is_counted(otlp, monkeypatch, shape):
+    monkeypatch.setattr("tracefit.otlp.rejects.MAX_REJECTS", 3)
+    bad = [otlp.span(n, traceId="0" * 32) for n in range(2, 9)]
+    batch = otlp.batch_of(otlp.SHAPES[shape]([otlp.record(otlp.span(1), *bad, otlp.span(9))]))
+    assert otlp.span_ids(batch) == ids(1, 9)
+    reasons = [reject.reason for reject in batch.rejects]
+    assert len(reasons) == 4
+    assert all("traceId" in reason for reason in reasons[:3])
+    assert reasons[3] == "4 more bad spans"

@@ -28,6 +28,7 @@ from tracefit.otlp.json_values import (
     text,
 )
 from tracefit.otlp.model import Decoded, FieldError, Pairs, Span, SpanGroup, origin_of
+from tracefit.otlp.rejects import RecordRejects
 from tracefit.sources.excerpt import excerpt
 from tracefit.sources.records import Frame, Reject
 
@@ -61,26 +62,25 @@ class _RecordReader:
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._decoded = Decoded()
+        self._groups: list[SpanGroup] = []
+        self._rejects = RecordRejects(frame)
         self._spans_seen = 0
 
     def read(self, tree: Any) -> Decoded:
         for envelope in tree if isinstance(tree, list) else [tree]:
             self._guarded("record", self._read_envelope, envelope)
-        return self._decoded
+        return Decoded(self._groups, self._rejects.all())
 
     def _guarded(self, place: str, read: Callable[[Any], None], item: Any) -> None:
         try:
             read(item)
         except FieldError as error:
-            self._reject(f"{place}: {error.what}", item)
+            self._rejects.add(partial(self._reject, f"{place}: {error.what}", item))
 
-    def _reject(self, reason: str, item: Any) -> None:
+    def _reject(self, reason: str, item: Any) -> Reject:
         frame = self._frame
         outline = excerpt(msgspec.json.encode(item), "json", show_values=frame.show_values)
-        self._decoded.rejects.append(
-            Reject(frame.source_file, frame.offset, len(frame.payload), reason, outline)
-        )
+        return Reject(frame.source_file, frame.offset, len(frame.payload), reason, outline)
 
     def _read_envelope(self, tree: Any) -> None:
         envelope = as_object(tree, "it")
@@ -109,7 +109,7 @@ class _RecordReader:
         for item in items(scope_spans, "spans"):
             self._guarded(f"span {self._spans_seen}", partial(_append_span, spans), item)
             self._spans_seen += 1
-        self._decoded.groups.append(SpanGroup(origin, spans))
+        self._groups.append(SpanGroup(origin, spans))
 
 
 def _append_span(spans: list[Span], tree: Any) -> None:

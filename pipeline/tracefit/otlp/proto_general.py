@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,6 +23,7 @@ from tracefit.otlp.model import (
     origin_of,
 )
 from tracefit.otlp.proto_schema import TracesData
+from tracefit.otlp.rejects import RecordRejects
 from tracefit.otlp.values import Plain, check_depth, finite, nested_text
 
 if TYPE_CHECKING:
@@ -61,7 +63,8 @@ class _RecordReader:
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._decoded = Decoded()
+        self._groups: list[SpanGroup] = []
+        self._rejects = RecordRejects(frame)
         self._spans_seen = 0
 
     def read(self) -> Decoded:
@@ -69,14 +72,17 @@ class _RecordReader:
             try:
                 resource = read_pairs(resource_spans.resource.attributes)
             except FieldError as error:
-                self._decoded.rejects.append(self._frame.reject(f"resourceSpans: {error.what}"))
+                self._reject(f"resourceSpans: {error.what}")
                 self._spans_seen += sum(len(scope_spans.spans) for scope_spans in resource_spans.scope_spans)
                 continue
             for scope_spans in resource_spans.scope_spans:
                 name = scope_spans.scope.name
                 origin = origin_of(self._frame.source_file, self._frame.offset, resource, name)
-                self._decoded.groups.append(SpanGroup(origin, self._spans(scope_spans)))
-        return self._decoded
+                self._groups.append(SpanGroup(origin, self._spans(scope_spans)))
+        return Decoded(self._groups, self._rejects.all())
+
+    def _reject(self, reason: str) -> None:
+        self._rejects.add(partial(self._frame.reject, reason))
 
     def _spans(self, scope_spans: Any) -> list[Span]:
         spans = []
@@ -84,7 +90,7 @@ class _RecordReader:
             try:
                 spans.append(_span(message))
             except FieldError as error:
-                self._decoded.rejects.append(self._frame.reject(f"span {self._spans_seen}: {error.what}"))
+                self._reject(f"span {self._spans_seen}: {error.what}")
             self._spans_seen += 1
         return spans
 
