@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.coefficients import assemble
+from tracefit.coefficients import assemble, evaluate
 from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.errors import DataError
@@ -117,7 +117,7 @@ def train(
     if options.across:
         told.stage("leaving out runs, models and GPUs")
         across = fit_across(scopes, scope_options(options))
-    evaluation = assemble.evaluate(scopes, runs, across, options.thresholds)
+    evaluation = evaluate.evaluate(scopes, runs, across, options.thresholds)
     report = Path(report_folder or out)
     texts = {
         Path(out) / "alpha.json": to_json(alpha),

@@ -1,0 +1,111 @@
+"""What the coefficient file and the evaluation both say of a model: its errors, and rows left out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.coefficients import evaluation as ev
+from tracefit.fit.bands import LEVEL_PCT
+
+if TYPE_CHECKING:
+    from tracefit.fit.metrics import Metrics
+    from tracefit.fit.parts import FittedPart
+    from tracefit.fit.scope import FittedModel
+    from tracefit.fit.train import Fitted
+    from tracefit.fit.validate import Classified
+
+
+def exclusions(fitted: Fitted) -> dict[str, int]:
+    """Count the rows that were left out, by reason, in name order."""
+    return reasons(fitted.rows)
+
+
+def reasons(rows: pl.DataFrame) -> dict[str, int]:
+    """Count rows by what `excluded_because` says, in name order."""
+    return dict(sorted(Counter(rows["excluded_because"].drop_nulls().to_list()).items()))
+
+
+def metrics_entry(metrics: Metrics) -> ev.MetricsEntry:
+    """Publish metrics."""
+    return ev.MetricsEntry(**dataclasses.asdict(metrics))
+
+
+def entry(model: FittedModel) -> ev.Entry:
+    """Publish a model's validation."""
+    fitted, v, boundary = model.fitted, model.validation, model.boundary
+    return ev.Entry(
+        unit="us",
+        n_features=len(fitted.terms),
+        train=metrics_entry(v.train),
+        holdout=metrics_entry(v.holdout),
+        baseline=metrics_entry(v.baseline),
+        reference=metrics_entry(v.reference) if v.reference else None,
+        by={name: metrics_entry(m) for name, m in v.by.items()},
+        by_phase=tuple(
+            ev.StepPhaseEntry(
+                run_id=p.run_id,
+                server=p.server,
+                **dataclasses.asdict(p.phase),
+                holdout=metrics_entry(p.holdout),
+                baseline=metrics_entry(p.baseline),
+            )
+            for p in model.by_phase
+        ),
+        within_5_pct=v.within_5_pct,
+        extrapolated_rows=v.extrapolated_rows,
+        extrapolated=v.extrapolated,
+        prediction_intervals=_prediction_intervals(model),
+        interval_coverage_pct=v.interval_coverage_pct,
+        collinearity=tuple(_collinearity(part) for part in fitted.parts),
+        learning_curve=tuple(
+            ev.LearningPointEntry(share=p.share, rows=p.rows, mae=p.mae, mape_pct=p.mape_pct)
+            for p in v.learning_curve
+        ),
+        equations=_equations(fitted.rows),
+        classifier=_classifier(v.classifier),
+        right_boundary_pct=_percent(boundary.right_boundary) if boundary else None,
+        right_boundary_without_work_pct=_percent(boundary.right_boundary_without_work) if boundary else None,
+        bursts=tuple(ev.BurstEntry(**dataclasses.asdict(b)) for b in boundary.bursts) if boundary else (),
+        skill=v.skill,
+    )
+
+
+def _prediction_intervals(model: FittedModel) -> tuple[ev.PredictionInterval, ...]:
+    bands = [(part.regime.name, part.band) for part in model.fitted.parts]
+    if model.boundary is not None:
+        bands = [("all", model.boundary.band)]
+    return tuple(
+        ev.PredictionInterval(regime=name, level_pct=LEVEL_PCT, kind=band.kind, low=band.low, high=band.high)
+        for name, band in bands
+    )
+
+
+def _collinearity(part: FittedPart) -> ev.CollinearityEntry:
+    names = [term.feature.name for term in part.terms]
+    return ev.CollinearityEntry(
+        regime=part.regime.name,
+        condition_number=part.collinearity.condition_number,
+        variance_inflation=dict(zip(names, part.collinearity.inflation, strict=True)),
+    )
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _classifier(classified: Classified | None) -> ev.Classifier | None:
+    if classified is None:
+        return None
+    counts = dataclasses.asdict(classified)
+    return ev.Classifier(balanced_accuracy=counts.pop("balanced_accuracy"), confusion=counts)
+
+
+def _equations(rows: pl.DataFrame) -> dict[str, int]:
+    if "source" not in rows.columns:
+        return {}
+    used = rows.filter((pl.col("split") == "train") & pl.col("excluded_because").is_null())
+    return dict(sorted(used.group_by("source").len().iter_rows()))
