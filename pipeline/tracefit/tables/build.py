@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -31,10 +32,13 @@ from tracefit.tables.span_requests import telling_spans, told_requests
 from tracefit.tables.staging import read_staged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tracefit.tables.manifest import ReadFile
+
+WINDOW_BYTES = 1 << 20
+"""Bytes on disk of the staged parts that are read as one; they are several times that in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +77,13 @@ def build_tables(
     Returns:
         The counts; a run without a single span of the vLLM scopes is not written at all.
     """
-    parts = [(file.path, part.name) for file in files for part in file.parts]
-    facts = resolve(stage, [name for _, name in parts])
+    staged = [(part.name, file.path) for file in files for part in file.parts]
+    facts = resolve(stage, [name for name, _ in staged])
+    parts = [_Part(name, path, known) for (name, path), known in zip(staged, facts, strict=True)]
     other_spans = sum(part.other_spans for file in files for part in file.parts)
-    starts = _epoch_starts(stage, parts, facts, scratch)
-    run = _Run(run_id, scratch, starts)
-    for (path, name), known in zip(parts, facts, strict=True):
-        run.add(_Part.of(stage, name, path, known))
+    run = _Run(run_id, scratch, _epoch_starts(stage, parts, scratch))
+    for window in _windows(stage, parts):
+        run.add(window)
     if not run.counts["spans"]:
         return IngestCounts(other_spans=other_spans, rejects=run.rejects.rows)
     counts = run.sum_up(other_spans=other_spans, spans_read=sum(f.spans_read for f in facts))
@@ -89,22 +93,46 @@ def build_tables(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One staged part, and what is known of its spans."""
+    """A staged part: its name, the file it came from, what is known of its spans."""
 
-    stage: Path
     name: str
     source_file: str
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Staged parts that are read as one; their rows are counted on from part to part."""
+
+    stage: Path
+    parts: Sequence[tuple[_Part, int]]
+    """Each with the number of its first row."""
     facts: pl.DataFrame
     """row, server, core_zero, server_zero of the spans that count."""
 
     @classmethod
-    def of(cls, stage: Path, name: str, source_file: str, facts: Facts) -> _Part:
+    def of(cls, stage: Path, parts: Sequence[_Part]) -> _Window:
         """Make ready for reading; server names become texts, which they are not while they wait."""
-        return cls(stage, name, source_file, facts.spans.with_columns(pl.col("server").cast(pl.String)))
+        firsts = [0, *accumulate(part.facts.spans_read for part in parts[:-1])]
+        numbered = list(zip(parts, firsts, strict=True))
+        facts = [_moved(part.facts.spans, first) for part, first in numbered]
+        return cls(stage, numbered, pl.concat(facts).with_columns(pl.col("server").cast(pl.String)))
+
+    def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
+        """Return the rows of all spans; those that tell where they came from name the file too."""
+        frames = []
+        for part, first in self.parts:
+            rows = read_staged(self.stage, part.name, kind, columns)
+            if "row" in rows.columns:
+                rows = _moved(rows, first)
+            if "source_offset" in rows.columns:
+                rows = rows.with_columns(source_file=pl.lit(part.source_file))
+            frames.append(rows)
+        return pl.concat(frames)
 
     def read(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return rows of the spans that count, with their facts."""
-        rows = read_staged(self.stage, self.name, kind, columns)
+        rows = self.every(kind, columns)
         if "server" in rows.columns:
             rows = rows.drop("server")
         return rows.join(self.facts, on="row", how="inner", maintain_order="left")
@@ -120,20 +148,36 @@ class _Part:
         return placed, lost, moved
 
 
-def _epoch_starts(
-    stage: Path, parts: Sequence[tuple[str, str]], facts: Sequence[Facts], scratch: Path
-) -> pl.DataFrame:
+def _moved(rows: pl.DataFrame, first: int) -> pl.DataFrame:
+    return rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
+
+
+def _windows(stage: Path, parts: Iterable[_Part]) -> Iterator[_Window]:
+    """Put small parts together, in order: each frame of rows costs something whatever its size."""
+    held: list[_Part] = []
+    size = 0
+    for part in parts:
+        own = sum(file.stat().st_size for file in (stage / part.name).iterdir())
+        if held and size + own > WINDOW_BYTES:
+            yield _Window.of(stage, held)
+            held, size = [], 0
+        held.append(part)
+        size += own
+    if held:
+        yield _Window.of(stage, held)
+
+
+def _epoch_starts(stage: Path, parts: Sequence[_Part], scratch: Path) -> pl.DataFrame:
     """Go over the marks of the whole run in the order of their clock."""
     marks = ExternalSort(scratch, key=("clock",), order=("clock", "server", "step_id", "exact"))
     marks.add(pl.DataFrame(schema=MARKS))
-    for (path, name), known in zip(parts, facts, strict=True):
-        part = _Part.of(stage, name, path, known)
-        steps = part.read("steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
-        journeys, _, _ = part.journeys(("row", "unix_ns", "ts_ns", "step_id", "layer"))
+    for window in _windows(stage, parts):
+        steps = window.read("steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
+        journeys, _, _ = window.journeys(("row", "unix_ns", "ts_ns", "step_id", "layer"))
         marks.add(marks_of(steps, journeys))
     scanner = EpochScanner()
-    for window in marks.windows():
-        scanner.feed(window)
+    for rows in marks.windows():
+        scanner.feed(rows)
     return scanner.starts()
 
 
@@ -155,25 +199,24 @@ class _Run:
         """The rejects so far."""
         return self._sort("rejects")
 
-    def add(self, part: _Part) -> None:
-        """Take one part apart."""
-        spans = part.read("spans").with_columns(source_file=pl.lit(part.source_file))
+    def add(self, window: _Window) -> None:
+        """Take some parts apart."""
+        spans = window.read("spans")
         self.counts["spans"] += spans.height
         self.counts["dropped_attributes"] += int(spans["dropped_attributes"].sum() or 0)
-        counted = part.read("events").group_by("name").agg(pl.col("count").sum())
+        counted = window.read("events").group_by("name").agg(pl.col("count").sum())
         self.events.update(dict(counted.iter_rows()))
         self._take("spans", spans)
-        others = read_staged(part.stage, part.name, "others")
-        self._take("spans", others.with_columns(source_file=pl.lit(part.source_file)))
-        steps = part.read("steps")
+        self._take("spans", window.every("others"))
+        steps = window.read("steps")
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
-        snapshots = in_epoch(part.read("snapshots"), self.starts, None)
+        snapshots = in_epoch(window.read("snapshots"), self.starts, None)
         self._take("request_snapshots", snapshots)
         self.cached.append(cached_prompt_tokens(snapshots))
-        journeys, lost, moved = part.journeys()
+        journeys, lost, moved = window.journeys()
         self.counts["moved"] += moved
         self._add_journeys(in_epoch(journeys, self.starts, "ts_ns"), spans)
-        self._add_rejects(part, spans, lost)
+        self._add_rejects(window, spans, lost)
 
     def _add_journeys(self, journeys: pl.DataFrame, spans: pl.DataFrame) -> None:
         ids = spans.select("row", "trace_id", "span_id", "parent_span_id", "request_id")
@@ -189,14 +232,11 @@ class _Run:
         both = pl.concat([f.with_columns(side=pl.lit(s)) for s, f in layers.items()], how="diagonal")
         self._sort("layers").add(both)
 
-    def _add_rejects(self, part: _Part, spans: pl.DataFrame, lost: pl.DataFrame) -> None:
-        places = spans.select("row", "source_offset")
-        bad = pl.concat([part.read("incomplete").select("row", "reason"), lost]).join(
-            places, on="row", how="inner"
-        )
-        rejects = read_staged(part.stage, part.name, "rejects")
-        rows = pl.concat([rejects, bad.select("source_offset", "reason", excerpt=pl.lit(""))], how="diagonal")
-        self._take("rejects", rows.with_columns(source_file=pl.lit(part.source_file)))
+    def _add_rejects(self, window: _Window, spans: pl.DataFrame, lost: pl.DataFrame) -> None:
+        places = spans.select("row", "source_offset", "source_file")
+        bad = pl.concat([window.read("incomplete").select("row", "reason"), lost])
+        found = bad.join(places, on="row", how="inner").drop("row").with_columns(excerpt=pl.lit(""))
+        self._take("rejects", pl.concat([window.every("rejects"), found], how="diagonal"))
 
     def _take(self, name: str, rows: pl.DataFrame) -> None:
         self._sort(name).add(schema.TABLES[name].shape(rows.with_columns(run_id=pl.lit(self.run_id))))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-HELD_BYTES = 16 << 20
+HELD_BYTES = 8 << 20
 """Rows kept in memory before they are laid down on disk, and rows of a window, about, as they are in memory."""
 
 BLOCK_ROWS = 8 * 1024

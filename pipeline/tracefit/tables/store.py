@@ -147,7 +147,7 @@ class TableStore:
         return self
 
 
-_AHEAD = 2
+_AHEAD = 1
 """Frames that wait to be written, at most."""
 
 
