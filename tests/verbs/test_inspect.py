@@ -46,7 +46,7 @@ def test_facts_of_a_run_are_those_that_went_in(tmp_path, traces):
     (server,) = told.servers
     assert (server.server, server.epochs, server.requests, server.steps) == ("engine", 1, 60, 120)
     assert server.step_sampling == 1.0
-    assert all(check.is_clean for check in told.checks)
+    assert all(check.held == check.of for check in told.checks)
 
 
 def test_protobuf_is_told_by_its_content(tmp_path, traces):

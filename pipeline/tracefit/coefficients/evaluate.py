@@ -15,7 +15,7 @@ from tracefit.coefficients.entries import entry, exclusions, metrics_entry, reas
 from tracefit.fit.distribution import PERCENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.fit.across import AcrossResult, LeftOutErrors
     from tracefit.fit.distribution import Distribution
@@ -260,8 +260,3 @@ def _composition_errors(timeline: pl.DataFrame) -> dict[str, float]:
 def _mean(column: pl.Series) -> float | None:
     value = column.mean()
     return float(value) if isinstance(value, int | float) else None
-
-
-def model_names(scopes: Iterable[FittedScope]) -> list[str]:
-    """Names of all fitted models, in order."""
-    return [m.name for s in scopes for m in s.models]

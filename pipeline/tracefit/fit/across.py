@@ -79,7 +79,7 @@ class AcrossResult:
     notes: tuple[str, ...]
 
 
-@threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]
+@threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
 def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossResult:
     """Leave out every run of a scope in turn, every model and every GPU.
 

@@ -132,7 +132,7 @@ class FittedScope:
     """Overloaded runs of the scope; `tables` hold those of them that were trained on."""
 
 
-@threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]
+@threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
 def fit_scope(
     scope: Scope, tables: ScopeTables, beta_sets: Sequence[FeatureSet], options: ScopeOptions
 ) -> FittedScope:

@@ -23,11 +23,6 @@ class Check:
     detail: str = ""
     """What is wrong with the others, in counts; empty when nothing is."""
 
-    @property
-    def is_clean(self) -> bool:
-        """Whether everything the check applies to is as it should be."""
-        return self.held == self.of
-
 
 def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[Check, ...]:
     """Check the tables of one or several runs.

@@ -52,11 +52,6 @@ class Facts:
     spans: pl.DataFrame
     spans_read: int
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every span of the part counts."""
-        return self.spans.height == self.spans_read
-
 
 def resolve(stage: Path, parts: Sequence[str]) -> list[Facts]:
     """Look at all spans of a run together.

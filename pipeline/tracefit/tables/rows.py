@@ -17,7 +17,7 @@ from tracefit.tables import dialects, schema
 from tracefit.tables.span_requests import TOLD_KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from tracefit.otlp.batch import SpanBatch
 
@@ -132,19 +132,6 @@ def _located(events: Mapping[str, pl.DataFrame], spans: pl.DataFrame) -> dict[st
         for name, frame in events.items()
     }
     return {name: frame for name, frame in located.items() if frame.height}
-
-
-def join_rows(parts: Iterable[Rows]) -> Rows:
-    """Put the rows of several batches end to end; `row` goes on counting."""
-    moved: dict[str, list[pl.DataFrame]] = {name: [frame] for name, frame in no_rows().frames().items()}
-    first = others = 0
-    for part in parts:
-        for name, frame in part.frames().items():
-            here = frame.with_columns(pl.col("row") + first) if "row" in frame.columns else frame
-            moved[name].append(here)
-        first += part.spans.height
-        others += part.other_spans
-    return Rows(**{name: pl.concat(frames) for name, frames in moved.items()}, other_spans=others)
 
 
 @cache
