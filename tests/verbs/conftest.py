@@ -58,6 +58,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr("tracefit.sources.stretches.STRETCH_BYTES", 20_000)
     monkeypatch.setattr("tracefit.tables.build.WINDOW_BYTES", 60_000)
     monkeypatch.setattr("tracefit.tables.external_sort.HELD_BYTES", 4_000)
+    monkeypatch.setattr("tracefit.tables.external_sort.WINDOW_BYTES", 4_000)
     monkeypatch.setattr("tracefit.tables.external_sort.BLOCK_ROWS", 7)
     monkeypatch.setattr("tracefit.tables.store.PIECE_ROWS", 11)
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit import memory
 from tracefit.tables import dialects, schema
 from tracefit.tables.clocks import on_core_clock
 from tracefit.tables.epochs import MARKS, EpochScanner, in_epoch, marks_of
-from tracefit.tables.external_sort import ExternalSort
+from tracefit.tables.external_sort import ExternalSort, SortSpace
 from tracefit.tables.requests import (
     api_requests,
     cached_prompt_tokens,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from tracefit.tables.manifest import ReadFile
 
-WINDOW_BYTES = 1 << 20
+WINDOW_BYTES = 3 << 20
 """Bytes on disk of the staged parts that are read as one; they are several times that in memory."""
 
 
@@ -77,18 +78,25 @@ def build_tables(
     Returns:
         The counts; a run without a single span of the vLLM scopes is not written at all.
     """
+    run, spans_read = _taken_apart(files, run_id, stage, scratch)
+    memory.give_back()
+    other_spans = sum(part.other_spans for file in files for part in file.parts)
+    if not run.counts["spans"]:
+        return IngestCounts(other_spans=other_spans, rejects=run.rejects.rows)
+    counts = run.sum_up(other_spans=other_spans, spans_read=spans_read)
+    run.finish(counts, write, run_columns)
+    return counts
+
+
+def _taken_apart(files: Sequence[ReadFile], run_id: str, stage: Path, scratch: Path) -> tuple[_Run, int]:
+    """Return the rows of all tables, in sorts, and how many spans were read. What was known of each span is let go."""
     staged = [(part.name, file.path) for file in files for part in file.parts]
     facts = resolve(stage, [name for name, _ in staged])
     parts = [_Part(name, path, known) for (name, path), known in zip(staged, facts, strict=True)]
-    other_spans = sum(part.other_spans for file in files for part in file.parts)
-    run = _Run(run_id, scratch, _epoch_starts(stage, parts, scratch))
+    run = _Run(run_id, SortSpace(scratch), _epoch_starts(stage, parts, scratch))
     for window in _windows(stage, parts):
         run.add(window)
-    if not run.counts["spans"]:
-        return IngestCounts(other_spans=other_spans, rejects=run.rejects.rows)
-    counts = run.sum_up(other_spans=other_spans, spans_read=sum(f.spans_read for f in facts))
-    run.finish(counts, write, run_columns)
-    return counts
+    return run, sum(known.spans_read for known in facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +177,7 @@ def _windows(stage: Path, parts: Iterable[_Part]) -> Iterator[_Window]:
 
 def _epoch_starts(stage: Path, parts: Sequence[_Part], scratch: Path) -> pl.DataFrame:
     """Go over the marks of the whole run in the order of their clock."""
-    marks = ExternalSort(scratch, key=("clock",), order=("clock", "server", "step_id", "exact"))
+    marks = SortSpace(scratch).sort(key=("clock",), order=("clock", "server", "step_id", "exact"))
     marks.add(pl.DataFrame(schema=MARKS))
     for window in _windows(stage, parts):
         steps = window.read("steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
@@ -186,7 +194,7 @@ class _Run:
     """The rows of a run on their way to the tables."""
 
     run_id: str
-    scratch: Path
+    space: SortSpace
     starts: pl.DataFrame
     counts: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
@@ -247,7 +255,7 @@ class _Run:
             # The first column of a key is the run's.
             key = table.key[1:5] if table else ("trace_id",)
             order = table.order[1:] if table else key
-            self.sorts[name] = ExternalSort(self.scratch, key, order)
+            self.sorts[name] = self.space.sort(key, order)
         return self.sorts[name]
 
     def sum_up(self, *, other_spans: int, spans_read: int) -> IngestCounts:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
@@ -20,8 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-HELD_BYTES = 8 << 20
-"""Rows kept in memory before they are laid down on disk, and rows of a window, about, as they are in memory."""
+HELD_BYTES = 32 << 20
+"""Rows that the sorts of one run keep in memory together before some are laid down on disk."""
+
+WINDOW_BYTES = 8 << 20
+"""Rows of a window, about, as they are in memory."""
 
 BLOCK_ROWS = 8 * 1024
 
@@ -37,24 +42,46 @@ class _Block:
 
 
 @dataclass(slots=True)
+class SortSpace:
+    """Where sorts keep their rows: in memory as long as all of them together have few, then on disk.
+
+    Attributes:
+        scratch: Folder for what does not fit into memory.
+        sorts: The sorts that share it.
+    """
+
+    scratch: Path
+    sorts: list[ExternalSort] = field(default_factory=list)
+
+    def sort(self, key: Sequence[str], order: Sequence[str]) -> ExternalSort:
+        """Make another sort; see there."""
+        self.sorts.append(ExternalSort(self, key, order))
+        return self.sorts[-1]
+
+    def make_room(self) -> None:
+        """Lay rows down on disk until few enough are held, those of the largest sort first."""
+        while sum(sort.held_bytes for sort in self.sorts) > HELD_BYTES:
+            max(self.sorts, key=lambda sort: sort.held_bytes).lay_down()
+
+
+@dataclass(slots=True)
 class ExternalSort:
     """Sorts more rows than memory holds.
 
     Attributes:
-        scratch: Folder for what does not fit into memory.
+        space: Where the rows are kept.
         key: Columns that decide where windows are cut; rows of one key come in one window. Nulls are last.
         order: All columns to sort by, those of `key` first.
-        held_bytes: Rows to keep in memory.
         rows: How many were added.
+        held_bytes: Size of those in memory.
     """
 
-    scratch: Path
+    space: SortSpace
     key: Sequence[str]
     order: Sequence[str]
-    held_bytes: int = field(default_factory=lambda: HELD_BYTES)
     rows: int = 0
+    held_bytes: int = 0
     _held: list[pl.DataFrame] = field(default_factory=list)
-    _held_size: int = 0
     _blocks: list[_Block] = field(default_factory=list)
     _schema: pl.Schema | None = None
 
@@ -64,18 +91,16 @@ class ExternalSort:
         if not frame.height:
             return
         self._held.append(frame)
-        self._held_size += int(frame.estimated_size())
+        self.held_bytes += int(frame.estimated_size())
         self.rows += frame.height
-        if self._held_size > self.held_bytes:
-            self._lay_down()
+        self.space.make_room()
 
     def windows(self) -> Iterator[pl.DataFrame]:
         """Yield all rows in order, as frames none of which is empty; what was taken is given back once."""
         if not self._blocks:
-            if self._held:
-                yield self._take_held(self.order)
+            yield from self._held_windows()
             return
-        self._lay_down()
+        self.lay_down()
         blocks = sorted(self._blocks, key=lambda block: block.first)
         files = {path: pa.ipc.open_file(pa.OSFile(str(path))) for path in {b.run for b in blocks}}
         waiting: list[pl.DataFrame] = []
@@ -84,19 +109,32 @@ class ExternalSort:
             waiting.append(_frame(files[block.run].get_batch(block.number)))
             new_bytes += int(waiting[-1].estimated_size())
             last = index + 1 == len(blocks)
-            if new_bytes >= self.held_bytes or last:
+            if new_bytes >= WINDOW_BYTES or last:
                 rows = pl.concat(waiting).sort(self.order, nulls_last=True)
                 whole = rows.height if last else _below(rows, self.key, blocks[index + 1].first)
                 if whole:
                     yield rows.head(whole)
                 waiting, new_bytes = [rows.slice(whole)], 0
 
-    def _lay_down(self) -> None:
+    def _held_windows(self) -> Iterator[pl.DataFrame]:
+        if not self._held:
+            return
+        rows = pl.concat(self._held, rechunk=True)
+        windows = 1 + self.held_bytes // WINDOW_BYTES
+        self._held, self.held_bytes = [], 0
+        places = rows.select(pl.arg_sort_by(*self.order, nulls_last=True)).to_series()
+        # One at a time: a sorted copy of everything would take as much memory again.
+        for begin, end in pairwise(_cuts(rows.select(pl.col(self.key).gather(places)), windows)):
+            yield rows[places[begin:end]]
+
+    def lay_down(self) -> None:
+        """Put what is in memory on disk."""
         if not self._held:
             return
         # Blocks need the order of the key alone; the rest of it is made when a window is.
-        rows = self._take_held(self.key)
-        path = self.scratch / f"sorted-{uuid.uuid4().hex}.arrow"
+        rows = pl.concat(self._held).sort(self.key, nulls_last=True)
+        self._held, self.held_bytes = [], 0
+        path = self.space.scratch / f"sorted-{uuid.uuid4().hex}.arrow"
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         table = rows.to_arrow()
         with create(path) as stream, pa.ipc.new_file(stream, table.schema, options=options) as writer:
@@ -104,11 +142,6 @@ class ExternalSort:
                 writer.write_batch(table.slice(start, BLOCK_ROWS).combine_chunks().to_batches()[0])
                 first = rows.row(start, named=True)
                 self._blocks.append(_Block(_key_of(tuple(first[k] for k in self.key)), path, number))
-
-    def _take_held(self, order: Sequence[str]) -> pl.DataFrame:
-        rows = pl.concat(self._held).sort(order, nulls_last=True)
-        self._held, self._held_size = [], 0
-        return rows
 
 
 def _key_of(values: tuple[Any, ...]) -> _Key:
@@ -120,6 +153,14 @@ def _frame(batch: pa.RecordBatch) -> pl.DataFrame:
     frame = pl.from_arrow(batch)
     assert isinstance(frame, pl.DataFrame)  # noqa: S101 - a record batch is always a frame
     return frame
+
+
+def _cuts(keys: pl.DataFrame, count: int) -> list[int]:
+    """Cut sorted keys into about so many pieces of like size, never between two that are equal."""
+    starts_anew = keys.select(pl.any_horizontal(pl.all().ne_missing(pl.all().shift()))).to_series().to_numpy()
+    places = np.append(np.flatnonzero(starts_anew), keys.height)
+    wanted = keys.height * np.arange(1, count) // count
+    return sorted({0, *places[np.searchsorted(places, wanted)].tolist(), keys.height})
 
 
 def _below(rows: pl.DataFrame, key: Sequence[str], bound: _Key) -> int:

@@ -1,0 +1,55 @@
+from itertools import chain
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tracefit.tables import external_sort
+from tracefit.tables.external_sort import SortSpace
+
+KEYS = st.integers(0, 6) | st.none()
+FRAMES = st.lists(st.lists(st.tuples(KEYS, st.integers(0, 3)), max_size=12), max_size=6)
+SCHEMA = {"key": pl.Int64, "time": pl.Int64}
+
+
+def sorted_rows(rows):
+    return sorted(rows, key=lambda row: (row[0] is None, row[0] or 0, row[1]))
+
+
+@pytest.mark.parametrize("held_bytes", [0, 100, 1 << 20])
+@given(frames=FRAMES)
+def test_rows_come_out_in_order_and_those_of_one_key_in_one_window(held_bytes, frames, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(external_sort, "HELD_BYTES", held_bytes)
+        patch.setattr(external_sort, "WINDOW_BYTES", 32)
+        patch.setattr(external_sort, "BLOCK_ROWS", 3)
+        rows = SortSpace(tmp_path_factory.getbasetemp()).sort(key=("key",), order=("key", "time"))
+        for frame in frames:
+            rows.add(pl.DataFrame(frame, SCHEMA, orient="row"))
+        windows = [window.rows() for window in rows.windows()]
+    assert [row for window in windows for row in window] == sorted_rows(chain.from_iterable(frames))
+    keys = [{key for key, _ in window} for window in windows]
+    assert sum(map(len, keys)) == len(set().union(*keys))
+    assert all(windows)
+
+
+def test_a_window_is_no_larger_than_asked_for_where_keys_allow(tmp_path, monkeypatch):
+    monkeypatch.setattr(external_sort, "WINDOW_BYTES", 1600)
+    rows = SortSpace(tmp_path).sort(key=("key",), order=("key", "time"))
+    rows.add(pl.DataFrame({"key": range(1000), "time": [0] * 1000}))  # sixteen bytes each
+    assert {window.height for window in rows.windows()} <= {*range(80, 101)}
+
+
+def test_sorts_share_their_memory_and_the_largest_makes_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(external_sort, "HELD_BYTES", 2000)
+    space = SortSpace(tmp_path)
+    small, large = (space.sort(key=("key",), order=("key", "time")) for _ in range(2))
+    hundred = pl.DataFrame({"key": range(100), "time": [0] * 100})
+    small.add(hundred.head(40))
+    large.add(hundred.head(80))
+    assert not list(tmp_path.iterdir())
+    large.add(hundred.head(10))
+    assert (small.held_bytes, large.held_bytes) == (640, 0)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert [sum(window.height for window in rows.windows()) for rows in (small, large)] == [40, 90]
