@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _TIME, _NAME, _ATTRIBUTES, _DROPPED_ATTRIBUTES = 0x09, 0x12, 0x1A, 0x20
 
-_BLOCK_EVENTS = 1 << 14
+_BLOCK_EVENTS = 1 << 15
 """Events that are read together: enough for one call to do much, few enough to bound what is held for them."""
 
 _MAX_LAYOUTS = 4
