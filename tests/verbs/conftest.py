@@ -45,7 +45,7 @@ def decoded(monkeypatch):
     seen = []
 
     def spy(task, **how):
-        seen.append((Path(task.file.path).name, task.stretch.begin))
+        seen.extend((Path(piece.file.path).name, piece.stretch.begin) for piece in task.pieces)
         return decode(task, **how)
 
     monkeypatch.setattr("tracefit.verbs.workers.decode", spy)

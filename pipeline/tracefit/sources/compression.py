@@ -83,7 +83,7 @@ def decompressed(raw: BinaryIO) -> Iterator[bytes | Gap]:
         DamagedStreamError: After the last byte that could be decompressed, if the compressed data is cut,
             corrupt, or expands beyond what `limits` allows.
     """
-    head = _read_fully(raw, _LONGEST_MAGIC)
+    head = read_fully(raw, _LONGEST_MAGIC)
     kind = next((kind for kind in _KINDS if head.startswith(kind.magic)), None)
     if kind is None:
         yield from _pieces(head, raw)
@@ -160,7 +160,7 @@ class _Recovering:
         return -1
 
 
-def _read_fully(raw: BinaryIO, size: int) -> bytes:
+def read_fully(raw: BinaryIO, size: int) -> bytes:
     """Read `size` bytes, or all there are: a pipe may give fewer than asked at a time."""
     data = b""
     while len(data) < size and (piece := raw.read(size - len(data))):

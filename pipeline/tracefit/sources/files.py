@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pyarrow.fs import FileSystem
+
+    from tracefit.sources.sniff import Contents
 
 _REMOTE_BUFFER_BYTES = 8 << 20
 """Bytes asked of an object store at a time: each request costs a round trip."""
@@ -28,6 +30,7 @@ class TraceFile:
         size: Bytes as stored.
         modified_ns: Unix time of its last change, where that is known.
         filesystem: The file system it is in; None is the local disk.
+        contents: What its head shows, where somebody has looked already.
     """
 
     name: str
@@ -35,6 +38,7 @@ class TraceFile:
     size: int
     modified_ns: int | None = None
     filesystem: FileSystem | None = None
+    contents: Contents | None = field(default=None, compare=False)
 
     @classmethod
     def local(cls, path: str | Path, *, name: str | None = None) -> TraceFile:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import stat
 import sys
 import tempfile
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -135,16 +136,18 @@ class _Finder:
                 elif _is_kv_file(found):
                     events.append(found)
                 else:
-                    refuse_other_signal(found.name, sniff(found).signal)
-                    loose.append(found)
+                    contents = sniff(found)
+                    refuse_other_signal(found.name, contents.signal)
+                    loose.append(replace(found, contents=contents))
         if loose:
             files = _without_repeats(loose)
             run_id = clean_run_id(_common_stem(files))
             runs.append(RunSource(run_id, files[0].name, files, kv_files=_without_repeats(events)))
         if not runs:
             raise UsageError("no trace files were named", hint="name a run folder, or trace files")
-        unique = {tuple(map(_place, run.trace_files)): run for run in runs}
-        return Inputs(tuple(unique.values()), tuple(self._left_out))
+        if len(runs) > 1:
+            runs = list({tuple(map(_place, run.trace_files)): run for run in runs}.values())
+        return Inputs(tuple(runs), tuple(self._left_out))
 
     def _piped(self, path: str) -> RunSource:
         """Keep on disk what comes through a pipe."""
@@ -183,8 +186,8 @@ class _Finder:
         for leaf in tree.leaves:
             if _is_kv_file(leaf.file):
                 events.setdefault(_run_folder(leaf.parts[:-1], configured), []).append(leaf.file)
-            elif leaf.parts not in configs and self._is_trace_file(leaf):
-                folders.setdefault(_run_folder(leaf.parts[:-1], configured), []).append(leaf.file)
+            elif leaf.parts not in configs and (file := self._trace_file(leaf)):
+                folders.setdefault(_run_folder(leaf.parts[:-1], configured), []).append(file)
         self._report(tree)
         if not folders:
             said = sorted({f" ({left.reason})" for left in self._left_out if left.notable})
@@ -198,18 +201,19 @@ class _Finder:
             for folder, files in sorted(folders.items())
         ]
 
-    def _is_trace_file(self, leaf: Leaf) -> bool:
-        """Tell a file by its name, or by its head where the name says nothing or looking is cheap."""
+    def _trace_file(self, leaf: Leaf) -> TraceFile | None:
+        """Tell a trace file by its name, or by its head where the name says nothing or looking is cheap."""
         named = TRACE_NAME.fullmatch(leaf.parts[-1]) is not None
         if named and leaf.file.filesystem is not None:
-            return True
+            return leaf.file
         contents = sniff(leaf.file)
         if contents.signal != "traces":
             self._left_out[LeftOut(leaf.file.name, f"it holds OTLP {contents.signal}", notable=True)] = None
-            return False
+            return None
         if not (named or contents.is_traces):
             self._left_out[LeftOut(leaf.file.name, str(contents), notable=False)] = None
-        return named or contents.is_traces
+            return None
+        return replace(leaf.file, contents=contents)
 
     def _report(self, tree: Tree) -> None:
         for name in tree.irregular:
@@ -289,7 +293,7 @@ def _without_repeats(files: Iterable[TraceFile]) -> tuple[TraceFile, ...]:
 
 
 def _place(file: TraceFile) -> str:
-    return file.name if file.filesystem else str(Path(file.path).resolve())
+    return file.name if file.filesystem else os.path.realpath(file.path)
 
 
 def _common_stem(files: tuple[TraceFile, ...]) -> str:

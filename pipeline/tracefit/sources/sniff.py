@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tracefit.sources.compression import Gap, compression_of, decompressed
+from tracefit.sources.compression import Gap, compression_of, decompressed, read_fully
 from tracefit.sources.frames import records_of, signal_of
 from tracefit.sources.limits import HEAD_BYTES
 from tracefit.sources.records import Encoding, Frame, Source
@@ -73,9 +74,11 @@ def sniff(file: TraceFile) -> Contents:
         UsageError: If it cannot be read.
     """
     with file.open() as raw:
-        compression = compression_of(raw.read(8))
-    with file.open() as raw:
-        window = Window(_beginning(decompressed(raw)))
+        # A stream from a store cannot go back, and is not to be read to its end for this.
+        beginning = raw if raw.seekable() else io.BytesIO(read_fully(raw, SNIFF_BYTES))
+        compression = compression_of(beginning.read(8))
+        beginning.seek(0)
+        window = Window(_beginning(decompressed(beginning)))
         shape = tell_shape(window)
         if shape in ("lines", "document"):
             head = window.peek(0, HEAD_BYTES)

@@ -14,7 +14,7 @@ from tracefit.sources.frames import read_frames, records_of
 from tracefit.sources.framing import LENGTH_BYTES
 from tracefit.sources.limits import CHUNK_BYTES
 from tracefit.sources.records import Frame, Reject, Source
-from tracefit.sources.sniff import sniff
+from tracefit.sources.sniff import Contents, sniff
 from tracefit.sources.window import Window
 
 if TYPE_CHECKING:
@@ -40,15 +40,20 @@ class Layout:
     """How a file's records lie in it.
 
     Attributes:
-        shape: Told from the content.
+        contents: What its head shows.
         can_grow: Whether a stretch can be read without those before it, so that what is appended is all there is to
             read.
         stretches: In order, without gaps; one of the whole file where it cannot be cut.
     """
 
-    shape: Shape
+    contents: Contents
     can_grow: bool
     stretches: tuple[Stretch, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape, told from the content."""
+        return self.contents.shape
 
 
 def lay_out(file: TraceFile, *, begin: int = 0) -> Layout:
@@ -61,15 +66,15 @@ def lay_out(file: TraceFile, *, begin: int = 0) -> Layout:
     Raises:
         UsageError: The file cannot be read.
     """
-    contents = sniff(file)
+    contents = file.contents or sniff(file)
     local = file.filesystem is None
     if contents.compression or contents.shape not in ("lines", "framed") or not local:
-        return Layout(contents.shape, can_grow=False, stretches=(Stretch(),))
+        return Layout(contents, can_grow=False, stretches=(Stretch(),))
     cuts = _line_cuts if contents.shape == "lines" else _frame_cuts
     with file.open() as raw:
         bounds = [begin, *cuts(raw, file.size, begin)]
     pairs = zip(bounds, [*bounds[1:], None], strict=True)
-    return Layout(contents.shape, can_grow=True, stretches=tuple(Stretch(*pair) for pair in pairs))
+    return Layout(contents, can_grow=True, stretches=tuple(Stretch(*pair) for pair in pairs))
 
 
 def read_stretch(

@@ -19,6 +19,7 @@ from tracefit.tables import dialects, schema
 from tracefit.tables.clocks import on_core_clock
 from tracefit.tables.epochs import MARKS, EpochScanner, in_epoch, marks_of
 from tracefit.tables.external_sort import ExternalSort, SortSpace
+from tracefit.tables.parts import RunPart, parts_of
 from tracefit.tables.requests import (
     api_requests,
     cached_prompt_tokens,
@@ -90,9 +91,9 @@ def build_tables(
 
 def _taken_apart(files: Sequence[ReadFile], run_id: str, stage: Path, scratch: Path) -> tuple[_Run, int]:
     """Return the rows of all tables, in sorts, and how many spans were read. What was known of each span is let go."""
-    staged = [(part.name, file.path) for file in files for part in file.parts]
-    facts = resolve(stage, [name for name, _ in staged])
-    parts = [_Part(name, path, known) for (name, path), known in zip(staged, facts, strict=True)]
+    staged = parts_of(files)
+    facts = resolve(stage, staged)
+    parts = [_Part(part, known) for part, known in zip(staged, facts, strict=True)]
     run = _Run(run_id, SortSpace(scratch), _epoch_starts(stage, parts, scratch))
     for window in _windows(stage, parts):
         run.add(window)
@@ -101,10 +102,9 @@ def _taken_apart(files: Sequence[ReadFile], run_id: str, stage: Path, scratch: P
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A staged part: its name, the file it came from, what is known of its spans."""
+    """A staged part, and what is known of its spans."""
 
-    name: str
-    source_file: str
+    staged: RunPart
     facts: Facts
 
 
@@ -121,7 +121,7 @@ class _Window:
     @classmethod
     def of(cls, stage: Path, parts: Sequence[_Part]) -> _Window:
         """Make ready for reading; server names become texts, which they are not while they wait."""
-        firsts = [0, *accumulate(part.facts.spans_read for part in parts[:-1])]
+        firsts = [0, *accumulate(part.facts.rows for part in parts[:-1])]
         numbered = list(zip(parts, firsts, strict=True))
         facts = [_moved(part.facts.spans, first) for part, first in numbered]
         return cls(stage, numbered, pl.concat(facts).with_columns(pl.col("server").cast(pl.String)))
@@ -130,11 +130,11 @@ class _Window:
         """Return the rows of all spans; those that tell where they came from name the file too."""
         frames = []
         for part, first in self.parts:
-            rows = read_staged(self.stage, part.name, kind, columns)
+            rows = read_staged(self.stage, part.staged.name, kind, columns)
             if "row" in rows.columns:
                 rows = _moved(rows, first)
-            if "source_offset" in rows.columns:
-                rows = rows.with_columns(source_file=pl.lit(part.source_file))
+            if "file" in rows.columns:
+                rows = part.staged.of_files(rows, "source_file")
             frames.append(rows)
         return pl.concat(frames)
 
@@ -165,7 +165,7 @@ def _windows(stage: Path, parts: Iterable[_Part]) -> Iterator[_Window]:
     held: list[_Part] = []
     size = 0
     for part in parts:
-        own = sum(file.stat().st_size for file in (stage / part.name).iterdir())
+        own = sum(file.stat().st_size for file in (stage / part.staged.name).iterdir())
         if held and size + own > WINDOW_BYTES:
             yield _Window.of(stage, held)
             held, size = [], 0
@@ -309,5 +309,12 @@ class _Run:
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
-    """Leave one of each span. Those of the vLLM scopes are single by now; others come as often as they were read."""
-    return spans.unique(["trace_id", "span_id"], keep="first", maintain_order=True)
+    """Leave one of each span, that of the first file.
+
+    Those of the vLLM scopes are single by now; others come as often as they were read.
+    """
+    ids = ["trace_id", "span_id"]
+    if spans.n_unique(ids) == spans.height:
+        return spans
+    numbered = spans.with_row_index("row").sort("source_file", "source_offset", maintain_order=True)
+    return numbered.unique(ids, keep="first").sort("row").drop("row")

@@ -28,6 +28,7 @@ class StagedPart(_Strict):
     """A stretch of a trace file, decoded."""
 
     name: str = Field(pattern=r"^[0-9a-f]{32}$", description="folder below .stage")
+    file: int = Field(ge=0, description="number of the file among those of the part: small ones share one")
     begin: int = Field(ge=0, description="offset of its first byte in the decompressed file")
     spans: int = Field(ge=0, description="spans of the vLLM scopes in it")
     other_spans: int = Field(ge=0, description="spans of other scopes, counted and left out")

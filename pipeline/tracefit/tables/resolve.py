@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from tracefit.tables.parts import RunPart
+
 _NARROW = (
+    "file",
     "row",
     "trace_id",
     "span_id",
@@ -46,33 +49,42 @@ class Facts:
     Attributes:
         spans: row, server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero (the
             same, of the server).
-        spans_read: Spans of the part, those that do not count included.
+        spans_read: Spans of the run's files in the part, those that do not count included.
+        rows: All spans of the part.
     """
 
     spans: pl.DataFrame
     spans_read: int
+    rows: int
 
 
-def resolve(stage: Path, parts: Sequence[str]) -> list[Facts]:
+def resolve(stage: Path, parts: Sequence[RunPart]) -> list[Facts]:
     """Look at all spans of a run together.
 
     A span is its (trace_id, span_id): of one that was read twice, the first counts. Spans get the server they belong to.
 
     Args:
         stage: The folder of staged parts.
-        parts: The run's parts in the order of their files.
+        parts: The run's parts.
 
     Returns:
         Facts of each part.
     """
     if not parts:
         return []
-    every = [_narrow(read_staged(stage, name, "spans", _NARROW), part) for part, name in enumerate(parts)]
-    spans = pl.concat(every).with_row_index("span_row")
+    every, rows = [], []
+    for number, part in enumerate(parts):
+        staged = read_staged(stage, part.name, "spans", _NARROW)
+        rows.append(staged.height)
+        every.append(_narrow(part.of_files(staged, "place"), number))
+    spans = pl.concat(every)
+    if not spans["place"].is_sorted():
+        spans = spans.sort("place", maintain_order=True)
+    spans = spans.drop("place").with_row_index("span_row")
     read = dict(spans.group_by("part").len().iter_rows())
     kept = spans.unique(_IDS, keep="first", maintain_order=True)
-    del every, spans
-    kept = _with_server(kept, _Marks(stage, parts, kept))
+    del every, staged, spans
+    kept = _with_server(kept, _Marks(stage, [part.name for part in parts], kept))
     facts = kept.join(_core_zeros(kept), on=_IDS[:2], how="left", maintain_order="left").select(
         "part",
         "row",
@@ -82,13 +94,14 @@ def resolve(stage: Path, parts: Sequence[str]) -> list[Facts]:
     )
     by_part = facts.partition_by("part", as_dict=True, maintain_order=True, include_key=False)
     none = facts.clear().drop("part")
-    return [Facts(by_part.get((part,), none), read.get(part, 0)) for part in range(len(parts))]
+    return [Facts(by_part.get((part,), none), read.get(part, 0), rows[part]) for part in range(len(parts))]
 
 
 def _narrow(spans: pl.DataFrame, part: int) -> pl.DataFrame:
     """Pack ids into numbers."""
     trace = pl.col("trace_id").str
     return spans.select(
+        "place",
         pl.lit(part, pl.UInt32).alias("part"),
         "row",
         _number(trace.head(_HEX_DIGITS_OF_64_BITS)).alias("trace_high"),
@@ -97,7 +110,7 @@ def _narrow(spans: pl.DataFrame, part: int) -> pl.DataFrame:
         _number(pl.col("parent_span_id")).alias("parent"),
         pl.col("scope").cast(_SCOPES, strict=False),
         pl.col("server").cast(pl.Categorical),
-        *_NARROW[6:],
+        *_NARROW[7:],
     )
 
 

@@ -1,7 +1,8 @@
 """Span batches to rows in the words of the tables.
 
 Everything here needs one span at a time: what needs a view of the whole run (duplicates, servers, epochs) comes later,
-in `resolve`. A row knows its span by `row`, the span's number in its part.
+in `resolve`. A row knows its span by `row`, the span's number in its part. A span or a reject knows its file by `file`,
+the file's number among those of the part.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from tracefit.tables import dialects, schema
 from tracefit.tables.span_requests import TOLD_KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from tracefit.otlp.batch import SpanBatch
+    from tracefit.otlp.batch import Reject, SpanBatch
 
 UNKNOWN_SERVER = "unknown"
 
@@ -57,7 +58,7 @@ class Rows:
         incomplete: row, reason: events without the fields that place them.
         rejects: What could not be read.
         others: Spans of other scopes, as the `spans` table has them, if they are kept.
-        other_spans: How many of these there are, kept or not.
+        counts: file, spans, other_spans (kept or not), rejects: of files that have any.
     """
 
     spans: pl.DataFrame
@@ -68,7 +69,7 @@ class Rows:
     incomplete: pl.DataFrame
     rejects: pl.DataFrame
     others: pl.DataFrame
-    other_spans: int
+    counts: pl.DataFrame
 
     def frames(self) -> dict[str, pl.DataFrame]:
         """Return the frames by name."""
@@ -88,17 +89,21 @@ _REQUEST_ATTRIBUTES = {
 _CLOCK = ("zero", "first_ns", "last_ns", "first_step", "last_step")
 
 
-def rows_of(batch: SpanBatch, options: RowOptions) -> Rows:
+def rows_of(batch: SpanBatch, options: RowOptions, files: Sequence[str]) -> Rows:
     """Put one batch into the words of the tables.
 
     Args:
         batch: Decoded spans.
         options: What of them is kept.
+        files: Names of the files they are from.
 
     Returns:
         Its rows. An event name or an attribute no table asks for leaves its count alone.
     """
-    ours = batch.spans.filter(dialects.is_known()).with_row_index("row")
+    every = _numbered(batch.spans, files)
+    others = every.filter(~dialects.is_known())
+    ours = every.filter(dialects.is_known()).with_row_index("row")
+    rejects = _numbered(_reject_frame(batch.rejects), files)
     events = _located(batch.events, ours)
     journeys = _journeys(events)
     steps = _table_of(events.get(dialects.STEP_EVENT), dialects.STEP_KEYS, schema.STEPS)
@@ -114,14 +119,31 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> Rows:
         snapshots=snapshots,
         events=_event_counts(events),
         incomplete=pl.concat([no_step, no_snapshot]),
-        rejects=pl.DataFrame(
-            [(r.source_file, r.source_offset, r.length, r.reason, r.excerpt) for r in batch.rejects],
-            schema=REJECT_COLUMNS,
-            orient="row",
-        ).drop("source_file"),
-        others=_others(batch, options),
-        other_spans=batch.spans.height - ours.height,
+        rejects=rejects,
+        others=_others(others, batch.attributes, options),
+        counts=_counts({"spans": ours, "other_spans": others, "rejects": rejects}),
     )
+
+
+def _numbered(rows: pl.DataFrame, files: Sequence[str]) -> pl.DataFrame:
+    """Put the number of a row's file in the place of its name, which may change."""
+    number = (
+        pl.col("source_file").replace_strict(list(files), range(len(files)), return_dtype=pl.UInt32)
+        if len(files) > 1
+        else pl.lit(0, pl.UInt32)
+    )
+    return rows.with_columns(file=number).drop("source_file")
+
+
+def _reject_frame(rejects: Iterable[Reject]) -> pl.DataFrame:
+    rows = [(r.source_file, r.source_offset, r.length, r.reason, r.excerpt) for r in rejects]
+    return pl.DataFrame(rows, schema=REJECT_COLUMNS, orient="row")
+
+
+def _counts(kinds: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
+    every = pl.concat([rows.select("file", kind=pl.lit(kind)) for kind, rows in kinds.items()])
+    counts = [(pl.col("kind") == kind).sum().cast(pl.Int64).alias(kind) for kind in kinds]
+    return every.group_by("file").agg(counts).sort("file")
 
 
 def _located(events: Mapping[str, pl.DataFrame], spans: pl.DataFrame) -> dict[str, pl.DataFrame]:
@@ -139,21 +161,20 @@ def no_rows() -> Rows:
     """Return rows of nothing, with the columns in place."""
     from tracefit.otlp.batch import SpanBatch  # noqa: PLC0415 - the decoder is not needed to read what was stored
 
-    return rows_of(SpanBatch.empty(), RowOptions())
+    return rows_of(SpanBatch.empty(), RowOptions(), ())
 
 
 _OWN_SERVER = pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER))
 
 
-def _others(batch: SpanBatch, options: RowOptions) -> pl.DataFrame:
-    others = batch.spans.filter(~dialects.is_known())
+def _others(others: pl.DataFrame, attributes: pl.DataFrame, options: RowOptions) -> pl.DataFrame:
     kept = others if options.all_spans else others.clear()
-    theirs = batch.attributes.join(kept.select("span_row"), on="span_row", how="semi")
+    theirs = attributes.join(kept.select("span_row"), on="span_row", how="semi")
     allowed = _allowed(theirs, options.attributes)
     spans = kept.with_columns(server=_OWN_SERVER).join(
         allowed, on="span_row", how="left", maintain_order="left"
     )
-    return spans.drop("span_row", "service_instance_id", "host_name", "source_file", "dropped_attributes")
+    return spans.drop("span_row", "service_instance_id", "host_name", "dropped_attributes")
 
 
 def _spans(
@@ -165,7 +186,7 @@ def _spans(
     for part in parts:
         spans = spans.join(part, on="span_row", how="left", maintain_order="left")
     spans = spans.join(clocks, on="row", how="left", maintain_order="left")
-    return spans.drop("span_row", "service_instance_id", "host_name", "source_file")
+    return spans.drop("span_row", "service_instance_id", "host_name")
 
 
 def _wide(attributes: pl.DataFrame, keys: Mapping[str, str]) -> pl.DataFrame:
@@ -279,4 +300,4 @@ def _split_complete(
     return frame.filter(~bad), frame.filter(bad).select("row", reason=pl.lit(reason))
 
 
-FRAMES = tuple(f.name for f in fields(Rows) if f.name != "other_spans")
+FRAMES = tuple(f.name for f in fields(Rows) if f.name != "counts")

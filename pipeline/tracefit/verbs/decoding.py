@@ -1,12 +1,13 @@
-"""One stretch of a trace file to staged parts: the piece of work that workers share out."""
+"""Stretches of trace files to staged parts: the piece of work that workers share out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path  # noqa: TC003 - pydantic reads the annotations of tasks
 from typing import TYPE_CHECKING
 
-from tracefit.otlp import decode_frames
+from tracefit.otlp import columns, decode_frames
 from tracefit.sources.files import TraceFile  # noqa: TC001
 from tracefit.sources.shape import Shape  # noqa: TC001
 from tracefit.sources.stretches import STRETCH_BYTES, Stretch, read_stretch
@@ -17,21 +18,45 @@ from tracefit.tables.staging import write_staged
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tracefit.otlp.batch import SpanBatch
+
 _BATCH_BYTES = STRETCH_BYTES + STRETCH_BYTES // 4
 """A stretch ends with the record that takes it beyond its size: it is still one batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A stretch to decode, and where the result goes."""
+class Piece:
+    """A stretch of a file."""
 
     file: TraceFile
     stretch: Stretch
     shape: Shape
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Pieces to decode together, and where the result goes. No two are of files of one name."""
+
+    pieces: tuple[Piece, ...]
     options: RowOptions
     scratch: Path
     stage: Path
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the files to read."""
+        return sum(piece.size_bytes for piece in self.pieces)
+
+    @property
+    def name(self) -> str:
+        """What to call it in an error."""
+        first, more = self.pieces[0].file.name, len(self.pieces) - 1
+        return f"{first} and {more} more" if more else first
+
+
+Decoded = tuple[tuple[StagedPart, ...], ...]
+"""The staged parts of each piece of a task, in their order."""
 
 
 def decode(
@@ -39,38 +64,45 @@ def decode(
     *,
     on_read: Callable[[int], object] = lambda _: None,
     go_on: Callable[[], bool] = lambda: True,
-) -> tuple[StagedPart, ...]:
-    """Decode a stretch and write its staged parts.
+) -> Decoded:
+    """Decode pieces and write the staged parts.
 
     Args:
-        task: The stretch.
-        on_read: Told of the bytes of the file that were read.
+        task: The pieces.
+        on_read: Told of the bytes of the files that were read.
         go_on: Asked after each part; the rest is left alone if it says no.
 
-    Returns:
-        The parts, in order.
-
     Raises:
-        DataError: The file holds something else than traces.
+        DataError: A file holds something else than traces.
         OSError: A part cannot be written.
     """
-    parts = []
-    frames = read_stretch(
-        task.file, task.stretch, task.shape, on_read=on_read, show_values=task.options.show_values
+    files = [piece.file.name for piece in task.pieces]
+    show = task.options.show_values
+    frames = chain.from_iterable(
+        read_stretch(piece.file, piece.stretch, piece.shape, on_read=on_read, show_values=show)
+        for piece in task.pieces
     )
+    parts: list[list[StagedPart]] = [[] for _ in files]
     for batch in decode_frames(frames, batch_bytes=_BATCH_BYTES):
-        rows = rows_of(batch, task.options)
+        if len(files) > 1 and _is_full(batch):
+            # What is left out of a batch that has too much must not depend on the neighbours of a file.
+            single = (replace(task, pieces=(piece,)) for piece in task.pieces)
+            return tuple(chain.from_iterable(decode(one, go_on=go_on) for one in single))
+        rows = rows_of(batch, task.options, files)
         name = write_staged(rows, task.scratch, task.stage)
-        parts.append(
-            StagedPart(
-                name=name,
-                begin=task.stretch.begin,
-                spans=rows.spans.height,
-                other_spans=rows.other_spans,
-                rejects=rows.rejects.height,
+        for file, spans, other_spans, rejects in rows.counts.iter_rows():
+            begin = task.pieces[file].stretch.begin
+            part = StagedPart(
+                name=name, file=file, begin=begin, spans=spans, other_spans=other_spans, rejects=rejects
             )
-        )
+            parts[file].append(part)
         del batch, rows
         if not go_on():
             break
-    return tuple(parts)
+    return tuple(map(tuple, parts))
+
+
+def _is_full(batch: SpanBatch) -> bool:
+    """Tell a batch with as many names or keys of events as there may be: some may have been left out."""
+    widest = max((frame.width for frame in batch.events.values()), default=0)
+    return len(batch.events) >= columns.MAX_EVENT_NAMES or widest >= columns.MAX_EVENT_KEYS

@@ -24,8 +24,10 @@ from tracefit.tables.manifest import IngestedRun, ReadFile
 from tracefit.tables.rows import RowOptions
 from tracefit.tables.staging import STAGE_NAME
 from tracefit.tables.store import RunWriter, TableStore
+from tracefit.verbs.bundles import bundled, pieces_of
 from tracefit.verbs.decoding import Task
-from tracefit.verbs.inputs import FilePlan, Input, content_hash, look_at, options_hash, place, plan_files
+from tracefit.verbs.file_plans import FilePlan, options_hash, plan_files
+from tracefit.verbs.inputs import Input, content_hash, look_at, namesakes, place
 from tracefit.verbs.kv import hash_of, kv_tables
 from tracefit.verbs.results import IngestResult, Progress, RunSummary, Silent
 from tracefit.verbs.timelines import SMALL_RUN_ROWS, write_timelines
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import polars as pl
-
-    from tracefit.sources.stretches import Stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,8 @@ class _Work:
         """Bring one run's tables up to date."""
         self.told.stage(f"reading {source.run_id}")
         manifest = self.store.manifest()
-        inputs = look_at(source.trace_files, manifest)
+        before = namesakes(manifest, source.run_id)
+        inputs = look_at(source.trace_files, before)
         run_id = place(manifest, source.run_id, inputs)
         if run_id != source.run_id:
             warnings.append(
@@ -186,7 +187,7 @@ class _Work:
         columns = _run_columns(inputs, context)
         known = manifest.runs.get(run_id)
         options = options_hash(self.options)
-        plans = plan_files(inputs, known, options, self.store.root)
+        plans = plan_files(inputs, before, manifest, options, self.store.root)
         built_from = hashlib.sha256(
             repr((__version__, options, sorted(columns.items()), hash_of(source.kv_files))).encode()
         ).hexdigest()
@@ -236,31 +237,10 @@ class _Work:
         """Decode what is not known yet; return what the manifest is to say of every file."""
         stage = self.store.root / STAGE_NAME
         stage.mkdir(exist_ok=True)
-        tasks = [
-            []
-            if plan.is_known
-            else [self._task(plan, stretch, scratch, stage) for stretch in plan.layout.stretches]
-            for plan in plans
-        ]
-        every = [task for of_file in tasks for task in of_file]
-        self.told.expect(sum(task.size_bytes for task in every))
-        parts = decode_all(every, workers=self.workers, on_read=self.told.read)
-        return [
-            plan.read(part for task in of_file for part in parts[task])
-            for plan, of_file in zip(plans, tasks, strict=True)
-        ]
-
-    def _task(self, plan: FilePlan, stretch: Stretch, scratch: Path, stage: Path) -> Task:
-        end = plan.input.size_bytes if stretch.end is None else stretch.end
-        return Task(
-            file=plan.input.file,
-            stretch=stretch,
-            shape=plan.layout.shape,
-            size_bytes=max(end - stretch.begin, 0),
-            options=self.options,
-            scratch=scratch,
-            stage=stage,
-        )
+        tasks = [Task(pieces, self.options, scratch, stage) for pieces in bundled(plans)]
+        self.told.expect(sum(task.size_bytes for task in tasks))
+        parts = decode_all(tasks, workers=self.workers, on_read=self.told.read)
+        return [plan.read(part for piece in pieces_of(plan) for part in parts[piece]) for plan in plans]
 
 
 def _sweep_stage(store: TableStore) -> None:

@@ -1,4 +1,4 @@
-"""What of a run's files is to be decoded: what the manifest does not know yet."""
+"""The trace files of a run as they are now, and which run of the tables they are: told from their contents."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tracefit._version import __version__
 from tracefit.sources.fingerprint import fingerprints
-from tracefit.sources.stretches import Layout, lay_out
-from tracefit.tables.manifest import IngestedRun, Manifest, ReadFile, StagedPart
-from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tracefit.sources import TraceFile
-    from tracefit.tables.rows import RowOptions
+    from tracefit.tables.manifest import IngestedRun, Manifest, ReadFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,61 +23,56 @@ class Input:
         file: The file.
         size_bytes: Its size.
         sha256: Hash of it.
-        beginnings: Length to hash of its beginnings, for each length a file had when it was read.
+        beginnings: Length to hash of its beginnings, as far as somebody asked for them.
     """
 
     file: TraceFile
     size_bytes: int
     sha256: str
-    beginnings: Mapping[int, str]
+    beginnings: dict[int, str]
 
-    def continues(self, file: ReadFile) -> bool:
+    @classmethod
+    def of(cls, file: TraceFile, sizes: Iterable[int] = ()) -> Input:
+        """Hash a file, and its beginnings of these lengths.
+
+        Raises:
+            UsageError: The file cannot be read.
+        """
+        hashes = fingerprints(file, sizes)
+        size = max(hashes)
+        return cls(file, size, hashes[size], hashes)
+
+    def is_same(self, known: ReadFile) -> bool:
+        """Whether this is a file that was read, as it was."""
+        return (self.size_bytes, self.sha256) == (known.size_bytes, known.sha256)
+
+    def continues(self, known: ReadFile) -> bool:
         """Whether this is a file that was read, perhaps grown since."""
-        return self.beginnings.get(file.size_bytes) == file.sha256
+        size = known.size_bytes
+        if size < self.size_bytes and size not in self.beginnings:
+            self.beginnings.update(fingerprints(self.file, [size]))
+        return self.beginnings.get(size) == known.sha256
 
 
-@dataclass(frozen=True, slots=True)
-class FilePlan:
-    """What to do with one file.
-
-    Attributes:
-        input: The file.
-        layout: How its records lie, and the stretches to decode.
-        kept: Staged parts that hold what comes before these stretches.
-        is_known: Whether nothing is to be decoded.
-    """
-
-    input: Input
-    layout: Layout
-    kept: tuple[StagedPart, ...]
-    is_known: bool = False
-
-    def read(self, parts: Iterable[StagedPart]) -> ReadFile:
-        """Return what the manifest says of the file once it was decoded to these parts."""
-        return ReadFile(
-            path=self.input.file.name,
-            size_bytes=self.input.size_bytes,
-            sha256=self.input.sha256,
-            shape=self.layout.shape,
-            can_grow=self.layout.can_grow,
-            tool_version=__version__,
-            parts=(*self.kept, *parts),
-        )
-
-
-def look_at(files: Iterable[TraceFile], manifest: Manifest) -> list[Input]:
+def look_at(files: Iterable[TraceFile], known: Iterable[ReadFile]) -> list[Input]:
     """Hash the files of a run, in the order of their names.
+
+    Args:
+        files: The files.
+        known: Files that these may be, perhaps grown.
 
     Raises:
         UsageError: A file cannot be read.
     """
-    sizes = {file.size_bytes for run in manifest.runs.values() for file in run.files}
-    inputs = []
-    for trace in sorted(files, key=lambda trace: trace.name):
-        hashes = fingerprints(trace, sizes)
-        size = max(hashes)
-        inputs.append(Input(trace, size, hashes[size], hashes))
-    return inputs
+    contents = {(file.size_bytes, file.sha256) for file in known}
+    sizes = {size for size, _ in contents}
+    ordered = sorted(files, key=lambda file: file.name)
+    likely = {file.path: Input.of(file) for file in ordered if file.size in sizes}
+    same = {path: found for path, found in likely.items() if (found.size_bytes, found.sha256) in contents}
+    # Only what is not there any more can have become the beginning of another file.
+    gone = contents - {(found.size_bytes, found.sha256) for found in same.values()}
+    left = {size for size, _ in gone}
+    return [same.get(file.path) or Input.of(file, left) for file in ordered]
 
 
 def content_hash(inputs: Sequence[Input]) -> str:
@@ -90,63 +80,38 @@ def content_hash(inputs: Sequence[Input]) -> str:
     return hashlib.sha256("".join(sorted(i.sha256 for i in inputs)).encode()).hexdigest()
 
 
+def namesakes(manifest: Manifest, name: str) -> list[ReadFile]:
+    """Return the files of all runs that have this name, or the name and a number."""
+    return [file for run_id in _ids(name, manifest) for file in manifest.runs[run_id].files]
+
+
 def place(manifest: Manifest, name: str, inputs: Sequence[Input]) -> str:
     """Return the id of a run: its name, or with a number where another run has that name.
 
     A run that is there is the same if all its files are still there, as they were or grown, under whatever names.
     """
-    run_id, number = name, 1
-    while (known := manifest.runs.get(run_id)) and known.tables and not _is_same(known, inputs):
-        number += 1
-        run_id = f"{name}-{number}"
-    return run_id
+    ids = _ids(name, manifest)
+    for run_id in ids:
+        if not manifest.runs[run_id].tables or _is_same(manifest.runs[run_id], inputs):
+            return run_id
+    return _numbered(name, len(ids) + 1)
+
+
+def _ids(name: str, manifest: Manifest) -> list[str]:
+    def taken() -> Iterator[str]:
+        number = 1
+        while (run_id := _numbered(name, number)) in manifest.runs:
+            yield run_id
+            number += 1
+
+    return list(taken())
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
 
 
 def _is_same(run: IngestedRun, inputs: Sequence[Input]) -> bool:
-    return all(any(i.continues(file) for i in inputs) for file in run.files)
-
-
-def plan_files(
-    inputs: Sequence[Input], known: IngestedRun | None, options: str, root: Path
-) -> list[FilePlan]:
-    """Say for each file of a run what is to be decoded.
-
-    Args:
-        inputs: The files.
-        known: What the manifest says of the run.
-        options: Hash of the options; with others nothing that was decoded is of use.
-        root: The tables folder.
-
-    Raises:
-        UsageError: A file cannot be opened.
-    """
-    usable = (
-        [] if known is None or known.options != options else [f for f in known.files if _is_there(f, root)]
-    )
-    return [_plan_file(i, usable) for i in inputs]
-
-
-def _is_there(file: ReadFile, root: Path) -> bool:
-    if file.tool_version != __version__:
-        return False
-    return all((root / STAGE_NAME / part.name).is_dir() for part in file.parts)
-
-
-def _plan_file(found: Input, usable: Sequence[ReadFile]) -> FilePlan:
-    files = sorted((f for f in usable if found.continues(f)), key=lambda f: f.size_bytes)
-    if files and files[-1].sha256 == found.sha256:
-        known = files[-1]
-        return FilePlan(found, lay_out(found.file), known.parts, is_known=True)
-    layout = lay_out(found.file)
-    grown = [f for f in files if f.can_grow and f.shape == layout.shape and f.parts]
-    if not grown:
-        return FilePlan(found, layout, ())
-    # What was appended may finish the record that came last: its stretch is decoded again.
-    last = grown[-1].parts[-1].begin
-    kept = tuple(part for part in grown[-1].parts if part.begin < last)
-    return FilePlan(found, lay_out(found.file, begin=last), kept)
-
-
-def options_hash(options: RowOptions) -> str:
-    """Hash the options that decide what is kept of a span."""
-    return hashlib.sha256(repr(options).encode()).hexdigest()
+    contents = {(i.size_bytes, i.sha256) for i in inputs}
+    changed = (file for file in run.files if (file.size_bytes, file.sha256) not in contents)
+    return all(any(i.continues(file) for i in inputs) for file in changed)

@@ -1,4 +1,4 @@
-"""Processes that decode stretches of trace files side by side.
+"""Processes that decode pieces of trace files side by side.
 
 A worker is `python -m tracefit.verbs.workers`: it reads a task per line from its standard input and answers with a line
 each, so that it needs nothing of the program that started it. Rows go by way of the disk. The process that ingests works
@@ -22,25 +22,46 @@ from tracefit.errors import DataError, TracefitError, UsageError
 from tracefit.sources.files import TraceFile
 from tracefit.sources.shape import Shape
 from tracefit.sources.stretches import Stretch
-from tracefit.tables.manifest import StagedPart
 from tracefit.tables.rows import RowOptions
-from tracefit.verbs.decoding import Task, decode
+from tracefit.verbs.decoding import Decoded, Piece, Task, decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from tracefit.tables.manifest import StagedPart
 
 BYTES_PER_WORKER = 96 << 20
 """Bytes that are worth another process: it takes about as long to start as to decode these."""
 
 
-class _Order(BaseModel):
-    """A task as a worker is told of it."""
+class _OrderedPiece(BaseModel):
+    """A piece as a worker is told of it."""
 
     name: str
     path: str
     size_bytes: int
     stretch: Stretch
     shape: Shape
+
+    @classmethod
+    def of(cls, piece: Piece) -> _OrderedPiece:
+        return cls(
+            name=piece.file.name,
+            path=piece.file.path,
+            size_bytes=piece.size_bytes,
+            stretch=piece.stretch,
+            shape=piece.shape,
+        )
+
+    def piece(self) -> Piece:
+        file = TraceFile(self.name, self.path, self.size_bytes)
+        return Piece(file, self.stretch, self.shape, self.size_bytes)
+
+
+class _Order(BaseModel):
+    """A task as a worker is told of it."""
+
+    pieces: tuple[_OrderedPiece, ...]
     options: RowOptions
     scratch: Path
     stage: Path
@@ -48,25 +69,20 @@ class _Order(BaseModel):
     @classmethod
     def of(cls, task: Task) -> _Order:
         return cls(
-            name=task.file.name,
-            path=task.file.path,
-            size_bytes=task.size_bytes,
-            stretch=task.stretch,
-            shape=task.shape,
+            pieces=tuple(map(_OrderedPiece.of, task.pieces)),
             options=task.options,
             scratch=task.scratch,
             stage=task.stage,
         )
 
     def task(self) -> Task:
-        file = TraceFile(self.name, self.path, self.size_bytes)
-        return Task(file, self.stretch, self.shape, self.size_bytes, self.options, self.scratch, self.stage)
+        return Task(tuple(piece.piece() for piece in self.pieces), self.options, self.scratch, self.stage)
 
 
 class _Answer(BaseModel):
     """What became of it: parts, or an error."""
 
-    parts: tuple[StagedPart, ...] = ()
+    parts: Decoded = ()
     failed: Literal["data", "usage", "disk"] | None = None
     what: str = ""
     where: str | None = None
@@ -81,16 +97,16 @@ def available_cores() -> int:
 
 def decode_all(
     tasks: Sequence[Task], *, workers: int, on_read: Callable[[int], object]
-) -> dict[Task, tuple[StagedPart, ...]]:
-    """Decode stretches, by several processes where there is enough to do.
+) -> dict[Piece, tuple[StagedPart, ...]]:
+    """Decode pieces of files, by several processes where there is enough to do.
 
     Args:
-        tasks: The stretches.
+        tasks: The pieces, as they are to be decoded together.
         workers: Most processes to use, this one included.
         on_read: Told of the bytes that were read, as stored; by one thread at a time.
 
     Returns:
-        The parts of each.
+        The parts of each piece.
 
     Raises:
         DataError: A file holds something else than traces, or a worker died.
@@ -106,7 +122,7 @@ def decode_all(
 
 def _can_be_sent(task: Task) -> bool:
     # Who may read a bucket is known to this process alone.
-    return task.file.filesystem is None
+    return all(piece.file.filesystem is None for piece in task.pieces)
 
 
 class _Share:
@@ -115,19 +131,19 @@ class _Share:
     def __init__(self, tasks: Sequence[Task], on_read: Callable[[int], object]) -> None:
         self._left = dict.fromkeys(tasks)
         self._on_read = on_read
-        self._done: dict[Task, tuple[StagedPart, ...]] = {}
+        self._done: dict[Piece, tuple[StagedPart, ...]] = {}
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
     def work(
         self,
-        decode_one: Callable[[Task], tuple[StagedPart, ...]],
+        decode_one: Callable[[Task], Decoded],
         wanted: Callable[[Task], bool] = lambda _: True,
     ) -> None:
         """Take tasks and decode them until none is left or one failed."""
         while task := self._next(wanted):
             try:
-                self._done[task] = decode_one(task)
+                self._done.update(zip(task.pieces, decode_one(task), strict=True))
             except BaseException as error:  # noqa: BLE001 - whoever settles raises it
                 self._error = self._error or error
                 return
@@ -144,7 +160,7 @@ class _Share:
         with self._lock:
             self._on_read(size_bytes)
 
-    def settle(self) -> dict[Task, tuple[StagedPart, ...]]:
+    def settle(self) -> dict[Piece, tuple[StagedPart, ...]]:
         """Return what was done, or raise the first error."""
         if self._error is not None:
             raise self._error
@@ -181,7 +197,7 @@ def _serve(share: _Share, processes: int) -> None:
                 cast("BinaryIO", process.stdin).close()
 
 
-def _ask(process: subprocess.Popen[bytes], task: Task, tell: Callable[[int], None]) -> tuple[StagedPart, ...]:
+def _ask(process: subprocess.Popen[bytes], task: Task, tell: Callable[[int], None]) -> Decoded:
     assert process.stdin is not None  # noqa: S101 - both are pipes
     assert process.stdout is not None  # noqa: S101
     try:
@@ -193,7 +209,7 @@ def _ask(process: subprocess.Popen[bytes], task: Task, tell: Callable[[int], Non
     if not line:
         raise DataError(
             f"the worker that read it died (exit status {process.wait()})",
-            where=task.file.name,
+            where=task.name,
             hint="if memory ran out, use fewer --workers",
         )
     answer = _Answer.model_validate_json(line)
