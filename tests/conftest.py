@@ -225,13 +225,14 @@ class Traces:
         return folder
 
     def load(
-        self, *, steps=240, requests=90, covered=0.05, noise=0.01, lag=0, seed=0, decode_us=50
+        self, *, steps=240, requests=90, covered=0.05, noise=0.01, lag=0, seed=0, decode_us=50, late=1.0
     ) -> Traces:
         """Add a busy engine whose step time is 2,000 + 10 per prefill token + `decode_us` per decode token, and relative
         noise.
 
         `covered` is the share of the step time that step.duration_us claims. With `lag` 1 a step executes after the
-        next one began: its composition drives the cycle of the next, and its tokens come a cycle later.
+        next one began: its composition drives the cycle of the next, and its tokens come a cycle later. The last 30 % of
+        the steps take `late` times as long.
         """
         rng = np.random.default_rng(seed)
         start, executing = 1_000_000.0, []
@@ -239,7 +240,8 @@ class Traces:
         for step in range(1, (steps or 240) + 1):
             starts.append(start)
             prefill, decode = int(rng.integers(0, 200)) * int(rng.random() < 0.5), int(rng.integers(1, 30))
-            executing.append((2000 + 10 * prefill + decode_us * decode) * (1 + noise * rng.standard_normal()))
+            machine = (late if step > 0.7 * steps else 1.0) * (1 + noise * rng.standard_normal())
+            executing.append((2000 + 10 * prefill + decode_us * decode) * machine)
             cycle = executing[max(step - 1 - lag, 0)]
             changes = {
                 "num_prefill_reqs": int(prefill > 0),

@@ -101,7 +101,7 @@ def test_teacher_forced_errors_follow_from_the_published_files(trained):
 def test_the_report_and_the_summary_show_them(trained):
     latency, text = _latency(trained), (trained / "report.md").read_text()
     for name, title in {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}.items():
-        for way in ("teacher_forced", "averages_only", "baseline"):
+        for way in ("teacher_forced", "hindsight", "averages_only", "baseline"):
             row = next(x for x in text.splitlines() if x.startswith(f"| {title} | {way.replace('_', ' ')} |"))
             cells = [cell.strip().replace(",", "") for cell in row.split("|")[3:6]]
             entry = latency[name][way]
@@ -171,6 +171,28 @@ def test_scheduling_a_step_ahead_is_composed_of_the_cycles_its_tokens_came_in(tm
         assert told["n"] > 10
         # A first token takes two cycles of noise 1 %; a cycle too few or too many would be an error of a third.
         assert told["mape_pct"] < 3, name
+
+
+def test_hindsight_takes_away_what_changed_with_the_hold_out(tmp_path, new_traces, quick):
+    """The machine takes 0.8 of the time from there on: forecasts are a quarter too long, the same terms fitted there not."""
+    folder = new_traces().load(late=0.8).write(tmp_path / "faster")
+    tracefit.run([folder], tmp_path / "out")
+    told = _latency(tmp_path / "out")["itl"]
+    assert told["hindsight"]["n"] == told["teacher_forced"]["n"] > 10
+    assert told["teacher_forced"]["mape_pct"] == pytest.approx(25, abs=2)
+    assert told["hindsight"]["mape_pct"] < 2
+    for name in ("ttft", "e2e", "client"):
+        told = _latency(tmp_path / "out")[name]
+        assert told["hindsight"]["mape_pct"] < told["teacher_forced"]["mape_pct"] / 3
+
+
+def test_hindsight_leaves_what_no_batch_tells(tmp_path, new_traces, quick):
+    """Of independent noise on every step no coefficient knows more afterwards."""
+    folder = new_traces().load(noise=0.2).write(tmp_path / "noisy")
+    tracefit.run([folder], tmp_path / "out")
+    told = _latency(tmp_path / "out")["itl"]
+    assert told["teacher_forced"]["mape_pct"] > 5
+    assert told["hindsight"]["mape_pct"] == pytest.approx(told["teacher_forced"]["mape_pct"], rel=0.2)
 
 
 def test_with_few_steps_sampled_and_all_journeys_the_steps_between_are_composed_too(planted):

@@ -17,6 +17,15 @@ def test_bias_is_of_the_sums():
     assert told.bias_pct == pytest.approx(20)
 
 
+def test_the_row_furthest_off_has_its_part_of_the_bias():
+    """Of 400 measured: 100 steps of 1, of which one is predicted 2, and one hiccup of 300, predicted 100: -50 points."""
+    actual = np.r_[np.ones(100), 300.0]
+    predicted = np.r_[2.0, np.ones(99), 100.0]
+    told = summed_time(predicted, actual, np.arange(101) // 10)
+    assert told.bias_pct == pytest.approx(-49.75)
+    assert told.furthest_pct == pytest.approx(-50)
+
+
 def test_a_bias_that_is_everywhere_the_same_has_no_spread():
     actual = np.random.default_rng(0).uniform(1, 9, 600)
     told = summed_time(1.07 * actual, actual, np.arange(600) // 30)
@@ -79,5 +88,6 @@ def test_the_evaluation_and_the_report_hold_it(trained):
     )
     assert summed["actual_us"] == pytest.approx(held["y"].sum())
     assert summed["bias_pct"] == pytest.approx(scope["models"]["beta.cycle_time"]["holdout"]["bias_pct"])
-    line = f"measured {summed['actual_us'] / 1e6:,.2f} s, bias {summed['bias_pct']:+.2f} %"
-    assert line in (trained / "report.md").read_text()
+    text = (trained / "report.md").read_text()
+    assert f"measured {summed['actual_us'] / 1e6:,.2f} s, bias {summed['bias_pct']:+.2f} %" in text
+    assert f"furthest off has {summed['furthest_pct']:+.2f} points of it" in text

@@ -213,6 +213,7 @@ def _distribution(name: str, found: Distribution) -> ev.DistributionEntry | None
 def _latency_errors(errors: LatencyErrors) -> dict[str, ev.MetricsEntry]:
     return {
         "teacher_forced": metrics_entry(errors.teacher_forced),
+        "hindsight": metrics_entry(errors.hindsight),
         "averages_only": metrics_entry(errors.averages_only),
         "baseline": metrics_entry(errors.baseline),
     }

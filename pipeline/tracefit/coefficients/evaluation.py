@@ -89,6 +89,9 @@ class SummedEntry(_Part):
         description="two standard deviations of bias_pct, by bootstrap over blocks of time"
     )
     blocks: int
+    furthest_pct: float = Field(
+        description="what the one step or interval furthest off has of bias_pct, in percentage points"
+    )
 
 
 class StepPhaseEntry(_Part):
@@ -203,6 +206,10 @@ class LatencyErrorsEntry(_Part):
 
     teacher_forced: MetricsEntry = Field(
         description="the real batches and the real waits; step times and overheads predicted"
+    )
+    hindsight: MetricsEntry = Field(
+        description="teacher-forced, with the terms of the step time fitted on the held-out steps themselves: what no "
+        "coefficients mend; where it is much smaller, the machine or the load has changed since the training part"
     )
     averages_only: MetricsEntry = Field(
         description="everything predicted from averages over the training part and the request's own lengths"

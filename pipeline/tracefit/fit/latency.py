@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from tracefit.features.sets import add_features
 from tracefit.fit.averages import averages_of, averages_only
 from tracefit.fit.composition import ENGINE, REQUEST, SERVER, teacher_forced
 from tracefit.fit.distribution import Distribution, distribution
+from tracefit.fit.hindsight import in_hindsight
 from tracefit.fit.metrics import NO_ROWS, Metrics, Vector, measure
 from tracefit.fit.parts import predict_parts
 from tracefit.fit.phases import phases_of_servers
@@ -47,6 +48,8 @@ class LatencyErrors:
     """Errors of one latency over one group of requests; each over the requests it has a prediction for."""
 
     teacher_forced: Metrics
+    hindsight: Metrics
+    """Teacher-forced, the step times' model fitted on the held-out steps themselves: what no coefficients mend."""
     averages_only: Metrics
     baseline: Metrics
     """The training median."""
@@ -114,7 +117,7 @@ def compose_latencies(
     if not (requests["split"] == "holdout").any() or not (requests["split"] == "train").any():
         return ComposedLatencies({}, "no request lies in the hold-out of every model, or none before it")
     steps = _predicted_steps(scope, tables, beta, features)
-    rows = teacher_forced(requests, steps, tables.requeue_waits, tables.lags)
+    rows = _forced(requests, steps, tables)
     rows = _with_overheads(rows, tables, named)
     rows = _with_averages(rows, steps, scope, tables, named, features)
     return ComposedLatencies(_measured(_composed(rows)))
@@ -162,7 +165,7 @@ def _ends(model: FittedModel) -> pl.DataFrame:
 def _predicted_steps(
     scope: Scope, tables: ScopeTables, beta: FittedModel, features: FeatureSet
 ) -> pl.DataFrame:
-    """Predict every step whose batch is known; add whether it began in the training part."""
+    """Predict every step whose batch is known, as trained and in hindsight; add whether it began in the training part."""
     timeline = training.with_roofline(tables.timeline, scope.context)
     rows = training.step_rows(timeline, features, training.constants_of(scope.context), tables.lags)
     rows = rows.join(_ends(beta), on=SERVER, how="left", maintain_order="left")
@@ -175,11 +178,22 @@ def _predicted_steps(
     filling = rows.filter(empty & in_training & ~pl.col("idle_after") & (pl.col("interval_steps") == 1))
     empty_us = filling["cycle_us"].median()
     known = pl.col("is_empty").is_not_null()
-    predicted = pl.Series(_step_times(beta.fitted, rows))
+    later = replace(beta.fitted, parts=in_hindsight(beta.fitted, positive=beta.recipe.options.positive))
+    filled = pl.when(empty).then(pl.lit(empty_us or 0.0)).when(known)
     return rows.select(
         *tables.timeline.columns,
         "in_training",
-        predicted_us=pl.when(empty).then(pl.lit(empty_us or 0.0)).when(known).then(predicted),
+        predicted_us=filled.then(pl.Series(_step_times(beta.fitted, rows))),
+        hindsight_us=filled.then(pl.Series(_step_times(later, rows))),
+    )
+
+
+def _forced(requests: pl.DataFrame, steps: pl.DataFrame, tables: ScopeTables) -> pl.DataFrame:
+    """Compose the requests of the steps as predicted; add hindsight_prefill_us and hindsight_decode_us, of hindsight."""
+    waits, lags = tables.requeue_waits, tables.lags
+    later = teacher_forced(requests, steps.with_columns(predicted_us="hindsight_us"), waits, lags)
+    return teacher_forced(requests, steps, waits, lags).with_columns(
+        hindsight_prefill_us=later["forced_prefill_us"], hindsight_decode_us=later["forced_decode_us"]
     )
 
 
@@ -266,32 +280,41 @@ def _expected_admission(model: FittedModel | None, rows: pl.DataFrame, run: str)
     return None if mean is None else pl.Series(np.full(rows.height, mean))
 
 
+_FORCED = ("forced", "hindsight")
+"""Ways whose batches and waits are the real ones: they differ in the step times alone."""
+
+
 def _composed(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add to each request what each way predicts of each latency: forced_ttft, mean_ttft, ..."""
+    """Add to each request what each way predicts of each latency: forced_ttft, hindsight_ttft, mean_ttft, ..."""
     decoded = pl.col("output_tokens") - 1
     several = pl.when(decoded > 0)
     mean_decode = several.then(decoded * pl.col("mean_itl_us")).when(decoded == 0).then(0.0)
-    forced_decode = pl.col("forced_decode_us") + pl.col("forced_requeue_after_us")
-    forced_prefill = pl.col("forced_prefill_us") + pl.col("forced_requeue_before_us")
+    waited = pl.col("forced_admission_us") + pl.col("forced_wait_us") + pl.col("forced_requeue_before_us")
     rows = rows.with_columns(
         execution_us=pl.col("prefill_us") + pl.col("decode_us"),
-        forced_ttft=pl.col("forced_admission_us") + pl.col("forced_wait_us") + forced_prefill,
-        forced_itl=several.then(forced_decode / decoded),
-        forced_prefill=pl.col("forced_prefill_us"),
-        forced_execution=pl.col("forced_prefill_us") + pl.col("forced_decode_us"),
         mean_ttft=pl.sum_horizontal(
             "mean_admission_us", "mean_wait_us", "mean_prefill_us", ignore_nulls=False
         ),
         mean_itl=several.then("mean_itl_us"),
         mean_prefill=pl.col("mean_prefill_us"),
         mean_execution=pl.col("mean_prefill_us") + mean_decode,
+        hindsight_departure_us="forced_departure_us",
     )
-    rows = rows.with_columns(
-        forced_e2e=pl.col("forced_ttft") + forced_decode, mean_e2e=pl.col("mean_ttft") + mean_decode
-    )
+    for way in _FORCED:
+        prefill, decode = pl.col(f"{way}_prefill_us"), pl.col(f"{way}_decode_us")
+        until_last = decode + pl.col("forced_requeue_after_us")
+        composed = {
+            "ttft": waited + prefill,
+            "itl": several.then(until_last / decoded),
+            "prefill": prefill,
+            "execution": prefill + decode,
+            "e2e": waited + prefill + until_last,
+        }
+        rows = rows.with_columns(told.alias(f"{way}_{name}") for name, told in composed.items())
+    rows = rows.with_columns(mean_e2e=pl.col("mean_ttft") + mean_decode)
     return rows.with_columns(
         (pl.col(f"{way}_e2e") + pl.col(f"{way}_departure_us")).alias(f"{way}_client")
-        for way in ("forced", "mean")
+        for way in (*_FORCED, "mean")
     )
 
 
@@ -334,7 +357,8 @@ def _groups(rows: pl.DataFrame, by: list[str]) -> Iterator[tuple[tuple[Any, ...]
 def _errors(rows: pl.DataFrame, name: str, median: float | None) -> LatencyErrors:
     actual = rows["actual"].to_numpy().astype(float)
     baseline = NO_ROWS if median is None else measure(actual, np.full(len(actual), median))
-    return LatencyErrors(_against(rows, f"forced_{name}"), _against(rows, f"mean_{name}"), baseline)
+    forced, hindsight, mean = (_against(rows, f"{way}_{name}") for way in (*_FORCED, "mean"))
+    return LatencyErrors(forced, hindsight, mean, baseline)
 
 
 def _against(rows: pl.DataFrame, column: str) -> Metrics:

@@ -27,13 +27,15 @@ _TITLES = {
     "prefill": "prefill",
     "execution": "execution",
 }
-_WAYS = ("teacher_forced", "averages_only", "baseline")
+_WAYS = ("teacher_forced", "hindsight", "averages_only", "baseline")
 _GROUPED = ("ttft", "itl", "e2e")
 
 _PREAMBLE = (
     "Of requests that came in the hold-out of every model. *Teacher-forced*: the real batches and the real waits, step "
-    "times and overheads predicted. *Averages only*: everything predicted from averages over the training part and the "
-    "request's own lengths. *Baseline*: the training median."
+    "times and overheads predicted. *Hindsight*: the same with the terms of the step time fitted on the held-out steps "
+    "themselves; what is left is in no coefficient, and what it takes away has changed since the training part. *Averages "
+    "only*: everything predicted from averages over the training part and the request's own lengths. *Baseline*: the "
+    "training median."
 )
 
 
@@ -63,7 +65,8 @@ def summed_line(entry: SummedEntry) -> str:
     return (
         f"**Step times of the hold-out summed:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
         f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.two_sd_pct:.2f} %, "
-        f"by bootstrap over {entry.blocks} blocks of time)."
+        f"by bootstrap over {entry.blocks} blocks of time); the one step or interval furthest off has {entry.furthest_pct:+.2f} "
+        "points of it."
     )
 
 
