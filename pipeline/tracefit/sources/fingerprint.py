@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
+
+from tracefit.sources.compression import read_fully
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from tracefit.sources.files import TraceFile
 
@@ -31,6 +33,18 @@ def fingerprints(file: TraceFile, sizes: Iterable[int] = ()) -> dict[int, str]:
     Raises:
         UsageError: The file cannot be read.
     """
+    with file.open() as stream:
+        return fingerprints_of(pieces_of(stream), sizes)
+
+
+def pieces_of(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield a stream in pieces of whole blocks, but for the last: a store may give fewer bytes than it was asked for."""
+    while piece := read_fully(stream, BLOCK_BYTES * _BLOCKS_AT_ONCE):
+        yield piece
+
+
+def fingerprints_of(pieces: Iterable[bytes], sizes: Iterable[int]) -> dict[int, str]:
+    """Hash the contents of a file as they come from `pieces_of`; see `fingerprints`."""
     wanted = sorted(set(sizes), reverse=True)
     hashes: dict[int, str] = {}
     digest, done = hashlib.sha256(), 0
@@ -41,15 +55,14 @@ def fingerprints(file: TraceFile, sizes: Iterable[int] = ()) -> dict[int, str]:
             ending.update(_crc(block[: size - done]))
         hashes[size] = ending.hexdigest()
 
-    with file.open() as stream:
-        while piece := stream.read(BLOCK_BYTES * _BLOCKS_AT_ONCE):
-            view = memoryview(piece)
-            for start in range(0, len(piece), BLOCK_BYTES):
-                block = view[start : start + BLOCK_BYTES]
-                while wanted and wanted[-1] < done + len(block):
-                    hash_at(wanted.pop(), block)
-                digest.update(_crc(block))
-                done += len(block)
+    for piece in pieces:
+        view = memoryview(piece)
+        for start in range(0, len(piece), BLOCK_BYTES):
+            block = view[start : start + BLOCK_BYTES]
+            while wanted and wanted[-1] < done + len(block):
+                hash_at(wanted.pop(), block)
+            digest.update(_crc(block))
+            done += len(block)
     hashes[done] = digest.hexdigest()
     return hashes
 

@@ -135,6 +135,10 @@ class _Finder:
                     runs += self._runs_in(found)
                 elif _is_kv_file(found):
                     events.append(found)
+                elif found.filesystem is not None:
+                    loose.append(
+                        found
+                    )  # what is not ours is refused when it is read: it is to be fetched once
                 else:
                     contents = sniff(found)
                     refuse_other_signal(found.name, contents.signal)

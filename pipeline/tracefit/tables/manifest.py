@@ -43,6 +43,10 @@ class ReadFile(_Strict):
     sha256: str = Field(
         description="SHA-256 over the CRC-32, big-endian, of each 64 KiB of its bytes on disk"
     )
+    modified_ns: int | None = Field(
+        None,
+        description="Unix time of its last change, of a file in a bucket: with that and the size it is known",
+    )
     shape: str = Field(description="how its records lie in it, told from the content")
     can_grow: bool = Field(description="whether what is appended can be read without what is there")
     tool_version: str = Field(description="version of tracefit that decoded it")

@@ -20,18 +20,17 @@ from tracefit.sources import Inputs, RunSource, open_inputs
 from tracefit.tables import dialects
 from tracefit.tables.build import IngestCounts, build_tables
 from tracefit.tables.disk import disk_errors, scratch_folder, sweep
-from tracefit.tables.manifest import IngestedRun, ReadFile
+from tracefit.tables.manifest import IngestedRun
 from tracefit.tables.rows import RowOptions
 from tracefit.tables.staging import STAGE_NAME
 from tracefit.tables.store import RunWriter, TableStore
-from tracefit.verbs.bundles import bundled, pieces_of
-from tracefit.verbs.decoding import Task
-from tracefit.verbs.file_plans import FilePlan, options_hash, plan_files
-from tracefit.verbs.inputs import Input, content_hash, look_at, namesakes, place
+from tracefit.verbs.file_plans import Stock, options_hash
+from tracefit.verbs.inputs import Input, content_hash, namesakes, place
 from tracefit.verbs.kv import hash_of, kv_tables
+from tracefit.verbs.reading import FileReader
 from tracefit.verbs.results import IngestResult, Progress, RunSummary, Silent
 from tracefit.verbs.timelines import SMALL_RUN_ROWS, write_timelines
-from tracefit.verbs.workers import available_cores, decode_all
+from tracefit.verbs.workers import available_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -177,8 +176,18 @@ class _Work:
         """Bring one run's tables up to date."""
         self.told.stage(f"reading {source.run_id}")
         manifest = self.store.manifest()
-        before = namesakes(manifest, source.run_id)
-        inputs = look_at(source.trace_files, before)
+        options = options_hash(self.options)
+        reader = FileReader(
+            before=namesakes(manifest, source.run_id),
+            stock=Stock.of(manifest, options, self.store.root),
+            options=self.options,
+            root=self.store.root,
+            workers=self.workers,
+            told=self.told,
+        )
+        read = reader.read(source.trace_files)
+        memory.give_back()
+        inputs = [file.input for file in read]
         run_id = place(manifest, source.run_id, inputs)
         if run_id != source.run_id:
             warnings.append(
@@ -186,13 +195,13 @@ class _Work:
             )
         columns = _run_columns(inputs, context)
         known = manifest.runs.get(run_id)
-        options = options_hash(self.options)
-        plans = plan_files(inputs, before, manifest, options, self.store.root)
         built_from = hashlib.sha256(
             repr((__version__, options, sorted(columns.items()), hash_of(source.kv_files))).encode()
         ).hexdigest()
-        if known is None or known.built_from != built_from or any(not plan.is_known for plan in plans):
-            self._build(run_id, source, IngestedRun(options=options, built_from=built_from), plans, columns)
+        if known is None or known.built_from != built_from or any(not file.is_known for file in read):
+            files = tuple(file.entry for file in read)
+            run = IngestedRun(options=options, built_from=built_from, files=files)
+            self._build(run_id, source, run, columns)
         self._add_kv_events(run_id, source, context)
         summary = _summary(run_id, context, self.store.read("runs", [run_id]))
         warnings += _warnings_of(run_id, summary)
@@ -203,15 +212,12 @@ class _Work:
         run_id: str,
         source: RunSource,
         run: IngestedRun,
-        plans: Sequence[FilePlan],
         columns: dict[str, str | int | None],
     ) -> None:
         with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
-            files = self._decode(plans, scratch)
-            memory.give_back()
             self.told.stage(f"writing {run_id}")
             counts = build_tables(
-                files,
+                run.files,
                 run_id=run_id,
                 stage=self.store.root / STAGE_NAME,
                 scratch=scratch,
@@ -219,7 +225,6 @@ class _Work:
                 run_columns=columns,
             )
             _require_spans(source, counts)
-            run = run.model_copy(update={"files": tuple(files)})
             self.store.publish(run_id, run, writer.close(), keep=False)
 
     def _add_kv_events(self, run_id: str, source: RunSource, context: RunContext) -> None:
@@ -232,15 +237,6 @@ class _Work:
             for name, rows in kv_tables(self.store, run_id, source.kv_files, block_size=block_size).items():
                 writer.write(name, rows)
             self.store.publish(run_id, run, writer.close(), keep=True)
-
-    def _decode(self, plans: Sequence[FilePlan], scratch: Path) -> list[ReadFile]:
-        """Decode what is not known yet; return what the manifest is to say of every file."""
-        stage = self.store.root / STAGE_NAME
-        stage.mkdir(exist_ok=True)
-        tasks = [Task(pieces, self.options, scratch, stage) for pieces in bundled(plans)]
-        self.told.expect(sum(task.size_bytes for task in tasks))
-        parts = decode_all(tasks, workers=self.workers, on_read=self.told.read)
-        return [plan.read(part for piece in pieces_of(plan) for part in parts[piece]) for plan in plans]
 
 
 def _sweep_stage(store: TableStore) -> None:

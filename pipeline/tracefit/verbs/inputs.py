@@ -24,12 +24,14 @@ class Input:
         size_bytes: Its size.
         sha256: Hash of it.
         beginnings: Length to hash of its beginnings, as far as somebody asked for them.
+        modified_ns: When it was last changed, of a file in a bucket.
     """
 
     file: TraceFile
     size_bytes: int
     sha256: str
     beginnings: dict[int, str]
+    modified_ns: int | None = None
 
     @classmethod
     def of(cls, file: TraceFile, sizes: Iterable[int] = ()) -> Input:
@@ -38,18 +40,19 @@ class Input:
         Raises:
             UsageError: The file cannot be read.
         """
-        hashes = fingerprints(file, sizes)
-        size = max(hashes)
-        return cls(file, size, hashes[size], hashes)
+        return cls.hashed(file, fingerprints(file, sizes))
 
-    def is_same(self, known: ReadFile) -> bool:
-        """Whether this is a file that was read, as it was."""
-        return (self.size_bytes, self.sha256) == (known.size_bytes, known.sha256)
+    @classmethod
+    def hashed(cls, file: TraceFile, hashes: dict[int, str], *, modified_ns: int | None = None) -> Input:
+        """Return a file whose hashes are known."""
+        size = max(hashes)
+        return cls(file, size, hashes[size], hashes, modified_ns)
 
     def continues(self, known: ReadFile) -> bool:
         """Whether this is a file that was read, perhaps grown since."""
         size = known.size_bytes
-        if size < self.size_bytes and size not in self.beginnings:
+        # Nothing is fetched for this: of what lay in a bucket, all that may be asked for is hashed on the way.
+        if size < self.size_bytes and size not in self.beginnings and self.modified_ns is None:
             self.beginnings.update(fingerprints(self.file, [size]))
         return self.beginnings.get(size) == known.sha256
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 from tracefit.sources import RunSource, open_inputs, sniff
 from tracefit.tables.store import TableStore
-from tracefit.verbs.file_plans import FilePlan, options_hash, plan_files
+from tracefit.verbs.file_plans import FilePlan, Stock, options_hash, plan_files
 from tracefit.verbs.ingest import IngestOptions
 from tracefit.verbs.inputs import look_at, namesakes, place
+from tracefit.verbs.reading import divided
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -79,15 +80,15 @@ def plan_ingest(
 def _planned(source: RunSource, store: TableStore, options: RowOptions) -> list[PlannedFile]:
     manifest = store.manifest()
     before = namesakes(manifest, source.run_id)
-    inputs = look_at(source.trace_files, before)
-    run_id = place(manifest, source.run_id, inputs)
-    plans = plan_files(inputs, before, manifest, options_hash(options), store.root)
-    return [_planned_file(run_id, plan) for plan in plans]
+    stock = Stock.of(manifest, options_hash(options), store.root)
+    same, near, far = divided(source.trace_files, stock)
+    plans = [*same, *plan_files(look_at([*near, *far], before), before, stock)]
+    run_id = place(manifest, source.run_id, [plan.input for plan in plans])
+    return [_planned_file(run_id, plan) for plan in sorted(plans, key=lambda plan: plan.input.file.name)]
 
 
 def _planned_file(run_id: str, plan: FilePlan) -> PlannedFile:
     contents = plan.input.file.contents or sniff(plan.input.file)
-    first = plan.layout.stretches[0].begin if plan.layout else plan.input.size_bytes
     return PlannedFile(
         run_id=run_id,
         file=plan.input.file.name,
@@ -95,5 +96,5 @@ def _planned_file(run_id: str, plan: FilePlan) -> PlannedFile:
         compression=contents.compression,
         bytes=plan.input.size_bytes,
         status="known" if plan.is_known else "grown" if plan.kept else "new",
-        bytes_to_read=plan.input.size_bytes - first,
+        bytes_to_read=plan.bytes_to_read,
     )

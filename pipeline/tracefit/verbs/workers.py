@@ -113,16 +113,11 @@ def decode_all(
         UsageError: A file cannot be read.
         OSError: A part cannot be written.
     """
-    size = sum(task.size_bytes for task in tasks if _can_be_sent(task))
+    size = sum(task.size_bytes for task in tasks)
     share = _Share(tasks, on_read)
     with _helpers(min(workers, len(tasks), size // BYTES_PER_WORKER) - 1, share):
         share.work(lambda task: decode(task, on_read=share.tell))
     return share.settle()
-
-
-def _can_be_sent(task: Task) -> bool:
-    # Who may read a bucket is known to this process alone.
-    return all(piece.file.filesystem is None for piece in task.pieces)
 
 
 class _Share:
@@ -135,22 +130,18 @@ class _Share:
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
-    def work(
-        self,
-        decode_one: Callable[[Task], Decoded],
-        wanted: Callable[[Task], bool] = lambda _: True,
-    ) -> None:
+    def work(self, decode_one: Callable[[Task], Decoded]) -> None:
         """Take tasks and decode them until none is left or one failed."""
-        while task := self._next(wanted):
+        while task := self._next():
             try:
                 self._done.update(zip(task.pieces, decode_one(task), strict=True))
             except BaseException as error:  # noqa: BLE001 - whoever settles raises it
                 self._error = self._error or error
                 return
 
-    def _next(self, wanted: Callable[[Task], bool]) -> Task | None:
+    def _next(self) -> Task | None:
         with self._lock:
-            task = None if self._error else next(filter(wanted, self._left), None)
+            task = None if self._error else next(iter(self._left), None)
             if task:
                 del self._left[task]
             return task
@@ -190,7 +181,7 @@ def _serve(share: _Share, processes: int) -> None:
     )
     with process:
         try:
-            share.work(lambda task: _ask(process, task, share.tell), _can_be_sent)
+            share.work(lambda task: _ask(process, task, share.tell))
         finally:
             # One that died takes no more of what was written to it.
             with suppress(BrokenPipeError):
