@@ -171,6 +171,43 @@ def test_loose_files_are_one_run_under_their_common_stem(lay):
     }
 
 
+def test_files_named_one_by_one_are_of_the_run_whose_configuration_lies_beside_them(lay):
+    """As a shell writes out runs/*/traces*.json; the run is the one its folder would be."""
+    names = [
+        "runs/a/traces-1.json",
+        "runs/a/traces-2.json",
+        "runs/b/2026/02/14/traces.json",
+        "c/traces.json",
+        "d.json",
+    ]
+    lay(*names)
+    lay("runs/a/exp-config.yaml", "runs/b/run.yaml", data=b"model: m\n")
+    lay("runs/a/config.json", "c/config.json", data=b"{}")
+    lay("runs/a/kv_events.jsonl", "c/kv_events.jsonl")
+    with open_inputs([*names, "runs/a/kv_events.jsonl", "c/kv_events.jsonl"]) as inputs:
+        found = {
+            run.run_id: (
+                [file.name for file in run.trace_files],
+                [file.name for file in run.kv_files],
+                run.run_config and run.run_config.relative_to(Path.cwd()).as_posix(),
+                run.model_config and run.model_config.relative_to(Path.cwd()).as_posix(),
+            )
+            for run in inputs.runs
+        }
+    assert found == {
+        "a": (names[:2], ["runs/a/kv_events.jsonl"], "runs/a/exp-config.yaml", "runs/a/config.json"),
+        "b": (names[2:3], [], "runs/b/run.yaml", None),
+        "traces": (names[3:], ["c/kv_events.jsonl"], None, None),
+    }
+    assert runs_of("runs/?/*.*") == {"a": names[:2]}
+
+
+def test_a_pattern_that_takes_a_configuration_along_reads_it_as_one(lay):
+    lay("run/traces.json")
+    lay("run/run.yaml", "run/config.json", data=b"{}")
+    assert runs_of("run/*.json") == {"run": ["run/traces.json"]}
+
+
 def test_patterns_stand_for_files_and_folders(lay):
     lay("a/traces.json", "b/traces.json", "c/d/traces.json", "loose-1.json", "loose-2.json", "[odd].json")
     assert list(runs_of("[ab]")) == ["a", "b"]
@@ -370,6 +407,10 @@ def test_a_bucket_is_read_like_a_folder(lay, bucket):
             frames = [frame for file in run.trace_files for frame in read_frames(file)]
             assert [frame.payload for frame in frames] == [LINE.strip()] * 2
     assert list(runs_of("gs://bucket", filesystem_of=opened)) == ["other", "prod"]
+    with open_inputs(["s3://bucket/*/**/traces*.json"], filesystem_of=opened) as inputs:
+        prod, other = inputs.runs if inputs.runs[0].run_id == "prod" else inputs.runs[::-1]
+        assert (len(prod.trace_files), prod.run_config.read_bytes()) == (2, b"model: m\n")
+        assert (other.run_id, other.run_config) == ("traces", None)
 
 
 def test_objects_and_patterns_of_a_bucket(lay, bucket):

@@ -233,7 +233,7 @@ def test_loose_files_of_events_belong_to_the_traces_beside_them(traces, tmp_path
     (folder / "kv_events.jsonl").write_text(json.dumps(_batch(20_500, [["AllBlocksCleared"]], 2)) + "\n")
     ingest([folder / "traces.json", folder / "kv_events.jsonl"], tmp_path / "t")
     assert TableStore(tmp_path / "t").read("kv_events").select("run_id", "event").rows() == [
-        ("traces", "AllBlocksCleared")
+        ("run", "AllBlocksCleared")
     ]
 
 

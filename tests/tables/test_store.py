@@ -42,7 +42,8 @@ def test_loose_files_are_one_run_under_their_common_stem(tmp_path, new_traces):
     files = []
     for number in (1, 2):
         name = f"traces-day-{number}.json"
-        files.append(new_traces().request(number, 0, step=1).write(tmp_path, name=name) / name)
+        folder = new_traces().request(number, 0, step=1).write(tmp_path, name=name, config=False)
+        files.append(folder / name)
     result = ingest(files, tmp_path / "tables")
     assert [(r.run_id, r.files, r.requests) for r in result.runs] == [("traces-day", 2, 2)]
 
@@ -68,7 +69,7 @@ def test_of_a_table_as_many_columns_are_read_as_are_wanted_and_there(tmp_path, t
 
 def test_the_order_of_a_runs_files_does_not_matter(tmp_path, new_traces):
     for number in (1, 2):
-        new_traces().request(number, 0, step=1).write(tmp_path, name=f"traces-{number}.json")
+        new_traces().request(number, 0, step=1).write(tmp_path, name=f"traces-{number}.json", config=False)
     files = sorted(tmp_path.glob("traces-*.json"))
     for order in (files, files[::-1]):
         ingest(order, tmp_path / "tables")

@@ -25,8 +25,8 @@ class BetaTarget(StrEnum):
 Paths = Annotated[
     list[str],  # not Path, which would make one slash of the two in a URL
     typer.Argument(
-        help="Run folders, folders of run folders, trace files (which make one run together), patterns, "
-        "s3:// or gs:// URLs, or - for standard input."
+        help="Run folders, folders of run folders, trace files (those beside no run configuration make one run "
+        "together), patterns, s3:// or gs:// URLs, or - for standard input."
     ),
 ]
 InspectPaths = Annotated[

@@ -17,6 +17,14 @@ from tracefit.errors import UsageError
 from tracefit.sources.files import TraceFile, reason_of, shown
 from tracefit.sources.frames import STDIN, refuse_other_signal
 from tracefit.sources.kv_frames import KV_NAME
+from tracefit.sources.run_folders import (
+    CONFIG_NAMES,
+    MODEL_CONFIG_NAME,
+    RUN_CONFIG_NAMES,
+    named_together,
+    run_folder,
+    without_dates,
+)
 from tracefit.sources.sniff import sniff
 from tracefit.sources.trees import FileSystemOf, Leaf, Tree, files_and_trees, open_filesystem
 
@@ -24,18 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 TRACE_NAME = re.compile(r"traces.*\.(json|jsonl|binpb|pb)(\.(gz|zst))?")
-RUN_CONFIG_NAMES = ("exp-config.yaml", "run.yaml")
-MODEL_CONFIG_NAME = "config.json"
 STDIN_RUN_ID = "stdin"
 
-_CONFIG_NAMES = {*RUN_CONFIG_NAMES, MODEL_CONFIG_NAME}
 _MAX_CONFIG_BYTES = 16 << 20
 _COPY_BYTES = 1 << 20
 _LOOSE_SUFFIXES = re.compile(r"(\.(json|jsonl|binpb|pb|gz|zst))+$")
 _UNCLEAN = re.compile(r"[^A-Za-z0-9._-]+")
 _PIPE_OF_PROCESS = re.compile(r"/dev/(fd/\d+|stdin)|/proc/(self|\d+)/fd/\d+")
-_KEYED_FOLDER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*=.*")
-_YEAR, _TWO_DIGITS = re.compile(r"(19|20)\d\d"), re.compile(r"\d\d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +97,10 @@ def open_inputs(
 ) -> Iterator[Inputs]:
     """Find the runs under the given paths.
 
-    Files named one by one make up one run together. Below a folder, trace files are known by their names
-    (`traces*.json`, …) or by what is in them; a run is the nearest folder above them with a run configuration or, where
-    there is none, their own folder, not counting folders of dates (`year=2026/month=02/…`, `2026/02/…`).
+    Files named one by one belong to the run whose configuration lies beside them; those without one make up one run
+    together. Below a folder, trace files are known by their names (`traces*.json`, …) or by what is in them; a run is
+    the nearest folder above them with a run configuration or, where there is none, their own folder. Folders of dates
+    (`year=2026/month=02/…`, `2026/02/…`) do not count.
 
     Args:
         paths: Files, folders, patterns, URLs, pipes, and `-` for standard input.
@@ -124,8 +128,7 @@ class _Finder:
 
     def find(self, paths: Iterable[str | Path]) -> Inputs:
         runs: list[RunSource] = []
-        loose: list[TraceFile] = []
-        events: list[TraceFile] = []
+        named: list[TraceFile] = []
         for path in dict.fromkeys(map(str, paths)):
             if path == STDIN or _is_pipe(path):
                 runs.append(self._piped(path))
@@ -133,25 +136,37 @@ class _Finder:
             for found in files_and_trees(path, self._filesystem_of):
                 if isinstance(found, Tree):
                     runs += self._runs_in(found)
-                elif _is_kv_file(found):
-                    events.append(found)
-                elif found.filesystem is not None:
-                    loose.append(
-                        found
-                    )  # what is not ours is refused when it is read: it is to be fetched once
+                elif _is_kv_file(found) or found.filesystem is not None:
+                    # What of a bucket is not ours is refused when it is read: it is to be fetched once.
+                    named.append(found)
                 else:
                     contents = sniff(found)
                     refuse_other_signal(found.name, contents.signal)
-                    loose.append(replace(found, contents=contents))
-        if loose:
-            files = _without_repeats(loose)
-            run_id = clean_run_id(_common_stem(files))
-            runs.append(RunSource(run_id, files[0].name, files, kv_files=_without_repeats(events)))
+                    named.append(replace(found, contents=contents))
+        runs += self._named(named)
         if not runs:
             raise UsageError("no trace files were named", hint="name a run folder, or trace files")
         if len(runs) > 1:
             runs = list({tuple(map(_place, run.trace_files)): run for run in runs}.values())
         return Inputs(tuple(runs), tuple(self._left_out))
+
+    def _named(self, files: Iterable[TraceFile]) -> list[RunSource]:
+        """Make runs of files that were named one by one."""
+        runs: list[RunSource] = []
+        homeless: list[TraceFile] = []
+        for group in named_together(_without_repeats(files)):
+            events = tuple(file for file in group.files if _is_kv_file(file))
+            # A pattern may have matched the configuration too.
+            others = (file for file in group.files if not _is_kv_file(file))
+            traces = tuple(file for file in others if _base_name(file) not in group.configs)
+            if traces:
+                run_id = clean_run_id(group.folder or _common_stem(traces))
+                runs.append(self._source(run_id, traces[0].name, traces, events, group.configs))
+            else:
+                homeless += events
+        if runs and homeless:
+            runs[0] = replace(runs[0], kv_files=(*runs[0].kv_files, *homeless))
+        return runs
 
     def _piped(self, path: str) -> RunSource:
         """Keep on disk what comes through a pipe."""
@@ -183,15 +198,15 @@ class _Finder:
         return Path(self._copies.enter_context(tempfile.TemporaryDirectory(prefix="tracefit-")), name)
 
     def _runs_in(self, tree: Tree) -> list[RunSource]:
-        configs = {leaf.parts: leaf.file for leaf in tree.leaves if leaf.parts[-1] in _CONFIG_NAMES}
+        configs = {leaf.parts: leaf.file for leaf in tree.leaves if leaf.parts[-1] in CONFIG_NAMES}
         configured = {parts[:-1] for parts in configs if parts[-1] in RUN_CONFIG_NAMES}
         folders: dict[tuple[str, ...], list[TraceFile]] = {}
         events: dict[tuple[str, ...], list[TraceFile]] = {}
         for leaf in tree.leaves:
             if _is_kv_file(leaf.file):
-                events.setdefault(_run_folder(leaf.parts[:-1], configured), []).append(leaf.file)
+                events.setdefault(run_folder(leaf.parts[:-1], configured), []).append(leaf.file)
             elif leaf.parts not in configs and (file := self._trace_file(leaf)):
-                folders.setdefault(_run_folder(leaf.parts[:-1], configured), []).append(file)
+                folders.setdefault(run_folder(leaf.parts[:-1], configured), []).append(file)
         self._report(tree)
         if not folders:
             said = sorted({f" ({left.reason})" for left in self._left_out if left.notable})
@@ -232,16 +247,30 @@ class _Finder:
         events: list[TraceFile],
         configs: dict[tuple[str, ...], TraceFile],
     ) -> RunSource:
-        own = [configs.get((*folder, name)) for name in (*RUN_CONFIG_NAMES, MODEL_CONFIG_NAME)]
-        *run_configs, model_config = own
-        run_config = next((config for config in run_configs if config), None)
+        return self._source(
+            clean_run_id(("run", *without_dates((*tree.parts, *folder)))[-1]),
+            "/".join([tree.name.rstrip("/"), *folder]),
+            _without_repeats(sorted(files, key=lambda file: file.name)),
+            _without_repeats(sorted(events, key=lambda file: file.name)),
+            {parts[-1]: file for parts, file in configs.items() if parts[:-1] == folder},
+        )
+
+    def _source(
+        self,
+        run_id: str,
+        name: str,
+        files: tuple[TraceFile, ...],
+        events: tuple[TraceFile, ...],
+        configs: dict[str, TraceFile],
+    ) -> RunSource:
+        run_config = next((configs[known] for known in RUN_CONFIG_NAMES if known in configs), None)
         return RunSource(
-            run_id=clean_run_id(("run", *_without_dates((*tree.parts, *folder)))[-1]),
-            name="/".join([tree.name.rstrip("/"), *folder]),
-            trace_files=_without_repeats(sorted(files, key=lambda file: file.name)),
+            run_id=run_id,
+            name=name,
+            trace_files=files,
             run_config=self._on_disk(run_config),
-            model_config=self._on_disk(model_config),
-            kv_files=_without_repeats(sorted(events, key=lambda file: file.name)),
+            model_config=self._on_disk(configs.get(MODEL_CONFIG_NAME)),
+            kv_files=events,
         )
 
     def _on_disk(self, config: TraceFile | None) -> Path | None:
@@ -253,8 +282,12 @@ class _Finder:
         return target
 
 
+def _base_name(file: TraceFile) -> str:
+    return file.name.rpartition("/")[2]
+
+
 def _is_kv_file(file: TraceFile) -> bool:
-    return KV_NAME.fullmatch(file.name.rpartition("/")[2]) is not None
+    return KV_NAME.fullmatch(_base_name(file)) is not None
 
 
 def _is_pipe(path: str) -> bool:
@@ -272,22 +305,6 @@ def _is_pipe(path: str) -> bool:
     return stat.S_ISFIFO(mode)
 
 
-def _run_folder(folder: tuple[str, ...], configured: set[tuple[str, ...]]) -> tuple[str, ...]:
-    above = (folder[:depth] for depth in range(len(folder), -1, -1))
-    return next((each for each in above if each in configured), _without_dates(folder))
-
-
-def _without_dates(folders: tuple[str, ...]) -> tuple[str, ...]:
-    """Leave off the folders that an exporter makes of the time: `year=…/month=…/…`, or year, month and so on alone."""
-    while folders and _KEYED_FOLDER.fullmatch(folders[-1]):
-        folders = folders[:-1]
-    digits = len(folders)
-    while digits and _TWO_DIGITS.fullmatch(folders[digits - 1]):
-        digits -= 1
-    is_date = 0 < digits < len(folders) and _YEAR.fullmatch(folders[digits - 1])
-    return folders[: digits - 1] if is_date else folders
-
-
 def _without_repeats(files: Iterable[TraceFile]) -> tuple[TraceFile, ...]:
     """Leave out files that are there twice, such as under a link."""
     unique: dict[str, TraceFile] = {}
@@ -301,7 +318,7 @@ def _place(file: TraceFile) -> str:
 
 
 def _common_stem(files: tuple[TraceFile, ...]) -> str:
-    stems = [_LOOSE_SUFFIXES.sub("", file.name.rstrip("/").rpartition("/")[2]) for file in files]
+    stems = [_LOOSE_SUFFIXES.sub("", _base_name(file)) for file in files]
     common = stems[0]
     for stem in stems[1:]:
         while not stem.startswith(common):

@@ -96,8 +96,8 @@ def ingest(
     hundred bytes per span. The `timeline` of a run of more than `SMALL_RUN_ROWS` events is left to `train`.
 
     Args:
-        paths: Run folders, folders of run folders, trace files (which make one run together), patterns, `s3://`, `gs://`
-            or `file://` URLs of these, or `-` for standard input.
+        paths: Run folders, folders of run folders, trace files (those beside no run configuration make one run
+            together), patterns, `s3://`, `gs://` or `file://` URLs of these, or `-` for standard input.
         out: The tables folder. One process at a time writes there; a second one waits.
         server: What is known about the server beyond the run's files.
         options: What of the traces is kept.
