@@ -10,12 +10,14 @@ from tracefit.otlp.columns import build_batch
 from tracefit.otlp.json_decode import decode_json
 from tracefit.otlp.model import Decoded, FieldError, UncheckedAttributeError
 from tracefit.otlp.proto_decode import decode_protobuf
+from tracefit.otlp.rejects import Rejects
 from tracefit.sources.records import Frame, Reject
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from tracefit.otlp.batch import SpanBatch
+    from tracefit.otlp.model import SpanGroup
 
 BATCH_BYTES = 32 << 20
 """Payload bytes that make a batch."""
@@ -65,7 +67,8 @@ def _decode_json(frames: list[Frame], rejects: list[Reject]) -> SpanBatch:
 
 
 def _decode_json_as(frames: list[Frame], rejects: list[Reject], *, check_events: bool) -> SpanBatch:
-    decoded = Decoded(rejects=list(rejects))
+    groups: list[SpanGroup] = []
+    collected = Rejects(rejects)
     for frame in frames:
-        decoded.extend(decode_json(frame, check_events=check_events))
-    return build_batch(decoded, json_attributes.READER)
+        decode_json(frame, groups, collected, check_events=check_events)
+    return build_batch(Decoded(groups, collected.all()), json_attributes.READER)

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tracefit.otlp.json_fast import decode_fast
-from tracefit.otlp.json_general import decode_general
-from tracefit.otlp.model import Decoded
+from tracefit.otlp.json_general import SHORTEST_SPAN, decode_general
 from tracefit.sources.json_records import object_end
+from tracefit.sources.records import Frame
 from tracefit.sources.shape import RECORD_START
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tracefit.sources.records import Frame
+    from tracefit.otlp.model import Decoded, SpanGroup
+    from tracefit.otlp.rejects import Rejects
 
 _PUNCTUATION = b" \t\r\n,[]}"
 """What an array or an envelope leaves between its good records."""
 
-_Stretch = tuple[int, int, Decoded | str]
-"""Start and stop in a payload, and the spans there or the reason why there are none."""
+_NOT_UTF8 = "JSON is not UTF-8"
+_NOT_A_RECORD = "not a record"
+_TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
+_MAX_KNOWN = 1000
+"""Different short stretches of a record that are looked at; none of them can hold a span."""
+
+_Stretches = list[tuple[int, str | None]]
+"""Where each stretch of a text ends, and the reason why there are no spans in it; None if it is good."""
 
 
-def decode_json(frame: Frame, *, check_events: bool) -> Decoded:
+def decode_json(frame: Frame, groups: list[SpanGroup], rejects: Rejects, *, check_events: bool) -> None:
     """Decode a JSON record.
 
     A restarted exporter glues its next record onto a cut one. No string of JSON can hold the beginning of a record
@@ -32,70 +41,159 @@ def decode_json(frame: Frame, *, check_events: bool) -> Decoded:
 
     Args:
         frame: A JSON frame.
+        groups: Takes the good spans.
+        rejects: Take the offset and length of what is bad.
         check_events: Whether to read the attributes of events here too, where what is wrong with them costs no more
             than their span or record. Else the column builder may find it.
-
-    Returns:
-        The good spans, and rejects with the offset and length of what is bad.
     """
-    whole = _decode(frame, check_events)
-    if isinstance(whole, Decoded):
-        return whole
-    decoded = Decoded()
-    for start, stop, part in _joined(frame.payload, list(_stretches(frame, check_events))):
-        if isinstance(part, Decoded):
-            decoded.extend(part)
+    _Record(frame, groups, rejects, check_events=check_events).read()
+
+
+class _Record:
+    """One record, and what becomes of it."""
+
+    def __init__(
+        self, frame: Frame, groups: list[SpanGroup], rejects: Rejects, *, check_events: bool
+    ) -> None:
+        self._frame = frame
+        self._groups = groups
+        self._rejects = rejects
+        self._check_events = check_events
+        self._known: dict[bytes, _Stretches] = {}
+        self._bad: tuple[int, int, str] | None = None
+
+    def read(self) -> None:
+        text = self._frame.payload
+        why = self._decode(self._frame)
+        if why is None:
+            return
+        starts = [found.start() for found in RECORD_START.finditer(text)]
+        if starts in ([], [0]):
+            self._add(0, self._behind_head(self._frame, why))
         else:
-            decoded.rejects.append(frame.reject(part, start, stop))
-    return decoded
+            for start, stop in pairwise(sorted({0, len(text), *starts})):
+                self._add(start, self._piece(start, stop))
+        self._settle()
+
+    def _piece(self, start: int, stop: int) -> _Stretches:
+        text = self._frame.payload[start:stop]
+        if len(text) >= SHORTEST_SPAN:
+            return self._stretches(self._part(start, text))
+        if text not in self._known:
+            if len(self._known) >= _MAX_KNOWN:
+                return [(len(text), _NOT_A_RECORD)]
+            self._known[text] = self._short_stretches(self._part(start, text))
+        return self._known[text]
+
+    def _short_stretches(self, part: Frame) -> _Stretches:
+        """Tell what of a text that can hold no span is bad. Nothing is taken: the text may be there again."""
+        size = len(part.payload)
+        why = _why_bad(part)
+        if why is None:
+            return [(size, None)]
+        end = head_end(part.payload, why)
+        if 0 < end < size and _why_bad(replace(part, payload=part.payload[:end])) is None:
+            return [(end, None), (size, _NOT_A_RECORD)]
+        return [(size, why)]
+
+    def _part(self, start: int, text: bytes) -> Frame:
+        frame = self._frame
+        return Frame(frame.source_file, frame.offset + start, text, frame.encoding, frame.show_values)
+
+    def _stretches(self, part: Frame) -> _Stretches:
+        why = self._decode(part)
+        return [(len(part.payload), None)] if why is None else self._behind_head(part, why)
+
+    def _behind_head(self, part: Frame, why: str) -> _Stretches:
+        """Look for a whole object that a bad text begins with."""
+        size = len(part.payload)
+        end = head_end(part.payload, why)
+        if 0 < end < size and self._decode(replace(part, payload=part.payload[:end])) is None:
+            return [(end, None), (size, _NOT_A_RECORD)]
+        return [(size, why)]
+
+    def _decode(self, frame: Frame) -> str | None:
+        """Take what is in a record, or return the reason why it cannot be read at all."""
+        if (usual := decode_fast(frame, check_events=self._check_events)) is not None:
+            self._groups += usual.groups
+            return None
+        found = _general(frame, self._rejects.left(frame.source_file))
+        if isinstance(found, str):
+            return found
+        self._groups += found.groups
+        self._rejects.add_spans(frame, found)
+        return None
+
+    def _add(self, start: int, stretches: _Stretches) -> None:
+        """Take the stretches of a piece that begins there; bad ones that touch are one damage."""
+        begin = start
+        for end, why in stretches:
+            stop = start + end
+            if why is None:
+                self._settle()
+            else:
+                self._bad = (self._bad[0], stop, self._bad[2]) if self._bad else (begin, stop, why)
+            begin = stop
+
+    def _settle(self) -> None:
+        """Report the damage before here; not mere punctuation, unless there is no more."""
+        if self._bad is None:
+            return
+        start, stop, why = self._bad
+        self._bad = None
+        text = self._frame.payload[start:stop]
+        if len(text) == len(self._frame.payload) or text.strip(_PUNCTUATION):
+            self._rejects.add(self._part(start, text), partial(self._frame.reject, why, start, stop))
 
 
-def _decode(frame: Frame, check_events: bool) -> Decoded | str:
-    """Return what is in a record, or the reason why it cannot be read at all."""
-    if (usual := decode_fast(frame, check_events=check_events)) is not None:
-        return usual
+def _general(frame: Frame, listed: int) -> Decoded | str:
     try:
-        return decode_general(frame)
+        return decode_general(frame, listed=listed)
     except RecursionError:
         return "JSON is nested too deep"
     except UnicodeDecodeError:
-        return "JSON is not UTF-8"
+        return _NOT_UTF8
     except ValueError as error:  # msgspec's messages name a byte or a path, not a value
         return f"not JSON ({error})"
 
 
-def _stretches(frame: Frame, check_events: bool) -> Iterator[_Stretch]:
-    text = frame.payload
-    starts = {found.start() for found in RECORD_START.finditer(text)}
-    for start, stop in pairwise(sorted({0, len(text)} | starts)):
-        part = _decode(_piece(frame, start, stop), check_events)
-        if isinstance(part, str):
-            end = start + object_end(text[start:stop])
-            if start < end < stop and isinstance(
-                head := _decode(_piece(frame, start, end), check_events), Decoded
-            ):
-                yield start, end, head
-                yield end, stop, "not a record"
-                continue
-        yield start, stop, part
+def _why_bad(frame: Frame) -> str | None:
+    """Return the first reason why a record is bad, or a part of it."""
+    found = _general(frame, 1)
+    if isinstance(found, str):
+        return found
+    return found.rejects[0].reason if found.rejects else None
 
 
-def _piece(frame: Frame, start: int, stop: int) -> Frame:
-    return replace(frame, offset=frame.offset + start, payload=frame.payload[start:stop])
+def head_end(text: bytes, why: str) -> int:
+    """Return where the object ends that a text begins with which is bad as a whole, or -1 if it is cut or bad itself.
+
+    The parser's message tells most of the time: counting brackets takes longer than to parse.
+    """
+    if text[:1] != b"{":
+        return -1
+    if why == _NOT_UTF8:
+        text = _utf8_of(text)
+        why = _why_not_json(text)
+    if found := _TRAILING.search(why):
+        return len(text[: int(found[1]) - 1].rstrip())
+    if "truncated" in why or "malformed" in why:
+        return -1
+    return object_end(text)
 
 
-def _joined(text: bytes, stretches: list[_Stretch]) -> list[_Stretch]:
-    """Join bad stretches that touch: they are one damage. Drop those of mere punctuation, unless there is no more."""
-    joined: list[_Stretch] = []
-    for start, stop, part in stretches:
-        if joined and isinstance(part, str) and isinstance(joined[-1][2], str):
-            joined[-1] = (joined[-1][0], stop, joined[-1][2])
-        else:
-            joined.append((start, stop, part))
-    return [
-        stretch
-        for stretch in joined
-        if len(joined) == 1
-        or isinstance(stretch[2], Decoded)
-        or text[slice(*stretch[:2])].strip(_PUNCTUATION)
-    ]
+def _utf8_of(text: bytes) -> bytes:
+    """Return what is before the first byte that is not UTF-8."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return text[: error.start]
+    return text
+
+
+def _why_not_json(text: bytes) -> str:
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return str(error)
+    return ""

@@ -65,7 +65,9 @@ class _Status(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True)
     message: str = ""
 
 
-class _Span(msgspec.Struct, gc=False, frozen=True, rename="camel", forbid_unknown_fields=True):
+class UsualSpan(msgspec.Struct, gc=False, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """A span as exporters write it; its ids are not checked yet."""
+
     trace_id: str
     span_id: str
     parent_span_id: str = ""
@@ -92,7 +94,7 @@ class _Scope(msgspec.Struct, gc=False, frozen=True, rename="camel", forbid_unkno
 
 
 class _ScopeSpans(msgspec.Struct, gc=False, frozen=True, rename="camel", forbid_unknown_fields=True):
-    spans: list[_Span] = []
+    spans: list[UsualSpan] = []
     scope: _Scope = _Scope()
     schema_url: Raw = _IGNORED
 
@@ -146,7 +148,12 @@ def decode_fast(frame: Frame, *, check_events: bool) -> Decoded | None:
     try:
         data = _DECODER.decode(frame.payload)
         return Decoded(
-            [group for item in data.resource_spans for group in _groups(frame, item, check_events)]
+            [
+                group
+                for item in data.resource_spans
+                if item.scope_spans
+                for group in _groups(frame, item, check_events)
+            ]
         )
     except (
         _Unusual,
@@ -163,6 +170,8 @@ def _groups(frame: Frame, item: _ResourceSpans, check_events: bool) -> list[Span
     resource: Pairs = [(a.key, a.value.string_value) for a in item.resource.attributes]
     groups = []
     for scope_spans in item.scope_spans:
+        if not scope_spans.spans:
+            continue
         if check_events:
             for event in [event for span in scope_spans.spans for event in span.events]:
                 READER.pairs(event.attributes)
@@ -171,9 +180,18 @@ def _groups(frame: Frame, item: _ResourceSpans, check_events: bool) -> list[Span
     return groups
 
 
-def _checked(span: _Span) -> Span:
-    if not _has_plain_ids(span):
+def _checked(span: UsualSpan) -> Span:
+    if not has_plain_ids(span):
         raise _Unusual
+    return span_of(span)
+
+
+def span_of(span: UsualSpan) -> Span:
+    """Return a span whose ids are plain.
+
+    Raises:
+        FieldError: If an attribute is not valid.
+    """
     return Span(
         span.trace_id,
         span.span_id,
@@ -191,7 +209,8 @@ def _checked(span: _Span) -> Span:
     )
 
 
-def _has_plain_ids(span: _Span) -> bool:
+def has_plain_ids(span: UsualSpan) -> bool:
+    """Return whether the ids of a span are lower-case hex, and not all zero."""
     parent = span.parent_span_id
     return (
         _HEX_TRACE_ID.fullmatch(span.trace_id) is not None

@@ -98,20 +98,22 @@ class SpanGroup:
     """Spans of one origin, in the record's order."""
 
     origin: Origin
-    spans: Sequence[Span]
+    spans: list[Span]
 
 
 @dataclass(slots=True)
 class Decoded:
-    """What was in some records; the decoders add to it."""
+    """What was in some records.
+
+    Attributes:
+        groups: The good spans.
+        rejects: What is wrong with others.
+        more: How many bad spans there are besides.
+    """
 
     groups: list[SpanGroup] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
-
-    def extend(self, other: Decoded) -> None:
-        """Add what was in another record."""
-        self.groups += other.groups
-        self.rejects += other.rejects
+    more: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from tracefit.otlp.proto_columns import batch_of
 from tracefit.otlp.proto_general import READER, decode_general
 from tracefit.otlp.proto_tree import read_tree
 from tracefit.otlp.proto_walk import UnusualRecordsError
+from tracefit.otlp.rejects import Rejects
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tracefit.otlp.batch import SpanBatch
+    from tracefit.otlp.model import SpanGroup
     from tracefit.sources.records import Frame
 
 
@@ -68,10 +70,12 @@ def decode_usual(frames: Sequence[Frame]) -> tuple[NDArray[np.int64], _Batch | N
 
 def decode_one_by_one(frames: Sequence[Frame]) -> _Batch:
     """Decode records the general way; also return the number of the record of each span."""
-    decoded = Decoded()
+    groups: list[SpanGroup] = []
+    rejects = Rejects()
     counts = []
     for frame in frames:
-        found = decode_general(frame)
+        found = decode_general(frame, listed=rejects.left(frame.source_file))
         counts.append(sum(len(group.spans) for group in found.groups))
-        decoded.extend(found)
-    return build_batch(decoded, READER), np.repeat(np.arange(len(frames)), counts)
+        groups += found.groups
+        rejects.add_spans(frame, found)
+    return build_batch(Decoded(groups, rejects.all()), READER), np.repeat(np.arange(len(frames)), counts)

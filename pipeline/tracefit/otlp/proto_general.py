@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,7 +22,6 @@ from tracefit.otlp.model import (
     origin_of,
 )
 from tracefit.otlp.proto_schema import TracesData
-from tracefit.otlp.rejects import RecordRejects
 from tracefit.otlp.values import Plain, check_depth, finite, nested_text
 
 if TYPE_CHECKING:
@@ -43,17 +41,18 @@ class Event(msgspec.Struct, gc=False, frozen=True):
     dropped_attributes_count: int
 
 
-def decode_general(frame: Frame) -> Decoded:
+def decode_general(frame: Frame, *, listed: int = 1000) -> Decoded:
     """Decode a protobuf record.
 
     Args:
         frame: A protobuf frame.
+        listed: Most rejects to return; the others are counted.
 
     Returns:
         The good spans and a reject for each bad one; one reject alone if the message cannot be parsed.
     """
     try:
-        return _RecordReader(frame).read()
+        return _RecordReader(frame, listed).read()
     except (DecodeError, UncheckedAttributeError):
         return Decoded(rejects=[frame.reject("protobuf message cannot be parsed")])
 
@@ -61,10 +60,10 @@ def decode_general(frame: Frame) -> Decoded:
 class _RecordReader:
     """Walks one record and keeps count of its spans, for the rejects to name them."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, listed: int) -> None:
         self._frame = frame
-        self._groups: list[SpanGroup] = []
-        self._rejects = RecordRejects(frame)
+        self._left = listed
+        self._found = Decoded()
         self._spans_seen = 0
 
     def read(self) -> Decoded:
@@ -78,11 +77,15 @@ class _RecordReader:
             for scope_spans in resource_spans.scope_spans:
                 name = scope_spans.scope.name
                 origin = origin_of(self._frame.source_file, self._frame.offset, resource, name)
-                self._groups.append(SpanGroup(origin, self._spans(scope_spans)))
-        return Decoded(self._groups, self._rejects.all())
+                self._found.groups.append(SpanGroup(origin, self._spans(scope_spans)))
+        return self._found
 
     def _reject(self, reason: str) -> None:
-        self._rejects.add(partial(self._frame.reject, reason))
+        if self._left:
+            self._left -= 1
+            self._found.rejects.append(self._frame.reject(reason))
+        else:
+            self._found.more += 1
 
     def _spans(self, scope_spans: Any) -> list[Span]:
         spans = []

@@ -1,34 +1,80 @@
-"""Rejects of one record: as many as a reader may want to look at, and a count of the rest."""
+"""Rejects of a batch: as many of each file as a reader may want to look at, and a count of the rest.
+
+A hostile file has millions of bad spans, each shorter than its reject.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from tracefit.otlp.model import Decoded
     from tracefit.sources.records import Frame, Reject
 
 MAX_REJECTS = 1000
-"""Rejects listed of one record; a hostile one has millions of bad spans, each shorter than its reject."""
+"""Rejects listed of one file in one batch."""
 
 
 @dataclass(slots=True)
-class RecordRejects:
-    """Collects the rejects of one record."""
+class _Rest:
+    """Rejects of a file that are counted alone: `first` shows where they begin and what that looks like."""
 
-    frame: Frame
-    _listed: list[Reject] = field(default_factory=list)
-    _count: int = 0
+    first: Reject
+    stop: int = 0
+    spans: int = 0
+    others: int = 0
 
-    def add(self, make: Callable[[], Reject]) -> None:
-        """Take one more; it is made only if it is listed."""
-        self._count += 1
-        if self._count <= MAX_REJECTS:
+    def reject(self) -> Reject:
+        kinds = [("records", self.others), ("spans", self.spans)]
+        what = " and ".join(name for name, count in kinds if count)
+        length = self.stop - self.first.source_offset
+        return replace(self.first, length=length, reason=f"{self.spans + self.others} more bad {what}")
+
+
+class Rejects:
+    """Collects the rejects of a batch.
+
+    Args:
+        listed: Those that are listed however many they are.
+    """
+
+    def __init__(self, listed: Iterable[Reject] = ()) -> None:
+        self._listed = list(listed)
+        self._left: dict[str, int] = {}
+        self._rest: dict[str, _Rest] = {}
+
+    def left(self, file: str) -> int:
+        """Return how many of a file are listed yet."""
+        return self._left.get(file, MAX_REJECTS)
+
+    def add(self, frame: Frame, make: Callable[[], Reject]) -> None:
+        """Take what is wrong with a record, or a part of it; the reject is made only if it is listed."""
+        left = self.left(frame.source_file)
+        if left:
+            self._left[frame.source_file] = left - 1
             self._listed.append(make())
+        else:
+            self._count(frame, others=1)
+
+    def add_spans(self, frame: Frame, decoded: Decoded) -> None:
+        """Take what is wrong with spans of a record, of which no more were listed than are left."""
+        if decoded.rejects:
+            self._left[frame.source_file] = self.left(frame.source_file) - len(decoded.rejects)
+            self._listed += decoded.rejects
+        if decoded.more:
+            self._count(frame, spans=decoded.more)
+
+    def _count(self, frame: Frame, *, spans: int = 0, others: int = 0) -> None:
+        rest = self._rest.get(frame.source_file)
+        if rest is None:
+            rest = self._rest[frame.source_file] = _Rest(frame.reject(""))
+        rest.stop = frame.offset + len(frame.payload)
+        rest.spans += spans
+        rest.others += others
 
     def all(self) -> list[Reject]:
-        """Return those that are listed, and one that counts the others if there are any."""
-        more = self._count - len(self._listed)
-        return [*self._listed, *([self.frame.reject(f"{more} more bad spans")] if more else [])]
+        """Return those that are listed, and for each file that has more of them one that counts these."""
+        return [*self._listed, *(rest.reject() for rest in self._rest.values())]
