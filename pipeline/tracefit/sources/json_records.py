@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,10 +11,11 @@ import numpy as np
 from tracefit.sources.compression import DamagedStreamError
 from tracefit.sources.excerpt import is_json
 from tracefit.sources.json_pieces import object_pieces
-from tracefit.sources.json_scan import Scanner, scan_contents
+from tracefit.sources.json_scan import Scanner, next_piece, scan_contents
 from tracefit.sources.limits import CHUNK_BYTES, MAX_GUESSES, MAX_HELD_BYTES
 from tracefit.sources.records import Reject, joined
 from tracefit.sources.shape import BOM, RECORD_START
+from tracefit.sources.short_lines import SHORTEST_RECORD, TRACE_LINES, LineReader, ShortLines
 from tracefit.sources.window import Window
 
 if TYPE_CHECKING:
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
 _BETWEEN = b" \t\r\n,[]"
 _SHOWN_BYTES, _EDGE_BYTES = 4096, 1024
+_GLUED = re.compile(rb"\}\s*\{")
+_FIRST_BYTES = 4096
+_MANY = 100
+"""Objects too short for spans that are handed on together."""
 _RECORD_KEYS = (b'resourceSpans"', b'resource_spans"', b'batches"')
 _INSIDE_TEMPO = re.compile(rb'"trace"\s*:\s*\Z')
 
@@ -33,7 +39,11 @@ def line_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
 
 
 def lines(
-    window: Window, source: Source, *, too_large: Callable[[Window, Source], Iterator[Frame | Reject]]
+    window: Window,
+    source: Source,
+    *,
+    too_large: Callable[[Window, Source], Iterator[Frame | Reject]],
+    short: ShortLines | None = None,
 ) -> Iterator[Frame | Reject]:
     """Yield the lines of a file that are not blank.
 
@@ -41,15 +51,23 @@ def lines(
         window: The decompressed file.
         source: The file, for frames and rejects.
         too_large: Yields what a line of more than `MAX_HELD_BYTES` holds; it is given the line alone.
+        short: What is known of lines that are too short to hold anything; those of traces if not given.
 
     Yields:
         One frame per line without its line end, unread; a reject for a last line that is cut because the compressed
-        stream is.
+        stream is. Of very many short lines those that do no harm are passed over, and all but the first of the others are
+        one reject at the end.
     """
+    reader = LineReader(source, short or TRACE_LINES)
     while window.fill(1):
+        window.fill(CHUNK_BYTES)
         if window.peek(0, 1) == b"\n":
             blank = window.peek(0, CHUNK_BYTES)
             window.skip(len(blank) - len(blank.lstrip(b"\n")))
+            continue
+        if whole := window.buffered().rfind(b"\n", 0, CHUNK_BYTES) + 1:
+            start = window.offset
+            yield from reader.read(start, window.take(whole))
             continue
         end = window.find(b"\n", MAX_HELD_BYTES + 1)
         if end < 0 and window.fill(MAX_HELD_BYTES + 1):
@@ -65,6 +83,7 @@ def lines(
         if text and not text.isspace():
             start += len(line) - len(text)
             yield source.frame(start, text, "json") if end >= 0 else _last(window, source, start, text)
+    yield from reader.rest()
 
 
 def document_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
@@ -98,6 +117,7 @@ def objects(window: Window, source: Source) -> Iterator[Frame | Reject]:
 def _by_record(window: Window, source: Source) -> Iterator[Frame | Reject]:
     guesses_left = MAX_GUESSES
     while window.fill(1):
+        yield from _whole_objects(window, source)
         if not guesses_left:
             yield from skip_large(window, source, "too many damaged records")
             return
@@ -106,6 +126,39 @@ def _by_record(window: Window, source: Source) -> Iterator[Frame | Reject]:
         for item in _objects(record, source):
             yield item
             guesses_left -= isinstance(item, Reject) and guesses_left > 0
+
+
+def _whole_objects(window: Window, source: Source) -> Iterator[Frame]:
+    """Yield objects as long as each is whole and good, and there is nothing but punctuation between them."""
+    size = _FIRST_BYTES
+    while text := next_piece(window, 0, size):
+        lead = len(text) - len(text.lstrip(_BETWEEN))
+        begins = text[lead : lead + 1] == b"{"
+        ends = [lead, *(lead + Scanner().ends(text[lead:]).ends).tolist()] if begins else []
+        if len(ends) <= 1:
+            return
+        if len(ends) > _MANY and int(np.diff(ends).max()) < min(SHORTEST_RECORD, MAX_HELD_BYTES):
+            inside = text[lead : ends[-1]]
+            if together := _as_array(inside):
+                yield source.frame(window.offset + lead, together, "json")
+                window.skip(lead + len(inside))
+                continue
+        taken = 0
+        for start, end in pairwise(ends):
+            whole = text[start:end].lstrip(_BETWEEN)
+            if whole[:1] != b"{" or len(whole) > MAX_HELD_BYTES or not is_json(whole):
+                return
+            window.skip(end - len(whole) - taken)
+            yield source.frame(window.offset, window.take(len(whole)), "json")
+            taken = end
+        size = min(2 * size, CHUNK_BYTES)
+
+
+def _as_array(objects: bytes) -> bytes:
+    """Return objects, with commas between them or not, as an array; nothing if they are none."""
+    if is_json(array := b"[%b]" % objects) or is_json(array := b"[%b]" % _GLUED.sub(b"},{", objects)):
+        return array
+    return b""
 
 
 def _objects(window: Window, source: Source) -> Iterator[Frame | Reject]:
