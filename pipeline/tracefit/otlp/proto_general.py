@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from tracefit.sources.records import Frame
 
+_TRACE_ID_BYTES = 16
 _SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
 
 
@@ -90,6 +91,9 @@ class _RecordReader:
     def _spans(self, scope_spans: Any) -> list[Span]:
         spans = []
         for message in scope_spans.spans:
+            if not self._left and len(message.trace_id) != _TRACE_ID_BYTES:
+                self._found.more += 1
+                continue
             try:
                 spans.append(_span(message))
             except FieldError as error:
@@ -105,7 +109,7 @@ def _span(message: Any) -> Span:
         for e in message.events
     ]
     return Span(
-        _id(message.trace_id, "traceId", 16),
+        _id(message.trace_id, "traceId", _TRACE_ID_BYTES),
         _id(message.span_id, "spanId", 8),
         _parent_id(message.parent_span_id),
         message.name,

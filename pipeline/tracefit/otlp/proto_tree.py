@@ -87,8 +87,10 @@ def read_tree(frames: Sequence[Frame]) -> Tree:
     octets, starts, stops = Octets.of([frame.payload for frame in frames])
     records = Level.of(octets, Messages(np.arange(len(frames)), starts, stops), (_RESOURCE_SPANS,))
     _, messages = records.children(_RESOURCE_SPANS)
-    resources = Level.of(octets, messages, (_RESOURCE, _SCOPE_SPANS))
+    resources = Level.of(octets, messages[messages.start < messages.stop], (_RESOURCE, _SCOPE_SPANS))
     resource, messages = resources.children(_SCOPE_SPANS)
+    has_any = messages.start < messages.stop
+    resource, messages = resource[has_any], messages[has_any]
     scopes = Level.of(octets, messages, (_SCOPE, _SPANS))
     origins = _origins(frames, resources, resource, scopes)
     origin, messages = scopes.children(_SPANS)

@@ -70,7 +70,7 @@ class Messages:
     def __len__(self) -> int:
         return len(self.start)
 
-    def __getitem__(self, rows: NDArray[np.int64] | slice) -> Messages:
+    def __getitem__(self, rows: Positions | Mask | slice) -> Messages:
         return Messages(self.record[rows], self.start[rows], self.stop[rows])
 
     @classmethod

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from tracefit.sources import wire
 from tracefit.sources.limits import HEAD_BYTES, MAX_GUESSES, MAX_HELD_BYTES, MAX_RECORD_BYTES
@@ -13,12 +14,19 @@ from tracefit.sources.records import joined
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from numpy.typing import NDArray
+
     from tracefit.sources.records import Frame, Reject, Source
     from tracefit.sources.window import Window
 
 LENGTH_BYTES = 4
 _SHOWN_BYTES = 1024
-_FRAME_HEADER = re.compile(rb"(?=[\x00-\x10][\x00-\xff]{3}\x0a)")
+_TINY = 2 + wire.SHORTEST_RESOURCE_SPANS
+_RUN_BYTES, _MANY_BYTES = 256 << 10, 16 << 10
+"""Bytes of tiny frames or fields that are looked at together, and from which on they are taken together."""
+_FIRST_BYTES = 1024
+_MOST_SIGNIFICANT = 0x10
+_VARINT_BYTES = 5
 
 
 def framed_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
@@ -40,7 +48,11 @@ def _framed(window: Window, source: Source) -> Iterator[Frame | Reject]:
     finder = FrameFinder(window)
     while window.fill(1):
         size = declared(window)
-        if not is_frame_at(window, 0):
+        if size < _TINY and (run := _tiny_run(window)):
+            text = window.peek(0, run)
+            yield source.frame(window.offset, wire.messages_of_tiny_frames(text), "protobuf")
+            window.skip(run)
+        elif not is_frame_at(window, 0):
             yield skip_damage(window, source, fault(window, size), finder.next)
         elif size > MAX_HELD_BYTES:
             window.skip(LENGTH_BYTES)
@@ -56,6 +68,13 @@ def _framed(window: Window, source: Source) -> Iterator[Frame | Reject]:
         else:
             window.skip(LENGTH_BYTES)
             yield source.frame(window.offset, window.take(size), "protobuf")
+
+
+def _tiny_run(window: Window) -> int:
+    """Return the length of very many frames that are too short to hold a span, or 0."""
+    window.fill(_RUN_BYTES)
+    run = wire.size_of_tiny_frames(window.peek(0, _RUN_BYTES))
+    return run if run >= _MANY_BYTES else 0
 
 
 def is_frame_at(window: Window, position: int) -> bool:
@@ -105,6 +124,10 @@ def bare_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
         window.fill(HEADER_BYTES)
         field = wire.read_field(window.peek(0, HEADER_BYTES), 0)
         size = field[3] if field else 0
+        if 0 < size < _TINY and window.peek(0, 1) == bytes([wire.RESOURCE_SPANS_TAG]):
+            window.fill(_RUN_BYTES)
+            run = wire.size_of_tiny_fields(window.peek(0, _RUN_BYTES), wire.RESOURCE_SPANS_TAG)
+            size = run if run >= _MANY_BYTES else size
         if 0 < size <= MAX_HELD_BYTES and window.fill(size):
             yield source.frame(window.offset, window.take(size), "protobuf")
             continue
@@ -133,14 +156,23 @@ class FrameFinder:
 
     def next(self, start: int, stop: int) -> int:
         """Return where, from `start` and before `stop` of the buffer, a frame begins, or -1."""
-        text = self._window.peek(start, stop + LENGTH_BYTES)
-        return next(
-            (start + m.start() for m in _FRAME_HEADER.finditer(text) if self._is_frame(start + m.start())), -1
-        )
+        size = _FIRST_BYTES
+        while start < stop:
+            end = min(start + size, stop)
+            # Little at first: mostly the next frame is near.
+            text = self._window.peek(start, end + LENGTH_BYTES + _VARINT_BYTES + 1)
+            likely: list[int] = likely_frames(text, end - start).tolist()
+            for at in likely:
+                if self._is_frame(start + at):
+                    return start + at
+            start, size = end, 2 * size
+        return -1
 
     def _is_frame(self, position: int) -> bool:
         begin = position + LENGTH_BYTES
         size = int.from_bytes(self._window.peek(position, begin), "big")
+        if size > MAX_HELD_BYTES and not self._window.fill(begin + MAX_HELD_BYTES):
+            return False
         field = wire.read_field(self._window.peek(begin, begin + HEADER_BYTES), 0)
         if not (field and size and field[3] <= size and self._guesses_left):
             return False
@@ -149,6 +181,29 @@ class FrameFinder:
             return _begins_large(self._window, begin, size)
         whole = self._window.fill(begin + size)
         return whole and wire.is_traces_message(self._window.buffered(), begin, begin + size)
+
+
+def likely_frames(text: bytes, stop: int) -> NDArray[np.int64]:
+    """Return where, before `stop`, a length is followed by a `resource_spans` field that is no longer than it; ascending.
+
+    Where the text ends before that is known, too.
+    """
+    octets = np.frombuffer(text + bytes(LENGTH_BYTES + _VARINT_BYTES + 1), np.uint8)
+    count = min(stop, max(len(text) - LENGTH_BYTES, 0))
+    begins = octets[LENGTH_BYTES : LENGTH_BYTES + count] == wire.RESOURCE_SPANS_TAG
+    at = np.flatnonzero(begins & (octets[:count] <= _MOST_SIGNIFICANT))
+    size = np.zeros(len(at), np.int64)
+    for place in range(LENGTH_BYTES):
+        size = size << 8 | octets[at + place]
+    inner, goes_on = np.zeros(len(at), np.int64), np.ones(len(at), np.bool_)
+    for place in range(_VARINT_BYTES):
+        byte = octets[at + (LENGTH_BYTES + 1 + place)].astype(np.int64)
+        inner += np.where(goes_on, (byte & 0x7F) << (7 * place) | np.int64(1) << 40, 0)
+        goes_on &= byte > 0x7F
+    header = 1 + (inner >> 40)
+    return at[
+        (header + (inner & (1 << 40) - 1) <= size) | (at + LENGTH_BYTES + 1 + _VARINT_BYTES > len(text))
+    ]
 
 
 def declared(window: Window) -> int:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 HEADER_BYTES = 16
 """No tag with its length is longer."""
 
+_TINY_HEADER, _TINY = 2, 2 + wire.SHORTEST_RESOURCE_SPANS
+_RUN_BYTES, _MANY_BYTES = 256 << 10, 16 << 10
+"""Bytes of tiny fields that are looked at together, and from which on they are taken together."""
+
 _SPANS = 2
 _ITEMS = (1, 2, 2)
 """Numbers of the fields that hold a message's items, from the request inwards: resources, scopes, spans."""
@@ -109,9 +113,11 @@ class _Walk:
         if found is None or window.offset + found[3] > message.stop:
             raise self._damage("not a protobuf field")
         number, _, start, size = found
+        if start == _TINY_HEADER and size < _TINY and (run := self._tiny_run(message)):
+            size = run
         if number == _ITEMS[message.level]:
             yield from self._item(message, start, size)
-        elif number == _ORIGIN and size <= MAX_ORIGIN_BYTES:
+        elif number == _ORIGIN and len(message.origin) + size <= MAX_ORIGIN_BYTES:
             if message.is_begun:
                 yield self._source.reject(window.offset, size, "resource behind its spans", b"", "protobuf")
             message.origin += self._take(size)
@@ -119,6 +125,14 @@ class _Walk:
             yield self._skip(size, "resource too large")
         else:
             self._skip(size, "")
+
+    def _tiny_run(self, message: _Message) -> int:
+        """Return the length of the fields here that are alike and too short to hold a span, if they are very many."""
+        most = min(_RUN_BYTES, message.stop - self._window.offset)
+        self._window.fill(most)
+        text = self._window.peek(0, most)
+        run = wire.size_of_tiny_fields(text, text[0])
+        return run if run >= _MANY_BYTES else 0
 
     def _item(self, message: _Message, start: int, size: int) -> Iterator[Frame | Reject]:
         """Take an item that fits into a piece; walk into one that does not, unless it is a span."""

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Signal = Literal["traces", "logs", "metrics"]
 
@@ -11,6 +18,10 @@ RESOURCE_SPANS_TAG = 0x0A
 _RESOURCE_SPANS_FIELDS = (1, 2, 3, 1000)  # resource, scope_spans, schema_url, and what the second once was
 _METRIC_NAME = re.compile(rb"[A-Za-z][A-Za-z0-9_./-]{0,254}")
 _MAX_FIELDS_GUESSED = 1000
+_WALKED_FIELDS = 64
+_SHORTEST_SPAN = 2 + 16 + 2 + 8
+SHORTEST_RESOURCE_SPANS = 4 + _SHORTEST_SPAN
+"""Bytes of the shortest content of a `resource_spans` field that has a span: with one field in another around it."""
 _LONGEST_HEADER = 16
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
@@ -72,20 +83,84 @@ def fields(buffer: Buffer, position: int, stop: int, *, limit: int | None = None
 
 def is_message(buffer: Buffer, start: int, stop: int) -> bool:
     """Return whether the bytes are one message whose first field is `resource_spans`; an empty one is not."""
-    return start < stop and buffer[start] == RESOURCE_SPANS_TAG and fields(buffer, start, stop) is not None
+    if start >= stop or buffer[start] != RESOURCE_SPANS_TAG:
+        return False
+    position = start
+    for _ in range(_WALKED_FIELDS):
+        field = read_field(buffer, position)
+        if field is None or field[3] > stop:
+            return False
+        position = field[3]
+        if position == stop:
+            return True
+    return _is_any_message(bytes(memoryview(buffer)[position:stop]))
+
+
+def _is_any_message(text: bytes) -> bool:
+    """Return whether bytes are fields and nothing else: what has very many of them takes too long to walk."""
+    try:
+        Empty.FromString(text)
+    except DecodeError:
+        return False
+    return True
+
+
+def size_of_tiny_fields(text: bytes, tag: int) -> int:
+    """Return the length of a run of fields of a tag of one byte, each too short to hold a span.
+
+    They are nothing but the tag, a length and so many bytes: what is in them is not looked at.
+    """
+    found = _tiny_fields(tag).match(text)
+    return found.end() if found else 0
+
+
+def size_of_tiny_frames(text: bytes) -> int:
+    """Return the length of a run of framed messages that have one `resource_spans` field, too short to hold a span."""
+    found = _TINY_FRAMES.match(text)
+    return found.end() if found else 0
+
+
+def messages_of_tiny_frames(text: bytes) -> bytes:
+    """Return what is in a run of such frames, as one message."""
+    return b"".join(frame[4:] for frame in _TINY_FRAME.findall(text))
+
+
+@cache
+def _tiny_fields(tag: int) -> re.Pattern[bytes]:
+    return _run_of(re.escape(bytes([tag])) + _one_of(_sized(size) for size in range(SHORTEST_RESOURCE_SPANS)))
+
+
+def _sized(size: int) -> bytes:
+    return re.escape(bytes([size])) + b"." * size
+
+
+def _one_of(texts: Iterable[bytes]) -> bytes:
+    return b"(?:%b)" % b"|".join(texts)
+
+
+def _run_of(text: bytes) -> re.Pattern[bytes]:
+    return re.compile(b"(?>%b)++" % text, re.DOTALL)  # nothing is kept for a second try
+
+
+_FRAME_OF_ONE = rb"\0\0\0" + _one_of(
+    re.escape(bytes([2 + size, RESOURCE_SPANS_TAG])) + _sized(size) for size in range(SHORTEST_RESOURCE_SPANS)
+)
+_TINY_FRAMES = _run_of(_FRAME_OF_ONE)
+_TINY_FRAME = re.compile(_FRAME_OF_ONE, re.DOTALL)
 
 
 def is_traces_message(buffer: Buffer, start: int, stop: int) -> bool:
     """Return whether the bytes are one message of `resource_spans` alone, looked at two levels deep.
 
-    Stricter than `is_message`, for guesses; messages of very many resources are not guessed.
+    Stricter than `is_message`, for guesses; messages of very many resources and scopes are not guessed.
     """
-    position = start
-    for _ in range(_MAX_FIELDS_GUESSED):
+    position, left = start, _MAX_FIELDS_GUESSED
+    while left > 0:
         field = read_field(buffer, position)
         if field is None or field[:2] != (1, _BYTES) or field[3] > stop:
             return False
-        inner = fields(buffer, field[2], field[3], limit=_MAX_FIELDS_GUESSED)
+        inner = fields(buffer, field[2], field[3], limit=left)
+        left -= 1 + len(inner or ())
         if inner is None or any(f[0] not in _RESOURCE_SPANS_FIELDS or f[1] != _BYTES for f in inner):
             return False
         position = field[3]
