@@ -231,9 +231,8 @@ def _work() -> None:
         answer = _answer(_Order.model_validate_json(line).task(), parent)
         sys.stdout.buffer.write(answer.model_dump_json().encode() + b"\n")
         sys.stdout.buffer.flush()
-    os._exit(
-        0
-    )  # Taking the interpreter down in order would take a tenth of a second, which somebody waits for.
+    # Taking the interpreter down in order would take a tenth of a second, which somebody waits for.
+    os._exit(0)
 
 
 if __name__ == "__main__":
