@@ -37,6 +37,7 @@ _NARROW = (
     "first_step",
     "last_step",
 )
+_ENGINE = ("span_row", "server", "start_unix_ns", "end_unix_ns", *_NARROW[9:])
 _IDS = ["trace_high", "trace_low", "span"]
 _SCOPES = pl.Enum(dialects.VLLM_SCOPES)
 _HEX_DIGITS_OF_64_BITS = 16
@@ -78,23 +79,35 @@ def resolve(stage: Path, parts: Sequence[RunPart]) -> list[Facts]:
         rows.append(staged.height)
         every.append(_narrow(part.of_files(staged, "place"), number))
     spans = pl.concat(every)
+    del every, staged
     if not spans["place"].is_sorted():
         spans = spans.sort("place", maintain_order=True)
-    spans = spans.drop("place").with_row_index("span_row")
+    spans = spans.drop("place")
     read = dict(spans.group_by("part").len().iter_rows())
-    kept = spans.unique(_IDS, keep="first", maintain_order=True)
-    del every, staged, spans
-    kept = _with_server(kept, _Marks(stage, [part.name for part in parts], kept))
-    facts = kept.join(_core_zeros(kept), on=_IDS[:2], how="left", maintain_order="left").select(
-        "part",
-        "row",
-        "server",
-        "core_zero",
-        server_zero=pl.col("zero").median().over("server").cast(pl.Int64),
-    )
+    spans = _without_repeats(spans).with_row_index("span_row")
+    facts = _facts(_with_server(spans, _Marks(stage, [part.name for part in parts], spans)))
     by_part = facts.partition_by("part", as_dict=True, maintain_order=True, include_key=False)
     none = facts.clear().drop("part")
     return [Facts(by_part.get((part,), none), read.get(part, 0), rows[part]) for part in range(len(parts))]
+
+
+def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
+    # Hashes tell that all are different, as they nearly always are, in a fraction of the memory of a copy.
+    if spans.select(_IDS).hash_rows().n_unique() == spans.height:
+        return spans
+    return spans.unique(_IDS, keep="first", maintain_order=True)
+
+
+def _facts(spans: pl.DataFrame) -> pl.DataFrame:
+    cores = spans.select(*_IDS[:2], "scope", "zero").filter(pl.col("scope") == dialects.CORE_SCOPE)
+    zeros = cores.group_by(_IDS[:2]).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
+    return spans.select(
+        "part",
+        "row",
+        "server",
+        spans.select(_IDS[:2]).join(zeros, on=_IDS[:2], how="left", maintain_order="left")["core_zero"],
+        server_zero=pl.col("zero").median().over("server").cast(pl.Int64),
+    )
 
 
 def _narrow(spans: pl.DataFrame, part: int) -> pl.DataFrame:
@@ -118,11 +131,6 @@ def _number(digits: pl.Expr) -> pl.Expr:
     return digits.str.to_integer(base=16, dtype=pl.UInt64)
 
 
-def _core_zeros(spans: pl.DataFrame) -> pl.DataFrame:
-    cores = spans.filter(pl.col("scope") == dialects.CORE_SCOPE)
-    return cores.group_by(_IDS[:2]).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
-
-
 def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
     """Name each span's server.
 
@@ -131,25 +139,21 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
     Engines that share a name get one each.
     """
     is_api = pl.col("scope").is_in(dialects.FRONT_SCOPES).fill_null(value=False)
-    apart = tell_apart(spans.filter(~is_api), marks.of)
+    apart = tell_apart(spans.select("scope", *_ENGINE).filter(~is_api), marks.of)
     if apart.height:
         apart = apart.with_columns(pl.col("server").cast(pl.Categorical))
         spans = spans.join(apart, on="span_row", how="left", suffix="_apart", maintain_order="left")
         spans = spans.with_columns(server=pl.coalesce("server_apart", "server")).drop("server_apart")
-    engines = spans.filter(~is_api)
     parents = (
-        spans.filter(pl.col("scope") == dialects.CORE_SCOPE)
-        .select(*_IDS[:2], span="parent", engine="server")
+        spans.select(*_IDS[:2], "scope", span="parent", engine="server")
+        .filter(pl.col("scope") == dialects.CORE_SCOPE)
         .unique(_IDS, keep="first", maintain_order=True)
     )
-    names = engines["server"].unique()
+    names = spans.select(pl.col("server").filter(~is_api).unique()).to_series()
     only = pl.lit(names[0] if len(names) == 1 else None, pl.Categorical)
-    inherited = pl.coalesce("engine", only, "server")
-    return (
-        spans.join(parents, on=_IDS, how="left", maintain_order="left")
-        .with_columns(server=pl.when(is_api).then(inherited).otherwise("server"))
-        .drop("engine")
-    )
+    engine = spans.select(_IDS).join(parents, on=_IDS, how="left", maintain_order="left")["engine"]
+    inherited = pl.coalesce(engine, only, "server")
+    return spans.with_columns(server=pl.when(is_api).then(inherited).otherwise("server"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def ingest(
     files have grown or become more is brought up to date, and the result is that of reading everything at once. The
     folder changes run by run, in one step each; whatever interrupts the work, running it again completes it.
 
-    Memory does not grow with the files: each worker holds one stretch of a file at a time, and of a whole run about a
+    Memory hardly grows with the files: each worker holds one stretch of a file at a time, and of a whole run a few
     hundred bytes per span. The `timeline` of a run of more than `SMALL_RUN_ROWS` events is left to `train`.
 
     Args:
