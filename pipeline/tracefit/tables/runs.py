@@ -37,7 +37,7 @@ class RunTally:
         elif table == "journey_events":
             self._keep("counters", step_counters(_NO_STEPS, window))
         elif table == "request_snapshots":
-            self._keep("rich", window.select(_STEP).unique(maintain_order=True))
+            self._keep("rich", window.select(_NARROW_STEP).unique(maintain_order=True))
         elif table == "steps":
             self._add_steps(window)
         elif table == "requests":
@@ -84,11 +84,9 @@ class RunTally:
         self._keep("counters", step_counters(window, _NO_JOURNEYS))
         if "running" not in self._parts:
             self._parts["running"] = [_running(self._kept("edges"))]
-        decoding = _decoding(window, self._parts["running"][0])
-        rich = (
-            window.join(self._kept("rich"), on=_STEP, how="semi").group_by(_SERVER).agg(rich_steps=pl.len())
-        )
-        self._keep("steps", decoding.join(rich, on=_SERVER, how="left").select(_nothing()["steps"].columns))
+            self._parts.pop("edges", None)
+        steps = window.select(*_NARROW_STEP, "num_decode_reqs")
+        self._keep("steps", _step_counts(steps, self._parts["running"][0], self._kept("rich")))
 
     def _epochs(self) -> pl.DataFrame:
         spans = self._kept("counters").group_by(_SERVER, "epoch")
@@ -123,6 +121,9 @@ class RunTally:
 
 _ENGINE = [_SERVER, "epoch"]
 _STEP = [*_ENGINE, "step_id"]
+_NARROW_ENGINE = (pl.col(_SERVER).cast(pl.Categorical), pl.col("epoch").cast(pl.UInt32))
+"""For what is kept of every request or step of a run."""
+_NARROW_STEP = (*_NARROW_ENGINE, pl.col("step_id"))
 _MEANS = ("prompt_tokens", "max_tokens", "output_tokens")
 _NO_STEPS, _NO_JOURNEYS = schema.STEPS.empty(), schema.JOURNEY_EVENTS.empty()
 _SPANS = [
@@ -153,33 +154,35 @@ def _edges(requests: pl.DataFrame) -> pl.DataFrame:
     ends = requests.filter(pl.col("first_token_step").is_not_null() & pl.col("finished_step").is_not_null())
     return pl.concat(
         [
-            ends.select(*_ENGINE, step_id=pl.col("first_token_step") + 1, change=pl.lit(1, pl.Int64)),
-            ends.select(*_ENGINE, step_id=pl.col("finished_step") + 1, change=pl.lit(-1, pl.Int64)),
+            ends.select(*_NARROW_ENGINE, step_id=pl.col("first_token_step") + 1, change=pl.lit(1, pl.Int8)),
+            ends.select(*_NARROW_ENGINE, step_id=pl.col("finished_step") + 1, change=pl.lit(-1, pl.Int8)),
         ]
     )
 
 
 def _running(edges: pl.DataFrame) -> pl.DataFrame:
     """Return how many traced requests decode from each of those steps on."""
-    ordered = edges.sort(*_ENGINE, "step_id")
-    return (
-        ordered.with_columns(members=pl.col("change").cum_sum().over(_ENGINE)).drop("change").sort("step_id")
-    )
+    ordered = edges.sort("step_id")
+    members = pl.col("change").cast(pl.Int32).cum_sum().over(_ENGINE)
+    return ordered.select(*_STEP, members=members)
 
 
-def _decoding(steps: pl.DataFrame, running: pl.DataFrame) -> pl.DataFrame:
-    """Count per server the decodes of the sampled steps, and those of traced requests, for `journey_sampling`.
+def _step_counts(steps: pl.DataFrame, running: pl.DataFrame, rich: pl.DataFrame) -> pl.DataFrame:
+    """Count per server the steps, those with snapshots, and the decodes in them, for `journey_sampling`.
 
     Over the sampled steps, each traced request decodes in the steps between its first token and its end; the
     summaries count everybody: the quotient estimates the share of requests with a journey. A server without step
     summaries has no estimate.
     """
     at_steps = steps.sort("step_id").join_asof(running, on="step_id", by=_ENGINE, check_sortedness=False)
-    return at_steps.group_by(_SERVER).agg(
+    decoding = at_steps.group_by(_SERVER).agg(
         steps=pl.len(),
-        traced_decodes=pl.col("members").fill_null(0).sum(),
+        traced_decodes=pl.col("members").cast(pl.Int64).fill_null(0).sum(),
         decodes=pl.col("num_decode_reqs").sum(),
     )
+    with_snapshots = steps.join(rich, on=_STEP, how="semi").group_by(_SERVER).agg(rich_steps=pl.len())
+    counts = decoding.join(with_snapshots, on=_SERVER, how="left")
+    return counts.with_columns(pl.col(_SERVER).cast(pl.String))
 
 
 def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
@@ -197,11 +200,12 @@ def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
 def _nothing() -> dict[str, pl.DataFrame]:
     """Return what a run without a table's rows adds up to, with the columns in place."""
     edges = _edges(schema.REQUESTS.empty())
+    rich = schema.REQUEST_SNAPSHOTS.empty().select(_NARROW_STEP)
     return {
         "spans": schema.SPANS.empty().group_by(_SERVER).agg(_SPANS),
         "counters": step_counters(_NO_STEPS, _NO_JOURNEYS),
-        "rich": schema.REQUEST_SNAPSHOTS.empty().select(_STEP),
+        "rich": rich,
         "requests": schema.REQUESTS.empty().group_by(_SERVER).agg(_LOAD),
         "edges": edges,
-        "steps": _decoding(_NO_STEPS, _running(edges)).with_columns(rich_steps=pl.lit(0, pl.UInt32)),
+        "steps": _step_counts(_NO_STEPS.select(*_NARROW_STEP, "num_decode_reqs"), _running(edges), rich),
     }
