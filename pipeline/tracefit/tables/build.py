@@ -298,13 +298,17 @@ class _Run:
 
     def _finish_requests(self) -> None:
         cached = first_hits(pl.concat(self.cached))
+        self.cached.clear()
         self._sort("requests").add(schema.REQUESTS.empty())
         for window in self._sort("layers").windows():
             core, api, telling = (
                 window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api", "told")
             )
             told = told_requests(telling)
-            self._sort("requests").add(join_requests(core, api, told, cached, run_id=self.run_id))
+            hits = cached.join(
+                core, left_on=cached.columns[:3], right_on=["server", "epoch", "request_id"], how="semi"
+            )
+            self._sort("requests").add(join_requests(core, api, told, hits, run_id=self.run_id))
         del self.sorts["layers"]
 
 
