@@ -23,15 +23,16 @@ class _Rest:
     """Rejects of a file that are counted alone: `first` shows where they begin and what that looks like."""
 
     first: Reject
+    part: str
     stop: int = 0
-    spans: int = 0
+    parts: int = 0
     others: int = 0
 
     def reject(self) -> Reject:
-        kinds = [("records", self.others), ("spans", self.spans)]
+        kinds = [("records", self.others), (self.part, self.parts)]
         what = " and ".join(name for name, count in kinds if count)
         length = self.stop - self.first.source_offset
-        return replace(self.first, length=length, reason=f"{self.spans + self.others} more bad {what}")
+        return replace(self.first, length=length, reason=f"{self.parts + self.others} more bad {what}")
 
 
 class Rejects:
@@ -39,9 +40,11 @@ class Rejects:
 
     Args:
         listed: Those that are listed however many they are.
+        part: What the parts of a record are called.
     """
 
-    def __init__(self, listed: Iterable[Reject] = ()) -> None:
+    def __init__(self, listed: Iterable[Reject] = (), *, part: str = "spans") -> None:
+        self._part = part
         self._listed = list(listed)
         self._left: dict[str, int] = {}
         self._rest: dict[str, _Rest] = {}
@@ -50,14 +53,14 @@ class Rejects:
         """Return how many of a file are listed yet."""
         return self._left.get(file, MAX_REJECTS)
 
-    def add(self, frame: Frame, make: Callable[[], Reject]) -> None:
+    def add(self, frame: Frame, make: Callable[[], Reject], *, is_part: bool = False) -> None:
         """Take what is wrong with a record, or a part of it; the reject is made only if it is listed."""
         left = self.left(frame.source_file)
         if left:
             self._left[frame.source_file] = left - 1
             self._listed.append(make())
         else:
-            self._count(frame, others=1)
+            self._count(frame, parts=int(is_part), others=int(not is_part))
 
     def add_spans(self, frame: Frame, decoded: Decoded) -> None:
         """Take what is wrong with spans of a record, of which no more were listed than are left."""
@@ -65,14 +68,18 @@ class Rejects:
             self._left[frame.source_file] = self.left(frame.source_file) - len(decoded.rejects)
             self._listed += decoded.rejects
         if decoded.more:
-            self._count(frame, spans=decoded.more)
+            self._count(frame, parts=decoded.more)
 
-    def _count(self, frame: Frame, *, spans: int = 0, others: int = 0) -> None:
+    def count(self, frame: Frame, parts: int) -> None:
+        """Take what is wrong with so many parts of a record, when none is listed any more."""
+        self._count(frame, parts=parts)
+
+    def _count(self, frame: Frame, *, parts: int = 0, others: int = 0) -> None:
         rest = self._rest.get(frame.source_file)
         if rest is None:
-            rest = self._rest[frame.source_file] = _Rest(frame.reject(""))
+            rest = self._rest[frame.source_file] = _Rest(frame.reject(""), self._part)
         rest.stop = frame.offset + len(frame.payload)
-        rest.spans += spans
+        rest.parts += parts
         rest.others += others
 
     def all(self) -> list[Reject]:

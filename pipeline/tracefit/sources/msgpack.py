@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from tracefit.sources.wire import Buffer
@@ -29,6 +32,11 @@ _COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 """First byte to the bytes of the count that follows, and the values per item: arrays and maps."""
 
 
+_FIRST_BYTES = 256
+_RAW = msgspec.msgpack.Decoder(msgspec.Raw)
+_TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
+
+
 def message_size(buffer: Buffer, stop: int) -> int:
     """Return the length of the message a buffer begins with.
 
@@ -39,6 +47,27 @@ def message_size(buffer: Buffer, stop: int) -> int:
     Returns:
         Its length; `MORE` if it goes on behind `stop`, `INVALID` if the bytes are not msgpack.
     """
+    looked = min(_FIRST_BYTES, stop)
+    while True:
+        try:
+            _RAW.decode(bytes(memoryview(buffer)[:looked]))
+        except RecursionError:
+            return INVALID  # nobody could decode it either
+        except msgspec.DecodeError as error:
+            # The parser's message tells: to walk over the values takes much longer.
+            if found := _TRAILING.search(str(error)):
+                return int(found[1])
+            if "truncated" not in str(error):
+                return walked_size(buffer, stop)
+            if looked >= stop:
+                return MORE
+            looked = min(8 * looked, stop)
+        else:
+            return looked
+
+
+def walked_size(buffer: Buffer, stop: int) -> int:
+    """Return the same, value by value."""
     position, left = 0, 1
     while left:
         if position >= stop:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import polars as pl
 
+from tracefit.otlp.rejects import Rejects
+from tracefit.sources.kv_frames import SHORTEST_EVENT
 from tracefit.sources.records import Frame, Reject
 
 if TYPE_CHECKING:
@@ -189,25 +192,52 @@ class DecodedKv:
 
 @dataclass(slots=True)
 class _Lifetimes:
-    """When the blocks that are in a cache were stored; the oldest are forgotten when they are too many."""
+    """When the blocks that are in a cache were stored; the oldest are forgotten when they are too many.
 
-    stored: OrderedDict[tuple[str | None, int | None, int], float] = field(default_factory=OrderedDict)
+    A cache that is cleared begins a new round. Blocks of an older one are gone; they are taken out when they are more than
+    the others, so that clearing takes no time.
+    """
+
+    stored: OrderedDict[tuple[str | None, int | None, int], tuple[float, int]] = field(
+        default_factory=OrderedDict
+    )
+    rounds: Counter[int | None] = field(default_factory=Counter)
+    counts: Counter[int | None] = field(default_factory=Counter)
+    gone: int = 0
 
     def store(self, medium: str | None, rank: int | None, hashes: list[Hash], at: float) -> None:
         for one in hashes:
-            self.stored.setdefault((medium, rank, hash_number(one)), at)
+            key = (medium, rank, hash_number(one))
+            known = self.stored.get(key)
+            if known is None or known[1] != self.rounds[rank]:
+                self._forget(key)
+                self.stored[key] = (at, self.rounds[rank])
+                self.counts[rank] += 1
         while len(self.stored) > _MAX_TRACKED_BLOCKS:
-            self.stored.popitem(last=False)
+            self._forget(next(iter(self.stored)))
+
+    def _forget(self, key: tuple[str | None, int | None, int]) -> float | None:
+        """Take out a block; return when it was stored, if it is there."""
+        at, number = self.stored.pop(key, (None, None))
+        if number == self.rounds[key[1]]:
+            self.counts[key[1]] -= 1
+            return at
+        self.gone -= number is not None
+        return None
 
     def remove(self, medium: str | None, rank: int | None, hashes: list[Hash], at: float) -> float | None:
         """Mean time in us since the blocks were stored; None where none of them was seen."""
-        since = [self.stored.pop((medium, rank, hash_number(one)), None) for one in hashes]
+        since = [self._forget((medium, rank, hash_number(one))) for one in hashes]
         known = [(at - begin) * 1e6 for begin in since if begin is not None]
         return sum(known) / len(known) if known else None
 
     def clear(self, rank: int | None) -> None:
-        for key in [k for k in self.stored if k[1] == rank]:
-            del self.stored[key]
+        self.gone += self.counts.pop(rank, 0)
+        self.rounds[rank] += 1
+        if 2 * self.gone > len(self.stored):
+            rounds = self.rounds
+            there = [(key, value) for key, value in self.stored.items() if value[1] == rounds[key[1]]]
+            self.stored, self.gone = OrderedDict(there), 0
 
 
 def hash_number(block_hash: Hash) -> int:
@@ -228,17 +258,18 @@ def decode_kv(items: Iterable[Frame | Reject]) -> DecodedKv:
         The rows of all events, and all rejects.
     """
     reader = _Reader()
+    rejects: list[Reject] = []
     for item in items:
         if isinstance(item, Reject):
-            reader.rejects.append(item)
+            rejects.append(item)
         else:
             reader.read(item)
-    return reader.finish()
+    return reader.finish(rejects)
 
 
 class _Reader:
     def __init__(self) -> None:
-        self.rejects: list[Reject] = []
+        self._rejects = Rejects(part="events")
         self._frames: list[pl.DataFrame] = []
         self._rows: list[tuple[Any, ...]] = []
         self._lifetimes = _Lifetimes()
@@ -263,20 +294,25 @@ class _Reader:
         if not math.isfinite(batch.ts) or not 0 <= batch.ts < _MAX_UNIX_S:
             self._reject(frame, "KV-cache events without a unix time")
             return
-        for raw in batch.events:
+        events = batch.events
+        if not self._rejects.left(frame.source_file):
+            events = [raw for raw in events if len(raw) >= SHORTEST_EVENT]
+            if len(events) < len(batch.events):
+                self._rejects.count(frame, len(batch.events) - len(events))
+        for raw in events:
             event, reason = _decoded(of_event, raw)
             if event is None:
                 name, _ = _decoded(of_name, raw)
                 self._reject(frame, _why(name, reason), raw)
             else:
                 self._rows.append(self._row(event, batch, frame))
-        if len(self._rows) >= _CHUNK_ROWS:
-            self._flush()
+            if len(self._rows) >= _CHUNK_ROWS:
+                self._flush()
 
-    def finish(self) -> DecodedKv:
-        """Return everything that was read."""
+    def finish(self, rejects: list[Reject]) -> DecodedKv:
+        """Return everything that was read, and the rejects behind those of the files."""
         self._flush()
-        return DecodedKv(pl.concat(self._frames), self.rejects)
+        return DecodedKv(pl.concat(self._frames), [*rejects, *self._rejects.all()])
 
     def _flush(self) -> None:
         self._frames.append(pl.DataFrame(self._rows, schema=ROW_COLUMNS, orient="row"))
@@ -284,9 +320,12 @@ class _Reader:
 
     def _reject(self, frame: Frame, reason: str, part: msgspec.Raw | None = None) -> None:
         """Report a batch, or one of its events; what is in it is never shown."""
-        payload = frame.payload if part is None else bytes(part)
-        hidden = Frame(frame.source_file, frame.offset, payload, frame.encoding)
-        self.rejects.append(hidden.reject(reason))
+        if part is not None and not self._rejects.left(frame.source_file):
+            self._rejects.count(frame, 1)
+            return
+        hidden = Frame(frame.source_file, frame.offset, frame.payload, frame.encoding)
+        shown = hidden if part is None else replace(hidden, payload=bytes(part))
+        self._rejects.add(hidden, partial(shown.reject, reason), is_part=part is not None)
 
     def _glued(
         self, frame: Frame, reason: str, decode: Callable[[bytes], _Batch]
