@@ -212,3 +212,11 @@ def test_of_too_many_bad_spans_some_are_listed_and_the_rest_is_counted(otlp, mon
     assert len(reasons) == 4
     assert all("traceId" in reason for reason in reasons[:3])
     assert reasons[3] == "4 more bad spans"
+
+
+@pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
+def test_thousands_of_bad_records_are_a_reject_each(otlp, shape):
+    records = [otlp.record(otlp.span(n, traceId="" if n % 2 else "1" * 32)) for n in range(1, 10_001)]
+    batch = otlp.batch_of(otlp.SHAPES[shape](records))
+    assert otlp.span_ids(batch) == ids(*range(2, 10_001, 2))
+    assert len({reject.source_offset for reject in batch.rejects}) == len(batch.rejects) == 5000

@@ -16,6 +16,7 @@ from msgspec import Raw
 from tracefit.otlp.json_spans import SHORTEST_SPAN, read_span
 from tracefit.otlp.json_values import Json, as_object, child, items, text
 from tracefit.otlp.model import Decoded, FieldError, Pairs, SpanGroup, origin_of
+from tracefit.otlp.rejects import MAX_REJECTS
 from tracefit.sources.excerpt import excerpt
 from tracefit.sources.records import Frame, Reject
 
@@ -70,7 +71,7 @@ _SCOPE_SPANS = msgspec.json.Decoder(_ScopeSpans)
 _LISTS = msgspec.json.Decoder(list[Raw])
 
 
-def decode_general(frame: Frame, *, listed: int = 1000) -> Decoded:
+def decode_general(frame: Frame, *, listed: int = MAX_REJECTS) -> Decoded:
     """Decode a record by the rules of ProtoJSON, and by what exporters make of them.
 
     Args:

@@ -22,6 +22,7 @@ from tracefit.otlp.model import (
     origin_of,
 )
 from tracefit.otlp.proto_schema import TracesData
+from tracefit.otlp.rejects import MAX_REJECTS
 from tracefit.otlp.values import Plain, check_depth, finite, nested_text
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Event(msgspec.Struct, gc=False, frozen=True):
     dropped_attributes_count: int
 
 
-def decode_general(frame: Frame, *, listed: int = 1000) -> Decoded:
+def decode_general(frame: Frame, *, listed: int = MAX_REJECTS) -> Decoded:
     """Decode a protobuf record.
 
     Args:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tracefit.otlp.model import Decoded
     from tracefit.sources.records import Frame, Reject
 
-MAX_REJECTS = 1000
+MAX_REJECTS = 10_000
 """Rejects listed of one file in one batch."""
 
 
