@@ -54,11 +54,10 @@ def test_bad_events_too_short_for_one_are_counted_and_not_read(monkeypatch):
     assert (rest.source_offset, rest.length) == (7, 17 + len(events) + 2 - 2)
     # Those of the batch in which the bound is reached are tried, the others only counted.
     again = len(tried)
-    decode_kv(
-        [Frame("f", 0, b"[1700000000.5,[1]]", "json")] * 12
-        + [Frame("f", 0, b"[1700000000.5,[%b]]" % events, "json")]
-    )
+    bad = Frame("f", 0, b"[1700000000.5,[1]]", "json")
+    found = decode_kv([*[bad] * 12, Frame("f", 0, b"[1700000000.5,[%b]]" % events, "json")])
     assert len(tried) - again < 60
+    assert found.rejects[-1].reason == f"{12 + 11 + 5000 + 1 - 10} more bad events"
 
 
 @pytest.mark.parametrize(
@@ -174,13 +173,15 @@ def test_a_block_that_is_stored_again_behind_a_clearing_is_as_old_as_that(monkey
 
     found = decode_kv(
         [
+            # So much in another cache that what is gone is not taken out at once.
+            Frame("f", 0, msgspec.json.encode([TS, [["BlockStored", list(range(100))]], 1]), "json"),
             at(0, ["BlockStored", [1, 2, 3, 4]]),
             at(1, ["AllBlocksCleared"], ["BlockStored", [2, 3]]),
             at(2, ["BlockStored", [2, 5]], ["BlockRemoved", [1]]),
             at(4, ["BlockRemoved", [2]], ["BlockRemoved", [2]], ["BlockRemoved", [5]], ["BlockRemoved", [1]]),
         ]
     )
-    assert found.rows["lifetime_us"].to_list()[4:] == [None, 3e6, None, 2e6, None]
+    assert found.rows["lifetime_us"].to_list()[5:] == [None, 3e6, None, 2e6, None]
     monkeypatch.setattr(kv_batches, "_MAX_TRACKED_BLOCKS", 2)
     found = decode_kv([at(0, ["BlockStored", [1, 2, 3]]), at(1, *[["BlockRemoved", [n]] for n in (1, 2, 3)])])
     assert found.rows["lifetime_us"].to_list()[1:] == [None, 1e6, 1e6]
