@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 from tracefit.otlp import json_attributes
 from tracefit.otlp.columns import build_batch
 from tracefit.otlp.json_decode import decode_json
-from tracefit.otlp.model import Decoded, FieldError, UncheckedAttributeError
+from tracefit.otlp.model import Decoded, FieldError, TooMuchError, UncheckedAttributeError
 from tracefit.otlp.proto_decode import decode_protobuf
 from tracefit.otlp.rejects import Rejects
 from tracefit.sources.records import Frame, Reject
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tracefit.otlp.batch import SpanBatch
     from tracefit.otlp.model import SpanGroup
+
+MAX_EVENTS = 500_000
+"""Events of JSON records that are held at a time, of more than one record: those of good spans have attributes."""
 
 BATCH_BYTES = 32 << 20
 """Payload bytes that make a batch."""
@@ -43,32 +46,52 @@ def decode_frames(frames: Iterable[Frame | Reject], *, batch_bytes: int = BATCH_
             rejects.append(item)
             continue
         if held and (size >= batch_bytes or item.encoding != held[0].encoding):
-            yield _decode_batch(held, rejects)
+            yield from _decode_batch(held, rejects)
             held, rejects, size = [], [], 0
         held.append(item)
         size += len(item.payload)
     if held or rejects:
-        yield _decode_batch(held, rejects)
+        yield from _decode_batch(held, rejects)
 
 
-def _decode_batch(frames: list[Frame], rejects: list[Reject]) -> SpanBatch:
+def _decode_batch(frames: list[Frame], rejects: list[Reject]) -> Iterator[SpanBatch]:
     if frames and frames[0].encoding == "protobuf":
-        batch = decode_protobuf(frames)
-        return replace(batch, rejects=(*rejects, *batch.rejects))
-    return _decode_json(frames, rejects)
+        decode: Callable[[list[Frame]], SpanBatch] = decode_protobuf
+    else:
+        decode = _decode_json
+    for batch in _in_parts(decode, frames):
+        yield replace(batch, rejects=(*rejects, *batch.rejects))
+        rejects = []
 
 
-def _decode_json(frames: list[Frame], rejects: list[Reject]) -> SpanBatch:
+def _in_parts(decode: Callable[[list[Frame]], SpanBatch], frames: list[Frame]) -> Iterator[SpanBatch]:
+    """Decode records together, or the halves of them one after the other if there is too much in them."""
+    try:
+        batch = decode(frames)
+    except TooMuchError:
+        middle = len(frames) // 2
+        yield from _in_parts(decode, frames[:middle])
+        yield from _in_parts(decode, frames[middle:])
+    else:
+        yield batch
+
+
+def _decode_json(frames: list[Frame]) -> SpanBatch:
     """Take the attributes of events on trust, and check them one by one only if that fails."""
     try:
-        return _decode_json_as(frames, rejects, check_events=False)
+        return _decode_json_as(frames, check_events=False)
     except (FieldError, UncheckedAttributeError):
-        return _decode_json_as(frames, rejects, check_events=True)
+        return _decode_json_as(frames, check_events=True)
 
 
-def _decode_json_as(frames: list[Frame], rejects: list[Reject], *, check_events: bool) -> SpanBatch:
+def _decode_json_as(frames: list[Frame], *, check_events: bool) -> SpanBatch:
     groups: list[SpanGroup] = []
-    collected = Rejects(rejects)
+    collected = Rejects()
+    counted = events = 0
     for frame in frames:
         decode_json(frame, groups, collected, check_events=check_events)
+        events += sum(len(span.events) for group in groups[counted:] for span in group.spans)
+        counted = len(groups)
+        if events > MAX_EVENTS and len(frames) > 1:
+            raise TooMuchError
     return build_batch(Decoded(groups, collected.all()), json_attributes.READER)

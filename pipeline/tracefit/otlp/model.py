@@ -36,6 +36,13 @@ class UncheckedAttributeError(TracefitError):
     """An attribute that was taken on trust cannot be read: its batch has to be decoded with checks."""
 
 
+class TooMuchError(TracefitError):
+    """Records have more fields or events together than are held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__("too much in these records together")
+
+
 class EventLike(Protocol):
     """An event as decoded; `attributes` are whatever the encoding's `AttributeReader` reads."""
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from tracefit.sources.records import Frame
 
 _TRACE_ID_BYTES = 16
+_REMEMBERED_BYTES, _MAX_REMEMBERED = 64, 1000
+"""Bytes of an attribute, and attributes of a span or event, that are remembered."""
 _SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
 
 
@@ -156,11 +158,20 @@ def read_pairs(attributes: Iterable[bytes]) -> Pairs:
         UncheckedAttributeError: If an attribute is no message.
         FieldError: If a value is nested too deep.
     """
+    known: dict[bytes, tuple[str, Scalar]] = {}
     try:
-        messages = [KeyValue.FromString(attribute) for attribute in attributes]
+        return [known.get(attribute) or _known_pair(attribute, known) for attribute in attributes]
     except DecodeError as error:
         raise UncheckedAttributeError("attribute is not a protobuf message") from error
-    return [(message.key, _scalar(message.value)) for message in messages]
+
+
+def _known_pair(attribute: bytes, known: dict[bytes, tuple[str, Scalar]]) -> tuple[str, Scalar]:
+    """Read an attribute, and remember it if it is short: such a one may be there again and again."""
+    message = KeyValue.FromString(attribute)
+    pair = message.key, _scalar(message.value)
+    if len(attribute) <= _REMEMBERED_BYTES and len(known) < _MAX_REMEMBERED:
+        known[attribute] = pair
+    return pair
 
 
 class ProtobufAttributes:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from tracefit.otlp.model import TooMuchError
 from tracefit.otlp.octets import septets
 from tracefit.sources import wire
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from tracefit.otlp.octets import Mask, Octets, Positions, Words
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+
+MAX_FIELDS = 600_000
+"""Fields of one level that are held at a time, of more than one record: those of good spans are longer than two bytes."""
 
 _FEW = 256
 """Messages that are walked faster one by one than in step."""
@@ -124,12 +128,16 @@ def walk(octets: Octets, messages: Messages) -> Fields:
 
     Raises:
         UnusualRecordsError: If some are not well-formed, or have groups, long tags or long numbers.
+        TooMuchError: If there are too many fields, and more records than one.
     """
     unusual = np.zeros(len(messages), np.bool_)
     owners, fields = [], []
     owner = np.flatnonzero(messages.start < messages.stop)
     position, limit = messages.start[owner], messages.stop[owner]
+    count = 0
     while len(owner) > _FEW:
+        count += len(owner)
+        _check_count(messages, count)
         tag, start, stop, good = read_fields(octets, position)
         owners.append(owner)
         fields.append((tag, start, stop))
@@ -141,7 +149,11 @@ def walk(octets: Octets, messages: Messages) -> Fields:
         rows = np.flatnonzero(goes_on & good)
         owner, position, limit = owner[rows], stop[rows], limit[rows]
     place = np.repeat(np.arange(len(owners)), [len(each) for each in owners])
-    found = [_walk_one(octets.data, *each) for each in zip(position.tolist(), limit.tolist(), strict=True)]
+    found = []
+    for each in zip(position.tolist(), limit.tolist(), strict=True):
+        found.append(_walk_one(octets.data, *each))
+        count += len(found[-1])
+        _check_count(messages, count)
     counts = [len(positions) for positions in found]
     positions = np.array([position for positions in found for position in positions], np.int64)
     owners.append(np.repeat(owner, counts))
@@ -154,6 +166,11 @@ def walk(octets: Octets, messages: Messages) -> Fields:
     return Fields(np.concatenate(owners), np.concatenate([place, places + len(fields) - 1]), *columns)
 
 
+def _check_count(messages: Messages, count: int) -> None:
+    if count > MAX_FIELDS and messages.record[0] != messages.record[-1]:
+        raise TooMuchError
+
+
 def _walk_one(data: bytes, position: int, limit: int) -> list[int]:
     """Return where the fields of one message begin, as far as they are usual."""
     found: list[int] = []
@@ -162,7 +179,8 @@ def _walk_one(data: bytes, position: int, limit: int) -> list[int]:
         append(position)
         size = data[position + 1]
         if data[position] & 0x87 != BYTES:
-            position = _behind_other(data, position)
+            is_short_number = size < 0x80 and data[position] & 0x87 == VARINT and data[position] > BYTES
+            position = position + 2 if is_short_number else _behind_other(data, position)
         elif size < 0x80:
             position += 2 + size
         else:
