@@ -212,6 +212,7 @@ def test_of_too_many_bad_spans_some_are_listed_and_the_rest_is_counted(otlp, mon
     assert len(reasons) == 4
     assert all("traceId" in reason for reason in reasons[:3])
     assert reasons[3] == "4 more bad spans"
+    assert [reject.count for reject in batch.rejects] == [1, 1, 1, 4]
 
 
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf"])

@@ -143,6 +143,19 @@ def test_a_damaged_line_is_a_reject_and_everything_else_is_there(tmp_path, trace
     assert any("1 records could not be read" in text for text in result.ingested.warnings)
 
 
+def test_rejects_that_are_too_many_to_list_are_counted_all_the_same(tmp_path, traces, monkeypatch):
+    monkeypatch.setattr("tracefit.otlp.rejects.MAX_REJECTS", 3)
+    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
+    bad = b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"zz","spanId":"zz","name":"of no use"}]}]}]}\n'
+    with (folder / "traces.json").open("ab") as stream:
+        stream.write(bad * 10)
+    (found,) = ingest([folder], tmp_path / "t", workers=1).runs
+    assert found.rejects == 10
+    store = TableStore(tmp_path / "t")
+    assert store.read("rejects")["count"].to_list() == [1, 1, 1, 7]
+    assert store.read("runs")["rejects"].to_list() == [10]
+
+
 @pytest.mark.parametrize("trouble", ["dropped", "twice"])
 def test_dropped_events_or_duplicates_alone_are_quarantine(tmp_path, traces, quick, trouble):
     trace = traces.load(steps=120, requests=0)

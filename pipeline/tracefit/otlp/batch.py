@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import polars as pl
 
 from tracefit.sources.records import Reject
 
-__all__ = ["ATTRIBUTE_COLUMNS", "EVENT_COLUMNS", "REJECT_COLUMNS", "SPAN_COLUMNS", "Reject", "SpanBatch"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "ATTRIBUTE_COLUMNS",
+    "EVENT_COLUMNS",
+    "REJECT_COLUMNS",
+    "SPAN_COLUMNS",
+    "Reject",
+    "SpanBatch",
+    "reject_frame",
+]
 
 SPAN_COLUMNS: dict[str, type[pl.DataType]] = {
     "span_row": pl.UInt32,
@@ -56,8 +69,14 @@ REJECT_COLUMNS: dict[str, type[pl.DataType]] = {
     "length": pl.Int64,
     "reason": pl.String,
     "excerpt": pl.String,
+    "count": pl.Int64,
 }
-"""Columns of the rejects frame: one row per record that was left out, and why."""
+"""Columns of the rejects frame: one row per record that was left out, and why; of very many, one for the last of them."""
+
+
+def reject_frame(rejects: Iterable[Reject]) -> pl.DataFrame:
+    """Return rejects as rows with `REJECT_COLUMNS`."""
+    return pl.DataFrame(list(map(attrgetter(*REJECT_COLUMNS), rejects)), schema=REJECT_COLUMNS, orient="row")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ class _Rest:
     def reject(self) -> Reject:
         kinds = [("records", self.others), (self.part, self.parts)]
         what = " and ".join(name for name, count in kinds if count)
-        length = self.stop - self.first.source_offset
-        return replace(self.first, length=length, reason=f"{self.parts + self.others} more bad {what}")
+        count, length = self.parts + self.others, self.stop - self.first.source_offset
+        return replace(self.first, length=length, reason=f"{count} more bad {what}", count=count)
 
 
 class Rejects:

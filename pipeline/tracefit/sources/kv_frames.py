@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tracefit.sources.compression import decompressed
@@ -111,8 +112,10 @@ class _Messages:
                 self._begin = item.source_offset
             self._end = item.source_offset + item.length
         if self._failed > MAX_LISTED:
-            reason = f"{self._failed - MAX_LISTED} more stretches that are no batches"
-            yield self._source.reject(self._begin, self._end - self._begin, reason, b"", "msgpack")
+            more = self._failed - MAX_LISTED
+            reason = f"{more} more stretches that are no batches"
+            rest = self._source.reject(self._begin, self._end - self._begin, reason, b"", "msgpack")
+            yield replace(rest, count=more)
 
     def _read(self) -> Iterator[Frame | Reject]:
         window = self._window

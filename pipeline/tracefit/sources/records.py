@@ -48,7 +48,7 @@ class Reject:
     """A record that could not be read.
 
     `length` is in bytes of the decompressed file; `excerpt` shows structure and keys, and values only if that was asked
-    for.
+    for. One that stands for many, which are too many to list, has their `count`.
     """
 
     source_file: str
@@ -56,6 +56,7 @@ class Reject:
     length: int
     reason: str
     excerpt: str = ""
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

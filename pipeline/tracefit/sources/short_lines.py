@@ -115,7 +115,8 @@ class LineReader:
         """Yield a reject for those that were only counted."""
         if self._count:
             what = f"{self._count} more short lines without {self._short.what}"
-            yield Reject(self._source.name, self._begin, self._end - self._begin, what)
+            size = self._end - self._begin
+            yield Reject(self._source.name, self._begin, size, what, count=self._count)
 
     def _is_harmless(self, line: bytes) -> bool:
         known = self._harmless.get(line)

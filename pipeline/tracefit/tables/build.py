@@ -83,7 +83,7 @@ def build_tables(
     memory.give_back()
     other_spans = sum(part.other_spans for file in files for part in file.parts)
     if not run.counts["spans"]:
-        return IngestCounts(other_spans=other_spans, rejects=run.rejects.rows)
+        return IngestCounts(other_spans=other_spans, rejects=run.counts["rejects"])
     counts = run.sum_up(other_spans=other_spans, spans_read=spans_read)
     run.finish(counts, write, run_columns)
     return counts
@@ -202,11 +202,6 @@ class _Run:
     cached: list[pl.DataFrame] = field(default_factory=list)
     layer_columns: dict[str, list[str]] = field(default_factory=dict)
 
-    @property
-    def rejects(self) -> ExternalSort:
-        """The rejects so far."""
-        return self._sort("rejects")
-
     def add(self, window: _Window) -> None:
         """Take some parts apart."""
         spans = window.read("spans")
@@ -243,8 +238,11 @@ class _Run:
     def _add_rejects(self, window: _Window, spans: pl.DataFrame, lost: pl.DataFrame) -> None:
         places = spans.select("row", "source_offset", "source_file")
         bad = pl.concat([window.read("incomplete").select("row", "reason"), lost])
-        found = bad.join(places, on="row", how="inner").drop("row").with_columns(excerpt=pl.lit(""))
-        self._take("rejects", pl.concat([window.every("rejects"), found], how="diagonal"))
+        found = bad.join(places, on="row", how="inner").drop("row")
+        found = found.with_columns(excerpt=pl.lit(""), count=pl.lit(1, pl.Int64))
+        rejects = pl.concat([window.every("rejects"), found], how="diagonal")
+        self.counts["rejects"] += int(rejects["count"].sum())
+        self._take("rejects", rejects)
 
     def _take(self, name: str, rows: pl.DataFrame) -> None:
         self._sort(name).add(schema.TABLES[name].shape(rows.with_columns(run_id=pl.lit(self.run_id))))
@@ -265,7 +263,7 @@ class _Run:
             other_spans=other_spans,
             duplicate_spans=spans_read - self.counts["spans"],
             dropped_attributes=self.counts["dropped_attributes"],
-            rejects=self.rejects.rows,
+            rejects=self.counts["rejects"],
             moved_events=self.counts["moved"],
             events=tuple(sorted(self.events.items())),
         )

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.otlp.batch import REJECT_COLUMNS
+from tracefit.otlp.batch import reject_frame
 from tracefit.tables import dialects, schema
 from tracefit.tables.span_requests import TOLD_KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from tracefit.otlp.batch import Reject, SpanBatch
+    from tracefit.otlp.batch import SpanBatch
 
 UNKNOWN_SERVER = "unknown"
 
@@ -103,7 +103,7 @@ def rows_of(batch: SpanBatch, options: RowOptions, files: Sequence[str]) -> Rows
     every = _numbered(batch.spans, files)
     others = every.filter(~dialects.is_known())
     ours = every.filter(dialects.is_known()).with_row_index("row")
-    rejects = _numbered(_reject_frame(batch.rejects), files)
+    rejects = _numbered(reject_frame(batch.rejects), files)
     events = _located(batch.events, ours)
     journeys = _journeys(events)
     steps = _table_of(events.get(dialects.STEP_EVENT), dialects.STEP_KEYS, schema.STEPS)
@@ -135,14 +135,15 @@ def _numbered(rows: pl.DataFrame, files: Sequence[str]) -> pl.DataFrame:
     return rows.with_columns(file=number).drop("source_file")
 
 
-def _reject_frame(rejects: Iterable[Reject]) -> pl.DataFrame:
-    rows = [(r.source_file, r.source_offset, r.length, r.reason, r.excerpt) for r in rejects]
-    return pl.DataFrame(rows, schema=REJECT_COLUMNS, orient="row")
-
-
 def _counts(kinds: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
-    every = pl.concat([rows.select("file", kind=pl.lit(kind)) for kind, rows in kinds.items()])
-    counts = [(pl.col("kind") == kind).sum().cast(pl.Int64).alias(kind) for kind in kinds]
+    one = pl.lit(1, pl.Int64)
+    every = pl.concat(
+        [
+            rows.select("file", kind=pl.lit(kind), count="count" if "count" in rows.columns else one)
+            for kind, rows in kinds.items()
+        ]
+    )
+    counts = [pl.col("count").filter(pl.col("kind") == kind).sum().alias(kind) for kind in kinds]
     return every.group_by("file").agg(counts).sort("file")
 
 

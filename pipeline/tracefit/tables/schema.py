@@ -437,7 +437,7 @@ BETA_TRAINING = Table(
 
 REJECTS = Table(
     "rejects",
-    "one row per record that could not be read",
+    "one row per record that could not be read, and one for the last of very many",
     ("run_id", "source_file", "source_offset", "reason"),
     (
         _s("run_id", "the run's folder name, cleaned"),
@@ -446,6 +446,10 @@ REJECTS = Table(
         _i("length", "length", "byte"),
         _s("reason", "why"),
         _s("excerpt", "structure and keys, no values"),
+        _i(
+            "count",
+            "bad records, spans or events the row stands for: one, but where they were too many to list",
+        ),
     ),
 )
 

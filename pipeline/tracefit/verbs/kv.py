@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.otlp.batch import REJECT_COLUMNS
+from tracefit.otlp.batch import reject_frame
 from tracefit.sources.kv_frames import read_kv_frames
 from tracefit.tables import schema
 from tracefit.tables.kv_batches import decode_kv
@@ -66,14 +66,13 @@ def kv_tables(
     steps, journeys = store.read("steps", [run_id]), store.read("journey_events", [run_id])
     built = build_kv_events(decoded.rows, steps, journeys, run_id=run_id)
     requests = schema.REQUESTS.shape(store.read("requests", [run_id]))
-    rows = [(r.source_file, r.source_offset, r.length, r.reason, r.excerpt) for r in decoded.rejects]
-    bad = pl.DataFrame(rows, schema=REJECT_COLUMNS, orient="row").with_columns(run_id=pl.lit(run_id))
+    bad = reject_frame(decoded.rejects).with_columns(run_id=pl.lit(run_id))
     runs = with_kv_counts(
         store.read("runs", [run_id]),
         built.events,
         requests,
         duplicates=built.duplicates,
-        rejects=len(rows),
+        rejects=int(bad["count"].sum()),
     )
     rejects = pl.concat([store.read("rejects", [run_id]), schema.REJECTS.shape(bad)])
     return {
