@@ -11,14 +11,16 @@ from tracefit.sources.compression import unzstd_record
 from tracefit.sources.framing import LENGTH_BYTES, bare_records, declared, fault, skip_damage
 from tracefit.sources.json_records import objects
 from tracefit.sources.limits import MAX_HELD_BYTES, MAX_RECORD_BYTES
-from tracefit.sources.records import Reject
+from tracefit.sources.records import Reject, joined
 from tracefit.sources.window import Window
-from tracefit.sources.zstd_frames import ZSTD_MAGIC
+from tracefit.sources.zstd_frames import ZSTD_MAGIC, unzstd_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tracefit.sources.records import Frame, Source
+
+_SMALL_BYTES = 64 << 10
 
 
 def framed_zstd_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
@@ -31,13 +33,21 @@ def framed_zstd_records(window: Window, source: Source) -> Iterator[Frame | Reje
     Yields:
         One frame per record, JSON or protobuf as it is; one reject per damaged stretch.
     """
+    return joined(_framed(window, source))
+
+
+def _framed(window: Window, source: Source) -> Iterator[Frame | Reject]:
     while window.fill(1):
         size = declared(window)
         stop = LENGTH_BYTES + size
-        if not (size <= MAX_RECORD_BYTES and window.fill(stop)):
-            yield skip_damage(
-                window, source, fault(window, size), lambda start, _: next_zstd_frame(window, start)
-            )
+        if not (0 < size <= MAX_RECORD_BYTES and window.fill(stop)):
+            reason = fault(window, size) if size else "record of no bytes"
+            yield skip_damage(window, source, reason, lambda start, _: next_zstd_frame(window, start))
+            continue
+        small = unzstd_small(window.peek(LENGTH_BYTES, stop)) if size <= _SMALL_BYTES else None
+        if small is not None:
+            yield _frame(source, window.offset + LENGTH_BYTES, small)
+            window.skip(stop)
             continue
         record = Window(unzstd_record(window.peek(LENGTH_BYTES, stop)))
         if record.fill(MAX_HELD_BYTES + 1):
@@ -46,10 +56,13 @@ def framed_zstd_records(window: Window, source: Source) -> Iterator[Frame | Reje
             yield skip_damage(window, source, record.damage, lambda start, _: next_zstd_frame(window, start))
             continue
         else:
-            payload = record.take(len(record))
-            protobuf = wire.is_message(payload, 0, len(payload))
-            yield source.frame(window.offset + LENGTH_BYTES, payload, "protobuf" if protobuf else "json")
+            yield _frame(source, window.offset + LENGTH_BYTES, record.take(len(record)))
         window.skip(stop)
+
+
+def _frame(source: Source, offset: int, payload: bytes) -> Frame:
+    is_protobuf = wire.is_message(payload, 0, len(payload))
+    return source.frame(offset, payload, "protobuf" if is_protobuf else "json")
 
 
 def _large_record(record: Window, source: Source, offset: int, size: int) -> Iterator[Frame | Reject]:

@@ -24,6 +24,8 @@ _CONTENT_SIZE_BYTES = (0, 2, 4, 8)
 _RLE, _RESERVED_BLOCK = 1, 3
 _BYTEWISE_READS = 1 << 20
 _PAGE_BYTES = 4096
+_SMALL_BYTES = 64 << 10
+_CODEC = pa.Codec("zstd")
 
 
 class ZstdFrames:
@@ -66,6 +68,32 @@ def unzstd(compressed: bytes) -> Iterator[bytes]:
     """
     raw = io.BytesIO(compressed)
     yield from bounded(raw, 0, ZstdFrames().read(raw, 0))
+
+
+def unzstd_small(compressed: bytes) -> bytes | None:
+    """Return what is in one frame that says how little it holds; None if it does not, or is not good.
+
+    It takes far less than to set up a stream.
+    """
+    size = _content_size(compressed)
+    if size is None or size > _SMALL_BYTES or len(compressed) > _SMALL_BYTES:
+        return None
+    try:
+        return bytes(_CODEC.decompress(compressed, size, asbytes=True))
+    except OSError:
+        return None
+
+
+def _content_size(frame: bytes) -> int | None:
+    """Return how many bytes the first frame says it holds, None if it does not say."""
+    if not frame.startswith(ZSTD_MAGIC) or len(frame) <= len(ZSTD_MAGIC):
+        return None
+    descriptor = frame[4]
+    single = bool(descriptor & _SINGLE_SEGMENT)
+    width = max(_CONTENT_SIZE_BYTES[descriptor >> 6], int(single))
+    begin = 5 + int(not single) + _DICTIONARY_BYTES[descriptor & 3]
+    size = int.from_bytes(frame[begin : begin + width], "little")
+    return size + 256 * (width == 2) if width else None
 
 
 def _to_the_damage(raw: BinaryIO, start: int, handed_out: int) -> Iterator[bytes]:

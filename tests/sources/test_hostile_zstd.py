@@ -1,0 +1,69 @@
+"""Framed zstd of tiny, empty and damaged frames by the thousand."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from tracefit.sources import Reject, zstd_frames
+from tracefit.sources.zstd_frames import unzstd_small
+
+MANY = 5000
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Return the streams that were set up: they take longer than a tiny frame is worth."""
+    opened = []
+    stream = zstd_frames._stream
+
+    def counted(*args):
+        opened.append(args)
+        return stream(*args)
+
+    monkeypatch.setattr(zstd_frames, "_stream", counted)
+    return opened
+
+
+def test_small_frames_are_decompressed_without_a_stream(otlp, streams):
+    good = otlp.to_json(otlp.record(otlp.span(1)))
+    frames = otlp.frames_of(otlp.framed([otlp.zstd(each) for each in [good, *[b"{}"] * MANY, b"", good]]))
+    assert [frame.payload for frame in frames] == [good, *[b"{}"] * MANY, b"", good]
+    assert len(streams) < 10
+
+
+@pytest.mark.parametrize("size", [0, 1, 200, 255, 256, 257, 300, 65_535, 65_536])
+def test_what_a_small_frame_holds_is_read_whatever_its_header(size):
+    text = bytes(number % 251 for number in range(size))
+    assert unzstd_small(pa.Codec("zstd").compress(text, asbytes=True)) == text
+
+
+def test_frames_that_do_not_say_what_they_hold_or_are_bad_are_left_to_the_stream(otlp):
+    text = b"some text " * 50
+    whole = otlp.zstd(text)
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(text)
+    streamed = sink.getvalue().to_pybytes()
+    assert unzstd_small(streamed) in (None, text)
+    for bad in (
+        b"",
+        whole[:10],
+        whole[:-1],
+        whole + b"x",
+        whole + whole,
+        otlp.zstd(b"x" * 70_000),
+    ):
+        assert unzstd_small(bad) is None
+    for frame in (whole, streamed, whole + whole):
+        (found,) = otlp.frames_of(otlp.framed([frame]))
+        assert found.payload == text * (2 if frame == whole + whole else 1)
+
+
+@pytest.mark.parametrize("bad", [bytes(4), b"\0\0\0\4\x28\xb5\x2f\xfd", b"\0\0\0\7\x28\xb5\x2f\xfd\x08xx"])
+def test_frames_of_nothing_in_a_row_are_one_reject(otlp, bad):
+    good = otlp.zstd(otlp.to_json(otlp.record(otlp.span(1))))
+    data = otlp.framed([good]) + bad * MANY + otlp.framed([good])
+    items = otlp.frames_of(data)
+    assert [isinstance(item, Reject) for item in items] == [False, True, False]
+    assert (items[1].source_offset, items[1].length) == (4 + len(good), len(bad) * MANY)
