@@ -67,3 +67,21 @@ def test_frames_of_nothing_in_a_row_are_one_reject(otlp, bad):
     items = otlp.frames_of(data)
     assert [isinstance(item, Reject) for item in items] == [False, True, False]
     assert (items[1].source_offset, items[1].length) == (4 + len(good), len(bad) * MANY)
+
+
+@pytest.mark.parametrize("text", [b"", b"{}\n", b"{}" + b" " * 997 + b"\n"])
+def test_small_frames_before_a_damaged_one_are_gone_over_without_streams(otlp, streams, text):
+    good = otlp.zstd(otlp.to_json(otlp.record(otlp.span(1))) + b"\n")
+    damaged = bytearray(otlp.zstd(otlp.to_json(otlp.record(otlp.span(2))) + b"\n"))
+    damaged[20] ^= 0xFF
+    batch = otlp.batch_of(good + otlp.zstd(text) * MANY + good + bytes(damaged) + good)
+    assert otlp.span_ids(batch) == [f"{1:016x}"] * 3
+    assert sum(len(stream) > 0 for stream in streams) < 50
+    (gap,) = [reject for reject in batch.rejects if "zstd" in reject.reason]
+    assert gap.reason.startswith("zstd data is corrupt")
+    whole = len(otlp.to_json(otlp.record(otlp.span(1)))) + 1
+    assert batch.spans["source_offset"].to_list() == [
+        0,
+        whole + len(text) * MANY,
+        batch.spans["source_offset"][2],
+    ]

@@ -103,6 +103,12 @@ def _to_the_damage(raw: BinaryIO, start: int, handed_out: int) -> Iterator[bytes
     """
     while True:
         stop = frame_end(raw, start)
+        small = _small_frame(raw, start, stop)
+        if small is not None:
+            if len(small) > handed_out:
+                yield small[handed_out:]
+            start, handed_out = stop, max(handed_out - len(small), 0)
+            continue
         produced = 0
         try:
             for chunk in _chunks(raw, start, stop):
@@ -118,6 +124,13 @@ def _to_the_damage(raw: BinaryIO, start: int, handed_out: int) -> Iterator[bytes
             raise Damage("zstd data is cut", start)
         start = stop
         handed_out = max(handed_out - produced, 0)
+
+
+def _small_frame(raw: BinaryIO, start: int, stop: int) -> bytes | None:
+    if not start < stop <= start + _SMALL_BYTES:
+        return None
+    raw.seek(start)
+    return unzstd_small(raw.read(stop - start))
 
 
 def _before_damage(raw: BinaryIO, start: int, stop: int, handed_out: int) -> Iterator[bytes]:
