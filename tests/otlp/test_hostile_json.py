@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tracefit.otlp import json_decode, json_general
+from tracefit.otlp import decode, json_decode, json_general
 from tracefit.sources import Frame
 from tracefit.sources.json_records import object_end
 
@@ -173,3 +173,17 @@ def test_the_end_of_a_whole_object_is_where_its_brackets_close(otlp, text):
         expected = object_end(whole)
         ends = [at if at > 0 and is_good(whole[:at]) else -1 for at in (end, expected)]
         assert ends[0] == ends[1]
+
+
+def test_a_span_of_nothing_but_empty_events_is_rejected_and_its_neighbours_are_kept(otlp, monkeypatch):
+    """As columns a million events of two bytes each take hundreds of megabytes."""
+    monkeypatch.setattr(decode, "MAX_EVENTS", 1000)
+    real = [otlp.event("api.ARRIVED", [], n) for n in range(1, 60)]
+    hollow = otlp.span(2, events=[{}] * 2000)
+    batch = otlp.batch_of(otlp.to_json(otlp.record(otlp.span(1, events=real), hollow, otlp.span(3))))
+    assert otlp.span_ids(batch) == [f"{n:016x}" for n in (1, 3)]
+    assert otlp.only_reject(batch).reason == "a span of 2000 events, most of them empty"
+    many = otlp.span(2, events=real * 40)
+    batch = otlp.batch_of(otlp.to_json(otlp.record(otlp.span(1), many)))
+    assert not batch.rejects
+    assert batch.events["api.ARRIVED"].height == 59 * 40

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tracefit.otlp import json_attributes
 from tracefit.otlp.columns import build_batch
 from tracefit.otlp.json_decode import decode_json
-from tracefit.otlp.model import Decoded, FieldError, TooMuchError, UncheckedAttributeError
+from tracefit.otlp.model import Decoded, FieldError, SpanGroup, TooMuchError, UncheckedAttributeError
 from tracefit.otlp.proto_decode import decode_protobuf
 from tracefit.otlp.rejects import Rejects
 from tracefit.sources.records import Frame, Reject
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from tracefit.otlp.batch import SpanBatch
-    from tracefit.otlp.model import SpanGroup
-
 MAX_EVENTS = 500_000
 """Events of JSON records that are held at a time, of more than one record: those of good spans have attributes."""
+
+LEAST_EVENT_BYTES = 16
+"""An event with a name and a time is three times as long: a record with more events than this allows holds hollow ones."""
 
 BATCH_BYTES = 32 << 20
 """Payload bytes that make a batch."""
@@ -90,8 +92,25 @@ def _decode_json_as(frames: list[Frame], *, check_events: bool) -> SpanBatch:
     counted = events = 0
     for frame in frames:
         decode_json(frame, groups, collected, check_events=check_events)
-        events += sum(len(span.events) for group in groups[counted:] for span in group.spans)
+        found = sum(len(span.events) for group in groups[counted:] for span in group.spans)
+        if found > MAX_EVENTS and found * LEAST_EVENT_BYTES > len(frame.payload):
+            groups[counted:] = [_without_hollow(group, frame, collected) for group in groups[counted:]]
+            found = 0
+        events += found
         counted = len(groups)
         if events > MAX_EVENTS and len(frames) > 1:
             raise TooMuchError
     return build_batch(Decoded(groups, collected.all()), json_attributes.READER)
+
+
+def _without_hollow(group: SpanGroup, frame: Frame, rejects: Rejects) -> SpanGroup:
+    """Reject spans of very many events, which would take a hundred times their bytes as columns."""
+    spans = []
+    for span in group.spans:
+        if len(span.events) > MAX_EVENTS // 10:
+            rejects.add(
+                frame, partial(frame.reject, f"a span of {len(span.events)} events, most of them empty")
+            )
+        else:
+            spans.append(span)
+    return SpanGroup(group.origin, spans)
