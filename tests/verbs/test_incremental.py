@@ -6,6 +6,7 @@ import json
 import random
 import time
 
+import pyarrow as pa
 import pytest
 
 from tracefit import ingest
@@ -130,6 +131,24 @@ def test_framed_protobuf_is_cut_too(tmp_path, new_traces, lines, fresh, contents
     (tmp_path / "run" / "traces.binpb").write_bytes(b"".join(frames))
     ingest([tmp_path / "run"], tmp_path / "tables")
     assert len(decoded) > 2
+    assert contents(tmp_path / "tables") == fresh
+
+
+def test_framed_zstd_is_cut_too_and_read_on_where_it_ended(
+    tmp_path, lines, fresh, contents, decoded, small_pieces
+):
+    packed = [pa.compress(line.encode(), "zstd", asbytes=True) for line in lines]
+    framed = [len(frame).to_bytes(4, "big") + frame for frame in packed]
+    file = tmp_path / "run" / "traces.json"
+    file.parent.mkdir()
+    begins = []
+    for most in (len(lines) * 3 // 4, len(lines)):
+        file.write_bytes(b"".join(framed[:most]))
+        ingest([file.parent], tmp_path / "tables")
+        begins.append([begin for _, begin in decoded])
+        decoded.clear()
+    assert len(begins[0]) > 5
+    assert min(begins[1]) == max(begins[0])  # the last stretch ended with the file: it is read again
     assert contents(tmp_path / "tables") == fresh
 
 

@@ -1,4 +1,4 @@
-"""Large files in stretches that can be read by themselves: cut between lines, or between framed messages.
+"""Large files in stretches that can be read by themselves: cut between lines, or between what lengths are told of.
 
 Where a file is cut follows from the file alone, so that neither the number of workers nor how often it is read again as
 it grows can make a difference.
@@ -16,6 +16,7 @@ from tracefit.sources.limits import CHUNK_BYTES
 from tracefit.sources.records import Frame, Reject, Source
 from tracefit.sources.sniff import Contents, sniff
 from tracefit.sources.window import Window
+from tracefit.sources.zstd_frames import ZSTD_MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 STRETCH_BYTES = 32 << 20
 """Bytes of a stretch, about: the first cut at or behind every multiple of it."""
+
+ZSTD_EXPANSION = 8
+"""A stretch of compressed records is so much shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +72,9 @@ def lay_out(file: TraceFile, *, begin: int = 0) -> Layout:
     """
     contents = file.contents or sniff(file)
     local = file.filesystem is None
-    if contents.compression or contents.shape not in ("lines", "framed") or not local:
+    cuts = _CUTS.get(contents.shape)
+    if contents.compression or cuts is None or not local:
         return Layout(contents, can_grow=False, stretches=(Stretch(),))
-    cuts = _line_cuts if contents.shape == "lines" else _frame_cuts
     with file.open() as raw:
         bounds = [begin, *cuts(raw, file.size, begin)]
     pairs = zip(bounds, [*bounds[1:], None], strict=True)
@@ -117,7 +121,7 @@ def _pieces(raw: BinaryIO, size: int | None, on_read: Callable[[int], object]) -
 
 
 def _line_cuts(raw: BinaryIO, size: int, begin: int) -> Iterator[int]:
-    wanted = _next_multiple(begin)
+    wanted = _next_multiple(begin, STRETCH_BYTES)
     while wanted < size:
         raw.seek(wanted - 1)  # a line that begins right here is not cut
         position = wanted - 1
@@ -127,23 +131,38 @@ def _line_cuts(raw: BinaryIO, size: int, begin: int) -> Iterator[int]:
         if not piece or cut >= size:
             return
         yield cut
-        wanted = _next_multiple(cut)
+        wanted = _next_multiple(cut, STRETCH_BYTES)
 
 
-def _frame_cuts(raw: BinaryIO, size: int, begin: int) -> Iterator[int]:
+def _message_cuts(raw: BinaryIO, size: int, begin: int) -> Iterator[int]:
+    return _frame_cuts(raw, size, begin, bytes([wire.RESOURCE_SPANS_TAG]), STRETCH_BYTES)
+
+
+def _zstd_cuts(raw: BinaryIO, size: int, begin: int) -> Iterator[int]:
+    return _frame_cuts(raw, size, begin, ZSTD_MAGIC, STRETCH_BYTES // ZSTD_EXPANSION)
+
+
+def _frame_cuts(raw: BinaryIO, size: int, begin: int, start: bytes, every: int) -> Iterator[int]:
     """Follow the lengths from frame to frame; behind the first that makes no sense nothing is cut."""
-    position, wanted = begin, _next_multiple(begin)
+    position, wanted = begin, _next_multiple(begin, every)
     while True:
         raw.seek(position)
-        head = raw.read(LENGTH_BYTES + 1)
+        head = raw.read(LENGTH_BYTES + len(start))
         length = int.from_bytes(head[:LENGTH_BYTES], "big")
         position += LENGTH_BYTES + length
-        if head[LENGTH_BYTES:] != bytes([wire.RESOURCE_SPANS_TAG]) or position >= size:
+        if head[LENGTH_BYTES:] != start or position >= size:
             return
         if position >= wanted:
             yield position
-            wanted = _next_multiple(position)
+            wanted = _next_multiple(position, every)
 
 
-def _next_multiple(position: int) -> int:
-    return (position // STRETCH_BYTES + 1) * STRETCH_BYTES
+def _next_multiple(position: int, every: int) -> int:
+    return (position // every + 1) * every
+
+
+_CUTS: dict[Shape, Callable[[BinaryIO, int, int], Iterator[int]]] = {
+    "lines": _line_cuts,
+    "framed": _message_cuts,
+    "framed zstd": _zstd_cuts,
+}

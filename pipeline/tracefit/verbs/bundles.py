@@ -14,21 +14,19 @@ if TYPE_CHECKING:
     from tracefit.sources import Encoding
     from tracefit.verbs.file_plans import FilePlan
 
-_EXPANSION = 10
-"""Bytes that a compressed byte is taken for."""
-
 
 @dataclass(slots=True)
 class _Bundle:
     pieces: dict[str, Piece] = field(default_factory=dict)
     size: int = 0
 
-    def takes(self, piece: Piece, size: int) -> bool:
-        return piece.file.name not in self.pieces and self.size + size <= stretches.STRETCH_BYTES
+    def takes(self, piece: Piece) -> bool:
+        fits = self.size + piece.bytes_to_decode <= stretches.STRETCH_BYTES
+        return fits and piece.file.name not in self.pieces
 
-    def add(self, piece: Piece, size: int) -> None:
+    def add(self, piece: Piece) -> None:
         self.pieces[piece.file.name] = piece
-        self.size += size
+        self.size += piece.bytes_to_decode
 
 
 def pieces_of(plan: FilePlan) -> tuple[Piece, ...]:
@@ -36,8 +34,9 @@ def pieces_of(plan: FilePlan) -> tuple[Piece, ...]:
     if plan.layout is None:
         return ()
     whole, shape = plan.input.size_bytes, plan.layout.shape
+    is_compressed = plan.layout.contents.compression is not None or shape == "framed zstd"
     return tuple(
-        Piece(plan.input.file, s, shape, max((whole if s.end is None else s.end) - s.begin, 0))
+        Piece(plan.input.file, s, shape, max((whole if s.end is None else s.end) - s.begin, 0), is_compressed)
         for s in plan.layout.stretches
     )
 
@@ -50,11 +49,10 @@ def bundled(plans: Iterable[FilePlan]) -> Iterator[tuple[Piece, ...]]:
         if plan.layout is None or len(pieces) > 1:
             yield from ((piece,) for piece in pieces)
             continue
-        contents = plan.layout.contents
-        size = pieces[0].size_bytes * (_EXPANSION if contents.compression else 1)
-        bundle = waiting.setdefault(contents.encoding, _Bundle())
-        if bundle.pieces and not bundle.takes(pieces[0], size):
+        encoding = plan.layout.contents.encoding
+        bundle = waiting.setdefault(encoding, _Bundle())
+        if bundle.pieces and not bundle.takes(pieces[0]):
             yield tuple(bundle.pieces.values())
-            bundle = waiting[contents.encoding] = _Bundle()
-        bundle.add(pieces[0], size)
+            bundle = waiting[encoding] = _Bundle()
+        bundle.add(pieces[0])
     yield from (tuple(bundle.pieces.values()) for bundle in waiting.values())

@@ -24,6 +24,10 @@ _BATCH_BYTES = STRETCH_BYTES + STRETCH_BYTES // 4
 """A stretch ends with the record that takes it beyond its size: it is still one batch."""
 
 
+_EXPANSION = 10
+"""Bytes that a compressed byte is taken for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A stretch of a file."""
@@ -32,6 +36,12 @@ class Piece:
     stretch: Stretch
     shape: Shape
     size_bytes: int
+    is_compressed: bool = False
+
+    @property
+    def bytes_to_decode(self) -> int:
+        """Bytes of it as they are decoded, about."""
+        return self.size_bytes * (_EXPANSION if self.is_compressed else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,11 @@ class Task:
     def size_bytes(self) -> int:
         """Bytes of the files to read."""
         return sum(piece.size_bytes for piece in self.pieces)
+
+    @property
+    def bytes_to_decode(self) -> int:
+        """Bytes of the pieces as they are decoded, about."""
+        return sum(piece.bytes_to_decode for piece in self.pieces)
 
     @property
     def name(self) -> str:

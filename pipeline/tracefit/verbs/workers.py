@@ -113,7 +113,7 @@ def decode_all(
         UsageError: A file cannot be read.
         OSError: A part cannot be written.
     """
-    size = sum(task.size_bytes for task in tasks)
+    size = sum(task.bytes_to_decode for task in tasks)
     share = _Share(tasks, on_read)
     with _helpers(min(workers, len(tasks), size // BYTES_PER_WORKER) - 1, share):
         share.work(lambda task: decode(task, on_read=share.tell))
