@@ -274,6 +274,24 @@ class Traces:
 
 
 @pytest.fixture
+def calls(monkeypatch):
+    """Return a function that lists the arguments of each call of a function of a module or class, from now on."""
+
+    def count(module, name):
+        made = []
+        function = getattr(module, name)
+
+        def counted(*args, **options):
+            made.append(args)
+            return function(*args, **options)
+
+        monkeypatch.setattr(module, name, counted)
+        return made
+
+    return count
+
+
+@pytest.fixture
 def traces() -> Traces:
     """Return an empty set of spans to compose a trace of."""
     return Traces()

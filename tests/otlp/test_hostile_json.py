@@ -17,24 +17,6 @@ def few_listed(monkeypatch):
     monkeypatch.setattr("tracefit.otlp.rejects.MAX_REJECTS", LISTED)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Return the count of calls of a function of a module, from now on."""
-
-    def count(module, name):
-        made = []
-        function = getattr(module, name)
-
-        def counted(*args, **options):
-            made.append(args)
-            return function(*args, **options)
-
-        monkeypatch.setattr(module, name, counted)
-        return made
-
-    return count
-
-
 def frame_of(text):
     return Frame("f", 0, text, "json")
 

@@ -6,7 +6,7 @@ import pytest
 
 from tracefit.otlp import decode, decode_frames, proto_decode, proto_general, proto_walk
 from tracefit.otlp.proto_decode import decode_protobuf
-from tracefit.sources import Frame
+from tracefit.sources import Frame, wire
 
 TINY = b"\x4a\0"
 """A span attribute with neither key nor value."""
@@ -37,20 +37,14 @@ def ids(*numbers):
     return [f"{number:016x}" for number in numbers]
 
 
-def test_records_of_too_many_fields_are_decoded_in_parts(monkeypatch):
+def test_records_of_too_many_fields_are_decoded_in_parts(monkeypatch, calls):
     monkeypatch.setattr(proto_walk, "MAX_FIELDS", 5000)
-    sizes = []
-    decode_some = decode.decode_protobuf
-
-    def counted(frames):
-        sizes.append(len(frames))
-        return decode_some(frames)
-
-    monkeypatch.setattr(decode, "decode_protobuf", counted)
+    decoded = calls(decode, "decode_protobuf")
     dense = [record(span(number, b"\x5a\0" * 2000)) for number in range(1, 9)]
     batches = list(decode_frames(frames_of(*dense, record(span(99)))))
     assert [name for batch in batches for name in batch.spans["span_id"]] == ids(*range(1, 9), 99)
     assert sum(len(batch.events[""]) for batch in batches) == 16_000
+    sizes = [len(frames) for (frames,) in decoded]
     assert max(sizes[sizes.index(9) + 1 :]) < 9
     assert len(batches) > 3
     # A record by itself is decoded however many it has.
@@ -77,33 +71,18 @@ def test_json_records_of_too_many_events_are_decoded_in_parts(otlp, monkeypatch)
     assert sum(batch.events["e"].height for batch in batches) == 160
 
 
-def test_an_attribute_that_is_there_again_and_again_is_parsed_once(monkeypatch):
-    parsed = []
-    pair = proto_general._known_pair
-
-    def counted(attribute, known):
-        parsed.append(attribute)
-        return pair(attribute, known)
-
-    monkeypatch.setattr(proto_general, "_known_pair", counted)
+def test_an_attribute_that_is_there_again_and_again_is_parsed_once(calls):
+    parsed = calls(proto_general, "_known_pair")
     other = field(9, field(1, b"a") + field(2, field(1, b"x")))
     batch = decode_protobuf(frames_of(record(span(1, TINY * 1000 + other + TINY * 1000 + other))))
     assert batch.attributes["key"].to_list() == ["", "a"]
     assert len(parsed) == 2
 
 
-@pytest.mark.parametrize("bad", [b"", b"\x30\1", field(1, b"abc"), field(1, b"\1" * 16)[:-9]])
-def test_bad_spans_that_nobody_wants_listed_are_only_counted(monkeypatch, bad):
+@pytest.mark.parametrize("bad", [b"", b"\x30\1", field(1, b"abc")])
+def test_bad_spans_that_nobody_wants_listed_are_only_counted(monkeypatch, calls, bad):
     monkeypatch.setattr("tracefit.otlp.rejects.MAX_REJECTS", 10)
-    read = []
-    of_message = proto_general._span
-
-    def counted(message):
-        read.append(message)
-        return of_message(message)
-
-    monkeypatch.setattr(proto_general, "_span", counted)
-    bad = b"" if b"\1" * 7 in bad else bad
+    read = calls(proto_general, "_span")
     batch = decode_protobuf(frames_of(record(span(1), *[bad] * 500, span(2)), record(*[bad] * 300, span(3))))
     assert batch.spans["span_id"].to_list() == ids(1, 2, 3)
     assert len(batch.rejects) == 11
@@ -111,15 +90,8 @@ def test_bad_spans_that_nobody_wants_listed_are_only_counted(monkeypatch, bad):
     assert len(read) == 10 + 3
 
 
-def test_small_numbers_are_walked_without_the_careful_reader(monkeypatch):
-    read = []
-    read_field = proto_walk.wire.read_field
-
-    def counted(buffer, position):
-        read.append(position)
-        return read_field(buffer, position)
-
-    monkeypatch.setattr(proto_walk.wire, "read_field", counted)
+def test_small_numbers_are_walked_without_the_careful_reader(calls):
+    read = calls(wire, "read_field")
     unknown = b"\x70\1" * 1000  # a number of a field that no span has
     batch, _ = proto_decode.decode_usual(frames_of(record(span(1, unknown))))[1]
     assert batch.spans["span_id"].to_list() == ids(1)

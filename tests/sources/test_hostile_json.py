@@ -93,16 +93,11 @@ def test_the_shortest_span_is_no_short_line(otlp, few):
 
 @pytest.mark.parametrize("between", [b",", b"", b",\n", b" "])
 @pytest.mark.parametrize("item", [b"{}", b'{"resourceSpans":[]}', b'{"a":"}"}'])
-def test_objects_without_spans_are_scanned_once_and_handed_on_together(otlp, monkeypatch, between, item):
+def test_objects_without_spans_are_scanned_once_and_handed_on_together(
+    otlp, monkeypatch, calls, between, item
+):
     monkeypatch.setattr(json_records, "MAX_HELD_BYTES", 1 << 14)
-    scanned = []
-    scan = Scanner.scan
-
-    def counted(self, piece):
-        scanned.append(len(piece))
-        return scan(self, piece)
-
-    monkeypatch.setattr(Scanner, "scan", counted)
+    scanned = calls(Scanner, "scan")
     good = otlp.to_json(otlp.record(otlp.span(1)))
     several = (item + between) * 40_000
     data = b"[\n" + good + between + several + good + b"]"
@@ -112,23 +107,16 @@ def test_objects_without_spans_are_scanned_once_and_handed_on_together(otlp, mon
     assert (frames[-1].offset, frames[-1].payload) == (2 + len(good) + len(between) + len(several), good)
     assert sum(frame.payload.count(item) for frame in frames[1:-1]) == 40_000
     assert len(frames) < 8000
-    assert sum(scanned) < 4 * len(data)
+    assert sum(len(piece) for _, piece in scanned) < 4 * len(data)
 
 
-def test_good_objects_in_a_row_are_scanned_once(otlp, monkeypatch):
+def test_good_objects_in_a_row_are_scanned_once(otlp, monkeypatch, calls):
     monkeypatch.setattr(json_records, "MAX_HELD_BYTES", 1 << 14)
-    scanned = []
-    scan = Scanner.scan
-
-    def counted(self, piece):
-        scanned.append(len(piece))
-        return scan(self, piece)
-
-    monkeypatch.setattr(Scanner, "scan", counted)
+    scanned = calls(Scanner, "scan")
     records = [otlp.to_json(otlp.record(otlp.span(n))) for n in range(1, 600)]
     for data in (b"".join(records), b"[" + b",".join(records) + b"]"):
         scanned.clear()
         frames = otlp.frames_of(data)
         assert [frame.payload for frame in frames] == records
         assert [data[frame.offset :][: len(frame.payload)] for frame in frames] == records
-        assert sum(scanned) < 4 * len(data)
+        assert sum(len(piece) for _, piece in scanned) < 4 * len(data)

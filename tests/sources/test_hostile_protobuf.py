@@ -22,16 +22,8 @@ def field(number, content):
 
 
 @pytest.fixture
-def fields_read(monkeypatch):
-    read = []
-    read_field = wire.read_field
-
-    def counted(buffer, position):
-        read.append(position)
-        return read_field(buffer, position)
-
-    monkeypatch.setattr(wire, "read_field", counted)
-    return read
+def fields_read(calls):
+    return calls(wire, "read_field")
 
 
 @pytest.mark.parametrize("tiny", [b"", field(2, b""), field(1, b"") * 3, b"x" * 31])

@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from tracefit.sources import Reject, TraceFile, kv_frames, msgpack
+from tracefit.sources import Reject, TraceFile, kv_frames, msgpack, short_lines
 from tracefit.sources.kv_frames import read_kv_frames
 from tracefit.sources.records import Frame
 from tracefit.tables import kv_batches
@@ -31,16 +31,9 @@ def read(tmp_path):
     return read_bytes
 
 
-def test_bad_events_too_short_for_one_are_counted_and_not_read(monkeypatch):
+def test_bad_events_too_short_for_one_are_counted_and_not_read(monkeypatch, calls):
     monkeypatch.setattr("tracefit.otlp.rejects.MAX_REJECTS", 10)
-    tried = []
-    decoded = kv_batches._decoded
-
-    def counted(decode, payload):
-        tried.append(payload)
-        return decoded(decode, payload)
-
-    monkeypatch.setattr(kv_batches, "_decoded", counted)
+    tried = calls(kv_batches, "_decoded")
     events = b",".join(
         [b"1"] * 11 + [b'["BlockRemoved",[1]]'] + [b"[]"] * 5000 + [b'["a long name of nothing"]']
     )
@@ -70,7 +63,8 @@ def test_bad_events_too_short_for_one_are_counted_and_not_read(monkeypatch):
         (b"[9,[],0,null]", False),
     ],
 )
-def test_short_lines_are_counted(read, line, is_bad):
+def test_short_lines_are_counted(read, monkeypatch, line, is_bad):
+    monkeypatch.setattr(short_lines, "MAX_SHORT_LINES", 1000)
     items = read((GOOD + b"\n") * 2 + (line + b"\n") * 5000 + GOOD)
     rejects = [item for item in items if isinstance(item, Reject)]
     assert [item.payload for item in items if item not in rejects].count(GOOD) == 3
