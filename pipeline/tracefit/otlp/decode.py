@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from tracefit.otlp.batch import SpanBatch
+
 MAX_EVENTS = 500_000
 """Events of JSON records that are held at a time, of more than one record: those of good spans have attributes."""
 

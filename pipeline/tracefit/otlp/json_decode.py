@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tracefit.otlp.json_fast import decode_fast
-from tracefit.otlp.json_general import SHORTEST_SPAN, decode_general
+from tracefit.otlp.json_general import decode_general
+from tracefit.otlp.json_spans import SHORTEST_SPAN
 from tracefit.sources.json_records import object_end
 from tracefit.sources.records import Frame
 from tracefit.sources.shape import RECORD_START

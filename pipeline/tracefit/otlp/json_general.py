@@ -23,8 +23,6 @@ from tracefit.sources.records import Frame, Reject
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["SHORTEST_SPAN", "decode_general"]
-
 _MAX_ENVELOPES = 16
 """Envelopes around a record; Tempo has one."""
 

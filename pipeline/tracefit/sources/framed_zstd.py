@@ -13,14 +13,12 @@ from tracefit.sources.json_records import objects
 from tracefit.sources.limits import MAX_HELD_BYTES, MAX_RECORD_BYTES
 from tracefit.sources.records import Reject, joined
 from tracefit.sources.window import Window
-from tracefit.sources.zstd_frames import ZSTD_MAGIC, unzstd_small
+from tracefit.sources.zstd_frames import SMALL_BYTES, ZSTD_MAGIC, unzstd_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tracefit.sources.records import Frame, Source
-
-_SMALL_BYTES = 64 << 10
 
 
 def framed_zstd_records(window: Window, source: Source) -> Iterator[Frame | Reject]:
@@ -44,7 +42,7 @@ def _framed(window: Window, source: Source) -> Iterator[Frame | Reject]:
             reason = fault(window, size) if size else "record of no bytes"
             yield skip_damage(window, source, reason, lambda start, _: next_zstd_frame(window, start))
             continue
-        small = unzstd_small(window.peek(LENGTH_BYTES, stop)) if size <= _SMALL_BYTES else None
+        small = unzstd_small(window.peek(LENGTH_BYTES, stop)) if size <= SMALL_BYTES else None
         if small is not None:
             yield _frame(source, window.offset + LENGTH_BYTES, small)
             window.skip(stop)

@@ -35,5 +35,5 @@ MAX_SPAN_BYTES = 32 << 20
 MAX_ORIGIN_BYTES = 1 << 20
 """A resource or scope of such a record that is longer is left out: each of the smaller ones has a copy."""
 
-MAX_SHORT_LINES = 1000
+MAX_SHORT_LINES = 10_000
 """Lines too short to hold anything, and bad, that are looked at one by one; a file can have them by the million."""

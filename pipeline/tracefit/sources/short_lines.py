@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 from tracefit.sources.limits import MAX_SHORT_LINES
 from tracefit.sources.records import Reject
+from tracefit.sources.shape import BOM
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from tracefit.sources.records import Frame, Source
-
-BOM = b"\xef\xbb\xbf"
 
 _SHORTEST_ID_TEXTS = 22 + 11  # base64 without padding
 SHORTEST_RECORD = (

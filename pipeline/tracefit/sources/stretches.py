@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 STRETCH_BYTES = 32 << 20
 """Bytes of a stretch, about: the first cut at or behind every multiple of it."""
 
-ZSTD_EXPANSION = 8
-"""A stretch of compressed records is so much shorter."""
+EXPANSION = 10
+"""Bytes that a compressed byte is taken for: a stretch of compressed records is so much shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def _message_cuts(raw: BinaryIO, size: int, begin: int) -> Iterator[int]:
 
 
 def _zstd_cuts(raw: BinaryIO, size: int, begin: int) -> Iterator[int]:
-    return _frame_cuts(raw, size, begin, ZSTD_MAGIC, STRETCH_BYTES // ZSTD_EXPANSION)
+    return _frame_cuts(raw, size, begin, ZSTD_MAGIC, STRETCH_BYTES // EXPANSION)
 
 
 def _frame_cuts(raw: BinaryIO, size: int, begin: int, start: bytes, every: int) -> Iterator[int]:

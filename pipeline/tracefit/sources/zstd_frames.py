@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
+SMALL_BYTES = 64 << 10
+"""Bytes of a frame, and in it, up to which it is decompressed at once."""
+
 _FRAME = re.compile(re.escape(ZSTD_MAGIC) + rb"[^\x08-\x0f\x18-\x1f\x28-\x2f\x38-\x3f\x48-\x4f]")
 _SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
 _SINGLE_SEGMENT, _RESERVED, _CHECKSUM = 0x20, 0x08, 0x04
@@ -24,7 +27,6 @@ _CONTENT_SIZE_BYTES = (0, 2, 4, 8)
 _RLE, _RESERVED_BLOCK = 1, 3
 _BYTEWISE_READS = 1 << 20
 _PAGE_BYTES = 4096
-_SMALL_BYTES = 64 << 10
 _CODEC = pa.Codec("zstd")
 
 
@@ -76,7 +78,7 @@ def unzstd_small(compressed: bytes) -> bytes | None:
     It takes far less than to set up a stream.
     """
     size = _content_size(compressed)
-    if size is None or size > _SMALL_BYTES or len(compressed) > _SMALL_BYTES:
+    if size is None or size > SMALL_BYTES:
         return None
     try:
         return bytes(_CODEC.decompress(compressed, size, asbytes=True))
@@ -127,7 +129,7 @@ def _to_the_damage(raw: BinaryIO, start: int, handed_out: int) -> Iterator[bytes
 
 
 def _small_frame(raw: BinaryIO, start: int, stop: int) -> bytes | None:
-    if not start < stop <= start + _SMALL_BYTES:
+    if not start < stop <= start + SMALL_BYTES:
         return None
     raw.seek(start)
     return unzstd_small(raw.read(stop - start))

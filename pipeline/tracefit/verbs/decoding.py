@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tracefit.otlp import columns, decode_frames
 from tracefit.sources.files import TraceFile  # noqa: TC001
 from tracefit.sources.shape import Shape  # noqa: TC001
-from tracefit.sources.stretches import STRETCH_BYTES, Stretch, read_stretch
+from tracefit.sources.stretches import EXPANSION, STRETCH_BYTES, Stretch, read_stretch
 from tracefit.tables.manifest import StagedPart
 from tracefit.tables.rows import RowOptions, rows_of
 from tracefit.tables.staging import write_staged
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 _BATCH_BYTES = STRETCH_BYTES + STRETCH_BYTES // 4
 """A stretch ends with the record that takes it beyond its size: it is still one batch."""
-
-
-_EXPANSION = 10
-"""Bytes that a compressed byte is taken for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,7 @@ class Piece:
     @property
     def bytes_to_decode(self) -> int:
         """Bytes of it as they are decoded, about."""
-        return self.size_bytes * (_EXPANSION if self.is_compressed else 1)
+        return self.size_bytes * (EXPANSION if self.is_compressed else 1)
 
 
 @dataclass(frozen=True, slots=True)
