@@ -26,6 +26,12 @@ run: $(READY) ## the main job on the runs in fixtures/: tables, coefficients, ev
 test: $(READY) ## set up and run the tests
 	$(BIN)/python -m pytest
 
+test-all: $(READY) ## all tests, those that take minutes too
+	$(BIN)/python -m pytest -m "not browser" --durations=20
+
+test-slow: $(READY) ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow --durations=20
+
 test-browser: $(READY) ## open the report in a headless browser (Chromium); skipped where there is none
 	$(BIN)/python -m pytest -m browser -rs tests/browser
 
@@ -77,4 +83,4 @@ test-minimum: ## run the tests on the oldest versions pyproject.toml declares
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup run test test-browser check format schemas fixtures models docs site bench lock test-minimum clean
+.PHONY: help setup run test test-all test-slow test-browser check format schemas fixtures models docs site bench lock test-minimum clean

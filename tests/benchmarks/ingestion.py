@@ -1,220 +1,349 @@
-"""Speed and memory of ingestion against the plain way, on the same generated file.
+"""Speed and memory of ingestion beside the plain way and two databases, on layouts nobody has tuned to.
 
-The plain way decodes and writes nothing: `json.loads` per line, or protobuf's `FromString` per message, and a loop over
-the attributes into dicts. Ours writes all tables of an ingest. Both run in processes of their own, turn by turn, and
-their clocks begin once everything is imported. What is compared is the median of the pairs.
+Every file has a layout of its own, drawn at random: order, spelling and number of attributes, spelling of numbers,
+snapshots or none, spans per record, lengths of requests. The seed is printed; `--seed` draws the same again.
+
+Whole processes are measured, start included: `tracefit ingest`, which writes all its tables; a plain loop, which decodes
+into dicts and writes nothing; and for JSON the readers of DuckDB and ClickHouse (chdb), where they are installed, which
+write the event columns to Parquet. They take turns; medians are compared. Nothing is asserted about time, but the
+tables must hold every span and event that was written.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
+import platform
+import random
 import re
+import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
-GB = 10**9
-UNIT_REQUESTS = 3000
-COPY_NS = 400 * GB
-"""A copy of the generated unit comes so much later than the one before."""
+import pyarrow.parquet as pq
+from ingesting.layout import Layout, draw_layout
+from ingesting.processes import Measured, measure
+from ingesting.trace_files import Kind, Written, write_trace
 
-_IDS = re.compile(rb'"(traceId|spanId|parentSpanId)":"[0-9a-f]{4}')
-_UNIX = re.compile(rb'"(179\d{16})"')
-_ENGINE = re.compile(rb'"intValue":"(\d{13})"')
-_SECONDS = re.compile(rb'"doubleValue":(\d{4}\.\d+)')
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
+_HERE = Path(__file__).parent / "ingesting"
+_PLAIN, _ONE, _TWO = "plain", "one", "two"
+_READERS = ("duckdb", "chdb")
+_CASES = {
+    _ONE: "tracefit, 1 worker",
+    _PLAIN: "plain loop",
+    _TWO: "tracefit, 2 workers",
+    "duckdb": "DuckDB read_json",
+    "chdb": "chdb JSONEachRow",
+}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZES = ("200MB", "2GB", "2MB")
+_LAYOUT_SIZE = "40MB"
+_TINY = 60_000
+_ACCEPTED = (0, 3)
+"""Exit codes: ingestion ends with 3 where the server's SDK had dropped events. That none is lost is checked by rows."""
 
-def generate(folder: Path, kind: str, size: int) -> Path:
-    """Write a run of at least `size` bytes: one generated unit, again and again with other ids and later times."""
-    from tracefit.synth import SynthOptions, synth, write_run  # noqa: PLC0415
-
-    unit = folder / "unit"
-    if not unit.exists():
-        write_run(
-            synth(SynthOptions(name="unit", requests=UNIT_REQUESTS, rich_sampling=0.1)),
-            folder,
-            formats=["json", "protobuf"],
-        )
-    name, source = ("traces.json", unit) if kind == "json" else ("traces.binpb", folder / "unit-proto")
-    run = folder / f"{kind}-{size}"
-    run.mkdir()
-    data = (source / name).read_bytes()
-    with (run / name).open("wb") as out:
-        for number in range(10_000):
-            out.write((_later_json if kind == "json" else _later_protobuf)(data, number))
-            if out.tell() >= size:
-                break
-    for file in ("config.json", "exp-config.yaml"):
-        (run / file).write_bytes((source / file).read_bytes())
-    return run / name
+_RATIO_BARS = {"json": 2.0, "protobuf": 1.7}
+_LARGE, _HUGE, _SMALL = 150 * 10**6, 1_500 * 10**6, 4 * 10**6
+"""Sizes from which, and up to which, the bars are meant."""
+_SMALL_CPU_S = 0.8
+_WORKERS_BAR = 1.6
+_PEAK_MIB = 600
 
 
-def _later_json(data: bytes, number: int) -> bytes:
-    shift = number * COPY_NS
-    data = _IDS.sub(lambda m: b'"%b":"%04x' % (m[1], number), data)
-    data = _UNIX.sub(lambda m: b'"%d"' % (int(m[1]) + shift), data)
-    data = _ENGINE.sub(lambda m: b'"intValue":"%d"' % (int(m[1]) + shift), data)
-    return _SECONDS.sub(lambda m: b'"doubleValue":%.9f' % (float(m[1]) + shift / 1e9), data)
+@dataclass(frozen=True)
+class Sitting:
+    """One file and what reading it took.
+
+    Attributes:
+        kind: Encoding.
+        size: Wanted size.
+        written: The file.
+        layout: Its layout.
+        rounds: What each case took, by round.
+    """
+
+    kind: Kind
+    size: str
+    written: Written
+    layout: Layout
+    rounds: dict[str, list[Measured]]
+
+    def median(self, case: str, what: str) -> float:
+        """Return the median of `cpu_s`, `wall_s` or `peak_mib` of a case."""
+        return float(statistics.median(getattr(one, what) for one in self.rounds[case]))
+
+    def ratios(self, case: str, other: str, what: str = "cpu_s") -> list[float]:
+        """Return how many times as much another case took, round by round."""
+        pairs = zip(self.rounds[case], self.rounds[other], strict=True)
+        return [getattr(theirs, what) / getattr(ours, what) for ours, theirs in pairs]
 
 
-def _later_protobuf(data: bytes, number: int) -> bytes:
-    from opentelemetry.proto.trace.v1.trace_pb2 import TracesData  # noqa: PLC0415
+def byte_count(text: str) -> int:
+    """Return the bytes of a size such as `200MB`.
 
-    shift, out, position = number * COPY_NS, [], 0
-    prefix = number.to_bytes(2, "big")
-    while position < len(data):
-        stop = position + 4 + int.from_bytes(data[position : position + 4], "big")
-        message = TracesData.FromString(data[position + 4 : stop])
-        spans = (s for r in message.resource_spans for scope in r.scope_spans for s in scope.spans)
-        for span in spans:
-            span.trace_id, span.span_id = prefix + span.trace_id[2:], prefix + span.span_id[2:]
-            if span.parent_span_id:
-                span.parent_span_id = prefix + span.parent_span_id[2:]
-            span.start_time_unix_nano += shift
-            span.end_time_unix_nano += shift
-            for event in span.events:
-                event.time_unix_nano += shift
-                for attribute in event.attributes:
-                    if attribute.key.endswith("_ns"):
-                        attribute.value.int_value += shift
-                    elif attribute.key.endswith("ts.monotonic"):
-                        attribute.value.double_value += shift / 1e9
-        payload = message.SerializeToString()
-        out.append(len(payload).to_bytes(4, "big") + payload)
-        position = stop
-    return b"".join(out)
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(KB|MB|GB)", text.upper())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 200MB")
+    return round(float(found[1]) * _UNITS[found[2]])
 
 
-def plain_json(path: Path) -> int:
-    """Decode JSON lines the plain way; return how many attributes there were."""
-    count = 0
-    with path.open("rb") as stream:
-        for line in stream:
-            for resource_spans in json.loads(line)["resourceSpans"]:
-                for scope_spans in resource_spans["scopeSpans"]:
-                    for span in scope_spans["spans"]:
-                        for holder in (span, *span["events"]):
-                            count += len({a["key"]: _plain(a["value"]) for a in holder["attributes"]})
-    return count
+def command(case: str, kind: Kind, written: Written, out: Path) -> list[str]:
+    """Return the command line of a case."""
+    if case == _PLAIN:
+        return [sys.executable, str(_HERE / "plain.py"), kind, str(written.path)]
+    if case in _READERS:
+        given = [case, str(written.path), str(out), json.dumps(written.columns)]
+        return [sys.executable, str(_HERE / "readers.py"), *given]
+    workers = "1" if case == _ONE else "2"
+    given = ["ingest", str(written.path.parent), "--out", str(out), "--workers", workers, "--quiet"]
+    return [sys.executable, "-m", "tracefit.cli", *given]
 
 
-def _plain(value: dict[str, object]) -> object:
-    for kind, content in value.items():
-        return int(str(content)) if kind == "intValue" else content
-    return None
+def run_case(case: str, kind: Kind, written: Written, folder: Path) -> Measured:
+    """Measure one case, and check what it wrote.
+
+    Raises:
+        RuntimeError: It failed, or rows are missing.
+    """
+    out = folder / "written"
+    out.mkdir()
+    try:
+        measured = measure(command(case, kind, written, out), accepted=_ACCEPTED)
+        _check(case, written, out, measured)
+    finally:
+        shutil.rmtree(out)
+    return measured
 
 
-def plain_protobuf(path: Path) -> int:
-    """Decode framed protobuf the plain way; return how many attributes there were."""
-    from opentelemetry.proto.trace.v1.trace_pb2 import TracesData  # noqa: PLC0415
-
-    count = 0
-    with path.open("rb") as stream:
-        while head := stream.read(4):
-            message = TracesData.FromString(stream.read(int.from_bytes(head, "big")))
-            for resource_spans in message.resource_spans:
-                for scope_spans in resource_spans.scope_spans:
-                    for span in scope_spans.spans:
-                        for holder in (span, *span.events):
-                            values = {
-                                a.key: getattr(a.value, str(a.value.WhichOneof("value")))
-                                for a in holder.attributes
-                            }
-                            count += len(values)
-    return count
-
-
-def ours(path: Path, workers: int) -> None:
-    """Write all tables of a run."""
-    from tracefit.verbs.ingest import ingest  # noqa: PLC0415
-
-    with tempfile.TemporaryDirectory(dir=path.parents[1]) as out:
-        began = time.perf_counter()
-        ingest([path.parent], out, workers=workers)
-        _report(began)
-
-
-def _report(began: float) -> None:
-    seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, "peak_mib": _peak_mib()}))
-
-
-def _peak_mib() -> float:
-    # Not getrusage: its peak counts the process that started this one, which has made the traces.
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 1024
-
-
-def _measured(way: str, path: Path, workers: int = 0) -> dict[str, float]:
-    command = [sys.executable, __file__, "--way", way, "--path", str(path), "--workers", str(workers)]
-    return dict(json.loads(subprocess.run(command, check=True, capture_output=True).stdout))
-
-
-def _one_way(way: str, path: Path, workers: int) -> None:
-    from tracefit.memory import reuse_freed  # noqa: PLC0415
-
-    reuse_freed()  # as the command line does
-    if way == "ours":
-        import tracefit.verbs.ingest  # noqa: F401, PLC0415
-
-        ours(path, workers)
+def _check(case: str, written: Written, out: Path, measured: Measured) -> None:
+    if case == _PLAIN:
         return
-    import opentelemetry.proto.trace.v1.trace_pb2  # noqa: F401, PLC0415
+    wanted = dict(written.rows)
+    if case in _READERS:
+        del wanted["spans"]
+        found = json.loads(measured.output)
+        rows = {
+            "journey_events": found.get("api", 0) + found.get("journey", 0),
+            "steps": found.get("step", 0),
+            "request_snapshots": found.get("snapshot", 0),
+        }
+    else:
+        rows = {
+            table: sum(pq.read_metadata(part).num_rows for part in (out / table).rglob("*.parquet"))
+            for table in (*wanted, "rejects")
+        }
+        wanted["rejects"] = 0
+    if rows != wanted:
+        raise RuntimeError(f"{_CASES[case]} wrote {rows}, where the file holds {wanted}")
 
-    began = time.perf_counter()
-    (plain_json if way == "json" else plain_protobuf)(path)
-    _report(began)
+
+def sit(kind: Kind, size: str, seed: int, cases: Sequence[str], rounds: int, folder: Path) -> Sitting:
+    """Write a file in a layout of its own and measure all cases on it, turn by turn."""
+    layout = draw_layout(seed)
+    run = folder / f"{kind}-{size}-seed{seed}"
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    written = write_trace(run, kind, byte_count(size), layout)
+    os.sync()  # what is still being written would be measured too
+    taken: dict[str, list[Measured]] = {case: [] for case in cases}
+    for number in range(rounds):
+        turn = number % len(cases)
+        for case in (*cases[turn:], *cases[:turn]):
+            taken[case].append(run_case(case, kind, written, folder))
+            _progress(f"{run.name}, round {number + 1}: {_CASES[case]} {taken[case][-1].cpu_s:.2f} s of CPU")
+    return Sitting(kind, size, written, layout, taken)
 
 
-def compare(path: Path, kind: str, workers: int, pairs: int) -> tuple[float, float]:
-    """Return the median ratio of the plain way's time to ours, and the median of our times."""
-    ratios, times = [], []
-    for _ in range(pairs):
-        plain, mine = _measured(kind, path)["seconds"], _measured("ours", path, workers)["seconds"]
-        ratios.append(plain / mine)
-        times.append(mine)
-    return statistics.median(ratios), statistics.median(times)
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _spread(values: list[float]) -> str:
+    middle = f"{statistics.median(values):.2f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.2f} to {max(values):.2f})"
+
+
+def _print_table(sitting: Sitting) -> None:
+    written = sitting.written
+    held = ", ".join(f"{count:,} {table}" for table, count in written.rows.items())
+    print(f"\n### {sitting.kind}, {written.size / 1e6:.0f} MB, seed {sitting.layout.seed}\n")
+    print(f"Layout: {sitting.layout.describe(sitting.kind)}.\n")
+    print(f"Contents: {written.records:,} records, {held}.\n")
+    print("| case | CPU s | wall s | peak MiB | MB per CPU s | times the plain loop in CPU |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for case in sitting.rounds:
+        cpu_s = sitting.median(case, "cpu_s")
+        ratio = _spread(sitting.ratios(case, _PLAIN)) if _PLAIN in sitting.rounds else ""
+        print(
+            f"| {_CASES[case]} | {cpu_s:.2f} | {sitting.median(case, 'wall_s'):.2f} | "
+            f"{sitting.median(case, 'peak_mib'):.0f} | {written.size / 1e6 / cpu_s:.0f} | {ratio} |"
+        )
+    sys.stdout.flush()
+
+
+def bars(sitting: Sitting) -> list[tuple[str, str, bool | None]]:
+    """Return what is promised of a file, what was measured, and whether it holds; None where it is not promised."""
+    size, cases = sitting.written.size, sitting.rounds
+    file = f"{sitting.kind}, {size / 1e6:.0f} MB, seed {sitting.layout.seed}"
+    is_large = size >= _LARGE
+    found: list[tuple[str, str, bool | None]] = []
+
+    def tell(promise: str, value: str, *, holds: bool, is_meant: bool) -> None:
+        found.append((f"{file}: {promise}", value, holds if is_meant else None))
+
+    if _ONE in cases and _PLAIN in cases and size > _SMALL:
+        ratio, bar = statistics.median(sitting.ratios(_ONE, _PLAIN)), _RATIO_BARS[sitting.kind]
+        tell(f"≥ {bar} times the plain loop in CPU", f"{ratio:.2f}", holds=ratio >= bar, is_meant=is_large)
+    for reader in _READERS:
+        if _ONE in cases and reader in cases:
+            ratio = statistics.median(sitting.ratios(_ONE, reader))
+            promise = f"ahead of {_CASES[reader]} in CPU"
+            tell(promise, f"{ratio:.2f} times", holds=ratio > 1, is_meant=is_large)
+    if _ONE in cases and _TWO in cases:
+        ratio = statistics.median(sitting.ratios(_TWO, _ONE, "wall_s"))
+        promise = f"two workers ≥ {_WORKERS_BAR} times one in wall time"
+        tell(promise, f"{ratio:.2f}", holds=ratio >= _WORKERS_BAR, is_meant=size >= _HUGE)
+    if _ONE in cases:
+        peak = max(one.peak_mib for one in cases[_ONE])
+        tell(f"one worker within {_PEAK_MIB} MiB", f"{peak:.0f} MiB", holds=peak <= _PEAK_MIB, is_meant=True)
+        cpu_s = sitting.median(_ONE, "cpu_s")
+        if size <= _SMALL:
+            promise = f"under {_SMALL_CPU_S} s of CPU"
+            tell(promise, f"{cpu_s:.2f} s", holds=cpu_s < _SMALL_CPU_S, is_meant=True)
+    return found
+
+
+def _print_bars(sittings: Sequence[Sitting]) -> None:
+    said = {True: "holds", False: "**does not hold**", None: "no bar at this size"}
+    print("\n## Bars\n\n| file and bar | measured | |\n|---|---:|---|")
+    for promise, value, holds in (one for sitting in sittings for one in bars(sitting)):
+        print(f"| {promise} | {value} | {said[holds]} |")
+    sys.stdout.flush()
+
+
+def _print_layouts(kinds: Sequence[Kind], size: str, seeds: range, rounds: int, folder: Path) -> None:
+    """Measure ingestion and the plain loop on many layouts, and print the ratio of each as it is found."""
+    starts = {kind: sit(kind, f"{_TINY // 1000}KB", 0, (_ONE, _PLAIN), 3, folder) for kind in kinds}
+    for kind, tiny in starts.items():
+        print(
+            f"Start alone ({kind}): tracefit {tiny.median(_ONE, 'cpu_s'):.2f} s, "
+            f"plain loop {tiny.median(_PLAIN, 'cpu_s'):.2f} s."
+        )
+    print("\n| seed | encoding | CPU s | plain, CPU s | ratio | ratio less start | peak MiB | layout |")
+    print("|---:|---|---:|---:|---:|---:|---:|---|", flush=True)
+    ratios: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+    for seed in seeds:
+        for kind in kinds:
+            one = sit(kind, size, seed, (_ONE, _PLAIN), rounds, folder)
+            _forget(one)
+            ours, plain = one.median(_ONE, "cpu_s"), one.median(_PLAIN, "cpu_s")
+            net_ours, net_plain = (
+                one.median(c, "cpu_s") - starts[kind].median(c, "cpu_s") for c in (_ONE, _PLAIN)
+            )
+            ratios[kind].append(plain / ours)
+            print(
+                f"| {seed} | {kind} | {ours:.2f} | {plain:.2f} | {plain / ours:.2f} | "
+                f"{net_plain / max(net_ours, 0.01):.2f} | {one.median(_ONE, 'peak_mib'):.0f} | "
+                f"{one.layout.describe(kind).replace('|', '/')} |",
+                flush=True,
+            )
+    print()
+    for kind, found in ratios.items():
+        print(f"{kind}: ratio {min(found):.2f} to {max(found):.2f}, median {statistics.median(found):.2f}.")
+
+
+def _forget(sitting: Sitting) -> None:
+    shutil.rmtree(sitting.written.path.parent)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", nargs="+", metavar="SIZE", help=f"default: {' '.join(_SIZES)}")
+    parser.add_argument("--kind", choices=[*get_args(Kind), "both"], default="both")
+    parser.add_argument("--only", nargs="+", choices=list(_CASES), help="cases to measure")
+    parser.add_argument("--rounds", type=int, help="default: 3; of --layouts: 1")
+    parser.add_argument("--seed", type=int, help="layout of the first file; each further file has the next")
+    parser.add_argument("--layouts", type=int, metavar="N", help=f"the ratio on N layouts, of {_LAYOUT_SIZE}")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="write the traces here and leave them")
+    given = parser.parse_args()
+    for size in given.size or ():
+        try:
+            byte_count(size)
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
+    if given.rounds is not None and given.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return given
+
+
+def _warm_up(kinds: Sequence[Kind], cases: Sequence[str], folder: Path) -> None:
+    """Run everything once, so that nobody's first start compiles or reads libraries from disk."""
+    for kind in kinds:
+        _forget(sit(kind, f"{_TINY // 1000}KB", 0, _of_kind(cases, kind), 1, folder))
+
+
+def _of_kind(cases: Sequence[str], kind: Kind) -> list[str]:
+    return [case for case in cases if kind == "json" or case not in _READERS]
+
+
+def _measure_all(given: argparse.Namespace, kinds: Sequence[Kind], cases: list[str], folder: Path) -> None:
+    sittings = []
+    seed = given.seed
+    for size in given.size or _SIZES:
+        for kind in kinds:
+            own = _of_kind(cases, kind)
+            if byte_count(size) <= _SMALL and not given.only:
+                own = [case for case in own if case in (_ONE, _PLAIN)]
+            if own:
+                sittings.append(sit(kind, size, seed, own, given.rounds or 3, folder))
+                _print_table(sittings[-1])
+                if not given.keep:
+                    _forget(sittings[-1])
+            seed += 1
+    _print_bars(sittings)
 
 
 def main() -> None:
-    """Print ratios, peak memory, and whether time grows as the file does."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--bytes", type=int, default=200_000_000)
-    parser.add_argument("--large-bytes", type=int, default=2_000_000_000, help="0 leaves the large file out")
-    parser.add_argument("--way", choices=["json", "protobuf", "ours"])
-    parser.add_argument("--path", type=Path)
-    parser.add_argument("--workers", type=int, default=1)
-    given = parser.parse_args()
-    if given.way:
-        _one_way(given.way, given.path, given.workers)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        for kind, goals in (("json", (3.0, 5.0)), ("protobuf", (2.0, 3.5))):
-            path = generate(Path(folder), kind, given.bytes)
-            size = path.stat().st_size
-            for workers, goal in zip((1, 2), goals, strict=True):
-                ratio, seconds = compare(path, kind, workers, given.pairs)
-                print(
-                    f"{kind}, {size / 1e6:.0f} MB, {workers} worker(s): {ratio:.2f} times the plain way (goal {goal}), "
-                    f"{size / 1e6 / seconds:.0f} MB/s",
-                    flush=True,
-                )
-        small = Path(folder) / f"json-{given.bytes}" / "traces.json"
-        sizes = [small, *([generate(Path(folder), "json", given.large_bytes)] if given.large_bytes else [])]
-        rates = []
-        for path in sizes:
-            size, run = path.stat().st_size, _measured("ours", path, 1)
-            rates.append(run["seconds"] / size)
-            print(
-                f"json, {size / 1e6:.0f} MB, 1 worker: {run['seconds']:.1f} s, peak {run['peak_mib']:.0f} MiB "
-                f"(goal 500), {100 * (rates[-1] / rates[0] - 1):+.0f} % time per byte (goal within 15)",
-                flush=True,
-            )
+    """Print what was measured as Markdown tables."""
+    given = _arguments()
+    kinds: tuple[Kind, ...] = get_args(Kind) if given.kind == "both" else (given.kind,)
+    cases = list(given.only or _CASES)
+    if given.seed is None:
+        given.seed = random.SystemRandom().randrange(10**6)
+    print(f"# Ingestion, seed {given.seed}\n")
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(
+        f"{os.cpu_count()} CPUs, load {load}, Python {platform.python_version()}, {time.strftime('%F %R')}.\n"
+    )
+    for missing in [c for c in cases if c in _READERS and not importlib.util.find_spec(c)]:
+        cases.remove(missing)
+        print(f"{_CASES[missing]} is left out: {missing} is not installed.\n")
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        _warm_up(kinds, [_ONE, _PLAIN] if given.layouts else cases, Path(temporary))
+        if given.layouts:
+            seeds = range(given.seed, given.seed + given.layouts)
+            size = (given.size or [_LAYOUT_SIZE])[0]
+            _print_layouts(kinds, size, seeds, given.rounds or 1, Path(temporary))
+        else:
+            _measure_all(given, kinds, cases, folder)
 
 
 if __name__ == "__main__":

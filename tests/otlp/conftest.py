@@ -16,7 +16,7 @@ NAME = "trace_file_helpers"
 
 @pytest.fixture(scope="session")
 def otlp() -> ModuleType:
-    """Records, containers and comparisons, shared by the tests of this folder and of `sources`."""
+    """Return records, containers and a reader, shared by the tests of this folder."""
     if NAME not in sys.modules:
         spec = importlib.util.spec_from_file_location(NAME, HELPERS)
         module = importlib.util.module_from_spec(spec)

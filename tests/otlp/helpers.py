@@ -5,23 +5,26 @@ from __future__ import annotations
 import base64
 import copy
 import gzip
-import io
 import json
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 import pyarrow as pa
+import pytest
 from google.protobuf import json_format
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
-from polars.testing import assert_frame_equal
 
-from tracefit.otlp import SpanBatch, decode_frames
-from tracefit.sources import Frame, Reject, read_frames
+from tracefit.inputs.blocks import Block, Limits, load, read_blocks
+from tracefit.inputs.files import TraceFile
+from tracefit.inputs.rejects import Reject
+from tracefit.otlp.decode import SpanBatch, Wanted, decode_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Record = dict[str, Any]
 
@@ -117,65 +120,128 @@ COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def frames_of(data: bytes) -> list[Frame | Reject]:
-    """Read a file's bytes as frames and rejects."""
-    return list(read_frames("-", stdin=io.BytesIO(data)))
-
-
-def batch_of(data: bytes) -> SpanBatch:
-    """Read a file's bytes as one batch."""
-    batches = list(decode_frames(frames_of(data), batch_bytes=1 << 60))
-    if not batches:
-        empty = pl.DataFrame()
-        return SpanBatch(empty, empty, {})
-    if len(batches) > 1:
-        raise AssertionError("the bytes made more than one batch")
-    return batches[0]
-
-
-def span_ids(batch: SpanBatch) -> list[str]:
-    """Return the ids of the spans of a batch, in order."""
-    return batch.spans["span_id"].to_list() if batch.spans.width else []
-
-
-def assert_same(left: SpanBatch, right: SpanBatch) -> None:
-    """Compare all that two batches say about their spans, except where these were found."""
-    source = ["source_file", "source_offset"]
-    assert_frame_equal(left.spans.drop(source), right.spans.drop(source))
-    assert_frame_equal(left.attributes, right.attributes)
-    assert list(left.events) == list(right.events)
-    for name, frame in left.events.items():
-        assert_frame_equal(frame, right.events[name], check_exact=True)
+_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
+_TYPES = {"e": {"k": pl.String(), "s": pl.String(), "n": pl.Int64(), "x": pl.Float64(), "b": pl.Boolean()}}
 
 
 @dataclass(frozen=True)
-class One:
-    """The only span and event of a batch."""
+class Found:
+    """What was read of a file, in plain Python.
 
-    span: dict[str, Any]
-    attributes: dict[str, str | None]
+    `spans` have the columns of the frame, `attributes` as a dict; `events` are by name, `span` in them is the place of
+    their span; `counts` are (place of the span, name of the event) to how many there are.
+    """
+
+    spans: list[dict[str, Any]]
     events: dict[str, list[dict[str, Any]]]
-    rejects: tuple[Reject, ...]
+    counts: dict[tuple[int, str], int]
+    rejects: list[Reject]
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the spans, in order."""
+        return [each["span_id"] for each in self.spans]
+
+    @property
+    def reject(self) -> Reject:
+        """The only reject."""
+        assert len(self.rejects) == 1, self.rejects
+        return self.rejects[0]
+
+    @property
+    def span(self) -> dict[str, Any]:
+        """The only span."""
+        assert len(self.spans) == 1, self.rejects
+        return self.spans[0]
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """Everything about the spans but where they were found; NaN equals itself in it."""
+        own = [{k: v for k, v in each.items() if k != "source_offset"} for each in self.spans]
+        return repr(own), repr(self.events), self.counts
 
 
-def read_one(data: bytes) -> One:
+def wanted_of(records: list[Record], dtype: Any = None) -> dict[str, Any]:
+    """Ask for every attribute of every span and event of some records; options of `read`."""
+    spans = [s for r in records for rs in r["resourceSpans"] for ss in rs["scopeSpans"] for s in ss["spans"]]
+    events: dict[str, dict[str, Any]] = {}
+    for each in (e for s in spans for e in s.get("events", [])):
+        keys = [attribute["key"] for attribute in each.get("attributes", [])]
+        events.setdefault(each["name"], {}).update(dict.fromkeys(keys, dtype or pl.String()))
+    return {"kept": {a["key"] for s in spans for a in s.get("attributes", [])}, "events": events}
+
+
+def decode(
+    data: bytes,
+    *,
+    kept: Iterable[str] = _LETTERS,
+    span_keys: tuple[str, ...] = (),
+    events: Mapping[str, Mapping[str, pl.DataType]] = _TYPES,
+    limits: Limits = Limits(),
+    show_values: bool = False,
+    block_bytes: int | None = None,
+) -> tuple[list[SpanBatch], list[Reject]]:
+    """Decode a file of these bytes, as an ingest does; return the batches, and what is in no block.
+
+    Span attributes of one letter are kept, and of events named `e` the attributes k and s (texts), n (whole numbers), x
+    (numbers) and b, unless something else is asked for. `block_bytes` makes blocks as small as that.
+    """
+    wanted = Wanted(span_keys, frozenset(kept), events, show_values, limits.max_rejects)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder, "traces")
+        path.write_bytes(data)
+        if block_bytes:
+            patch.setattr("tracefit.inputs.blocks.BLOCK_BYTES", block_bytes)
+            patch.setattr("tracefit.inputs.compression.CHUNK_BYTES", block_bytes)
+        items = list(read_blocks(TraceFile.local(path), limits, show_values=show_values))
+        blocks = [(n, item, load(item)) for n, item in enumerate(items) if isinstance(item, Block)]
+        return list(decode_blocks(blocks, wanted)), [item for item in items if isinstance(item, Reject)]
+
+
+def read(data: bytes, *, events: Mapping[str, Mapping[str, pl.DataType]] = _TYPES, **options: Any) -> Found:
+    """Read a file of these bytes; the options are those of `decode`."""
+    return _plain(*decode(data, events=events, **options), events)
+
+
+def read_records(
+    payloads: Sequence[bytes], encoding: str, *, kept: Iterable[str], events: Mapping[str, Mapping[str, pl.DataType]]
+) -> Found:
+    """Read records that were cut already."""
+    blocks = [Block("f", "document", encoding, n, None, len(payload), payload) for n, payload in enumerate(payloads)]
+    numbered = [(n, block, block.payload) for n, block in enumerate(blocks)]
+    return _plain(list(decode_blocks(numbered, Wanted((), frozenset(kept), events))), [], events)
+
+
+def _plain(
+    batches: list[SpanBatch], rejects: list[Reject], wanted: Mapping[str, Mapping[str, pl.DataType]]
+) -> Found:
+    found = Found([], {}, {}, rejects)
+    for batch in batches:
+        first = len(found.spans)
+        assert batch.spans["span_row"].to_list() == list(range(batch.spans.height))
+        for each in batch.spans.drop("span_row", "file").to_dicts():
+            pairs = {pair["key"]: pair["value"] for pair in each["attributes"]}
+            found.spans.append(each | {"attributes": pairs})
+        for name, frame in batch.events.items():
+            none = dict.fromkeys(wanted[name])  # of what no event has there may be no column
+            rows = [none | {"span": first + each.pop("span_row"), **each} for each in frame.to_dicts()]
+            found.events.setdefault(name, []).extend(rows)
+        for row, name, count in batch.event_counts.iter_rows():
+            found.counts[first + row, name] = count
+        found.rejects.extend(Reject("", *row) for row in batch.rejects.drop("file").iter_rows())
+    return found
+
+
+def read_one(data: bytes, **options: Any) -> Found:
     """Read bytes that hold one span."""
-    batch = batch_of(data)
-    assert len(batch.spans) == 1, batch.rejects
-    pairs = dict(zip(batch.attributes["key"], batch.attributes["value"], strict=True))
-    events = {name: frame.to_dicts() for name, frame in batch.events.items()}
-    return One(batch.spans.to_dicts()[0], pairs, events, batch.rejects)
-
-
-def only_reject(batch: SpanBatch) -> Reject:
-    """Return the one reject of a batch."""
-    assert len(batch.rejects) == 1, batch.rejects
-    return batch.rejects[0]
+    found = read(data, **options)
+    assert len(found.spans) == 1, found.rejects
+    return found
 
 
 # Strategies. Text without surrogates: they have no UTF-8, hence no trace file can hold them.
 _text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-_keys = st.sampled_from(["step.id", "phase", "kv.usage", 'a"b\\c', "é", "span_row", "event_index", ""])
+_keys = st.sampled_from(["step.id", "phase", "kv.usage", 'a"b\\c', "é", ""])
 
 
 def _pair(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Record]:

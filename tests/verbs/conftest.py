@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tracefit.engines import local
+from tracefit.inputs.blocks import Block
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
-from tracefit.verbs.decoding import decode
 
 
 @pytest.fixture
@@ -41,21 +42,25 @@ def contents():
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """Return the list of stretches that are decoded from now on: file name and where the stretch begins."""
-    seen = []
+    """Return the list of blocks that are decoded from now on in this process: file name and where the block begins."""
+    seen, decode = [], local.decode_task
 
-    def spy(task, **how):
-        seen.extend((Path(piece.file.path).name, piece.stretch.begin) for piece in task.pieces)
-        return decode(task, **how)
+    def spy(task):
+        blocks = [item for item in task.items if isinstance(item, Block)]
+        seen.extend((Path(block.source_file).name, block.offset) for block in blocks)
+        return decode(task)
 
-    monkeypatch.setattr("tracefit.verbs.workers.decode", spy)
+    monkeypatch.setattr(local, "decode_task", spy)
     return seen
 
 
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Cut files, sorts and windows so small that a small run has many of each."""
-    monkeypatch.setattr("tracefit.sources.stretches.STRETCH_BYTES", 20_000)
+    monkeypatch.setattr("tracefit.inputs.blocks.BLOCK_BYTES", 20_000)
+    monkeypatch.setattr("tracefit.inputs.blocks.HEAD_BYTES", 20_000)
+    monkeypatch.setattr("tracefit.inputs.compression.CHUNK_BYTES", 5_000)
+    monkeypatch.setattr("tracefit.verbs.reading.BLOCK_BYTES", 20_000)
     monkeypatch.setattr("tracefit.tables.build.WINDOW_BYTES", 60_000)
     monkeypatch.setattr("tracefit.tables.external_sort.HELD_BYTES", 4_000)
     monkeypatch.setattr("tracefit.tables.external_sort.WINDOW_BYTES", 4_000)

@@ -9,6 +9,7 @@ import pytest
 from tracefit import DataError, ServerOptions, UsageError, ingest, run, train
 from tracefit.errors import TracefitError
 from tracefit.tables.store import TableStore
+from tracefit.verbs.ingest import IngestOptions
 
 
 def _refused(kind, paths, out, *, server=None):
@@ -143,17 +144,18 @@ def test_a_damaged_line_is_a_reject_and_everything_else_is_there(tmp_path, trace
     assert any("1 records could not be read" in text for text in result.ingested.warnings)
 
 
-def test_rejects_that_are_too_many_to_list_are_counted_all_the_same(tmp_path, traces, monkeypatch):
-    monkeypatch.setattr("tracefit.otlp.rejects.MAX_REJECTS", 3)
+def test_rejects_that_are_too_many_to_list_end_the_reading_and_are_counted(tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     bad = b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"zz","spanId":"zz","name":"of no use"}]}]}]}\n'
     with (folder / "traces.json").open("ab") as stream:
         stream.write(bad * 10)
-    (found,) = ingest([folder], tmp_path / "t", workers=1).runs
-    assert found.rejects == 10
+    (found,) = ingest([folder], tmp_path / "t", workers=1, options=IngestOptions(max_rejects=3)).runs
     store = TableStore(tmp_path / "t")
-    assert store.read("rejects")["count"].to_list() == [1, 1, 1, 7]
-    assert store.read("runs")["rejects"].to_list() == [10]
+    assert store.read("requests").height == 1
+    counts = store.read("rejects")["count"].to_list()
+    assert counts[:3] == [1, 1, 1]
+    assert len(counts) == 4, "the rest is one counted reject"
+    assert store.read("runs")["rejects"].to_list() == [found.rejects] == [sum(counts)]
 
 
 @pytest.mark.parametrize("trouble", ["dropped", "twice"])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-import time
 
 import pyarrow as pa
 import pytest
 
 from tracefit import ingest
+from tracefit.engines import local
 from tracefit.tables.store import TableStore
-from tracefit.verbs.decoding import decode
+from tracefit.verbs.ingest import IngestOptions
 from tracefit.verbs.plan import plan_ingest
-from tracefit.verbs.workers import _ask
+from tracefit.verbs.results import Silent
 
 
 @pytest.fixture
@@ -58,43 +59,63 @@ def test_only_a_new_file_is_read(tmp_path, lines, fresh, contents, decoded):
 
 
 @pytest.mark.parametrize("cut", [0, 30])
-def test_of_a_grown_file_only_the_last_stretch_is_read_again(
-    tmp_path, lines, fresh, contents, decoded, small_pieces, cut
-):
+def test_a_file_that_grew_is_decoded_again(tmp_path, lines, fresh, contents, decoded, small_pieces, cut):
     """The last line may have been cut when it was read first: what was a reject is whole now."""
     folder = _write(tmp_path / "run" / "traces.json", lines[:50])
     whole = (folder / "traces.json").read_bytes()
     (folder / "traces.json").write_bytes(whole[: len(whole) - cut])
-    first = ingest([folder], tmp_path / "tables")
+    first = ingest([folder], tmp_path / "tables", workers=1)
     assert first.runs[0].rejects == (1 if cut else 0)
-    begins = [begin for _, begin in decoded]
-    assert len(begins) > 2
+    assert len(decoded) > 2
     _write(folder / "traces.json", lines)
     decoded.clear()
-    ingest([folder], tmp_path / "tables")
-    assert decoded[0] == ("traces.json", begins[-1])
+    ingest([folder], tmp_path / "tables", workers=1)
+    assert decoded[0] == ("traces.json", 0)
     assert contents(tmp_path / "tables") == fresh
     assert TableStore(tmp_path / "tables").runs() == ["run"]
 
 
-def test_a_rotated_file_is_known_by_its_contents(tmp_path, lines, fresh, contents, decoded):
+def test_a_file_beside_one_that_grew_is_not_decoded_again(tmp_path, lines, fresh, contents, decoded):
+    folder = _write(tmp_path / "run" / "traces-1.json", lines[:20])
+    _write(folder / "traces-2.json", lines[40:])
+    ingest([folder], tmp_path / "tables")
+    _write(folder / "traces-1.json", lines[:40])
+    decoded.clear()
+    ingest([folder], tmp_path / "tables")
+    assert decoded == [("traces-1.json", 0)]
+    assert contents(tmp_path / "tables") == fresh
+
+
+def test_a_rotated_file_belongs_to_its_run_and_has_its_new_name(tmp_path, lines, fresh, contents):
     folder = _write(tmp_path / "run" / "traces.json", lines[:40])
     ingest([folder], tmp_path / "tables")
     (folder / "traces.json").rename(folder / "traces-2026-02-14T05-02-14.173.json")
     _write(folder / "traces.json", lines[40:])
-    decoded.clear()
     ingest([folder], tmp_path / "tables")
-    assert decoded == [("traces.json", 0)]
+    assert TableStore(tmp_path / "tables").runs() == ["run"]
     assert contents(tmp_path / "tables") == fresh
     files = set(TableStore(tmp_path / "tables").read("spans")["source_file"])
     assert files == {str(p) for p in folder.iterdir()}
 
 
-def test_a_changed_beginning_is_another_run(tmp_path, lines):
-    folder = _write(tmp_path / "run" / "traces.json", lines[:40])
+def test_a_run_is_its_folder_whatever_becomes_of_its_files(tmp_path, lines, contents):
+    """Retention: the oldest file goes, a new one comes. What the folder holds now is the run."""
+    folder = _write(tmp_path / "run" / "traces-1.json", lines[:20])
+    _write(folder / "traces-2.json", lines[20:40])
     ingest([folder], tmp_path / "tables")
-    _write(folder / "traces.json", lines[1:])
+    (folder / "traces-1.json").unlink()
+    _write(folder / "traces-3.json", lines[40:])
     result = ingest([folder], tmp_path / "tables")
+    assert [r.run_id for r in result.runs] == ["run"]
+    assert TableStore(tmp_path / "tables").runs() == ["run"]
+    rest = _write(tmp_path / "other" / "run" / "traces.json", lines[20:])
+    ingest([rest], tmp_path / "rest")
+    assert contents(tmp_path / "tables") == contents(tmp_path / "rest")
+
+
+def test_other_files_of_the_same_name_are_another_run(tmp_path, lines):
+    ingest([_write(tmp_path / "a" / "run" / "traces.json", lines[:40])], tmp_path / "tables")
+    result = ingest([_write(tmp_path / "b" / "run" / "traces.json", lines[1:])], tmp_path / "tables")
     assert [r.run_id for r in result.runs] == ["run-2"]
     assert "run-2" in result.warnings[0]
 
@@ -134,35 +155,70 @@ def test_framed_protobuf_is_cut_too(tmp_path, new_traces, lines, fresh, contents
     assert contents(tmp_path / "tables") == fresh
 
 
-def test_framed_zstd_is_cut_too_and_read_on_where_it_ended(
-    tmp_path, lines, fresh, contents, decoded, small_pieces
-):
+def test_framed_zstd_is_cut_too(tmp_path, lines, fresh, contents, decoded, small_pieces):
     packed = [pa.compress(line.encode(), "zstd", asbytes=True) for line in lines]
-    framed = [len(frame).to_bytes(4, "big") + frame for frame in packed]
-    file = tmp_path / "run" / "traces.json"
-    file.parent.mkdir()
-    begins = []
-    for most in (len(lines) * 3 // 4, len(lines)):
-        file.write_bytes(b"".join(framed[:most]))
-        ingest([file.parent], tmp_path / "tables")
-        begins.append([begin for _, begin in decoded])
-        decoded.clear()
-    assert len(begins[0]) > 5
-    assert min(begins[1]) == max(begins[0])  # the last stretch ended with the file: it is read again
+    (tmp_path / "run").mkdir()
+    framed = b"".join(len(frame).to_bytes(4, "big") + frame for frame in packed)
+    (tmp_path / "run" / "traces.json").write_bytes(framed)
+    ingest([tmp_path / "run"], tmp_path / "tables", workers=1)
+    assert len(decoded) > 5
     assert contents(tmp_path / "tables") == fresh
 
 
-def test_the_number_of_workers_does_not_matter(tmp_path, lines, fresh, contents, small_pieces, monkeypatch):
-    monkeypatch.setattr("tracefit.verbs.workers.BYTES_PER_WORKER", 1)
-    # This process is slow, so that the other one gets to do something.
-    monkeypatch.setattr(
-        "tracefit.verbs.workers.decode", lambda task, **how: (time.sleep(4), decode(task, **how))[1]
-    )
-    asked = []
-    monkeypatch.setattr("tracefit.verbs.workers._ask", lambda *who: (asked.append(who), _ask(*who))[1])
+def test_the_number_of_workers_does_not_matter(tmp_path, lines, fresh, contents, small_pieces, monkeypatch, calls):
+    monkeypatch.setattr("tracefit.verbs.reading.BYTES_PER_WORKER", 1)
+    written_here = calls(local, "write_staged")
     ingest([_write(tmp_path / "run" / "traces.json", lines)], tmp_path / "tables", workers=2)
-    assert asked
+    assert written_here == []
     assert contents(tmp_path / "tables") == fresh
+
+
+def test_a_worker_imports_nothing_from_the_working_folder(tmp_path, lines, fresh, contents, monkeypatch):
+    """A `polars.py` beside the traces is whatever someone put there."""
+    monkeypatch.setattr("tracefit.verbs.reading.BYTES_PER_WORKER", 1)
+    folder = _write(tmp_path / "run" / "traces.json", lines)
+    for name in ("polars", "yaml", "msgspec", "numpy", "tracefit"):
+        (folder / f"{name}.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend("")
+    ingest([folder / "traces.json"], tmp_path / "tables", workers=2)
+    assert not (tmp_path / "ran").exists()
+    assert contents(tmp_path / "tables") == fresh
+
+
+def test_the_environment_is_as_it_was_after_workers_ran(tmp_path, lines, monkeypatch):
+    monkeypatch.setattr("tracefit.verbs.reading.BYTES_PER_WORKER", 1)
+    before = dict(os.environ)
+    ingest([_write(tmp_path / "run" / "traces.json", lines)], tmp_path / "tables", workers=2)
+    assert dict(os.environ) == before
+
+
+def test_after_so_many_rejects_a_file_is_not_read_on_and_that_is_told(tmp_path, lines, new_traces):
+    """Other files of the run are read to their end."""
+    bad = '{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"zz","spanId":"zz"}]}]}]}'
+    folder = _write(tmp_path / "run" / "traces-1.json", [*lines[:20], *[bad] * 50, *lines[20:40]])
+    _write(folder / "traces-2.json", lines[40:])
+    options = IngestOptions(max_rejects=10)
+    told = _Told()
+    (run,) = ingest([folder], tmp_path / "tables", options=options, progress=told).runs
+    assert run.rejects >= 10
+    assert any("traces-1.json" in text and "--max-rejects" in text for text in told.warnings)
+    store = TableStore(tmp_path / "tables")
+    assert store.read("spans").filter(source_file=str(folder / "traces-2.json")).height == len(lines) - 41  # one is there twice
+    rejects = store.read("rejects")
+    assert int(rejects["count"].sum()) == run.rejects
+    assert rejects.height == 11
+    assert any("10 rejects" in reason for reason in rejects["reason"]), "the rest is a counted reject"
+    (everything,) = ingest([folder], tmp_path / "all").runs
+    assert everything.rejects == 50
+
+
+class _Told(Silent):
+    def __init__(self):
+        self.warnings = []
+
+    def warn(self, text):
+        self.warnings.append(text)
 
 
 def test_a_dry_run_says_what_would_be_read_and_writes_nothing(tmp_path, lines, files_in):
@@ -177,7 +233,7 @@ def test_a_dry_run_says_what_would_be_read_and_writes_nothing(tmp_path, lines, f
     before = files_in(tmp_path / "tables")
     _write(folder / "traces-2.json", lines[40:])
     plan = plan_ingest([folder], tmp_path / "tables")
-    assert [f.status for f in plan.files] == ["known", "new"]
+    assert [f.status for f in plan.files] == ["known", "grown"]
     assert [f.bytes_to_read for f in plan.files] == [0, (folder / "traces-2.json").stat().st_size]
     assert files_in(tmp_path / "tables") == before
 

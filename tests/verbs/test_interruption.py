@@ -20,16 +20,18 @@ MOMENTS = 20
 
 FORKING = """
 import os, signal, sys, time, random
+from tracefit.verbs import reading
 from tracefit.verbs.ingest import ingest   # imported once: every child is at work at once
 
 def child(run, tables):
     pid = os.fork()
     if pid == 0:
-        ingest([run], tables, workers=1)
+        reading.BYTES_PER_WORKER = 1
+        ingest([run], tables, workers=int(workers))
         os._exit(0)
     return pid
 
-run, *folders = sys.argv[1:]
+workers, run, *folders = sys.argv[1:]
 began = time.monotonic()
 os.waitpid(child(run, folders.pop()), 0)
 whole = time.monotonic() - began
@@ -60,15 +62,21 @@ def grown(tmp_path, new_traces):
     return half, folder
 
 
-def test_killed_at_any_moment_it_leaves_whole_tables_and_can_be_run_again(tmp_path, grown, contents):
+@pytest.mark.parametrize(
+    ("workers", "moments"),
+    [(1, 5), (2, 2), pytest.param(1, MOMENTS, marks=pytest.mark.slow), pytest.param(2, MOMENTS, marks=pytest.mark.slow)],
+)
+def test_killed_at_any_moment_it_leaves_whole_tables_and_can_be_run_again(
+    tmp_path, grown, contents, workers, moments
+):
     half, run = grown
     first = half("half")
     old = contents(first)
-    folders = [tmp_path / f"killed-{n}" for n in range(MOMENTS)]
+    folders = [tmp_path / f"killed-{n}" for n in range(moments)]
     for folder in folders:
         subprocess.run(["cp", "-r", first, folder], check=True)
     subprocess.run(
-        [sys.executable, "-c", FORKING, run, *folders, tmp_path / "whole"], check=True, timeout=120
+        [sys.executable, "-c", FORKING, str(workers), run, *folders, tmp_path / "whole"], check=True, timeout=300
     )
     new = contents(tmp_path / "whole")
     assert new != old
@@ -173,8 +181,9 @@ def test_two_ingests_at_once_lose_nothing(tmp_path, new_traces, contents):
 
 def test_a_worker_that_dies_is_one_line(tmp_path, traces, monkeypatch, small_pieces):
     run = traces.load(steps=240, requests=30).write(tmp_path / "run")
-    monkeypatch.setattr("tracefit.verbs.workers.BYTES_PER_WORKER", 1)
-    monkeypatch.setattr("tracefit.verbs.workers.sys.executable", "/bin/false")
-    with pytest.raises(DataError, match=r"traces.json: the worker that read it died \(exit status 1\)"):
+    monkeypatch.setattr("tracefit.verbs.reading.BYTES_PER_WORKER", 1)
+    monkeypatch.setattr("tracefit.engines.local._end_with_parent", os.abort)
+    with pytest.raises(DataError, match=r"traces.json: a worker died while it was read") as caught:
         ingest([run], tmp_path / "tables", workers=2)
+    assert "\n" not in caught.value.line()
     assert TableStore(tmp_path / "tables").runs() == []

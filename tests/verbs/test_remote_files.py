@@ -11,7 +11,8 @@ import pytest
 from pyarrow.fs import FileSystemHandler, LocalFileSystem, PyFileSystem
 
 from tracefit import DataError, UsageError, ingest
-from tracefit.sources import open_inputs
+from tracefit.inputs.discovery import open_inputs
+from tracefit.engines import local
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 from tracefit.verbs.ingest import IngestOptions, ServerOptions, ingest_inputs
@@ -117,13 +118,12 @@ def _same(one, other):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_byte_is_read_once_and_gives_the_tables_of_local_files(
-    tmp_path, bucket, read, decoded, small_pieces, monkeypatch, workers
+    tmp_path, bucket, read, small_pieces, monkeypatch, workers
 ):
-    monkeypatch.setattr("tracefit.verbs.workers.BYTES_PER_WORKER", 1)
+    monkeypatch.setattr("tracefit.verbs.reading.BYTES_PER_WORKER", 1)
     read(workers=workers)
     assert _traces(bucket.opened) == dict.fromkeys(_sizes(bucket), 1)
     assert _traces(bucket.served) == _sizes(bucket)
-    assert workers == 2 or len(decoded) > 3  # cut into stretches, as on disk
     spans = TableStore(tmp_path / "tables").read("spans")
     assert set(spans["source_file"]) == {f"s3://bucket/prod/traces-{n}.json" for n in range(3)}
     ingest([Path(bucket.root, "prod")], tmp_path / "local", workers=1)
@@ -169,25 +169,23 @@ def test_a_file_that_is_gone_costs_no_reading(bucket, read, decoded):
     bucket.opened.clear()
     decoded.clear()
     Path(bucket.root, "prod", "traces-2.json").unlink()
-    assert [run.run_id for run in read().runs] == ["prod-2"]
+    assert [run.run_id for run in read().runs] == ["prod"]
     assert _traces(bucket.opened) == {}
     assert decoded == []
 
 
 def test_copies_are_on_disk_a_few_at_a_time(tmp_path, bucket, read, monkeypatch):
-    monkeypatch.setattr("tracefit.sources.fetching.GROUP_BYTES", 1)
-    there = []
+    monkeypatch.setattr("tracefit.verbs.reading.FETCHED_BYTES", 1)
+    there, decode = [], local.decode_task
 
-    def decode_all(tasks, **how):
-        there.append(len({piece.file.path for task in tasks for piece in task.pieces}))
-        there.append(sum(1 for p in (tmp_path / "tables").glob(".writing-*/*") if p.is_file()))
-        return decode(tasks, **how)
+    def look(task):
+        copies = [p for p in (tmp_path / "tables").glob(".writing-*/*") if p.is_file()]
+        there.append((len({item.source_file for item in task.items}), len(copies)))
+        return decode(task)
 
-    from tracefit.verbs.workers import decode_all as decode  # noqa: PLC0415
-
-    monkeypatch.setattr("tracefit.verbs.reading.decode_all", decode_all)
+    monkeypatch.setattr(local, "decode_task", look)
     read()
-    assert there == [1] * 6
+    assert there == [(1, 1)] * 3
 
 
 @pytest.mark.parametrize("lines", [1, 2000])

@@ -74,6 +74,15 @@ ShowValues = Annotated[
         help="Show what is in rejected records, not their structure alone: it is private data.",
     ),
 ]
+MaxDocument = Annotated[
+    int,
+    typer.Option(
+        min=1, metavar="MIB", help="Longest JSON document, line or protobuf message that is read, in MiB."
+    ),
+]
+MaxRejects = Annotated[
+    int, typer.Option(min=1, help="Bad records of a file after which the rest of it is not read.")
+]
 Workers = Annotated[
     Optional[int],
     typer.Option(
@@ -139,12 +148,22 @@ def server_options(
     return ServerOptions(run_config, model_config, gpu, settings_from(given, where="--set"))
 
 
-def ingest_options(keep_attributes: list[str] | None, *, all_spans: bool, show_values: bool) -> IngestOptions:
-    """Collect what a command was told of keeping private data; several keys may stand in one value, comma separated."""
+def ingest_options(context: typer.Context) -> IngestOptions:
+    """Collect the options of a command that say what is kept of traces and how much of a file is read.
+
+    Several keys of attributes may stand in one value, comma separated.
+    """
     from tracefit.verbs.ingest import IngestOptions
 
-    keys = [key.strip() for text in keep_attributes or [] for key in text.split(",")]
-    return IngestOptions(all_spans, tuple(key for key in keys if key), show_values)
+    given = context.params
+    keys = [key.strip() for text in given["keep_attributes"] or [] for key in text.split(",")]
+    return IngestOptions(
+        all_spans=given["all_spans"],
+        keep_attributes=tuple(key for key in keys if key),
+        show_values=given["show_values"],
+        max_document=given["max_document"] << 20,
+        max_rejects=given["max_rejects"],
+    )
 
 
 def train_options(context: typer.Context) -> TrainOptions:

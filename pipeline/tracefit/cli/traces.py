@@ -18,6 +18,8 @@ from tracefit.cli.arguments import (
     InspectPaths,
     Json,
     KeepAttributes,
+    MaxDocument,
+    MaxRejects,
     ModelConfig,
     Paths,
     Positive,
@@ -51,6 +53,8 @@ def run(
     all_spans: AllSpans = False,
     keep_attributes: KeepAttributes = None,
     show_values: ShowValues = False,
+    max_document: MaxDocument = 256,
+    max_rejects: MaxRejects = 100_000,
     workers: Workers = None,
     beta_target: Target = BetaTarget.auto,
     features: Features = "auto",
@@ -73,7 +77,7 @@ def run(
         from tracefit.verbs.run import run as run_verb
 
         server = server_options(run_config, model_config, gpu, tp, settings)
-        kept = ingest_options(keep_attributes, all_spans=all_spans, show_values=show_values)
+        kept = ingest_options(context)
         options = train_options(context)
         result = run_verb(
             paths,
@@ -121,6 +125,7 @@ def inspect(
 
 @app.command()
 def ingest(
+    context: typer.Context,
     paths: Paths,
     out: Annotated[Path, typer.Option(help="The tables folder.")],
     run_config: RunConfig = None,
@@ -131,6 +136,8 @@ def ingest(
     all_spans: AllSpans = False,
     keep_attributes: KeepAttributes = None,
     show_values: ShowValues = False,
+    max_document: MaxDocument = 256,
+    max_rejects: MaxRejects = 100_000,
     workers: Workers = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be read, and as what; write nothing.")
@@ -150,7 +157,7 @@ def ingest(
         from tracefit.verbs.ingest import ingest as ingest_verb
         from tracefit.verbs.plan import plan_ingest
 
-        kept = ingest_options(keep_attributes, all_spans=all_spans, show_values=show_values)
+        kept = ingest_options(context)
         if dry_run:
             plan = plan_ingest(paths, out, options=kept)
             show(plan, plan_text(plan), as_json=json, quiet=quiet)

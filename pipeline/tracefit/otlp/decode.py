@@ -1,117 +1,558 @@
-"""Frames to batches of spans."""
+"""Blocks of whole records to frames of spans and events: the pure half of ingestion.
+
+`decode_blocks` knows nothing of files or processes, and keeps no state. JSON and protobuf each have a reader that goes
+down to the event; from there one builder makes columns of both.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from tracefit.otlp import json_attributes
-from tracefit.otlp.columns import build_batch
-from tracefit.otlp.json_decode import decode_json
-from tracefit.otlp.model import Decoded, FieldError, SpanGroup, TooMuchError, UncheckedAttributeError
-from tracefit.otlp.proto_decode import decode_protobuf
-from tracefit.otlp.rejects import Rejects
-from tracefit.sources.records import Frame, Reject
+import numpy as np
+import polars as pl
+
+from tracefit.inputs.framing import Damage, next_record, records
+from tracefit.inputs.rejects import Reject, excerpt
+from tracefit.otlp import json_records, layouts, protobuf_records
+from tracefit.otlp.json_normaliser import MakeReject, normalise
+from tracefit.otlp.model import (
+    CheckedRecord,
+    Events,
+    FieldError,
+    Pairs,
+    Span,
+    SpanGroup,
+    UnreadableRecordsError,
+    scalar_text,
+)
+from tracefit.otlp.packed import PackedTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from tracefit.otlp.batch import SpanBatch
+    from numpy.typing import NDArray
 
-MAX_EVENTS = 500_000
-"""Events of JSON records that are held at a time, of more than one record: those of good spans have attributes."""
+    from tracefit.inputs.blocks import Block
+    from tracefit.inputs.framing import Record, Shape
+    from tracefit.inputs.rejects import Encoding
 
-LEAST_EVENT_BYTES = 16
-"""An event with a name and a time is three times as long: a record with more events than this allows holds hollow ones."""
+SPAN_COLUMNS: dict[str, Any] = {
+    "span_row": pl.UInt32,
+    "file": pl.UInt32,
+    "source_offset": pl.Int64,
+    "trace_id": pl.String,
+    "span_id": pl.String,
+    "parent_span_id": pl.String,
+    "scope": pl.String,
+    "name": pl.String,
+    "kind": pl.String,
+    "start_unix_ns": pl.Int64,
+    "end_unix_ns": pl.Int64,
+    "status_code": pl.String,
+    "status_message": pl.String,
+    "service_name": pl.String,
+    "service_instance_id": pl.String,
+    "host_name": pl.String,
+    "dropped_events": pl.Int64,
+    "dropped_attributes": pl.Int64,
+}
+"""Leading columns of `SpanBatch.spans`; `attributes` and one per wanted attribute follow. A missing value is null.
 
-BATCH_BYTES = 32 << 20
-"""Payload bytes that make a batch."""
+Ids are lower-case hex. `kind` is INTERNAL, SERVER, CLIENT, PRODUCER, CONSUMER or null; `status_code` is UNSET, OK or
+ERROR. `file` is the number of the block the span comes from, `source_offset` the offset of its record in the
+decompressed file.
+"""
+
+ATTRIBUTE_LIST = pl.List(pl.Struct({"key": pl.String, "value": pl.String}))
+"""Type of `attributes`: the attributes that are kept, sorted by key."""
+
+EVENT_COLUMNS: dict[str, Any] = {"span_row": pl.UInt32, "unix_ns": pl.Int64}
+"""Leading columns of the frames in `SpanBatch.events`; one per wanted attribute that some event has follows."""
+
+REJECT_COLUMNS: dict[str, Any] = {
+    "file": pl.UInt32,
+    "source_offset": pl.Int64,
+    "length": pl.Int64,
+    "reason": pl.String,
+    "excerpt": pl.String,
+    "count": pl.Int64,
+}
+"""Columns of `SpanBatch.rejects`."""
+
+COUNT_COLUMNS: dict[str, Any] = {"span_row": pl.UInt32, "name": pl.String, "count": pl.Int64}
+
+_KINDS = (None, "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
+_STATUS_CODES = ("UNSET", "OK", "ERROR")
+_RECORDS_BYTES = 32 << 20
+"""Bytes of records whose spans are built together; columns take several times as much while they are made."""
+
+_MAX_RECORDS = 1 << 16
+"""Records, or places without one, that are held at a time: a file of tiny ones has them by the million."""
 
 
-def decode_frames(frames: Iterable[Frame | Reject], *, batch_bytes: int = BATCH_BYTES) -> Iterator[SpanBatch]:
-    """Decode frames into batches of spans, in their order.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What of spans and events becomes columns; the rest is counted alone.
+
+    Attributes:
+        span_keys: Attribute keys of spans that get a String column each.
+        kept_keys: Attribute keys of spans that are kept in `attributes`.
+        events: Event name to attribute key to the type of its column.
+        show_values: Whether excerpts of rejects may show what is in the records, which is private.
+        max_rejects: Rejects of a block after which the rest of it is left out.
+    """
+
+    span_keys: tuple[str, ...] = ()
+    kept_keys: frozenset[str] = frozenset()
+    events: Mapping[str, Mapping[str, pl.DataType]] = field(default_factory=dict)
+    show_values: bool = False
+    max_rejects: int = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class SpanBatch:
+    """Spans of some records as columns, in the order they were read.
+
+    Attributes:
+        spans: One row per span, columns as in `SPAN_COLUMNS` and `Wanted.span_keys`; `span_row` counts from 0.
+        events: Name of a wanted event to its events: `EVENT_COLUMNS`, then a column per wanted key that one of them has.
+        event_counts: span_row, name, count: how many events of each name a span has, wanted or not.
+        rejects: What of the input is not in the frames, columns as in `REJECT_COLUMNS`.
+    """
+
+    spans: pl.DataFrame
+    events: dict[str, pl.DataFrame]
+    event_counts: pl.DataFrame
+    rejects: pl.DataFrame
+
+    def with_rejects(self, rejects: pl.DataFrame) -> SpanBatch:
+        """Return the batch with more rejects, which come first."""
+        return replace(self, rejects=pl.concat([rejects, self.rejects]))
+
+
+class _Record(NamedTuple):
+    """A record and where it comes from: the number of its block, its offset in the decompressed file, and its shape."""
+
+    file: int
+    offset: int
+    payload: bytes
+    shape: Shape
+
+
+class _Encoding(Protocol):
+    """What differs between JSON and protobuf."""
+
+    name: Encoding
+    syntax: layouts.Syntax
+
+    def read(self, payload: bytes) -> list[SpanGroup] | None: ...
+    def check(self, payload: bytes, reject: MakeReject, max_rejects: int) -> CheckedRecord: ...
+    def events(self, events: list[Any]) -> Events: ...
+    def pairs(self, attributes: bytes) -> Pairs: ...
+
+
+class _Json:
+    name: Encoding = "json"
+    read = staticmethod(json_records.read_record)
+    check = staticmethod(normalise)
+    syntax = layouts.JSON
+    pairs = staticmethod(json_records.read_pairs)
+
+    @staticmethod
+    def events(events: list[json_records.Event]) -> Events:
+        return Events(
+            [event.name for event in events],
+            np.array([event.time_unix_nano for event in events], np.int64),
+            PackedTexts.of([event.attributes for event in events]),
+            np.array([event.dropped_attributes_count for event in events], np.int64),
+            {},
+            [],
+        )
+
+
+class _Protobuf:
+    name: Encoding = "protobuf"
+    syntax = layouts.PROTOBUF
+    pairs = staticmethod(protobuf_records.read_pairs)
+    read = staticmethod(protobuf_records.read_record)
+    check = staticmethod(protobuf_records.check_record)
+    events = staticmethod(protobuf_records.event_columns)
+
+
+_ENCODINGS: dict[str, _Encoding] = {"json": _Json(), "protobuf": _Protobuf()}
+
+
+def decode_blocks(blocks: Sequence[tuple[int, Block, bytes]], wanted: Wanted) -> Iterator[SpanBatch]:
+    """Decode blocks of one encoding together.
 
     Args:
-        frames: Frames and rejects of any number of files.
-        batch_bytes: Payload bytes, at least, in each batch but the last and those before a change of encoding. A
-            batch takes up to ten times as much memory while it is built.
+        blocks: Numbers of blocks, which `file` says in the frames, the blocks, and their bytes.
+        wanted: What becomes columns.
 
     Yields:
-        Batches; none if there is neither a frame nor a reject. A batch's rejects are those among its frames, then
-        what its frames could not yield.
+        Batches of spans: one, or more where the records are long.
     """
-    held: list[Frame] = []
-    rejects: list[Reject] = []
-    size = 0
-    for item in frames:
-        if isinstance(item, Reject):
-            rejects.append(item)
-            continue
-        if held and (size >= batch_bytes or item.encoding != held[0].encoding):
-            yield from _decode_batch(held, rejects)
-            held, rejects, size = [], [], 0
-        held.append(item)
-        size += len(item.payload)
-    if held or rejects:
-        yield from _decode_batch(held, rejects)
+    if not blocks:
+        return
+    encoding = _ENCODINGS[blocks[0][1].encoding]
+    decoder = _Decoder(encoding, wanted)
+    for file, block, payload in blocks:
+        for item in records(payload, block.shape):
+            if decoder.rejected[file] >= wanted.max_rejects:
+                break  # whoever counts the file's rejects says so
+            decoder.add(file, block, payload, item)
+            if decoder.is_full:
+                yield from decoder.flush()
+    yield from decoder.flush()
 
 
-def _decode_batch(frames: list[Frame], rejects: list[Reject]) -> Iterator[SpanBatch]:
-    if frames and frames[0].encoding == "protobuf":
-        decode: Callable[[list[Frame]], SpanBatch] = decode_protobuf
-    else:
-        decode = _decode_json
-    for batch in _in_parts(decode, frames):
-        yield replace(batch, rejects=(*rejects, *batch.rejects))
-        rejects = []
+class _Decoder:
+    """Holds records until there are enough to be worth frames."""
 
+    def __init__(self, encoding: _Encoding, wanted: Wanted) -> None:
+        self.rejected: Counter[int] = Counter()
+        self._encoding = encoding
+        self._wanted = wanted
+        self._held: list[_Record] = []
+        self._damage: list[tuple[int, Reject]] = []
+        self._size = 0
 
-def _in_parts(decode: Callable[[list[Frame]], SpanBatch], frames: list[Frame]) -> Iterator[SpanBatch]:
-    """Decode records together, or the halves of them one after the other if there is too much in them."""
-    try:
-        batch = decode(frames)
-    except TooMuchError:
-        middle = len(frames) // 2
-        yield from _in_parts(decode, frames[:middle])
-        yield from _in_parts(decode, frames[middle:])
-    else:
-        yield batch
-
-
-def _decode_json(frames: list[Frame]) -> SpanBatch:
-    """Take the attributes of events on trust, and check them one by one only if that fails."""
-    try:
-        return _decode_json_as(frames, check_events=False)
-    except (FieldError, UncheckedAttributeError):
-        return _decode_json_as(frames, check_events=True)
-
-
-def _decode_json_as(frames: list[Frame], *, check_events: bool) -> SpanBatch:
-    groups: list[SpanGroup] = []
-    collected = Rejects()
-    counted = events = 0
-    for frame in frames:
-        decode_json(frame, groups, collected, check_events=check_events)
-        found = sum(len(span.events) for group in groups[counted:] for span in group.spans)
-        if found > MAX_EVENTS and found * LEAST_EVENT_BYTES > len(frame.payload):
-            groups[counted:] = [_without_hollow(group, frame, collected) for group in groups[counted:]]
-            found = 0
-        events += found
-        counted = len(groups)
-        if events > MAX_EVENTS and len(frames) > 1:
-            raise TooMuchError
-    return build_batch(Decoded(groups, collected.all()), json_attributes.READER)
-
-
-def _without_hollow(group: SpanGroup, frame: Frame, rejects: Rejects) -> SpanGroup:
-    """Reject spans of very many events, which would take a hundred times their bytes as columns."""
-    spans = []
-    for span in group.spans:
-        if len(span.events) > MAX_EVENTS // 10:
-            rejects.add(
-                frame, partial(frame.reject, f"a span of {len(span.events)} events, most of them empty")
-            )
+    def add(self, file: int, block: Block, payload: bytes, item: Record | Damage) -> None:
+        """Take a record of a block, or what is none."""
+        offset = block.offset + item.offset
+        if isinstance(item, Damage):
+            shown = payload[item.offset : item.offset + item.length]
+            text = excerpt(shown, self._encoding.name, show_values=self._wanted.show_values)
+            self._damage.append((file, Reject(block.source_file, offset, item.length, item.reason, text)))
+            self.rejected[file] += 1
         else:
-            spans.append(span)
-    return SpanGroup(group.origin, spans)
+            self._held.append(_Record(file, offset, item.payload, block.shape))
+            self._size += len(item.payload)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to flush."""
+        return self._size >= _RECORDS_BYTES or len(self._held) + len(self._damage) >= _MAX_RECORDS
+
+    def flush(self) -> Iterator[SpanBatch]:
+        """Decode what is held; records that turn out to hold odd attributes are read again with care."""
+        held, damage = self._held, self._damage
+        self._held, self._damage, self._size = [], [], 0
+        if not held and not damage:
+            return
+        with_care: set[int] = set()
+        while True:
+            groups, found = self._read(held, with_care)
+            try:
+                batches = [_build(part, held, self._encoding, self._wanted) for part in _parts(groups, held)]
+            except UnreadableRecordsError as error:
+                with_care |= error.records
+                continue
+            break
+        self.rejected.update(file for file, _ in found)
+        for number, batch in enumerate(batches):
+            yield SpanBatch(*batch, reject_frame([*damage, *found] if not number else []))
+
+    def _read(self, held: Sequence[_Record], with_care: set[int]) -> tuple[_Groups, list[tuple[int, Reject]]]:
+        """Return the spans of records, and rejects for what is none of them."""
+        groups: _Groups = []
+        rejects: list[tuple[int, Reject]] = []
+        rejected = self.rejected.copy()
+        for number, record in enumerate(held):
+            usual = None if number in with_care else self._encoding.read(record.payload)
+            if usual is None:
+                left = self._wanted.max_rejects - rejected[record.file]
+                checked = self._check(record, left) if left > 0 else CheckedRecord([], [])
+                rejects += [(record.file, reject) for reject in checked.rejects]
+                rejected[record.file] += len(checked.rejects)
+                usual = checked.groups
+            groups += [(number, group) for group in usual]
+        return groups, rejects
+
+    def _check(self, record: _Record, max_rejects: int) -> CheckedRecord:
+        """Read a record with care; of a message that is none, those that it swallowed because its length lies."""
+        reject = _reject_maker(record, self._encoding, self._wanted)
+        checked = self._encoding.check(record.payload, reject, max_rejects)
+        inside = next_record(record.payload, record.shape, 1) if checked.is_unreadable else -1
+        if inside < 0 or max_rejects <= 1:
+            return checked
+        groups, rejects = [], [reject("record cut: another begins inside", 0, inside)]
+        for item in records(record.payload[inside:], record.shape):
+            offset = record.offset + inside + item.offset
+            if isinstance(item, Damage):
+                rejects.append(reject(item.reason, inside + item.offset, inside + item.offset + item.length))
+                continue
+            inner = _Record(record.file, offset, item.payload, record.shape)
+            maker = _reject_maker(inner, self._encoding, self._wanted)
+            found = self._encoding.check(item.payload, maker, max(max_rejects - len(rejects), 1))
+            groups += found.groups
+            rejects += found.rejects
+        return CheckedRecord(groups, rejects)
+
+
+_Groups = list[tuple[int, SpanGroup]]
+"""Groups of spans, each with the number of its record among those held."""
+
+
+def _reject_maker(record: _Record, encoding: _Encoding, wanted: Wanted) -> MakeReject:
+    def reject(reason: str, start: int = 0, end: int | None = None, shown: bytes | None = None) -> Reject:
+        payload = record.payload[start:end]
+        text = excerpt(payload if shown is None else shown, encoding.name, show_values=wanted.show_values)
+        return Reject("", record.offset + start, len(payload), reason, text)
+
+    return reject
+
+
+def _parts(groups: _Groups, held: Sequence[_Record]) -> Iterator[_Groups]:
+    """Cut the spans of very long records into parts, each of which is built by itself."""
+    size = sum(len(record.payload) for record in held)
+    pieces = 1 + size // (2 * _RECORDS_BYTES)
+    if pieces == 1:
+        yield groups
+        return
+    limit = 1 + sum(len(span.events) for _, group in groups for span in group.spans) // pieces
+    part: _Groups = []
+    events = 0
+    for number, group in groups:
+        begin = 0
+        for place, span in enumerate(group.spans, start=1):
+            events += len(span.events)
+            if events >= limit:
+                yield [*part, (number, SpanGroup(group.origin, group.spans[begin:place]))]
+                part, begin, events = [], place, 0
+        part.append((number, SpanGroup(group.origin, group.spans[begin:])))
+    yield part
+
+
+def _build(
+    groups: _Groups, held: Sequence[_Record], encoding: _Encoding, wanted: Wanted
+) -> tuple[pl.DataFrame, dict[str, pl.DataFrame], pl.DataFrame]:
+    """Build the frames of some spans.
+
+    Raises:
+        UnreadableRecordsError: Spans or events have attributes that cannot be read.
+    """
+    spans = [span for _, group in groups for span in group.spans]
+    number = np.repeat(
+        np.array([number for number, _ in groups], np.int64), [len(g.spans) for _, g in groups]
+    )
+    span_row = np.repeat(np.arange(len(spans), dtype=np.uint32), [len(span.events) for span in spans])
+    events = encoding.events(list(chain.from_iterable([span.events for span in spans])))
+    dropped = np.array([span.dropped_attributes for span in spans], np.int64)
+    if events.dropped.any():
+        dropped += np.bincount(span_row, events.dropped, len(spans)).astype(np.int64)
+    names = {name: code for code, name in enumerate(dict.fromkeys(events.names))}
+    codes = np.fromiter(map(names.__getitem__, events.names), np.int64, len(events.names))
+    unreadable = {int(number[span_row[place]]) for place in events.bad}
+    frames: dict[str, pl.DataFrame] = {}
+    for name, keys in wanted.events.items():
+        if name in names:
+            rows = np.flatnonzero(codes == names[name])
+            found, bad = _read_attributes(events.texts, rows, keys, encoding, events.odd)
+            unreadable |= set(number[span_row[bad]].tolist())
+            # Rows of bad events are missing, but then nothing of this is used.
+            frames[name] = _in_order([(r, _event_frame(r, c, keys, events, span_row)) for r, c in found])
+    attributes, bad = _span_attributes(spans, groups, encoding, wanted)
+    unreadable |= set(number[bad].tolist())
+    if unreadable:
+        raise UnreadableRecordsError(unreadable)
+    frame = _span_frame(spans, groups, number, held, dropped)
+    return frame.hstack(attributes), frames, _event_counts(names, codes, span_row)
+
+
+_Part = tuple["NDArray[np.int64]", dict[str, pl.Series]]
+"""Spans or events with the same attributes: which they are, and columns of those that are wanted and there."""
+
+
+def _read_attributes(
+    texts: PackedTexts,
+    rows: NDArray[np.int64],
+    keys: Collection[str],
+    encoding: _Encoding,
+    known: Mapping[int, Pairs],
+) -> tuple[list[_Part], list[int]]:
+    """Read the attributes of some spans or events: column by column, and one by one what no layout fits.
+
+    Args:
+        texts: The attributes of all of them.
+        rows: Which to read, ascending.
+        keys: Attributes that become columns.
+        encoding: Reads them.
+        known: Attributes that were read already, by row.
+
+    Returns:
+        The attributes, in parts, and the rows that cannot be read.
+    """
+    odd = np.array(sorted(known), np.int64)
+    usual = rows[~np.isin(rows, odd)] if len(odd) else rows
+    found, rest = layouts.read_columns(texts, usual, keys, encoding.syntax)
+    rest = np.union1d(rest, np.intersect1d(rows, odd))
+    pairs: list[dict[str, Any]] = []
+    bad: list[int] = []
+    for row in rest.tolist():
+        try:
+            read = known.get(row) or encoding.pairs(texts.data[texts.starts[row] : texts.ends[row]])
+        except FieldError:
+            bad.append(row)
+        else:
+            pairs.append(dict(read))  # of a key that is there twice, the last counts
+    parts: list[_Part] = [(found.rows, found.columns)] if len(found.rows) else []
+    if pairs:
+        parts.append((rest[~np.isin(rest, bad)] if bad else rest, _columns_of(pairs, keys)))
+    return parts, bad
+
+
+def _in_order(parts: Sequence[tuple[NDArray[np.int64], pl.DataFrame]]) -> pl.DataFrame:
+    """Put parts together in the order of their rows."""
+    if len(parts) == 1:
+        return parts[0][1]
+    frame = pl.concat([frame for _, frame in parts], how="diagonal")
+    return frame[np.argsort(np.concatenate([rows for rows, _ in parts]))]
+
+
+def _columns_of(pairs: list[dict[str, Any]], keys: Collection[str]) -> dict[str, pl.Series]:
+    """Make columns of attributes that were read one by one; of several kinds of values it is text."""
+    columns = {}
+    for key in keys:
+        values = [each.get(key) for each in pairs]
+        kinds = {type(value) for value in values} - {type(None)}
+        if kinds:
+            columns[key] = pl.Series(
+                key, values if len(kinds) == 1 else [scalar_text(value) for value in values]
+            )
+    return columns
+
+
+def _event_frame(
+    rows: NDArray[np.int64],
+    found: dict[str, pl.Series],
+    keys: Mapping[str, pl.DataType],
+    events: Events,
+    span_row: NDArray[np.uint32],
+) -> pl.DataFrame:
+    columns = {"span_row": span_row[rows], "unix_ns": events.unix_ns[rows]}
+    columns |= {key: as_type(column, keys[key]) for key, column in found.items()}
+    return pl.DataFrame(columns)
+
+
+def _span_attributes(
+    spans: list[Span], groups: _Groups, encoding: _Encoding, wanted: Wanted
+) -> tuple[pl.DataFrame, list[int]]:
+    """Return the attributes of spans as columns, and the rows of spans that cannot be read."""
+    texts = PackedTexts.of([span.attributes for span in spans])
+    # Spans of a scope are written alike, mostly; the names of step spans are all different.
+    scopes = np.array([hash(group.origin.scope) for _, group in groups], np.int64)
+    scope_of = np.repeat(scopes, [len(group.spans) for _, group in groups])
+    keys = wanted.kept_keys.union(wanted.span_keys)
+    nothing = pl.DataFrame(
+        schema={"attributes": ATTRIBUTE_LIST, **dict.fromkeys(wanted.span_keys, pl.String)}
+    )
+    parts = [(np.zeros(0, np.int64), nothing)]
+    bad: list[int] = []
+    for scope in np.unique(scopes):
+        found, unreadable = _read_attributes(texts, np.flatnonzero(scope_of == scope), keys, encoding, {})
+        parts += [(rows, _attribute_frame(columns, len(rows), wanted)) for rows, columns in found]
+        bad += unreadable
+    return _in_order(parts), bad
+
+
+def _attribute_frame(found: dict[str, pl.Series], count: int, wanted: Wanted) -> pl.DataFrame:
+    """Return the wanted attributes of spans as text, and those that are kept as a list of key and value."""
+    texts = {key: _as_text(column) for key, column in found.items()}
+    kept = [pl.struct(key=pl.lit(key), value=key) for key in sorted(wanted.kept_keys.intersection(texts))]
+    lists = pl.concat_list(kept) if kept else pl.lit([], ATTRIBUTE_LIST)
+    rows = pl.DataFrame({"": pl.repeat(None, count, eager=True), **texts})
+    # Not `select` alone, which gives a single row where there is nothing but literals.
+    return rows.with_columns(
+        lists.list.filter(pl.element().struct["value"].is_not_null()).alias("attributes"),
+    ).select("attributes", *texts.keys() & set(wanted.span_keys))
+
+
+def _as_text(column: pl.Series) -> pl.Series:
+    if column.dtype == pl.Float64:
+        known = column.unique()
+        return column.replace_strict(known, [scalar_text(value) for value in known], return_dtype=pl.String)
+    return column.cast(pl.String)
+
+
+def _span_frame(
+    spans: list[Span],
+    groups: _Groups,
+    number: NDArray[np.int64],
+    held: Sequence[_Record],
+    dropped: NDArray[np.int64],
+) -> pl.DataFrame:
+    sizes = [len(group.spans) for _, group in groups]
+    origins = {
+        name: pl.Series([getattr(group.origin, name) for _, group in groups], dtype=pl.String).gather(
+            np.repeat(np.arange(len(groups)), sizes)
+        )
+        for name in ("scope", "service_name", "service_instance_id", "host_name")
+    }
+    columns: dict[str, Any] = {
+        "span_row": np.arange(len(spans), dtype=np.uint32),
+        "file": np.array([record.file for record in held], np.uint32)[number],
+        "source_offset": np.array([record.offset for record in held], np.int64)[number],
+        "trace_id": [span.trace_id for span in spans],
+        "span_id": [span.span_id for span in spans],
+        "parent_span_id": [span.parent_span_id or None for span in spans],
+        "scope": origins["scope"],
+        "name": [span.name or None for span in spans],
+        "kind": [_KINDS[span.kind] if 0 <= span.kind < len(_KINDS) else None for span in spans],
+        "start_unix_ns": [span.start_unix_ns or None for span in spans],
+        "end_unix_ns": [span.end_unix_ns or None for span in spans],
+        "status_code": [
+            _STATUS_CODES[span.status_code] if 0 <= span.status_code < len(_STATUS_CODES) else None
+            for span in spans
+        ],
+        "status_message": [span.status_message or None for span in spans],
+        "service_name": origins["service_name"],
+        "service_instance_id": origins["service_instance_id"],
+        "host_name": origins["host_name"],
+        "dropped_events": [span.dropped_events for span in spans],
+        "dropped_attributes": dropped,
+    }
+    return pl.DataFrame(columns, schema=SPAN_COLUMNS)
+
+
+def _event_counts(
+    names: dict[str, int], codes: NDArray[np.int64], span_row: NDArray[np.uint32]
+) -> pl.DataFrame:
+    pairs, counts = np.unique(span_row.astype(np.int64) * max(len(names), 1) + codes, return_counts=True)
+    texts = pl.Series(list(names), dtype=pl.String)
+    rows, code = np.divmod(pairs, max(len(names), 1))
+    return pl.DataFrame({"span_row": rows, "name": texts.gather(code), "count": counts}, schema=COUNT_COLUMNS)
+
+
+def as_type(column: pl.Series, dtype: pl.DataType) -> pl.Series:
+    """Return values as the type their column has, null where they are no such thing.
+
+    Exporters differ in how they write a number: 7, 7.0 and "7" are the same.
+    """
+    if column.dtype == dtype:
+        return column
+    if column.dtype == pl.Boolean and dtype.is_numeric():
+        return pl.Series([None], dtype=dtype).new_from_index(0, len(column))
+    if column.dtype == pl.String and dtype.is_integer():
+        exact = column.cast(dtype, strict=False)
+        return exact.zip_with(
+            exact.is_not_null(), column.cast(pl.Float64, strict=False).cast(dtype, strict=False)
+        )
+    return column.cast(dtype, strict=False)
+
+
+def empty_batch(wanted: Wanted) -> SpanBatch:
+    """Return a batch of nothing, with the columns in place."""
+    spans = pl.DataFrame(
+        schema={**SPAN_COLUMNS, "attributes": ATTRIBUTE_LIST, **dict.fromkeys(wanted.span_keys, pl.String)}
+    )
+    return SpanBatch(spans, {}, pl.DataFrame(schema=COUNT_COLUMNS), pl.DataFrame(schema=REJECT_COLUMNS))
+
+
+def reject_frame(rejects: Sequence[tuple[int, Reject]]) -> pl.DataFrame:
+    """Return rejects, each with the number of its block, as rows with `REJECT_COLUMNS`."""
+    rows = [(file, r.source_offset, r.length, r.reason, r.excerpt, r.count) for file, r in rejects]
+    return pl.DataFrame(rows, schema=REJECT_COLUMNS, orient="row")

@@ -1,25 +1,30 @@
-"""Spans between wire and columns: what the JSON and protobuf decoders both hand to the column builder."""
+"""Spans between the wire and the columns: what the JSON and the protobuf reader both hand to the column builder."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from tracefit.errors import TracefitError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
-    import polars as pl
     from numpy.typing import NDArray
 
-    from tracefit.sources.records import Reject
+    from tracefit.inputs.rejects import Reject
+    from tracefit.otlp.packed import PackedTexts
 
 INT64_MAX = 2**63 - 1
-UINT32_MAX = 2**32 - 1
+MAX_VALUE_DEPTH = 40
+"""Levels of arrays and key-value lists in one attribute value."""
+
+ID_BYTES = {"traceId": 16, "spanId": 8, "parentSpanId": 8}
 
 Scalar = int | float | bool | str | None
 """An attribute's value: of the four scalar kinds, JSON text (a str) for nested ones, None for an empty one."""
@@ -27,50 +32,26 @@ Scalar = int | float | bool | str | None
 Pairs = list[tuple[str, Scalar]]
 """Attributes in the order of the wire."""
 
+Plain = Scalar | list["Plain"] | dict[str, "Plain"]
+"""A nested attribute value; bytes are base64 text in it, and numbers that JSON lacks are strings."""
+
 
 class FieldError(TracefitError):
     """A field has a value that OTLP does not allow; the message names the field, not the value."""
 
 
-class UncheckedAttributeError(TracefitError):
-    """An attribute that was taken on trust cannot be read: its batch has to be decoded with checks."""
+class UnreadableRecordsError(TracefitError):
+    """Records that were taken on trust hold attributes that cannot be read; `records` has their numbers."""
 
-
-class TooMuchError(TracefitError):
-    """Records have more fields or events together than are held at a time."""
-
-    def __init__(self) -> None:
-        super().__init__("too much in these records together")
-
-
-class EventLike(Protocol):
-    """An event as decoded; `attributes` are whatever the encoding's `AttributeReader` reads."""
-
-    @property
-    def time_unix_nano(self) -> int:
-        """When it happened; 0 if that is unset."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """What happened."""
-        ...
-
-    @property
-    def attributes(self) -> Any:
-        """The attributes, still encoded."""
-        ...
-
-    @property
-    def dropped_attributes_count(self) -> int:
-        """How many attributes the emitter left out."""
-        ...
+    def __init__(self, records: set[int]) -> None:
+        super().__init__("attributes cannot be read")
+        self.records = records
 
 
 class Span(msgspec.Struct, frozen=True):
     """A span that has been checked: ids are lower-case hex, or empty for no parent; times are within int64.
 
-    Events are as they were parsed, for there are many of them.
+    `attributes` and `events` are as the reader of the encoding left them, which also turns them into columns.
     """
 
     trace_id: str
@@ -78,93 +59,95 @@ class Span(msgspec.Struct, frozen=True):
     parent_span_id: str
     name: str
     kind: int
-    start_time_unix_nano: int
-    end_time_unix_nano: int
-    attributes: Pairs
-    events: Sequence[EventLike]
-    dropped_attributes_count: int
-    dropped_events_count: int
+    start_unix_ns: int
+    end_unix_ns: int
+    attributes: bytes | msgspec.Raw
+    events: Sequence[Any]
+    dropped_attributes: int
+    dropped_events: int
     status_code: int
     status_message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where spans come from: what their resource and scope say, and the record they were in."""
+    """What the resource and the scope of spans say."""
 
-    source_file: str
-    source_offset: int
     service_name: str | None = None
     service_instance_id: str | None = None
     host_name: str | None = None
     scope: str | None = None
 
+    @classmethod
+    def of(cls, resource: Iterable[tuple[str, Scalar]], scope: str) -> Origin:
+        """Return the origin that resource attributes and a scope's name give; what is not a string is unset."""
+        named = {key: value or None for key, value in resource if isinstance(value, str)}
+        host = named.get("host.name") or named.get("host.id")
+        return cls(named.get("service.name"), named.get("service.instance.id"), host, scope or None)
 
-@dataclass(frozen=True, slots=True)
-class SpanGroup:
+
+class SpanGroup(NamedTuple):
     """Spans of one origin, in the record's order."""
 
     origin: Origin
     spans: list[Span]
 
 
-@dataclass(slots=True)
-class Decoded:
-    """What was in some records.
+class Events(NamedTuple):
+    """Events as columns.
 
     Attributes:
-        groups: The good spans.
-        rejects: What is wrong with others.
-        more: How many bad spans there are besides.
+        names: Their names.
+        unix_ns: Their times; shape (n,).
+        texts: Their attributes, encoded.
+        dropped: How many attributes the emitter left out; shape (n,).
+        odd: Attributes of the events that had to be read one by one, by their place.
+        bad: Places of events that cannot be read.
     """
 
-    groups: list[SpanGroup] = field(default_factory=list)
-    rejects: list[Reject] = field(default_factory=list)
-    more: int = 0
+    names: list[str]
+    unix_ns: NDArray[np.int64]
+    texts: PackedTexts
+    dropped: NDArray[np.int64]
+    odd: dict[int, Pairs]
+    bad: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Attribute columns of events that are alike.
+class CheckedRecord(NamedTuple):
+    """What a careful look at one record found: its good spans, and a reject for everything else."""
 
-    Attributes:
-        rows: Which of the events, ascending.
-        columns: Attribute key to a column without nulls, as long as `rows`; None if the events are to be read one
-            by one.
+    groups: list[SpanGroup]
+    rejects: list[Reject]
+    is_unreadable: bool = False
+    """Whether nothing of it could be read."""
+
+
+def scalar_text(value: Scalar) -> str | None:
+    """Return a string as it is, a number or boolean as JSON text, and None for an empty value."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(finite(value)).strip("'")
+
+
+def finite(value: float) -> float | str:
+    """Return the number, or its ProtoJSON name if JSON has no number for it."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def nested_text(value: Plain) -> str:
+    """Return a nested value as compact JSON text."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def check_depth(depth: int) -> None:
+    """Refuse values nested deeper than `MAX_VALUE_DEPTH`.
+
+    Raises:
+        FieldError: `depth` is beyond it.
     """
-
-    rows: NDArray[np.int64]
-    columns: dict[str, pl.Series] | None
-
-
-class AttributeReader(Protocol):
-    """Reads the attributes of events of one encoding."""
-
-    def pairs(self, attributes: Any) -> Pairs:
-        """Return keys and values of one event, in order."""
-        ...
-
-    def parts(self, attributes: list[Any]) -> list[Part]:
-        """Read the attributes of many events at once.
-
-        Args:
-            attributes: Those of each event.
-
-        Returns:
-            Parts that have every event once: those with the same keys, in the same order and of the same kinds, as
-            columns, the others left over.
-        """
-        ...
-
-
-def origin_of(source_file: str, source_offset: int, resource: Pairs, scope: str) -> Origin:
-    """Make the origin of a scope's spans from its resource's attributes; what is not a string is unset."""
-    named = {key: value or None for key, value in resource if isinstance(value, str)}
-    return Origin(
-        source_file,
-        source_offset,
-        named.get("service.name"),
-        named.get("service.instance.id"),
-        named.get("host.name") or named.get("host.id"),
-        scope or None,
-    )
+    if depth > MAX_VALUE_DEPTH:
+        raise FieldError(f"value is nested deeper than {MAX_VALUE_DEPTH} levels")

@@ -19,7 +19,6 @@ from tracefit.tables import dialects, schema
 from tracefit.tables.clocks import on_core_clock
 from tracefit.tables.epochs import MARKS, EpochScanner, in_epoch, marks_of
 from tracefit.tables.external_sort import ExternalSort, SortSpace
-from tracefit.tables.parts import RunPart, parts_of
 from tracefit.tables.requests import (
     api_requests,
     cached_prompt_tokens,
@@ -31,7 +30,7 @@ from tracefit.tables.resolve import Facts, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import RunTally
 from tracefit.tables.span_requests import telling_spans, told_requests
-from tracefit.tables.staging import read_staged
+from tracefit.tables.staging import RunPart, parts_of, read_staged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from tracefit.tables.manifest import ReadFile
 
-WINDOW_BYTES = 3 << 20
+WINDOW_BYTES = 24 << 20
 """Bytes on disk of the staged parts that are read as one; they are several times that in memory."""
 
 

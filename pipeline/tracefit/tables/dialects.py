@@ -322,3 +322,10 @@ SPAN_ATTRIBUTES = tuple(
     )
 )
 """Span attributes that are kept: ids, counts, times, routes, the model, sampling parameters. Nothing a user wrote."""
+
+_REQUEST_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.attribute)
+REQUEST_ATTRIBUTES = {s.column: s.attribute for s in _REQUEST_RULES if s.dialect == "journey" and s.attribute}
+"""Column of an API span's row to the attribute it holds."""
+
+SPAN_KEYS = tuple(sorted({s.attribute for s in _REQUEST_RULES if s.attribute}))
+"""Attributes of spans that become columns of their rows."""

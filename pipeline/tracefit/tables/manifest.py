@@ -25,42 +25,27 @@ class _Strict(BaseModel):
 
 
 class StagedPart(_Strict):
-    """A stretch of a trace file, decoded."""
+    """Decoded rows of a trace file."""
 
     name: str = Field(pattern=r"^[0-9a-f]{32}$", description="folder below .stage")
-    file: int = Field(ge=0, description="number of the file among those of the part: small ones share one")
-    begin: int = Field(ge=0, description="offset of its first byte in the decompressed file")
+    file: int = Field(ge=0, description="number that the file's rows have in the part: small files share one")
     spans: int = Field(ge=0, description="spans of the vLLM scopes in it")
     other_spans: int = Field(ge=0, description="spans of other scopes, counted and left out")
     rejects: int = Field(ge=0, description="records in it that could not be read")
 
 
 class ReadFile(_Strict):
-    """A trace file that was read."""
+    """A trace file that was read; of the same name, size and hash it is not decoded again."""
 
     path: str = Field(description="the file as it was named")
-    size_bytes: int = Field(ge=0, description="its size on disk")
-    sha256: str = Field(
-        description="SHA-256 over the CRC-32, big-endian, of each 64 KiB of its bytes on disk"
-    )
+    size_bytes: int = Field(ge=0, description="its size as stored")
+    sha256: str = Field(description="SHA-256 of its bytes as stored")
     modified_ns: int | None = Field(
         None,
         description="Unix time of its last change, of a file in a bucket: with that and the size it is known",
     )
-    shape: str = Field(description="how its records lie in it, told from the content")
-    can_grow: bool = Field(description="whether what is appended can be read without what is there")
     tool_version: str = Field(description="version of tracefit that decoded it")
     parts: tuple[StagedPart, ...]
-
-    @property
-    def spans(self) -> int:
-        """Spans of the vLLM scopes in the file, duplicates included."""
-        return sum(part.spans for part in self.parts)
-
-    @property
-    def rejects(self) -> int:
-        """Records of the file that could not be read."""
-        return sum(part.rejects for part in self.parts)
 
 
 class TablePart(_Strict):
@@ -72,6 +57,9 @@ class TablePart(_Strict):
 class IngestedRun(_Strict):
     """What is known of one run."""
 
+    source: str | None = Field(
+        None, description="the folder it was read from; null for files named one by one"
+    )
     options: str | None = Field(None, description="hash of the options that say what of a span is kept")
     files: tuple[ReadFile, ...] = ()
     built_from: str | None = Field(

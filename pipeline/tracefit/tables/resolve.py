@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tracefit.tables.parts import RunPart
+    from tracefit.tables.staging import RunPart
 
 _NARROW = (
     "file",

@@ -24,9 +24,6 @@ _KEY = ["trace_id", "owner"]
 _IDS = ("run_id", "server", "epoch", "trace_id")
 
 
-TOLD_KEYS = {f"told.{key}": key for key in sorted({r.attribute for r in _RULES if r.attribute})}
-"""Column of a span's row to the attribute it holds."""
-
 _SPAN = (
     "trace_id",
     "span_id",
@@ -44,11 +41,11 @@ def telling_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the stock and lifecycle spans, with what `told_requests` needs of them.
 
     Args:
-        spans: Rows of spans that count, with `TOLD_KEYS`, server and server_zero.
+        spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server and server_zero.
     """
     kinds = {(rule.scope, rule.span): rule for rule in _RULES}
     telling = reduce(or_, map(_matches, kinds.values()))
-    return spans.filter(telling).select(*_SPAN, *TOLD_KEYS)
+    return spans.filter(telling).select(*_SPAN, *dialects.SPAN_KEYS)
 
 
 def told_requests(spans: pl.DataFrame) -> pl.DataFrame:
@@ -93,7 +90,7 @@ def _value(rule: Spelling) -> pl.Expr:
     mine = _matches(rule)
     durations = as_us(pl.col("end_unix_ns") - pl.col("start_unix_ns")).filter(mine)
     if rule.take == "value":
-        found = pl.col(f"told.{rule.attribute}").filter(mine).drop_nulls().first()
+        found = pl.col(rule.attribute or "").filter(mine).drop_nulls().first()
         return found if rule.column in _TEXT else found.cast(pl.Float64, strict=False) * rule.factor
     if rule.take == "start":
         return pl.col("start_unix_ns").filter(mine).min()

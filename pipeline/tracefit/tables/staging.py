@@ -1,12 +1,14 @@
-"""Decoded rows on disk: what a stretch of a trace file held, so that it need not be decoded again.
+"""Decoded rows on disk: what some blocks of trace files held, so that they need not be decoded again.
 
 `TABLES/.stage/<part>/` holds one Arrow IPC file per frame of `Rows`. It is tracefit's own store, not a published table:
-the manifest says which parts are valid, and a part of another tool version is decoded anew.
+the manifest says which parts are valid, and a part of another tool version is decoded anew. Small files share a part. A
+file's rows are its own all the same: they count as long as the manifest names the part for the file.
 """
 
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -19,8 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from tracefit.tables.manifest import ReadFile
+
 STAGE_NAME = ".stage"
-_BLOCK_ROWS = 64 * 1024
+_BATCH_ROWS = 64 * 1024
+_FILES = {"file": pl.UInt32, "place": pl.UInt32, "source_file": pl.String}
 
 
 def write_staged(rows: Rows, scratch: Path, stage: Path) -> str:
@@ -40,7 +45,7 @@ def write_staged(rows: Rows, scratch: Path, stage: Path) -> str:
     for kind, frame in rows.frames().items():
         if frame.height:
             with create(unfinished / f"{kind}.arrow") as stream:
-                frame.write_ipc(stream, compression="lz4", record_batch_size=_BLOCK_ROWS)
+                frame.write_ipc(stream, compression="lz4", record_batch_size=_BATCH_ROWS)
     stage.mkdir(exist_ok=True)
     unfinished.rename(stage / name)
     return name
@@ -62,3 +67,30 @@ def read_staged(stage: Path, name: str, kind: str, columns: Sequence[str] | None
         raise DataError(
             "is damaged", where=str(path), hint=f"remove {stage} and ingest the traces again"
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class RunPart:
+    """A staged part of a run.
+
+    Attributes:
+        name: Its name.
+        files: file (number in the part), place (which comes first in the run), source_file. Rows of files that are not
+            listed do not count.
+    """
+
+    name: str
+    files: pl.DataFrame
+
+    def of_files(self, rows: pl.DataFrame, column: str) -> pl.DataFrame:
+        """Return the rows that count, with `place` or `source_file` in place of `file`."""
+        named = self.files.select("file", column)
+        return rows.join(named, on="file", how="inner", maintain_order="left").drop("file")
+
+
+def parts_of(files: Sequence[ReadFile]) -> list[RunPart]:
+    """List the parts of a run's files, which come in the order that decides which of two like spans counts."""
+    rows: dict[str, list[tuple[int, int, str]]] = {}
+    for place, (file, part) in enumerate((f, part) for f in files for part in f.parts):
+        rows.setdefault(part.name, []).append((part.file, place, file.path))
+    return [RunPart(name, pl.DataFrame(of, schema=_FILES, orient="row")) for name, of in rows.items()]

@@ -283,7 +283,9 @@ def _to_arrow(frame: pl.DataFrame, table: schema.Table) -> pa.Table:
 
 def _to_map(lists: pl.Series) -> pa.Array:
     lengths = lists.list.len().fill_null(0).to_numpy()
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    # Not pa.array, which imports pandas where that is installed.
+    offsets = pa.Array.from_buffers(pa.int32(), len(ends), [None, pa.py_buffer(ends)])
     pairs = lists.explode(empty_as_null=False).drop_nulls().struct
     keys, values = (
         pairs.field(name).to_arrow(compat_level=pl.CompatLevel.oldest()) for name in ("key", "value")

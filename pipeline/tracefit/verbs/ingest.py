@@ -9,33 +9,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from tracefit import memory
 from tracefit._version import __version__
+from tracefit.engines.local import available_cores
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.features.context import RunContext, gpu_to_json, read_context, scope_of, settings_to_json
 from tracefit.features.settings import SETTINGS, ServerSettings, canonical_name
-from tracefit.sources import Inputs, RunSource, open_inputs
-from tracefit.tables import dialects
+from tracefit.inputs.blocks import Limits
+from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
+from tracefit.inputs.files import content_hash_of
+from tracefit.tables import dialects, schema
 from tracefit.tables.build import IngestCounts, build_tables
 from tracefit.tables.disk import disk_errors, scratch_folder, sweep
 from tracefit.tables.manifest import IngestedRun
 from tracefit.tables.rows import RowOptions
 from tracefit.tables.staging import STAGE_NAME
 from tracefit.tables.store import RunWriter, TableStore
-from tracefit.verbs.file_plans import Stock, options_hash
-from tracefit.verbs.inputs import Input, content_hash, namesakes, place
-from tracefit.verbs.kv import hash_of, kv_tables
-from tracefit.verbs.reading import FileReader
+from tracefit.verbs.reading import KnownFiles, Reading, content_hash, options_hash, resolve_run_id
 from tracefit.verbs.results import IngestResult, Progress, RunSummary, Silent
 from tracefit.verbs.timelines import SMALL_RUN_ROWS, write_timelines
-from tracefit.verbs.workers import available_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import polars as pl
+
+    from tracefit.tables.manifest import ReadFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +63,26 @@ class IngestOptions:
         keep_attributes: Keys of span attributes to keep beside the usual ones (ids, counts, routes, the model, sampling
             parameters).
         show_values: Show the beginning of a record that was rejected as it is, not its structure and keys alone.
+        max_document: Bytes of the longest record; it is held whole.
+        max_rejects: Bad records of a file after which it is not read further.
     """
 
     all_spans: bool = False
     keep_attributes: tuple[str, ...] = ()
     show_values: bool = False
+    max_document: int = 256 << 20
+    max_rejects: int = 100_000
+
+    @property
+    def limits(self) -> Limits:
+        """How much of a file is held and borne."""
+        return Limits(self.max_document, self.max_rejects)
 
     @property
     def rows(self) -> RowOptions:
         """The same in the words of the tables."""
         attributes = tuple(sorted({*dialects.SPAN_ATTRIBUTES, *self.keep_attributes}))
-        return RowOptions(attributes, all_spans=self.all_spans, show_values=self.show_values)
+        return RowOptions(attributes, self.all_spans, self.show_values, self.max_rejects)
 
 
 def ingest(
@@ -133,14 +141,14 @@ def ingest_inputs(
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = [_context(source, server) for source in inputs.runs]
-    warnings = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.notable]
+    warnings = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
 
     def waiting() -> None:
         told.warn(f"{store.root}: another process is writing there; waiting for it")
 
     with disk_errors(store.root), store.lock(waiting):
         sweep(store.root)
-        work = _Work(store, workers or available_cores(), options.rows, told)
+        work = _Work(store, workers or available_cores(), options, told)
         try:
             summaries = [
                 work.run(source, context, warnings)
@@ -169,38 +177,35 @@ class _Work:
 
     store: TableStore
     workers: int
-    options: RowOptions
+    options: IngestOptions
     told: Progress
 
     def run(self, source: RunSource, context: RunContext, warnings: list[str]) -> RunSummary:
         """Bring one run's tables up to date."""
         self.told.stage(f"reading {source.run_id}")
         manifest = self.store.manifest()
-        options = options_hash(self.options)
-        reader = FileReader(
-            before=namesakes(manifest, source.run_id),
-            stock=Stock.of(manifest, options, self.store.root),
-            options=self.options,
-            root=self.store.root,
-            workers=self.workers,
-            told=self.told,
-        )
-        read = reader.read(source.trace_files)
-        memory.give_back()
-        inputs = [file.input for file in read]
-        run_id = place(manifest, source.run_id, inputs)
+        run_id = resolve_run_id(manifest, source)
         if run_id != source.run_id:
             warnings.append(
                 f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
             )
-        columns = _run_columns(inputs, context)
-        known = manifest.runs.get(run_id)
-        built_from = hashlib.sha256(
-            repr((__version__, options, sorted(columns.items()), hash_of(source.kv_files))).encode()
-        ).hexdigest()
-        if known is None or known.built_from != built_from or any(not file.is_known for file in read):
-            files = tuple(file.entry for file in read)
-            run = IngestedRun(options=options, built_from=built_from, files=files)
+        options, known = options_hash(self.options.rows), manifest.runs.get(run_id)
+        reading = Reading(
+            known=KnownFiles.of(known, options, self.store.root),
+            options=self.options.rows,
+            limits=self.options.limits,
+            root=self.store.root,
+            workers=self.workers,
+            progress=self.told,
+        )
+        read = reading.read(source.trace_files)
+        memory.give_back()
+        columns = _run_columns(read.files, context)
+        kv_hashes = sorted(map(content_hash_of, source.kv_files))
+        facts = (__version__, options, sorted(columns.items()), kv_hashes)
+        built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
+        if known is None or known.built_from != built_from or not read.all_known:
+            run = IngestedRun(source=source.folder, options=options, built_from=built_from, files=read.files)
             self._build(run_id, source, run, columns)
         self._add_kv_events(run_id, source, context)
         summary = _summary(run_id, context, self.store.read("runs", [run_id]))
@@ -232,9 +237,20 @@ class _Work:
         run = self.store.manifest().runs[run_id]
         if "kv_events" in run.tables:
             return
-        block_size = context.settings.block_size
+        tables = {"kv_events": schema.KV_EVENTS.empty()}
+        if source.kv_files:
+            from tracefit.kv.columns import kv_tables  # noqa: PLC0415 - most runs have no recordings
+            from tracefit.kv.recordings import read_kv  # noqa: PLC0415
+
+            names = ("steps", "journey_events", "requests", "runs", "rejects")
+            tables = kv_tables(
+                read_kv(source.kv_files, max_rejects=self.options.max_rejects),
+                {name: self.store.read(name, [run_id]) for name in names},
+                run_id=run_id,
+                block_size=context.settings.block_size,
+            )
         with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
-            for name, rows in kv_tables(self.store, run_id, source.kv_files, block_size=block_size).items():
+            for name, rows in tables.items():
                 writer.write(name, rows)
             self.store.publish(run_id, run, writer.close(), keep=True)
 
@@ -269,15 +285,15 @@ def _require_spans(source: RunSource, counts: IngestCounts) -> None:
     )
 
 
-def _run_columns(inputs: Sequence[Input], context: RunContext) -> dict[str, str | int | None]:
+def _run_columns(files: Sequence[ReadFile], context: RunContext) -> dict[str, str | int | None]:
     return {
         "model": context.settings.model,
         "model_config": context.model_config,
         "settings": settings_to_json(context.settings),
         "gpu": gpu_to_json(context.gpu),
-        "files": len(inputs),
-        "bytes": sum(i.size_bytes for i in inputs),
-        "content_sha256": content_hash(inputs),
+        "files": len(files),
+        "bytes": sum(file.size_bytes for file in files),
+        "content_sha256": content_hash(files),
     }
 
 
@@ -320,6 +336,8 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
     Raises:
         UsageError: A text without an equals sign, a key that is nearly a known one, or a value that is not YAML.
     """
+    import yaml  # noqa: PLC0415 - settings on the command line are rare
+
     values: dict[str, object] = {}
     for text in texts:
         key, equals, value = text.partition("=")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.features.context import context_from_json, scope_of
-from tracefit.sources import open_inputs
-from tracefit.sources.describe import FileShape, describe_file
+from tracefit.inputs.discovery import open_inputs
+from tracefit.inputs.formats import inspect_file
 from tracefit.tables.dialects import dialect_of
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.store import TableStore
@@ -26,8 +26,29 @@ if TYPE_CHECKING:
     import polars as pl
 
     from tracefit.features.context import RunContext
+    from tracefit.inputs.files import TraceFile
 
 EXIT_NOTHING = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FileShape:
+    """One trace file: its name, size as stored, compression and shape in words."""
+
+    name: str
+    bytes: int
+    compression: str
+    shape: str
+
+    @classmethod
+    def of(cls, file: TraceFile) -> FileShape:
+        """Return what the head of a file shows.
+
+        Raises:
+            UsageError: The file cannot be read.
+        """
+        contents = inspect_file(file)
+        return cls(file.name.rpartition("/")[2], file.size, contents.compression or "none", str(contents))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +143,7 @@ def inspect(
         write_timelines(TableStore(scratch), [run.run_id for run in result.runs])
         # Runs are ingested in the order they are found; of two with one name the second has a number by now.
         files = {
-            run.run_id: tuple(describe_file(file) for file in source.trace_files)
+            run.run_id: tuple(FileShape.of(file) for file in source.trace_files)
             for run, source in zip(result.runs, inputs.runs, strict=True)
         }
         return _inspect_tables(TableStore(scratch), files, told)

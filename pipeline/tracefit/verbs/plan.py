@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tracefit.sources import RunSource, open_inputs, sniff
+from tracefit.inputs.discovery import RunSource, open_inputs
+from tracefit.inputs.formats import inspect_file
 from tracefit.tables.store import TableStore
-from tracefit.verbs.file_plans import FilePlan, Stock, options_hash, plan_files
 from tracefit.verbs.ingest import IngestOptions
-from tracefit.verbs.inputs import look_at, namesakes, place
-from tracefit.verbs.reading import divided
+from tracefit.verbs.reading import KnownFiles, options_hash, resolve_run_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from tracefit.inputs.files import TraceFile
     from tracefit.tables.rows import RowOptions
 
 
@@ -29,7 +29,7 @@ class PlannedFile:
         shape: What its records are and how they lie, in words.
         compression: gzip or zstd; null for none.
         bytes: Its size.
-        status: `new`, `grown` (what was appended is to be read), or `known` (nothing is).
+        status: `new`, `grown` (or changed), or `known` (nothing is).
         bytes_to_read: Bytes that would be decoded.
     """
 
@@ -79,22 +79,19 @@ def plan_ingest(
 
 def _planned(source: RunSource, store: TableStore, options: RowOptions) -> list[PlannedFile]:
     manifest = store.manifest()
-    before = namesakes(manifest, source.run_id)
-    stock = Stock.of(manifest, options_hash(options), store.root)
-    same, near, far = divided(source.trace_files, stock)
-    plans = [*same, *plan_files(look_at([*near, *far], before), before, stock)]
-    run_id = place(manifest, source.run_id, [plan.input for plan in plans])
-    return [_planned_file(run_id, plan) for plan in sorted(plans, key=lambda plan: plan.input.file.name)]
+    run_id = resolve_run_id(manifest, source)
+    known = KnownFiles.of(manifest.runs.get(run_id), options_hash(options), store.root)
+    return [_planned_file(run_id, file, known.status(file)) for file in source.trace_files]
 
 
-def _planned_file(run_id: str, plan: FilePlan) -> PlannedFile:
-    contents = plan.input.file.contents or sniff(plan.input.file)
+def _planned_file(run_id: str, file: TraceFile, status: Literal["new", "grown", "known"]) -> PlannedFile:
+    contents = inspect_file(file)
     return PlannedFile(
         run_id=run_id,
-        file=plan.input.file.name,
+        file=file.name,
         shape=str(contents),
         compression=contents.compression,
-        bytes=plan.input.size_bytes,
-        status="known" if plan.is_known else "grown" if plan.kept else "new",
-        bytes_to_read=plan.bytes_to_read,
+        bytes=file.size,
+        status=status,
+        bytes_to_read=0 if status == "known" else file.size,
     )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from tracefit.features.context import context_from_json
 from tracefit.tables import schema
 from tracefit.tables.runs import COMPLETE_SHARE
-from tracefit.timeline import EngineLimits, build_timeline, with_step_times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,10 +15,11 @@ if TYPE_CHECKING:
 
     from tracefit.features.context import RunContext
     from tracefit.tables.store import TableStore
+    from tracefit.timeline import EngineLimits
 
 DEFAULT_BLOCK_SIZE = 16
 
-SMALL_RUN_ROWS = 200_000
+SMALL_RUN_ROWS = 100_000
 """Steps, journey events and snapshots of a run whose timeline `ingest` builds within its memory.
 
 The timeline of a larger one is left to `train`, which has more: about 1 KiB for each step.
@@ -44,6 +44,8 @@ def write_timelines(store: TableStore, run_ids: Iterable[str]) -> None:
 
 def timeline_of(store: TableStore, run_id: str) -> dict[str, pl.DataFrame]:
     """Build the timeline of one run from its event tables and its configuration, and its requests with what it tells."""
+    from tracefit.timeline import build_timeline, with_step_times  # noqa: PLC0415 - most ingests need none
+
     runs = store.read("runs", [run_id])
     first = runs.row(0, named=True)
     context = context_from_json(
@@ -64,6 +66,8 @@ def timeline_of(store: TableStore, run_id: str) -> dict[str, pl.DataFrame]:
 
 def engine_limits(context: RunContext) -> EngineLimits:
     """Return what the server's scheduler is bound by, as far as it is known."""
+    from tracefit.timeline import EngineLimits  # noqa: PLC0415
+
     s = context.settings
     return EngineLimits(
         max_num_batched_tokens=s.max_num_batched_tokens,

@@ -15,13 +15,13 @@ from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.errors import DataError
 from tracefit.features.context import Scope, context_from_json, scope_of
 from tracefit.features.documents import read_bytes
-from tracefit.features.kv_cache import with_kv_cache, with_prefix_hits
 from tracefit.features.sets import BUILT_IN, FeatureSet, find_feature_set, read_feature_set
 from tracefit.features.training import ENGINE, WORKLOAD_COLUMNS
 from tracefit.fit.across import fit_across
 from tracefit.fit.options import BetaTarget, ScopeOptions
 from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, Overload, find_overloads, runs_to_fit
 from tracefit.fit.scope import FittedModel, FittedScope, Missing, ScopeTables, fit_scope
+from tracefit.kv.columns import with_kv_cache, with_prefix_hits
 from tracefit.tables import schema
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore

@@ -1,0 +1,177 @@
+"""Blocks to staged rows in local processes.
+
+The engine only decides where `decode_task` runs: in this process, or in workers of a `ProcessPoolExecutor`. Results come
+in the order of the tasks, and are the same whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections import deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from tracefit import memory
+from tracefit.errors import DataError
+from tracefit.inputs.blocks import Block, load
+from tracefit.inputs.rejects import Reject
+from tracefit.otlp.decode import decode_blocks, empty_batch, reject_frame
+from tracefit.tables.manifest import StagedPart
+from tracefit.tables.rows import RowOptions, rows_of
+from tracefit.tables.staging import write_staged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tracefit.otlp.decode import SpanBatch
+
+TASKS_PER_WORKER = 2
+"""Tasks that wait for a worker or for their turn: each may hold a block's bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is decoded together, and where the rows go.
+
+    Attributes:
+        items: Blocks of one encoding, and rejects that were found while they were cut.
+        options: What of the input is kept.
+        scratch: A folder on the same disk to write in.
+        stage: The folder of staged parts.
+    """
+
+    items: tuple[Block | Reject, ...]
+    options: RowOptions
+    scratch: Path
+    stage: Path
+
+
+Decoded = tuple[tuple[StagedPart, ...], ...]
+"""The staged parts of each item of a task; rows know their item by `file`."""
+
+
+def decode_task(task: Task) -> Decoded:
+    """Decode a task's blocks and write the staged parts.
+
+    Raises:
+        UsageError: A file cannot be read any more.
+        OSError: A part cannot be written.
+    """
+    parts: list[list[StagedPart]] = [[] for _ in task.items]
+    for batch in _batches(task):
+        rows = rows_of(batch, task.options)
+        name = write_staged(rows, task.scratch, task.stage)
+        for file, spans, other_spans, rejects in rows.counts.iter_rows():
+            parts[file].append(
+                StagedPart(name=name, file=file, spans=spans, other_spans=other_spans, rejects=rejects)
+            )
+    return tuple(map(tuple, parts))
+
+
+def _batches(task: Task) -> Iterator[SpanBatch]:
+    found = [(number, item) for number, item in enumerate(task.items) if isinstance(item, Reject)]
+    blocks = [(number, item, load(item)) for number, item in enumerate(task.items) if isinstance(item, Block)]
+    for batch in decode_blocks(blocks, task.options.wanted):
+        yield batch if not found else batch.with_rejects(reject_frame(found))
+        found = []
+    if found:
+        yield empty_batch(task.options.wanted).with_rejects(reject_frame(found))
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_tasks(tasks: Iterable[Task], *, workers: int) -> Iterator[tuple[Task, Decoded]]:
+    """Decode tasks and yield each with its parts, in their order.
+
+    Args:
+        tasks: The tasks; they are asked for one by one as workers become free.
+        workers: Processes to use; one means this one.
+
+    Raises:
+        DataError: A worker died.
+        UsageError: A file cannot be read any more.
+        OSError: A part cannot be written.
+    """
+    if workers <= 1:
+        for task in tasks:
+            yield task, decode_task(task)
+        return
+    waiting: deque[tuple[Task, Future[Decoded]]] = deque()
+    with _pool(workers) as pool:
+        for task in tasks:
+            with _worker_surroundings(workers):
+                waiting.append((task, pool.submit(decode_task, task)))
+            while len(waiting) >= TASKS_PER_WORKER * workers:
+                yield _result(*waiting.popleft())
+        while waiting:
+            yield _result(*waiting.popleft())
+
+
+def _result(task: Task, future: Future[Decoded]) -> tuple[Task, Decoded]:
+    try:
+        return task, future.result()
+    except BrokenProcessPool as error:
+        names = [item.source_file for item in task.items]
+        raise DataError(
+            "a worker died while it was read", where=names[0], hint="if memory ran out, use fewer --workers"
+        ) from error
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Make a pool whose processes start anew: a forked one would have the locks of polars' threads, and no threads."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _worker_surroundings(workers: int) -> Iterator[None]:
+    """Set up what a worker that starts here sees.
+
+    It imports nothing from the working folder, which may hold anything, and does not run the caller's script again.
+    Each worker has its own cores; more threads would only wait for each other.
+    """
+    threads = str(max(1, available_cores() // workers))
+    changed = {**memory.SETTINGS, "POLARS_MAX_THREADS": threads, "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in changed}
+    main, path = sys.modules["__main__"], sys.path
+    os.environ.update(changed)
+    sys.modules["__main__"] = ModuleType("__main__")
+    sys.path = [folder for folder in path if folder not in ("", ".", str(Path.cwd()))]
+    try:
+        yield
+    finally:
+        sys.modules["__main__"], sys.path = main, path
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _end_with_parent() -> None:
+    """End this worker when its parent dies: nobody wants the rest, and another process may take over the folder."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # noqa: S101 - only workers call this
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

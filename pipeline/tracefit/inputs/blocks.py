@@ -1,0 +1,204 @@
+"""A trace file to blocks of whole records: the units in which it is decoded, by this process or another.
+
+A block of an uncompressed local file is a range of it, which whoever decodes it reads for himself; any other has its
+bytes with it. Offsets count in the decompressed file. At most a few blocks are in memory, and never more of one record
+than `Limits.max_document`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracefit.inputs.compression import Gap, Piece, pieces
+from tracefit.inputs.files import cannot_open, display_name
+from tracefit.inputs.formats import HEAD_BYTES, detect_format
+from tracefit.inputs.framing import Shape, next_record, whole_records
+from tracefit.inputs.rejects import Encoding, Reject, excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tracefit.inputs.files import TraceFile
+
+BLOCK_BYTES = 24 << 20
+"""About the size of a block; the last is smaller, one with a longer record larger."""
+
+_EXCERPT_BYTES, _EDGE_BYTES = 4096, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is read of one file, whatever its size.
+
+    Attributes:
+        max_document: Bytes of the longest record; it is held whole.
+        max_rejects: After so many rejects in a file its reading stops.
+    """
+
+    max_document: int = 256 << 20
+    max_rejects: int = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole records one behind another.
+
+    Attributes:
+        source_file: The file, as the user knows it.
+        shape: How records lie in it.
+        encoding: How they are encoded.
+        offset: Where it begins, in bytes of the decompressed file.
+        path: Where to read it from, if it has no payload.
+        size: Its bytes.
+        payload: The bytes themselves, if there is no path.
+    """
+
+    source_file: str
+    shape: Shape
+    encoding: Encoding
+    offset: int
+    path: str | None
+    size: int
+    payload: bytes | None
+
+
+def read_blocks(
+    file: TraceFile,
+    limits: Limits = Limits(),
+    *,
+    on_read: Callable[[int], object] | None = None,
+    show_values: bool = False,
+    by_path: bool = True,
+) -> Iterator[Block | Reject]:
+    """Yield a file's blocks in order, and rejects for what is in none.
+
+    Compression and shape come from the content. Damage inside a block is found when it is decoded.
+
+    Args:
+        file: The file.
+        limits: How much of it is held and borne.
+        on_read: Receives the number of bytes of the file, as stored, that were read.
+        show_values: Whether excerpts of rejects may show what is in the records, which is private.
+        by_path: Whether blocks of uncompressed local files come as ranges, for other processes to read.
+
+    Raises:
+        UsageError: If the file cannot be opened, or not be read to its end.
+    """
+    rejects = 0
+    with file.open(on_read=on_read) as raw:
+        for item in _Splitter(file, limits, pieces(raw), show_values=show_values, by_path=by_path).blocks():
+            yield item
+            rejects += isinstance(item, Reject)
+            if rejects >= limits.max_rejects:
+                yield Reject(file.name, 0, 0, f"more than {limits.max_rejects} rejects: the rest is not read")
+                return
+
+
+def load(block: Block) -> bytes:
+    """Return the bytes of a block.
+
+    Raises:
+        UsageError: If the file they are in cannot be read any more.
+    """
+    if block.payload is not None or block.path is None:
+        return block.payload or b""
+    try:
+        with Path(block.path).open("rb", buffering=0) as raw:
+            raw.seek(block.offset)
+            return raw.read(block.size)
+    except OSError as error:
+        raise cannot_open(display_name(block.path), error) from error
+
+
+class _Splitter:
+    """Reads content into a buffer and cuts it where records end."""
+
+    def __init__(
+        self,
+        file: TraceFile,
+        limits: Limits,
+        content: Iterator[Piece | Gap],
+        *,
+        show_values: bool,
+        by_path: bool,
+    ) -> None:
+        self._file = file
+        self._limits = limits
+        self._content = content
+        self._show_values = show_values
+        self._by_path = by_path and file.filesystem is None
+        self._buffer = b""
+        self._offset = 0  # of the buffer, in the content
+        self._stored = 0  # bytes of the content that the file has at the same offset
+        self._is_last = False
+
+    def blocks(self) -> Iterator[Block | Reject]:
+        yield from self._fill(HEAD_BYTES)
+        contents = detect_format(self._buffer, is_whole=self._is_last)
+        shape, encoding = contents.shape, contents.encoding or "json"
+        if shape == "unknown":
+            is_text = self._buffer.lstrip().startswith((b"{", b"["))
+            yield from self._skipped("not OTLP traces", shape, "json" if is_text else "protobuf")
+            return
+        if shape == "empty":
+            return
+        usual = wanted = min(BLOCK_BYTES, self._limits.max_document + 1)
+        while self._buffer or not self._is_last:
+            yield from self._fill(wanted)
+            size = whole_records(self._buffer, shape, is_last=self._is_last)
+            if size > self._limits.max_document or (
+                not size and len(self._buffer) > self._limits.max_document
+            ):
+                yield from self._skipped(self._advice(), shape, encoding)
+                size = 1
+            elif size:
+                yield self._block(shape, encoding, size)
+            wanted = usual if size else min(2 * wanted, self._limits.max_document + 1)
+
+    def _fill(self, size: int) -> Iterator[Reject]:
+        """Read until the buffer holds `size` bytes, or all there are; yield a reject for what is missing on the way."""
+        parts, held = [self._buffer], len(self._buffer)
+        while held < size and not self._is_last:
+            piece = next(self._content, None)
+            if piece is None:
+                self._is_last = True
+            elif isinstance(piece, Gap):
+                yield Reject(self._file.name, self._offset + held, 0, piece.reason, count=piece.count)
+            else:
+                parts.append(piece.data)
+                held += len(piece.data)
+                self._stored += len(piece.data) if piece.is_stored else 0
+        self._buffer = b"".join(parts) if len(parts) > 1 else self._buffer
+
+    def _drop(self, size: int) -> None:
+        self._buffer = self._buffer[size:]
+        self._offset += size
+
+    def _block(self, shape: Shape, encoding: Encoding, size: int) -> Block:
+        is_range = self._by_path and self._offset + size <= self._stored
+        path = self._file.path if is_range else None
+        payload = None if is_range else self._buffer[:size]
+        block = Block(self._file.name, shape, encoding, self._offset, path, size, payload)
+        self._drop(size)
+        return block
+
+    def _skipped(self, reason: str, shape: Shape, encoding: Encoding) -> Iterator[Reject]:
+        """Move to where the next record begins, or to the end, and yield one reject for what was passed over."""
+        start, begins = self._offset, self._buffer[:_EXCERPT_BYTES]
+        while (found := self._next(shape)) < 0:
+            self._drop(max(len(self._buffer) - _EDGE_BYTES, 1))
+            yield from self._fill(BLOCK_BYTES)
+            if self._is_last and len(self._buffer) <= _EDGE_BYTES:
+                found = len(self._buffer)
+                break
+        self._drop(found)
+        outline = excerpt(begins, encoding, show_values=self._show_values) if encoding == "json" else ""
+        yield Reject(self._file.name, start, self._offset - start, reason, outline)
+
+    def _next(self, shape: Shape) -> int:
+        return next_record(self._buffer, shape, 1) if shape in ("lines", "framed", "bare") else -1
+
+    def _advice(self) -> str:
+        return f"longer than {self._limits.max_document >> 20} MiB: raise --max-document to read it"

@@ -1,0 +1,478 @@
+"""Compressed files to their content: gzip members, zstd frames, length-prefixed zstd, plain parts, in any order.
+
+A file is read as *units* one behind another: a gzip member, a zstd frame, or (the old form of the Collector's file
+exporter) a 4-byte big-endian length and a zstd frame with one record. Where a unit is damaged, what comes before the
+damage is handed out, then a `Gap`, then the next unit that can be decompressed. Where no unit begins, the bytes are
+plain. Memory, expansion, guesses and re-reading are bounded: every size in a file is the sender's claim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import sys
+import tempfile
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Protocol, cast
+
+import pyarrow as pa
+
+from tracefit.inputs import otlp_wire as wire
+from tracefit.inputs.files import read_fully
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+Compression = Literal["gzip", "zstd", "framed zstd"]
+
+CHUNK_BYTES = 1 << 20
+"""Bytes handed out at a time, at most."""
+
+MAX_EXPANSION = 1000
+"""Decompressed bytes allowed per compressed byte; traces reach 30, files of one repeated record a few hundred."""
+
+FREE_EXPANSION_BYTES = 64 << 20
+"""Decompressed bytes allowed whatever the ratio, so that small files of zeros are just odd, not hostile."""
+
+MAX_RECORD_BYTES = 64 << 20
+"""A record of length-prefixed zstd that is longer when decompressed is a gap."""
+
+MAX_GUESSES = 10_000
+"""Bytes that look like the beginning of a unit are tried so often in a file."""
+
+MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
+"""Bytes of a file that are read again to find what follows damage: so many, and so often what was read."""
+
+_HEAD_BYTES, _TEXT_BYTES, _PIECE_BYTES = 1 << 20, 4096, 64 << 10
+_TRIAL_BYTES, _MAX_TRIALS = 16 << 10, 16
+_BYTEWISE_STEPS, _STEP_BYTES = 1 << 20, 4096
+_LENGTH_BYTES = 4
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_UNIT_START = re.compile(
+    rb"\x1f\x8b\x08[\x00-\x1f]|\x28\xb5\x2f\xfd[^\x08-\x0f\x18-\x1f\x28-\x2f\x38-\x3f\x48-\x4f]",
+    re.DOTALL,
+)
+_UNIT_OR_RECORD_START = re.compile(
+    _UNIT_START.pattern + rb'|\{\s{0,9}"(?:resourceSpans|resource_spans|batches|trace)"\s{0,9}:', re.DOTALL
+)
+_UNIT_START_BYTES = 48
+"""As many bytes of these patterns as can lie across the edge of what is searched."""
+_SKIPPABLE_FRAME = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
+_SHORTEST_FRAME = 9
+_TOO_SHORT_FRAMES = re.compile(
+    rb"(?:\0\0\0(?:%b))++"
+    % b"|".join(re.escape(bytes([n]) + _ZSTD_MAGIC) + b"." * (n - 4) for n in range(4, _SHORTEST_FRAME)),
+    re.DOTALL,
+)
+"""Length-prefixed zstd too short to be a frame; a file can hold millions of them."""
+
+_UNIT_NAMES: dict[Compression, str] = {
+    "gzip": "gzip member",
+    "zstd": "zstd frame",
+    "framed zstd": "zstd frame",
+}
+# A larger window than 128 MiB is memory that a hostile header asks for.
+_CODEC = pa.Codec("zstd")
+_ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 27}
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Something that could not be decompressed; `count` neighbouring units of length-prefixed zstd are one gap."""
+
+    reason: str
+    count: int = 1
+
+
+class Piece(NamedTuple):
+    """Bytes of the content; `is_stored` if the file has the same bytes at the same offset."""
+
+    data: bytes
+    is_stored: bool
+
+
+def decompressed(raw: BinaryIO) -> Iterator[bytes | Gap]:
+    """Yield the content of a file in chunks, decompressed where it is compressed.
+
+    Length-prefixed zstd gives JSON lines, a record each, or length-prefixed protobuf.
+
+    Args:
+        raw: The file, at its beginning. One that cannot be rewound is copied to a temporary file first.
+
+    Yields:
+        Chunks of at most `CHUNK_BYTES` (a record of length-prefixed zstd: `MAX_RECORD_BYTES`), and gaps where
+        something is missing between them.
+    """
+    for piece in pieces(raw):
+        yield piece if isinstance(piece, Gap) else piece.data
+
+
+def pieces(raw: BinaryIO) -> Iterator[Piece | Gap]:
+    """Yield the content of a file like `decompressed`, and whether it is stored like that."""
+    if raw.seekable():
+        yield from _joined(_Reader(raw).read())
+        return
+    with tempfile.TemporaryFile() as copy:
+        shutil.copyfileobj(raw, copy)
+        yield from _joined(_Reader(cast("BinaryIO", copy)).read())
+
+
+def compression_of(head: bytes) -> Compression | None:
+    """Return how a file is compressed that begins with these bytes (eight are enough)."""
+    if head.startswith(b"\x1f\x8b"):
+        return "gzip"
+    if head.startswith(_ZSTD_MAGIC) or _SKIPPABLE_FRAME.match(head):
+        return "zstd"
+    return "framed zstd" if head.startswith(_ZSTD_MAGIC, _LENGTH_BYTES) else None
+
+
+def _joined(items: Iterator[Piece | Gap]) -> Iterator[Piece | Gap]:
+    """Yield the same items, neighbouring gaps as one: there can be millions of them."""
+    for is_gap, group in itertools.groupby(items, key=lambda item: isinstance(item, Gap)):
+        if is_gap:
+            first = cast("Gap", next(group))
+            yield Gap(first.reason, first.count + sum(cast("Gap", gap).count for gap in group))
+        else:
+            yield from group
+
+
+class _DamageError(Exception):
+    """A unit cannot be decompressed to its end; `position` is how far it was read."""
+
+    def __init__(self, reason: str, position: int, *, is_final: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.position = position
+        self.is_final = is_final
+
+
+class _Decoder(Protocol):
+    """The decompressor of one unit, as zstd's is."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int = -1) -> bytes: ...
+
+
+class _GzipDecoder:
+    """zlib's decompressor with the interface of zstd's."""
+
+    def __init__(self) -> None:
+        self._inflate = zlib.decompressobj(31)  # zlib's number for a gzip header and trailer, nothing else
+
+    @property
+    def eof(self) -> bool:
+        return self._inflate.eof
+
+    @property
+    def needs_input(self) -> bool:
+        return not (self._inflate.unconsumed_tail or self._inflate.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._inflate.unused_data
+
+    def decompress(self, data: bytes, max_length: int = -1) -> bytes:
+        return self._inflate.decompress(self._inflate.unconsumed_tail + data, max(max_length, 0))
+
+
+def _decoder(kind: Compression) -> _Decoder:
+    return _GzipDecoder() if kind == "gzip" else zstd.ZstdDecompressor(options=_ZSTD_OPTIONS)
+
+
+class _Reader:
+    """Reads one file, and keeps account of what damage in it has cost so far."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._window, self._window_start, self._at_end = b"", 0, False
+        self._guesses_left = MAX_GUESSES
+        self._reread = 0
+        self._steps_left = _BYTEWISE_STEPS
+        self._expanded = self._compressed = 0
+        self._in_frames = False  # records of length-prefixed zstd were seen
+        self._is_binary = False  # these records are protobuf
+        self._is_stored = True  # what was handed out is the file's own bytes
+
+    def read(self) -> Iterator[Piece | Gap]:
+        position = 0
+        while position >= 0 and (head := self._bytes(position, 8)):
+            kind = compression_of(head)
+            if kind is None:
+                position = yield from self._plain(position)
+                continue
+            self._is_stored = False
+            try:
+                if kind == "framed zstd":
+                    position = yield from self._framed(position)
+                else:
+                    position = yield from self._unit(kind, position)
+            except _DamageError as damage:
+                position, gap = self._behind(damage, kind, position)
+                yield gap
+
+    def _bytes(self, position: int, size: int) -> bytes:
+        """Return `size` bytes of the file, or all there are; most units are read from what is in memory."""
+        begin = position - self._window_start
+        if begin < 0 or (begin + size > len(self._window) and not (self._at_end and self._window)):
+            self._raw.seek(position)
+            wanted = max(size, 256 << 10)
+            self._window, self._window_start, begin = read_fully(self._raw, wanted), position, 0
+            self._at_end = len(self._window) < wanted
+        return self._window[begin : begin + size]
+
+    # Units.
+
+    def _unit(self, kind: Compression, start: int) -> Generator[Piece, None, int]:
+        """Yield what is in a unit; return where it ends."""
+        end = yield from self._decoded(kind, start)
+        # Tape blocks are padded with zeros; framed protobuf begins with zeros too, but no unit or end follows them.
+        zeros = end
+        while kind == "gzip" and (piece := self._bytes(zeros, _PIECE_BYTES)):
+            zeros += len(piece) - len(piece.lstrip(b"\0"))
+            if piece.strip(b"\0"):
+                break
+        rest = self._bytes(zeros, 8)
+        return zeros if not rest or compression_of(rest) else end
+
+    def _decoded(
+        self, kind: Compression, start: int, *, careful_from: int | None = None, skip: int = 0
+    ) -> Generator[Piece, None, int]:
+        """Yield what one unit holds behind its first `skip` bytes; return where it ends.
+
+        The call that meets a corrupt byte drops its output. So the unit is then decompressed again, from the piece with
+        that byte on (`careful_from`) byte by byte.
+        """
+        decoder, size = _decoder(kind), 1024
+        piece_start = position = start
+        while not decoder.eof:
+            if careful_from is not None:
+                size = self._careful_size(careful_from - position)
+            needs_input = decoder.needs_input
+            piece = self._bytes(position, size) if needs_input else b""
+            if piece:
+                piece_start, position = position, position + len(piece)
+                size = min(2 * size, _PIECE_BYTES)  # little at first: units can be tiny
+            try:
+                chunk = decoder.decompress(piece, CHUNK_BYTES)
+            except (zlib.error, zstd.ZstdError) as error:
+                if careful_from is None:
+                    yield from self._decoded(kind, start, careful_from=piece_start, skip=skip)
+                raise _DamageError(f"{kind} data is corrupt", position) from error
+            if needs_input and not (piece or chunk or decoder.eof):
+                raise _DamageError(f"{kind} data is cut", position)
+            if careful_from is None:
+                skip += len(chunk)
+                self._count_expansion(len(chunk), position - start)
+            else:
+                chunk, skip = chunk[skip:], max(skip - len(chunk), 0)
+            if chunk:
+                yield Piece(chunk, is_stored=False)
+        end = position - len(decoder.unused_data)
+        self._compressed += end - start
+        return end
+
+    def _careful_size(self, left: int) -> int:
+        """Return how much to decompress at once with `left` bytes to go before the piece that is corrupt."""
+        if left > 0:
+            return min(left, _PIECE_BYTES)
+        self._steps_left -= 1
+        return 1 if self._steps_left > 0 else _STEP_BYTES
+
+    def _count_expansion(self, size: int, consumed: int) -> None:
+        self._expanded += size
+        read = self._compressed + consumed
+        if self._expanded > FREE_EXPANSION_BYTES and self._expanded > MAX_EXPANSION * read:
+            reason = f"decompression bomb: more than {MAX_EXPANSION} bytes for each compressed byte"
+            raise _DamageError(reason, 0, is_final=True)
+
+    def _framed(self, start: int) -> Generator[Piece | Gap, None, int]:
+        """Yield the one record behind a length as a line of JSON or as length-prefixed protobuf; return its end."""
+        self._in_frames = True
+        if self._bytes(start + _LENGTH_BYTES - 1, 1) < bytes([_SHORTEST_FRAME]) and (
+            short := _TOO_SHORT_FRAMES.match(self._bytes(start, _PIECE_BYTES))
+        ):
+            yield Gap("zstd data is cut", short[0].count(_ZSTD_MAGIC))
+            return start + short.end()
+        small, stop_of_small = self._small_records(start)
+        if small:
+            yield Piece(b"".join(map(self._canonical, small)), is_stored=False)
+            return stop_of_small
+        parts: list[bytes] = []
+        size = 0
+        # The length is not needed, and one that lies costs nothing: a frame says where it ends.
+        decoding = self._decoded("zstd", start + _LENGTH_BYTES)
+        while True:
+            try:
+                part = next(decoding).data
+            except StopIteration as stop:
+                end = cast("int", stop.value)
+                break
+            size += len(part)
+            if size > MAX_RECORD_BYTES:
+                raise _DamageError(f"record too large: more than {MAX_RECORD_BYTES >> 20} MiB", start)
+            parts.append(part)
+        yield Piece(self._canonical(b"".join(parts)), is_stored=False)
+        return end
+
+    def _small_records(self, start: int) -> tuple[list[bytes], int]:
+        """Return small records that follow one another, and where they end.
+
+        They are decompressed in one call, for to set up a decompressor takes longer than most of them are worth.
+        """
+        data, position = self._bytes(start, _PIECE_BYTES), 0
+        frames: list[bytes] = []
+        ends = [0]
+        try:
+            while data.startswith(_ZSTD_MAGIC, position + _LENGTH_BYTES):
+                begin = position + _LENGTH_BYTES
+                stop = begin + int.from_bytes(data[position:begin], "big")
+                size = zstd.get_frame_info(data[begin:stop]).decompressed_size if stop <= len(data) else None
+                if size is None or ends[-1] + size > CHUNK_BYTES:
+                    break
+                frames.append(data[begin:stop])
+                ends.append(ends[-1] + size)
+                position = stop
+            text = _CODEC.decompress(b"".join(frames), ends[-1], asbytes=True) if frames else b""
+        except (zstd.ZstdError, OSError):  # one of them is not good: each by itself, then
+            return [], start
+        self._count_expansion(len(text), position)
+        self._compressed += position
+        return [text[begin:end] for begin, end in itertools.pairwise(ends)], start + position
+
+    def _canonical(self, record: bytes) -> bytes:
+        """Return a record as the file would hold it without compression; what is neither goes with those before it."""
+        if wire.is_traces(record, 0, len(record)):
+            self._is_binary = True
+        elif record.lstrip().startswith((b"{", b"[")):
+            self._is_binary = False
+        if not record:
+            return b""
+        if self._is_binary:
+            return len(record).to_bytes(_LENGTH_BYTES, "big") + record
+        return record.replace(b"\n", b" ") + b"\n"
+
+    # Damage.
+
+    def _behind(self, damage: _DamageError, kind: Compression, start: int) -> tuple[int, Gap]:
+        """Return where reading goes on behind a damaged unit, -1 for nowhere, and what is reported of it."""
+        if kind == "framed zstd" and not damage.is_final:
+            # The length leads to the next record most of the time; if it does, nothing has to be guessed.
+            size = int.from_bytes(self._bytes(start, _LENGTH_BYTES), "big")
+            behind = start + _LENGTH_BYTES + size
+            if size <= MAX_RECORD_BYTES and compression_of(self._bytes(behind, 8)) == "framed zstd":
+                return behind, Gap(damage.reason)
+        # Where the unit seems to end does not count: if it was cut, that is inside another one.
+        self._reread += max(damage.position - start, 0)
+        skipped = _LENGTH_BYTES + 1 if kind == "framed zstd" else 1
+        found = -1 if damage.is_final else self._next_unit(start + skipped)
+        if found < 0:
+            return -1, Gap(damage.reason)
+        return found, Gap(f"{damage.reason}; read on at the next {self._name_at(found)}")
+
+    def _next_unit(self, start: int) -> int:
+        """Return where, from `start` on, the next unit begins that can be decompressed, or plain records; -1 for nowhere."""
+        # Junk before a file's plain records is part of its content. A file that is no trace file is not read through.
+        pattern, limit = (_UNIT_START, _HEAD_BYTES) if self._is_stored else (_UNIT_OR_RECORD_START, None)
+        while limit is None or start < limit:
+            data = self._bytes(start, _PIECE_BYTES)
+            found = self._unit_in(data, start, pattern)
+            if found >= 0:
+                return found
+            if len(data) < _PIECE_BYTES:
+                return -1
+            start += len(data) - _UNIT_START_BYTES + 1
+        return -1
+
+    def _unit_in(self, data: bytes, start: int, pattern: re.Pattern[bytes]) -> int:
+        """Return where in the file a unit begins in `data`, which is at `start` of the file, or -1."""
+        for match in pattern.finditer(data):
+            position = start + match.start()
+            if not self._guesses_left or self._reread > MAX_REREAD_BYTES + MAX_REREAD_SHARE * position:
+                return -1
+            self._guesses_left -= 1
+            kind = compression_of(match[0])
+            if kind is None:
+                if _is_text(self._bytes(position, _TEXT_BYTES)[1:]):
+                    return position
+            elif self._can_decode(kind, position):
+                begin = position - _LENGTH_BYTES
+                is_framed = kind == "zstd" and begin >= 0 and (self._in_frames or self._is_framed(begin))
+                return begin if is_framed else position
+        return -1
+
+    def _name_at(self, position: int) -> str:
+        """Return what reading goes on with."""
+        kind = compression_of(self._bytes(position, 8))
+        return _UNIT_NAMES[kind] if kind else "JSON"
+
+    def _can_decode(self, kind: Compression, position: int) -> bool:
+        """Return whether something can be decompressed there."""
+        decoder = _decoder(kind)
+        for _ in range(_MAX_TRIALS):
+            data = self._bytes(position, _TRIAL_BYTES)
+            position += len(data)
+            self._reread += len(data)
+            try:
+                if decoder.decompress(data, _TRIAL_BYTES) or decoder.eof:
+                    return True
+            except (zlib.error, zstd.ZstdError):
+                return False
+        return False
+
+    def _is_framed(self, position: int) -> bool:
+        """Return whether a length is there, and behind it a zstd frame of just that length."""
+        size = int.from_bytes(self._bytes(position, _LENGTH_BYTES), "big")
+        if not _SHORTEST_FRAME <= size <= MAX_RECORD_BYTES:
+            return False
+        frame = self._bytes(position + _LENGTH_BYTES, size)
+        self._reread += len(frame)
+        try:
+            return zstd.get_frame_size(frame) == size
+        except zstd.ZstdError:
+            return False
+
+    # Plain parts.
+
+    def _plain(self, start: int) -> Generator[Piece | Gap, None, int]:
+        """Yield bytes that are not compressed, up to the next unit or the end; return where that is."""
+        head = self._bytes(start, _TEXT_BYTES)
+        is_text = _is_text(head)
+        if not (is_text or wire.RESOURCE_SPANS_TAG in (head[0], *head[_LENGTH_BYTES : _LENGTH_BYTES + 1])):
+            # Neither JSON nor protobuf: junk before a unit, or a unit that has lost its first bytes.
+            found = self._next_unit(start + 1)
+            if found >= 0:
+                self._is_stored = False
+                yield Gap(f"not gzip or zstd; read on at the next {self._name_at(found)}")
+                return found
+        while data := self._bytes(start, CHUNK_BYTES):
+            # UTF-8 has no byte FD, and JSON no unescaped 1F. So units show in text; in protobuf anything may look so.
+            if is_text and (b"\xfd" in data or b"\x1f" in data):
+                around = self._bytes(start, CHUNK_BYTES + _UNIT_START_BYTES)
+                if (found := self._unit_in(around, start, _UNIT_START)) >= 0:
+                    if found > start:
+                        yield Piece(data[: found - start], self._is_stored)
+                    return found
+            yield Piece(data, self._is_stored)
+            start += len(data)
+        return start
+
+
+def _is_text(head: bytes) -> bool:
+    """Return whether a part of a file is JSON, as far as its beginning shows."""
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"[")):
+        return True
+    text = head.decode(errors="replace")
+    # The head can begin and end inside a character.
+    return text.count("\ufffd") <= 4 and not any(c < " " and c not in "\t\r\n" for c in text)

@@ -1,0 +1,365 @@
+"""What the user points at becomes runs, each with its trace files, configuration files and KV-event files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+from urllib.parse import unquote
+
+from tracefit.errors import DataError, UsageError
+from tracefit.inputs.files import TraceFile, cannot_open, display_name, reason_of
+from tracefit.inputs.folders import Folder, find_local
+from tracefit.inputs.formats import inspect_file
+from tracefit.inputs.remote import FileSystemOf, find_remote, open_filesystem
+from tracefit.inputs.run_folders import (
+    CONFIG_NAMES,
+    KV_NAME,
+    MODEL_CONFIG_NAME,
+    RUN_CONFIG_NAMES,
+    TRACE_NAME,
+    FolderParts,
+    clean_run_id,
+    common_stem,
+    run_folder,
+    without_dates,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+STDIN = "-"
+STDIN_RUN_ID = "stdin"
+
+_MAX_CONFIG_BYTES = 16 << 20
+_URL = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+"
+)  # one slash is enough: `pathlib` drops the second
+_PIPE_OF_PROCESS = re.compile(r"/dev/(fd/\d+|stdin)|/proc/(self|\d+)/fd/\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSource:
+    """One run as it lies on disk or in a bucket.
+
+    Attributes:
+        run_id: Its cleaned name; two runs may have the same.
+        name: What the user knows its folder, or its first file, by.
+        trace_files: Its files, in the order of their names.
+        run_config: exp-config.yaml or run.yaml; that of a bucket is a copy on disk.
+        model_config: config.json, likewise.
+        kv_files: Its files of KV-cache events.
+        folder: Where its folder is, which tells it from others of its name; None for files named one by one.
+    """
+
+    run_id: str
+    name: str
+    trace_files: tuple[TraceFile, ...]
+    run_config: Path | None = None
+    model_config: Path | None = None
+    kv_files: tuple[TraceFile, ...] = ()
+    folder: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A file below a folder that is not read; `is_notable` if the user should know (logs, metrics, a broken link)."""
+
+    name: str
+    reason: str
+    is_notable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """All that the user pointed at."""
+
+    runs: tuple[RunSource, ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+
+@contextmanager
+def open_inputs(
+    paths: Iterable[str | Path],
+    *,
+    stdin: BinaryIO | None = None,
+    filesystem_of: FileSystemOf = open_filesystem,
+) -> Iterator[Inputs]:
+    """Find the runs under the given paths.
+
+    Files named one by one belong to the run whose configuration lies beside them; those without one make up one run
+    together. Below a folder, trace files are known by their names (`traces*.json`, …) or by what is in them; a run is
+    the nearest folder above them with a run configuration or, where there is none, their own folder. Folders of dates
+    (`year=2026/month=02/…`, `2026/02/…`) do not count.
+
+    Args:
+        paths: Files, folders, patterns, URLs, pipes, and `-` for standard input.
+        stdin: The stream that `-` stands for, in place of the process's own.
+        filesystem_of: Opens object stores.
+
+    Yields:
+        The runs. What came through a pipe, and the configuration files of buckets, lie on disk until the end of the
+        block: they are read more than once.
+
+    Raises:
+        UsageError: A path does not exist or cannot be read, or a folder holds no trace files.
+        DataError: A file that was named holds OTLP logs or metrics.
+    """
+    with ExitStack() as copies:
+        yield _Finder(copies, stdin, filesystem_of).find(paths)
+
+
+def refuse_other_signal(file: TraceFile) -> None:
+    """Look into a file and refuse it if it is of another signal.
+
+    Raises:
+        DataError: If it holds OTLP logs or metrics.
+    """
+    if (signal := inspect_file(file).signal) != "traces":
+        raise DataError(f"holds OTLP {signal}, not traces", where=file.name, hint="leave it out of the input")
+
+
+class _Finder:
+    def __init__(self, copies: ExitStack, stdin: BinaryIO | None, filesystem_of: FileSystemOf) -> None:
+        self._copies = copies
+        self._stdin = stdin
+        self._filesystem_of = filesystem_of
+        self._left_out: dict[LeftOut, None] = {}
+
+    def find(self, paths: Iterable[str | Path]) -> Inputs:
+        runs: list[RunSource] = []
+        named: list[TraceFile] = []
+        for path in dict.fromkeys(map(str, paths)):
+            if path == STDIN or _is_pipe(path):
+                runs.append(self._piped(path))
+                continue
+            for found in _find(path, self._filesystem_of):
+                if isinstance(found, Folder):
+                    runs += self._runs_in(found)
+                    continue
+                # A remote file is read once: what it holds shows then.
+                if found.filesystem is None and not _matches(KV_NAME, found):
+                    refuse_other_signal(found)
+                named.append(found)
+        runs += self._runs_of(named)
+        if not runs:
+            raise UsageError("no trace files were named", hint="name a run folder, or trace files")
+        return Inputs(
+            tuple({tuple(map(_place, run.trace_files)): run for run in runs}.values()), tuple(self._left_out)
+        )
+
+    def _runs_of(self, files: list[TraceFile]) -> list[RunSource]:
+        """Return the runs of files that were named one by one."""
+        runs: list[RunSource] = []
+        unassigned: list[TraceFile] = []
+        groups: dict[str, list[TraceFile]] = {}
+        configs: dict[str, dict[str, TraceFile]] = {}
+        for file in _without_repeats(files):
+            folder = "/".join(_folder_of(file))
+            beside = configs[folder] if folder in configs else _configs_in(folder, file)
+            configs[folder] = beside
+            groups.setdefault(folder if _is_configured(beside) else "", []).append(file)
+        for folder, group in groups.items():
+            kv_files = [file for file in group if _matches(KV_NAME, file)]
+            # A pattern may have matched the configuration too.
+            beside = configs[folder] if folder else {}
+            traces = [file for file in group if file not in kv_files and _base_name(file) not in beside]
+            if traces:
+                name = folder.rpartition("/")[2] or common_stem([_base_name(file) for file in traces])
+                runs.append(self._run(name, traces[0].name, traces, kv_files, beside, folder or None))
+            else:
+                unassigned += kv_files
+        if runs and unassigned:
+            runs[0] = replace(runs[0], kv_files=(*runs[0].kv_files, *unassigned))
+        return runs
+
+    def _piped(self, path: str) -> RunSource:
+        """Return a run of what comes through a pipe, which is kept on disk."""
+        try:
+            with self._stream(path) as stream, self._target("stdin").open("wb") as copy:
+                shutil.copyfileobj(stream, copy, 1 << 20)
+        except OSError as error:
+            raise UsageError(
+                f"cannot be kept in a temporary folder ({reason_of(error)})",
+                where=display_name(path),
+                hint="make room there, or set TMPDIR to another",
+            ) from error
+        file = TraceFile.local(copy.name, name=display_name(path))
+        refuse_other_signal(file)
+        is_unnamed = path == STDIN or _PIPE_OF_PROCESS.fullmatch(path)
+        run_id = STDIN_RUN_ID if is_unnamed else clean_run_id(common_stem([_base_name(file)]))
+        return RunSource(run_id, file.name, (file,))
+
+    def _stream(self, path: str) -> AbstractContextManager[BinaryIO]:
+        if path != STDIN:
+            return Path(path).open("rb")
+        stream = self._stdin or sys.stdin.buffer
+        if stream.isatty():
+            raise UsageError("standard input is a terminal", hint="pipe a trace file into it")
+        return nullcontext(stream)
+
+    def _target(self, name: str) -> Path:
+        """Return a path for a copy, in a folder of its own that goes away in the end."""
+        return Path(self._copies.enter_context(tempfile.TemporaryDirectory(prefix="tracefit-")), name)
+
+    def _runs_in(self, folder: Folder) -> list[RunSource]:
+        configs = {parts: file for parts, file in folder.files if parts[-1] in CONFIG_NAMES}
+        configured = {parts[:-1] for parts in configs if parts[-1] in RUN_CONFIG_NAMES}
+        traces: dict[FolderParts, list[TraceFile]] = {}
+        kv_files: dict[FolderParts, list[TraceFile]] = {}
+        for parts, file in folder.files:
+            run = run_folder(parts[:-1], configured)
+            if _matches(KV_NAME, file):
+                kv_files.setdefault(run, []).append(file)
+            elif parts not in configs and self._is_trace_file(file):
+                traces.setdefault(run, []).append(file)
+        for name in folder.irregular:
+            base = Path(name).name
+            if base in CONFIG_NAMES:
+                raise UsageError("is no regular file", where=name, hint="a configuration is read from a file")
+            is_notable = TRACE_NAME.fullmatch(base) is not None
+            self._left_out[LeftOut(name, "it is no regular file", is_notable)] = None
+        if not traces:
+            reasons = sorted({f" ({left.reason})" for left in self._left_out if left.is_notable})
+            raise UsageError(
+                f"holds no trace files{''.join(reasons)}",
+                where=folder.name,
+                hint="a run folder has traces*.json, .jsonl, .binpb or .pb, plain or with .gz or .zst",
+            )
+        return [
+            self._run(
+                ("run", *without_dates((*folder.parts, *run)))[-1],
+                "/".join([folder.name.rstrip("/"), *run]),
+                _without_repeats(sorted(files, key=lambda file: file.name)),
+                _without_repeats(sorted(kv_files.get(run, []), key=lambda file: file.name)),
+                {parts[-1]: file for parts, file in configs.items() if parts[:-1] == run},
+                "/".join(
+                    [folder.name.partition("://")[0] if "://" in folder.name else "", *folder.parts, *run]
+                ),
+            )
+            for run, files in sorted(traces.items())
+        ]
+
+    def _is_trace_file(self, file: TraceFile) -> bool:
+        """Return whether a file below a folder is one of traces, by its name or by its content."""
+        is_named = _matches(TRACE_NAME, file)
+        if is_named and file.filesystem is not None:
+            return True
+        contents = inspect_file(file)
+        if contents.signal != "traces":
+            self._left_out[LeftOut(file.name, f"it holds OTLP {contents.signal}", is_notable=True)] = None
+            return False
+        if not (is_named or contents.is_traces):
+            self._left_out[LeftOut(file.name, str(contents), is_notable=False)] = None
+        return is_named or contents.is_traces
+
+    def _run(
+        self,
+        run_name: str,
+        name: str,
+        traces: list[TraceFile],
+        kv_files: list[TraceFile],
+        configs: dict[str, TraceFile],
+        folder: str | None,
+    ) -> RunSource:
+        run_config = next((configs[known] for known in RUN_CONFIG_NAMES if known in configs), None)
+        return RunSource(
+            run_id=clean_run_id(run_name),
+            name=name,
+            trace_files=tuple(traces),
+            run_config=self._on_disk(run_config),
+            model_config=self._on_disk(configs.get(MODEL_CONFIG_NAME)),
+            kv_files=tuple(kv_files),
+            folder=folder,
+        )
+
+    def _on_disk(self, config: TraceFile | None) -> Path | None:
+        if config is None or config.filesystem is None:
+            return Path(config.path) if config else None
+        target = self._target(Path(config.path).name)
+        with config.open() as stream:
+            target.write_bytes(stream.read(_MAX_CONFIG_BYTES))
+        return target
+
+
+def _find(path: str, filesystem_of: FileSystemOf) -> list[TraceFile | Folder]:
+    """Return the files and folders that a path, a pattern or a URL stands for."""
+    url = _URL.match(path)
+    if url is None or os.path.lexists(path):
+        return find_local(path)
+    scheme, rest = url["scheme"].lower(), path[url.end() :]
+    if scheme == "file":
+        return find_local(unquote(f"/{rest.removeprefix('localhost/')}"))
+    if scheme not in ("s3", "gs"):
+        raise UsageError("is a URL of no known kind", where=path, hint="s3://, gs:// and file:// are read")
+    return find_remote(scheme, rest, filesystem_of)
+
+
+def _is_pipe(path: str) -> bool:
+    """Return whether a path is a pipe, which can be read only once.
+
+    Raises:
+        UsageError: If it is a device or a socket.
+    """
+    try:
+        mode = Path(path).stat().st_mode
+    except (OSError, ValueError):
+        return False  # a pattern, a URL, or an error that is reported where files are looked for
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
+        raise UsageError("is a device or socket, not a file, folder or pipe", where=display_name(path))
+    return stat.S_ISFIFO(mode)
+
+
+def _folder_of(file: TraceFile) -> FolderParts:
+    path = file.path if file.filesystem else os.path.abspath(file.path)  # noqa: PTH100 - `..` of a link stays what it is
+    return without_dates(tuple(path.split("/")[:-1])) or ("",)
+
+
+def _configs_in(folder: str, beside: TraceFile) -> dict[str, TraceFile]:
+    """Return the configuration files of the folder that a file is in, by their names."""
+    paths = {name: f"{folder}/{name}" for name in CONFIG_NAMES}
+    if beside.filesystem is None:
+        there = {
+            name: path for name, path in paths.items() if os.path.lexists(path) and not Path(path).is_dir()
+        }
+        return {name: TraceFile.local(path) for name, path in there.items()}
+    try:
+        found = beside.filesystem.get_file_info(list(paths.values()))
+    except OSError as error:
+        raise cannot_open(beside.name, error) from error
+    return {
+        name: TraceFile(display_name(info.path), info.path, info.size, filesystem=beside.filesystem)
+        for name, info in zip(paths, found, strict=True)
+        if info.is_file
+    }
+
+
+def _is_configured(configs: dict[str, TraceFile]) -> bool:
+    return any(name in configs for name in RUN_CONFIG_NAMES)
+
+
+def _base_name(file: TraceFile) -> str:
+    return file.name.rpartition("/")[2]
+
+
+def _matches(pattern: re.Pattern[str], file: TraceFile) -> bool:
+    return pattern.fullmatch(_base_name(file)) is not None
+
+
+def _without_repeats(files: Iterable[TraceFile]) -> list[TraceFile]:
+    """Leave out files that are there twice, such as under a link."""
+    unique: dict[str, TraceFile] = {}
+    for file in files:
+        unique.setdefault(_place(file), file)
+    return list(unique.values())
+
+
+def _place(file: TraceFile) -> str:
+    return file.name if file.filesystem else os.path.realpath(file.path)

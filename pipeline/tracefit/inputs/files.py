@@ -1,0 +1,168 @@
+"""One input file, wherever it lies: on disk, in a bucket, or copied from a pipe.
+
+A `TraceFile` is a name for the user and a place to read from. It can be read any number of times and, where it lies on
+the local disk, sent to another process. Every failure to read it is a `UsageError` that names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+from tracefit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pyarrow.fs import FileSystem
+
+_REMOTE_BUFFER_BYTES = 8 << 20
+"""Bytes of one request to an object store: each costs a round trip."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFile:
+    """A file that can be read from its beginning, any number of times.
+
+    Attributes:
+        name: What the user knows it by: a path, a URL without credentials, or `-`. Always valid UTF-8.
+        path: Where it is in its file system; for what came through a pipe, the copy on disk.
+        size: Bytes as stored.
+        modified_ns: Unix time of its last change, where that is known.
+        filesystem: The file system it is in; None is the local disk.
+    """
+
+    name: str
+    path: str
+    size: int
+    modified_ns: int | None = None
+    filesystem: FileSystem | None = None
+
+    @classmethod
+    def local(cls, path: str | Path, *, name: str | None = None) -> TraceFile:
+        """Return a file on the local disk.
+
+        Args:
+            path: Where it is.
+            name: What to call it, if not by its path.
+
+        Raises:
+            UsageError: If it does not exist, is not accessible, or is a folder, pipe or device.
+        """
+        text = str(path)
+        try:
+            status = Path(text).stat()
+        except OSError as error:
+            raise cannot_open(name or display_name(text), error) from error
+        if not stat.S_ISREG(status.st_mode):  # a pipe would block, a device never end
+            raise UsageError("cannot be opened (not a regular file)", where=name or display_name(text))
+        return cls(name or display_name(text), text, status.st_size, status.st_mtime_ns)
+
+    def open(self, *, on_read: Callable[[int], object] | None = None) -> BinaryIO:
+        """Open the file for reading.
+
+        Args:
+            on_read: Receives the number of bytes of the file that were read, once for each byte.
+
+        Raises:
+            UsageError: If it cannot be opened; later, from `read`, if reading it fails.
+        """
+        try:
+            raw = self._opened()
+        except OSError as error:
+            raise cannot_open(self.name, error) from error
+        return cast("BinaryIO", _Reading(raw, self.name, on_read))
+
+    def _opened(self) -> BinaryIO:
+        if self.filesystem is None:
+            return Path(self.path).open("rb", buffering=0)
+        stream = self.filesystem.open_input_stream(
+            self.path, compression=None, buffer_size=_REMOTE_BUFFER_BYTES
+        )
+        return cast("BinaryIO", stream)
+
+
+def display_name(name: str) -> str:
+    """Return a name as text that can be written anywhere: file names need not be valid UTF-8."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def cannot_open(name: str, error: OSError) -> UsageError:
+    """Return the error for a file that cannot be opened."""
+    return UsageError(
+        f"cannot be opened ({reason_of(error)})", where=name, hint="check the path and its permissions"
+    )
+
+
+def reason_of(error: OSError) -> str:
+    """Return the message of an operating system or an object store, short enough for one line."""
+    text = error.strerror or str(error).partition("\n")[0]
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+def read_fully(raw: BinaryIO, size: int) -> bytes:
+    """Read `size` bytes, or all there are: a pipe or a store may return fewer than asked for."""
+    data = raw.read(size)
+    while 0 < len(data) < size and (piece := raw.read(size - len(data))):
+        data += piece
+    return data
+
+
+def content_hash_of(file: TraceFile) -> str:
+    """Return the SHA-256 of a file's bytes, in hex.
+
+    Raises:
+        UsageError: If it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with file.open() as raw:
+        while piece := raw.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+class _Reading(io.RawIOBase):
+    """An open file whose failures name it, and whose progress is reported."""
+
+    def __init__(self, raw: BinaryIO, name: str, on_read: Callable[[int], object] | None) -> None:
+        super().__init__()
+        self._raw = raw
+        self._name = name
+        self._on_read = on_read
+        self._position = self._farthest = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._raw.seekable()
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = self._raw.seek(offset, whence)
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            data = self._raw.read(size)
+        except OSError as error:
+            raise UsageError(
+                f"cannot be read beyond byte {self._position} ({reason_of(error)})", where=self._name
+            ) from error
+        self._position += len(data)
+        # What is read again after damage was reported already.
+        if data and self._position > self._farthest:
+            if self._on_read:
+                self._on_read(self._position - self._farthest)
+            self._farthest = self._position
+        return data
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()

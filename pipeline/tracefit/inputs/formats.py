@@ -1,0 +1,150 @@
+"""What a file holds, from its content alone: names are no promise.
+
+`detect_format` looks at the first bytes of the content. Damage there does not decide: good records behind a junk line,
+message or member are found, so that a file is what most of its head is.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tracefit.inputs import otlp_wire as wire
+from tracefit.inputs.compression import Compression, Gap, compression_of, decompressed
+from tracefit.inputs.files import read_fully
+from tracefit.inputs.framing import BOM, Record, Shape, next_record, records
+from tracefit.inputs.rejects import Encoding, is_json
+
+if TYPE_CHECKING:
+    from tracefit.inputs.files import TraceFile
+    from tracefit.inputs.otlp_wire import Signal
+
+HEAD_BYTES = 4 << 20
+"""Bytes looked at. A file whose first record is longer is known by its keys, or not at all."""
+
+_TRACES_KEY = re.compile(rb'"(?:resourceSpans|resource_spans|batches)"\s*:')
+_RECORD_START = re.compile(rb'\{\s*"(?:trace"\s*:\s*\{\s*")?(?:resourceSpans|resource_spans|batches)"\s*:')
+_OTHER_SIGNAL = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"resource_?(logs|metrics)"\s*:', re.IGNORECASE)
+_EMPTY_JSON = re.compile(rb"(?:\xef\xbb\xbf)?(?:\s*(?:\{\s*\}|\[\s*\]))+\s*")
+_MAX_LINES = 1000
+
+_SHAPE_WORDS: dict[Shape, str] = {
+    "empty": "empty",
+    "lines": "{} lines",
+    "document": "one {} document",
+    "bare": "one {} message",
+    "framed": "length-prefixed {}",
+    "unknown": "not OTLP traces",
+}
+_ENCODING_WORDS: dict[Encoding | None, str] = {"json": "OTLP JSON", "protobuf": "OTLP protobuf", None: "OTLP"}
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the head of a file shows.
+
+    Attributes:
+        shape: How records lie in it; `unknown` if nothing looks like OTLP.
+        encoding: How they are encoded; None if there are none.
+        compression: How the file begins.
+        signal: What the first record holds.
+    """
+
+    shape: Shape
+    encoding: Encoding | None
+    compression: Compression | None = None
+    signal: Signal = "traces"
+
+    @property
+    def is_traces(self) -> bool:
+        """Whether there are OTLP traces in it, as far as the head shows."""
+        return self.shape not in ("unknown", "empty") and self.signal == "traces"
+
+    def __str__(self) -> str:
+        """Return the shape in words, and the signal if it is another."""
+        encoding = _ENCODING_WORDS[self.encoding]
+        words = _SHAPE_WORDS[self.shape].format(encoding)
+        if self.compression == "framed zstd" and self.encoding:
+            words = f"length-prefixed zstd of {encoding}"
+        return words if self.signal == "traces" else f"{words}, {self.signal}"
+
+
+def inspect_file(file: TraceFile) -> Contents:
+    """Look into a file, of which a few MiB are read.
+
+    Raises:
+        UsageError: If it cannot be read.
+    """
+    with file.open() as raw:
+        stored = read_fully(raw, HEAD_BYTES)
+    compression, head, gaps = compression_of(stored[:8]), bytearray(), 0
+    for chunk in decompressed(io.BytesIO(stored)):
+        if isinstance(chunk, Gap):
+            gaps += 1
+        else:
+            head += chunk
+        if len(head) >= HEAD_BYTES:
+            break
+    if gaps and not head:
+        return Contents("unknown", None, compression)
+    is_whole = len(stored) < HEAD_BYTES and len(head) < HEAD_BYTES
+    return detect_format(bytes(head), is_whole=is_whole, compression=compression)
+
+
+def detect_format(head: bytes, *, is_whole: bool, compression: Compression | None = None) -> Contents:
+    """Return what content is that begins with `head`.
+
+    Args:
+        head: The beginning, decompressed.
+        is_whole: Whether there is nothing behind it.
+        compression: How the file is compressed.
+    """
+    if not head.removeprefix(BOM).strip():
+        return Contents("empty" if is_whole else "lines", None, compression)
+    # A length of that first byte would be beyond any file's; elsewhere a string in protobuf can hold the keys of JSON.
+    is_json_text = head.removeprefix(BOM).lstrip()[:1] in (b"{", b"[") and _TRACES_KEY.search(head)
+    if not is_json_text and (binary := _binary_shape(head, is_whole=is_whole)):
+        first = next((item for item in records(head, binary) if isinstance(item, Record)), None)
+        return Contents(binary, "protobuf", compression, wire.signal_of(first.payload if first else head))
+    other = None if _TRACES_KEY.search(head) else _OTHER_SIGNAL.match(head)
+    if not (other or _TRACES_KEY.search(head) or _EMPTY_JSON.fullmatch(head)):
+        return Contents("unknown", None, compression)
+    signal: Signal = "traces"
+    if other:
+        signal = "logs" if other[1].lower() == b"logs" else "metrics"
+    return Contents("document" if _is_document(head) else "lines", "json", compression, signal)
+
+
+def _binary_shape(head: bytes, *, is_whole: bool) -> Shape | None:
+    if _begins_bare(head):
+        return "bare"
+    if next_record(head, "framed", 0, 1, is_last=is_whole) == 0 or next_record(head, "framed", 0) >= 0:
+        return "framed"
+    return "bare" if next_record(head, "bare", 0) >= 0 else None
+
+
+def _begins_bare(head: bytes) -> bool:
+    field = wire.read_field(head, 0)
+    if head[0] != wire.RESOURCE_SPANS_TAG or field is None:
+        return False
+    is_followed = field[3] >= len(head) or head[field[3]] == wire.RESOURCE_SPANS_TAG
+    return is_followed and wire.is_resource_spans(head, field[2], field[3]) is not False
+
+
+def _is_document(head: bytes) -> bool:
+    """Return whether JSON is one document over many lines rather than a record per line.
+
+    The first line that shows it decides: a record is whole on its line, a document breaks after a bracket, a colon or a
+    comma. A record may be cut there too; then the next line begins another.
+    """
+    texts = (record.payload.strip() for record in records(head, "lines") if isinstance(record, Record))
+    line = next(texts, b"")
+    for _, following in zip(range(_MAX_LINES), texts, strict=False):
+        if line.startswith((b"{", b"[")) and is_json(line):
+            return False
+        if line[-1:] in b"{[,:" and (line.startswith(b"[") or not _RECORD_START.match(following)):
+            return True
+        line = following
+    return False

@@ -1,0 +1,274 @@
+"""Where records lie in the bytes of a file: lines, a document, framed messages, a bare message. No reading, no decoding.
+
+- `lines`: a record per line. `document`: the whole text is one record.
+- `framed`: a 4-byte big-endian length and a `TracesData`, again and again.
+- `bare`: one `TracesData` without a length; each of its `resource_spans` fields is a record, and a `TracesData` on the
+  wire, so that damage costs one of them.
+
+Lengths can lie and bytes can be missing. What is not a record is `Damage` up to the next place that holds one.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from tracefit.inputs import otlp_wire as wire
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Shape = Literal["lines", "document", "framed", "bare", "empty", "unknown"]
+
+BOM = b"\xef\xbb\xbf"
+LENGTH_BYTES = 4
+MAX_GUESSES, _MAX_LOOKS = 10_000, 500_000
+"""Likely beginnings of a record behind damage that are looked at closely in one block, and at all."""
+
+_LINE = re.compile(rb"(?:\s|\{\}(?=\s|\Z))*+(\S[^\n]*)?")
+"""A line with something in it; empty objects hold nothing, and there can be millions of them."""
+
+# A tag and the length behind it; a match is the tag alone, for the next byte can be the true one.
+_FRAMED_START = re.compile(rb"(?<=[\x00-\x10].{3})\x0a(?=[\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
+_BARE_START = re.compile(rb"\x0a(?=[\x80-\xff]{0,4}[\x00-\x7f](?:[\x0a\x12\x1a]|\xc2\x3e))")
+_TINY_FIELD = rb"\x0a(?:%b)" % b"|".join(
+    re.escape(bytes([size])) + b".{%d}" % size for size in range(wire.SHORTEST_RESOURCE_SPANS)
+)
+_TINY_FRAME = rb"\0\0\0(?:%b)" % b"|".join(
+    re.escape(bytes([2 + size, wire.RESOURCE_SPANS_TAG, size])) + b".{%d}" % size
+    for size in range(wire.SHORTEST_RESOURCE_SPANS)
+)
+_TINY_RUN = {
+    "framed": re.compile(rb"(?:%b)++" % _TINY_FRAME, re.DOTALL),
+    "bare": re.compile(rb"(?:%b)++" % _TINY_FIELD, re.DOTALL),
+}
+_ONE_TINY_FRAME = re.compile(rb"\0\0\0.(%b)" % _TINY_FIELD, re.DOTALL)
+_MANY_BYTES, _MOST_BYTES = 16 << 10, 1 << 20
+"""Records too short to hold a span are one record together if they are so many bytes, up to so many."""
+
+
+class Record(NamedTuple):
+    """One record, and where its payload begins in the block."""
+
+    offset: int
+    payload: bytes
+
+
+class Damage(NamedTuple):
+    """A part of a block that is no record."""
+
+    offset: int
+    length: int
+    reason: str
+
+
+class _Extent(NamedTuple):
+    """From where to where a record lies in a buffer, its length included; `reason` says why it is none."""
+
+    start: int
+    stop: int
+    reason: str = ""
+
+
+def whole_records(buffer: bytes, shape: Shape, *, is_last: bool) -> int:
+    """Return how many bytes from the beginning of a buffer are whole records, or damage between them.
+
+    Args:
+        buffer: A part of a file that begins with a record.
+        shape: How records lie in it.
+        is_last: Whether the file ends with the buffer; then all of it counts.
+    """
+    if is_last:
+        return len(buffer)
+    if shape == "lines":
+        return buffer.rfind(b"\n") + 1
+    if shape not in ("framed", "bare"):
+        return 0
+    stop = 0
+    for extent in _extents(buffer, shape, is_last=False):
+        stop = extent.stop
+    return stop
+
+
+def records(block: bytes, shape: Shape) -> Iterator[Record | Damage]:
+    """Yield the records of a block of whole records, in order, and what lies between them.
+
+    Args:
+        block: As `whole_records` measures it.
+        shape: How records lie in it.
+
+    Yields:
+        Records without their framing: lines without their end, a byte order mark or blanks alone; messages without
+        their length. Very many messages too short to hold a span are one record.
+    """
+    if shape == "lines":
+        yield from _lines(block)
+    elif shape == "document":
+        yield Record(0, block)
+    elif shape in ("framed", "bare"):
+        header = LENGTH_BYTES if shape == "framed" else 0
+        for extent in _extents(block, shape, is_last=True):
+            if extent.reason:
+                yield Damage(extent.start, extent.stop - extent.start, extent.reason)
+                continue
+            payload = block[extent.start + header : extent.stop]
+            if header and len(payload) > int.from_bytes(block[extent.start : extent.start + header], "big"):
+                # A run of tiny frames: messages one behind another are one message.
+                payload = b"".join(_ONE_TINY_FRAME.findall(block, extent.start, extent.stop))
+            yield Record(extent.start + header, payload)
+    elif block:
+        yield Damage(0, len(block), "not OTLP traces")
+
+
+def next_record(
+    buffer: bytes, shape: Shape, start: int, stop: int | None = None, *, is_last: bool = True
+) -> int:
+    """Return where, from `start` on and before `stop`, a record begins, or -1.
+
+    A message counts if it looks right inside and is whole; with `is_last` false, it may end behind the buffer.
+    """
+    if shape == "lines":
+        return buffer.find(b"\n", start, stop) + 1 or -1
+    return _Finder(buffer, shape, is_last=is_last).next(start, len(buffer) if stop is None else stop)
+
+
+def _lines(block: bytes) -> Iterator[Record]:
+    for match in _LINE.finditer(block):
+        if match[1] is None:
+            return
+        start, line = match.start(1), match[1]
+        if line.startswith(BOM):
+            start, line = start + len(BOM), line[len(BOM) :]
+        if line.endswith(b"\r"):
+            line = line[:-1]
+        if line:
+            yield Record(start, line)
+
+
+def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]:
+    """Yield the extents of framed or bare records and of damage, as far as the buffer shows where they end."""
+    end_of = _frame_end if shape == "framed" else _field_end
+    finder = _Finder(buffer, shape, is_last=is_last)
+    position = tried = 0
+    while position < len(buffer):
+        if position >= tried and buffer[position : position + 1] in b"\0\x0a":
+            run = _TINY_RUN[shape].match(buffer, position, position + _MOST_BYTES)
+            tried = run.end() if run else position + 1
+            if tried - position >= _MANY_BYTES:
+                yield _Extent(position, tried)
+                position = tried
+                continue
+        end = end_of(buffer, position)
+        if end is None and not is_last:
+            return
+        if end:
+            if not is_last and len(buffer) - wire.LONGEST_HEADER < end:
+                return  # too little of what follows is there
+            # A record that lost bytes reaches into the next. So where none begins behind it, one is looked for inside.
+            is_followed = end == len(buffer) or _may_begin(buffer, shape, end, is_last=is_last)
+            found = -1 if is_followed else finder.next(position + 1, end)
+            if found < 0:
+                yield _Extent(position, end)
+                position = end
+                continue
+            reason = "record cut: another begins inside"
+        else:
+            found = finder.next(position + 1, len(buffer))
+            reason = _fault(buffer, shape, position)
+        if found < 0:
+            # What could be a header across the edge stays for the next buffer.
+            found = len(buffer) if is_last else max(len(buffer) - wire.LONGEST_HEADER, position + 1)
+        yield _Extent(position, found, reason)
+        position = found
+
+
+def _frame_end(buffer: bytes, position: int) -> int | None:
+    """Return where the framed record ends that begins at a position, 0 if there is none, None if it is too early to tell."""
+    begin = position + LENGTH_BYTES
+    if begin >= len(buffer):
+        return None
+    stop = begin + int.from_bytes(buffer[position:begin], "big")
+    fits = wire.is_traces(buffer, begin, stop)
+    if fits is False:
+        return 0
+    return stop if fits and stop <= len(buffer) else None
+
+
+def _field_end(buffer: bytes, position: int) -> int | None:
+    """Return the same for a `resource_spans` field."""
+    if buffer[position] != wire.RESOURCE_SPANS_TAG:
+        return 0
+    field = wire.read_field(buffer, position)
+    if field is None:
+        return None if position + wire.LONGEST_HEADER > len(buffer) else 0
+    if wire.fields(buffer, field[2], field[3])[1] is False:
+        return 0
+    return field[3] if field[3] <= len(buffer) else None
+
+
+def _may_begin(buffer: bytes, shape: Shape, position: int, *, is_last: bool) -> bool:
+    """Return whether what is at a position looks like a record two levels deep, as far as the buffer shows."""
+    end = _frame_end(buffer, position) if shape == "framed" else _field_end(buffer, position)
+    if end == 0 or (end is None and is_last):
+        return False
+    field = wire.read_field(buffer, position + (LENGTH_BYTES if shape == "framed" else 0))
+    # Where a record that lost bytes seems to end, an id is bytes behind a tag and a length too.
+    return field is None or wire.is_resource_spans(buffer, field[2], field[3]) is not False
+
+
+def _fault(buffer: bytes, shape: Shape, position: int) -> str:
+    """Return why there is no record at a position."""
+    if shape == "bare":
+        return "not a resource_spans field" if _field_end(buffer, position) == 0 else "record cut"
+    size = int.from_bytes(buffer[position : position + LENGTH_BYTES], "big")
+    there = len(buffer) - position - LENGTH_BYTES
+    if there < 0:
+        return "record cut in its length"
+    if there < size:
+        return f"record cut: {size} bytes announced, {there} there"
+    return "not a traces message" if size else "record of no bytes"
+
+
+class _Finder:
+    """Looks for the next record where the last length is not to be trusted.
+
+    Only what looks right inside counts, and the number of close looks is bounded: a hostile file can hold many likely
+    beginnings.
+    """
+
+    def __init__(self, buffer: bytes, shape: Shape, *, is_last: bool) -> None:
+        self._buffer = buffer
+        self._is_framed = shape == "framed"
+        self._is_last = is_last
+        self._guesses_left = MAX_GUESSES
+        self._looks_left = _MAX_LOOKS
+
+    def next(self, start: int, stop: int) -> int:
+        """Return where, from `start` on and before `stop`, a record begins, or -1."""
+        header = LENGTH_BYTES if self._is_framed else 0
+        pattern = _FRAMED_START if self._is_framed else _BARE_START
+        for match in pattern.finditer(self._buffer, start + header):
+            position = match.start() - header
+            self._looks_left -= 1
+            if position >= stop or self._looks_left < 0 or not self._guesses_left:
+                return -1
+            inner, begin = wire.read_varint(self._buffer, match.start() + 1)
+            end = begin + inner
+            stop_of_frame = end
+            if self._is_framed:
+                stop_of_frame = match.start() + int.from_bytes(self._buffer[position : match.start()], "big")
+            is_cut = stop_of_frame > len(self._buffer)
+            if end <= stop_of_frame and not (is_cut and self._is_last):
+                self._guesses_left -= 1
+                if self._is_likely(match.start(), stop_of_frame, begin, end, is_cut=is_cut):
+                    return position
+        return -1
+
+    def _is_likely(self, start: int, stop: int, begin: int, end: int, *, is_cut: bool) -> bool:
+        """Return whether a message may be one of traces; `begin` and `end` are those of its first field's content."""
+        if wire.is_resource_spans(self._buffer, begin, end) is False:
+            return False
+        if self._is_framed:
+            return wire.is_traces(self._buffer, start, stop) is not False
+        # Attributes nest like `resource_spans`: without a length before it, only a span makes sure.
+        return is_cut or wire.has_span(self._buffer, begin, end)

@@ -1,0 +1,125 @@
+"""The protobuf wire format of OTLP, as far as it takes to find messages among other bytes.
+
+Tags and shortest sizes of OTLP stand here and nowhere else in this room. A `TracesData` is a sequence of `resource_spans`
+fields; each holds `scope_spans`, each of these spans. Logs and metrics nest alike.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+Signal = Literal["traces", "logs", "metrics"]
+Field = tuple[int, int, int, int]
+"""Field number, wire type, where its content begins, where it ends (as it claims, which may be beyond the buffer)."""
+
+RESOURCE_SPANS_TAG = 0x0A
+SHORTEST_RESOURCE_SPANS = 32
+"""Bytes of the shortest content with a span in it: two ids of 18 and 10 bytes in a span in a `scope_spans`."""
+LONGEST_HEADER = 16
+
+_RESOURCE_SPANS_FIELDS = (1, 2, 3, 1000)  # resource, scope_spans, schema_url, and what the second once was
+_SCOPE_SPANS = (2, 1000)
+_TRACE_ID_HEADER = b"\x0a\x10"
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_METRIC_NAME = re.compile(rb"[A-Za-z][A-Za-z0-9_./-]{0,254}")
+_MAX_FIELDS = 64
+"""Fields of a message that are looked at: more would not make it more plausible."""
+
+
+def read_varint(buffer: bytes | bytearray, position: int) -> tuple[int, int]:
+    """Return the base-128 number at a position and the position behind it; the number is -1 where there is none."""
+    value = 0
+    for shift, byte in enumerate(buffer[position : position + 10]):
+        value |= (byte & 0x7F) << (7 * shift)
+        if byte < 0x80:
+            return value, position + shift + 1
+    return -1, position
+
+
+def read_field(buffer: bytes | bytearray, position: int) -> Field | None:
+    """Return the field at a position, or None where there is none."""
+    tag, start = read_varint(buffer, position)
+    wire_type = tag & 7
+    if tag < 8:
+        return None
+    if wire_type == _BYTES:
+        size, start = read_varint(buffer, start)
+        return (tag >> 3, wire_type, start, start + size) if size >= 0 else None
+    if wire_type == _VARINT:
+        value, stop = read_varint(buffer, start)
+        return (tag >> 3, wire_type, start, stop) if value >= 0 else None
+    fixed = {_FIXED64: 8, _FIXED32: 4}.get(wire_type)
+    return (tag >> 3, wire_type, start, start + fixed) if fixed else None
+
+
+def fields(
+    buffer: bytes | bytearray, start: int, stop: int, limit: int = _MAX_FIELDS
+) -> tuple[list[Field], bool | None]:
+    """Return the fields of a message, and whether they fill it exactly.
+
+    Args:
+        buffer: Bytes that hold the message, or its beginning.
+        start: Where it begins.
+        stop: Where it ends.
+        limit: Fields to look at; a message of more is filled as far as anybody looked.
+
+    Returns:
+        The fields, and None in place of a bool where the buffer ends before that is known.
+    """
+    found: list[Field] = []
+    position = start
+    while position < stop and len(found) < limit:
+        if position + LONGEST_HEADER > len(buffer) < stop:
+            return found, None
+        field = read_field(buffer, position)
+        if field is None or field[3] > stop:
+            return found, False
+        found.append(field)
+        position = field[3]
+    return found, True
+
+
+def is_traces(buffer: bytes | bytearray, start: int, stop: int) -> bool | None:
+    """Return whether a message is filled by fields, the first of them `resource_spans`; None if it is too early to tell."""
+    if start < min(stop, len(buffer)) and buffer[start] == RESOURCE_SPANS_TAG:
+        return fields(buffer, start, stop)[1]
+    return None if len(buffer) <= start < stop else False
+
+
+def is_resource_spans(buffer: bytes | bytearray, start: int, stop: int) -> bool | None:
+    """Return whether the content of a field is that of `resource_spans`; None if it is too early to tell."""
+    inside, fills = fields(buffer, start, stop)
+    return fills if all(f[0] in _RESOURCE_SPANS_FIELDS and f[1] == _BYTES for f in inside) else False
+
+
+def has_span(buffer: bytes | bytearray, start: int, stop: int) -> bool:
+    """Return whether the content of a `resource_spans` field has a span with a trace id in it."""
+    scopes = [f for f in fields(buffer, start, stop)[0] if f[0] in _SCOPE_SPANS and f[1] == _BYTES]
+    return any(
+        f[:2] == (2, _BYTES) and buffer[f[2] : f[2] + 2] == _TRACE_ID_HEADER
+        for scope in scopes
+        for f in fields(buffer, scope[2], min(scope[3], stop))[0]
+    )
+
+
+def signal_of(payload: bytes) -> Signal:
+    """Return which signal an export request holds, from its first item; `traces` also where that does not show.
+
+    The three requests nest alike (resource, scope, item). A log record's times are the fixed64 fields 1 and 11, a
+    span's are 7 and 8, and a metric has none; its first field is a name, where a span's is an id of random bytes.
+    """
+    start, stop = 0, len(payload)
+    for number in (1, 2, 2):
+        inside, _ = fields(payload, start, stop)
+        child = next((f for f in inside if f[:2] == (number, _BYTES)), None)
+        if child is None or child[3] > len(payload):
+            return "traces"
+        _, _, start, stop = child
+    item, _ = fields(payload, start, stop)
+    times = {f[0] for f in item if f[1] == _FIXED64}
+    if times & {1, 11} and not times & {7, 8}:
+        return "logs"
+    name = next((f for f in item if f[:2] == (1, _BYTES)), None)
+    is_metric = name and not times and _METRIC_NAME.fullmatch(payload, name[2], name[3])
+    return "metrics" if is_metric else "traces"

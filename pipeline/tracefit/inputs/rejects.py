@@ -1,0 +1,103 @@
+"""What could not be read: a `Reject` with its place and reason, and an excerpt that gives nothing private away.
+
+An excerpt shows the structure of a record and its keys. Strings and numbers, which can hold prompts, appear only if
+the user asks for values.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+Encoding = Literal["json", "protobuf", "msgpack"]
+
+MAX_EXCERPT_CHARS = 200
+_SCANNED_BYTES = 4096
+_TOKEN = re.compile(
+    r'"(?P<key>[A-Za-z_][A-Za-z_.]{0,39})"(?=\s*:)|(?P<string>"(?:[^"\\]|\\.)*+"?)'
+    r'|(?P<mark>[{}\[\]:,])|(?P<bare>[^\s"{}\[\]:,]+)',
+    re.DOTALL,
+)
+_OTLP_KEYS = frozenset(
+    """trace batches resourceSpans resource attributes key value stringValue intValue doubleValue boolValue bytesValue
+    arrayValue kvlistValue values schemaUrl scopeSpans instrumentationLibrarySpans instrumentationLibrary scope name
+    version spans traceId spanId parentSpanId traceState flags kind startTimeUnixNano endTimeUnixNano events
+    timeUnixNano links status code message droppedAttributesCount droppedEventsCount droppedLinksCount entityRefs
+    resourceLogs resourceMetrics scopeLogs scopeMetrics logRecords metrics body""".split()  # noqa: SIM905 - a list of them fills a page
+)
+_KNOWN_KEYS = _OTLP_KEYS | {re.sub("[A-Z]", lambda m: f"_{m[0].lower()}", key) for key in _OTLP_KEYS}
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A part of a file that could not be read.
+
+    Attributes:
+        source_file: The file, as the user knows it.
+        source_offset: Where it begins, in bytes of the decompressed file.
+        length: Bytes of the decompressed file.
+        reason: What is wrong with it.
+        excerpt: Its structure and keys; values only if the user asked for them.
+        count: How many it stands for, where they are too many to list.
+    """
+
+    source_file: str
+    source_offset: int
+    length: int
+    reason: str
+    excerpt: str = ""
+    count: int = 1
+
+
+def excerpt(payload: bytes, encoding: Encoding, *, show_values: bool = False) -> str:
+    """Return the outline of a record that was rejected.
+
+    What looks like a key in text that is not whole JSON may be part of a string. There only the keys of OTLP itself are
+    shown.
+
+    Args:
+        payload: The record, or a piece of it; it may begin or end anywhere.
+        encoding: What the payload was expected to be.
+        show_values: Show the beginning of the payload as it is.
+
+    Returns:
+        At most `MAX_EXCERPT_CHARS` characters. Strings and numbers of JSON are shown as `…`; of other
+        encodings only the size is shown.
+    """
+    if show_values:
+        return _shortened(_escaped(payload[: 4 * MAX_EXCERPT_CHARS], encoding))
+    if encoding != "json":
+        return f"<binary, {len(payload)} bytes>"
+    text = payload[:_SCANNED_BYTES].decode("utf-8", errors="replace")
+    is_whole = len(payload) <= _SCANNED_BYTES and is_json(payload)
+    return _shortened("".join(_outline(token, is_whole=is_whole) for token in _TOKEN.finditer(text)))
+
+
+def is_json(text: bytes) -> bool:
+    """Return whether the text is one whole JSON value."""
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
+def _escaped(payload: bytes, encoding: Encoding) -> str:
+    """Return the payload with everything escaped that a terminal would not print as itself."""
+    text = payload.decode("utf-8" if encoding == "json" else "latin-1", errors="replace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_EXCERPT_CHARS else f"{text[: MAX_EXCERPT_CHARS - 1]}…"
+
+
+def _outline(token: re.Match[str], *, is_whole: bool) -> str:
+    if token.lastgroup == "mark":
+        return token[0]
+    if token.lastgroup == "key" and (is_whole or token["key"] in _KNOWN_KEYS):
+        return token[0]
+    return "…" if token.lastgroup == "bare" else '"…"'

@@ -1,0 +1,51 @@
+"""Which folder a run is: the nearest with a run configuration, not counting folders of dates."""
+
+from __future__ import annotations
+
+import re
+
+RUN_CONFIG_NAMES = ("exp-config.yaml", "run.yaml")
+MODEL_CONFIG_NAME = "config.json"
+CONFIG_NAMES = (*RUN_CONFIG_NAMES, MODEL_CONFIG_NAME)
+TRACE_NAME = re.compile(r"traces.*\.(json|jsonl|binpb|pb)(\.(gz|zst))?")
+KV_NAME = re.compile(r"kv_events.*\.(jsonl|json|msgpack|bin)(\.(gz|zst))?")
+
+_KEYED_FOLDER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*=.*")
+_YEAR, _TWO_DIGITS = re.compile(r"(19|20)\d\d"), re.compile(r"\d\d")
+_LOOSE_SUFFIXES = re.compile(r"(\.(json|jsonl|binpb|pb|gz|zst))+$")
+_UNCLEAN = re.compile(r"[^A-Za-z0-9._-]+")
+
+FolderParts = tuple[str, ...]
+"""The names of the folders on the way to a folder and its own."""
+
+
+def run_folder(folder: FolderParts, configured: set[FolderParts]) -> FolderParts:
+    """Return the folder of the run whose files lie in `folder`."""
+    above = (folder[:depth] for depth in range(len(folder), -1, -1))
+    return next((each for each in above if each in configured), without_dates(folder))
+
+
+def without_dates(folders: FolderParts) -> FolderParts:
+    """Leave off the folders that an exporter makes of the time: `year=…/month=…/…`, or year, month and so on alone."""
+    while folders and _KEYED_FOLDER.fullmatch(folders[-1]):
+        folders = folders[:-1]
+    digits = len(folders)
+    while digits and _TWO_DIGITS.fullmatch(folders[digits - 1]):
+        digits -= 1
+    is_date = 0 < digits < len(folders) and _YEAR.fullmatch(folders[digits - 1])
+    return folders[: digits - 1] if is_date else folders
+
+
+def clean_run_id(name: str) -> str:
+    """Return `name` reduced to letters, digits, dot, underscore and dash; never empty, never a path."""
+    return _UNCLEAN.sub("-", name).strip("-.")[:120] or "run"
+
+
+def common_stem(names: list[str]) -> str:
+    """Return what the names of files without a run folder have in common; the first one's stem if that is nothing."""
+    stems = [_LOOSE_SUFFIXES.sub("", name) for name in names]
+    common = stems[0]
+    for stem in stems[1:]:
+        while not stem.startswith(common):
+            common = common[:-1]
+    return common.rstrip("-._") or stems[0]

@@ -1,0 +1,247 @@
+"""What KV-cache events add to the other tables of a run, and to the steps that are trained on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.kv.events import ENGINE, GPU, build_kv_events, transfers
+from tracefit.tables import schema
+from tracefit.tables.runs import COMPLETE_SHARE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tracefit.kv.recordings import KvRows
+
+KV_COLUMNS = {
+    **dict.fromkeys(("kv_blocks_stored", "kv_blocks_evicted", "kv_blocks_transferred"), "block"),
+    **dict.fromkeys(("kv_blocks_offloaded", "kv_blocks_loaded", "kv_offload_evicted"), "block"),
+    "kv_transfers_in_flight": "transfer",
+    "kv_blocks_in_flight": "block",
+    "kv_bytes_in_flight": "byte",
+    "kv_offload_pressure": "ratio",
+    "kv_block_lifetime_us": "us",
+    "kv_prefix_hit_ratio": "ratio",
+}
+"""Columns of steps, with their units."""
+
+_STEP = [*ENGINE, "step_id"]
+_IN_OWN_CACHE = pl.col("medium").fill_null(GPU) == GPU
+_REJECT_COLUMNS = {column.name: column.polars for column in schema.REJECTS.columns if column.name != "run_id"}
+
+
+def kv_tables(
+    read: KvRows, tables: Mapping[str, pl.DataFrame], *, run_id: str, block_size: int | None = None
+) -> dict[str, pl.DataFrame]:
+    """Return the tables of one run that its recordings change: kv_events, requests, runs and rejects.
+
+    `tables` has the steps, journey_events, requests, runs and rejects of its traces. `block_size` is the tokens of a
+    block, where the events do not have it.
+    """
+    journeys = tables["journey_events"]
+    events, duplicates = build_kv_events(read.rows, tables["steps"], journeys, run_id=run_id)
+    requests = schema.REQUESTS.shape(tables["requests"])
+    bad = pl.DataFrame([asdict(reject) for reject in read.rejects], schema=_REJECT_COLUMNS)
+    rejects = [tables["rejects"], bad.with_columns(run_id=pl.lit(run_id))]
+    count = int(bad["count"].sum())
+    return {
+        "kv_events": events,
+        "requests": schema.REQUESTS.conform(
+            with_kv_requests(requests, events, journeys, block_size=block_size)
+        ),
+        "runs": with_kv_counts(tables["runs"], events, requests, duplicates=duplicates, rejects=count),
+        "rejects": schema.REJECTS.conform(pl.concat(map(schema.REJECTS.shape, rejects))),
+    }
+
+
+def with_kv_requests(
+    requests: pl.DataFrame, events: pl.DataFrame, journeys: pl.DataFrame, *, block_size: int | None = None
+) -> pl.DataFrame:
+    """Fill `kv_blocks_offloaded`, `kv_blocks_loaded` and, where snapshots lack it, `cached_prompt_tokens`.
+
+    After a preemption the blocks of a request start over: what was offloaded before it does not count. Prompt tokens
+    loaded from another medium before the first token are prefix hits; hits in the engine's own cache leave no event, so
+    that they are a lower bound. `block_size` is the tokens of a block, where the events do not have it.
+    """
+    key = [*ENGINE, "core_request_id"]
+    preempted = (
+        journeys.filter(pl.col("event") == "PREEMPTED")
+        .group_by(*ENGINE, core_request_id="request_id")
+        .agg(preempted_step=pl.col("step_id").max(), preempted_ns=pl.col("unix_ns").max())
+    )
+    is_after_preemption = pl.coalesce(
+        pl.col("step_id") >= pl.col("preempted_step"),
+        pl.col("unix_ns") >= pl.col("preempted_ns"),
+        pl.lit(value=True),
+    )
+    sums = (
+        events.drop_nulls("request_id")
+        .rename({"request_id": "core_request_id"})
+        .join(preempted, on=key, how="left", maintain_order="left")
+        .group_by(key)
+        .agg(
+            kv_blocks_offloaded=_blocks("CacheStoreCommitted", is_after_preemption).sum(),
+            kv_blocks_loaded=_blocks("CacheLoadCommitted").sum(),
+            _first_load=_blocks("CacheLoadCommitted").first(),
+        )
+    )
+    loaded = pl.col("_first_load") * pl.coalesce("_block_size", pl.lit(block_size, pl.Int64))
+    # `min_horizontal` passes over nulls: without a block size nothing is known of the hits.
+    hits = pl.when(loaded.is_not_null()).then(pl.min_horizontal(loaded, "prompt_tokens"))
+    return (
+        requests.drop("kv_blocks_offloaded", "kv_blocks_loaded")
+        .join(sums, on=key, how="left", maintain_order="left")
+        .join(_block_sizes(events), on=ENGINE, how="left", maintain_order="left")
+        .with_columns(cached_prompt_tokens=pl.coalesce("cached_prompt_tokens", hits))
+        .select(requests.columns)
+    )
+
+
+def with_kv_counts(
+    runs: pl.DataFrame, events: pl.DataFrame, requests: pl.DataFrame, *, duplicates: int, rejects: int
+) -> pl.DataFrame:
+    """Fill the columns of the `runs` table that come from KV-cache events.
+
+    Full blocks that a server's requests have and that were never stored were found in the cache. Blocks of a preempted
+    request are stored again, so that the prefix hit ratio is a lower bound where there are preemptions. `duplicates` are
+    events that were left out, `rejects` batches and events that could not be read: they add to those of the run.
+    """
+    removed = pl.col("block_count").filter(pl.col("lifetime_us").is_not_null()).sum()
+    # The lifetime of an event is the mean of its blocks.
+    lifetimes_us = (pl.col("lifetime_us") * pl.col("block_count")).sum()
+    sums = events.group_by("server").agg(
+        kv_events=pl.len(),
+        kv_block_lifetime_us=pl.when(removed > 0).then(lifetimes_us / removed),
+        _stored=_blocks("BlockStored", _IN_OWN_CACHE).sum(),
+        _block_size=pl.col("block_size").filter((pl.col("event") == "BlockStored") & _IN_OWN_CACHE).max(),
+    )
+    moved = (
+        transfers(events)
+        .group_by("server")
+        .agg(kv_transfers=pl.len(), kv_transfers_unfinished=pl.col("completed_ns").is_null().sum())
+    )
+    # The last token is never computed, hence not cached.
+    computed = pl.col("prompt_tokens") + pl.col("output_tokens").fill_null(0) - 1
+    needs = (
+        requests.join(sums, on="server")
+        .group_by("server")
+        .agg(
+            _needed=(computed // pl.col("_block_size")).sum(),
+            _prompt=(pl.col("prompt_tokens") // pl.col("_block_size")).sum(),
+        )
+    )
+    new = ["kv_events", "kv_block_lifetime_us", "kv_transfers", "kv_transfers_unfinished"]
+    rows = runs.drop(new, strict=False).join(sums, on="server", how="left")
+    rows = rows.join(moved, on="server", how="left").join(needs, on="server", how="left")
+    ratio = (pl.col("_needed") - pl.col("_stored")) / pl.col("_prompt")
+    # The blocks of requests without a journey are not known.
+    is_known = (pl.col("_prompt") > 0) & (pl.col("journey_sampling") >= COMPLETE_SHARE)
+    has_events = pl.col("kv_events").is_not_null()
+    return schema.RUNS.conform(
+        rows.with_columns(
+            pl.when(has_events).then(pl.col("kv_transfers", "kv_transfers_unfinished").fill_null(0)),
+            kv_prefix_hit_ratio=pl.when(is_known).then(ratio.clip(0.0, 1.0)),
+            kv_duplicate_events=pl.lit(duplicates, pl.Int64),
+            rejects=pl.col("rejects") + rejects,
+        )
+    )
+
+
+def with_kv_cache(
+    timeline: pl.DataFrame,
+    events: pl.DataFrame,
+    *,
+    block_size: int | None = None,
+    kv_bytes_per_token: float | None = None,
+) -> pl.DataFrame:
+    """Add `KV_COLUMNS` but the prefix hit ratio; null throughout for an engine without KV-cache events.
+
+    `kv_blocks_stored` and `kv_blocks_evicted` are those of the engine's own cache, `kv_blocks_transferred` those of the
+    transfers that begin with the step, `kv_blocks_offloaded` and `kv_blocks_loaded` those that the scheduler commits to
+    store to and load from other media, `kv_offload_evicted` those that these evict. A transfer is in flight from the step
+    it is initiated in to the one before it is seen to be complete; one whose end is never seen stays in flight. Pressure
+    is blocks in flight / KV blocks of the engine. The lifetime is the mean over the events that remove blocks in the step.
+
+    Args:
+        timeline: The `timeline` table.
+        events: The `kv_events` table of the same runs.
+        block_size: Tokens of a block, where the events do not have it.
+        kv_bytes_per_token: Bytes of a token's keys and values over all layers and ranks; None where not known.
+    """
+    sums = (
+        events.drop_nulls("step_id")
+        .group_by(_STEP)
+        .agg(
+            kv_blocks_stored=_blocks("BlockStored", _IN_OWN_CACHE).sum(),
+            kv_blocks_evicted=_blocks("BlockRemoved", _IN_OWN_CACHE).sum(),
+            kv_blocks_transferred=_blocks("TransferInitiated").sum()
+            + _blocks("RemoteTransferInitiated").sum(),
+            kv_blocks_offloaded=_blocks("CacheStoreCommitted").sum(),
+            kv_blocks_loaded=_blocks("CacheLoadCommitted").sum(),
+            kv_offload_evicted=_blocks("CacheEviction").sum(),
+            kv_block_lifetime_us=pl.col("lifetime_us").mean(),
+        )
+    )
+    sizes = _block_sizes(events).with_columns(_has_events=pl.lit(value=True))
+    rows = (
+        timeline.join(sums, on=_STEP, how="left", maintain_order="left")
+        .join(_in_flight(timeline, events), on=_STEP, how="left", maintain_order="left")
+        .join(sizes, on=ENGINE, how="left", maintain_order="left")
+    )
+    counts = [c for c, unit in KV_COLUMNS.items() if unit in ("block", "transfer")]
+    size = pl.coalesce("_block_size", pl.lit(block_size, pl.Int64))
+    total = pl.when(pl.col("kv_blocks_total") > 0).then("kv_blocks_total")
+    return (
+        rows.with_columns(pl.when("_has_events").then(pl.col(counts).fill_null(0)))
+        .with_columns(
+            kv_bytes_in_flight=pl.col("kv_blocks_in_flight") * size * pl.lit(kv_bytes_per_token, pl.Float64),
+            kv_offload_pressure=pl.col("kv_blocks_in_flight") / total,
+        )
+        .drop("_has_events", "_block_size")
+    )
+
+
+def _blocks(event: str, where: pl.Expr | None = None) -> pl.Expr:
+    """Return the block counts of the events of one kind."""
+    is_counted = pl.col("event") == event
+    return pl.col("block_count").filter(is_counted if where is None else is_counted & where)
+
+
+def _block_sizes(events: pl.DataFrame) -> pl.DataFrame:
+    """Return the engines that have events, each with its `_block_size` in tokens, null where no event has it."""
+    return events.group_by(ENGINE).agg(_block_size=pl.col("block_size").max())
+
+
+def _in_flight(timeline: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
+    """Return transfers and blocks in flight at every step of the timeline."""
+    begun = transfers(events).drop_nulls("initiated_step")
+    begins = begun.select(
+        *ENGINE, pl.lit(1).alias("transfers"), blocks="block_count", step_id="initiated_step"
+    )
+    ends = begun.drop_nulls("completed_step").select(
+        *ENGINE,
+        pl.lit(-1).alias("transfers"),
+        blocks=-pl.col("block_count"),
+        # One that was complete within its own step was in flight in it all the same.
+        step_id=pl.max_horizontal("completed_step", pl.col("initiated_step") + 1),
+    )
+    changes = pl.concat([begins, ends]).group_by(_STEP).agg(pl.sum("transfers", "blocks")).sort("step_id")
+    in_flight = changes.select(
+        *_STEP,
+        kv_transfers_in_flight=pl.col("transfers").cum_sum().over(ENGINE).cast(pl.Int64),
+        kv_blocks_in_flight=pl.col("blocks").cum_sum().over(ENGINE),
+    )
+    steps = timeline.select(_STEP).sort("step_id")
+    return steps.join_asof(in_flight, on="step_id", by=ENGINE, check_sortedness=False)
+
+
+def with_prefix_hits(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
+    """Add `kv_prefix_hit_ratio` of each step: cached / all prompt tokens of the requests first scheduled in it."""
+    known = requests.filter(pl.col("cached_prompt_tokens").is_not_null() & (pl.col("prompt_tokens") > 0))
+    hits = known.group_by(*ENGINE, step_id="first_scheduled_step").agg(
+        kv_prefix_hit_ratio=pl.col("cached_prompt_tokens").sum() / pl.col("prompt_tokens").sum()
+    )
+    return timeline.join(hits, on=_STEP, how="left", maintain_order="left")

@@ -1,0 +1,225 @@
+"""Files of KV-cache events to batches with their offsets: JSON lines, or msgpack messages one after the other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, groupby, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgpack  # type: ignore[import-untyped]
+import polars as pl
+
+from tracefit.inputs.compression import Gap, decompressed
+from tracefit.inputs.rejects import Reject, excerpt
+from tracefit.kv.batches import ROW_COLUMNS, Batch, BlockAges, Encoding, WholeBatch, decode_batch, event_rows
+
+if TYPE_CHECKING:
+    from tracefit.inputs.files import TraceFile
+
+MAX_REJECTS = 100_000
+"""Batches and events of a file that are listed as rejects, by default."""
+MAX_BATCH_BYTES = 32 << 20
+"""A longer line or message is not held; decoded, a hostile one takes ten times as much."""
+
+_BOM = b"\xef\xbb\xbf"
+_LINE_END = re.compile(rb"\n+")
+_BATCH_IN_LINE = re.compile(rb"\[\s*\d{9,10}(?:\.\d*)?\s*,\s*\[")
+"""What a batch begins with, its unix time and its events; no event has such a thing in it."""
+
+_MESSAGE_START = re.compile(rb"(?=[\x92-\x9f]\xcb\x41[\xd0-\xdf])")
+"""An array whose first element is a float64 from 2**30 to 2**31: a batch with its unix time, from 2004 to 2038."""
+_START_BYTES = 4
+_LENGTH_BYTES = 4
+_CHUNK_ROWS = 1 << 16
+
+
+class RecordedBatch(NamedTuple):
+    """A batch and where its record begins, in bytes of the decompressed file."""
+
+    offset: int
+    encoding: Encoding
+    batch: Batch
+
+
+_Items = Generator[RecordedBatch | Reject, None, int]
+
+
+@dataclass(frozen=True, slots=True)
+class KvRows:
+    """Events of some recordings, columns as `ROW_COLUMNS`, in the order they were read, and what could not be read."""
+
+    rows: pl.DataFrame
+    rejects: list[Reject]
+
+
+def read_kv(files: Iterable[TraceFile], *, max_rejects: int = MAX_REJECTS) -> KvRows:
+    """Read the KV-cache recordings of one run.
+
+    Memory grows with the number of events, not with what they carry. A bad event costs nothing beside itself.
+
+    Args:
+        files: The recordings, in the order of their times.
+        max_rejects: After so many rejects in a file its reading stops, with one reject for the rest.
+
+    Raises:
+        UsageError: A file cannot be opened, or not be read to its end.
+    """
+    ages = BlockAges()
+    frames: list[pl.DataFrame] = []
+    rows: list[tuple[Any, ...]] = []
+    rejects: list[Reject] = []
+    for file in files:
+        left = max_rejects
+        for item in _rows_of_file(file, ages):
+            if not isinstance(item, Reject):
+                rows.append(item)
+                if len(rows) == _CHUNK_ROWS:
+                    frames.append(_frame(rows))
+                    rows.clear()
+            elif left > 0:
+                rejects.append(item)
+                left -= 1
+            else:
+                reason = f"more than {max_rejects} rejects: the rest is not read"
+                rejects.append(replace(item, reason=reason, excerpt=""))
+                break
+    return KvRows(pl.concat([*frames, _frame(rows)]), rejects)
+
+
+def _frame(rows: list[tuple[Any, ...]]) -> pl.DataFrame:
+    frame = pl.DataFrame(rows, schema=ROW_COLUMNS, orient="row")
+    return frame.with_columns(pl.col(pl.String).replace("", None))
+
+
+def _rows_of_file(file: TraceFile, ages: BlockAges) -> Iterator[tuple[Any, ...] | Reject]:
+    for item in read_recording(file):
+        if isinstance(item, Reject):
+            yield item
+        else:
+            yield from event_rows(item.batch, item.encoding, file.name, item.offset, ages)
+
+
+def read_recording(file: TraceFile) -> Iterator[RecordedBatch | Reject]:
+    """Yield the batches of one file in their order, in bounded memory, and a reject for each part of it that is none.
+
+    The content decides on compression and encoding. A msgpack message may be behind its length, 4 bytes.
+
+    Raises:
+        UsageError: The file cannot be opened, or not be read to its end.
+    """
+    offset, read = 0, None
+    with file.open() as raw:
+        for is_gap, items in groupby(decompressed(raw), key=lambda item: isinstance(item, Gap)):
+            if is_gap:
+                gaps = (item for item in items if isinstance(item, Gap))
+                yield from (Reject(file.name, offset, 0, gap.reason, count=gap.count) for gap in gaps)
+                continue
+            chunks = (item for item in items if not isinstance(item, Gap))
+            head = next(chunks)
+            read = read or (_read_lines if _is_text(head) else _read_messages)
+            # A record does not go on behind a gap.
+            offset = yield from read(file.name, chain([head], chunks), offset)
+
+
+def _is_text(head: bytes) -> bool:
+    begin = head.removeprefix(_BOM).lstrip()[:1]
+    return begin in (b"[", b"{", b"") or not (b"\0" in head or b"\xcb\x41" in head)
+
+
+def _cut(chunks: Iterable[bytes], offset: int, where: re.Pattern[bytes]) -> Iterator[tuple[int, int, bytes]]:
+    """Yield a file in pieces that end where a pattern's matches end: offset, size, and content.
+
+    The content of a piece that is too large is shorter than its size. The last piece may be empty.
+    """
+    buffer = bytearray()
+    dropped = 0
+    for chunk in chunks:
+        searched = max(len(buffer) - _START_BYTES + 1, 0)
+        buffer += chunk
+        ends = [match.end() for match in where.finditer(buffer, searched)]
+        whole, begin = bytes(buffer[: ends[-1]]) if ends else b"", 0
+        for end in ends:
+            if size := dropped + end - begin:
+                yield offset, size, whole[begin:end]
+            offset, begin, dropped = offset + size, end, 0
+        del buffer[:begin]
+        if dropped + len(buffer) > MAX_BATCH_BYTES:
+            dropped += max(len(buffer) - _START_BYTES + 1, 0)
+            del buffer[: 1 - _START_BYTES]
+    yield offset, dropped + len(buffer), bytes(buffer)
+
+
+def _read_lines(name: str, chunks: Iterable[bytes], offset: int) -> _Items:
+    """Yield what is in lines; return the offset behind them."""
+    for offset, size, content in _cut(chunks, offset, _LINE_END):  # noqa: B020, PLR1704
+        if len(content) < size:
+            yield Reject(name, offset, size, "record too large")
+            continue
+        line = content.rstrip().removeprefix(_BOM)
+        if not line:
+            continue
+        start = offset + (len(_BOM) if content.startswith(_BOM) else 0)
+        batch = decode_batch(line, "json")
+        if not isinstance(batch, str):
+            yield RecordedBatch(start, "json", batch)
+            continue
+        # Where lines are glued, each begins like a batch.
+        starts = (match.start() for match in _BATCH_IN_LINE.finditer(line, 1))
+        for begin, end in pairwise(chain([0], starts, [len(line)])):
+            part = line[begin:end]
+            found = decode_batch(part, "json") if len(part) < len(line) else batch
+            if isinstance(found, str):
+                reason = found if end == len(line) else "record cut: another begins inside"
+                yield Reject(name, start + begin, len(part), reason, excerpt(part, "json"))
+            else:
+                yield RecordedBatch(start + begin, "json", found)
+    return offset + size
+
+
+def _read_messages(name: str, chunks: Iterable[bytes], offset: int) -> _Items:
+    """Yield what is in msgpack messages; return the offset behind them."""
+
+    def reject(begin: int, size: int, reason: str) -> Reject:
+        return Reject(name, begin, size, reason, f"<binary, {size} bytes>")
+
+    held = b""  # a message that does not end before the next one seems to begin
+    for offset, size, content in _cut(chunks, offset, _MESSAGE_START):  # noqa: B020, PLR1704
+        begin, end = offset - len(held), offset + size
+        length, batch = _decode_message(held + content)
+        # Some block hashes look like a beginning. A message over one has nothing but good events if it is whole.
+        if held and not isinstance(batch, WholeBatch):
+            yield reject(begin, len(held), "record cut")
+            begin = offset
+            length, batch = _decode_message(content)
+        held = b""
+        if not isinstance(batch, str):
+            yield RecordedBatch(begin, "msgpack", batch)
+            begin += length
+            batch = "not a batch of KV-cache events"
+        elif len(content) < size:
+            batch = "record too large"
+        elif not length:
+            held = content
+            continue
+        # Behind a message may be the length of the next.
+        if end - begin not in (0, _LENGTH_BYTES):
+            yield reject(begin, end - begin, batch)
+    if held:
+        yield reject(offset, size, "record cut")
+    return offset + size
+
+
+def _decode_message(content: bytes) -> tuple[int, Batch | str]:
+    """Return the length of the message that some bytes begin with, 0 if it does not end, and its batch, or why it is none."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(content))
+    unpacker.feed(content)
+    try:
+        unpacker.skip()
+    except msgpack.OutOfData:
+        return 0, "record cut"
+    except msgpack.UnpackException:
+        return len(content), "not a batch of KV-cache events"
+    length: int = unpacker.tell()
+    return length, decode_batch(content[:length], "msgpack")

@@ -1,0 +1,297 @@
+"""OTLP JSON as exporters write it, decoded into typed structs down to the event.
+
+The attributes of spans and events stay JSON text: `layouts` reads them column by column. A record that these structs refuse
+(snake_case keys, nulls, base64 ids, damage) goes through `json_normaliser`, which gives back the same spans.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode, b64encode, urlsafe_b64decode
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Raw
+
+from tracefit.otlp.model import (
+    INT64_MAX,
+    FieldError,
+    Origin,
+    Pairs,
+    Plain,
+    Scalar,
+    Span,
+    SpanGroup,
+    check_depth,
+    finite,
+    nested_text,
+)
+
+Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
+Nanos = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+
+_HEX_IDS = re.compile("(?:[0-9a-f]{16})*")
+_IGNORED = Raw(b"null")
+_UNSET = Raw(b"")
+_NO_ATTRIBUTES = Raw(b"[]")
+
+
+class _Struct(msgspec.Struct, gc=False, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """Structs without reference cycles, whose fields are all that OTLP knows: any other key is a reason to look closer."""
+
+
+class Value(_Struct, frozen=True):
+    """An attribute value; nested ones are left as text."""
+
+    int_value: Int64 | None = None
+    double_value: float | None = None
+    bool_value: bool | None = None
+    string_value: str | None = None
+    array_value: Raw = _UNSET
+    kvlist_value: Raw = _UNSET
+    bytes_value: Raw = _UNSET
+
+    def scalar(self) -> Scalar:
+        """Return what is set; if several are, which is not valid, the first counts.
+
+        Raises:
+            FieldError: A nested value is not valid.
+        """
+        for value in (self.int_value, self.double_value, self.bool_value, self.string_value):
+            if value is not None:
+                return value
+        nested = _plain_nested(self, 1)
+        return nested if isinstance(nested, str) or nested is None else nested_text(nested)
+
+
+class KeyValue(_Struct, frozen=True):
+    """An attribute."""
+
+    key: str
+    value: Value
+
+
+class Event(_Struct, frozen=True):
+    """A span event; its attributes are left as JSON text."""
+
+    time_unix_nano: Nanos = 0
+    name: str = ""
+    attributes: Raw = _NO_ATTRIBUTES
+    dropped_attributes_count: Count = 0
+
+
+class _Status(_Struct, frozen=True):
+    code: Int32 = 0
+    message: str = ""
+
+
+class SpanStruct(_Struct, frozen=True):
+    """A span as exporters write it; its ids are not checked yet."""
+
+    trace_id: str
+    span_id: str
+    parent_span_id: str = ""
+    name: str = ""
+    kind: Int32 = 0
+    start_time_unix_nano: Nanos = 0
+    end_time_unix_nano: Nanos = 0
+    attributes: Raw = _NO_ATTRIBUTES
+    events: list[Event] = []
+    dropped_attributes_count: Count = 0
+    dropped_events_count: Count = 0
+    status: _Status = _Status()
+    trace_state: Raw = _IGNORED
+    flags: Raw = _IGNORED
+    links: Raw = _IGNORED
+    dropped_links_count: Raw = _IGNORED
+
+
+class _Scope(_Struct, frozen=True):
+    name: str = ""
+    version: Raw = _IGNORED
+    attributes: Raw = _IGNORED
+    dropped_attributes_count: Raw = _IGNORED
+
+
+class _ScopeSpans(_Struct, frozen=True):
+    spans: list[SpanStruct] = []
+    scope: _Scope = _Scope()
+    schema_url: Raw = _IGNORED
+
+
+class _Resource(_Struct, frozen=True):
+    attributes: list[KeyValue] = []
+    dropped_attributes_count: Raw = _IGNORED
+    entity_refs: Raw = _IGNORED
+
+
+class _ResourceSpans(_Struct, frozen=True):
+    scope_spans: list[_ScopeSpans] = []
+    resource: _Resource = _Resource()
+    schema_url: Raw = _IGNORED
+
+
+class _TracesData(_Struct, frozen=True):
+    resource_spans: list[_ResourceSpans]
+
+
+class _List(_Struct, frozen=True):
+    values: list[Value] = []
+
+
+class _KeyValueList(_Struct, frozen=True):
+    values: list[KeyValue] = []
+
+
+_EMPTY_RECORDS = (b"{}", b"[]")
+
+# Not strict: 64-bit integers come as strings, which msgspec then converts without a Python str in between.
+_RECORDS = msgspec.json.Decoder(_TracesData, strict=False)
+_SPANS = msgspec.json.Decoder(SpanStruct, strict=False)
+_PAIRS = msgspec.json.Decoder(list[KeyValue], strict=False)
+_LISTS = msgspec.json.Decoder(_List, strict=False)
+_KEY_VALUE_LISTS = msgspec.json.Decoder(_KeyValueList, strict=False)
+
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for text that is not what it was asked for."""
+
+
+def read_record(payload: bytes) -> list[SpanGroup] | None:
+    """Decode a record as exporters write it; attributes are taken on trust.
+
+    Returns:
+        Its spans; None if a closer look is needed, which may find the record good or bad.
+    """
+    if payload in _EMPTY_RECORDS:
+        return []
+    try:
+        data = _RECORDS.decode(payload)
+        return [
+            group
+            for resource_spans in data.resource_spans
+            if (group_spans := resource_spans.scope_spans)
+            for group in _groups(resource_spans.resource, group_spans)
+        ]
+    except (FieldError, *DECODE_ERRORS):
+        return None
+
+
+def read_span(raw: Raw) -> Span:
+    """Decode one span as exporters write it, the attributes of its events included.
+
+    Raises:
+        FieldError: An id or an attribute is not as it should be.
+        DecodeError: Any other field is not; also UnicodeDecodeError and RecursionError.
+    """
+    span = _SPANS.decode(raw)
+    for attributes in (span.attributes, *(event.attributes for event in span.events)):
+        read_pairs(attributes)
+    return _checked([span])[0]
+
+
+def _groups(resource: _Resource, scope_spans: list[_ScopeSpans]) -> list[SpanGroup]:
+    pairs = [(attribute.key, attribute.value.string_value) for attribute in resource.attributes]
+    return [
+        SpanGroup(Origin.of(pairs, each.scope.name), _checked(each.spans))
+        for each in scope_spans
+        if each.spans
+    ]
+
+
+def _checked(spans: list[SpanStruct]) -> list[Span]:
+    """Return spans whose ids are lower-case hex and not zero.
+
+    Raises:
+        FieldError: An id is not.
+    """
+    traces, ids = [span.trace_id for span in spans], [span.span_id for span in spans]
+    parents = [span.parent_span_id for span in spans if span.parent_span_id]
+    sizes_fit = set(map(len, traces)) == {32} and {*map(len, ids), *map(len, parents), 16} == {16}
+    # All at once: a thousand ids are checked in the time of a few.
+    if not (sizes_fit and _HEX_IDS.fullmatch("".join([*traces, *ids, *parents]))):
+        raise FieldError("ids are not lower-case hex")
+    if "0" * 32 in traces or "0" * 16 in ids or "0" * 16 in parents:
+        raise FieldError("an id is all zero")
+    return [
+        Span(
+            span.trace_id,
+            span.span_id,
+            span.parent_span_id,
+            span.name,
+            span.kind,
+            span.start_time_unix_nano,
+            span.end_time_unix_nano,
+            span.attributes,
+            span.events,
+            span.dropped_attributes_count,
+            span.dropped_events_count,
+            span.status.code,
+            span.status.message,
+        )
+        for span in spans
+    ]
+
+
+def _plain_nested(value: Value, depth: int) -> Plain:
+    """Return a nested value as plain JSON; None if nothing is set.
+
+    Raises:
+        FieldError: It is not valid, or nested too deep.
+    """
+    check_depth(depth)
+    try:
+        if value.array_value is not _UNSET:
+            return [_plain(each, depth + 1) for each in _LISTS.decode(value.array_value).values]
+        if value.kvlist_value is not _UNSET:
+            pairs = _KEY_VALUE_LISTS.decode(value.kvlist_value).values
+            return {each.key: _plain(each.value, depth + 1) for each in pairs}
+        if value.bytes_value is _UNSET:
+            return None
+        return b64encode(from_base64(msgspec.json.decode(value.bytes_value, type=str), "bytesValue")).decode()
+    except DECODE_ERRORS as error:
+        raise FieldError("value is not valid") from error
+
+
+def _plain(value: Value, depth: int) -> Plain:
+    for scalar in (value.int_value, value.bool_value, value.string_value):
+        if scalar is not None:
+            return scalar
+    return _plain_nested(value, depth) if value.double_value is None else finite(value.double_value)
+
+
+def from_base64(encoded: str, name: str) -> bytes:
+    """Decode base64 of either alphabet, padded or not.
+
+    Raises:
+        FieldError: It is not base64.
+    """
+    decode = urlsafe_b64decode if "-" in encoded or "_" in encoded else b64decode
+    try:
+        return decode(encoded + "=" * (-len(encoded) % 4))
+    except ValueError as error:
+        raise FieldError(f"{name} is not base64") from error
+
+
+def read_pairs(attributes: bytes | Raw) -> Pairs:
+    """Return keys and values of the attributes of one event.
+
+    Raises:
+        FieldError: They are not as exporters write them.
+    """
+    try:
+        return [(each.key, each.value.scalar()) for each in _PAIRS.decode(attributes)]
+    except DECODE_ERRORS as error:
+        raise FieldError("event attributes are not as usual") from error
+
+
+def write_pairs(pairs: Pairs) -> Raw:
+    """Write attributes as exporters do, for `read_pairs` and `layouts` to read."""
+    kinds = {bool: "boolValue", int: "intValue", str: "stringValue", float: "doubleValue"}
+    items = [
+        # A double as text: JSON has no number for NaN.
+        {"key": key, "value": {} if v is None else {kinds[type(v)]: repr(v) if isinstance(v, float) else v}}
+        for key, v in pairs
+    ]
+    return Raw(msgspec.json.encode(items))

@@ -1,0 +1,156 @@
+"""What a file is, from its content."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import sys
+
+import pytest
+from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
+from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
+
+from tracefit.inputs.files import TraceFile
+from tracefit.inputs.formats import inspect_file
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+WORDS = {
+    "lines": "OTLP JSON lines",
+    "lines with BOM, CRLF and blanks": "OTLP JSON lines",
+    "pretty object": "one OTLP JSON document",
+    "pretty array": "one OTLP JSON document",
+    "Tempo batches": "OTLP JSON lines",
+    "bare protobuf": "one OTLP protobuf message",
+    "framed protobuf": "length-prefixed OTLP protobuf",
+    "framed zstd of JSON": "length-prefixed zstd of OTLP JSON",
+    "framed zstd of protobuf": "length-prefixed zstd of OTLP protobuf",
+}
+
+
+@pytest.fixture
+def inspect(tmp_path):
+    def inspect_bytes(data):
+        (tmp_path / "photo.png").write_bytes(data)
+        return inspect_file(TraceFile.local(tmp_path / "photo.png"))
+
+    return inspect_bytes
+
+
+@pytest.mark.parametrize("shape", WORDS)
+@pytest.mark.parametrize("compression", ["plain", "gzip", "zstd"])
+def test_a_trace_file_is_described_by_its_contents(inspect, otlp, shape, compression):
+    if "framed zstd" in shape and compression != "plain":
+        pytest.skip("no exporter compresses twice")
+    contents = inspect(otlp.COMPRESSIONS[compression](otlp.SHAPES[shape](2)))
+    known = "framed zstd" if "framed zstd" in shape else {"plain": None}.get(compression, compression)
+    assert (str(contents), contents.compression) == (WORDS[shape], known)
+    assert contents.is_traces
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "empty"),
+        (b"\n \n", "empty"),
+        (b"\xef\xbb\xbf", "empty"),
+        (b"time,value\n1,2\n", "not OTLP traces"),
+        (b'{"hidden_size": 8}', "not OTLP traces"),
+        (b'{"resourceLogs":[]}', "OTLP JSON lines, logs"),
+        (b'{ "resource_metrics": [] }', "OTLP JSON lines, metrics"),
+        (b'[\n{"resourceMetrics":[]}]', "one OTLP JSON document, metrics"),
+        (b"{}", "OTLP JSON lines"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 20, "not OTLP traces"),
+        (b"\0" * 5000, "not OTLP traces"),
+        (b"\xff" * 5000, "not OTLP traces"),
+        (b"\n\n- a: 1\n- b: 2\n" * 50, "not OTLP traces"),
+        (b'["a", "b"]', "not OTLP traces"),
+        (b"x", "not OTLP traces"),
+    ],
+)
+def test_what_holds_no_traces_says_so(inspect, data, words):
+    assert str(inspect(data)) == words
+    assert inspect(data).is_traces == (data == b"{}")
+
+
+@pytest.mark.parametrize("container", ["bare", "framed", "framed zstd"])
+def test_protobuf_of_other_signals_is_recognised(inspect, otlp, container):
+    logs = LogsData()
+    log = logs.resource_logs.add().scope_logs.add().log_records.add(time_unix_nano=5)
+    log.body.string_value = "x"
+    metrics = MetricsData()
+    metric = metrics.resource_metrics.add().scope_metrics.add().metrics.add(name="vllm.requests")
+    metric.gauge.data_points.add(time_unix_nano=7)
+    for signal, data in (("logs", logs), ("metrics", metrics)):
+        message = data.SerializeToString()
+        packed = {
+            "bare": message,
+            "framed": otlp.framed([message]),
+            "framed zstd": otlp.framed([otlp.zstd(message)]),
+        }
+        assert inspect(packed[container]).signal == signal
+
+
+def test_traces_in_a_file_that_other_signals_share_are_traces(inspect, otlp):
+    assert inspect(b'{"resourceLogs":[]}\n' + otlp.text()).signal == "traces"
+
+
+@pytest.mark.parametrize(
+    "shape", ["lines", "pretty object", "pretty array", "framed protobuf", "bare protobuf"]
+)
+@pytest.mark.parametrize("compression", ["plain", "gzip", "zstd"])
+@pytest.mark.parametrize("junk", [b"junk, no JSON\n", b"\xff\xfe\x01\n", b"{\n", b"]\n", b"\0\0\0\n"])
+def test_junk_before_the_first_record_does_not_decide(inspect, otlp, shape, compression, junk):
+    if shape.startswith("pretty") and junk == b"{\n":
+        pytest.skip("a document may begin so")
+    data = otlp.COMPRESSIONS[compression](junk + otlp.SHAPES[shape](4))
+    assert str(inspect(data)) == WORDS[shape]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
+def test_a_junk_first_member_does_not_decide(inspect, otlp, pack):
+    members = pack(os.urandom(200)), pack(otlp.SHAPES["lines"](3))
+    assert str(inspect(b"".join(members))) == "OTLP JSON lines"
+    broken = members[1][:9] + b"\xff" * 9 + members[1][18:]
+    assert str(inspect(broken + members[1])) == "OTLP JSON lines"
+
+
+@pytest.mark.parametrize("first", [b"{", b"[", b"\xff"])
+def test_the_first_byte_of_a_framed_file_does_not_decide(inspect, otlp, first):
+    data = otlp.SHAPES["framed protobuf"](4)
+    assert str(inspect(first + data[1:])) == "length-prefixed OTLP protobuf"
+
+
+def test_a_bare_message_of_any_length_is_not_taken_for_json_or_frames(inspect, otlp):
+    for size in range(300):
+        assert inspect(otlp.message(name="x" * size)).shape == "bare"
+
+
+@pytest.mark.parametrize("shape", ["framed protobuf", "bare protobuf", "framed zstd of protobuf"])
+def test_json_in_a_string_does_not_make_protobuf_json(inspect, otlp, shape):
+    messages = [otlp.message(n, name='{"resourceSpans":[]}\n{"resourceLogs":[]}') for n in (1, 2)]
+    data = {
+        "framed protobuf": otlp.framed(messages),
+        "bare protobuf": b"".join(messages),
+        "framed zstd of protobuf": otlp.framed(map(otlp.zstd, messages)),
+    }[shape]
+    assert str(inspect(data)) == WORDS[shape]
+
+
+def test_a_head_is_enough(tmp_path, monkeypatch, otlp):
+    """A first record of 40 MB is known by its keys; what is no trace is not read through."""
+    (tmp_path / "traces.json").write_bytes(otlp.text(name="x" * (40 << 20)))
+    (tmp_path / "traces.pb").write_bytes(otlp.framed([otlp.message(name="x" * (40 << 20))]))
+    (tmp_path / "weights.bin").write_bytes(b"\x00\x20\x00\x00\x0a\x84\xff\xff\x7f" + bytes(40 << 20))
+    (tmp_path / "junk.gz").write_bytes(b"\x1f\x8b\x08\x00" + os.urandom(40 << 20))
+    read: list[int] = []
+    opened = TraceFile.open
+    monkeypatch.setattr(TraceFile, "open", lambda self, **_: opened(self, on_read=read.append))
+    assert inspect_file(TraceFile.local(tmp_path / "traces.json")).is_traces
+    assert inspect_file(TraceFile.local(tmp_path / "traces.pb")).is_traces
+    assert not inspect_file(TraceFile.local(tmp_path / "weights.bin")).is_traces
+    assert not inspect_file(TraceFile.local(tmp_path / "junk.gz")).is_traces
+    assert sum(read) <= 16 << 20
