@@ -44,6 +44,45 @@ def disk_errors(root: Path) -> Iterator[None]:
         ) from error
 
 
+def inside(root: Path, *names: str) -> Path:
+    """Return the path of a file or folder of the tables folder, there or not.
+
+    Raises:
+        UsageError: It, or a folder on the way to it, is a symbolic link: of a tables folder that came from elsewhere it
+            may lead anywhere.
+    """
+    path = root
+    for name in names:
+        path = path / name
+        if path.is_symlink():
+            raise _link(path)
+    return path
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse symbolic links anywhere in a folder of the tables folder.
+
+    Raises:
+        UsageError: There is one.
+    """
+    folders = [folder]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    raise _link(Path(entry.path))
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
+
+
+def _link(path: Path) -> UsageError:
+    return UsageError(
+        "is a symbolic link, and nothing outside the tables folder is read, written or removed",
+        where=str(path),
+        hint="remove the link and ingest the traces again",
+    )
+
+
 @contextmanager
 def scratch_folder(root: Path) -> Iterator[Path]:
     """Make a folder below `root` to write in, and remove it with what is left in it."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tracefit._version import __version__
 from tracefit.errors import DataError
-from tracefit.tables.disk import write_whole
+from tracefit.tables.disk import inside, write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,8 +90,9 @@ def read_manifest(root: Path) -> Manifest:
 
     Raises:
         DataError: The manifest is damaged or of another version.
+        UsageError: It is a symbolic link.
     """
-    path = root / MANIFEST_NAME
+    path = inside(root, MANIFEST_NAME)
     try:
         text = path.read_bytes()
     except FileNotFoundError:

@@ -18,8 +18,24 @@ import pyarrow.parquet as pq
 
 from tracefit.errors import DataError, UsageError
 from tracefit.tables import schema
-from tracefit.tables.disk import create, disk_errors, locked, scratch_folder
-from tracefit.tables.manifest import IngestedRun, Manifest, TablePart, read_manifest, write_manifest
+from tracefit.tables.disk import (
+    SCRATCH_PREFIX,
+    create,
+    disk_errors,
+    inside,
+    locked,
+    refuse_links,
+    scratch_folder,
+)
+from tracefit.tables.manifest import (
+    MANIFEST_NAME,
+    IngestedRun,
+    Manifest,
+    TablePart,
+    read_manifest,
+    write_manifest,
+)
+from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +46,8 @@ ROW_GROUP_BYTES = 16 << 20
 
 PIECE_ROWS = 16 * 1024
 """Rows converted at a time: the copies that takes are small."""
+
+_PLACES = {MANIFEST_NAME, STAGE_NAME, *schema.TABLES}
 
 
 class TableStore:
@@ -67,9 +85,22 @@ class TableStore:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-        """Hold the folder for writing; wait for whoever holds it, having called `waiting`."""
+        """Hold the folder for writing; wait for whoever holds it, having called `waiting`.
+
+        Raises:
+            UsageError: A symbolic link lies where files of the tables are written or removed.
+        """
         with locked(self.root, waiting=waiting or (lambda: None)):
+            self._refuse_links()
             yield
+
+    def _refuse_links(self) -> None:
+        """Refuse links among what is tracefit's; what else lies in the folder is not touched."""
+        for place in self.root.iterdir():
+            if place.name in _PLACES or place.name.startswith(SCRATCH_PREFIX):
+                inside(self.root, place.name)
+                if place.is_dir():
+                    refuse_links(place)
 
     def publish(self, run_id: str, run: IngestedRun, parts: Mapping[str, Path], *, keep: bool) -> IngestedRun:
         """Put finished parts in their places and make them the valid ones, in one step. The caller holds the lock.
@@ -95,12 +126,13 @@ class TableStore:
 
     def _remove_old(self, run_id: str, run: IngestedRun) -> None:
         valid = {self._path(name, run_id, part) for name, part in run.tables.items()}
-        for part in self.root.glob(f"*/run_id={run_id}/part-*.parquet"):
-            if part not in valid:
-                part.unlink()
+        for name in schema.TABLES:
+            for part in (self.root / name / f"run_id={run_id}").glob("part-*.parquet"):
+                if part not in valid:
+                    part.unlink()
 
     def _path(self, name: str, run_id: str, part: TablePart) -> Path:
-        return self.root / name / f"run_id={run_id}" / part.name
+        return inside(self.root, name, f"run_id={run_id}", part.name)
 
     def manifest(self) -> Manifest:
         """Return what is valid now."""
@@ -117,6 +149,7 @@ class TableStore:
 
         Raises:
             DataError: A part is not a readable Parquet file.
+            UsageError: A part, or a folder it lies in, is a symbolic link.
         """
         parts = self._parts(name, run_ids)
         try:
