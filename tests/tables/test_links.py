@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tracefit.errors import UsageError
+from tracefit.errors import DataError, UsageError
 from tracefit.tables.store import TableStore
 from tracefit.verbs.ingest import ingest
 from tracefit.verbs.plan import plan_ingest
@@ -60,6 +60,17 @@ def test_nothing_behind_a_link_is_read(received, place):
     _, tables, link, _ = received(place)
     with _refused(link):
         TableStore(tables).read("spans")
+
+
+def test_nothing_outside_is_read_by_the_name_of_a_run(tmp_path, traces):
+    ingest([traces.request(1, 0, step=1).write(tmp_path / "run")], tmp_path / "tables")
+    spans = tmp_path / "tables" / "spans"
+    (spans / "run_id=run").rename(tmp_path / "away")
+    (spans / "run_id=..").mkdir()
+    manifest = tmp_path / "tables" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"run":', '"../../../../away":'))
+    with pytest.raises(DataError, match=r"manifest\.json: is not a manifest of this version of tracefit"):
+        TableStore(tmp_path / "tables").read("spans")
 
 
 def test_nor_does_a_plan_look_there(received):

@@ -6,9 +6,9 @@ an ingest, never in between. A file that it does not name is a leftover.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from tracefit._version import __version__
 from tracefit.errors import DataError
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST_NAME = "manifest.json"
+
+
+RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
+"""What names a folder of a table: never a path."""
 
 
 class _Strict(BaseModel):
@@ -74,7 +78,7 @@ class Manifest(_Strict):
 
     manifest_version: Literal["1"] = "1"
     tool_version: str = __version__
-    runs: dict[str, IngestedRun] = Field(default_factory=dict)
+    runs: dict[RunId, IngestedRun] = Field(default_factory=dict)
 
     def with_run(self, run_id: str, run: IngestedRun) -> Manifest:
         """Return a manifest in which this run is as given."""
