@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import polars as pl
 import pyarrow.parquet as pq
 import pytest
+
+from tracefit.tables.dialects import JOURNEY_EVENTS, SNAPSHOT_EVENT, STEP_EVENT
 
 SOURCE = ("run_id", "source_file", "source_offset")
 
@@ -68,6 +71,23 @@ def test_an_api_event_without_a_monotonic_time_is_placed_by_its_wall_clock(table
     traces.span("vllm.api", "llm_request", (1, 2, 0), [arrived]).request(2, 50_000, step=1)
     rows = tables_of(traces)("journey_events").filter(event="ARRIVED")
     assert rows["ts_ns"].to_list() == [4_000_000, 50_000_000]
+
+
+@pytest.mark.parametrize("attributes", [{}, {"ts.monotonic": True, "event.ts.monotonic": True}])
+def test_an_attribute_that_no_event_of_a_name_has_is_null_in_all_of_them(tables_of, traces, attributes):
+    """Two of every event, so that what nobody tells is as long as what the span tells."""
+    for number, (scope, layer) in enumerate([("vllm.api", "api"), ("vllm.scheduler", "core")], start=5):
+        names = [name for kind in JOURNEY_EVENTS if kind.layer == layer for name in kind.spellings]
+        events = [traces.event(name, at, attributes) for name in names for at in (4000, 5000)]
+        traces.span(scope, "a span", (number, number, 0), events)
+    bare = [traces.event(name, 4000, attributes) for name in (STEP_EVENT, SNAPSHOT_EVENT) for _ in range(2)]
+    table = tables_of(traces.steps(*bare).request(1, 0, step=1))
+    rows = table("journey_events").filter(pl.col("request_id").is_null())
+    assert rows.group_by("layer", "event").len().height == len(JOURNEY_EVENTS)
+    assert rows.select("step_id", "phase", "num_preemptions").null_count().row(0) == (rows.height,) * 3
+    assert set(rows["ts_ns"]) == {4_000_000, 5_000_000}
+    assert table("requests").height == 1 + 2
+    assert table("rejects").height > 0
 
 
 def test_both_encodings_give_equal_tables(tables_of, new_traces):

@@ -22,7 +22,11 @@ def test_workers_import_nothing_from_the_working_folder(tmp_path, traces):
     for module in ("yaml", "polars", "numpy"):
         marker = tmp_path / f"ran-{module}"
         (run / f"{module}.py").write_text(f"open({str(marker)!r}, 'w').close()\nraise SystemExit(9)\n")
-    command = [sys.executable, "-P", "-c", SHARED, "ingest", ".", "--out", tmp_path / "tables"]
+    # A script in a folder of its own, as the console script is: of that alone the path begins with its folder.
+    script = tmp_path / "bin" / "tracefit-of-small-files"
+    script.parent.mkdir()
+    script.write_text(SHARED)
+    command = [sys.executable, script, "ingest", ".", "--out", tmp_path / "tables"]
     done = subprocess.run(
         [*command, "--workers", "2"], cwd=run, capture_output=True, text=True, check=False, timeout=120
     )

@@ -206,11 +206,18 @@ def _table_of(
         return pl.DataFrame(
             schema={"row": pl.UInt32(), "unix_ns": pl.Int64(), **{name: types[name] for name in keys}}
         )
-    return frame.select(
-        "row",
+    return frame.select(_columns_of(frame, keys, table))
+
+
+def _columns_of(
+    frame: pl.DataFrame, keys: Mapping[str, tuple[str, ...]], table: schema.Table
+) -> list[pl.Expr]:
+    types = {column.name: column.polars for column in table.columns}
+    return [
+        pl.col("row"),
         pl.when(pl.col("unix_ns") > 0).then("unix_ns").alias("unix_ns"),
         *(_first(frame, spellings, types[name]).alias(name) for name, spellings in keys.items()),
-    )
+    ]
 
 
 def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
@@ -220,10 +227,11 @@ def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
     for kind in dialects.JOURNEY_EVENTS:
         for frame in (events[spelled] for spelled in kind.spellings if spelled in events):
             own = frame.filter(pl.col("span_scope") == dialects.LAYER_SCOPES[kind.layer])
-            rows = _table_of(own, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
-            clock = own.select(layer=pl.lit(kind.layer), event=pl.lit(kind.event), ts_ns=_ts_ns(own))
-            if own.height:
-                parts.append(pl.concat([rows, clock], how="horizontal"))
+            # One select that holds a column: of literals alone it would give a single row.
+            columns = _columns_of(own, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
+            parts.append(
+                own.select(*columns, layer=pl.lit(kind.layer), event=pl.lit(kind.event), ts_ns=_ts_ns(own))
+            )
     return pl.concat(parts)
 
 

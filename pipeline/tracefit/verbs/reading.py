@@ -16,7 +16,7 @@ from tracefit.inputs.discovery import refuse_other_signal
 from tracefit.inputs.files import content_hash_of
 from tracefit.inputs.rejects import Reject
 from tracefit.inputs.remote import fetch
-from tracefit.tables.disk import scratch_folder
+from tracefit.tables.disk import inside, scratch_folder
 from tracefit.tables.manifest import IngestedRun, Manifest, ReadFile, StagedPart
 from tracefit.tables.staging import STAGE_NAME
 
@@ -72,10 +72,14 @@ class KnownFiles:
 
     @classmethod
     def of(cls, run: IngestedRun | None, options: str, root: Path) -> KnownFiles:
-        """Return the files of a run whose staged parts are there."""
+        """Return the files of a run whose staged parts are there.
+
+        Raises:
+            UsageError: The folder of parts is a symbolic link.
+        """
         if run is None or run.options != options:
             return cls({})
-        there = {part.name for part in (root / STAGE_NAME).glob("*")}
+        there = {part.name for part in inside(root, STAGE_NAME).glob("*")}
         return cls(
             {
                 file.path: file
