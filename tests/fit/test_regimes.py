@@ -86,6 +86,14 @@ def test_the_condition_is_held_against_what_happened():
     assert classifier.balanced_accuracy == pytest.approx(sum(rates) / 2)
 
 
+def test_a_row_of_which_nobody_knows_what_happened_is_no_hit_and_no_miss():
+    """Of 120 held-out rows the last 15 do not say whether they were queued."""
+    unsure = pl.when(pl.col("ts_ns") < 385_000).then("queued")
+    classifier = _fit(_frame().with_columns(queued=unsure)).validation.classifier
+    assert (classifier.false_positive, classifier.false_negative) == (0, 0)
+    assert classifier.true_positive + classifier.true_negative == 105
+
+
 def test_comparisons_with_another_feature():
     row = pl.DataFrame({"demand": [5, 6, None], "free": [5, 5, 5]})
     more = Comparison("demand", ">", feature2="free")

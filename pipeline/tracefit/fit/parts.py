@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tracefit.fit.metrics import Matrix, Vector
     from tracefit.fit.select import Choice, Collinearity, LeftOut
 
+Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
 
 @dataclass(frozen=True, slots=True)
 class FeatureColumn:
@@ -104,8 +106,13 @@ def speakers(parts: Sequence[FittedPart], rows: pl.DataFrame) -> NDArrayInt:
     """Return the index of the part that speaks for each row; shape (n,)."""
     speaker = np.full(rows.height, len(parts) - 1)
     for index in reversed(range(len(parts) - 1)):
-        speaker[rows.select(holds=parts[index].regime.holds())["holds"].to_numpy()] = index
+        speaker[which(rows, parts[index].regime.holds())] = index
     return speaker
+
+
+def which(rows: pl.DataFrame, condition: pl.Expr) -> Flags:
+    """Tell which rows a condition holds for, shape (n,): not those that lack what it asks for."""
+    return rows.with_columns(_holds=condition.fill_null(value=False))["_holds"].to_numpy().astype(bool)
 
 
 def linear_terms(

@@ -22,6 +22,7 @@ from tracefit.fit.parts import (
     linear_terms,
     matrix,
     target_of,
+    which,
 )
 from tracefit.fit.rows import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.select import (
@@ -219,7 +220,7 @@ def _band(
     predicted = np.concatenate([unseen, part.predict(aside)])
     actual = np.concatenate([target_of(used), target_of(aside)])
     if judge is not None:
-        wanted = pl.concat([frame.select(wanted=judge) for frame in (used, aside)])["wanted"].to_numpy()
+        wanted = np.concatenate([which(frame, judge) for frame in (used, aside)])
         if wanted.sum() >= MIN_TRAIN_ROWS:
             predicted, actual = predicted[wanted], actual[wanted]
     return band_of(predicted, actual)

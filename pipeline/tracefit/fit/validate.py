@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_limits
 
 from tracefit.fit.bands import covered_pct
 from tracefit.fit.metrics import Metrics, measure, skill
-from tracefit.fit.parts import FittedPart, matrix, predict_parts, speakers, target_of
+from tracefit.fit.parts import FittedPart, Flags, matrix, predict_parts, speakers, target_of, which
 
 if TYPE_CHECKING:
     from tracefit.fit.learning import LearningPoint
@@ -67,7 +67,7 @@ def validate(
     predicted = predict_parts(parts, judged)
     measured = measure(y_held, predicted)
     baseline = measure(y_held, np.full(len(y_held), float(np.median(y))))
-    groups = {name: judged.select(condition).to_series().to_numpy() for name, condition in options.groups}
+    groups = {name: which(judged, condition) for name, condition in options.groups}
     outside, extrapolated = _extrapolated(parts, judged)
     close = np.abs(predicted - y_held) <= WITHIN_PCT / 100 * np.abs(y_held)
     names = sorted({t.feature.name for part in parts for t in part.terms})
@@ -88,9 +88,7 @@ def validate(
     )
 
 
-def _extrapolated(
-    parts: list[FittedPart], judged: pl.DataFrame
-) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.bool_]], dict[str, int]]:
+def _extrapolated(parts: list[FittedPart], judged: pl.DataFrame) -> tuple[Flags, dict[str, int]]:
     """Tell held-out rows with a feature outside the range of the training rows of their part, and count by feature."""
     outside = np.zeros(judged.height, dtype=bool)
     by_feature: dict[str, int] = {}
@@ -115,9 +113,9 @@ def _coverage_pct(parts: list[FittedPart], judged: pl.DataFrame) -> float:
 
 
 def _classify(parts: list[FittedPart], judged: pl.DataFrame, truth: pl.Expr) -> Classified:
-    """Hold the first regime's condition against what happened."""
-    frame = judged.select(truth=truth, told=parts[0].regime.holds())
-    true, told = frame["truth"].to_numpy().astype(bool), frame["told"].to_numpy().astype(bool)
+    """Hold the first regime's condition against what happened, on the rows that tell what happened."""
+    known = judged.filter(truth.is_not_null())
+    true, told = which(known, truth), which(known, parts[0].regime.holds())
     rates = [float((told[true == side] == side).mean()) for side in (True, False) if (true == side).any()]
     return Classified(
         balanced_accuracy=float(np.mean(rates)) if rates else None,

@@ -1,0 +1,43 @@
+"""What an event does not tell costs what needs it, not the models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tracefit import run
+
+GROUPED = ("beta.cycle_time", "alpha.queue_wait")
+
+
+def _strip(trace, event, attribute, *, which=slice(None)):
+    """Take an attribute from some of the events of a name, in the order they were added."""
+    spans = [span for record in trace.records for span in record["scopeSpans"][0]["spans"]]
+    for one in [e for span in spans for e in span["events"] if e["name"] == event][which]:
+        one["attributes"] = [a for a in one["attributes"] if a["key"] != attribute]
+    return trace
+
+
+def _scope(trace, folder):
+    run([trace.write(folder / "run")], folder / "out")
+    return json.loads((folder / "out" / "evaluation.json").read_text())["scopes"][0]
+
+
+@pytest.mark.parametrize(
+    ("model", "event", "attribute"),
+    [
+        ("alpha.queue_wait", "journey.QUEUED", "scheduler.step"),
+        ("alpha.queue_wait", "journey.SCHEDULED", "scheduler.step"),
+        ("beta.cycle_time", "step.BATCH_SUMMARY", "batch.prefill_tokens"),
+    ],
+)
+def test_a_held_out_row_that_is_of_no_known_group_is_in_none(
+    tmp_path, traces, quick, model, event, attribute
+):
+    """Step durations that are the step times: each row is a step, and its own batch says what kind it is."""
+    late = slice(-10, -9)
+    models = _scope(_strip(traces.load(covered=1.0), event, attribute, which=late), tmp_path)["models"]
+    assert set(models) == {"beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure"}
+    grouped = {n: sum(group["n"] for group in models[n]["by"].values()) for n in GROUPED}
+    assert grouped == {n: models[n]["holdout"]["n"] - (n == model) for n in GROUPED}
