@@ -142,8 +142,10 @@ def cross_validate(rows: pl.DataFrame, features: list[FeatureColumn], options: F
         return None
     if options.drop_outliers:
         used = _counted(_mark_outliers(used, used, known), "train")
+    if used.height < MIN_TRAIN_ROWS:
+        return None
     data, _ = design_of(used, known)
-    if used.height < MIN_TRAIN_ROWS or not data.columns:
+    if not data.columns:
         return None
     return choose_penalty(data.x, data.y, data.folds(FOLDS), data.weights, positive=options.positive)
 
