@@ -19,7 +19,7 @@ main()
 
 def test_workers_import_nothing_from_the_working_folder(tmp_path, traces):
     run = traces.load(steps=240, requests=30).write(tmp_path / "run")
-    for module in ("yaml", "polars", "numpy"):
+    for module in ("yaml", "polars", "numpy", "pickle", "socket"):
         marker = tmp_path / f"ran-{module}"
         (run / f"{module}.py").write_text(f"open({str(marker)!r}, 'w').close()\nraise SystemExit(9)\n")
     # A script in a folder of its own, as the console script is: of that alone the path begins with its folder.

@@ -133,7 +133,8 @@ def _result(task: Task, future: Future[Decoded]) -> tuple[Task, Decoded]:
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """Make a pool whose processes start anew: a forked one would have the locks of polars' threads, and no threads."""
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
+    with _worker_surroundings(workers):  # the pool starts a process too, which keeps track of its locks
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
     try:
         yield pool
     finally:
