@@ -33,6 +33,8 @@ from tracefit.otlp.model import (
 from tracefit.otlp.packed import PackedTexts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tracefit.inputs.rejects import Reject
     from tracefit.otlp.json_normaliser import MakeReject
 
@@ -166,7 +168,7 @@ def _span(message: Any) -> Span:
         message.kind,
         start,
         end,
-        b"".join([part for each in message.attributes for part in (_attribute_head(each), each)]),
+        _attributes(message.attributes),
         list(message.events),
         message.dropped_attributes_count,
         message.dropped_events_count,
@@ -184,18 +186,15 @@ def _checked_span(message: Any) -> Span:
 
 
 _ATTRIBUTE_HEADS = [bytes([0x1A, size]) for size in range(0x80)]
+"""The tag and the size of an attribute, as they stand before it in an event."""
 
 
-def _attribute_head(attribute: bytes) -> bytes:
-    """Return the tag and the size of an attribute, as they stand before it in an event."""
-    size = len(attribute)
-    if size < len(_ATTRIBUTE_HEADS):
-        return _ATTRIBUTE_HEADS[size]
-    septets = bytearray()
-    while size >= 0x80:
-        septets.append(size & 0x7F | 0x80)
-        size >>= 7
-    return b"\x1a" + bytes([*septets, size])
+def _attributes(attributes: Iterable[bytes]) -> bytes:
+    """Return the attributes of a span end to end, as those of an event are."""
+    try:
+        return b"".join([_ATTRIBUTE_HEADS[len(each)] + each for each in attributes])
+    except IndexError:  # sizes of two bytes and more
+        return Event(attributes=attributes).SerializeToString()  # type: ignore[no-any-return]
 
 
 def _id(value: bytes, name: str) -> str:
@@ -318,7 +317,8 @@ def event_columns(events: list[bytes]) -> Events:
         for start, stop in zip((starts + _NAME_AT).tolist(), attributes_at.tolist(), strict=True)
     ]
     known = {name: _text_of(name) for name in set(names)}
-    usual &= np.fromiter((known[name] is not None for name in names), np.bool_, len(names))
+    if None in known.values():
+        usual &= np.array([known[name] is not None for name in names], np.bool_)
     columns = Events(
         [known[name] or "" for name in names],
         unix_ns,
