@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import polars as pl
 from tracefit.coefficients.consumers.blis import to_blis, to_blis_registry
 from tracefit.coefficients.consumers.dynamo import to_dynamo
 from tracefit.coefficients.consumers.llmd_sim import to_llmd_sim
-from tracefit.coefficients.consumers.source import Export, HeldOut, Source
+from tracefit.coefficients.consumers.source import OUT, Export, HeldOut, Source
 from tracefit.coefficients.consumers.table import to_csv
 from tracefit.coefficients.consumers.wva import to_wva
 from tracefit.coefficients.models import load
@@ -80,7 +81,9 @@ def export(
     made = to_csv(chosen) if to == "csv" else _FITTED[to](_source(chosen, Path(models), tables))
     paths = {Path(out) / name: content for name, content in made.files.items()}
     write_bytes({p: c if isinstance(c, bytes) else c.encode() for p, c in paths.items()})
-    return ExportResult(to, chosen.scope_id, tuple(paths), made.errors, made.notes, made.usage)
+    folder = shlex.quote(str(out))
+    usage, *notes = (text.replace(OUT, folder) for text in (made.usage, *made.notes))
+    return ExportResult(to, chosen.scope_id, tuple(paths), made.errors, tuple(notes), usage)
 
 
 def _source(chosen: ScopeModels, models: Path, tables: str | Path | None) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,15 @@ from tracefit.fit.frames import counted
 from tracefit.fit.metrics import measure
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
     from tracefit.coefficients.models import ScopeModels
     from tracefit.features.context import Scope
     from tracefit.fit.metrics import Vector
     from tracefit.fit.scope import ScopeTables
+
+OUT = "{out}"
+"""Stands for the folder of an export in its `usage` and its notes until that is known."""
 
 MIN_TRAIN_ROWS = 30
 MIN_HOLDOUT_ROWS = 10
@@ -68,7 +74,7 @@ class Export:
         files: File name to content.
         errors: Held-out errors of the exported form.
         notes: What a user has to know.
-        usage: How the consumer takes the files.
+        usage: How the consumer takes the files: a command that runs as it is, `OUT` standing for their folder.
     """
 
     files: dict[str, str | bytes]
@@ -134,3 +140,32 @@ def number(value: float) -> str:
 def written(value: float) -> float:
     """Return a number as `number` writes it: errors are those of what is in the file."""
     return float(number(value))
+
+
+def model_name(source: Source) -> str:
+    """Return the model as the server calls it."""
+    context = source.scope.context
+    named = context.architecture.name if context.architecture else None
+    return context.settings.model or named or "unknown/model"
+
+
+def flags(values: Mapping[str, str | float | None]) -> str:
+    """Write options of a command line as a shell takes them; None is an option that is not given."""
+    given = ((name, str(value)) for name, value in values.items() if value is not None)
+    return " ".join(f"--{name} {_quoted(value)}" for name, value in given)
+
+
+def _quoted(value: str) -> str:
+    if value.startswith(OUT):
+        return OUT + shlex.quote(value.removeprefix(OUT)) if value != OUT else OUT
+    return shlex.quote(value)
+
+
+def worse_than_baseline(errors: Iterable[HeldOut]) -> Iterator[str]:
+    """Say which exported forms do worse on the hold-out than the training median."""
+    for error in errors:
+        if error.mae is not None and error.baseline_mae is not None and error.mae > error.baseline_mae:
+            yield (
+                f"{error.what}: worse than the training median on the hold-out, {error.mae:,.4g} against "
+                f"{error.baseline_mae:,.4g} {error.unit}; exported all the same, the consumer knows no other form"
+            )
