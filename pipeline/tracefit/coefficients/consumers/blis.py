@@ -18,14 +18,16 @@ import numpy as np
 import polars as pl
 
 from tracefit._version import __version__
-from tracefit.coefficients.consumers.blis_fit import BlisCoefficients, fit_blis, kv_blocks, whole_line
+from tracefit.coefficients.consumers.blis_fit import BlisCoefficients, fit_blis, whole_line
 from tracefit.coefficients.consumers.source import (
     OUT,
     Export,
     HeldOut,
     Source,
+    commented,
     flags,
     held_out,
+    kv_blocks,
     matrix,
     model_name,
     number,
@@ -93,10 +95,9 @@ def to_blis(source: Source) -> Export:
     """
     found = blis_coefficients(source)
     alpha, beta = (", ".join(number(v) for v in part) for part in (found.alpha, found.beta))
-    said = "".join(f"# {note}\n" for note in found.notes)
-    text = f"{said}trained_physics_coefficients:\n  alpha_coeffs: [{alpha}]\n  beta_coeffs: [{beta}]\n"
+    text = f"trained_physics_coefficients:\n  alpha_coeffs: [{alpha}]\n  beta_coeffs: [{beta}]\n"
     names = [f"alpha{i}" for i in range(3)] + [f"beta{i}" for i in range(len(found.beta))]
-    files: dict[str, str | bytes] = {"defaults.yaml": text, **server_files(source)}
+    files: dict[str, str | bytes] = {"defaults.yaml": commented(found.notes, text), **server_files(source)}
     traced = _traced_requests(source)
     server = _server_flags(source)
     replayed = (
@@ -220,7 +221,7 @@ def _trace_csv(traced: pl.DataFrame) -> str:
         "status": "ok",
         "finish_reason": "length",
         **dict.fromkeys(("round_index", "prefix_length", "image_tokens", "audio_tokens"), 0),
-        **dict.fromkeys(("video_tokens", "deadline_us"), 0),
+        **dict.fromkeys(("video_tokens", "reason_ratio", "deadline_us"), 0),
     }
     text = io.StringIO()
     writer = csv.DictWriter(text, _TRACE_COLUMNS, restval="", lineterminator="\n")
@@ -341,14 +342,14 @@ def to_blis_registry(source: Source) -> Export:
     said = f"Held-out step time of the set: {_percent(step.mape_pct)} mean absolute percentage error on {step.n} steps."
     entries = [_entry(name, units, value, scope, cite, said) for (name, units), value in values]
     name = f"tracefit-{source.scope.scope_id}"
-    notes = (*found.notes, _KERNEL_SETS)
+    notes = (*found.notes, _KERNEL_SETS, "the use line is for a clone of blis-registry")
     said_so = [f"# {note}" for note in notes]
     text = "\n".join(
         [*said_so, "kind: CoefficientSet", f"name: {_quoted(name)}", "coefficients:", *entries, ""]
     )
     facts = {name: value for (name, _), value in values}
-    use = f"cp {OUT}/coefficient-set.yaml coefficients/ in a clone of blis-registry"
-    return Export({"coefficient-set.yaml": text}, found.errors, notes, use, facts)
+    use = f"cp {OUT}/coefficient-set.yaml coefficients/"
+    return Export({"coefficient-set.yaml": commented(notes, text)}, found.errors, notes, use, facts)
 
 
 def _entry(name: str, units: str, value: float, scope: str, cite: str, said: str) -> str:

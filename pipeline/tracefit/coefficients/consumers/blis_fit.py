@@ -18,11 +18,13 @@ from tracefit.coefficients.consumers.source import (
     HeldOut,
     Source,
     held_out,
+    kv_blocks,
     matrix,
     train_and_holdout,
     written,
 )
-from tracefit.errors import DataError
+from tracefit.coefficients.frames import predict_steps
+from tracefit.errors import DataError, UsageError
 from tracefit.features.blis import BLIS_COLUMNS, BLIS_TERMS, PAIRS_COLUMN, add_blis_terms, with_prefill_pairs
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.estimators import HUBER
@@ -40,6 +42,7 @@ _STEP = FeatureSet("blis", tuple(Feature(name, unit, name) for name, unit in BLI
 _NAMES = list(BLIS_TERMS)
 _CONSTANT = _NAMES.index("blis_one")
 _REQUESTS = _NAMES.index("blis_requests")
+_DECODE_KV = _NAMES.index("blis_decode_kv_us")
 _ENGINE = ["run_id", "server", "epoch"]
 _NO_TRACE = 0.99
 """Journey sampling below which a replay would lack load."""
@@ -169,7 +172,8 @@ def fit_blis(source: Source, alpha: tuple[int, int, int]) -> BlisCoefficients:
     notes.append(
         f"{', '.join(same)} do not vary in one scope: beta6 holds what they add, for this scope alone"
     )
-    return BlisCoefficients(alpha, beta, choice, tuple(errors), (*notes, *_transfer(beta, steps)))
+    notes += [*_transfer(beta, steps), *_full_batch(source, steps, beta)]
+    return BlisCoefficients(alpha, beta, choice, tuple(errors), tuple(notes))
 
 
 # -- step times ------------------------------------------------------------------------------------------
@@ -240,6 +244,34 @@ def _transfer(beta: tuple[float, ...], steps: _Steps) -> Iterator[str]:
         yield (
             f"no transfer: {', '.join(odd)}; these stand in for other terms, and hold for this model, GPU, tensor parallelism "
             "and load alone"
+        )
+
+
+DEPARTS = 0.2
+"""Share by which BLIS's step and ours may differ at a full batch without being named."""
+
+
+def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Iterator[str]:
+    """Say where BLIS's straight line leaves our own model of step times when every slot decodes."""
+    slots = source.scope.context.settings.max_num_seqs
+    decode = steps.train.filter(~pl.col("has_prefill"))
+    seen = float(matrix(steps.train, [_NAMES[_REQUESTS]]).max())
+    if slots is None or slots <= seen or not decode.height:
+        return
+    rates = step_rates(source, np.array(beta))
+    each = decode[_NAMES[_DECODE_KV]] / decode[_NAMES[_REQUESTS]]
+    per_token = step_rates(source, np.eye(len(beta))[_DECODE_KV]).context_token
+    context = max(float(each.to_numpy().mean()) / per_token - 1, 1.0)
+    blis = rates.constant + slots * (rates.request + rates.decode_request + rates.context_token * context)
+    asked = pl.DataFrame({"batch": [float(slots)], "context": [context]})
+    try:
+        told = predict_steps(source.models.step_model, asked, source.models.server)["predicted_us"][0]
+    except UsageError:  # a feature set of the user's own that a described step does not hold
+        return
+    if told and abs(blis / told - 1) > DEPARTS:
+        yield (
+            f"beyond the training load BLIS's steps leave our model's: with {slots} requests decoding (trained on up to {seen:.0f}) "
+            f"it takes {blis / 1e3:.3g} ms, {source.models.step_model.name} {told / 1e3:.3g} ms; its terms are a line in the batch"
         )
 
 
@@ -366,15 +398,6 @@ def replay_limits(source: Source) -> ReplayLimits:
         settings.block_size or 16,
         kv_blocks(source),
     )
-
-
-def kv_blocks(source: Source) -> int | None:
-    """Return the KV blocks requests can take: as steps state them, else all but the one vLLM keeps for itself."""
-    stated = source.tables.timeline["kv_blocks_total"].max()
-    if isinstance(stated, int):
-        return stated
-    given = source.scope.context.settings.num_gpu_blocks
-    return given - 1 if given else None
 
 
 @dataclass(frozen=True, slots=True)

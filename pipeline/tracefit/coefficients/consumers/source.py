@@ -14,7 +14,7 @@ from tracefit.fit.frames import counted
 from tracefit.fit.metrics import measure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from tracefit.coefficients.models import ScopeModels
     from tracefit.features.context import Scope
@@ -30,11 +30,12 @@ MIN_HOLDOUT_ROWS = 10
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One scope's coefficient models, and the tables they were trained on."""
+    """One scope's coefficient models, the tables they were trained on, and the consumer's version, as the user gave it."""
 
     models: ScopeModels
     scope: Scope
     tables: ScopeTables
+    consumer_version: tuple[int, ...] | None = None
 
     @property
     def step_source(self) -> str:
@@ -161,11 +162,28 @@ def _quoted(value: str) -> str:
     return shlex.quote(value)
 
 
-def worse_than_baseline(errors: Iterable[HeldOut]) -> Iterator[str]:
-    """Say which exported forms do worse on the hold-out than the training median."""
-    for error in errors:
-        if error.mae is not None and error.baseline_mae is not None and error.mae > error.baseline_mae:
-            yield (
-                f"{error.what}: worse than the training median on the hold-out, {error.mae:,.4g} against "
-                f"{error.baseline_mae:,.4g} {error.unit}; exported all the same, the consumer knows no other form"
-            )
+def worse_than_baseline(errors: Iterable[HeldOut]) -> tuple[str, ...]:
+    """Say which exported forms do worse on the hold-out than the training median, if any do."""
+    worse = [
+        f"{e.what} ({e.mae:,.4g} {e.unit} against {e.baseline_mae:,.4g})"
+        for e in errors
+        if e.mae is not None and e.baseline_mae is not None and e.mae > e.baseline_mae
+    ]
+    said = (
+        "worse on the hold-out than the training median, exported all the same, as its form knows no other:"
+    )
+    return (f"{said} {', '.join(worse)}",) if worse else ()
+
+
+def commented(notes: Iterable[str], text: str) -> str:
+    """Put notes above a YAML file as comments."""
+    return "".join(f"# {note}\n" for note in notes) + text
+
+
+def kv_blocks(source: Source) -> int | None:
+    """Return the KV blocks requests can take: as steps state them, else all but the one vLLM keeps for itself."""
+    stated = source.tables.timeline["kv_blocks_total"].max()
+    if isinstance(stated, int):
+        return stated
+    given = source.scope.context.settings.num_gpu_blocks
+    return given - 1 if given else None
