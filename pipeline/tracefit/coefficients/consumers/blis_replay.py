@@ -139,6 +139,7 @@ class _Engine:
         """Schedule and execute a step; returns its time in whole us, at least 1."""
         budget, self.stuck = self.limits.max_num_batched_tokens, False
         tokens: dict[int, int] = {}
+        found: list[int] = []
         preempted = self.preemptions
         at = 0
         while at < len(self.running) and budget > 0:
@@ -164,10 +165,13 @@ class _Engine:
             self.waiting.popleft()
             self.running.append(request)
             self.computed[request] = cached * self.limits.block_size
-            tokens[request] = new
+            if new:
+                tokens[request] = new
+            else:
+                found.append(request)
             budget -= new
         self.stuck = not self.running
-        return self._execute(tokens, rates)
+        return self._execute(tokens, found, rates)
 
     def _reserve(self, request: int, new: int) -> bool:
         """Take the blocks of a running request's next tokens, preempting the last ones for them; False if itself."""
@@ -181,9 +185,10 @@ class _Engine:
                 return False
         return True
 
-    def _execute(self, tokens: dict[int, int], rates: StepRates) -> int:
-        """Add up the step's time and move its requests on."""
-        self.first_tokens, self.finished = [], []
+    def _execute(self, tokens: dict[int, int], found: list[int], rates: StepRates) -> int:
+        """Add up the step's time and move its requests on; `found` have their whole prompt in the cache, and no work."""
+        self.first_tokens = list(found)
+        self.finished = [request for request in found if self.outputs[request] == 1]
         prefilled = pairs = context = 0.0
         decoding = 0
         for request, new in tokens.items():
@@ -229,6 +234,8 @@ class _BlockCache:
         self.held: dict[int, list[int]] = {}
         self.content: dict[int, tuple[int, int]] = {}
         self.places: dict[tuple[int, int], int] = {}
+        self.unclaimed: dict[int, int] = {}
+        """Tokens of requests whose whole prompt was found: BLIS claims no block where there is no token to add."""
 
     def find(self, request: int, prompt: int) -> int:
         """Count the leading full blocks of a prompt that are still there."""
@@ -244,6 +251,7 @@ class _BlockCache:
         if -(-new // self.block_size) + cached > len(self.free):
             return False
         if not new:
+            self.unclaimed[request] = prompt
             return True
         blocks = [self.places[request, index] for index in range(cached)]
         for block in blocks:
@@ -256,7 +264,8 @@ class _BlockCache:
         if not self.bounded:
             return True
         blocks = self.held.setdefault(request, [])
-        wanted = -(-(done + new) // self.block_size) - len(blocks)
+        stored = done + new - self.unclaimed.get(request, 0)
+        wanted = -(-stored // self.block_size) - len(blocks)
         if wanted > len(self.free):
             return False
         for _ in range(max(wanted, 0)):
@@ -273,5 +282,6 @@ class _BlockCache:
 
     def release(self, request: int) -> None:
         """Give a request's blocks back, its last one first: the beginning of a prompt is worth most."""
+        self.unclaimed.pop(request, None)
         for block in reversed(self.held.pop(request, [])):
             self.free[block] = None

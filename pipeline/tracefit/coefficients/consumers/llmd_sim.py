@@ -9,6 +9,7 @@ Up to v0.9.2 it refuses a prefill-time-std-dev above 30 % of prefill-time-per-to
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,7 +69,7 @@ def to_llmd_sim(source: Source) -> Export:
     itl, factor, itl_sd = _decode(decode, slots)
     overhead, per_token, spread = _prefill(prefill, slots, factor)
     bounded = (source.consumer_version or NEWEST) < UNBOUNDED_FROM
-    prefill_sd = _us(min(spread, MOST_SPREAD * per_token)) if bounded else spread
+    prefill_sd = _at_most(spread, per_token) if bounded else spread
     length, length_note = _model_length(source)
     values = {
         "model": json.dumps(model_name(source)),
@@ -204,7 +205,7 @@ def _decode(rows: pl.DataFrame, slots: int) -> tuple[float, float, float]:
         raise DataError("inter-token latency grows from nothing with the load, which no factor can express")
     itl, factor = _us(alone), written(1 + more / alone)
     spread = float(np.std(y - itl * _load(rows["running_decode"].to_numpy(), slots, factor)))
-    return itl, factor, _us(min(spread, MOST_SPREAD * itl))
+    return itl, factor, _at_most(spread, itl)
 
 
 def _prefill(rows: pl.DataFrame, slots: int, factor: float) -> tuple[float, float, float]:
@@ -214,6 +215,11 @@ def _prefill(rows: pl.DataFrame, slots: int, factor: float) -> tuple[float, floa
     overhead, per_token = fit_nonnegative(np.column_stack([load, tokens * load]), y)
     overhead, per_token = _us(overhead), _us(per_token)
     return overhead, per_token, _us(float(np.std(y - (overhead + per_token * tokens) * load)))
+
+
+def _at_most(spread: float, mean: float) -> float:
+    """Return a standard deviation no larger than `MOST_SPREAD` of its mean, to the nanosecond below."""
+    return math.floor(min(spread, MOST_SPREAD * mean) * 1e3) / 1e3
 
 
 def _us(value: float) -> float:

@@ -15,7 +15,6 @@ import polars as pl
 
 from tracefit.coefficients.consumers.llmd_sim import requests_under_load
 from tracefit.coefficients.consumers.source import (
-    OUT,
     Export,
     HeldOut,
     Source,
