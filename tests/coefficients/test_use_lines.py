@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ import yaml
 
 import tracefit
 from tracefit.coefficients.consumers.blis_replay import ReplayLimits, StepRates, replay
+from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.verbs.export import export
 
 ROOT = Path(__file__).parents[2]
@@ -144,20 +147,14 @@ def test_blis_runs_its_use_line_as_printed(exported, tmp_path):
 def test_our_replay_is_what_blis_computes(exported, made, tmp_path, blocks):
     """To the microsecond where memory suffices; where it preempts, to 0.1 % of E2E."""
     result, _ = exported("blis")
-    words = [str(BLIS), *replay_words(result)[1:], "--results-path", str(tmp_path / "res.json")]
-    words[words.index("--total-kv-blocks") + 1] = str(blocks)
-    done = subprocess.run([*words, "--horizon", "100000000000"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-400:]
-    theirs = json.loads((tmp_path / "res.json").read_text())
-    theirs = theirs if isinstance(theirs, list) else theirs["requests"]
-    e2e = {int(str(r["request_id"]).split("_")[-1]): r["e2e_us"] for r in theirs}
-    ttft = {int(str(r["request_id"]).split("_")[-1]): r["ttft_us"] for r in theirs}
+    theirs = replayed(result, tmp_path, blocks)
+    e2e, ttft = ({i: r[key] for i, r in theirs.items()} for key in ("e2e_us", "ttft_us"))
     folder = result.files[0].parent
     found = yaml.safe_load((folder / "defaults.yaml").read_text())["trained_physics_coefficients"]
     traced = pl.read_csv(folder / "trace-data.csv")
     told = replay(
         *(traced[c].to_numpy() for c in ("arrival_time_us", "input_tokens", "output_tokens")),
-        rates_of_the_70b(found["beta_coeffs"]),
+        blis_rates(found["beta_coeffs"], 8192, 64, 8, 80, 28672, 4),
         tuple(found["alpha_coeffs"]),
         ReplayLimits(64, 2048, 16, blocks),
     )
@@ -171,9 +168,19 @@ def test_our_replay_is_what_blis_computes(exported, made, tmp_path, blocks):
         assert np.median(np.abs(off)) < 0.001
 
 
-def rates_of_the_70b(beta):
-    """BLIS's terms for Llama-2-70B on four H100, from its documentation: us per product."""
-    d, heads, kv_heads, layers, ffn, tp = 8192, 64, 8, 80, 28672, 4
+def replayed(result, folder, blocks):
+    """Run an export's replay command in BLIS with so many KV blocks; request number to what it wrote."""
+    words = [str(BLIS), *replay_words(result)[1:], "--results-path", str(folder / "res.json")]
+    words[words.index("--total-kv-blocks") + 1] = str(blocks)
+    done = subprocess.run([*words, "--horizon", "100000000000"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-400:]
+    rows = json.loads((folder / "res.json").read_text())
+    rows = rows if isinstance(rows, list) else rows["requests"]
+    return {int(str(r["request_id"]).split("_")[-1]): r for r in rows}
+
+
+def blis_rates(beta, d, heads, kv_heads, layers, ffn, tp):
+    """BLIS's terms for a dense model on H100, from its documentation: us per product."""
     head, peak, bandwidth = d // heads, 989.5e6, 3.35e6
     token = layers * (2 * d * (2 * d + 2 * kv_heads * head) + 6 * d * ffn) / tp / peak
     pair = layers * 4 * heads / tp * head / peak
@@ -238,3 +245,41 @@ def test_wva_is_edited_by_hand(exported):
         "decodeParms": ["alpha", "beta"],
         "prefillParms": ["delta", "gamma"],
     }
+
+
+@needs_blis
+def test_shared_prefixes_are_found_as_blis_finds_them(tmp_path):
+    options = SynthOptions(name="prefixes", seed=3, requests=300, prefix_fraction=0.5, rich_sampling=1.0)
+    folder = write_run(synth(options), tmp_path, formats=("json",))
+    tracefit.run([folder], tmp_path / "out", options=tracefit.TrainOptions(features="batch", fast=True))
+    result = export(tmp_path / "out/models", "blis", tmp_path / "blis")
+    theirs = replayed(result, tmp_path, 4096)
+    traced = pl.read_csv(tmp_path / "blis/trace-data.csv")
+    shared = traced["prefix_length"].to_numpy()
+    assert shared.any()
+    found = yaml.safe_load((tmp_path / "blis/defaults.yaml").read_text())["trained_physics_coefficients"]
+    told = replay(
+        traced["arrival_time_us"].to_numpy(),
+        traced["input_tokens"].to_numpy() + shared,
+        traced["output_tokens"].to_numpy(),
+        blis_rates(found["beta_coeffs"], 4096, 32, 8, 32, 14336, 1),
+        tuple(found["alpha_coeffs"]),
+        ReplayLimits(64, 2048, 16, 4096),
+        shared=shared,
+    )
+    assert [told.e2e[i] for i in range(traced.height)] == [theirs[i]["e2e_us"] for i in range(traced.height)]
+
+
+def test_without_blis_its_check_skips_and_counts(tmp_path):
+    words = [sys.executable, str(ROOT / "tests/check_consumers.py"), str(tmp_path)]
+    env = {**os.environ, "BLIS": str(tmp_path)}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, done.stdout) == (0, f"skipped: 6 replays, no blis in {tmp_path} (BLIS=folder)\n")
+
+
+def test_the_readme_says_what_its_replay_figure_shows():
+    drawn = (ROOT / "docs/replay.svg").read_text()
+    told = " ".join((ROOT / "README.md").read_text().split())
+    assert "](docs/replay.svg)" in told
+    itl, e2e = re.search(r"; ITL ([0-9.]+) % .*; E2E ([0-9.]+) % ", drawn).groups()
+    assert f"E2E is within {e2e} % at P50 and P90, ITL within {itl} %" in told

@@ -209,29 +209,36 @@ def _traced_requests(source: Source) -> pl.DataFrame:
         end=((ended - begin) / 1e3).round().cast(pl.Int64),
         prompt="prompt_tokens",
         output=pl.col("output_tokens").fill_null(1).clip(lower_bound=1),
+        shared=pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0),
     )
 
 
 def _trace_csv(traced: pl.DataFrame) -> str:
-    """Write requests as BLIS's TraceV2, without a client, a session or a text."""
+    """Write requests as BLIS's TraceV2, without a client, a session or a text.
+
+    Prompt tokens that were found in the prefix cache are a prefix in common with all requests that found as many.
+    """
     constant = {
         "client_id": "c",
         "slo_class": "standard",
         "streaming": "true",
         "status": "ok",
         "finish_reason": "length",
-        **dict.fromkeys(("round_index", "prefix_length", "image_tokens", "audio_tokens"), 0),
+        **dict.fromkeys(("round_index", "image_tokens", "audio_tokens"), 0),
         **dict.fromkeys(("video_tokens", "reason_ratio", "deadline_us"), 0),
     }
     text = io.StringIO()
     writer = csv.DictWriter(text, _TRACE_COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()
     for i, row in enumerate(traced.iter_rows(named=True)):
-        lengths = dict.fromkeys(("input_tokens", "text_tokens", "server_input_tokens"), row["prompt"])
+        shared = row["shared"]
+        lengths = dict.fromkeys(("input_tokens", "text_tokens"), row["prompt"] - shared)
+        prefix = {"prefix_group": f"prefix-{shared}" if shared else "", "prefix_length": shared}
+        prefix |= {"server_input_tokens": row["prompt"]}
         outputs = dict.fromkeys(("output_tokens", "num_chunks"), row["output"])
         sent = dict.fromkeys(("arrival_time_us", "send_time_us"), row["arrival"])
         times = {"first_chunk_time_us": row["first"], "last_chunk_time_us": row["end"]}
-        writer.writerow({"request_id": i, **constant, **lengths, **outputs, **sent, **times})
+        writer.writerow({"request_id": i, **constant, **lengths, **prefix, **outputs, **sent, **times})
     return text.getvalue()
 
 

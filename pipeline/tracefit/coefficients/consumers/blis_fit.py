@@ -286,6 +286,7 @@ class _EngineRequests:
         arrival: Shape (n,), whole us, as are `departure` and the token counts.
         prompt: Prompt tokens.
         output: Output tokens, at least 1.
+        shared: Prompt tokens found in the prefix cache.
         departure: When they left.
         measured: Latency to what was measured of it, us.
         counts: Which of them say something: not aborted, with more than one token.
@@ -295,6 +296,7 @@ class _EngineRequests:
     arrival: NDArrayInt
     prompt: NDArrayInt
     output: NDArrayInt
+    shared: NDArrayInt
     departure: NDArrayInt
     measured: Mapping[str, Vector]
     counts: Flags
@@ -306,6 +308,7 @@ class _EngineRequests:
             self.arrival[rows],
             self.prompt[rows],
             self.output[rows],
+            self.shared[rows],
             self.departure[rows],
             {name: values[rows] for name, values in self.measured.items()},
             self.counts[rows],
@@ -345,6 +348,7 @@ def _engine(rows: pl.DataFrame) -> _EngineRequests:
         departure=((left - begin) / 1e3).round(),
         prompt="prompt_tokens",
         output=pl.col("output_tokens").fill_null(1).clip(lower_bound=1),
+        shared=pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0),
         counts=(
             pl.col("finish_status").ne_missing("aborted")
             & (pl.col("output_tokens") > 1)
@@ -354,10 +358,11 @@ def _engine(rows: pl.DataFrame) -> _EngineRequests:
     names = {"TTFT": "ttft_us", "ITL": "itl_us", "E2E": "client_us"}
     measured = {name: rows[c].cast(pl.Float64).to_numpy() for name, c in names.items()}
     boundary = (int(rows["holdout_from_ns"][0]) - begin) / 1e3
-    arrival, prompt, output, departure = (
-        us[c].cast(pl.Int64).to_numpy() for c in ("arrival", "prompt", "output", "departure")
+    arrival, prompt, output, shared, departure = (
+        us[c].cast(pl.Int64).to_numpy() for c in ("arrival", "prompt", "output", "shared", "departure")
     )
-    return _EngineRequests(arrival, prompt, output, departure, measured, us["counts"].to_numpy(), boundary)
+    counts = us["counts"].to_numpy()
+    return _EngineRequests(arrival, prompt, output, shared, departure, measured, counts, boundary)
 
 
 def step_rates(source: Source, beta: Vector) -> StepRates:
@@ -429,7 +434,9 @@ def _compare(
     replayed: dict[str, list[Vector]] = {"TTFT": [], "ITL": [], "E2E": []}
     loads, preemptions = [], 0
     for engine in engines:
-        told = replay(engine.arrival, engine.prompt, engine.output, rates, alpha, limits)
+        told = replay(
+            engine.arrival, engine.prompt, engine.output, rates, alpha, limits, shared=engine.shared
+        )
         rows = engine.counts & np.isfinite(told.e2e)
         itl = told.decode / np.maximum(engine.output - 1, 1)
         for name, values in {"TTFT": told.ttft, "ITL": itl, "E2E": told.e2e}.items():

@@ -1,8 +1,8 @@
 """Requests through the queue, the scheduler and the KV cache of BLIS, for the latencies its own replay would give.
 
 What is kept of `sim/simulator.go`, `sim/batch_formation.go` and `sim/kv/cache.go` of inference-sim (August 2026): one instance, first
-come first served, chunked prefill, preemption of the last request that runs, blocks of a preempted request that are
-found again in the prefix cache, its output generated anew, step times and alpha cut to whole us.
+come first served, chunked prefill, preemption of the last request that runs, prompts found in the prefix cache, be they shared or a
+preempted request's own, its output generated anew, step times and alpha cut to whole us.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def replay(
     rates: StepRates,
     alpha: tuple[int, int, int],
     limits: ReplayLimits,
+    shared: NDArrayInt | None = None,
 ) -> ReplayedRequests:
     """Replay the requests of one engine.
 
@@ -90,8 +91,10 @@ def replay(
         rates: The step time.
         alpha: Whole us: ARRIVED to QUEUED, FINISHED to DEPARTED, and of the latter per output token.
         limits: The scheduler's.
+        shared: Prompt tokens each has in common with all others of as many, as a prefix; none if not given.
     """
-    engine = _Engine(prompts.tolist(), outputs.tolist(), limits)
+    prefixes = [0] * len(prompts) if shared is None else shared.tolist()
+    engine = _Engine(prompts.tolist(), outputs.tolist(), prefixes, limits)
     queued_at = (arrivals + alpha[0]).tolist()
     count, coming, now = len(queued_at), 0, 0
     first = np.full(count, np.nan)
@@ -122,6 +125,7 @@ class _Engine:
 
     prompts: list[int]
     outputs: list[int]
+    prefixes: list[int]
     limits: ReplayLimits
     running: list[int] = field(default_factory=list)
     waiting: deque[int] = field(default_factory=deque)
@@ -133,7 +137,10 @@ class _Engine:
     stuck: bool = False
 
     def __post_init__(self) -> None:
-        self.cache = _BlockCache(self.limits.num_blocks, self.limits.block_size)
+        size = self.limits.block_size
+        # Blocks that never run out are as many as all requests together fill.
+        most = sum(-(-(p + o) // size) + 1 for p, o in zip(self.prompts, self.outputs, strict=True))
+        self.cache = _BlockCache(self.limits.num_blocks or most, size, self.prefixes)
 
     def step(self, rates: StepRates) -> int:
         """Schedule and execute a step; returns its time in whole us, at least 1."""
@@ -226,43 +233,46 @@ class _Engine:
 class _BlockCache:
     """KV blocks by number: free ones in the order in which they are taken, full prompt blocks found again by what they hold."""
 
-    def __init__(self, num_blocks: int | None, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, prefixes: list[int]) -> None:
         self.block_size = block_size
-        self.bounded = num_blocks is not None
+        self.prefixes = prefixes
         # A dictionary keeps the order of its keys, gives up its first one and any other one at once.
-        self.free: dict[int, None] = dict.fromkeys(range(num_blocks or 0))
+        self.free: dict[int, None] = dict.fromkeys(range(num_blocks))
         self.held: dict[int, list[int]] = {}
+        self.holders: dict[int, int] = {}
         self.content: dict[int, tuple[int, int]] = {}
         self.places: dict[tuple[int, int], int] = {}
         self.unclaimed: dict[int, int] = {}
         """Tokens of requests whose whole prompt was found: BLIS claims no block where there is no token to add."""
 
+    def key(self, request: int, index: int) -> tuple[int, int]:
+        """Name what a full block of a prompt holds: a block of a shared prefix is the same for all who share it."""
+        prefix = self.prefixes[request]
+        return (-prefix if (index + 1) * self.block_size <= prefix else request, index)
+
     def find(self, request: int, prompt: int) -> int:
         """Count the leading full blocks of a prompt that are still there."""
         count = 0
-        while (count + 1) * self.block_size <= prompt and (request, count) in self.places:
+        while (count + 1) * self.block_size <= prompt and self.key(request, count) in self.places:
             count += 1
         return count
 
     def admit(self, request: int, cached: int, new: int, prompt: int) -> bool:
         """Take blocks for a request that begins; False, and nothing taken, where there are too few."""
-        if not self.bounded:
-            return True
-        if -(-new // self.block_size) + cached > len(self.free):
+        blocks = [self.places[self.key(request, index)] for index in range(cached)]
+        if -(-new // self.block_size) + sum(block in self.free for block in blocks) > len(self.free):
             return False
         if not new:
             self.unclaimed[request] = prompt
             return True
-        blocks = [self.places[request, index] for index in range(cached)]
         for block in blocks:
-            del self.free[block]
+            self.free.pop(block, None)
+            self.holders[block] = self.holders.get(block, 0) + 1
         self.held[request] = blocks
         return self.grow(request, cached * self.block_size, new, prompt)
 
     def grow(self, request: int, done: int, new: int, prompt: int) -> bool:
         """Take blocks for `new` tokens after `done`; False, and nothing taken, where there are too few."""
-        if not self.bounded:
-            return True
         blocks = self.held.setdefault(request, [])
         stored = done + new - self.unclaimed.get(request, 0)
         wanted = -(-stored // self.block_size) - len(blocks)
@@ -272,16 +282,26 @@ class _BlockCache:
             block = next(iter(self.free))
             del self.free[block]
             if block in self.content:
-                del self.places[self.content.pop(block)]
+                self._forget(block)
+            self.holders[block] = 1
             blocks.append(block)
         if done < prompt:
             for index in range(done // self.block_size, min(done + new, prompt) // self.block_size):
-                self.content[blocks[index]] = (request, index)
-                self.places[request, index] = blocks[index]
+                key = self.key(request, index)
+                self.content[blocks[index]] = key
+                self.places[key] = blocks[index]
         return True
+
+    def _forget(self, block: int) -> None:
+        key = self.content.pop(block)
+        # Two may have computed the same prefix at once: the later block is the one that is found.
+        if self.places.get(key) == block:
+            del self.places[key]
 
     def release(self, request: int) -> None:
         """Give a request's blocks back, its last one first: the beginning of a prompt is worth most."""
         self.unclaimed.pop(request, None)
         for block in reversed(self.held.pop(request, [])):
-            self.free[block] = None
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                self.free[block] = None
