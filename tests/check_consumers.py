@@ -103,6 +103,11 @@ ALSO = (
         MODELS["qwen-moe-30b"],
         "experts that a step touches saturate with its batch, BLIS's steps are a line in it",
     ),
+    Generated(
+        SynthOptions(name="qwen-moe-to-heavy", seed=23, requests=600),
+        MODELS["qwen-moe-30b"],
+        "trained on up to 18 requests at once, held out at 64: the same line beyond its training load",
+    ),
 )
 
 

@@ -81,3 +81,12 @@ def test_blocks_that_never_run_out_change_nothing(blocks):
 
     assert told.preemptions == 0
     assert told.e2e.sum() == run(requests, limits=ReplayLimits(8, 64, 4, None)).e2e.sum()
+
+
+def test_a_prefix_in_common_is_computed_once():
+    """Prompts of 10, the first 8 tokens of two of them the same; 10 us a prompt token."""
+    rates = StepRates(1000.0, 0.0, 10.0, 0.0, 0.0, 0.0)
+    arrival, prompt, output = (np.array(v, dtype=np.int64) for v in ([0, 5000, 9000], [10] * 3, [1] * 3))
+    told = replay(arrival, prompt, output, rates, (0, 0, 0), WIDE, shared=np.array([8, 8, 0]))
+
+    assert told.ttft.tolist() == [1100, 1020, 1100]

@@ -498,3 +498,16 @@ def test_a_scope_that_cannot_be_replayed_says_so(made, tmp_path):
     assert not any(e.what.endswith("replayed") for e in result.errors)
     (reason,) = (n for n in result.notes if n.startswith("weighting: "))
     assert reason.endswith("journeys of all requests would let their replay choose")
+
+
+def test_what_requests_found_in_the_cache_is_not_computed_in_the_replay(tmp_path):
+    options = SynthOptions(
+        name="prefixes", seed=8, requests=300, prefix_fraction=0.7, prefix_tokens=512, rich_sampling=1.0
+    )
+    folder = write_run(synth(options), tmp_path, formats=("json",))
+    tracefit.run([folder], tmp_path / "out", options=tracefit.TrainOptions(features="batch", fast=True))
+    result = export(tmp_path / "out/models", "blis", tmp_path / "blis")
+    assert abs(_error(result, "TTFT of a request, replayed").bias_pct) < 8
+    traced = pl.read_csv(tmp_path / "blis/trace-data.csv")
+    assert traced["prefix_length"].max() == 512
+    assert (traced["input_tokens"] + traced["prefix_length"] == traced["server_input_tokens"]).all()

@@ -23,6 +23,7 @@ import yaml
 
 import tracefit
 from tracefit.coefficients.consumers.blis_replay import ReplayLimits, StepRates, replay
+from tracefit.coefficients.consumers.source import flags
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.verbs.export import export
 
@@ -283,3 +284,9 @@ def test_the_readme_says_what_its_replay_figure_shows():
     assert "](docs/replay.svg)" in told
     itl, e2e = re.search(r"; ITL ([0-9.]+) % .*; E2E ([0-9.]+) % ", drawn).groups()
     assert f"E2E is within {e2e} % at P50 and P90, ITL within {itl} %" in told
+
+
+def test_a_line_quotes_what_a_shell_would_take_apart():
+    given = {"model": "my model; rm -r /", "tp": 2, "gone": None, "folder": "{out}/a b"}
+
+    assert flags(given) == "--model 'my model; rm -r /' --tp 2 --folder {out}'/a b'"
