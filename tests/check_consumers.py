@@ -79,7 +79,7 @@ class Generated:
 
     options: SynthOptions
     model: Model
-    because: str | None = None
+    reason: str | None = None
     """Why it is not expected to meet what is asked."""
 
 
@@ -121,11 +121,11 @@ class Replayed:
     trace: dict[tuple[str, int], float]
     ours: dict[tuple[str, int], float]
     defaults: dict[tuple[str, int], float]
-    because: str | None
+    reason: str | None
 
-    def off(self, told: dict[tuple[str, int], float], what: tuple[str, int]) -> float:
+    def off(self, simulated: dict[tuple[str, int], float], what: tuple[str, int]) -> float:
         """Return an error in percent."""
-        return 100 * (told[what] / self.trace[what] - 1)
+        return 100 * (simulated[what] / self.trace[what] - 1)
 
     def misses(self) -> list[str]:
         """Say what is asked and not met."""
@@ -135,8 +135,8 @@ class Replayed:
             if abs(self.off(self.ours, (name, p))) > most
         ]
         ours, defaults = (
-            max(abs(self.off(told, what)) / most for what, most in ASKED_PCT.items())
-            for told in (self.ours, self.defaults)
+            max(abs(self.off(simulated, what)) / most for what, most in ASKED_PCT.items())
+            for simulated in (self.ours, self.defaults)
         )
         return [*found, *(["BLIS's defaults are closer"] if ours >= defaults else [])]
 
@@ -183,11 +183,11 @@ def percentiles(rows: pl.DataFrame, columns: dict[str, str]) -> dict[tuple[str, 
     }
 
 
-def compare(run: str, made: Path, blis: Path, because: str | None) -> Replayed:
+def compare(run: str, made: Path, blis: Path, reason: str | None) -> Replayed:
     """Export the scope of a run from this run's models and tables, and replay it."""
     folder = made / "blis"
     exported = export(made / "models", "blis", folder, tables=made / "tables")
-    told = replay(replay_command(exported), made / "ours.json", blis / "blis")
+    ours = replay(replay_command(exported), made / "ours.json", blis / "blis")
     own = replay(replay_command(exported), made / "defaults.json", blis / "blis", blis / "defaults.yaml")
     requests = pl.concat(
         [pl.read_parquet(p) for p in (made / "tables/requests").rglob("*.parquet")], how="diagonal_relaxed"
@@ -209,7 +209,7 @@ def compare(run: str, made: Path, blis: Path, because: str | None) -> Replayed:
     trained = steps.filter(pl.col("split") == "holdout")["ts_ns"].min()
     strict = counted.filter(pl.col("arrival_ns") >= trained)
     counted = strict if strict.height >= MIN_STRICT else counted
-    for prefix, replayed in (("ours", told), ("own", own)):
+    for prefix, replayed in (("ours", ours), ("own", own)):
         counted = counted.with_columns(
             pl.Series(f"{prefix}_{key}", [replayed[i][key] for i in counted["i"]])
             for key in ("ttft_us", "itl_mean_us", "e2e_us")
@@ -226,7 +226,7 @@ def compare(run: str, made: Path, blis: Path, because: str | None) -> Replayed:
         percentiles(counted, measured),
         percentiles(counted, keys("ours_")),
         percentiles(counted, keys("own_")),
-        because,
+        reason,
     )
 
 
@@ -246,8 +246,8 @@ def table(found: list[Replayed]) -> str:
             cells.append(f"  {'  '.join(pairs):^44s}")
         lines.append(f"{one.run:20s} {one.requests:8d}{'' if one.strict else '*'}{''.join(cells)}")
         lines += [f"{'':20s}   not met: {miss}" for miss in one.misses()]
-        if one.because and one.misses():
-            lines.append(f"{'':20s}   expected: {one.because}")
+        if one.reason and one.misses():
+            lines.append(f"{'':20s}   expected: {one.reason}")
     return "\n".join(lines)
 
 
@@ -270,22 +270,22 @@ def main() -> int:
     if not (blis / "blis").is_file():
         say(f"skipped: {len(fixtures) + len(generated)} replays, no blis in {blis} (BLIS=folder)")
         return 0
-    because = {one.options.name: one.because for one in generated}
+    reason = {one.options.name: one.reason for one in generated}
     runs = [*fixtures, *(generate(one, options.build / "runs") for one in generated)]
     found = []
     for path in runs:
         made = options.build / path.name
         run_all([path], made, options=TrainOptions(fast=True))
-        found.append(compare(path.name, made, blis, because.get(path.name)))
+        found.append(compare(path.name, made, blis, reason.get(path.name)))
     say(table(found))
     if any(not one.strict for one in found):
         say("* the backlog of training lasts into them: too few arrived after the last training step")
     if options.picture:
         from make_replay_picture import picture  # noqa: PLC0415 - nothing is drawn without it
 
-        drawn = [one for one in found if not one.because]
+        drawn = [one for one in found if not one.reason]
         options.picture.write_text(picture(drawn), encoding="utf-8")
-    missed = [one.run for one in found if one.misses() and not one.because]
+    missed = [one.run for one in found if one.misses() and not one.reason]
     say(f"{len(found)} replays, {len(found) - sum(bool(o.misses()) for o in found)} meet all that is asked")
     return 1 if missed else 0
 

@@ -66,7 +66,10 @@ def _legend() -> str:
 
 def _panel(found: Sequence[Replayed], name: str, x0: int, height: int) -> list[str]:
     values = [
-        told[name, p] for one in found for told in (one.trace, one.ours, one.defaults) for p in PERCENTILES
+        values_of[name, p]
+        for one in found
+        for values_of in (one.trace, one.ours, one.defaults)
+        for p in PERCENTILES
     ]
     low, high = math.log10(min(values)) - 0.05, math.log10(max(values)) + 0.05
 

@@ -199,17 +199,17 @@ def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.Dat
         requests: The `requests` table.
     """
     key = [*ENGINE, "step_id"]
-    told = requests.filter(
+    whole_lives = requests.filter(
         pl.all_horizontal(pl.col("first_scheduled_step", "first_token_step", "prompt_tokens").is_not_null())
         & (pl.col("num_preemptions").fill_null(0) == 0)
     ).with_columns(need=pl.col("prompt_tokens") - pl.col("cached_prompt_tokens").fill_null(0))
     in_one = pl.col("first_scheduled_step") == pl.col("first_token_step")
-    whole = told.filter(in_one).select(
+    whole = whole_lives.filter(in_one).select(
         *ENGINE, "prompt_tokens", step_id="first_scheduled_step", tokens="need"
     )
     filled = whole.group_by(key).agg(filled=pl.col("tokens").sum())
     steps = timeline.select(*key, "prefill_tokens").join(filled, on=key, how="left", maintain_order="left")
-    parts = pl.concat([whole, _chunks(told.filter(~in_one), steps)], how="vertical_relaxed")
+    parts = pl.concat([whole, _chunks(whole_lives.filter(~in_one), steps)], how="vertical_relaxed")
     tokens = pl.col("tokens").cast(pl.Float64)
     sums = parts.group_by(key).agg(
         pl.col("tokens").sum(), pairs=(tokens * (pl.col("prompt_tokens") + tokens / 2)).sum()

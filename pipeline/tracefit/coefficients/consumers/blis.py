@@ -197,10 +197,10 @@ def _server_flags(source: Source) -> str:
 
 def _traced_requests(source: Source) -> pl.DataFrame:
     """Return the requests of the engine with most of them: us since the first arrived, lengths, first token, end."""
-    told = source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
+    stamped = source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
     engine = ["run_id", "server", "epoch"]
-    largest = told.group_by(engine).len().sort("len", *engine, descending=[True, False, False, False])
-    rows = told.join(largest.head(1), on=engine).sort("arrival_ns").tail(MOST_TRACED)
+    largest = stamped.group_by(engine).len().sort("len", *engine, descending=[True, False, False, False])
+    rows = stamped.join(largest.head(1), on=engine).sort("arrival_ns").tail(MOST_TRACED)
     ended = pl.coalesce("departed_ns", "aborted_ns", "finished_ns", "first_token_ns")
     begin = pl.col("arrival_ns").min()
     return rows.select(
@@ -277,7 +277,9 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
     per_token = sum(t.value for t in model.work.terms if t.feature == "prompt_tokens")
     mean = float(train["prompt_tokens"].cast(pl.Float64).to_numpy().mean())
     alpha = round(max(model.work.intercept.value + per_token * mean, 0.0))
-    told, known = admission_with_clock(held, source.tables.timeline, np.full(held.height, float(alpha)), 0.0)
+    predicted, known = admission_with_clock(
+        held, source.tables.timeline, np.full(held.height, float(alpha)), 0.0
+    )
     y = held["y"].to_numpy().astype(float)
     if not known.any():
         raise DataError("no held-out request was queued at a step whose start is known")
@@ -285,7 +287,7 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
         "ARRIVED to QUEUED, by alpha0 and the step boundary",
         "us",
         y[known],
-        told[known],
+        predicted[known],
         train["y"].to_numpy(),
     )
     folded = (
@@ -299,9 +301,9 @@ def _departure(source: Source) -> tuple[tuple[int, int], HeldOut]:
     train, held = train_and_holdout(rows, ["output_tokens"], "FINISHED to DEPARTED")
     y = train["y"].to_numpy().astype(float)
     fixed, per_token = whole_line(matrix(train, ["output_tokens"])[:, 0], y)
-    told = fixed + per_token * held["output_tokens"].to_numpy()
+    predicted = fixed + per_token * held["output_tokens"].to_numpy()
     return (fixed, per_token), held_out(
-        "FINISHED to DEPARTED", "us", held["y"].to_numpy().astype(float), told, y
+        "FINISHED to DEPARTED", "us", held["y"].to_numpy().astype(float), predicted, y
     )
 
 
@@ -362,16 +364,21 @@ def to_blis_registry(source: Source) -> Export:
 def _entry(name: str, units: str, value: float, scope: str, cite: str, said: str) -> str:
     source = f"      sources: [{{kind: model, cite: {_quoted(cite)}, role: primary}}]"
     if value:
-        told = ["      method: measured", "      fitted: true", f"      rationale: {_quoted(said)}", source]
+        provenance = [
+            "      method: measured",
+            "      fitted: true",
+            f"      rationale: {_quoted(said)}",
+            source,
+        ]
     else:
         zero = "The fit on these traces puts it at zero, or cannot tell it from the constant of a step."
-        told = ["      method: not_charged", "      fitted: false", f"      rationale: {_quoted(zero)}"]
+        provenance = ["      method: not_charged", "      fitted: false", f"      rationale: {_quoted(zero)}"]
     return "\n".join(
         [
             f"  - {name}:",
             f"      value: {number(value)}",
             f"      units: {units}",
-            *told,
+            *provenance,
             f"      scope: {scope}",
         ]
     )

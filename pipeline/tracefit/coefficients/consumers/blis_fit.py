@@ -44,7 +44,7 @@ _CONSTANT = _NAMES.index("blis_one")
 _REQUESTS = _NAMES.index("blis_requests")
 _DECODE_KV = _NAMES.index("blis_decode_kv_us")
 _ENGINE = ["run_id", "server", "epoch"]
-_NO_TRACE = 0.99
+ALL_JOURNEYS = 0.99
 """Journey sampling below which a replay would lack load."""
 
 MIN_REQUESTS = 40
@@ -100,7 +100,7 @@ WEIGHTINGS = (
     Weighting(1.0, 1.0, robust=False),
 )
 FALLBACK = WEIGHTINGS[2]
-"""Where no requests can be replayed: the best single one over generated runs of ten models."""
+"""Where no requests can be replayed: the best single one over twenty generated runs of eight models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +211,16 @@ def _fit(steps: _Steps, weighting: Weighting) -> Vector:
 
 def _step_errors(steps: _Steps, beta: tuple[float, ...]) -> Iterator[HeldOut]:
     y = steps.held["y"].to_numpy().astype(float)
-    told = np.maximum(np.floor(matrix(steps.held, _NAMES) @ np.array(beta)), 1.0)
+    predicted = np.maximum(np.floor(matrix(steps.held, _NAMES) @ np.array(beta)), 1.0)
     mixed = steps.held["has_prefill"].to_numpy()
     parts = {
         "step time": np.ones(len(y), dtype=bool),
         "step time, mixed": mixed,
         "step time, decode only": ~mixed,
     }
-    return (held_out(what, "us", y[rows], told[rows], steps.y) for what, rows in parts.items() if rows.any())
+    return (
+        held_out(what, "us", y[rows], predicted[rows], steps.y) for what, rows in parts.items() if rows.any()
+    )
 
 
 _PHASES = {"prefill": {0: "compute", 8: "KV"}, "decode": {1: "compute", 9: "KV"}}
@@ -233,13 +235,13 @@ def _transfer(beta: tuple[float, ...], steps: _Steps) -> Iterator[str]:
     """
     odd = []
     for phase, terms in _PHASES.items():
-        told = {i: what for i, what in terms.items() if steps.varies[i]}
-        most = [i for i in told if beta[i] > MOST_NOMINAL]
-        if told and not any(beta[i] for i in told):
+        varying = {i: what for i, what in terms.items() if steps.varies[i]}
+        most = [i for i in varying if beta[i] > MOST_NOMINAL]
+        if varying and not any(beta[i] for i in varying):
             odd.append(f"no {phase} term is above 0")
-        odd += [f"beta{i} ({phase} {told[i]}) is {beta[i]:.3g} times nominal" for i in most]
+        odd += [f"beta{i} ({phase} {varying[i]}) is {beta[i]:.3g} times nominal" for i in most]
         if most:
-            odd += [f"beta{i} ({phase} {told[i]}) is 0" for i in told if not beta[i]]
+            odd += [f"beta{i} ({phase} {varying[i]}) is 0" for i in varying if not beta[i]]
     if odd:
         yield (
             f"no transfer: {', '.join(odd)}; these stand in for other terms, and hold for this model, GPU, tensor parallelism "
@@ -255,8 +257,8 @@ def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Itera
     """Say where BLIS's straight line leaves our own model of step times when every slot decodes."""
     slots = source.scope.context.settings.max_num_seqs
     decode = steps.train.filter(~pl.col("has_prefill"))
-    seen = float(matrix(steps.train, [_NAMES[_REQUESTS]]).max())
-    if slots is None or slots <= seen or not decode.height:
+    trained_on = float(matrix(steps.train, [_NAMES[_REQUESTS]]).max())
+    if slots is None or slots <= trained_on or not decode.height:
         return
     rates = step_rates(source, np.array(beta))
     each = decode[_NAMES[_DECODE_KV]] / decode[_NAMES[_REQUESTS]]
@@ -265,13 +267,13 @@ def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Itera
     blis = rates.constant + slots * (rates.request + rates.decode_request + rates.context_token * context)
     asked = pl.DataFrame({"batch": [float(slots)], "context": [context]})
     try:
-        told = predict_steps(source.models.step_model, asked, source.models.server)["predicted_us"][0]
+        predicted = predict_steps(source.models.step_model, asked, source.models.server)["predicted_us"][0]
     except UsageError:  # a feature set of the user's own that a described step does not hold
         return
-    if told and abs(blis / told - 1) > DEPARTS:
+    if predicted and abs(blis / predicted - 1) > DEPARTS:
         yield (
-            f"beyond the training load BLIS's steps leave our model's: with {slots} requests decoding (trained on up to {seen:.0f}) "
-            f"it takes {blis / 1e3:.3g} ms, {source.models.step_model.name} {told / 1e3:.3g} ms; its terms are a line in the batch"
+            f"beyond the training load BLIS's steps leave our model's: with {slots} requests decoding (trained on up to {trained_on:.0f}) "
+            f"it takes {blis / 1e3:.3g} ms, {source.models.step_model.name} {predicted / 1e3:.3g} ms; its terms are a line in the batch"
         )
 
 
@@ -329,10 +331,10 @@ class _EngineRequests:
 def _engines(source: Source, ends: pl.DataFrame) -> tuple[list[_EngineRequests], str | None]:
     """Return the requests of every engine, or why they cannot be replayed."""
     sampled = source.tables.runs["journey_sampling"].drop_nulls()
-    if sampled.len() and float(sampled.min() or 0.0) < _NO_TRACE:  # type: ignore[arg-type]
+    if sampled.len() and float(sampled.min() or 0.0) < ALL_JOURNEYS:  # type: ignore[arg-type]
         return [], "journeys of all requests would let their replay choose"
-    told = ("arrival_ns", "first_token_ns", "prompt_tokens")
-    rows = source.tables.requests.filter(pl.all_horizontal(pl.col(told).is_not_null()))
+    stamps = ("arrival_ns", "first_token_ns", "prompt_tokens")
+    rows = source.tables.requests.filter(pl.all_horizontal(pl.col(stamps).is_not_null()))
     rows = rows.join(ends, on=["run_id", "server"]).sort(*_ENGINE, "arrival_ns", maintain_order=True)
     engines = [_engine(part) for _, part in rows.group_by(_ENGINE, maintain_order=True)]
     if sum(int(e.training().counts.sum()) for e in engines) < MIN_REQUESTS:
@@ -416,8 +418,10 @@ class _Compared:
 
     def off(self, rows: Flags, name: str, percentile: int) -> float:
         """Return the error in percent of a percentile over some of the requests."""
-        actual, told = (np.percentile(of[name][rows], percentile) for of in (self.measured, self.replayed))
-        return float(100 * (told / actual - 1))
+        actual, replayed = (
+            np.percentile(of[name][rows], percentile) for of in (self.measured, self.replayed)
+        )
+        return float(100 * (replayed / actual - 1))
 
     def worst(self, rows: Flags) -> float:
         """Return the largest error over some of the requests, in units of what is asked."""
@@ -434,16 +438,16 @@ def _compare(
     replayed: dict[str, list[Vector]] = {"TTFT": [], "ITL": [], "E2E": []}
     loads, preemptions = [], 0
     for engine in engines:
-        told = replay(
+        latencies = replay(
             engine.arrival, engine.prompt, engine.output, rates, alpha, limits, shared=engine.shared
         )
-        rows = engine.counts & np.isfinite(told.e2e)
-        itl = told.decode / np.maximum(engine.output - 1, 1)
-        for name, values in {"TTFT": told.ttft, "ITL": itl, "E2E": told.e2e}.items():
+        rows = engine.counts & np.isfinite(latencies.e2e)
+        itl = latencies.decode / np.maximum(engine.output - 1, 1)
+        for name, values in {"TTFT": latencies.ttft, "ITL": itl, "E2E": latencies.e2e}.items():
             measured[name].append(engine.measured[name][rows])
             replayed[name].append(values[rows])
         loads.append(engine.load()[rows])
-        preemptions += told.preemptions
+        preemptions += latencies.preemptions
     return _Compared(
         {name: np.concatenate(parts) for name, parts in measured.items()},
         {name: np.concatenate(parts) for name, parts in replayed.items()},
@@ -462,11 +466,11 @@ def _choose(
     """Take the weighting that is closest where it is furthest off: on the training requests that met less load, or more."""
     worst, preempted = {}, 0
     for weighting, beta in fits.items():
-        told = _compare(engines, step_rates(source, beta), alpha, limits)
-        busy = told.load > np.median(told.load)
+        compared = _compare(engines, step_rates(source, beta), alpha, limits)
+        busy = compared.load > np.median(compared.load)
         halves = [rows for rows in (busy, ~busy) if rows.sum() >= MIN_REQUESTS // 4]
-        worst[weighting] = max(told.worst(rows) for rows in halves or [np.ones(len(busy), dtype=bool)])
-        preempted = max(preempted, told.preemptions)
+        worst[weighting] = max(compared.worst(rows) for rows in halves or [np.ones(len(busy), dtype=bool)])
+        preempted = max(preempted, compared.preemptions)
     best = min(worst, key=lambda w: worst[w])
     equal = worst[WEIGHTINGS[0]]
     reason = (
@@ -495,8 +499,8 @@ def _scale(
     """Find the factor on step times at which the replayed E2E of training requests add up to the measured ones."""
 
     def excess(scale: float) -> float:
-        told = _compare(engines, step_rates(source, beta * scale), alpha, limits)
-        return float(told.replayed["E2E"].sum() / told.measured["E2E"].sum() - 1)
+        compared = _compare(engines, step_rates(source, beta * scale), alpha, limits)
+        return float(compared.replayed["E2E"].sum() / compared.measured["E2E"].sum() - 1)
 
     low, high = 1 / MOST_SCALE, MOST_SCALE
     for _ in range(SCALE_ROUNDS):
@@ -515,19 +519,25 @@ def _replayed_errors(
     """Replay the latest requests, and measure those that came in the hold-out."""
     latest = [e.part(slice(-2 * MOST_REQUESTS, None)) for e in engines]
     held = [replace(e, counts=e.counts & (e.arrival >= e.boundary)) for e in latest]
-    told = _compare(held, step_rates(source, np.array(beta)), alpha, limits)
-    count = len(told.load)
+    compared = _compare(held, step_rates(source, np.array(beta)), alpha, limits)
+    count = len(compared.load)
     if count < MIN_REQUESTS // 4:
         return [], [f"{count} requests came in the hold-out: too few to replay"]
-    trained = {n: np.concatenate([e.training().measured[n] for e in engines]) for n in told.measured}
+    trained = {n: np.concatenate([e.training().measured[n] for e in engines]) for n in compared.measured}
     errors = [
-        held_out(f"{n} of a request, replayed", "us", told.measured[n], told.replayed[n], _known(trained[n]))
-        for n in told.measured
+        held_out(
+            f"{n} of a request, replayed",
+            "us",
+            compared.measured[n],
+            compared.replayed[n],
+            _known(trained[n]),
+        )
+        for n in compared.measured
     ]
     every = np.ones(count, dtype=bool)
     said = "; ".join(
-        f"{name} {', '.join(f'P{p} {told.off(every, name, p):+.1f} %' for p in (50, 90, 99))}"
-        for name in told.measured
+        f"{name} {', '.join(f'P{p} {compared.off(every, name, p):+.1f} %' for p in (50, 90, 99))}"
+        for name in compared.measured
     )
     return errors, [f"replayed as BLIS would, {count} held-out requests against the trace: {said}"]
 
