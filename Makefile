@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 OUT    ?= out
 READY  := $(VENV)/.ready
 SHELL  := /bin/bash
+BLIS   ?= ../shared/tools
 
 .DEFAULT_GOAL := help
 
@@ -45,6 +46,10 @@ format: $(READY) ## format the code and fix what lint can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+check-consumers: $(READY) ## replay runs in BLIS where it is (BLIS=folder, ../shared/tools if not given): errors, and the README's picture
+	rm -rf build/consumers
+	BLIS=$(BLIS) $(BIN)/python tests/check_consumers.py build/consumers --also --picture docs/replay.svg
+
 schemas: $(READY) ## write schemas/ anew from the code
 	$(BIN)/python -m tracefit.schemas schemas
 
@@ -83,4 +88,4 @@ test-minimum: ## run the tests on the oldest versions pyproject.toml declares
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup run test test-all test-slow test-browser check format schemas fixtures models docs site bench lock test-minimum clean
+.PHONY: help setup run test test-all test-slow test-browser check check-consumers format schemas fixtures models docs site bench lock test-minimum clean

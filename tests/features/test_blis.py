@@ -8,7 +8,14 @@ import polars as pl
 import pytest
 
 from tracefit.errors import DataError, UsageError
-from tracefit.features.blis import BLIS_TERMS, PROMPT_COLUMN, add_blis_terms, blis_model
+from tracefit.features.blis import (
+    BLIS_TERMS,
+    PAIRS_COLUMN,
+    PROMPT_COLUMN,
+    add_blis_terms,
+    blis_model,
+    with_prefill_pairs,
+)
 
 
 def terms(frame, arch, gpu, tp=1):
@@ -120,3 +127,63 @@ def test_what_it_refuses_is_refused(step, dense, gpu):
         add_blis_terms(step, dense, gpu, tp=2)
     with pytest.raises(DataError, match="BLIS terms need the columns decode_tokens"):
         add_blis_terms(step.drop("decode_tokens"), dense, gpu, tp=1)
+
+
+REQUESTS = {
+    "run_id": "r",
+    "server": "s",
+    "epoch": 0,
+    "first_scheduled_ns": 0,
+    "cached_prompt_tokens": None,
+    "num_preemptions": 0,
+}
+
+
+def pairs(prefill_tokens, *requests):
+    """`PAIRS_COLUMN` of steps 1, 2, ... with these prefill tokens; requests as (first step, last step, prompt, more)."""
+    timeline = pl.DataFrame(
+        {"step_id": range(1, len(prefill_tokens) + 1), "prefill_tokens": prefill_tokens}
+    ).with_columns(run_id=pl.lit("r"), server=pl.lit("s"), epoch=pl.lit(0, pl.Int64))
+    rows = [
+        REQUESTS
+        | {"first_scheduled_step": first, "first_token_step": last, "prompt_tokens": prompt}
+        | (more[0] if more else {})
+        for first, last, prompt, *more in requests
+    ]
+    return with_prefill_pairs(timeline, pl.DataFrame(rows, infer_schema_length=None))[PAIRS_COLUMN].to_list()
+
+
+def test_attention_is_summed_request_by_request():
+    # 10·(10 + 5) + 30·(30 + 15), where two alike would be 40·(20 + 10) = 1,200
+    assert pairs([40], (1, 1, 10), (1, 1, 30)) == [150 + 1350]
+
+
+def test_chunks_see_their_whole_prompt_and_what_the_cache_holds_is_not_computed():
+    # 60 of 100 beside a prompt of 20, then the 40 that are left: 60·(100 + 30) + 20·30, 40·(100 + 20)
+    assert pairs([80, 40], (1, 1, 20), (1, 2, 100)) == [7800 + 600, 4800]
+    assert pairs([84], (1, 1, 100, {"cached_prompt_tokens": 16})) == [84 * (100 + 42)]
+
+
+def test_a_second_prompt_in_chunks_takes_what_the_first_leaves():
+    # The first ends with 10 tokens in step 2; the second has 70 of its 100 there.
+    later = {"first_scheduled_ns": 5}
+    assert pairs([80, 80, 30], (1, 2, 90), (2, 3, 100, later)) == [
+        80 * (90 + 40),
+        10 * (90 + 5) + 70 * (100 + 35),
+        30 * (100 + 15),
+    ]
+
+
+def test_steps_that_do_not_come_out_even_are_not_known(step, dense, gpu):
+    assert pairs([50], (1, 1, 10)) == [None], "40 tokens of somebody who is not traced"
+    assert pairs([10, 10], (1, 1, 10), (2, 2, 10, {"num_preemptions": 1})) == [150, None]
+    unknown, known = (
+        step.with_columns(pl.lit(v, pl.Float64).alias(PAIRS_COLUMN)) for v in (None, 20 * (30 + 10) / 2)
+    )
+    assert terms(unknown, dense, gpu) == terms(known, dense, gpu) == terms(step, dense, gpu)
+    more = step.with_columns(pl.lit(400.0 + 1, pl.Float64).alias(PAIRS_COLUMN))
+    found = (
+        terms(more, dense, gpu)["blis_prefill_compute_us"]
+        - terms(known, dense, gpu)["blis_prefill_compute_us"]
+    )
+    assert found == pytest.approx(2 * 4 * 2 * 4 / 1000)

@@ -143,6 +143,14 @@ def export(
         typer.Option(help="Tables the models were trained on; found beside the models if not given."),
     ] = None,
     scope: ScopeName = None,
+    consumer_version: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="VERSION",
+            help="Version of the consumer, such as 0.9.2, where older ones take another form (llm-d-inference-sim); the "
+            "newest if not given.",
+        ),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -157,5 +165,5 @@ def export(
         from tracefit.reports.use import export_text
         from tracefit.verbs.export import export as export_verb
 
-        result = export_verb(models, to, out, tables=tables, scope=scope)
+        result = export_verb(models, to, out, tables=tables, scope=scope, consumer_version=consumer_version)
         show(result, export_text(result), as_json=json, quiet=quiet)

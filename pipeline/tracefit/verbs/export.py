@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import polars as pl
 from tracefit.coefficients.consumers.blis import to_blis, to_blis_registry
 from tracefit.coefficients.consumers.dynamo import to_dynamo
 from tracefit.coefficients.consumers.llmd_sim import to_llmd_sim
-from tracefit.coefficients.consumers.source import Export, HeldOut, Source
+from tracefit.coefficients.consumers.source import OUT, Export, HeldOut, Source
 from tracefit.coefficients.consumers.table import to_csv
 from tracefit.coefficients.consumers.wva import to_wva
 from tracefit.coefficients.models import load
@@ -33,6 +34,8 @@ _FITTED: Mapping[str, Callable[[Source], Export]] = {
     "dynamo-mocker": to_dynamo,
 }
 CONSUMERS = (*_FITTED, "csv")
+_VERSIONED = ("llm-d-inference-sim",)
+_MOST_DIGITS = 6
 _BELOW_STEPS = "its tables are per operator, below what a trace of steps can tell"
 _REFUSED = dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS)
 
@@ -56,6 +59,7 @@ def export(
     *,
     tables: str | Path | None = None,
     scope: str | None = None,
+    consumer_version: str | None = None,
 ) -> ExportResult:
     """Write what a consumer loads, fitted on its own terms where they differ from ours.
 
@@ -65,6 +69,7 @@ def export(
         out: Folder for the files.
         tables: The tables the models were trained on; `tables` beside or in the models' folder if not given.
         scope: See `Models.scope`.
+        consumer_version: The consumer's version, such as `0.9.2`, where older ones need another form.
 
     Raises:
         UsageError: The consumer, a file or a folder is wrong.
@@ -76,11 +81,35 @@ def export(
         close = did_you_mean(to, CONSUMERS)
         known = f"known: {', '.join(CONSUMERS)}"
         raise UsageError(f"consumer {to} is not known", hint=f"{close} {known}" if close else known)
+    version = _version(to, consumer_version)
     chosen = load(models).scope(scope)
-    made = to_csv(chosen) if to == "csv" else _FITTED[to](_source(chosen, Path(models), tables))
+    if to == "csv":
+        made = to_csv(chosen)
+    else:
+        made = _FITTED[to](replace(_source(chosen, Path(models), tables), consumer_version=version))
     paths = {Path(out) / name: content for name, content in made.files.items()}
     write_bytes({p: c if isinstance(c, bytes) else c.encode() for p, c in paths.items()})
-    return ExportResult(to, chosen.scope_id, tuple(paths), made.errors, made.notes, made.usage)
+    folder = shlex.quote(str(out))
+    usage, *notes = (text.replace(OUT, folder) for text in (made.usage, *made.notes))
+    return ExportResult(to, chosen.scope_id, tuple(paths), made.errors, tuple(notes), usage)
+
+
+def _version(to: str, text: str | None) -> tuple[int, ...] | None:
+    """Read a version number, of the one consumer whose older versions take another form.
+
+    Raises:
+        UsageError: It is no version, or the consumer has one form only.
+    """
+    if text is None:
+        return None
+    if to not in _VERSIONED:
+        raise UsageError(
+            f"{to} has one form for all versions", where="--consumer-version", hint=f"for {_VERSIONED[0]}"
+        )
+    numbers = text.strip().removeprefix("v").split(".")
+    if not all(n.isdecimal() and len(n) < _MOST_DIGITS for n in numbers):
+        raise UsageError("is not a version", where=f"--consumer-version {text[:40]}", hint="such as 0.9.2")
+    return tuple(int(n) for n in numbers)
 
 
 def _source(chosen: ScopeModels, models: Path, tables: str | Path | None) -> Source:

@@ -1,75 +1,119 @@
 """BLIS (inference-sim), backend `trained-physics`: alpha and beta on exactly its terms, none negative.
 
-Step time = sum of beta_i times term i of `features.blis`, us. A request is queued alpha0 us after it arrives (BLIS
-simulates the step boundaries and the queue itself), and departs alpha1 + alpha2 * (output tokens) us after it finished.
+Step time = sum of beta_i times term i of `features.blis`, cut to whole us. A request is queued alpha0 us after it arrives
+(BLIS simulates the step boundaries and the queue itself), and departs alpha1 + alpha2 * (output tokens) us after it finished.
+
+Beside the coefficients are the files that make it the traced server: the GPU's rates, the model's config.json, and the
+traced requests (times and lengths alone) for a replay.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import csv
+import io
+import json
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from tracefit._version import __version__
+from tracefit.coefficients.consumers.blis_fit import BlisCoefficients, fit_blis, whole_line
 from tracefit.coefficients.consumers.source import (
+    OUT,
     Export,
     HeldOut,
     Source,
+    commented,
+    flags,
     held_out,
+    kv_blocks,
     matrix,
+    model_name,
     number,
     train_and_holdout,
-    written,
+    worse_than_baseline,
 )
 from tracefit.coefficients.model import BoundaryModel
 from tracefit.errors import DataError
-from tracefit.features.blis import BLIS_TERMS, add_blis_terms
-from tracefit.features.sets import Feature, FeatureSet
+from tracefit.features.sets import FeatureSet
 from tracefit.fit.boundary import admission_with_clock
-from tracefit.fit.frames import request_frame, step_frame
-from tracefit.fit.nonnegative import balanced, fit_nonnegative
+from tracefit.fit.frames import request_frame
 
 if TYPE_CHECKING:
-    from tracefit.fit.metrics import Vector
+    from tracefit.features.hardware import Gpu
 
-_STEP = FeatureSet("blis", tuple(Feature(name, unit, name) for name, unit in BLIS_TERMS.items()))
-_CONSTANT = "blis_one"
+MOST_TRACED = 20_000
+"""Requests of the replay's file, at most: the latest of one engine."""
 
+_CHIPS = {
+    "H100-SXM": "H100",
+    "H200-SXM": "H200",
+    "A100-80GB-SXM": "A100-SXM",
+    "L40S": "L40S",
+}
+"""GPUs under BLIS's names; others keep ours, described by the file beside the coefficients."""
 
-@dataclass(frozen=True, slots=True)
-class BlisCoefficients:
-    """What BLIS loads, as it is written, and how well it does."""
-
-    alpha: tuple[float, float, float]
-    beta: tuple[float, ...]
-    errors: tuple[HeldOut, ...]
-    notes: tuple[str, ...]
+_HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
+_TRACE_COLUMNS = (
+    "request_id",
+    "client_id",
+    "tenant_id",
+    "slo_class",
+    "session_id",
+    "round_index",
+    "prefix_group",
+    "prefix_length",
+    "streaming",
+    "input_tokens",
+    "output_tokens",
+    "text_tokens",
+    "image_tokens",
+    "audio_tokens",
+    "video_tokens",
+    "reason_ratio",
+    "model",
+    "deadline_us",
+    "server_input_tokens",
+    "arrival_time_us",
+    "send_time_us",
+    "first_chunk_time_us",
+    "last_chunk_time_us",
+    "num_chunks",
+    "status",
+    "error_message",
+    "finish_reason",
+)
 
 
 def to_blis(source: Source) -> Export:
-    """Write `defaults.yaml` with the coefficients of one scope.
+    """Write `defaults.yaml` with the coefficients of one scope, and what BLIS needs beside it.
 
     Raises:
         DataError: The data cannot support them, with the reason.
         UsageError: BLIS refuses the model on so many ranks.
     """
-    found = fit_blis(source)
+    found = blis_coefficients(source)
     alpha, beta = (", ".join(number(v) for v in part) for part in (found.alpha, found.beta))
     text = f"trained_physics_coefficients:\n  alpha_coeffs: [{alpha}]\n  beta_coeffs: [{beta}]\n"
-    flags = f"--alpha-coeffs {alpha.replace(' ', '')} --beta-coeffs {beta.replace(' ', '')}"
     names = [f"alpha{i}" for i in range(3)] + [f"beta{i}" for i in range(len(found.beta))]
+    files: dict[str, str | bytes] = {"defaults.yaml": commented(found.notes, text), **server_files(source)}
+    traced = _traced_requests(source)
+    server = _server_flags(source)
+    replayed = (
+        f"replay of the traced requests: blis replay --trace-header {OUT}/trace-header.yaml "
+        f"--trace-data {OUT}/trace-data.csv {server}"
+    )
     return Export(
-        {"defaults.yaml": text},
+        files | {"trace-header.yaml": _HEADER, "trace-data.csv": _trace_csv(traced)},
         found.errors,
-        found.notes,
-        f"blis run --latency-model trained-physics {flags}",
+        (*found.notes, replayed),
+        f"blis run {server} {_workload_flags(traced)}",
         dict(zip(names, (*found.alpha, *found.beta), strict=True)),
     )
 
 
-def fit_blis(source: Source) -> BlisCoefficients:
+def blis_coefficients(source: Source) -> BlisCoefficients:
     """Fit BLIS's coefficients on its own terms.
 
     Raises:
@@ -78,52 +122,148 @@ def fit_blis(source: Source) -> BlisCoefficients:
     """
     arrival, arrival_error, folded = _arrival(source)
     departure, departure_error = _departure(source)
-    beta, step_errors, notes = _beta(source)
-    return BlisCoefficients(
-        (arrival, *departure), beta, (*step_errors, arrival_error, departure_error), (*notes, *folded)
-    )
+    found = fit_blis(source, (arrival, *departure))
+    errors = (*found.errors, arrival_error, departure_error)
+    count = "ten beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at its default, beta3"
+    notes = (*found.notes, count, *folded, *worse_than_baseline(errors))
+    return BlisCoefficients(found.alpha, found.beta, found.choice, errors, notes)
 
 
-def _beta(source: Source) -> tuple[tuple[float, ...], tuple[HeldOut, ...], tuple[str, ...]]:
+# -- what makes it the traced server ---------------------------------------------------------------------
+
+
+def server_files(source: Source) -> dict[str, str | bytes]:
+    """Return the hardware file and the model's folder by their places beside the coefficients."""
     context = source.scope.context
-    if context.architecture is None or context.gpu is None:
-        lacking = "config.json" if context.architecture is None else "GPU"
-        raise DataError(
-            f"BLIS's step terms need the model's config.json and the GPU; the {lacking} is not known",
-            hint="ingest the run again with --model-config and --gpu",
-        )
-    tp = context.settings.tensor_parallel or 1
-    timeline = add_blis_terms(source.tables.timeline, context.architecture, context.gpu, tp=tp)
-    rows = step_frame(source.tables, timeline, _STEP, {}, source.step_source)
-    names = list(BLIS_TERMS)
-    train, held = train_and_holdout(rows, names, "BLIS step terms")
-    x, y = matrix(train, names), train["y"].to_numpy().astype(float)
-    # In one scope whatever does not vary is one number: BLIS's constant of a step takes it.
-    told_apart = np.array([n == _CONSTANT or np.ptp(x[:, i]) > 0 for i, n in enumerate(names)])
-    mixed = train["has_prefill"].cast(pl.Int64).to_numpy()
-    weights = balanced(mixed) * train["interval_steps"].to_numpy()
-    found = fit_nonnegative(x * told_apart, y, weights)
-    beta = tuple(written(v) for v in found)
-    errors = _step_errors(held, names, beta, y)
-    same = [n for n, apart in zip(names, told_apart, strict=True) if not apart and x[:, names.index(n)].any()]
-    notes = (
-        f"{', '.join(same)} do not vary in one scope: beta6 holds what they add, for this scope alone",
-        f"prefill-bearing steps ({int(mixed.sum())} of {len(mixed)} training rows) count as much as decode-only ones",
+    files: dict[str, str | bytes] = {}
+    if context.gpu is not None:
+        files["hardware_config.json"] = _hardware(context.gpu)
+    if context.model_config is not None:
+        files["model/config.json"] = _with_dtype(context.model_config, context.settings.dtype)
+    return files
+
+
+def chip(gpu: Gpu) -> str:
+    """Return BLIS's name of a GPU."""
+    return _CHIPS.get(gpu.name, gpu.name)
+
+
+def _hardware(gpu: Gpu) -> str:
+    """Describe a GPU in BLIS's keys; the two MFU belong to its roofline backend, `trained-physics` does not read them."""
+    rates = {
+        "TFlopsPeak": gpu.compute_tflops_fp16,
+        "TFlopsFP8": gpu.compute_tflops_fp8 or 0,
+        "BwPeakTBs": gpu.memory_bandwidth_gb_s / 1e3,
+        "mfuPrefill": 0.45,
+        "mfuDecode": 0.3,
+        "MemoryGiB": gpu.memory_gb,
+    }
+    return json.dumps({chip(gpu): rates}, indent=2) + "\n"
+
+
+def _with_dtype(text: str, dtype: str | None) -> str:
+    """Return a config.json with the data type BLIS insists on, stated where it is not."""
+    config = json.loads(text)
+    inner = config.get("text_config")
+    places = [config, *([inner] if isinstance(inner, dict) else [])]
+    if any(isinstance(place.get(key), str) for place in places for key in ("torch_dtype", "dtype")):
+        return text
+    stated = dtype if dtype in {"float32", "float16", "bfloat16"} else "bfloat16"
+    return json.dumps(config | {"torch_dtype": stated}, indent=2) + "\n"
+
+
+def _server_flags(source: Source) -> str:
+    settings, gpu = source.scope.context.settings, source.scope.context.gpu
+    return flags(
+        {
+            "latency-model": "trained-physics",
+            "defaults-filepath": f"{OUT}/defaults.yaml",
+            "model": model_name(source),
+            "model-config-folder": f"{OUT}/model",
+            "hardware-config": f"{OUT}/hardware_config.json",
+            "hardware": chip(gpu) if gpu else None,
+            "tp": settings.tensor_parallel or 1,
+            "total-kv-blocks": kv_blocks(source),
+            "block-size-in-tokens": settings.block_size,
+            "max-num-seqs": settings.max_num_seqs,
+            "max-num-batched-tokens": settings.max_num_batched_tokens,
+            "max-model-len": settings.max_model_len,
+        }
     )
-    return beta, errors, notes
 
 
-def _step_errors(
-    held: pl.DataFrame, names: list[str], beta: tuple[float, ...], trained: Vector
-) -> tuple[HeldOut, ...]:
-    y, told = held["y"].to_numpy().astype(float), matrix(held, names) @ np.array(beta)
-    mixed = held["has_prefill"].to_numpy()
-    parts = [("step time", np.ones(len(y), dtype=bool)), ("step time, mixed", mixed)]
-    parts.append(("step time, decode only", ~mixed))
-    return tuple(held_out(what, "us", y[rows], told[rows], trained) for what, rows in parts if rows.any())
+# -- the traced requests ---------------------------------------------------------------------------------
 
 
-def _arrival(source: Source) -> tuple[float, HeldOut, tuple[str, ...]]:
+def _traced_requests(source: Source) -> pl.DataFrame:
+    """Return the requests of the engine with most of them: us since the first arrived, lengths, first token, end."""
+    stamped = source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
+    engine = ["run_id", "server", "epoch"]
+    largest = stamped.group_by(engine).len().sort("len", *engine, descending=[True, False, False, False])
+    rows = stamped.join(largest.head(1), on=engine).sort("arrival_ns").tail(MOST_TRACED)
+    ended = pl.coalesce("departed_ns", "aborted_ns", "finished_ns", "first_token_ns")
+    begin = pl.col("arrival_ns").min()
+    return rows.select(
+        arrival=((pl.col("arrival_ns") - begin) / 1e3).round().cast(pl.Int64),
+        first=((pl.col("first_token_ns") - begin) / 1e3).round().cast(pl.Int64),
+        end=((ended - begin) / 1e3).round().cast(pl.Int64),
+        prompt="prompt_tokens",
+        output=pl.col("output_tokens").fill_null(1).clip(lower_bound=1),
+        shared=pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0),
+    )
+
+
+def _trace_csv(traced: pl.DataFrame) -> str:
+    """Write requests as BLIS's TraceV2, without a client, a session or a text.
+
+    Prompt tokens that were found in the prefix cache are a prefix in common with all requests that found as many.
+    """
+    constant = {
+        "client_id": "c",
+        "slo_class": "standard",
+        "streaming": "true",
+        "status": "ok",
+        "finish_reason": "length",
+        **dict.fromkeys(("round_index", "image_tokens", "audio_tokens"), 0),
+        **dict.fromkeys(("video_tokens", "reason_ratio", "deadline_us"), 0),
+    }
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _TRACE_COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    for i, row in enumerate(traced.iter_rows(named=True)):
+        shared = row["shared"]
+        lengths = dict.fromkeys(("input_tokens", "text_tokens"), row["prompt"] - shared)
+        prefix = {"prefix_group": f"prefix-{shared}" if shared else "", "prefix_length": shared}
+        prefix |= {"server_input_tokens": row["prompt"]}
+        outputs = dict.fromkeys(("output_tokens", "num_chunks"), row["output"])
+        sent = dict.fromkeys(("arrival_time_us", "send_time_us"), row["arrival"])
+        times = {"first_chunk_time_us": row["first"], "last_chunk_time_us": row["end"]}
+        writer.writerow({"request_id": i, **constant, **lengths, **prefix, **outputs, **sent, **times})
+    return text.getvalue()
+
+
+def _workload_flags(traced: pl.DataFrame) -> str:
+    """Return as many requests as were traced, at their rate, of their lengths on the average."""
+    seconds = max(float(traced["arrival"].to_numpy().max(initial=0)) / 1e6, 1e-3)
+    described: dict[str, str | float | None] = {
+        "rate": number(traced.height / seconds),
+        "num-requests": traced.height,
+    }
+    for name, column in (("prompt-tokens", "prompt"), ("output-tokens", "output")):
+        lengths = traced[column].to_numpy()
+        described |= {
+            name: round(float(lengths.mean())),
+            f"{name}-stdev": round(float(lengths.std())),
+            f"{name}-min": int(lengths.min()),
+            f"{name}-max": int(lengths.max()),
+        }
+    return flags(described)
+
+
+# -- overheads -------------------------------------------------------------------------------------------
+
+
+def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
     """Take alpha0 from the API work of the admission model: never from a wait."""
     model = source.models.models.get("alpha.admission")
     if not isinstance(model, BoundaryModel):
@@ -136,8 +276,10 @@ def _arrival(source: Source) -> tuple[float, HeldOut, tuple[str, ...]]:
     train, held = train_and_holdout(rows, ["prompt_tokens"], "ARRIVED to QUEUED")
     per_token = sum(t.value for t in model.work.terms if t.feature == "prompt_tokens")
     mean = float(train["prompt_tokens"].cast(pl.Float64).to_numpy().mean())
-    alpha = written(max(model.work.intercept.value + per_token * mean, 0.0))
-    told, known = admission_with_clock(held, source.tables.timeline, np.full(held.height, alpha), 0.0)
+    alpha = round(max(model.work.intercept.value + per_token * mean, 0.0))
+    predicted, known = admission_with_clock(
+        held, source.tables.timeline, np.full(held.height, float(alpha)), 0.0
+    )
     y = held["y"].to_numpy().astype(float)
     if not known.any():
         raise DataError("no held-out request was queued at a step whose start is known")
@@ -145,7 +287,7 @@ def _arrival(source: Source) -> tuple[float, HeldOut, tuple[str, ...]]:
         "ARRIVED to QUEUED, by alpha0 and the step boundary",
         "us",
         y[known],
-        told[known],
+        predicted[known],
         train["y"].to_numpy(),
     )
     folded = (
@@ -154,15 +296,14 @@ def _arrival(source: Source) -> tuple[float, HeldOut, tuple[str, ...]]:
     return alpha, error, folded if per_token else ()
 
 
-def _departure(source: Source) -> tuple[tuple[float, float], HeldOut]:
+def _departure(source: Source) -> tuple[tuple[int, int], HeldOut]:
     rows = request_frame(source.tables, "departure", FeatureSet("none", ()), {})
     train, held = train_and_holdout(rows, ["output_tokens"], "FINISHED to DEPARTED")
     y = train["y"].to_numpy().astype(float)
-    found = fit_nonnegative(np.column_stack([np.ones(train.height), matrix(train, ["output_tokens"])]), y)
-    fixed, per_token = (written(v) for v in found)
-    told = fixed + per_token * held["output_tokens"].to_numpy()
+    fixed, per_token = whole_line(matrix(train, ["output_tokens"])[:, 0], y)
+    predicted = fixed + per_token * held["output_tokens"].to_numpy()
     return (fixed, per_token), held_out(
-        "FINISHED to DEPARTED", "us", held["y"].to_numpy().astype(float), told, y
+        "FINISHED to DEPARTED", "us", held["y"].to_numpy().astype(float), predicted, y
     )
 
 
@@ -185,7 +326,10 @@ _ALPHA_ENTRIES = (
     ("post_decode_fixed", "us_per_request"),
     ("output_token_processing", "us_per_token"),
 )
-_CHIPS = {"H100-SXM": "H100", "H200-SXM": "H200", "A100-80GB-SXM": "A100-SXM"}
+_KERNEL_SETS = (
+    "the five cost-model-* sets that BLIS's latency kernel reads price kernels, collectives and host work one by one, below what a "
+    "trace of steps can tell; no reader of this set is known today"
+)
 
 
 def to_blis_registry(source: Source) -> Export:
@@ -195,10 +339,10 @@ def to_blis_registry(source: Source) -> Export:
         DataError: As `to_blis`.
         UsageError: As `to_blis`.
     """
-    found, context = fit_blis(source), source.scope.context
-    gpu = context.gpu.name if context.gpu else "unknown"
-    model = context.settings.model or (context.architecture.name if context.architecture else "unknown")
-    scope = f"{{hardware: [{_quoted(_CHIPS.get(gpu, gpu))}], model: [{_quoted(model)}], tp: [{context.settings.tensor_parallel or 1}]}}"
+    found, context = blis_coefficients(source), source.scope.context
+    gpu = chip(context.gpu).lower() if context.gpu else "unknown"
+    ranks = context.settings.tensor_parallel or 1
+    scope = f"{{hardware: [{_quoted(gpu)}], model: [{_quoted(model_name(source))}], tp: [{ranks}]}}"
     training = source.models.step_model.training
     inputs = training.inputs_sha256 if training else "unknown"
     cite = f"tracefit {__version__}, scope {source.scope.scope_id}, traces sha256 {inputs}"
@@ -207,24 +351,34 @@ def to_blis_registry(source: Source) -> Export:
     said = f"Held-out step time of the set: {_percent(step.mape_pct)} mean absolute percentage error on {step.n} steps."
     entries = [_entry(name, units, value, scope, cite, said) for (name, units), value in values]
     name = f"tracefit-{source.scope.scope_id}"
-    text = "\n".join(["kind: CoefficientSet", f"name: {_quoted(name)}", "coefficients:", *entries, ""])
+    notes = (*found.notes, _KERNEL_SETS, "the use line is for a clone of blis-registry")
+    said_so = [f"# {note}" for note in notes]
+    text = "\n".join(
+        [*said_so, "kind: CoefficientSet", f"name: {_quoted(name)}", "coefficients:", *entries, ""]
+    )
     facts = {name: value for (name, _), value in values}
-    return Export({"coefficient-set.yaml": text}, found.errors, found.notes, "a file of coefficients/", facts)
+    use = f"cp {OUT}/coefficient-set.yaml coefficients/"
+    return Export({"coefficient-set.yaml": commented(notes, text)}, found.errors, notes, use, facts)
 
 
 def _entry(name: str, units: str, value: float, scope: str, cite: str, said: str) -> str:
     source = f"      sources: [{{kind: model, cite: {_quoted(cite)}, role: primary}}]"
     if value:
-        told = ["      method: measured", "      fitted: true", f"      rationale: {_quoted(said)}", source]
+        provenance = [
+            "      method: measured",
+            "      fitted: true",
+            f"      rationale: {_quoted(said)}",
+            source,
+        ]
     else:
         zero = "The fit on these traces puts it at zero, or cannot tell it from the constant of a step."
-        told = ["      method: not_charged", "      fitted: false", f"      rationale: {_quoted(zero)}"]
+        provenance = ["      method: not_charged", "      fitted: false", f"      rationale: {_quoted(zero)}"]
     return "\n".join(
         [
             f"  - {name}:",
             f"      value: {number(value)}",
             f"      units: {units}",
-            *told,
+            *provenance,
             f"      scope: {scope}",
         ]
     )

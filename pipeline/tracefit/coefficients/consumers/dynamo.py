@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.consumers.source import Export, HeldOut, Source, held_out, train_and_holdout
+from tracefit.coefficients.consumers.source import (
+    OUT,
+    Export,
+    HeldOut,
+    Source,
+    flags,
+    held_out,
+    kv_blocks,
+    model_name,
+    train_and_holdout,
+    worse_than_baseline,
+)
 from tracefit.coefficients.frames import predict_steps
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.frames import step_frame
@@ -53,12 +64,34 @@ def to_dynamo(source: Source) -> Export:
         else "holds the constant of a step, as decode_itl does"
     )
     counts = f"{beside} training steps prefill beside decodes, {alone} alone"
+    errors = tuple(_errors(grids, train, held))
     notes = (
         f"a step that does both takes the sum: prefill_ttft_ms {said}, {constant:.3f} ms ({counts})",
         "prompt tokens computed before, and prefill requests beyond the first, are not in its grids",
+        "--model-path is where the mocker gets its tokenizer: the model's name, or a folder",
+        *worse_than_baseline(errors),
     )
-    usage = "python -m dynamo.mocker --planner-profile-data perf_data.npz"
-    return Export({"perf_data.npz": _npz(grids)}, tuple(_errors(grids, train, held)), notes, usage)
+    usage = f"python -m dynamo.mocker {_server_flags(source)}"
+    return Export({"perf_data.npz": _npz(grids)}, errors, notes, usage)
+
+
+def _server_flags(source: Source) -> str:
+    """Return what makes the mocker the traced server: its own defaults are 256 sequences, 8,192 tokens, blocks of 64."""
+    settings = source.scope.context.settings
+    given = {
+        "model-path": model_name(source),
+        "planner-profile-data": f"{OUT}/perf_data.npz",
+        "max-num-seqs": settings.max_num_seqs,
+        "max-num-batched-tokens": settings.max_num_batched_tokens,
+        "block-size": settings.block_size,
+        "num-gpu-blocks-override": kv_blocks(source),
+    }
+    switches = {
+        "enable-prefix-caching": settings.enable_prefix_caching,
+        "enable-chunked-prefill": settings.enable_chunked_prefill,
+    }
+    off = "".join(f" --no-{name}" for name, on in switches.items() if on is False)
+    return flags(given) + off
 
 
 def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str, Vector | Matrix]:

@@ -2,21 +2,29 @@
 
 prefill = (prefill-overhead + uncached prompt tokens * prefill-time-per-token) * load; every token after the first takes
 inter-token-latency * load; load = 1 + (time-factor-under-load - 1) * (running requests - 1) / (max-num-seqs - 1).
+
+Up to v0.9.2 it refuses a prefill-time-std-dev above 30 % of prefill-time-per-token; v0.10.0 has no such bound.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from tracefit.coefficients.consumers.source import (
+    OUT,
     Export,
     Source,
+    commented,
     held_out,
+    model_name,
     number,
     train_and_holdout,
+    worse_than_baseline,
     written,
 )
 from tracefit.errors import DataError
@@ -29,6 +37,12 @@ if TYPE_CHECKING:
 
 MOST_SPREAD = 0.3
 """The simulator refuses a standard deviation above this share of its mean."""
+
+UNBOUNDED_FROM = (0, 10, 0)
+"""First version without that bound on the standard deviation of prefill."""
+
+NEWEST = (0, 10, 0)
+"""The version files are written for where none is given."""
 
 ENGINE = ["run_id", "server", "epoch"]
 
@@ -53,8 +67,13 @@ def to_llmd_sim(source: Source) -> Export:
         _target(rows, "prefill_us"), ["running_start", "uncached_tokens"], "prefill time"
     )
     itl, factor, itl_sd = _decode(decode, slots)
-    overhead, per_token, prefill_sd, capped = _prefill(prefill, slots, factor)
+    overhead, per_token, spread = _prefill(prefill, slots, factor)
+    bounded = (source.consumer_version or NEWEST) < UNBOUNDED_FROM
+    prefill_sd = _at_most(spread, per_token) if bounded else spread
+    length, length_note = _model_length(source)
     values = {
+        "model": json.dumps(model_name(source)),
+        "max-model-len": str(length),
         "max-num-seqs": str(slots),
         "latency-calculator": "per-token",
         "prefill-overhead": _duration(overhead),
@@ -88,9 +107,37 @@ def to_llmd_sim(source: Source) -> Export:
         "time-factor-under-load": factor,
     }
     notes = (
-        ("a standard deviation is cut to 30 % of its mean, the most the simulator takes",) if capped else ()
+        _version_note(prefill_sd, spread, bounded=bounded),
+        *length_note,
+        *worse_than_baseline(errors),
     )
-    return Export({"config.yaml": text}, errors, notes, "llm-d-inference-sim --config config.yaml", facts)
+    use = f"llm-d-inference-sim --config {OUT}/config.yaml"
+    return Export({"config.yaml": commented(notes, text)}, errors, notes, use, facts)
+
+
+def _version_note(written_sd: float, spread: float, *, bounded: bool) -> str:
+    if bounded and written_sd < spread:
+        return (
+            f"for llm-d-inference-sim up to v0.9.2: prefill-time-std-dev is cut from {_duration(spread)} to 30 % of "
+            "prefill-time-per-token, the most it takes"
+        )
+    if bounded:
+        return "for llm-d-inference-sim up to v0.9.2, and newer"
+    return "loads from llm-d-inference-sim v0.10.0; --consumer-version 0.9.2 cuts prefill-time-std-dev to what older ones take"
+
+
+def _model_length(source: Source) -> tuple[int, tuple[str, ...]]:
+    """Return max-model-len (the simulator's own default is 1024), and what to say where the server's is not known."""
+    known = source.scope.context.settings.max_model_len
+    if known is not None:
+        return known, ()
+    rows = source.tables.requests.select(
+        longest=(pl.col("prompt_tokens") + pl.col("output_tokens").fill_null(0))
+    )
+    longest = int(rows.drop_nulls()["longest"].to_numpy().max(initial=1))
+    return longest, (
+        f"max-model-len is not known: {longest} tokens, the longest request traced, stand in for it",
+    )
 
 
 def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
@@ -158,18 +205,21 @@ def _decode(rows: pl.DataFrame, slots: int) -> tuple[float, float, float]:
         raise DataError("inter-token latency grows from nothing with the load, which no factor can express")
     itl, factor = _us(alone), written(1 + more / alone)
     spread = float(np.std(y - itl * _load(rows["running_decode"].to_numpy(), slots, factor)))
-    return itl, factor, _us(min(spread, MOST_SPREAD * itl))
+    return itl, factor, _at_most(spread, itl)
 
 
-def _prefill(rows: pl.DataFrame, slots: int, factor: float) -> tuple[float, float, float, bool]:
-    """Return overhead, time per uncached token, the spread, and whether it was cut."""
+def _prefill(rows: pl.DataFrame, slots: int, factor: float) -> tuple[float, float, float]:
+    """Return overhead, time per uncached token, and the spread about them."""
     load = _load(rows["running_start"].to_numpy(), slots, factor)
     tokens, y = rows["uncached_tokens"].to_numpy(), _y(rows)
     overhead, per_token = fit_nonnegative(np.column_stack([load, tokens * load]), y)
     overhead, per_token = _us(overhead), _us(per_token)
-    spread = float(np.std(y - (overhead + per_token * tokens) * load))
-    least = overhead + per_token * float(tokens.min())
-    return overhead, per_token, _us(min(spread, MOST_SPREAD * least)), spread > MOST_SPREAD * least
+    return overhead, per_token, _us(float(np.std(y - (overhead + per_token * tokens) * load)))
+
+
+def _at_most(spread: float, mean: float) -> float:
+    """Return a standard deviation no larger than `MOST_SPREAD` of its mean, to the nanosecond below."""
+    return math.floor(min(spread, MOST_SPREAD * mean) * 1e3) / 1e3
 
 
 def _us(value: float) -> float:

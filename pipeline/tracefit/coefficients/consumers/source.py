@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,15 @@ from tracefit.fit.frames import counted
 from tracefit.fit.metrics import measure
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from tracefit.coefficients.models import ScopeModels
     from tracefit.features.context import Scope
     from tracefit.fit.metrics import Vector
     from tracefit.fit.scope import ScopeTables
+
+OUT = "{out}"
+"""Stands for the folder of an export in its `usage` and its notes until that is known."""
 
 MIN_TRAIN_ROWS = 30
 MIN_HOLDOUT_ROWS = 10
@@ -24,11 +30,12 @@ MIN_HOLDOUT_ROWS = 10
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One scope's coefficient models, and the tables they were trained on."""
+    """One scope's coefficient models, the tables they were trained on, and the consumer's version, as the user gave it."""
 
     models: ScopeModels
     scope: Scope
     tables: ScopeTables
+    consumer_version: tuple[int, ...] | None = None
 
     @property
     def step_source(self) -> str:
@@ -68,7 +75,7 @@ class Export:
         files: File name to content.
         errors: Held-out errors of the exported form.
         notes: What a user has to know.
-        usage: How the consumer takes the files.
+        usage: How the consumer takes the files: a command that runs as it is, `OUT` standing for their folder.
     """
 
     files: dict[str, str | bytes]
@@ -134,3 +141,49 @@ def number(value: float) -> str:
 def written(value: float) -> float:
     """Return a number as `number` writes it: errors are those of what is in the file."""
     return float(number(value))
+
+
+def model_name(source: Source) -> str:
+    """Return the model as the server calls it."""
+    context = source.scope.context
+    named = context.architecture.name if context.architecture else None
+    return context.settings.model or named or "unknown/model"
+
+
+def flags(values: Mapping[str, str | float | None]) -> str:
+    """Write options of a command line as a shell takes them; None is an option that is not given."""
+    given = ((name, str(value)) for name, value in values.items() if value is not None)
+    return " ".join(f"--{name} {_quoted(value)}" for name, value in given)
+
+
+def _quoted(value: str) -> str:
+    if value.startswith(OUT):
+        return OUT + shlex.quote(value.removeprefix(OUT)) if value != OUT else OUT
+    return shlex.quote(value)
+
+
+def worse_than_baseline(errors: Iterable[HeldOut]) -> tuple[str, ...]:
+    """Say which exported forms do worse on the hold-out than the training median, if any do."""
+    worse = [
+        f"{e.what} ({e.mae:,.4g} {e.unit} against {e.baseline_mae:,.4g})"
+        for e in errors
+        if e.mae is not None and e.baseline_mae is not None and e.mae > e.baseline_mae
+    ]
+    said = (
+        "worse on the hold-out than the training median, exported all the same, as its form knows no other:"
+    )
+    return (f"{said} {', '.join(worse)}",) if worse else ()
+
+
+def commented(notes: Iterable[str], text: str) -> str:
+    """Put notes above a YAML file as comments."""
+    return "".join(f"# {note}\n" for note in notes) + text
+
+
+def kv_blocks(source: Source) -> int | None:
+    """Return the KV blocks requests can take: as steps state them, else all but the one vLLM keeps for itself."""
+    stated = source.tables.timeline["kv_blocks_total"].max()
+    if isinstance(stated, int):
+        return stated
+    given = source.scope.context.settings.num_gpu_blocks
+    return given - 1 if given else None

@@ -6,7 +6,7 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.consumers.source import Export, HeldOut
+from tracefit.coefficients.consumers.source import OUT, Export, HeldOut
 from tracefit.coefficients.model import BoundaryModel, LinearModel, RegimesModel
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def to_csv(models: ScopeModels) -> Export:
         for m in models.models.values()
         if (v := m.validation) is not None
     )
-    return Export({"coefficients.csv": text.getvalue()}, errors, (), "any tool that reads CSV")
+    return Export({"coefficients.csv": text.getvalue()}, errors, (), f"column -s, -t {OUT}/coefficients.csv")
 
 
 def _rows(model: Model) -> Iterator[tuple[str, str, list[object]]]:

@@ -4,7 +4,8 @@ iteration = alpha + B * (beta * t_C + gamma * t_M) with t_C = (in + out)/(out + 
 output tokens. B * t_C is the tokens of a step and B * t_M those in its requests' caches, on average over their lives:
 that is what is fitted, step by step; it is judged by the formula itself on stretches of the hold-out.
 
-Older: ITL = alpha + beta * B, TTFT = gamma + delta * tokens * B.
+Older: ITL = alpha + beta * B, TTFT = gamma + delta * tokens * B. Its queueing formula takes a request to be served in
+TTFT + (out - 1) * ITL: an ITL is any step its request decodes in, those that prefill others too, and their mean counts.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from tracefit.coefficients.consumers.source import (
     Export,
     HeldOut,
     Source,
+    commented,
     held_out,
     matrix,
     number,
     train_and_holdout,
+    worse_than_baseline,
     written,
 )
 from tracefit.errors import DataError
@@ -36,6 +39,7 @@ _STEP = FeatureSet(
         Feature("step_tokens", "token", "prefill_tokens + decode_tokens"),
         Feature("step_cache_tokens", "token", "context_tokens + prefill_context_tokens + prefill_tokens"),
         Feature("step_requests", "request", _REQUESTS),
+        Feature("step_decodes", "request", "num_decode_reqs"),
     ),
 )
 STRETCH_REQUESTS = 20
@@ -72,11 +76,23 @@ def to_wva(source: Source) -> Export:
     older, older_errors = _older(source, rows)
     text = f"serviceParms:\n  alpha: {number(alpha)}\n  beta: {number(beta)}\n  gamma: {number(gamma)}\n"
     perf = 'perfParms:\n  decodeParms:\n    alpha: "{0}"\n    beta: "{1}"\n  prefillParms:\n    gamma: "{2}"\n    delta: "{3}"\n'
+    errors = (error, *older_errors)
+    slots = source.scope.context.settings.max_num_seqs
+    size = f"beside maxBatchSize {slots}" if slots else "beside maxBatchSize, the server's max_num_seqs"
+    notes = (
+        f"milliseconds; perfParms belong under an accelerator of spec.modelProfile, as in October 2025, {size}",
+        "serviceParms: no field of the custom resource takes them up to February 2026",
+        *worse_than_baseline(errors),
+    )
+    files: dict[str, str | bytes] = {
+        "service-parms.yaml": commented(notes, text),
+        "perf-parms.yaml": commented(notes, perf.format(*(number(v) for v in older))),
+    }
     return Export(
-        {"service-parms.yaml": text, "perf-parms.yaml": perf.format(*(number(v) for v in older))},
-        (error, *older_errors),
-        ("milliseconds; maxBatchSize is the server's max_num_seqs",),
-        "serviceParms of the model's profile; perfParms for releases that take the older form",
+        files,
+        errors,
+        notes,
+        "kubectl edit variantautoscalings",
         dict(zip(("alpha", "beta", "gamma"), (alpha, beta, gamma), strict=True)),
     )
 
@@ -123,12 +139,15 @@ def _stretches(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple[HeldOut, ...]]:
-    decode = rows.filter(~pl.col("has_prefill"))
-    train, held = train_and_holdout(decode, ["step_requests"], "decode-only steps")
+    decode = rows.filter(pl.col("step_decodes") > 0)
+    train, held = train_and_holdout(decode, ["step_requests", "step_decodes"], "steps that decode")
     y, batch = train["y"].to_numpy().astype(float) / 1e3, matrix(train, ["step_requests"])[:, 0]
-    alpha, beta = (written(v) for v in fit_nonnegative(np.column_stack([np.ones(len(y)), batch]), y))
+    # Every request that decodes in a step waits for all of it: a long one with prefills in it counts in full.
+    felt = (train["step_decodes"] * train["interval_steps"]).to_numpy().astype(float)
+    x = np.column_stack([np.ones(len(y)), batch])
+    alpha, beta = (written(v) for v in fit_nonnegative(x, y, felt / felt.mean(), huber=np.inf))
     itl = held_out(
-        "older form: ITL, decode-only steps",
+        "older form: ITL, all steps that decode",
         "ms",
         held["y"].to_numpy().astype(float) / 1e3,
         alpha + beta * matrix(held, ["step_requests"])[:, 0],
@@ -154,4 +173,18 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
         gamma + delta * held["work"].to_numpy(),
         y,
     )
-    return (alpha, beta, gamma, delta), (itl, ttft)
+    several = held.filter(pl.col("decode_us").is_not_null() & pl.col("running_decode").is_not_null())
+    after = pl.col("output_tokens") - 1
+    parts = several.select(
+        told=gamma + delta * pl.col("work") + after * (alpha + beta * pl.col("running_decode")),
+        took=pl.col("y") + pl.col("decode_us") / 1e3,
+    )
+    trained = train.select(took=pl.col("y") + pl.col("decode_us") / 1e3).drop_nulls()
+    whole = held_out(
+        "older form: service of a request, prefill + (out - 1) ITL",
+        "ms",
+        parts["took"].to_numpy(),
+        parts["told"].to_numpy(),
+        trained["took"].to_numpy(),
+    )
+    return (alpha, beta, gamma, delta), (itl, ttft, whole)

@@ -1,0 +1,307 @@
+"""Requests through the queue, the scheduler and the KV cache of BLIS, for the latencies its own replay would give.
+
+What is kept of `sim/simulator.go`, `sim/batch_formation.go` and `sim/kv/cache.go` of inference-sim (August 2026): one instance, first
+come first served, chunked prefill, preemption of the last request that runs, prompts found in the prefix cache, be they shared or a
+preempted request's own, its output generated anew, step times and alpha cut to whole us.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tracefit.fit.estimators import NDArrayInt
+    from tracefit.fit.metrics import Vector
+
+
+@dataclass(frozen=True, slots=True)
+class StepRates:
+    """What a step takes in BLIS, us: a sum of six products.
+
+    Attributes:
+        constant: Per step.
+        request: Per request in the step.
+        prefill_token: Per prompt token computed.
+        prefill_pair: Per t * (s + t / 2) of a prefill request that computes t tokens of a prompt of s.
+        decode_request: Per request that decodes.
+        context_token: Per token in the caches of the requests that decode.
+    """
+
+    constant: float
+    request: float
+    prefill_token: float
+    prefill_pair: float
+    decode_request: float
+    context_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayLimits:
+    """What bounds the scheduler.
+
+    Attributes:
+        max_num_seqs: Most requests that run.
+        max_num_batched_tokens: Token budget of a step.
+        block_size: Tokens per KV block.
+        num_blocks: KV blocks; None where memory never runs out.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedRequests:
+    """Latencies in us, one per request in the order given, NaN for one that never finished.
+
+    Attributes:
+        ttft: Arrival to first token.
+        decode: First token to last token.
+        e2e: Arrival to departure.
+        preemptions: Preemptions over all requests.
+    """
+
+    ttft: Vector
+    decode: Vector
+    e2e: Vector
+    preemptions: int
+
+
+def replay(
+    arrivals: NDArrayInt,
+    prompts: NDArrayInt,
+    outputs: NDArrayInt,
+    rates: StepRates,
+    alpha: tuple[int, int, int],
+    limits: ReplayLimits,
+    shared: NDArrayInt | None = None,
+) -> ReplayedRequests:
+    """Replay the requests of one engine.
+
+    Args:
+        arrivals: Times in us, ascending, shape (n,).
+        prompts: Prompt tokens, shape (n,).
+        outputs: Output tokens, at least 1, shape (n,).
+        rates: The step time.
+        alpha: Whole us: ARRIVED to QUEUED, FINISHED to DEPARTED, and of the latter per output token.
+        limits: The scheduler's.
+        shared: Prompt tokens each has in common with all others of as many, as a prefix; none if not given.
+    """
+    prefixes = [0] * len(prompts) if shared is None else shared.tolist()
+    engine = _Engine(prompts.tolist(), outputs.tolist(), prefixes, limits)
+    queued_at = (arrivals + alpha[0]).tolist()
+    count, coming, now = len(queued_at), 0, 0
+    first = np.full(count, np.nan)
+    last = np.full(count, np.nan)
+    while coming < count or engine.running or engine.waiting:
+        if not engine.running and not engine.waiting:
+            now = max(now, queued_at[coming])
+        while coming < count and queued_at[coming] <= now:
+            engine.waiting.append(coming)
+            coming += 1
+        took = engine.step(rates)
+        now += took
+        for request in engine.first_tokens:
+            first[request] = now
+        for request in engine.finished:
+            last[request] = now
+        if engine.stuck:
+            break
+    ttft = first - arrivals + alpha[2]
+    decode = last - first + alpha[2] * (outputs - 1).astype(float)
+    e2e = np.asarray(ttft + decode + alpha[1], dtype=float)
+    return ReplayedRequests(np.asarray(ttft, dtype=float), np.asarray(decode), e2e, engine.preemptions)
+
+
+@dataclass
+class _Engine:
+    """The scheduler's state between steps; a request is its place in `prompts` and `outputs`."""
+
+    prompts: list[int]
+    outputs: list[int]
+    prefixes: list[int]
+    limits: ReplayLimits
+    running: list[int] = field(default_factory=list)
+    waiting: deque[int] = field(default_factory=deque)
+    computed: dict[int, int] = field(default_factory=dict)
+    """Tokens of each running request whose keys and values are there."""
+    first_tokens: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    stuck: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.limits.block_size
+        # Blocks that never run out are as many as all requests together fill.
+        most = sum(-(-(p + o) // size) + 1 for p, o in zip(self.prompts, self.outputs, strict=True))
+        self.cache = _BlockCache(self.limits.num_blocks or most, size, self.prefixes)
+
+    def step(self, rates: StepRates) -> int:
+        """Schedule and execute a step; returns its time in whole us, at least 1."""
+        budget, self.stuck = self.limits.max_num_batched_tokens, False
+        tokens: dict[int, int] = {}
+        found: list[int] = []
+        preempted = self.preemptions
+        at = 0
+        while at < len(self.running) and budget > 0:
+            request = self.running[at]
+            new = min(max(self.prompts[request] - self.computed[request], 1), budget)
+            if not self._reserve(request, new):
+                break
+            tokens[request] = new
+            budget -= new
+            at += 1
+        while (
+            self.waiting
+            and budget > 0
+            and len(self.running) < self.limits.max_num_seqs
+            and preempted == self.preemptions
+        ):
+            request = self.waiting[0]
+            prompt = self.prompts[request]
+            cached = self.cache.find(request, prompt)
+            new = min(prompt - cached * self.limits.block_size, budget)
+            if not self.cache.admit(request, cached, new, prompt):
+                break
+            self.waiting.popleft()
+            self.running.append(request)
+            self.computed[request] = cached * self.limits.block_size
+            if new:
+                tokens[request] = new
+            else:
+                found.append(request)
+            budget -= new
+        self.stuck = not self.running
+        return self._execute(tokens, found, rates)
+
+    def _reserve(self, request: int, new: int) -> bool:
+        """Take the blocks of a running request's next tokens, preempting the last ones for them; False if itself."""
+        while not self.cache.grow(request, self.computed[request], new, self.prompts[request]):
+            victim = self.running.pop()
+            self.preemptions += 1
+            self.cache.release(victim)
+            del self.computed[victim]
+            self.waiting.appendleft(victim)
+            if victim == request:
+                return False
+        return True
+
+    def _execute(self, tokens: dict[int, int], found: list[int], rates: StepRates) -> int:
+        """Add up the step's time and move its requests on; `found` have their whole prompt in the cache, and no work."""
+        self.first_tokens = list(found)
+        self.finished = [request for request in found if self.outputs[request] == 1]
+        prefilled = pairs = context = 0.0
+        decoding = 0
+        for request, new in tokens.items():
+            done, prompt = self.computed[request], self.prompts[request]
+            if done < prompt:
+                prefilled += new
+                pairs += new * (prompt + new / 2)
+            else:
+                decoding += 1
+                context += done
+            self.computed[request] = done + new
+            if done < prompt == done + new:
+                self.first_tokens.append(request)
+            if done + new >= prompt + self.outputs[request] - 1:
+                self.finished.append(request)
+        for request in self.finished:
+            self.cache.release(request)
+            del self.computed[request]
+        if self.finished:
+            gone = set(self.finished)
+            self.running = [r for r in self.running if r not in gone]
+        if not tokens:
+            return 1
+        took = (
+            rates.constant
+            + rates.request * len(tokens)
+            + rates.prefill_token * prefilled
+            + rates.prefill_pair * pairs
+            + rates.decode_request * decoding
+            + rates.context_token * context
+        )
+        return max(int(took), 1)
+
+
+class _BlockCache:
+    """KV blocks by number: free ones in the order in which they are taken, full prompt blocks found again by what they hold."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefixes: list[int]) -> None:
+        self.block_size = block_size
+        self.prefixes = prefixes
+        # A dictionary keeps the order of its keys, gives up its first one and any other one at once.
+        self.free: dict[int, None] = dict.fromkeys(range(num_blocks))
+        self.held: dict[int, list[int]] = {}
+        self.holders: dict[int, int] = {}
+        self.content: dict[int, tuple[int, int]] = {}
+        self.places: dict[tuple[int, int], int] = {}
+        self.unclaimed: dict[int, int] = {}
+        """Tokens of requests whose whole prompt was found: BLIS claims no block where there is no token to add."""
+
+    def key(self, request: int, index: int) -> tuple[int, int]:
+        """Name what a full block of a prompt holds: a block of a shared prefix is the same for all who share it."""
+        prefix = self.prefixes[request]
+        return (-prefix if (index + 1) * self.block_size <= prefix else request, index)
+
+    def find(self, request: int, prompt: int) -> int:
+        """Count the leading full blocks of a prompt that are still there."""
+        count = 0
+        while (count + 1) * self.block_size <= prompt and self.key(request, count) in self.places:
+            count += 1
+        return count
+
+    def admit(self, request: int, cached: int, new: int, prompt: int) -> bool:
+        """Take blocks for a request that begins; False, and nothing taken, where there are too few."""
+        blocks = [self.places[self.key(request, index)] for index in range(cached)]
+        if -(-new // self.block_size) + sum(block in self.free for block in blocks) > len(self.free):
+            return False
+        if not new:
+            self.unclaimed[request] = prompt
+            return True
+        for block in blocks:
+            self.free.pop(block, None)
+            self.holders[block] = self.holders.get(block, 0) + 1
+        self.held[request] = blocks
+        return self.grow(request, cached * self.block_size, new, prompt)
+
+    def grow(self, request: int, done: int, new: int, prompt: int) -> bool:
+        """Take blocks for `new` tokens after `done`; False, and nothing taken, where there are too few."""
+        blocks = self.held.setdefault(request, [])
+        stored = done + new - self.unclaimed.get(request, 0)
+        wanted = -(-stored // self.block_size) - len(blocks)
+        if wanted > len(self.free):
+            return False
+        for _ in range(max(wanted, 0)):
+            block = next(iter(self.free))
+            del self.free[block]
+            if block in self.content:
+                self._forget(block)
+            self.holders[block] = 1
+            blocks.append(block)
+        if done < prompt:
+            for index in range(done // self.block_size, min(done + new, prompt) // self.block_size):
+                key = self.key(request, index)
+                self.content[blocks[index]] = key
+                self.places[key] = blocks[index]
+        return True
+
+    def _forget(self, block: int) -> None:
+        key = self.content.pop(block)
+        # Two may have computed the same prefix at once: the later block is the one that is found.
+        if self.places.get(key) == block:
+            del self.places[key]
+
+    def release(self, request: int) -> None:
+        """Give a request's blocks back, its last one first: the beginning of a prompt is worth most."""
+        self.unclaimed.pop(request, None)
+        for block in reversed(self.held.pop(request, [])):
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                self.free[block] = None
