@@ -35,8 +35,8 @@ Compression = Literal["gzip", "zstd", "framed zstd"]
 CHUNK_BYTES = 1 << 20
 """Bytes handed out at a time, at most."""
 
-MAX_EXPANSION = 1000
-"""Decompressed bytes allowed per compressed byte; traces reach 30, files of one repeated record a few hundred."""
+MAX_EXPANSION = 200
+"""Decompressed bytes allowed per compressed byte; traces reach 30."""
 
 FREE_EXPANSION_BYTES = 64 << 20
 """Decompressed bytes allowed whatever the ratio, so that small files of zeros are just odd, not hostile."""

@@ -90,6 +90,8 @@ def normalise(payload: bytes, reject: MakeReject, max_rejects: int) -> CheckedRe
     Returns:
         The good spans, and a reject for everything else.
     """
+    if json_records.is_mostly_empty(payload):
+        return CheckedRecord([], [reject("more objects than spans and events of its length can have")])
     reader = _Reader(payload, reject, max_rejects)
     with suppress(TooManyRejectsError):
         reader.read()

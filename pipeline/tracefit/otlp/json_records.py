@@ -145,6 +145,7 @@ class _KeyValueList(_Struct, frozen=True):
     values: list[KeyValue] = []
 
 
+_LONG_BYTES, _SHORTEST_OBJECT = 4 << 20, 14
 _EMPTY_RECORDS = (b"{}", b"[]")
 
 # Not strict: 64-bit integers come as strings, which msgspec then converts without a Python str in between.
@@ -158,6 +159,18 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for text that is not what it was asked for."""
 
 
+def is_mostly_empty(payload: bytes) -> bool:
+    """Return whether a long record has more objects than spans and events of its length can.
+
+    The shortest attribute takes 17 bytes for each of its two objects. Objects that are empty would take many times their
+    length in memory.
+    """
+    size = len(payload)
+    return size > _LONG_BYTES and (
+        payload.count(b"{") * _SHORTEST_OBJECT > size or payload.count(b"[") * 8 > size
+    )
+
+
 def read_record(payload: bytes) -> list[SpanGroup] | None:
     """Decode a record as exporters write it; attributes are taken on trust.
 
@@ -166,6 +179,8 @@ def read_record(payload: bytes) -> list[SpanGroup] | None:
     """
     if payload in _EMPTY_RECORDS:
         return []
+    if is_mostly_empty(payload):
+        return None
     try:
         data = _RECORDS.decode(payload)
         return [

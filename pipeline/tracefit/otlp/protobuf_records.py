@@ -94,6 +94,9 @@ def _message_classes() -> dict[str, Any]:
 _CLASSES = _message_classes()
 _TracesData, Event = _CLASSES["TracesData"], _CLASSES["Event"]
 
+_MANY_EVENTS, _SHORTEST_EVENT = 100_000, 12
+"""An event with its time takes eleven bytes; empty ones would take many times their length in memory."""
+
 _SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
 
 
@@ -156,6 +159,8 @@ def check_record(payload: bytes, reject: MakeReject, max_rejects: int) -> Checke
 
 
 def _span(message: Any) -> Span:
+    if len(message.events) > _MANY_EVENTS and message.ByteSize() < len(message.events) * _SHORTEST_EVENT:
+        raise FieldError(f"{len(message.events)} events, most of them empty")
     start, end = message.start_time_unix_nano, message.end_time_unix_nano
     if start < 0 or end < 0:
         raise FieldError(f"{'startTimeUnixNano' if start < 0 else 'endTimeUnixNano'} is beyond int64")
