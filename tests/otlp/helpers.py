@@ -120,6 +120,7 @@ COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+_USUAL = Limits()
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
 _TYPES = {"e": {"k": pl.String(), "s": pl.String(), "n": pl.Int64(), "x": pl.Float64(), "b": pl.Boolean()}}
 
@@ -177,7 +178,7 @@ def decode(
     kept: Iterable[str] = _LETTERS,
     span_keys: tuple[str, ...] = (),
     events: Mapping[str, Mapping[str, pl.DataType]] = _TYPES,
-    limits: Limits = Limits(),
+    limits: Limits = _USUAL,
     show_values: bool = False,
     block_bytes: int | None = None,
 ) -> tuple[list[SpanBatch], list[Reject]]:
@@ -204,10 +205,16 @@ def read(data: bytes, *, events: Mapping[str, Mapping[str, pl.DataType]] = _TYPE
 
 
 def read_records(
-    payloads: Sequence[bytes], encoding: str, *, kept: Iterable[str], events: Mapping[str, Mapping[str, pl.DataType]]
+    payloads: Sequence[bytes],
+    encoding: str,
+    *,
+    kept: Iterable[str],
+    events: Mapping[str, Mapping[str, pl.DataType]],
 ) -> Found:
     """Read records that were cut already."""
-    blocks = [Block("f", "document", encoding, n, None, len(payload), payload) for n, payload in enumerate(payloads)]
+    blocks = [
+        Block("f", "document", encoding, n, None, len(payload), payload) for n, payload in enumerate(payloads)
+    ]
     numbered = [(n, block, block.payload) for n, block in enumerate(blocks)]
     return _plain(list(decode_blocks(numbered, Wanted((), frozenset(kept), events))), [], events)
 

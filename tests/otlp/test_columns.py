@@ -49,7 +49,9 @@ def times(request):
         ({"arrayValue": {"values": [{"intValue": "1"}]}}, pl.Int64(), None),
     ],
 )
-def test_a_value_of_any_kind_becomes_what_its_column_holds_or_null(otlp, column_of, times, value, dtype, expected):
+def test_a_value_of_any_kind_becomes_what_its_column_holds_or_null(
+    otlp, column_of, times, value, dtype, expected
+):
     assert column_of([[{"key": "k", "value": value}]] * times, dtype=dtype) == [expected] * times
 
 
@@ -86,13 +88,18 @@ def test_more_layouts_than_are_looked_for_are_read_all_the_same(otlp, column_of)
 
 
 def test_layouts_of_one_event_each(otlp, column_of):
-    lists = [[otlp.attribute("k", intValue=str(n))] + [otlp.attribute("x", boolValue=True)] * n for n in range(200)]
+    lists = [
+        [otlp.attribute("k", intValue=str(n))] + [otlp.attribute("x", boolValue=True)] * n for n in range(200)
+    ]
     assert column_of(lists) == list(range(200))
 
 
 def test_long_strings(otlp, column_of, times):
     strings = ["", "x" * 7, "x" * 8, "x" * 127, "x" * 128, "é" * 300, "x" * 4095, "x" * 4097, "y" * 70_000]
-    assert column_of([[otlp.attribute("k", stringValue=s)] for s in strings] * times, dtype=pl.String()) == strings * times
+    assert (
+        column_of([[otlp.attribute("k", stringValue=s)] for s in strings] * times, dtype=pl.String())
+        == strings * times
+    )
 
 
 def test_numbers_of_every_length(otlp, column_of, times):
@@ -106,7 +113,8 @@ def test_events_are_in_the_order_they_were_in_and_know_their_span(otlp, times):
         return otlp.event(name, [otlp.attribute("n", intValue=str(number))])
 
     spans = [
-        otlp.span(n, events=[event("e", 10 * n), event("other", 0), event("e", 10 * n + 1)] * times) for n in (1, 2)
+        otlp.span(n, events=[event("e", 10 * n), event("other", 0), event("e", 10 * n + 1)] * times)
+        for n in (1, 2)
     ]
     found = otlp.read(otlp.to_json(otlp.record(*spans)))
     rows = [(row["span"], row["n"]) for row in found.events["e"]]
@@ -115,7 +123,9 @@ def test_events_are_in_the_order_they_were_in_and_know_their_span(otlp, times):
 
 def test_events_that_nobody_asked_for_are_counted(otlp):
     events = [otlp.event(name, []) for name in ("a", "b", "e", "a")]
-    found = otlp.read(otlp.SHAPES["framed protobuf"]([otlp.record(otlp.span(1), otlp.span(2, events=events))]))
+    found = otlp.read(
+        otlp.SHAPES["framed protobuf"]([otlp.record(otlp.span(1), otlp.span(2, events=events))])
+    )
     assert found.counts == {(1, "a"): 2, (1, "b"): 1, (1, "e"): 1}
     assert list(found.events) == ["e"]
 

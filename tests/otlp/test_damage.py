@@ -57,7 +57,7 @@ def test_one_bad_object_of_an_array_costs_itself(otlp):
     a, b, c = lines_of(otlp, 1, 2, 3)
     found = otlp.read(b"[" + b",\n".join([a, b[:-20] + b"!" + b[-19:], c]) + b"]")
     assert found.ids == ids(1, 3)
-    found.reject
+    assert found.reject
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_giant_numbers_are_a_reject(otlp, number, key):
         assert {f"{1:016x}", f"{3:016x}"} <= set(found.ids)
     else:
         assert found.ids == ids(1, 3)
-        found.reject
+        assert found.reject
 
 
 def test_of_many_glued_cuts_each_is_a_reject_and_the_good_record_is_kept(otlp):

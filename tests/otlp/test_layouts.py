@@ -23,7 +23,22 @@ seeds = st.integers(0, 2**32)
 
 KINDS = ("intValue", "doubleValue", "boolValue", "stringValue")
 TYPES = (pl.Int64(), pl.Float64(), pl.String())
-KEYS = ["step.id", "a", "x" * 60, "kv.usage", "é", 'a"b\\c', "漢字", "key", "value", "intValue", "{}", " ", "unix", ""]
+KEYS = [
+    "step.id",
+    "a",
+    "x" * 60,
+    "kv.usage",
+    "é",
+    'a"b\\c',
+    "漢字",
+    "key",
+    "value",
+    "intValue",
+    "{}",
+    " ",
+    "unix",
+    "",
+]
 
 
 def draw_value(rng, kind):
@@ -32,10 +47,26 @@ def draw_value(rng, kind):
         edge = rng.choice([0, 1, 9, 10, 10**18, 10**18 - 1, 2**53 + 1, 2**62, 2**63 - 1])
         return rng.choice([rng.randrange(1000), rng.getrandbits(rng.randrange(1, 64)), edge, -edge, -(2**63)])
     if kind == "doubleValue":
-        return rng.choice([0.0, 0.5, rng.random(), 1 / 3, 1e-300, -1.5e300, 3.0, float(rng.randrange(99)), 5e-324])
+        return rng.choice(
+            [0.0, 0.5, rng.random(), 1 / 3, 1e-300, -1.5e300, 3.0, float(rng.randrange(99)), 5e-324]
+        )
     if kind == "boolValue":
         return rng.random() < 0.5
-    texts = ["", "DECODE", "WAITING", "a\"b", "back\\slash", "tab\t", "é", "漢字😀", "\x7f", "]}", '"}]', "x" * 200, "cmpl-1-0"]
+    texts = [
+        "",
+        "DECODE",
+        "WAITING",
+        'a"b',
+        "back\\slash",
+        "tab\t",
+        "é",
+        "漢字😀",
+        "\x7f",
+        "]}",
+        '"}]',
+        "x" * 200,
+        "cmpl-1-0",
+    ]
     return rng.choice([*texts, f"r{rng.randrange(999)}"])
 
 
@@ -89,7 +120,9 @@ def draw_events(rng, name, count, keys=KEYS):
     events = []
     for _ in range(count):
         layout = rng.choice(layouts)
-        attributes = [(key, kind, draw_value(rng, kind)) for key, kind, share in layout if rng.random() < share]
+        attributes = [
+            (key, kind, draw_value(rng, kind)) for key, kind, share in layout if rng.random() < share
+        ]
         events.append(rng.choice(writers).event(name, rng.randrange(1, 2**63), attributes))
     return events
 
@@ -138,7 +171,10 @@ def expected_events(text, names, types):
     for number, span in enumerate(scope_spans["spans"]):
         for event in span["events"]:
             values = {each["key"]: each["value"] for each in event["attributes"]}
-            row = {key: expected_value(values[key], dtype) if key in values else None for key, dtype in types.items()}
+            row = {
+                key: expected_value(values[key], dtype) if key in values else None
+                for key, dtype in types.items()
+            }
             found[event["name"]].append({"span": number, "unix_ns": int(event["timeUnixNano"]), **row})
     return found
 
@@ -150,7 +186,9 @@ def assert_equal(found, expected):
         assert len(got) == len(rows)
         for one, other in zip(got, rows, strict=True):
             open_ = [key for key, value in other.items() if isinstance(value, str) and value == "any"]
-            assert {k: v for k, v in one.items() if k not in open_} == {k: v for k, v in other.items() if k not in open_}
+            assert {k: v for k, v in one.items() if k not in open_} == {
+                k: v for k, v in other.items() if k not in open_
+            }
 
 
 @quick
@@ -162,6 +200,11 @@ def test_events_in_any_layout_are_read_as_json_loads_reads_them(otlp, seed, enco
     found = otlp.read(data_of(otlp, text, encoding), events={"e": types, "other": types})
     assert found.rejects == []
     assert_equal(found.events, expected_events(text, ("e", "other"), types))
+
+
+def record_of(spans):
+    """Return a record as JSON text; a line is whole JSON."""
+    return '{"resourceSpans":[{"scopeSpans":[{"spans":[' + spans + "]}]}]}"
 
 
 def data_of(otlp, text, encoding):
@@ -197,7 +240,9 @@ def test_the_rows_of_steps_are_what_json_loads_finds(otlp, seed, encoding):
     rows = rows_of(batch, RowOptions())
     types = {key: pl.Float64() if key == "kv.usage_gpu_ratio" else pl.Int64() for key in STEPS.values()}
     expected = expected_events(text, ("step.BATCH_SUMMARY",), types)["step.BATCH_SUMMARY"]
-    expected = [{"row": e["span"], "unix_ns": e["unix_ns"], **{c: e[k] for c, k in STEPS.items()}} for e in expected]
+    expected = [
+        {"row": e["span"], "unix_ns": e["unix_ns"], **{c: e[k] for c, k in STEPS.items()}} for e in expected
+    ]
     complete = [e for e in expected if e["step_id"] is not None and e["ts_start_ns"] is not None]
     assert_equal({"steps": rows.steps.select("row", "unix_ns", *STEPS).to_dicts()}, {"steps": complete})
     lacking = [e["row"] for e in expected if e not in complete]
@@ -222,11 +267,14 @@ LITERALS = [
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_value_is_read_in_a_crowd_as_it_is_alone(otlp, kind, dtype):
     """The crowd is read all at once, the single event by the parser: both accept the same, and as the same."""
-    for usual in {"intValue": ["1", '"1"'], "doubleValue": ["1.5"], "boolValue": ["true"], "stringValue": ['"x"']}[kind]:
+    for usual in {
+        "intValue": ["1", '"1"'],
+        "doubleValue": ["1.5"],
+        "boolValue": ["true"],
+        "stringValue": ['"x"'],
+    }[kind]:
         for literal in LITERALS:
-            alone, crowd = (
-                read_raw(otlp, kind, [usual] * times + [literal], dtype) for times in (2, 50)
-            )
+            alone, crowd = (read_raw(otlp, kind, [usual] * times + [literal], dtype) for times in (2, 50))
             is_read = [f"{2:016x}" in found.ids for found in (alone, crowd)]
             assert is_read[0] == is_read[1], literal
             assert len(alone.rejects) == len(crowd.rejects) == (not is_read[0]), literal
@@ -237,10 +285,12 @@ def test_a_value_is_read_in_a_crowd_as_it_is_alone(otlp, kind, dtype):
 
 def read_raw(otlp, kind, literals, dtype):
     """Read one record of a span for each literal, as the value of its only event."""
+
     def record(number, literal):
-        event = '{"name":"e","timeUnixNano":"5","attributes":[{"key":"k","value":{"%s":%s}}]}' % (kind, literal)
-        ids = f'"traceId":"{number:032x}","spanId":"{number:016x}"'
-        return '{"resourceSpans":[{"scopeSpans":[{"spans":[{%s,"events":[%s]}]}]}]}' % (ids, event)
+        event = (
+            f'{{"name":"e","timeUnixNano":"5","attributes":[{{"key":"k","value":{{"{kind}":{literal}}}}}]}}'
+        )
+        return record_of(f'{{"traceId":"{number:032x}","spanId":"{number:016x}","events":[{event}]}}')
 
     *usual, last = literals
     lines = [record(1, literal) for literal in usual] + [record(2, last)]
@@ -257,7 +307,9 @@ def test_what_json_says_of_a_value_is_what_is_read(otlp):
     }  # fmt: skip
     for (kind, literal), value in expected.items():
         for times in (1, 50):
-            found = read_raw(otlp, kind, [literal] * times, {int: TYPES[0], float: TYPES[1], str: TYPES[2]}[type(value)])
+            found = read_raw(
+                otlp, kind, [literal] * times, {int: TYPES[0], float: TYPES[1], str: TYPES[2]}[type(value)]
+            )
             assert [event["k"] for event in found.events["e"]] == [value] * times, literal
 
 
@@ -269,11 +321,17 @@ def test_attributes_of_spans_in_any_layout_are_texts(otlp, seed, encoding):
     drawn, spans = [], []
     for number in range(1, rng.choice([3, 80])):
         layout = rng.choice(layouts)
-        attributes = [(key, kind, draw_value(rng, kind)) for key, kind, share in layout if rng.random() < share]
+        attributes = [
+            (key, kind, draw_value(rng, kind)) for key, kind, share in layout if rng.random() < share
+        ]
         drawn.append({key: as_text(value) for key, _, value in attributes})
         ids = [("traceId", f'"{number:032x}"'), ("spanId", f'"{number:016x}"')]
-        spans.append(writer.object([*ids, ("attributes", writer.array([writer.attribute(*each) for each in attributes]))]))
-    text = '{"resourceSpans":[{"scopeSpans":[{"spans":[%s]}]}]}' % ",".join(spans).replace("\n", " ")
+        spans.append(
+            writer.object(
+                [*ids, ("attributes", writer.array([writer.attribute(*each) for each in attributes]))]
+            )
+        )
+    text = record_of(",".join(spans)).replace("\n", " ")
     kept = rng.sample(KEYS, 8)
     found = otlp.read(data_of(otlp, text, encoding), kept=kept)
     assert found.rejects == []
@@ -290,9 +348,18 @@ def as_text(value):
 @pytest.mark.parametrize("times", [1, 50])
 @pytest.mark.parametrize("encoding", ["lines", "framed protobuf"])
 def test_doubles_of_spans_as_texts(otlp, times, encoding):
-    texts = {0.7: "0.7", 1.0: "1.0", 1e16: "1e+16", 1e-7: "1e-07", 123456789.125: "123456789.125", "NaN": "NaN", "-Infinity": "-Infinity"}
+    texts = {
+        0.7: "0.7",
+        1.0: "1.0",
+        1e16: "1e+16",
+        1e-7: "1e-07",
+        123456789.125: "123456789.125",
+        "NaN": "NaN",
+        "-Infinity": "-Infinity",
+    }
     spans = [
-        otlp.span(1 + n, attributes=[otlp.attribute("d", doubleValue=value)]) for n, value in enumerate([*texts] * times)
+        otlp.span(1 + n, attributes=[otlp.attribute("d", doubleValue=value)])
+        for n, value in enumerate([*texts] * times)
     ]
     found = otlp.read(otlp.SHAPES[encoding]([otlp.record(*spans)]))
     assert [span["attributes"] for span in found.spans] == [{"d": text} for text in texts.values()] * times

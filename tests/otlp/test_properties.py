@@ -40,7 +40,9 @@ def test_every_container_holds_the_same_spans(otlp, shape, data):
     wanted = otlp.wanted_of(records, data.draw(st.sampled_from([pl.Int64(), pl.Float64()])))
     expected = otlp.read(otlp.SHAPES["lines"](records), **wanted)
     assert expected.rejects == []
-    assert expected.ids == [s["spanId"] for r in records for s in r["resourceSpans"][0]["scopeSpans"][0]["spans"]]
+    assert expected.ids == [
+        s["spanId"] for r in records for s in r["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    ]
     compressions = otlp.COMPRESSIONS if "zstd" not in shape else {"plain": bytes}  # one compression, not two
     for compress in compressions.values():
         found = otlp.read(compress(otlp.SHAPES[shape](records)), **wanted)
@@ -64,7 +66,9 @@ def test_what_the_usual_reader_accepts_the_careful_one_reads_alike(otlp, data):
         unusual = otlp.to_json(record | {"unknown": 1})
         assert read_record(unusual) is None
         careful = normalise(unusual, _no_reject, 100)
-        assert sum(len(group.spans) for group in careful.groups) == len(record["resourceSpans"][0]["scopeSpans"][0]["spans"])
+        assert sum(len(group.spans) for group in careful.groups) == len(
+            record["resourceSpans"][0]["scopeSpans"][0]["spans"]
+        )
         wanted = otlp.wanted_of([record], pl.Float64())
         assert otlp.read(unusual, **wanted).content == otlp.read(text, **wanted).content
 

@@ -32,7 +32,18 @@ INSIDE = {
 """Messages and which of their fields are messages."""
 
 NESTED = ("arrayValue", "kvlistValue", "bytesValue")
-FACTS = "trace_id span_id parent_span_id name kind start_unix_ns end_unix_ns status_message dropped_events dropped_attributes".split()
+FACTS = [
+    "trace_id",
+    "span_id",
+    "parent_span_id",
+    "name",
+    "kind",
+    "start_unix_ns",
+    "end_unix_ns",
+    "status_message",
+    "dropped_events",
+    "dropped_attributes",
+]
 KINDS = (None, "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
 
 
@@ -132,7 +143,11 @@ def expected_span(span, number, wanted):
     """Return a span and its wanted events, as the official parser has them; None if it is not valid."""
     parent = span.parent_span_id if any(span.parent_span_id) else b""
     ids_fit = (len(span.trace_id), len(span.span_id), len(parent) or 8) == (16, 8, 8)
-    times = [span.start_time_unix_nano, span.end_time_unix_nano, *(event.time_unix_nano for event in span.events)]
+    times = [
+        span.start_time_unix_nano,
+        span.end_time_unix_nano,
+        *(event.time_unix_nano for event in span.events),
+    ]
     if not (ids_fit and any(span.trace_id) and any(span.span_id)) or max(times) >= 2**63:
         return None
     events = []
@@ -180,10 +195,14 @@ def check(otlp, payloads, records, *, is_whole):
             assert found.ids == [each["span_id"] for each in spans]
             continue
         assert [{key: each[key] for key in FACTS} for each in found.spans] == spans
-        assert {name: len(rows) for name, rows in found.events.items()} == {n: len(rows) for n, rows in events.items()}
+        assert {name: len(rows) for name, rows in found.events.items()} == {
+            n: len(rows) for n, rows in events.items()
+        }
         for name, rows in events.items():
             for one, other in zip(found.events[name], rows, strict=True):
-                assert {k: v for k, v in one.items() if other[k] != "any"} == {k: v for k, v in other.items() if v != "any"}
+                assert {k: v for k, v in one.items() if other[k] != "any"} == {
+                    k: v for k, v in other.items() if v != "any"
+                }
 
 
 @quick
@@ -217,7 +236,9 @@ def test_damaged_records(otlp, data, seed):
 def test_a_value_that_does_not_count_is_not_the_one_that_is_read(otlp):
     pairs = [otlp.attribute("k", stringValue="first"), otlp.attribute("k", stringValue="last")]
     for times in (1, 50):
-        found = otlp.read(otlp.to_protobuf(otlp.record(otlp.span(1, events=[otlp.event("e", pairs)] * times))))
+        found = otlp.read(
+            otlp.to_protobuf(otlp.record(otlp.span(1, events=[otlp.event("e", pairs)] * times)))
+        )
         assert [event["k"] for event in found.events["e"]] == ["last"] * times
 
 

@@ -165,7 +165,9 @@ def test_framed_zstd_is_cut_too(tmp_path, lines, fresh, contents, decoded, small
     assert contents(tmp_path / "tables") == fresh
 
 
-def test_the_number_of_workers_does_not_matter(tmp_path, lines, fresh, contents, small_pieces, monkeypatch, calls):
+def test_the_number_of_workers_does_not_matter(
+    tmp_path, lines, fresh, contents, small_pieces, monkeypatch, calls
+):
     monkeypatch.setattr("tracefit.verbs.reading.BYTES_PER_WORKER", 1)
     written_here = calls(local, "write_staged")
     ingest([_write(tmp_path / "run" / "traces.json", lines)], tmp_path / "tables", workers=2)
@@ -204,7 +206,9 @@ def test_after_so_many_rejects_a_file_is_not_read_on_and_that_is_told(tmp_path, 
     assert run.rejects >= 10
     assert any("traces-1.json" in text and "--max-rejects" in text for text in told.warnings)
     store = TableStore(tmp_path / "tables")
-    assert store.read("spans").filter(source_file=str(folder / "traces-2.json")).height == len(lines) - 41  # one is there twice
+    assert (
+        store.read("spans").filter(source_file=str(folder / "traces-2.json")).height == len(lines) - 41
+    )  # one is there twice
     rejects = store.read("rejects")
     assert int(rejects["count"].sum()) == run.rejects
     assert rejects.height == 11

@@ -64,7 +64,12 @@ def grown(tmp_path, new_traces):
 
 @pytest.mark.parametrize(
     ("workers", "moments"),
-    [(1, 5), (2, 2), pytest.param(1, MOMENTS, marks=pytest.mark.slow), pytest.param(2, MOMENTS, marks=pytest.mark.slow)],
+    [
+        (1, 5),
+        (2, 2),
+        pytest.param(1, MOMENTS, marks=pytest.mark.slow),
+        pytest.param(2, MOMENTS, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_at_any_moment_it_leaves_whole_tables_and_can_be_run_again(
     tmp_path, grown, contents, workers, moments
@@ -76,7 +81,9 @@ def test_killed_at_any_moment_it_leaves_whole_tables_and_can_be_run_again(
     for folder in folders:
         subprocess.run(["cp", "-r", first, folder], check=True)
     subprocess.run(
-        [sys.executable, "-c", FORKING, str(workers), run, *folders, tmp_path / "whole"], check=True, timeout=300
+        [sys.executable, "-c", FORKING, str(workers), run, *folders, tmp_path / "whole"],
+        check=True,
+        timeout=300,
     )
     new = contents(tmp_path / "whole")
     assert new != old

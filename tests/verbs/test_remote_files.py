@@ -11,8 +11,8 @@ import pytest
 from pyarrow.fs import FileSystemHandler, LocalFileSystem, PyFileSystem
 
 from tracefit import DataError, UsageError, ingest
-from tracefit.inputs.discovery import open_inputs
 from tracefit.engines import local
+from tracefit.inputs.discovery import open_inputs
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 from tracefit.verbs.ingest import IngestOptions, ServerOptions, ingest_inputs

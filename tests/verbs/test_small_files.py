@@ -225,7 +225,9 @@ def test_too_many_rejects_of_a_file_cost_its_neighbours_nothing(tmp_path, record
     options = {"options": IngestOptions(max_rejects=10)}
     apart = one_by_one(folder, tmp_path / "apart", **options)
     ingest([folder], tmp_path / "tables", **options)
-    spans = {out: TableStore(tmp_path / out).read("spans")["span_id"].to_list() for out in ("apart", "tables")}
+    spans = {
+        out: TableStore(tmp_path / out).read("spans")["span_id"].to_list() for out in ("apart", "tables")
+    }
     assert spans["tables"] == spans["apart"]
     assert len(spans["apart"]) > len(records) // 2
     assert apart["rejects"].height >= 10
