@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.features.documents import (
@@ -37,6 +37,8 @@ _MAX_UNIT_CHARS = 40
 _MAX_REASON_CHARS = 400
 _MAX_FORMULA_CHARS = 400
 _SUGGESTIONS = 3
+Sign = Literal["non_negative"]
+
 _DIMENSIONLESS = frozenset({"1", "ratio", "flag"})
 
 
@@ -49,12 +51,15 @@ class Feature:
         unit: Unit of its values: `token`, `request`, `us`, `1` for none, …
         formula: How it is computed, in the language of `expressions`.
         reason: Why it should matter.
+        sign: What physics says of its coefficient: time per token, per request or per byte is not negative. None where it
+            says nothing.
     """
 
     name: str
     unit: str
     formula: str
     reason: str = ""
+    sign: Sign | None = None
 
     @property
     def coefficient_unit(self) -> str:
@@ -184,7 +189,8 @@ def find_feature_set(name_or_file: str) -> FeatureSet:
 def read_feature_set(path: Path) -> FeatureSet:
     """Read a user's own feature set from a YAML or JSON file.
 
-    The file holds `name` and `features`, a list of objects with `name`, `unit`, `formula` and optionally `reason`.
+    The file holds `name` and `features`, a list of objects with `name`, `unit`, `formula` and optionally `reason` and
+    `sign` (`non_negative`).
 
     Raises:
         UsageError: The file cannot be read, or `parse_feature_set` refuses it.
@@ -223,7 +229,7 @@ def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False
 def _feature(item: object, *, where: str) -> Feature:
     if not isinstance(item, Mapping):
         raise UsageError(f"is {kind_of(item)}, not an object with name, unit and formula", where=where)
-    _only(item, {"name", "unit", "formula", "reason"}, where=where)
+    _only(item, {"name", "unit", "formula", "reason", "sign"}, where=where)
     name = _text(item, "name", where=where, most_chars=80)
     if not _IDENTIFIER.fullmatch(name):
         raise UsageError(
@@ -235,7 +241,10 @@ def _feature(item: object, *, where: str) -> Feature:
     parse_formula(formula, where=where)
     unit = _text(item, "unit", where=where, most_chars=_MAX_UNIT_CHARS)
     reason = _text(item, "reason", where=where, most_chars=_MAX_REASON_CHARS) if item.get("reason") else ""
-    return Feature(name, unit, formula, reason)
+    sign = item.get("sign")
+    if sign not in (None, "non_negative"):
+        raise UsageError(f"sign {excerpt(str(sign))!r} is not known", where=where, hint="known: non_negative")
+    return Feature(name, unit, formula, reason, "non_negative" if sign else None)
 
 
 def _text(item: Mapping[object, object], key: str, *, where: str, most_chars: int) -> str:
@@ -257,6 +266,9 @@ def _only(document: Document | Mapping[object, object], keys: set[str], *, where
 
 # -- built-in sets ---------------------------------------------------------------------------------------
 
+_COST: Sign = "non_negative"
+"""Of a feature that takes time and gives none back."""
+
 _CONFIGURATION = (
     Feature("tensor_parallel", "rank", "tensor_parallel", "work and weights are divided over ranks"),
     Feature("size_proxy", "element", "size_proxy", "hidden size times layers: how big the model is"),
@@ -273,17 +285,30 @@ _CONFIGURATION = (
 BATCH = FeatureSet(
     "batch",
     (
-        Feature("prefill_tokens", "token", "prefill_tokens", "prefill is bound by compute per token"),
-        Feature("num_prefill_reqs", "request", "num_prefill_reqs", "per-request cost of a prefill"),
-        Feature("num_decode_reqs", "request", "num_decode_reqs", "per-request cost of a decode"),
-        Feature("context_tokens", "token", "context_tokens", "decode reads the cache of its requests"),
-        Feature("kv_usage_ratio", "ratio", "kv_usage_ratio", "memory pressure; the cache read where unknown"),
-        Feature("decode_tokens", "token", "decode_tokens", "one per decoding request, as a rule"),
+        Feature(
+            "prefill_tokens", "token", "prefill_tokens", "prefill is bound by compute per token", sign=_COST
+        ),
+        Feature(
+            "num_prefill_reqs", "request", "num_prefill_reqs", "per-request cost of a prefill", sign=_COST
+        ),
+        Feature("num_decode_reqs", "request", "num_decode_reqs", "per-request cost of a decode", sign=_COST),
+        Feature(
+            "context_tokens", "token", "context_tokens", "decode reads the cache of its requests", sign=_COST
+        ),
+        Feature(
+            "kv_usage_ratio",
+            "ratio",
+            "kv_usage_ratio",
+            "memory pressure; the cache read where unknown",
+            sign=_COST,
+        ),
+        Feature("decode_tokens", "token", "decode_tokens", "one per decoding request, as a rule", sign=_COST),
         Feature(
             "decode_tokens_x_kv_blocks",
             "token*block",
             "decode_tokens * kv_blocks_used",
             "decode is bound by reading the cache",
+            sign=_COST,
         ),
         Feature(
             "prefill_share",
@@ -291,14 +316,21 @@ BATCH = FeatureSet(
             "prefill_tokens / (prefill_tokens + decode_tokens)",
             "prefill against decode; 0 of no token",
         ),
-        Feature("waiting_depth", "request", "waiting_depth", "the scheduler walks the queue"),
-        Feature("running_depth", "request", "running_depth", "batch size in requests"),
-        Feature("scheduled_tokens", "token", "prefill_tokens + decode_tokens", "total work of the step"),
+        Feature("waiting_depth", "request", "waiting_depth", "the scheduler walks the queue", sign=_COST),
+        Feature("running_depth", "request", "running_depth", "batch size in requests", sign=_COST),
+        Feature(
+            "scheduled_tokens",
+            "token",
+            "prefill_tokens + decode_tokens",
+            "total work of the step",
+            sign=_COST,
+        ),
         Feature(
             "prefill_tokens_x_layers",
             "token*layer",
             "prefill_tokens * layers",
             "tells models apart where there are several",
+            sign=_COST,
         ),
         *_CONFIGURATION,
     ),
@@ -306,12 +338,19 @@ BATCH = FeatureSet(
 """The specification's first set for beta: what a step carries, and what carries it."""
 
 PRODUCTS = (
-    Feature("prefill_tokens_squared", "token*token", "prefill_tokens ** 2", "attention within a prompt"),
+    Feature(
+        "prefill_tokens_squared",
+        "token*token",
+        "prefill_tokens ** 2",
+        "attention within a prompt",
+        sign=_COST,
+    ),
     Feature(
         "num_decode_reqs_squared",
         "request*request",
         "num_decode_reqs ** 2",
         "a batch that outgrows the hardware",
+        sign=_COST,
     ),
     Feature(
         "prefill_tokens_x_num_decode_reqs",
@@ -337,7 +376,9 @@ _ROOFLINE_REASONS = {
 
 ROOFLINE = FeatureSet(
     "roofline",
-    tuple(Feature(name, ROOFLINE_TERMS[name], name, reason) for name, reason in _ROOFLINE_REASONS.items()),
+    tuple(
+        Feature(name, ROOFLINE_TERMS[name], name, reason, _COST) for name, reason in _ROOFLINE_REASONS.items()
+    ),
 )
 """The terms of `roofline.add_roofline`; the constant is the model's intercept."""
 

@@ -14,7 +14,7 @@ from tracefit.fit.boundary import FittedBoundary, fit_boundary
 from tracefit.fit.frames import request_frame, step_frame
 from tracefit.fit.latency import ComposedLatencies, compose_latencies
 from tracefit.fit.options import COVERED_SHARE, BetaTarget, FitOptions, ScopeOptions
-from tracefit.fit.parts import Comparison, FeatureColumn, Regime
+from tracefit.fit.parts import NON_NEGATIVE, Comparison, FeatureColumn, Regime
 from tracefit.fit.ranges import beyond_training
 from tracefit.fit.select import MAX_PRODUCT_VIF, MAX_VIF, Choice, pays
 from tracefit.fit.step_phases import StepPhase, errors_by_phase
@@ -259,7 +259,8 @@ def beta_options(options: ScopeOptions) -> FitOptions:
         groups=(("decode_only", ~mixed), ("mixed", mixed)),
         judge=single,
         reference=options.reference,
-        positive=options.positive,
+        # A step takes no less than nothing, whatever it carries.
+        signs=options.signs(intercept=True),
     )
 
 
@@ -357,7 +358,7 @@ def _fit_alpha(
         drop_outliers=target != "admission",
         reference=options.reference,
         # Outputs to work through can only add to a departure; the load a request comes in may well take from others.
-        positive=options.positive or target == "departure",
+        signs=NON_NEGATIVE if target == "departure" else options.signs(),
     )
     recipe = Recipe((Regime("all", (), tuple(columns_of(features))),), how)
     result = fit_regimes(rows, list(recipe.regimes), how)
@@ -420,7 +421,7 @@ def _fit_wait(
         groups=groups,
         truth=_REGIME_BY_STEP,
         reference=options.reference,
-        positive=options.positive,
+        signs=options.signs(),
     )
     columns = columns_of(features)
     if exact:
@@ -444,6 +445,8 @@ def columns_of(features: FeatureSet) -> list[FeatureColumn]:
     """Return the features of a set as candidates for a fit."""
     loose = {f.name for f in PRODUCTS}
     return [
-        FeatureColumn(f.name, f.coefficient_unit, f.formula, MAX_PRODUCT_VIF if f.name in loose else MAX_VIF)
+        FeatureColumn(
+            f.name, f.coefficient_unit, f.formula, MAX_PRODUCT_VIF if f.name in loose else MAX_VIF, f.sign
+        )
         for f in features.features
     ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tracefit.fit.estimators import NDArrayInt, RobustLinear
-from tracefit.fit.solvers import Penalty, line, moments
+from tracefit.fit.solvers import Penalty, Positive, line, moments
 
 if TYPE_CHECKING:
     from tracefit.fit.metrics import Matrix, Vector
@@ -176,7 +176,7 @@ def choose_penalty(
     weights: Vector | None = None,
     candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES,
     *,
-    positive: bool = False,
+    positive: Positive = False,
 ) -> Choice:
     """Choose penalty and strength by leave-one-time-block-out error on the training rows.
 
@@ -238,7 +238,7 @@ def _fold_predictions(
     x: Matrix,
     candidates: tuple[tuple[Penalty, float], ...],
     *,
-    positive: bool,
+    positive: Positive,
 ) -> Matrix:
     """Predict one fold by every candidate fitted on the others; shape (n_candidates, n_rows)."""
     first = RobustLinear(*candidates[0], rounds=FOLD_ROUNDS, positive=positive).fit(*train)
@@ -250,7 +250,7 @@ def _fold_predictions(
 
 
 def out_of_fold(
-    x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: Choice, *, positive: bool
+    x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: Choice, *, positive: Positive
 ) -> Vector:
     """Predict each time block by a model fitted on the others, clipped at 0, shape (n,); one block by itself."""
     predicted = np.zeros(len(y))

@@ -15,6 +15,7 @@ from tracefit.fit.estimators import HUBER, RobustLinear, confidence_intervals
 from tracefit.fit.learning import learning_curve
 from tracefit.fit.outliers import outliers
 from tracefit.fit.parts import (
+    NON_NEGATIVE,
     FeatureColumn,
     FittedPart,
     FittedTerm,
@@ -36,6 +37,8 @@ from tracefit.fit.select import (
     usable_features,
 )
 from tracefit.fit.validate import Validation, validate
+
+from tracefit.fit.solvers import bounds_of
 
 if TYPE_CHECKING:
     from tracefit.fit.metrics import Vector
@@ -117,7 +120,7 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
         return TooFewRows(f"{have}, {need}", rows)
     judged = judged_rows(holdout, options.judge)
-    curve = learning_curve(parts, designs, judged, fewest=MIN_TRAIN_ROWS, positive=options.positive)
+    curve = learning_curve(parts, designs, judged, fewest=MIN_TRAIN_ROWS)
     return Fitted(
         parts=tuple(parts),
         huber=HUBER,
@@ -144,7 +147,8 @@ def cross_validate(rows: pl.DataFrame, features: list[FeatureColumn], options: F
     data, _ = design_of(used, known)
     if used.height < MIN_TRAIN_ROWS or not data.columns:
         return None
-    return choose_penalty(data.x, data.y, data.folds(FOLDS), data.weights, positive=options.positive)
+    positive = options.signs.of(data.columns)
+    return choose_penalty(data.x, data.y, data.folds(FOLDS), data.weights, positive=positive)
 
 
 def _fit_parts(
@@ -183,7 +187,7 @@ def _fit_part(
 ) -> tuple[FittedPart, Design]:
     """Fit one part on the rows it speaks for; `aside` are those of them that are left out as outliers."""
     data, left = design_of(used, features)
-    positive, folds = options.positive, data.folds(FOLDS)
+    positive, folds = options.signs.of(data.columns), data.folds(FOLDS)
     choice = choose_penalty(data.x, data.y, folds, data.weights, positive=positive)
     if harms(data.x, data.y, folds, data.weights, choice):
         reason = "predicts left-out blocks of time worse than a constant"
@@ -192,9 +196,14 @@ def _fit_part(
         return replace(part, left_out=(*left, *misleading, *part.left_out)), level
     model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(data.x, data.y, data.weights)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, data.blocks())
-    reason = "not above zero in these runs" if positive else f"set to zero by the {_SPELLED[choice.penalty]}"
-    fitted = zip(data.columns, model.coef_, strict=True)
-    zeroed = [LeftOut(c.name, reason) for c, value in fitted if value == 0]
+    bounds, _ = bounds_of(positive, len(data.columns))
+    penalized = f"set to zero by the {_SPELLED[choice.penalty]}"
+    fitted = zip(data.columns, model.coef_, bounds, strict=True)
+    zeroed = [
+        LeftOut(c.name, "not above zero in these runs" if bound else penalized)
+        for c, value, bound in fitted
+        if value == 0
+    ]
     terms = linear_terms(data.columns, model.coef_, data.x, intervals)
     told = [data.columns.index(t.feature) for t in terms]
     part = FittedPart(
@@ -207,7 +216,11 @@ def _fit_part(
         rows_used=used.height,
         collinearity=collinearity(data.x[:, told]),
         band=Band("difference", 0.0, 0.0),
+        signs=options.signs,
     )
+    if part.least <= 0 and options.signs.intercept and options.signs != NON_NEGATIVE:
+        # Terms of either sign can run below zero within the ranges they were trained in: costs that only add cannot.
+        return _fit_part(used, aside, regime, features, replace(options, signs=NON_NEGATIVE))
     unseen = out_of_fold(data.x, data.y, folds, data.weights, choice, positive=positive)
     return replace(part, band=_band(part, used, unseen, aside, options.judge)), data
 
