@@ -7,9 +7,10 @@ sets are below; a user's own comes from a file with the same fields and is compi
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -39,6 +40,10 @@ _MAX_FORMULA_CHARS = 400
 _SUGGESTIONS = 3
 Sign = Literal["non_negative"]
 
+_RATIO = "efficiency_ratio"
+_RATIO_DIGITS = 6
+_MAX_RATIOS = 50
+
 _DIMENSIONLESS = frozenset({"1", "ratio", "flag"})
 
 
@@ -62,6 +67,11 @@ class Feature:
     sign: Sign | None = None
 
     @property
+    def is_tuned(self) -> bool:
+        """Whether its formula has a ratio that training chooses."""
+        return _RATIO in self.formula
+
+    @property
     def coefficient_unit(self) -> str:
         """Unit of its coefficient in a model of microseconds: `us/token`, `us`, or `1` for a roofline term."""
         if self.unit == "us":
@@ -71,10 +81,24 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class FeatureSet:
-    """Features in order of preference: one that others before it already tell is the one to leave out."""
+    """Features in order of preference: one that others before it already tell is the one to leave out.
+
+    Attributes:
+        name: Its name.
+        features: The features.
+        ratios: What `efficiency_ratio` in its formulas may be: training chooses, and the number takes the name's place.
+    """
 
     name: str
     features: tuple[Feature, ...]
+    ratios: tuple[float, ...] = ()
+
+    def at(self, ratio: float) -> FeatureSet:
+        """Return the set with a number for `efficiency_ratio`."""
+        features = tuple(
+            replace(f, formula=f.formula.replace(_RATIO, f"{ratio:.{_RATIO_DIGITS}g}")) for f in self.features
+        )
+        return replace(self, features=features, ratios=())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -190,7 +214,7 @@ def read_feature_set(path: Path) -> FeatureSet:
     """Read a user's own feature set from a YAML or JSON file.
 
     The file holds `name` and `features`, a list of objects with `name`, `unit`, `formula` and optionally `reason` and
-    `sign` (`non_negative`).
+    `sign` (`non_negative`); and optionally `ratios`, numbers to try for the name `efficiency_ratio` in formulas.
 
     Raises:
         UsageError: The file cannot be read, or `parse_feature_set` refuses it.
@@ -211,7 +235,7 @@ def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False
     """
     read = parse_json_object if is_json else parse_yaml_object
     document = read(content, where=where)
-    _only(document, {"name", "features"}, where=where)
+    _only(document, {"name", "features", "ratios"}, where=where)
     listed = document.get("features")
     if not isinstance(listed, list) or not 1 <= len(listed) <= _MAX_FEATURES:
         raise UsageError(f"features must be a list of 1 to {_MAX_FEATURES} features", where=where)
@@ -223,7 +247,24 @@ def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False
     if twice is not None:
         raise UsageError(f"has feature {twice} twice", where=where)
     name = document.get("name", "custom")
-    return FeatureSet(checked_text(name, key="name", where=where, most_chars=80), features)
+    return FeatureSet(
+        checked_text(name, key="name", where=where, most_chars=80), features, _ratios(document, where=where)
+    )
+
+
+def _ratios(document: Document, *, where: str) -> tuple[float, ...]:
+    """Read the values to try for a ratio.
+
+    Raises:
+        UsageError: They are no list of positive numbers, or too many.
+    """
+    listed = document.get("ratios", [])
+    if not isinstance(listed, list) or len(listed) > _MAX_RATIOS:
+        raise UsageError(f"ratios must be a list of at most {_MAX_RATIOS} numbers", where=where)
+    numbers = [float(one) for one in listed if isinstance(one, int | float) and not isinstance(one, bool)]
+    if len(numbers) < len(listed) or not all(0 < one < math.inf for one in numbers):
+        raise UsageError("ratios must be numbers above 0", where=where)
+    return tuple(numbers)
 
 
 def _feature(item: object, *, where: str) -> Feature:
@@ -317,6 +358,14 @@ BATCH = FeatureSet(
             "prefill against decode; 0 of no token",
         ),
         Feature("waiting_depth", "request", "waiting_depth", "the scheduler walks the queue", sign=_COST),
+        Feature(
+            "first_decode_reqs",
+            "request",
+            "num_prefill_reqs * max(0, 1 + num_prefill_reqs - prefill_tokens)",
+            "scheduled a step ahead, a prompt executes in the cycle after its own, where its first decode counts as a "
+            "prefill of one token",
+            sign=_COST,
+        ),
         Feature("running_depth", "request", "running_depth", "batch size in requests", sign=_COST),
         Feature(
             "scheduled_tokens",
@@ -361,6 +410,8 @@ PRODUCTS = (
 )
 """Products of a step's columns, offered to a model of step times only where time-blocked validation pays for them."""
 
+BATCH_PRODUCTS = FeatureSet("batch+products", (*BATCH.features, *PRODUCTS))
+
 _ROOFLINE_REASONS = {
     "prefill_compute_us": "FLOPs of the prompt tokens at the GPU's peak",
     "decode_compute_us": "FLOPs of the generated tokens at the GPU's peak",
@@ -381,6 +432,49 @@ ROOFLINE = FeatureSet(
     ),
 )
 """The terms of `roofline.add_roofline`; the constant is the model's intercept."""
+
+ROOFLINE_MAX = FeatureSet(
+    "roofline_max",
+    (
+        Feature(
+            "step_bound_us",
+            "us",
+            f"max({_RATIO} * (prefill_compute_us + decode_compute_us), "
+            "weight_read_us + moe_expert_read_us + decode_kv_read_us + prefill_kv_write_us)",
+            "a step is bound by compute or by memory, whichever takes longer; no sum says so",
+            _COST,
+        ),
+        *(f for f in ROOFLINE.features if f.name in ("tp_comm_us", "moe_dispatch_us", "batch_requests")),
+    ),
+    ratios=tuple(2 ** (k / 4) for k in range(-4, 9)),
+)
+"""The larger of compute and memory over the step. The ratio is how much more of its peak memory reaches than compute."""
+
+WORK_MAX = FeatureSet(
+    "work_max",
+    (
+        Feature(
+            "step_bound_mflop",
+            "MFLOP",
+            f"max(prefill_mflop + decode_mflop, {_RATIO} * (weight_kb + expert_kb + kv_read_kb + kv_write_kb))",
+            "a step is bound by compute or by memory, whichever takes longer; no sum says so",
+            _COST,
+        ),
+        Feature("num_prefill_reqs", "request", "num_prefill_reqs", "per-request cost of a prefill", _COST),
+        Feature("num_decode_reqs", "request", "num_decode_reqs", "per-request cost of a decode", _COST),
+        Feature("waiting_depth", "request", "waiting_depth", "the scheduler walks the queue", _COST),
+        Feature(
+            "num_decode_reqs_squared",
+            "request*request",
+            "num_decode_reqs ** 2",
+            "a batch that outgrows the hardware",
+            sign=_COST,
+        ),
+    ),
+    ratios=tuple(1e-3 * 2.0**k for k in range(9)),
+)
+"""The same on facts of the architecture alone, where no GPU is known. The ratio is how many 10^6 FLOPs the machine does
+while it reads 10^3 bytes: 1 to 256 FLOP per byte."""
 
 _WORKLOAD = (
     Feature("max_tokens", "token", "max_tokens", "output the request may ask for"),
@@ -470,6 +564,10 @@ DEPARTURE = FeatureSet(
 """FINISHED to DEPARTED: the API process working through the outputs of the finishing step."""
 
 BUILT_IN: Mapping[str, FeatureSet] = {
-    feature_set.name: feature_set for feature_set in (BATCH, ROOFLINE, QUEUE, ADMISSION, DEPARTURE)
+    feature_set.name: feature_set
+    for feature_set in (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, QUEUE, ADMISSION, DEPARTURE)
 }
 """Feature sets by name."""
+
+AUTO = (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, BATCH_PRODUCTS)
+"""Candidates for step times, in order of preference."""
