@@ -13,8 +13,8 @@ from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
 from tracefit.fit import rows as rules
 from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.frames import step_frame
-from tracefit.fit.parts import NON_NEGATIVE
 from tracefit.fit.scope import STEP_TIMES, beta_options, columns_of
+from tracefit.fit.signs import NON_NEGATIVE
 from tracefit.fit.train import Fitted, TooFewRows, fit_linear, fit_regimes
 
 if TYPE_CHECKING:

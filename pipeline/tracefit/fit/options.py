@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tracefit.fit.parts import ANY_SIGN, NON_NEGATIVE, Signs
+from tracefit.fit.signs import ANY_SIGN, NON_NEGATIVE, Signs
 
 if TYPE_CHECKING:
     import polars as pl
@@ -54,9 +54,7 @@ class ScopeOptions:
     reference: bool = True
 
     def signs(self, *, intercept: bool = False) -> Signs:
-        """Return the signs in force in a fit whose features declare theirs, and whose constant may be known to be no less
-        than 0.
-        """
+        """Return the signs in force where features declare theirs; the constant's where it cannot be negative."""
         if self.positive:
             return NON_NEGATIVE
         return ANY_SIGN if self.any_sign else Signs("declared", intercept=intercept)

@@ -9,17 +9,16 @@ import numpy as np
 import polars as pl
 
 from tracefit.fit.select import MAX_VIF
+from tracefit.fit.signs import ANY_SIGN, Signs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.features.sets import Sign
-
     from tracefit.fit.bands import Band
     from tracefit.fit.estimators import NDArrayInt
     from tracefit.fit.metrics import Matrix, Vector
     from tracefit.fit.select import Choice, Collinearity, LeftOut
-    from tracefit.fit.solvers import Positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +32,6 @@ class FeatureColumn:
     """Variance inflation against the features before it above which it is left out."""
     sign: Sign | None = None
     """What physics says of its coefficient."""
-
-
-@dataclass(frozen=True, slots=True)
-class Signs:
-    """Which signs are in force in a fit.
-
-    Attributes:
-        slopes: Of no coefficient, of those whose feature declares one, or of all.
-        intercept: The intercept cannot be negative.
-    """
-
-    slopes: Literal["any", "declared", "non_negative"] = "declared"
-    intercept: bool = False
-
-    def of(self, features: Sequence[FeatureColumn]) -> Positive:
-        """Return what cannot be negative in a model of these features."""
-        if self.slopes == "declared":
-            return (*(f.sign == "non_negative" for f in features), self.intercept)
-        return (*(self.slopes == "non_negative" for _ in features), self.intercept)
-
-
-ANY_SIGN = Signs("any")
-NON_NEGATIVE = Signs("non_negative", intercept=True)
 
 
 @dataclass(frozen=True, slots=True)
