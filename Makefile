@@ -72,7 +72,10 @@ site: $(READY) ## make a web site of docs/ in build/site (installs mkdocs-materi
 	build/site-tools/bin/mkdocs build --strict
 
 bench: $(READY) ## measure speed and memory on generated traces (takes minutes)
-	for script in tests/benchmarks/*.py; do $(BIN)/python $$script; done
+	for script in ingestion timeline training; do $(BIN)/python tests/benchmarks/$$script.py; done
+
+bench-models: $(READY) ## measure how well models hold beyond their load, on generated surges (takes half an hour)
+	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/models.py
 
 lock: $(READY) ## pin the newest versions (requirements.lock) and the oldest ones (requirements-minimum.lock)
 	$(BIN)/python -m pip install --quiet uv
@@ -88,4 +91,4 @@ test-minimum: ## run the tests on the oldest versions pyproject.toml declares
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup run test test-all test-slow test-browser check check-consumers format schemas fixtures models docs site bench lock test-minimum clean
+.PHONY: help setup run test test-all test-slow test-browser check check-consumers format schemas fixtures models docs site bench bench-models lock test-minimum clean

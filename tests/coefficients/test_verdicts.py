@@ -9,12 +9,14 @@ from tracefit.coefficients.verdicts import THRESHOLDS, Threshold, judge, overrid
 from tracefit.errors import UsageError
 
 
-def _entry(*, mape=2.0, mdape=1.0, p90=5.0, bias=-1.0, skill=0.9, extrapolated=0, queued=(10, 0, 0, 10)):
+def _entry(
+    *, n=100, mape=2.0, mdape=1.0, p90=5.0, bias=-1.0, skill=0.9, extrapolated=0, queued=(10, 0, 0, 10)
+):
     names = ("true_positive", "false_negative", "false_positive", "true_negative")
     hit, lost, false, right = queued
     accuracy = (hit / (hit + lost) + right / (right + false)) / 2 if hit + lost else None
     metrics = MetricsEntry(
-        n=100,
+        n=n,
         mape_pct=mape,
         mdape_pct=mdape,
         mae=1.0,
@@ -120,3 +122,9 @@ def test_wrong_thresholds_are_refused(text, says):
     with pytest.raises(UsageError) as refused:
         override([text])
     assert says in refused.value.line()
+
+
+@pytest.mark.parametrize(("rows", "said"), [(99, True), (100, False)])
+def test_a_measure_from_few_rows_says_so(rows, said):
+    (simulation, *_) = judge(_models(n=rows))
+    assert all((f"from {rows} rows only" in reason) is said for reason in simulation.reasons)

@@ -7,10 +7,10 @@ import polars as pl
 import pytest
 
 from tracefit.features.context import RunContext
-from tracefit.features.definitions import definitions, roofline_formulas
+from tracefit.features.definitions import definitions, roofline_formulas, work_formulas
 from tracefit.features.expressions import evaluate, names_in, parse_formula
 from tracefit.features.hardware import find_gpu
-from tracefit.features.roofline import ROOFLINE_COLUMNS, ROOFLINE_TERMS, add_roofline
+from tracefit.features.roofline import ROOFLINE_COLUMNS, ROOFLINE_TERMS, WORK_TERMS, add_roofline, add_work
 from tracefit.features.settings import ServerSettings
 
 
@@ -50,6 +50,24 @@ def test_formulas_give_the_terms_of_the_roofline(load, config, tp):
         columns = {name: row[name] for name in ROOFLINE_COLUMNS}
         for term in ROOFLINE_TERMS:
             assert _by_formula(term, formulas, columns) == pytest.approx(row[term], rel=1e-9), term
+
+
+@pytest.mark.parametrize(("config", "tp"), [("llama-2-70b", 4), ("qwen3-30b-a3b", 2)])
+def test_formulas_give_the_work_of_a_step_without_a_gpu(load, config, tp):
+    arch = load(config)
+    formulas = work_formulas(arch, tp=tp)
+    for row in add_work(_frame(), arch, tp=tp).iter_rows(named=True):
+        columns = {name: row[name] for name in ROOFLINE_COLUMNS}
+        for term in WORK_TERMS:
+            assert _by_formula(term, formulas, columns) == pytest.approx(row[term], rel=1e-9), term
+
+
+def test_work_is_the_roofline_times_the_rates_of_the_hardware(load):
+    """On an H100 of 989.5 TFLOP/s and 3,350 GB/s a MFLOP takes 1/989.5 us and a kB 1/3350 us."""
+    arch, gpu = load("llama-2-70b"), find_gpu("H100")
+    work, times = add_work(_frame(), arch, tp=4), add_roofline(_frame(), arch, gpu, tp=4)
+    for name, rate in (("prefill_mflop", gpu.compute_tflops_fp16), ("kv_read_kb", gpu.memory_bandwidth_gb_s)):
+        np.testing.assert_allclose(work[name] / rate, times[WORK_TERMS[name]], rtol=1e-12)
 
 
 def test_every_formula_is_short_enough_to_be_read_back(load):

@@ -132,9 +132,11 @@ def test_built_in_sets_can_be_written_and_read_again(name):
     feature_set = BUILT_IN[name]
     fields = [
         {"name": f.name, "unit": f.unit, "formula": f.formula, "reason": f.reason}
+        | ({"sign": f.sign} if f.sign else {})
         for f in feature_set.features
     ]
-    text = json.dumps({"name": name, "features": fields})
+    ratios = {"ratios": feature_set.ratios} if feature_set.ratios else {}
+    text = json.dumps({"name": name, "features": fields, **ratios})
 
     assert parse_feature_set(text, where="x", is_json=True) == feature_set
     assert parse_feature_set(text, where="x") == feature_set
@@ -195,7 +197,10 @@ def test_rows_and_frames_agree():
 
 def test_set_is_found_by_name():
     assert find_feature_set("queue") is BUILT_IN["queue"]
-    with pytest.raises(UsageError, match="feature set 'kew' is not known; known: batch, roofline, queue"):
+    with pytest.raises(
+        UsageError,
+        match="feature set 'kew' is not known; known: batch, roofline, roofline_max, work_max, queue",
+    ):
         find_feature_set("kew")
 
 
@@ -254,7 +259,7 @@ def _with(**changes):
         (_with(formula=True), "formula must be text"),
         (_with(formula="__import__('os')"), "which is not allowed"),
         (_with(reason=["x"]), "reason must be text"),
-        (_with(weight=3), "'weight' is no key here; keys: formula, name, reason, unit"),
+        (_with(weight=3), "'weight' is no key here; keys: formula, name, reason, sign, unit"),
         ('{"features": []}', "features must be a list of 1 to 200"),
         ('{"features": {}}', "features must be a list"),
         ("{}", "features must be a list"),
@@ -277,3 +282,60 @@ def test_file_that_is_no_set_is_one_line(text, message):
     assert message in str(caught.value)
     assert str(caught.value).startswith("set.yaml")
     assert "\n" not in str(caught.value)
+
+
+def _values(name, ratio, **columns):
+    """Compute a set at a ratio over one row."""
+    given = dict.fromkeys(
+        ("weight_read_us", "moe_expert_read_us", "decode_kv_read_us", "prefill_kv_write_us", "tp_comm_us",
+         "moe_dispatch_us", "batch_requests", "waiting_depth", "num_prefill_reqs", "num_decode_reqs"), 0.0,
+    )  # fmt: skip
+    frame = pl.DataFrame({**given, **columns})
+    return add_features(frame, BUILT_IN[name].at(ratio), {}).row(0, named=True)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "compute", "memory", "bound"), [(1.0, 30, 50, 50), (2.0, 30, 50, 60), (0.5, 30, 10, 15)]
+)
+def test_a_step_is_bound_by_compute_or_by_memory(ratio, compute, memory, bound):
+    """The larger of ratio * compute and memory; never their sum."""
+    columns = {"prefill_compute_us": compute - 5, "decode_compute_us": 5.0}
+    memory_columns = {"weight_read_us": memory - 6, "decode_kv_read_us": 3.0, "prefill_kv_write_us": 1.0, "moe_expert_read_us": 2.0}  # fmt: skip
+    assert _values("roofline_max", ratio, **columns, **memory_columns)["step_bound_us"] == bound
+
+
+@pytest.mark.parametrize(("ratio", "bound"), [(0.1, 40.0), (0.5, 50.0)])
+def test_without_a_gpu_the_bound_is_an_amount_of_work(ratio, bound):
+    """40 MFLOP and 100 kB: memory bounds a machine that does 0.5 MFLOP while it reads a kB."""
+    columns = {"prefill_mflop": 30.0, "decode_mflop": 10.0, "weight_kb": 90.0, "kv_read_kb": 10.0, "expert_kb": 0.0, "kv_write_kb": 0.0}  # fmt: skip
+    assert _values("work_max", ratio, **columns)["step_bound_mflop"] == bound
+
+
+@pytest.mark.parametrize(
+    ("reqs", "tokens", "first"), [(2, 2, 2), (2, 3, 0), (1, 1, 1), (0, 0, 0), (3, 400, 0)]
+)
+def test_prefills_of_one_token_each_are_first_decodes(reqs, tokens, first):
+    (feature,) = (f for f in BUILT_IN["batch"].features if f.name == "first_decode_reqs")
+    frame = pl.DataFrame({"num_prefill_reqs": [reqs], "prefill_tokens": [tokens]})
+    assert add_features(frame, FeatureSet("x", (feature,)), {})["first_decode_reqs"].item() == first
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"ratios": [0]}, "ratios must be numbers above 0"),
+        ({"ratios": "2"}, "ratios must be a list of at most 50 numbers"),
+        ({"ratios": [1, True]}, "ratios must be numbers above 0"),
+        ({"ratios": list(range(1, 60))}, "ratios must be a list of at most 50 numbers"),
+    ],
+)
+def test_ratios_of_a_file_are_numbers(extra, message):
+    text = json.dumps({"features": [{"name": "a", "unit": "us", "formula": "efficiency_ratio * b"}], **extra})
+    with pytest.raises(UsageError, match=message):
+        parse_feature_set(text, where="x", is_json=True)
+
+
+def test_a_sign_nobody_knows_is_refused():
+    text = json.dumps({"features": [{"name": "a", "unit": "us", "formula": "b", "sign": "minus"}]})
+    with pytest.raises(UsageError, match="sign 'minus' is not known"):
+        parse_feature_set(text, where="x", is_json=True)

@@ -10,9 +10,10 @@ import pytest
 
 import tracefit
 from tracefit.fit import rows as rules
-from tracefit.fit.boundary import fit_boundary, mean_residual
+from tracefit.fit.boundary import admission_with_clock, fit_boundary, mean_residual
 from tracefit.fit.options import FitOptions
 from tracefit.fit.parts import FeatureColumn
+from tracefit.fit.step_clock import interpolated_clock
 from tracefit.fit.train import Fitted, fit_linear
 
 MS = 1_000_000
@@ -70,8 +71,10 @@ def test_the_expectation_is_exported_and_its_error_stands_beside_the_clocks(trai
     assert "| `alpha.admission`, expectation |" in (trained / "report.md").read_text()
 
 
-def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new_traces, quick):
+def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new_traces, quick, monkeypatch):
     """Thirty requests at once are named in the report; the work is that of the requests that came alone."""
+    # All of them are queued after the same time, which a line says as well: here the boundary is asked for.
+    monkeypatch.setattr("tracefit.fit.forms.try_boundary", lambda *_: None)
     trace = new_traces().load()
     alone = (one["scopeSpans"][0]["spans"][0] for one in trace.records)
     (span,) = (s for s in alone if s["name"] == "llm_core" and "'cmpl-40-0-00000000'" in str(s["attributes"]))
@@ -158,3 +161,36 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it():
     # Work that begins on arrival would find the first boundary for all forty of a burst, which nine of it get.
     assert fitted.right_boundary > 0.95
     assert fitted.validation.by["burst"].mae < 0.05 * admissions[-40:].mean()
+
+
+def _unknown_steps(idle_after=False):
+    """Steps 1 to 6 of 10 ms, of which the starts of 1, 2, 5 and 6 are known; step 2 may end in idle time."""
+    known = {1: 0, 2: 10, 5: 40, 6: 50}
+    steps = range(1, 7)
+    return pl.DataFrame(
+        {
+            "run_id": "r",
+            "server": "s",
+            "epoch": 0,
+            "step_id": list(steps),
+            "ts_start_ns": pl.Series([known[k] * MS if k in known else None for k in steps], dtype=pl.Int64),
+            "start_sd_us": pl.Series([0.0] * 6),
+            "running_depth": [3] * 6,
+            "waiting_depth": [0] * 6,
+            "idle_after": [idle_after and k == 2 for k in steps],
+        }
+    )
+
+
+@pytest.mark.parametrize(("arrived_ms", "until_ms"), [(15, 5), (22, 8), (31, 9), (41, 9)])
+def test_a_boundary_nobody_stamped_lies_evenly_between_those_around_it(arrived_ms, until_ms):
+    """A request waits for 20, 30, 40 and 50 ms: the first two starts are not in the trace."""
+    rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": [0], "ts_ns": [arrived_ms * MS]})
+    told, known = admission_with_clock(rows, _unknown_steps(), np.zeros(1), 0.0)
+    assert (told[0], known[0]) == (until_ms * 1e3, True)
+
+
+def test_nothing_is_put_between_starts_with_idle_time_between_them():
+    clock = interpolated_clock(_unknown_steps(idle_after=True))
+    assert (clock.starts / MS).tolist() == [0, 10, 40, 50]
+    assert (interpolated_clock(_unknown_steps()).starts / MS).tolist() == [0, 10, 20, 30, 40, 50]

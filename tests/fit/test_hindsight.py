@@ -11,6 +11,7 @@ from tracefit.fit.hindsight import in_hindsight
 from tracefit.fit.options import FitOptions
 from tracefit.fit.parts import Comparison, FeatureColumn, Regime, predict_parts
 from tracefit.fit.select import Choice
+from tracefit.fit.signs import ANY_SIGN, NON_NEGATIVE
 from tracefit.fit.train import Fitted, fit_linear, fit_regimes
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
@@ -59,7 +60,7 @@ def _values(part):
 
 def test_terms_are_those_of_the_held_out_rows():
     fitted = _fit(_frame(late=0.8))
-    (part,) = in_hindsight(fitted, positive=False)
+    (part,) = in_hindsight(fitted)
     assert part.intercept == pytest.approx(1600, rel=0.02)
     assert _values(part) == pytest.approx({"prefill": 8, "decode": 40}, rel=0.03)
     assert _values(fitted.parts[0]) == pytest.approx({"prefill": 10, "decode": 50}, rel=0.03)
@@ -73,7 +74,7 @@ def test_rows_left_out_of_the_hold_out_have_no_say():
         y=pl.when(idle).then(pl.col("y") * 100).otherwise("y"),
         excluded_because=pl.when(idle).then(pl.lit(rules.IDLE_GAP)).otherwise("excluded_because"),
     )
-    (part,) = in_hindsight(_fit(frame), positive=False)
+    (part,) = in_hindsight(_fit(frame))
     assert _values(part) == pytest.approx({"prefill": 8, "decode": 40}, rel=0.05)
 
 
@@ -81,7 +82,7 @@ def test_a_term_the_held_out_rows_cannot_tell_keeps_its_value():
     """No prompt comes in the hold-out: its coefficient stays, and what predicts prompts does too."""
     prompts = pl.when(pl.int_range(pl.len()) < FROM).then("prefill").otherwise(100)
     fitted = _fit(_frame(prefill=prompts))
-    (part,) = in_hindsight(fitted, positive=False)
+    (part,) = in_hindsight(fitted)
     assert _values(part)["prefill"] == _values(fitted.parts[0])["prefill"]
     assert _values(part)["decode"] == pytest.approx(50, rel=0.03)
     assert part.intercept == pytest.approx(2000, rel=0.02)
@@ -92,8 +93,10 @@ def test_what_may_not_be_negative_is_not_in_hindsight_either():
     frame = _frame().with_columns(
         y=pl.when(pl.col("split") == "holdout").then(pl.col("y") - 70 * pl.col("decode")).otherwise("y")
     )
-    fitted = _fit(frame, FitOptions(reference=False, positive=True))
-    (free,), (bound,) = (in_hindsight(fitted, positive=p) for p in (False, True))
+    (free,), (bound,) = (
+        in_hindsight(_fit(frame, FitOptions(reference=False, signs=signs)))
+        for signs in (ANY_SIGN, NON_NEGATIVE)
+    )
     assert _values(free)["decode"] == pytest.approx(-20, rel=0.1)
     assert _values(bound).get("decode", 0.0) == 0.0
 
@@ -111,7 +114,7 @@ def test_regimes_are_fitted_apart_and_one_of_too_few_rows_stays():
     ]
     fitted = fit_regimes(frame, regimes, QUICK)
     assert isinstance(fitted, Fitted)
-    mixed_part, decode_part = in_hindsight(fitted, positive=False)
+    mixed_part, decode_part = in_hindsight(fitted)
     assert mixed_part == fitted.parts[0]
     assert decode_part.intercept != fitted.parts[1].intercept
     quiet = frame.filter((pl.col("split") == "holdout") & (pl.col("prefill") == 0))

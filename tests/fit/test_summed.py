@@ -8,7 +8,12 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit.summed import block_length, summed_time
+from tracefit.coefficients.evaluation import SummedEntry
+from tracefit.fit.options import FitOptions
+from tracefit.fit.parts import FeatureColumn
+from tracefit.fit.summed import SummedTime, block_length, speed_change_pct, summed_time
+from tracefit.fit.train import Fitted, fit_linear
+from tracefit.reports.latency import summed_line
 
 
 def test_bias_is_of_the_sums():
@@ -91,3 +96,43 @@ def test_the_evaluation_and_the_report_hold_it(trained):
     text = (trained / "report.md").read_text()
     assert f"measured {summed['actual_us'] / 1e6:,.2f} s, bias {summed['bias_pct']:+.2f} %" in text
     assert f"furthest off has {summed['furthest_pct']:+.2f} points of it" in text
+
+
+def _drifting(change, rows=400):
+    """A fitted model of 1000 + 10 batch, and rows of which the held-out ones take `change` times as long."""
+    rng = np.random.default_rng(7)
+    batch = np.concatenate([rng.integers(1, 40, rows), rng.integers(10, 60, rows)])
+    late = np.repeat([1.0, change], rows)
+    frame = pl.DataFrame(
+        {
+            "run_id": "r",
+            "server": "s",
+            "ts_ns": np.arange(2 * rows),
+            "batch": batch,
+            "y": (1_000 + 10 * batch) * late * np.exp(rng.normal(0, 0.02, 2 * rows)),
+            "split": np.repeat(["train", "holdout"], rows),
+            "excluded_because": pl.Series([None] * 2 * rows, dtype=pl.String),
+        }
+    )
+    fitted = fit_linear(frame, [FeatureColumn("batch", "us/request")], FitOptions(reference=False))
+    assert isinstance(fitted, Fitted)
+    return fitted
+
+
+@pytest.mark.parametrize("change", [0.9, 1.0, 1.08])
+def test_a_change_of_the_machine_is_told_at_equal_batches(change):
+    """The hold-out has larger batches too: they do not count as a slower machine."""
+    assert speed_change_pct(_drifting(change)) == pytest.approx(100 * (change - 1), abs=0.6)
+
+
+def test_a_sum_that_is_off_by_more_than_chance_is_named_as_drifting():
+    entry = {"actual_us": 100e6, "blocks": 40, "furthest_pct": 0.1, "speed_change_pct": 7.9}
+    off = SummedEntry(predicted_us=93e6, bias_pct=-7.0, two_sd_pct=2.0, drifting=True, **entry)
+    assert (
+        "**Drifting:** more than two standard deviations off. Steps of equal batches take 7.9 % longer"
+        in summed_line(off)
+    )
+    right = SummedEntry(predicted_us=99e6, bias_pct=-1.0, two_sd_pct=2.0, drifting=False, **entry)
+    assert "Drifting" not in summed_line(right)
+    assert SummedTime(93e6, 100e6, 2.0, 40, 0.1).drifting
+    assert not SummedTime(99e6, 100e6, 2.0, 40, 0.1).drifting

@@ -12,6 +12,7 @@ from tracefit.fit import rows as rules
 from tracefit.fit.options import FitOptions
 from tracefit.fit.parts import FeatureColumn
 from tracefit.fit.select import Choice
+from tracefit.fit.signs import ANY_SIGN, NON_NEGATIVE
 from tracefit.fit.train import Fitted, TooFewRows, fit_linear
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
@@ -213,7 +214,9 @@ def test_a_feature_the_lasso_emptied_is_named(penalty):
 
 def test_costs_that_can_only_add_are_not_below_zero():
     frame = _frame().with_columns(y=pl.col("y") - 60 * pl.col("decode"))
-    free, bound = (_fit(frame, options=FitOptions(reference=False, positive=p)) for p in (False, True))
+    free, bound = (
+        _fit(frame, options=FitOptions(reference=False, signs=s)) for s in (ANY_SIGN, NON_NEGATIVE)
+    )
     assert _values(free)["decode"] < 0
     assert _values(bound).keys() == {"prefill"}
     assert [(x.feature, x.reason) for x in bound.left_out] == [("decode", "not above zero in these runs")]

@@ -12,7 +12,7 @@ from tracefit.reports.terminal import print_report
 from tracefit.verbs.report import report
 
 
-def _printed(made, width=400):
+def _printed(made, width=800):
     console = Console(file=io.StringIO(), width=width, legacy_windows=False)
     print_report(made, console)
     return console.file.getvalue()

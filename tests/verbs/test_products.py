@@ -25,7 +25,9 @@ def test_a_square_is_found_where_there_is_one(tmp_path, law, taken):
     terms = {t["feature"]: t for t in model["terms"]}
     assert model["feature_set"].endswith("+products") is taken
     assert ("prefill_tokens_squared" in terms) is taken
-    assert any("products of columns" in note for note in model["notes"])
+    tried = {c["name"]: c for c in model["validation"]["candidates"]}
+    assert tried["batch+products"]["chosen"] is taken
+    assert tried["batch+products"]["reason"]
     if taken:
         square = terms["prefill_tokens_squared"]
         assert square["value"] == pytest.approx(0.05, rel=0.2)

@@ -100,7 +100,8 @@ Target = Annotated[
 Features = Annotated[
     str,
     typer.Option(
-        help="Feature set for step times: batch, roofline, a YAML or JSON file, or auto: validation chooses."
+        help="Feature set for step times: batch, roofline, roofline_max, work_max, a YAML or JSON file, or auto: validation "
+        "inside and beyond the training load chooses."
     ),
 ]
 Thresholds = Annotated[
@@ -116,6 +117,13 @@ SampleCsv = Annotated[
 ]
 Positive = Annotated[
     bool, typer.Option("--positive", help="Allow no negative coefficient and no negative intercept.")
+]
+AnySign = Annotated[
+    bool,
+    typer.Option(
+        "--any-sign",
+        help="Allow coefficients of any sign, whatever physics says: time per token, request or byte is not negative.",
+    ),
 ]
 Fast = Annotated[
     bool, typer.Option("--fast", help="Skip the gradient-boosted references: most of the training time.")

@@ -27,6 +27,13 @@ class DurationMode(StrEnum):
     step = "step"
 
 
+class QueuedStamp(StrEnum):
+    """When QUEUED is stamped in generated traces."""
+
+    step_start = "step_start"
+    arrival = "arrival"
+
+
 class TraceFormat(StrEnum):
     """File format of generated traces."""
 
@@ -90,6 +97,13 @@ def synth(
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     requests: Annotated[int, typer.Option(min=1, help="Requests per server.")] = 300,
     rate: Annotated[float, typer.Option(help="Mean arrivals per second.")] = 14.0,
+    surge: Annotated[
+        Optional[float],
+        typer.Option(
+            help="Steady arrivals, and in the last 30 % of the time so many times as many; light, burst and heavy load "
+            "if not given."
+        ),
+    ] = None,
     blocks: Annotated[
         int, typer.Option(min=2, help="KV blocks; few of them make a queue and preemptions.")
     ] = 4097,
@@ -105,6 +119,10 @@ def synth(
         DurationMode,
         typer.Option(help="What step.duration_us holds: time in schedule(), or the step's time."),
     ] = DurationMode.schedule,
+    queued_stamp: Annotated[
+        QueuedStamp,
+        typer.Option(help="QUEUED at the step start after the API work, or at the end of that work itself."),
+    ] = QueuedStamp.step_start,
     format_: Annotated[
         TraceFormat, typer.Option("--format", help="JSON lines, framed protobuf, or a run folder of each.")
     ] = TraceFormat.json,
@@ -121,7 +139,7 @@ def synth(
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
         from tracefit.reports.summary import synth_text
-        from tracefit.synth import SynthOptions
+        from tracefit.synth import DEFAULT_PHASES, SynthOptions, surge_phases
         from tracefit.verbs.generate import generate
 
         options = SynthOptions(
@@ -133,11 +151,13 @@ def synth(
             tp=tp,
             requests=requests,
             rate_per_s=rate,
+            phases=DEFAULT_PHASES if surge is None else surge_phases(surge),
             num_blocks=blocks,
             noise=noise,
             step_sampling=step_sampling,
             rich_sampling=rich_sampling,
             journey_sampling=journey_sampling,
+            queued_stamp=queued_stamp.value,
             duration=duration.value,
         )
         result = generate(

@@ -9,6 +9,7 @@ import typer
 
 from tracefit.cli.arguments import (
     Across,
+    AnySign,
     BetaTarget,
     Fast,
     Features,
@@ -35,6 +36,7 @@ def train(
     features: Features = "auto",
     sample_csv: SampleCsv = False,
     positive: Positive = False,
+    any_sign: AnySign = False,
     fast: Fast = False,
     include_overloaded: IncludeOverloaded = False,
     across: Across = False,

@@ -10,6 +10,7 @@ import typer
 from tracefit.cli.arguments import (
     Across,
     AllSpans,
+    AnySign,
     BetaTarget,
     Fast,
     Features,
@@ -60,6 +61,7 @@ def run(
     features: Features = "auto",
     sample_csv: SampleCsv = False,
     positive: Positive = False,
+    any_sign: AnySign = False,
     fast: Fast = False,
     include_overloaded: IncludeOverloaded = False,
     across: Across = False,

@@ -129,6 +129,7 @@ def _terms(part: FittedPart) -> tuple[cf.Term, ...]:
             ci95=t.ci95,
             seen=t.seen,
             formula=t.feature.formula,
+            sign=t.feature.sign,
         )
         for t in part.terms
     )

@@ -12,11 +12,12 @@ from tracefit.coefficients import evaluation as ev
 from tracefit.fit.bands import LEVEL_PCT
 
 if TYPE_CHECKING:
+    from tracefit.fit.load import ErrorOverLoad, LoadExtrapolation
     from tracefit.fit.metrics import Metrics
     from tracefit.fit.parts import FittedPart
     from tracefit.fit.scope import FittedModel
     from tracefit.fit.train import Fitted
-    from tracefit.fit.validate import Classified
+    from tracefit.fit.validate import Classified, EquationErrors
 
 
 def exclusions(fitted: Fitted) -> dict[str, int]:
@@ -55,6 +56,21 @@ def entry(model: FittedModel) -> ev.Entry:
             )
             for p in model.by_phase
         ),
+        by_load={name: metrics_entry(m) for name, m in v.by_load.items()},
+        held_out_equations=_equation_errors(v.equations),
+        error_over_load=_over_load(model.over_load),
+        load_extrapolation=_extrapolation(model.load_extrapolation),
+        candidates=tuple(
+            ev.CandidateEntry(
+                name=c.name,
+                features=c.features,
+                inside_mae=c.inside,
+                beyond_mae=c.beyond,
+                chosen=c.chosen,
+                reason=c.reason,
+            )
+            for c in model.candidates
+        ),
         within_5_pct=v.within_5_pct,
         extrapolated_rows=v.extrapolated_rows,
         extrapolated=v.extrapolated,
@@ -71,6 +87,39 @@ def entry(model: FittedModel) -> ev.Entry:
         right_boundary_without_work_pct=_percent(boundary.right_boundary_without_work) if boundary else None,
         bursts=tuple(ev.BurstEntry(**dataclasses.asdict(b)) for b in boundary.bursts) if boundary else (),
         skill=v.skill,
+    )
+
+
+def _equation_errors(found: EquationErrors | None) -> ev.EquationErrorsEntry | None:
+    if found is None:
+        return None
+    return ev.EquationErrorsEntry(
+        rows_by_source=found.rows_by_source,
+        per_equation=metrics_entry(found.per_equation),
+        per_step=metrics_entry(found.per_step),
+    )
+
+
+def _over_load(found: ErrorOverLoad | None) -> ev.ErrorOverLoadEntry | None:
+    if found is None:
+        return None
+    return ev.ErrorOverLoadEntry(
+        load=found.load,
+        training_range=found.trained,
+        bins=tuple(
+            ev.LoadBinEntry(low=b.low, high=b.high, holdout=metrics_entry(b.errors)) for b in found.bins
+        ),
+    )
+
+
+def _extrapolation(found: LoadExtrapolation | None) -> ev.LoadExtrapolationEntry | None:
+    if found is None:
+        return None
+    return ev.LoadExtrapolationEntry(
+        **dataclasses.asdict(found.errors),
+        load=found.load,
+        cut=found.cut,
+        reference=metrics_entry(found.reference) if found.reference else None,
     )
 
 

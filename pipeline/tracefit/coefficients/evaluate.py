@@ -13,6 +13,8 @@ from tracefit.coefficients import evaluation as ev
 from tracefit.coefficients import verdicts
 from tracefit.coefficients.entries import entry, exclusions, metrics_entry, reasons
 from tracefit.fit.distribution import PERCENTS
+from tracefit.fit.frames import counted
+from tracefit.fit.train import judged_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -140,7 +142,7 @@ def _scope(scope: FittedScope, thresholds: Sequence[verdicts.Threshold]) -> ev.S
         summed_step_time=_summed(scope.summed),
         timeline=_timeline(scope),
         exclusions={m.name: exclusions(m.fitted) for m in scope.models},
-        rows=tuple(_rows(m.name, run_id, rows) for m in scope.models for run_id, rows in _by_run(m)),
+        rows=tuple(_rows(m, run_id, rows) for m in scope.models for run_id, rows in _by_run(m)),
         notes=scope.notes,
     )
 
@@ -150,12 +152,14 @@ def _by_run(model: FittedModel) -> Iterator[tuple[str, pl.DataFrame]]:
         yield str(run_id), rows
 
 
-def _rows(model: str, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
+def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
     kept = rows.filter(pl.col("excluded_because").is_null())
-    # A mean over an interval is no step: it trains, and no error is measured on it.
-    judged = kept.filter(pl.col("source") != "interval") if "source" in kept.columns else kept
+    # A mean over an interval is no step: no error is measured on it, unless single steps are too few.
+    judge, every = model.recipe.options.judge, counted(model.fitted.rows, "holdout")
+    are_single = judge is not None and judged_rows(every, judge).height < every.height
+    judged = kept.filter(judge) if judge is not None and are_single else kept
     return ev.RowsEntry(
-        model=model,
+        model=model.name,
         run_id=run_id,
         trained=int((kept["split"] == "train").sum()),
         held_out=int((judged["split"] == "holdout").sum()),
@@ -166,7 +170,7 @@ def _rows(model: str, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
 def _summed(summed: SummedTime | None) -> ev.SummedEntry | None:
     if summed is None:
         return None
-    return ev.SummedEntry(**dataclasses.asdict(summed), bias_pct=summed.bias_pct)
+    return ev.SummedEntry(**dataclasses.asdict(summed), bias_pct=summed.bias_pct, drifting=summed.drifting)
 
 
 _LATENCIES = {

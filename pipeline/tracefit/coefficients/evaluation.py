@@ -92,6 +92,66 @@ class SummedEntry(_Part):
     furthest_pct: float = Field(
         description="what the one step or interval furthest off has of bias_pct, in percentage points"
     )
+    speed_change_pct: float | None = Field(
+        default=None,
+        description="how much longer steps of equal batches take in the hold-out than in the training part",
+    )
+    drifting: bool = Field(
+        default=False,
+        description="bias_pct is more than two standard deviations: the machine, or what it did, changed after training",
+    )
+
+
+class CandidateEntry(_Part):
+    """A form or feature set that was tried, judged on training rows it was not fitted on; errors in the model's unit."""
+
+    name: str
+    features: int = Field(description="features it had to go on")
+    inside_mae: float = Field(
+        description="inside the training load: blocks of time left out in turn, or the last part of the training rows"
+    )
+    beyond_mae: float | None = Field(
+        default=None,
+        description="beyond it: fitted on the lower half of the load, judged on the upper half; null of too few rows",
+    )
+    chosen: bool
+    reason: str
+
+
+class LoadExtrapolationEntry(MetricsEntry):
+    """Errors on the upper half of the load of the whole run, of the model's form trained on the lower half."""
+
+    load: str = Field(description="running_tokens (in the caches of the batch), or batch_requests")
+    cut: float = Field(description="the load that the lower half does not exceed")
+    reference: MetricsEntry | None = Field(
+        default=None, description="gradient boosting on the same features and rows"
+    )
+
+
+class LoadBinEntry(_Part):
+    """Errors on the held-out rows of one range of load."""
+
+    low: float
+    high: float
+    holdout: MetricsEntry
+
+
+class ErrorOverLoadEntry(_Part):
+    """Hold-out errors in groups of equal size by load."""
+
+    load: str = Field(description="running_tokens (in the caches of the batch), or batch_requests")
+    training_range: tuple[float, float] = Field(description="smallest and largest load of the training rows")
+    bins: tuple[LoadBinEntry, ...]
+
+
+class EquationErrorsEntry(_Part):
+    """Errors on every held-out equation of step times: single steps, and intervals of several steps by their mean."""
+
+    rows_by_source: dict[str, int] = Field(description="held-out equations by kind: adjacent, interval")
+    per_equation: MetricsEntry = Field(description="each equation counts once: n is equations")
+    per_step: MetricsEntry = Field(
+        description="each equation counts as many times as it has steps: n is steps"
+    )
 
 
 class StepPhaseEntry(_Part):
@@ -121,6 +181,19 @@ class Entry(_Part):
     by: dict[str, MetricsEntry] = Field(default_factory=dict, description="hold-out errors by kind of row")
     by_phase: tuple[StepPhaseEntry, ...] = Field(
         default=(), description="hold-out errors of step times by workload phase"
+    )
+    by_load: dict[str, MetricsEntry] = Field(
+        default_factory=dict,
+        description="hold-out errors `inside` and `outside` the ranges of the training rows",
+    )
+    held_out_equations: EquationErrorsEntry | None = Field(
+        default=None,
+        description="errors of step times over single steps and intervals, where the hold-out has both",
+    )
+    error_over_load: ErrorOverLoadEntry | None = None
+    load_extrapolation: LoadExtrapolationEntry | None = None
+    candidates: tuple[CandidateEntry, ...] = Field(
+        default=(), description="what was tried inside the training part, and what was chosen"
     )
     classifier: Classifier | None = None
     within_5_pct: float | None = Field(default=None, description="share of hold-out rows within 5 %")

@@ -59,6 +59,9 @@ class Term(Strict):
     unit: str = Field(description="unit of the value, e.g. us/token")
     value: float
     ci95: Interval | None = None
+    sign: Literal["non_negative"] | None = Field(
+        default=None, description="what physics says of the value: no load can make it negative"
+    )
     seen: Interval | None = Field(default=None, description="smallest and largest value in the training rows")
     formula: str | None = Field(
         default=None,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.errors import UsageError, did_you_mean
+from tracefit.fit.rows import FEW_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -181,7 +182,9 @@ def _judge_one(models: Mapping[str, Entry], threshold: Threshold) -> Judged:
     answer = _answer(value, threshold, higher_is_better=measure.higher_is_better)
     bound = threshold.yes if answer == "yes" else threshold.with_limits if answer == "no" else threshold.yes
     asked = f"at {'least' if measure.higher_is_better else 'most'} {bound:g}{measure.unit}"
-    return Judged(threshold, value, answer, f"{measure.what} {value:.3g}{measure.unit} ({asked} is asked)")
+    few = f" from {rows} rows only" if (rows := models[name].holdout.n) < FEW_ROWS else ""
+    reason = f"{measure.what} {value:.3g}{measure.unit}{few} ({asked} is asked)"
+    return Judged(threshold, value, answer, reason)
 
 
 def _answer(value: float, threshold: Threshold, *, higher_is_better: bool) -> Answer:

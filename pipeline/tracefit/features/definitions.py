@@ -8,7 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tracefit.features.expressions import names_in, parse_formula
-from tracefit.features.roofline import dispatch_bytes_per_token, tp_comm_us_per_token
+from tracefit.features.roofline import (
+    UNIT_HARDWARE,
+    WORK_TERMS,
+    dispatch_bytes_per_token,
+    tp_comm_us_per_token,
+)
 from tracefit.features.training import constants_of
 
 if TYPE_CHECKING:
@@ -30,8 +35,11 @@ def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
     """
     known = {name: _number(value) for name, value in constants_of(context).items() if value is not None}
     model, gpu = context.architecture, context.gpu
+    tp = context.settings.tensor_parallel or 1
+    if model is not None:
+        known |= work_formulas(model, tp=tp)
     if model is not None and gpu is not None:
-        known |= roofline_formulas(model, gpu, tp=context.settings.tensor_parallel or 1)
+        known |= roofline_formulas(model, gpu, tp=tp)
     found: dict[str, str] = {}
     wanted = set().union(*(_names(formula) for formula in formulas))
     while wanted := {name for name in wanted if name in known and name not in found}:
@@ -85,6 +93,18 @@ def roofline_formulas(arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> dict[str
         "batch_requests": "num_prefill_reqs + num_decode_reqs",
         "one": "1",
     }
+
+
+def work_formulas(arch: ModelArchitecture, *, tp: int) -> dict[str, str]:
+    """Write the columns of `roofline.add_work` as formulas over its columns; equal to them where all are known.
+
+    Args:
+        arch: The model, as served.
+        tp: Tensor-parallel ranks.
+    """
+    terms = roofline_formulas(arch, UNIT_HARDWARE, tp=tp)
+    helpers = {name: terms[name] for name in ("prompt_visible_tokens", "decode_visible_tokens")}
+    return {**helpers, **{name: terms[term] for name, term in WORK_TERMS.items()}}
 
 
 def _compute(phase: str, matrix: float, pair: float, head: float, seen: str) -> str:

@@ -41,11 +41,11 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.errors import DataError
+from tracefit.features.hardware import Gpu
 from tracefit.features.serving import check_parallelism
 
 if TYPE_CHECKING:
     from tracefit.features.architecture import ModelArchitecture
-    from tracefit.features.hardware import Gpu
 
 ROOFLINE_COLUMNS = (
     "num_prefill_reqs",
@@ -72,6 +72,26 @@ ROOFLINE_TERMS: dict[str, str] = {
 }
 """Columns that `add_roofline` adds, in order, with their units."""
 
+WORK_TERMS: dict[str, str] = {
+    "prefill_mflop": "prefill_compute_us",
+    "decode_mflop": "decode_compute_us",
+    "kv_write_kb": "prefill_kv_write_us",
+    "kv_read_kb": "decode_kv_read_us",
+    "weight_kb": "weight_read_us",
+    "expert_kb": "moe_expert_read_us",
+}
+"""Columns that `add_work` adds, and the roofline term that each is on `UNIT_HARDWARE`."""
+
+UNIT_HARDWARE = Gpu(
+    name="1 TFLOP/s, 1 GB/s",
+    compute_tflops_fp16=1.0,
+    memory_gb=1.0,
+    memory_bandwidth_gb_s=1.0,
+    sources={},
+    confidence="given",
+)
+"""Hardware on which a microsecond is 10^6 FLOPs, or 10^3 bytes: its times are amounts of work."""
+
 _PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions together
 
 
@@ -95,6 +115,25 @@ def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: 
     if missing:
         raise DataError(f"roofline terms need the columns {', '.join(missing)}", hint="rebuild the timeline")
     return frame.with_columns(roofline_expressions(arch, gpu, tp=tp))
+
+
+def add_work(frame: pl.DataFrame, arch: ModelArchitecture, *, tp: int) -> pl.DataFrame:
+    """Add the work of every step: what its roofline terms count, in 10^6 FLOPs and 10^3 bytes, where no GPU is known.
+
+    Args:
+        frame: One row per step, with `ROOFLINE_COLUMNS`.
+        arch: The model, as served (`serving.as_served`).
+        tp: Tensor-parallel ranks.
+
+    Returns:
+        The frame with the columns of `WORK_TERMS`, all Float64.
+
+    Raises:
+        DataError: A column is missing.
+        UsageError: The model cannot be divided over `tp` ranks.
+    """
+    terms = add_roofline(frame.select(ROOFLINE_COLUMNS), arch, UNIT_HARDWARE, tp=tp)
+    return frame.with_columns(terms[term].alias(name) for name, term in WORK_TERMS.items())
 
 
 def roofline_expressions(arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> list[pl.Expr]:

@@ -7,11 +7,12 @@ sets are below; a user's own comes from a file with the same fields and is compi
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.features.documents import (
@@ -37,6 +38,12 @@ _MAX_UNIT_CHARS = 40
 _MAX_REASON_CHARS = 400
 _MAX_FORMULA_CHARS = 400
 _SUGGESTIONS = 3
+Sign = Literal["non_negative"]
+
+_RATIO = "efficiency_ratio"
+_RATIO_DIGITS = 6
+_MAX_RATIOS = 50
+
 _DIMENSIONLESS = frozenset({"1", "ratio", "flag"})
 
 
@@ -49,12 +56,20 @@ class Feature:
         unit: Unit of its values: `token`, `request`, `us`, `1` for none, …
         formula: How it is computed, in the language of `expressions`.
         reason: Why it should matter.
+        sign: What physics says of its coefficient: time per token, per request or per byte is not negative. None where it
+            says nothing.
     """
 
     name: str
     unit: str
     formula: str
     reason: str = ""
+    sign: Sign | None = None
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether its formula has a ratio that training chooses."""
+        return _RATIO in self.formula
 
     @property
     def coefficient_unit(self) -> str:
@@ -66,10 +81,24 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class FeatureSet:
-    """Features in order of preference: one that others before it already tell is the one to leave out."""
+    """Features in order of preference: one that others before it already tell is the one to leave out.
+
+    Attributes:
+        name: Its name.
+        features: The features.
+        ratios: What `efficiency_ratio` in its formulas may be: training chooses, and the number takes the name's place.
+    """
 
     name: str
     features: tuple[Feature, ...]
+    ratios: tuple[float, ...] = ()
+
+    def at(self, ratio: float) -> FeatureSet:
+        """Return the set with a number for `efficiency_ratio`."""
+        features = tuple(
+            replace(f, formula=f.formula.replace(_RATIO, f"{ratio:.{_RATIO_DIGITS}g}")) for f in self.features
+        )
+        return replace(self, features=features, ratios=())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -184,7 +213,8 @@ def find_feature_set(name_or_file: str) -> FeatureSet:
 def read_feature_set(path: Path) -> FeatureSet:
     """Read a user's own feature set from a YAML or JSON file.
 
-    The file holds `name` and `features`, a list of objects with `name`, `unit`, `formula` and optionally `reason`.
+    The file holds `name` and `features`, a list of objects with `name`, `unit`, `formula` and optionally `reason` and
+    `sign` (`non_negative`); and optionally `ratios`, numbers to try for the name `efficiency_ratio` in formulas.
 
     Raises:
         UsageError: The file cannot be read, or `parse_feature_set` refuses it.
@@ -205,7 +235,7 @@ def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False
     """
     read = parse_json_object if is_json else parse_yaml_object
     document = read(content, where=where)
-    _only(document, {"name", "features"}, where=where)
+    _only(document, {"name", "features", "ratios"}, where=where)
     listed = document.get("features")
     if not isinstance(listed, list) or not 1 <= len(listed) <= _MAX_FEATURES:
         raise UsageError(f"features must be a list of 1 to {_MAX_FEATURES} features", where=where)
@@ -217,13 +247,30 @@ def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False
     if twice is not None:
         raise UsageError(f"has feature {twice} twice", where=where)
     name = document.get("name", "custom")
-    return FeatureSet(checked_text(name, key="name", where=where, most_chars=80), features)
+    return FeatureSet(
+        checked_text(name, key="name", where=where, most_chars=80), features, _ratios(document, where=where)
+    )
+
+
+def _ratios(document: Document, *, where: str) -> tuple[float, ...]:
+    """Read the values to try for a ratio.
+
+    Raises:
+        UsageError: They are no list of positive numbers, or too many.
+    """
+    listed = document.get("ratios", [])
+    if not isinstance(listed, list) or len(listed) > _MAX_RATIOS:
+        raise UsageError(f"ratios must be a list of at most {_MAX_RATIOS} numbers", where=where)
+    numbers = [float(one) for one in listed if isinstance(one, int | float) and not isinstance(one, bool)]
+    if len(numbers) < len(listed) or not all(0 < one < math.inf for one in numbers):
+        raise UsageError("ratios must be numbers above 0", where=where)
+    return tuple(numbers)
 
 
 def _feature(item: object, *, where: str) -> Feature:
     if not isinstance(item, Mapping):
         raise UsageError(f"is {kind_of(item)}, not an object with name, unit and formula", where=where)
-    _only(item, {"name", "unit", "formula", "reason"}, where=where)
+    _only(item, {"name", "unit", "formula", "reason", "sign"}, where=where)
     name = _text(item, "name", where=where, most_chars=80)
     if not _IDENTIFIER.fullmatch(name):
         raise UsageError(
@@ -235,7 +282,10 @@ def _feature(item: object, *, where: str) -> Feature:
     parse_formula(formula, where=where)
     unit = _text(item, "unit", where=where, most_chars=_MAX_UNIT_CHARS)
     reason = _text(item, "reason", where=where, most_chars=_MAX_REASON_CHARS) if item.get("reason") else ""
-    return Feature(name, unit, formula, reason)
+    sign = item.get("sign")
+    if sign not in (None, "non_negative"):
+        raise UsageError(f"sign {excerpt(str(sign))!r} is not known", where=where, hint="known: non_negative")
+    return Feature(name, unit, formula, reason, "non_negative" if sign else None)
 
 
 def _text(item: Mapping[object, object], key: str, *, where: str, most_chars: int) -> str:
@@ -257,6 +307,9 @@ def _only(document: Document | Mapping[object, object], keys: set[str], *, where
 
 # -- built-in sets ---------------------------------------------------------------------------------------
 
+_COST: Sign = "non_negative"
+"""Of a feature that takes time and gives none back."""
+
 _CONFIGURATION = (
     Feature("tensor_parallel", "rank", "tensor_parallel", "work and weights are divided over ranks"),
     Feature("size_proxy", "element", "size_proxy", "hidden size times layers: how big the model is"),
@@ -273,17 +326,30 @@ _CONFIGURATION = (
 BATCH = FeatureSet(
     "batch",
     (
-        Feature("prefill_tokens", "token", "prefill_tokens", "prefill is bound by compute per token"),
-        Feature("num_prefill_reqs", "request", "num_prefill_reqs", "per-request cost of a prefill"),
-        Feature("num_decode_reqs", "request", "num_decode_reqs", "per-request cost of a decode"),
-        Feature("context_tokens", "token", "context_tokens", "decode reads the cache of its requests"),
-        Feature("kv_usage_ratio", "ratio", "kv_usage_ratio", "memory pressure; the cache read where unknown"),
-        Feature("decode_tokens", "token", "decode_tokens", "one per decoding request, as a rule"),
+        Feature(
+            "prefill_tokens", "token", "prefill_tokens", "prefill is bound by compute per token", sign=_COST
+        ),
+        Feature(
+            "num_prefill_reqs", "request", "num_prefill_reqs", "per-request cost of a prefill", sign=_COST
+        ),
+        Feature("num_decode_reqs", "request", "num_decode_reqs", "per-request cost of a decode", sign=_COST),
+        Feature(
+            "context_tokens", "token", "context_tokens", "decode reads the cache of its requests", sign=_COST
+        ),
+        Feature(
+            "kv_usage_ratio",
+            "ratio",
+            "kv_usage_ratio",
+            "memory pressure; the cache read where unknown",
+            sign=_COST,
+        ),
+        Feature("decode_tokens", "token", "decode_tokens", "one per decoding request, as a rule", sign=_COST),
         Feature(
             "decode_tokens_x_kv_blocks",
             "token*block",
             "decode_tokens * kv_blocks_used",
             "decode is bound by reading the cache",
+            sign=_COST,
         ),
         Feature(
             "prefill_share",
@@ -291,14 +357,29 @@ BATCH = FeatureSet(
             "prefill_tokens / (prefill_tokens + decode_tokens)",
             "prefill against decode; 0 of no token",
         ),
-        Feature("waiting_depth", "request", "waiting_depth", "the scheduler walks the queue"),
-        Feature("running_depth", "request", "running_depth", "batch size in requests"),
-        Feature("scheduled_tokens", "token", "prefill_tokens + decode_tokens", "total work of the step"),
+        Feature("waiting_depth", "request", "waiting_depth", "the scheduler walks the queue", sign=_COST),
+        Feature(
+            "first_decode_reqs",
+            "request",
+            "num_prefill_reqs * max(0, 1 + num_prefill_reqs - prefill_tokens)",
+            "scheduled a step ahead, a prompt executes in the cycle after its own, where its first decode counts as a "
+            "prefill of one token",
+            sign=_COST,
+        ),
+        Feature("running_depth", "request", "running_depth", "batch size in requests", sign=_COST),
+        Feature(
+            "scheduled_tokens",
+            "token",
+            "prefill_tokens + decode_tokens",
+            "total work of the step",
+            sign=_COST,
+        ),
         Feature(
             "prefill_tokens_x_layers",
             "token*layer",
             "prefill_tokens * layers",
             "tells models apart where there are several",
+            sign=_COST,
         ),
         *_CONFIGURATION,
     ),
@@ -306,12 +387,19 @@ BATCH = FeatureSet(
 """The specification's first set for beta: what a step carries, and what carries it."""
 
 PRODUCTS = (
-    Feature("prefill_tokens_squared", "token*token", "prefill_tokens ** 2", "attention within a prompt"),
+    Feature(
+        "prefill_tokens_squared",
+        "token*token",
+        "prefill_tokens ** 2",
+        "attention within a prompt",
+        sign=_COST,
+    ),
     Feature(
         "num_decode_reqs_squared",
         "request*request",
         "num_decode_reqs ** 2",
         "a batch that outgrows the hardware",
+        sign=_COST,
     ),
     Feature(
         "prefill_tokens_x_num_decode_reqs",
@@ -321,6 +409,8 @@ PRODUCTS = (
     ),
 )
 """Products of a step's columns, offered to a model of step times only where time-blocked validation pays for them."""
+
+BATCH_PRODUCTS = FeatureSet("batch+products", (*BATCH.features, *PRODUCTS))
 
 _ROOFLINE_REASONS = {
     "prefill_compute_us": "FLOPs of the prompt tokens at the GPU's peak",
@@ -337,9 +427,54 @@ _ROOFLINE_REASONS = {
 
 ROOFLINE = FeatureSet(
     "roofline",
-    tuple(Feature(name, ROOFLINE_TERMS[name], name, reason) for name, reason in _ROOFLINE_REASONS.items()),
+    tuple(
+        Feature(name, ROOFLINE_TERMS[name], name, reason, _COST) for name, reason in _ROOFLINE_REASONS.items()
+    ),
 )
 """The terms of `roofline.add_roofline`; the constant is the model's intercept."""
+
+ROOFLINE_MAX = FeatureSet(
+    "roofline_max",
+    (
+        Feature(
+            "step_bound_us",
+            "us",
+            f"max({_RATIO} * (prefill_compute_us + decode_compute_us), "
+            "weight_read_us + moe_expert_read_us + decode_kv_read_us + prefill_kv_write_us)",
+            "a step is bound by compute or by memory, whichever takes longer; no sum says so",
+            _COST,
+        ),
+        *(f for f in ROOFLINE.features if f.name in ("tp_comm_us", "moe_dispatch_us", "batch_requests")),
+    ),
+    ratios=tuple(2 ** (k / 4) for k in range(-4, 9)),
+)
+"""The larger of compute and memory over the step. The ratio is how much more of its peak memory reaches than compute."""
+
+WORK_MAX = FeatureSet(
+    "work_max",
+    (
+        Feature(
+            "step_bound_mflop",
+            "MFLOP",
+            f"max(prefill_mflop + decode_mflop, {_RATIO} * (weight_kb + expert_kb + kv_read_kb + kv_write_kb))",
+            "a step is bound by compute or by memory, whichever takes longer; no sum says so",
+            _COST,
+        ),
+        Feature("num_prefill_reqs", "request", "num_prefill_reqs", "per-request cost of a prefill", _COST),
+        Feature("num_decode_reqs", "request", "num_decode_reqs", "per-request cost of a decode", _COST),
+        Feature("waiting_depth", "request", "waiting_depth", "the scheduler walks the queue", _COST),
+        Feature(
+            "num_decode_reqs_squared",
+            "request*request",
+            "num_decode_reqs ** 2",
+            "a batch that outgrows the hardware",
+            sign=_COST,
+        ),
+    ),
+    ratios=tuple(1e-3 * 2.0**k for k in range(9)),
+)
+"""The same on facts of the architecture alone, where no GPU is known. The ratio is how many 10^6 FLOPs the machine does
+while it reads 10^3 bytes: 1 to 256 FLOP per byte."""
 
 _WORKLOAD = (
     Feature("max_tokens", "token", "max_tokens", "output the request may ask for"),
@@ -429,6 +564,10 @@ DEPARTURE = FeatureSet(
 """FINISHED to DEPARTED: the API process working through the outputs of the finishing step."""
 
 BUILT_IN: Mapping[str, FeatureSet] = {
-    feature_set.name: feature_set for feature_set in (BATCH, ROOFLINE, QUEUE, ADMISSION, DEPARTURE)
+    feature_set.name: feature_set
+    for feature_set in (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, QUEUE, ADMISSION, DEPARTURE)
 }
 """Feature sets by name."""
+
+AUTO = (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, BATCH_PRODUCTS)
+"""Candidates for step times, in order of preference."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.features.roofline import ROOFLINE_TERMS, add_roofline
+from tracefit.features.roofline import ROOFLINE_TERMS, WORK_TERMS, add_roofline, add_work
 from tracefit.features.sets import FeatureSet, add_features
 
 if TYPE_CHECKING:
@@ -63,11 +63,16 @@ def _number(value: float | None) -> float | None:
 
 
 def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
-    """Add the roofline terms of every step; null without a model or a GPU."""
-    model, gpu = context.architecture, context.gpu
-    if model is None or gpu is None:
+    """Add the roofline terms of every step, null without a model or a GPU, and its work, null without a model."""
+    model, gpu, tp = context.architecture, context.gpu, context.settings.tensor_parallel or 1
+    if model is None:
+        return timeline.with_columns(
+            pl.lit(None, pl.Float64).alias(name) for name in (*WORK_TERMS, *ROOFLINE_TERMS)
+        )
+    timeline = add_work(timeline, model, tp=tp)
+    if gpu is None:
         return timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in ROOFLINE_TERMS)
-    return add_roofline(timeline, model, gpu, tp=context.settings.tensor_parallel or 1)
+    return add_roofline(timeline, model, gpu, tp=tp)
 
 
 def step_rows(

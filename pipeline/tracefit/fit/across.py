@@ -14,6 +14,7 @@ from tracefit.fit import rows as rules
 from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.frames import step_frame
 from tracefit.fit.scope import STEP_TIMES, beta_options, columns_of
+from tracefit.fit.signs import NON_NEGATIVE
 from tracefit.fit.train import Fitted, TooFewRows, fit_linear, fit_regimes
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _leave_groups(
         features = _told_apart(
             [p for p, frame in zip(pooled, frames, strict=True) if frame.names[kind] != name]
         )
-        how = replace(beta_options(options), positive=True)
+        how = replace(beta_options(options), signs=NON_NEGATIVE)
         fitted = fit_linear(rows, features, how)
         if isinstance(fitted, TooFewRows):
             notes.append(f"{title}, {name}: {fitted.reason}")

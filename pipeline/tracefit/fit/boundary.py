@@ -19,7 +19,15 @@ from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.frames import counted
 from tracefit.fit.metrics import Metrics, Vector, measure, skill
 from tracefit.fit.parts import predict_parts
-from tracefit.fit.step_clock import Flags, StepClock, boundary_of, meets_idle, step_clock, true_boundary
+from tracefit.fit.step_clock import (
+    Flags,
+    StepClock,
+    boundary_of,
+    interpolated_clock,
+    meets_idle,
+    step_clock,
+    true_boundary,
+)
 from tracefit.fit.validate import WITHIN_PCT, Validation, reference
 
 if TYPE_CHECKING:
@@ -83,7 +91,8 @@ class FittedBoundary:
             rows: All of their servers: who waits for the API process follows from who came before.
             timeline: The `timeline` table.
         """
-        return _predict(self, _with_done(self, rows), step_clock(timeline))
+        clocks = step_clock(timeline), interpolated_clock(timeline)
+        return _predict(self, _with_done(self, rows), *clocks)
 
 
 def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | None:
@@ -122,7 +131,8 @@ def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | Non
         find_bursts(marked),
     )
     rows = _with_done(fitted, marked)
-    return _validated(fitted, counted(rows, "train"), counted(rows, "holdout"), clock)
+    clocks = clock, interpolated_clock(timeline)
+    return _validated(fitted, counted(rows, "train"), counted(rows, "holdout"), *clocks)
 
 
 def _constants(
@@ -165,6 +175,8 @@ def admission_with_clock(
 ) -> tuple[Vector, Flags]:
     """Predict admissions by the step clock: the boundary after the work, or its end itself when the engine was idle.
 
+    A boundary whose step the clock does not know is taken to lie evenly between the known ones around it.
+
     Args:
         rows: Admission rows: engine columns and ts_ns.
         timeline: The `timeline` table.
@@ -174,11 +186,21 @@ def admission_with_clock(
     Returns:
         Predictions in us, clipped at 0, and for which rows the clock knows enough; shape (n,) each.
     """
-    clock = step_clock(timeline)
-    boundary, idle = boundary_of(rows, clock, done_us), meets_idle(rows, clock, done_us)
-    until = (clock.starts[boundary] - rows["ts_ns"].to_numpy()) / 1e3 + offset_us
-    told = np.where(boundary >= 0, until, done_us)
-    return np.asarray(np.maximum(told, 0.0)), np.asarray((boundary >= 0) | idle)
+    clock, between = step_clock(timeline), interpolated_clock(timeline)
+    until, known = _until_boundary(rows, clock, between, done_us)
+    idle = meets_idle(rows, clock, done_us)
+    predicted = np.where(known, until + offset_us, done_us)
+    return np.asarray(np.maximum(predicted, 0.0)), np.asarray(known | idle)
+
+
+def _until_boundary(
+    rows: pl.DataFrame, clock: StepClock, between: StepClock, done_us: Vector
+) -> tuple[Vector, Flags]:
+    """Return the time to the boundary each request waits for, and for which of them a clock tells it; shape (n,) each."""
+    arrived, idle = rows["ts_ns"].to_numpy(), meets_idle(rows, clock, done_us)
+    exact, near = (boundary_of(rows, one, done_us) for one in (clock, between))
+    until = np.where(exact >= 0, clock.starts[exact] - arrived, between.starts[near] - arrived) / 1e3
+    return until, np.asarray((exact >= 0) | ((near >= 0) & ~idle))
 
 
 def _work_of_idle(train: pl.DataFrame, clock: StepClock) -> tuple[float, float | None]:
@@ -230,16 +252,19 @@ def _work_us(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
     return np.asarray(fitted.work_us + fitted.work_us_per_prompt_token * tokens)
 
 
-def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clock: StepClock) -> Vector:
+def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clock: StepClock, between: StepClock) -> Vector:
     done = rows["done_us"].to_numpy()
-    boundary = boundary_of(rows, clock, done)
-    until = (clock.starts[boundary] - rows["ts_ns"].to_numpy()) / 1e3 + fitted.offset_us
+    until, known = _until_boundary(rows, clock, between, done)
     predicted = np.where(meets_idle(rows, clock, done), done, predict_parts(fitted.without_clock.parts, rows))
-    return np.asarray(np.maximum(np.where(boundary >= 0, until, predicted), 0.0))
+    return np.asarray(np.maximum(np.where(known, until + fitted.offset_us, predicted), 0.0))
 
 
 def _validated(
-    fitted: FittedBoundary, train: pl.DataFrame, held: pl.DataFrame, clock: StepClock
+    fitted: FittedBoundary,
+    train: pl.DataFrame,
+    held: pl.DataFrame,
+    clock: StepClock,
+    between: StepClock,
 ) -> FittedBoundary:
     y = held["y"].to_numpy().astype(float)
     truth = true_boundary(held, clock)
@@ -248,8 +273,8 @@ def _validated(
         float(np.mean(boundary_of(held, clock, w)[known] == truth[known])) if known.any() else None
         for w in (held["done_us"].to_numpy(), np.zeros(len(y)))
     )
-    told = _predict(fitted, held, clock)
-    told_train, y_train = _predict(fitted, train, clock), train["y"].to_numpy().astype(float)
+    told = _predict(fitted, held, clock, between)
+    told_train, y_train = _predict(fitted, train, clock, between), train["y"].to_numpy().astype(float)
     band = band_of(told_train, y_train)
     low, high = band.around(told)
     linear = fitted.without_clock

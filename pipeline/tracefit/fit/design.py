@@ -11,7 +11,7 @@ import polars as pl
 from tracefit.fit import rows as rules
 from tracefit.fit.parts import FeatureColumn, matrix, target_of
 from tracefit.fit.select import LeftOut, time_blocks, usable_features
-from tracefit.fit.weights import interval_weights
+from tracefit.fit.weights import interval_weights, noise_weights
 
 if TYPE_CHECKING:
     from tracefit.fit.estimators import NDArrayInt
@@ -26,12 +26,17 @@ _PERMILLE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """Training rows as arrays: features (n, n_features), targets, weights, run and time, each (n,)."""
+    """Training rows as arrays: features (n, n_features), and each of shape (n,) targets, weights, run and time.
+
+    `weights` are inverse variances. `counts` are the same but for noise that grows with the target: an error of so many us
+    counts alike in a short step and in a long one.
+    """
 
     columns: list[FeatureColumn]
     x: Matrix
     y: Vector
     weights: Vector
+    counts: Vector
     run: NDArrayInt
     time: NDArrayInt
 
@@ -62,11 +67,13 @@ def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design
     everything, y = matrix(used, names), target_of(used)
     kept, left = usable_features(everything, names, [f.max_inflation for f in features])
     x = np.asfortranarray(everything[:, kept])
-    weights = np.ones(len(y))
+    counts = weights = np.ones(len(y))
     if "interval_steps" in used.columns:
         steps, sd = matrix(used, ["interval_steps", "cycle_sd_us"]).T
-        weights = interval_weights(x, y, steps, sd)
+        counts = interval_weights(x, y, steps, sd)
+        weights = noise_weights(x, y, counts)
     if "row_scale_us" in used.columns:
-        weights = weights / matrix(used, ["row_scale_us"])[:, 0] ** 2
+        scale = matrix(used, ["row_scale_us"])[:, 0] ** 2
+        counts, weights = counts / scale, weights / scale
     run = used.select(pl.struct(rules.SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
-    return Design([features[k] for k in kept], x, y, weights, run, used["ts_ns"].to_numpy()), left
+    return Design([features[k] for k in kept], x, y, weights, counts, run, used["ts_ns"].to_numpy()), left

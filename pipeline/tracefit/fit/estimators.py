@@ -9,7 +9,7 @@ from scipy.special import stdtrit
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
-from tracefit.fit.solvers import Penalty, line, moments, ridge_share
+from tracefit.fit.solvers import Penalty, Positive, bounds_of, line, moments, ridge_share
 
 if TYPE_CHECKING:
     from tracefit.fit.metrics import Matrix, Vector
@@ -37,7 +37,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             standardised features, for Lasso a fraction of the smallest penalty that empties the model.
         huber: Tuning constant; infinity is ordinary least squares.
         rounds: Most rounds of reweighting.
-        positive: Allow no negative coefficient and no negative intercept.
+        positive: Allow no negative coefficient and no negative intercept; or which of them, the intercept last.
 
     Attributes:
         intercept_: In the unit of y, for raw features.
@@ -54,7 +54,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         huber: float = HUBER,
         rounds: int = _ROUNDS,
         *,
-        positive: bool = False,
+        positive: Positive = False,
     ) -> None:
         self.penalty = penalty
         self.strength = strength
@@ -128,7 +128,8 @@ def confidence_intervals(
         level: Coverage aimed at.
     """
     active = np.flatnonzero(model.coef_)
-    bound = model.positive and model.intercept_ == 0
+    at_least_zero, constant_at_least_zero = bounds_of(model.positive, x.shape[1])
+    bound = constant_at_least_zero and model.intercept_ == 0
     center = np.zeros(len(active)) if bound else x[:, active].mean(axis=0)
     scale = x[:, active].std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
@@ -146,15 +147,16 @@ def confidence_intervals(
     back[0, 1:] = -center / scale
     spread = np.sqrt(np.maximum(np.diag(back @ cov @ back.T), 0.0))
     reach = float(stdtrit(max(count - 1, 1), 0.5 + level / 2)) * spread
-    least = 0.0 if model.positive else -np.inf
 
-    def around(value: float, width: float) -> Interval:
-        return max(value - width, least), value + width
+    def around(value: float, width: float, *, cut: bool) -> Interval:
+        return max(value - width, 0.0 if cut else -np.inf), value + width
 
     intervals: list[Interval | None] = [None] * x.shape[1]
     for position, feature in enumerate(active, start=1):
-        intervals[int(feature)] = around(float(model.coef_[feature]), float(reach[position]))
-    return None if bound else around(model.intercept_, float(reach[0])), intervals
+        width, cut = float(reach[position]), bool(at_least_zero[feature])
+        intervals[int(feature)] = around(float(model.coef_[feature]), width, cut=cut)
+    constant = around(model.intercept_, float(reach[0]), cut=constant_at_least_zero)
+    return None if bound else constant, intervals
 
 
 Interval = tuple[float, float]

@@ -23,31 +23,29 @@ if TYPE_CHECKING:
     from tracefit.fit.train import Fitted
 
 
-def in_hindsight(fitted: Fitted, *, positive: bool) -> tuple[FittedPart, ...]:
-    """Fit the parts of a model anew on its held-out rows, with the estimator and the penalty it was trained with.
+def in_hindsight(fitted: Fitted) -> tuple[FittedPart, ...]:
+    """Fit the parts of a model anew on its held-out rows, with the estimator, the penalty and the signs it was trained with.
 
     A term that the held-out rows cannot tell (constant, or a mix of others) keeps its value; so does a part that fewer of
     them than a fit needs speak for.
 
     Args:
         fitted: The model.
-        positive: Allow no negative coefficient and no negative intercept, as in its training.
     """
     held = counted(fitted.rows, "holdout")
     speaker = speakers(fitted.parts, held)
     return tuple(
-        _refitted(part, held.filter(pl.Series(speaker == index)), positive=positive)
-        for index, part in enumerate(fitted.parts)
+        _refitted(part, held.filter(pl.Series(speaker == index))) for index, part in enumerate(fitted.parts)
     )
 
 
-def _refitted(part: FittedPart, held: pl.DataFrame, *, positive: bool) -> FittedPart:
+def _refitted(part: FittedPart, held: pl.DataFrame) -> FittedPart:
     if held.height < MIN_TRAIN_ROWS:
         return part
     data, _ = design_of(held, [t.feature for t in part.terms])
     untold = [t for t in part.terms if t.feature not in data.columns]
     kept_us = matrix(held, [t.feature.name for t in untold]) @ np.array([t.value for t in untold])
-    model = RobustLinear(part.choice.penalty, part.choice.strength, positive=positive)
+    model = RobustLinear(part.choice.penalty, part.choice.strength, positive=part.signs.of(data.columns))
     model.fit(data.x, data.y - kept_us, data.weights)
     terms = (*linear_terms(data.columns, model.coef_, data.x), *untold)
     return replace(part, intercept=model.intercept_, terms=terms)

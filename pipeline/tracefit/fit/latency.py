@@ -178,7 +178,7 @@ def _predicted_steps(
     filling = rows.filter(empty & in_training & ~pl.col("idle_after") & (pl.col("interval_steps") == 1))
     empty_us = filling["cycle_us"].median()
     known = pl.col("is_empty").is_not_null()
-    later = replace(beta.fitted, parts=in_hindsight(beta.fitted, positive=beta.recipe.options.positive))
+    later = replace(beta.fitted, parts=in_hindsight(beta.fitted))
     filled = pl.when(empty).then(pl.lit(empty_us or 0.0)).when(known)
     return rows.select(
         *tables.timeline.columns,

@@ -36,7 +36,6 @@ def learning_curve(
     judged: pl.DataFrame,
     *,
     fewest: int,
-    positive: bool,
 ) -> tuple[LearningPoint, ...]:
     """Fit a model anew on ever more rows, features and penalty as they were chosen on all.
 
@@ -47,7 +46,6 @@ def learning_curve(
         designs: The training rows of each part.
         judged: The held-out rows.
         fewest: Rows that every part needs.
-        positive: Whether the model was fitted within bounds.
     """
     y = target_of(judged)
     points = []
@@ -59,6 +57,7 @@ def learning_curve(
         refitted = list(parts)
         if share < 1:
             for index, (part, design, mine) in enumerate(zip(parts, designs, chosen, strict=True)):
+                positive = part.signs.of(design.columns)
                 model = RobustLinear(part.choice.penalty, part.choice.strength, positive=positive)
                 model.fit(design.x[mine], design.y[mine], design.weights[mine])
                 terms = linear_terms(design.columns, model.coef_, design.x)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tracefit.fit.signs import ANY_SIGN, NON_NEGATIVE, Signs
+
 if TYPE_CHECKING:
     import polars as pl
 
@@ -24,7 +26,7 @@ class FitOptions:
         truth: What the first regime's condition should have told, where there are regimes.
         judge: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
         reference: Fit the gradient-boosted reference.
-        positive: Costs can only add: no coefficient and no intercept below zero.
+        signs: Which coefficients cannot be negative.
     """
 
     drop_outliers: bool = True
@@ -32,7 +34,7 @@ class FitOptions:
     judge: pl.Expr | None = None
     truth: pl.Expr | None = None
     reference: bool = True
-    positive: bool = False
+    signs: Signs = ANY_SIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,17 @@ class ScopeOptions:
     Attributes:
         beta_target: Which step time to fit.
         positive: Allow no negative coefficient and no negative intercept in any model.
+        any_sign: Allow any sign, whatever physics says of a feature.
         reference: Fit the gradient-boosted reference beside every model.
     """
 
     beta_target: BetaTarget = "auto"
     positive: bool = False
+    any_sign: bool = False
     reference: bool = True
+
+    def signs(self, *, intercept: bool = False) -> Signs:
+        """Return the signs in force where features declare theirs; the constant's where it cannot be negative."""
+        if self.positive:
+            return NON_NEGATIVE
+        return ANY_SIGN if self.any_sign else Signs("declared", intercept=intercept)

@@ -9,10 +9,12 @@ import numpy as np
 import polars as pl
 
 from tracefit.fit.select import MAX_VIF
+from tracefit.fit.signs import ANY_SIGN, Signs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tracefit.features.sets import Sign
     from tracefit.fit.bands import Band
     from tracefit.fit.estimators import NDArrayInt
     from tracefit.fit.metrics import Matrix, Vector
@@ -30,6 +32,8 @@ class FeatureColumn:
     formula: str | None = None
     max_inflation: float = MAX_VIF
     """Variance inflation against the features before it above which it is left out."""
+    sign: Sign | None = None
+    """What physics says of its coefficient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,13 @@ class FittedPart:
     rows_used: int
     collinearity: Collinearity
     band: Band
+    signs: Signs = ANY_SIGN
+    """The signs that were in force."""
+
+    @property
+    def least(self) -> float:
+        """Smallest value, not clipped, that any features within the ranges of the training rows give."""
+        return self.intercept + sum(min(t.value * t.seen[0], t.value * t.seen[1]) for t in self.terms)
 
     def predict(self, rows: pl.DataFrame) -> Vector:
         """Predict the rows of a training frame, clipped at 0; shape (n,)."""

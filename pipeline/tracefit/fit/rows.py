@@ -26,6 +26,9 @@ MIN_TRAIN_ROWS = 30
 MIN_HOLDOUT_ROWS = 10
 """Nothing is fitted on fewer rows, or judged on fewer."""
 
+FEW_ROWS = 100
+"""An error from fewer rows is a guess: of so few single steps intervals are judged too, and a verdict says so."""
+
 
 def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
     """Add `split`: the first 70 % of each server's rows in time train, the rest is held out.

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import polars as pl
 from threadpoolctl import threadpool_limits
 
 from tracefit.features import training
-from tracefit.features.sets import BUILT_IN, FREE_FEATURES, PRODUCTS, QUEUED_FEATURES, FeatureSet
+from tracefit.features.sets import (
+    BUILT_IN,
+    FREE_FEATURES,
+    PRODUCTS,
+    QUEUED_FEATURES,
+    Feature,
+    FeatureSet,
+)
+from tracefit.fit import forms
 from tracefit.fit.boundary import FittedBoundary, fit_boundary
+from tracefit.fit.candidates import RULE, Candidate, choose, try_features
 from tracefit.fit.frames import request_frame, step_frame
 from tracefit.fit.latency import ComposedLatencies, compose_latencies
+from tracefit.fit.load import (
+    LOAD_FEATURES,
+    ErrorOverLoad,
+    LoadExtrapolation,
+    error_over_load,
+    load_extrapolation,
+    with_load,
+)
 from tracefit.fit.options import COVERED_SHARE, BetaTarget, FitOptions, ScopeOptions
 from tracefit.fit.parts import Comparison, FeatureColumn, Regime
 from tracefit.fit.ranges import beyond_training
-from tracefit.fit.select import MAX_PRODUCT_VIF, MAX_VIF, Choice, pays
+from tracefit.fit.select import MAX_PRODUCT_VIF, MAX_VIF
+from tracefit.fit.signs import NON_NEGATIVE
 from tracefit.fit.step_phases import StepPhase, errors_by_phase
 from tracefit.fit.summed import SummedTime, summed_holdout
-from tracefit.fit.train import Fitted, TooFewRows, cross_validate, fit_regimes
+from tracefit.fit.train import Fitted, TooFewRows, fit_regimes, mark_outliers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,6 +121,12 @@ class FittedModel:
     notes: tuple[str, ...] = ()
     by_phase: tuple[StepPhase, ...] = ()
     """Errors of step times in each workload phase."""
+    candidates: tuple[Candidate, ...] = ()
+    """Every form that was tried, where one was chosen."""
+    feature_definitions: FeatureSet | None = None
+    """Of step times: the features the model was offered, ratios chosen."""
+    over_load: ErrorOverLoad | None = None
+    load_extrapolation: LoadExtrapolation | None = None
     boundary: FittedBoundary | None = None
     """With it the model is API work and the step clock; `fitted` is what to use without a clock."""
 
@@ -160,15 +184,7 @@ def fit_scope(
     for alpha in alphas:
         _sort_out(alpha, models, missing)
     alpha_frames = [a.fitted.rows for a in alphas if isinstance(a, FittedModel)]
-    fitted_set = next(
-        (
-            s
-            for one in beta_sets
-            for s in (one, _with_products(one))
-            if isinstance(beta, FittedModel) and s.name == beta.feature_set
-        ),
-        None,
-    )
+    fitted_set = beta.feature_definitions if isinstance(beta, FittedModel) else None
     whole_steps = choice is not None and (choice.source == "clock" or (cover.share or 0.0) >= COVERED_SHARE)
     return FittedScope(
         scope=scope,
@@ -230,12 +246,16 @@ def _fit_beta(
     if not tables.timeline.height:
         return None, Missing(name, "the traces hold no step events", f"start the server with {_STEP_FLAGS}")
     choice = choose_target(cover, wanted)
-    offered = _offered(sets)
-    rows = _beta_rows(scope, tables, offered, choice)
-    features, note = _choose_set(rows, sets, options)
-    rows = rows.drop(set(offered.names) - set(features.names))
-    recipe = Recipe((Regime("all", (), tuple(columns_of(features))),), beta_options(options))
-    result = fit_regimes(rows, list(recipe.regimes), recipe.options)
+    if scope.context.gpu is not None and len(sets) > 1:
+        # With a GPU amounts of work are times: the roofline says the same of them.
+        sets = [one for one in sets if one.name != "work_max"]
+    timeline = training.with_roofline(tables.timeline, scope.context)
+    constants = training.constants_of(scope.context)
+    rows, load = with_load(step_frame(tables, timeline, _offered(sets), constants, choice.source))
+    how = beta_options(options)
+    chosen = _choose_set(rows, sets, how)
+    recipe = Recipe((Regime("all", (), tuple(columns_of(chosen.features))),), how)
+    result = fit_regimes(chosen.rows, list(recipe.regimes), recipe.options)
     if isinstance(result, TooFewRows):
         remedy = (
             f"raise --step-tracing-sample-rate: of {tables.sampled_steps} sampled steps few are consecutive"
@@ -243,11 +263,25 @@ def _fit_beta(
         return choice, Missing(name, f"step times: {result.reason}", remedy)
     definition, source = _beta_definition(choice, tables.lags)
     target = name.removeprefix("beta.")
-    note = (*note, *beyond_training(result.terms, tables.timeline))
-    by_phase = errors_by_phase(result, tables.requests, recipe.options.judge)
     return choice, FittedModel(
-        name, target, definition, source, result, features.name, recipe, note, by_phase=by_phase
+        name,
+        target,
+        definition,
+        source,
+        result,
+        chosen.features.name,
+        recipe,
+        notes=(*_choice_note(chosen), *beyond_training(result.terms, tables.timeline)),
+        by_phase=errors_by_phase(result, tables.requests, how.judge),
+        candidates=chosen.candidates,
+        feature_definitions=chosen.features,
+        over_load=error_over_load(result, load, how),
+        load_extrapolation=load_extrapolation(result, columns_of(chosen.features), load, how),
     )
+
+
+def _choice_note(chosen: _ChosenSet) -> tuple[str, ...]:
+    return (f"feature set {chosen.features.name} chosen: {RULE}",) if chosen.candidates else ()
 
 
 def beta_options(options: ScopeOptions) -> FitOptions:
@@ -259,56 +293,98 @@ def beta_options(options: ScopeOptions) -> FitOptions:
         groups=(("decode_only", ~mixed), ("mixed", mixed)),
         judge=single,
         reference=options.reference,
-        positive=options.positive,
+        # A step takes no less than nothing, whatever it carries.
+        signs=options.signs(intercept=True),
     )
-
-
-def _beta_rows(scope: Scope, tables: ScopeTables, features: FeatureSet, choice: TargetChoice) -> pl.DataFrame:
-    timeline = training.with_roofline(tables.timeline, scope.context)
-    constants = training.constants_of(scope.context)
-    return step_frame(tables, timeline, features, constants, choice.source)
 
 
 def _offered(sets: Sequence[FeatureSet]) -> FeatureSet:
-    """Return the features of all sets, so that rows are built once; of several sets, the products they may take too."""
-    if len(sets) == 1:
-        return sets[0]
-    features = {f.name: f for one in sets for f in one.features} | {f.name: f for f in PRODUCTS}
-    return FeatureSet("offered", tuple(features.values()))
+    """Return the features of all sets once, those with a ratio to choose once for every ratio, and what measures load."""
+    features: dict[str, Feature] = {}
+    for one in sets:
+        for feature in one.features:
+            if not feature.is_tuned:
+                features[feature.name] = feature
+        for number, ratio in enumerate(one.ratios):
+            for feature in one.at(ratio).features:
+                if feature.name not in features:
+                    features[_at(feature.name, number)] = replace(feature, name=_at(feature.name, number))
+    return FeatureSet("offered", (*features.values(), *LOAD_FEATURES))
 
 
-def _choose_set(
-    rows: pl.DataFrame, sets: Sequence[FeatureSet], options: ScopeOptions
-) -> tuple[FeatureSet, tuple[str, ...]]:
-    """Choose the feature set with the smallest cross-validated error on the training part; ties to the first.
+def _at(name: str, number: int) -> str:
+    return f"{name}__{number}"
 
-    Products of the batch's columns are added where `pays` says so. A set that was asked for is taken as it is.
+
+@dataclass(frozen=True, slots=True)
+class _ChosenSet:
+    """The features to fit, the training rows with exactly these, and what was tried."""
+
+    features: FeatureSet
+    rows: pl.DataFrame
+    candidates: tuple[Candidate, ...] = ()
+
+
+def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOptions) -> _ChosenSet:
+    """Choose the feature set by the rule of `candidates`, on the training part alone. A set that was asked for is taken.
+
+    Args:
+        rows: Training frame with the features of `_offered`, and the load.
+        sets: The candidates in order of preference.
+        options: How the model is fitted.
     """
-    if len(sets) == 1:
-        return sets[0], ()
-
-    def judge(features: FeatureSet) -> Choice | None:
-        return cross_validate(rows, columns_of(features), beta_options(options))
-
-    judged = {features.name: (features, found) for features in sets if (found := judge(features))}
-    if not judged:
-        return sets[0], ()
-    best, simple = min(judged.values(), key=lambda pair: pair[1].score)
-    said = ", ".join(f"{name} {found.score:.1f} us" for name, (_, found) in judged.items())
-    note = (
-        f"feature set {best.name} chosen by cross-validated mean absolute error on the training part ({said})"
-    )
-    richer = _with_products(best)
-    with_products = judge(richer)
-    if with_products is None:
-        return best, (note,)
-    worth = pays(simple, with_products)
-    verdict = "taken" if worth else "left out: not better by a standard error over the folds and by 5 %"
-    return richer if worth else best, (note, f"products of columns {verdict} ({with_products.score:.1f} us)")
+    # The same rows for all: a model of its own outliers would be judged without those that speak against it.
+    first = _ratios(sets[0])[0]
+    marked = mark_outliers(_taken(rows, first), columns_of(first.features), options)
+    rows_judged = rows.with_columns(marked["excluded_because"])
+    how = replace(options, drop_outliers=False)
+    tuned = [_with_ratio(rows_judged, one, how) for one in sets]
+    found = [try_features(_taken(rows_judged, one), one.name, columns_of(one.features), how) for one in tuned]
+    tried = choose([c for c in found if c is not None]) if any(found) else ()
+    name = next((c.name for c in tried if c.chosen), sets[0].name)
+    winner = next(one for one in tuned if one.name == name)
+    kept = _taken(rows, winner)
+    unused = {f.name for f in _offered(sets).features} - set(winner.features.names)
+    features = winner.features
+    return _ChosenSet(features, kept.drop(unused & set(kept.columns)), tried if len(sets) > 1 else ())
 
 
-def _with_products(features: FeatureSet) -> FeatureSet:
-    return FeatureSet(f"{features.name}+products", (*features.features, *PRODUCTS))
+@dataclass(frozen=True, slots=True)
+class _TunedSet:
+    """A set with its ratio chosen, and the number that its columns of that ratio carry."""
+
+    features: FeatureSet
+    number: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.features.name
+
+
+def _ratios(features: FeatureSet) -> list[_TunedSet]:
+    """Return a set with each ratio it may have; itself where it has none."""
+    tried = [_TunedSet(features.at(ratio), number) for number, ratio in enumerate(features.ratios)]
+    return tried or [_TunedSet(features)]
+
+
+def _with_ratio(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -> _TunedSet:
+    """Choose the ratio of a set that has one: by the rule for candidates."""
+    tried = _ratios(features)
+    if len(tried) == 1:
+        return tried[0]
+    scores = []
+    for one in tried:
+        found = try_features(_taken(rows, one), one.name, columns_of(one.features), options, quick=True)
+        scores.append(found.score if found else float("inf"))
+    return tried[scores.index(min(scores))]
+
+
+def _taken(rows: pl.DataFrame, one: _TunedSet) -> pl.DataFrame:
+    """Give the columns of the chosen ratio the names of the features."""
+    if one.number is None:
+        return rows
+    names = {_at(n, one.number): n for n in one.features.names if _at(n, one.number) in rows.columns}
+    return rows.rename(names)
 
 
 def _beta_definition(choice: TargetChoice, lags: Mapping[tuple[str, str], int]) -> tuple[str, str]:
@@ -357,27 +433,51 @@ def _fit_alpha(
         drop_outliers=target != "admission",
         reference=options.reference,
         # Outputs to work through can only add to a departure; the load a request comes in may well take from others.
-        positive=options.positive or target == "departure",
+        signs=NON_NEGATIVE if target == "departure" else options.signs(),
     )
     recipe = Recipe((Regime("all", (), tuple(columns_of(features))),), how)
     result = fit_regimes(rows, list(recipe.regimes), how)
     if isinstance(result, TooFewRows):
         return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
-    boundary = fit_boundary(result, tables.timeline) if target == "admission" else None
-    source = "journey, step clock" if boundary else "journey"
-    notes = _BOUNDARY_NOTES if boundary else ()
+    boundary: FittedBoundary | None = None
+    tried: tuple[Candidate, ...] = ()
+    if target == "admission":
+        tried = _admission_forms(rows, recipe, tables.timeline)
+        if not any(c.chosen and c.name == forms.LINE for c in tried):
+            boundary = fit_boundary(result, tables.timeline)
     return FittedModel(
         name,
         target,
-        _ALPHA_DEFINITIONS[target],
-        source,
+        _ALPHA_DEFINITIONS[target] if boundary or target != "admission" else _QUEUED_AT_ONCE,
+        "journey, step clock" if boundary else "journey",
         result,
         features.name,
         recipe,
-        notes,
+        notes=(*(_BOUNDARY_NOTES if boundary else ()), *_form_note(tried)),
         boundary=boundary,
+        candidates=tried,
     )
 
+
+def _admission_forms(rows: pl.DataFrame, recipe: Recipe, timeline: pl.DataFrame) -> tuple[Candidate, ...]:
+    """Hold the step boundary after the API work against a plain line; empty where there is but one to choose."""
+    inner, regimes = forms.inner_rows(rows), list(recipe.regimes)
+    found = (
+        forms.try_boundary(inner, regimes, recipe.options, timeline),
+        forms.try_regimes(inner, forms.LINE, regimes, recipe.options),
+    )
+    return _one_of(*found)
+
+
+def _one_of(lawful: Candidate | None, other: Candidate | None) -> tuple[Candidate, ...]:
+    return forms.choose_form(lawful, other) if lawful is not None and other is not None else ()
+
+
+def _form_note(tried: tuple[Candidate, ...]) -> tuple[str, ...]:
+    return tuple(f"form {c.name} chosen: {c.reason} ({forms.RULE})" for c in tried if c.chosen)
+
+
+_QUEUED_AT_ONCE = "ARRIVED to QUEUED"
 
 _BOUNDARY_NOTES = (
     "work is the API process's own time: what a consumer that simulates step boundaries itself needs",
@@ -420,7 +520,7 @@ def _fit_wait(
         groups=groups,
         truth=_REGIME_BY_STEP,
         reference=options.reference,
-        positive=options.positive,
+        signs=options.signs(),
     )
     columns = columns_of(features)
     if exact:
@@ -431,19 +531,36 @@ def _fit_wait(
     else:
         regimes = [Regime("queued", SOMEONE_WAITS, tuple(columns)), Regime("free", (), tuple(columns))]
         source = "journey, queue state of the latest sampled step"
-    result = fit_regimes(rows, regimes, how)
+    one_line = [Regime("all", (), tuple(columns))]
+    inner = forms.inner_rows(rows)
+    found = (
+        forms.try_regimes(inner, forms.REGIMES, regimes, how),
+        forms.try_regimes(inner, forms.LINE, one_line, how),
+    )
+    tried = _one_of(*found)
+    chosen = one_line if any(c.chosen and c.name == forms.LINE for c in tried) else regimes
+    result = fit_regimes(rows, chosen, how)
     if isinstance(result, TooFewRows):
         return Missing(name, f"requests with both events: {result.reason}", "trace more requests")
-    notes = _WAIT_NOTES if exact else ()
-    definition = _ALPHA_DEFINITIONS["queue_wait"]
-    recipe = Recipe(tuple(regimes), how)
-    return FittedModel(name, "queue_wait", definition, source, result, features.name, recipe, notes)
+    return FittedModel(
+        name,
+        "queue_wait",
+        _ALPHA_DEFINITIONS["queue_wait"],
+        source,
+        result,
+        features.name,
+        Recipe(tuple(chosen), how),
+        notes=(*(_WAIT_NOTES if exact else ()), *_form_note(tried)),
+        candidates=tried,
+    )
 
 
 def columns_of(features: FeatureSet) -> list[FeatureColumn]:
     """Return the features of a set as candidates for a fit."""
     loose = {f.name for f in PRODUCTS}
     return [
-        FeatureColumn(f.name, f.coefficient_unit, f.formula, MAX_PRODUCT_VIF if f.name in loose else MAX_VIF)
+        FeatureColumn(
+            f.name, f.coefficient_unit, f.formula, MAX_PRODUCT_VIF if f.name in loose else MAX_VIF, f.sign
+        )
         for f in features.features
     ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tracefit.fit.estimators import NDArrayInt, RobustLinear
-from tracefit.fit.solvers import Penalty, line, moments
+from tracefit.fit.solvers import Penalty, Positive, line, moments
 
 if TYPE_CHECKING:
     from tracefit.fit.metrics import Matrix, Vector
@@ -176,16 +176,20 @@ def choose_penalty(
     weights: Vector | None = None,
     candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES,
     *,
-    positive: bool = False,
+    positive: Positive = False,
+    counts: Vector | None = None,
 ) -> Choice:
     """Choose penalty and strength by leave-one-time-block-out error on the training rows.
 
     Within a fold all candidates share the Huber weights of the first one's fit: the rows that count are the same for
     all. Ties (within 0.1 %) go to the earlier candidate: Ridge before Lasso before elastic net, weaker before stronger.
+    `counts`, as `weights` if not given, say how much the error of each row counts.
     """
     weights = np.ones(len(y)) if weights is None else weights
+    counts = weights if counts is None else counts
     evenly = slice(None, None, -(-len(y) // ENOUGH_ROWS) or None)
-    x, y, blocks, weights = np.asfortranarray(x[evenly]), y[evenly], blocks[evenly], weights[evenly]
+    x, y, blocks = np.asfortranarray(x[evenly]), y[evenly], blocks[evenly]
+    weights, counts = weights[evenly], counts[evenly]
     folds = [f for f in np.unique(blocks) if 0 < np.sum(blocks == f) < len(y)]
     if not folds:
         penalty, strength = candidates[0]
@@ -197,7 +201,7 @@ def choose_penalty(
             (x[~test], y[~test], weights[~test]), x[test], candidates, positive=positive
         )
         off = np.abs(np.maximum(predictions, 0.0) - y[test])
-        shares.append(off @ weights[test] / weights.sum())
+        shares.append(off @ counts[test] / counts.sum())
     by_fold = np.array(shares)
     errors = by_fold.sum(axis=0)
     best = 0
@@ -222,7 +226,9 @@ def pays(simple: Choice, richer: Choice) -> bool:
     return bool(gains.sum() > max(error, WORTH * simple.score))
 
 
-def harms(x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: Choice) -> bool:
+def harms(
+    x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: Choice, counts: Vector | None = None
+) -> bool:
     """Tell whether the features predict left-out blocks of time clearly worse than a constant does.
 
     What they learnt is one stretch of the run then: a line through a burst is wrong by the burst's size in the quiet
@@ -230,7 +236,10 @@ def harms(x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: Cho
     """
     if not choice.folds or not x.shape[1]:
         return False
-    return choice.score > CLEARLY * choose_penalty(x[:, :0], y, blocks, weights, CANDIDATES[:1]).score
+    return (
+        choice.score
+        > CLEARLY * choose_penalty(x[:, :0], y, blocks, weights, CANDIDATES[:1], counts=counts).score
+    )
 
 
 def _fold_predictions(
@@ -238,7 +247,7 @@ def _fold_predictions(
     x: Matrix,
     candidates: tuple[tuple[Penalty, float], ...],
     *,
-    positive: bool,
+    positive: Positive,
 ) -> Matrix:
     """Predict one fold by every candidate fitted on the others; shape (n_candidates, n_rows)."""
     first = RobustLinear(*candidates[0], rounds=FOLD_ROUNDS, positive=positive).fit(*train)
@@ -250,7 +259,7 @@ def _fold_predictions(
 
 
 def out_of_fold(
-    x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: Choice, *, positive: bool
+    x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: Choice, *, positive: Positive
 ) -> Vector:
     """Predict each time block by a model fitted on the others, clipped at 0, shape (n,); one block by itself."""
     predicted = np.zeros(len(y))

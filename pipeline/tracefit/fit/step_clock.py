@@ -54,6 +54,19 @@ def step_clock(timeline: pl.DataFrame) -> StepClock:
     return StepClock(*columns, bounds, SPREADS * spread)
 
 
+def interpolated_clock(timeline: pl.DataFrame) -> StepClock:
+    """Lay out the step starts of the `timeline` table, those not known spread evenly between the known ones around them.
+
+    Nothing is put between two known starts with an idle gap after the first: nobody knows which of the steps took it.
+    """
+    ordered = timeline.sort(*ENGINE, "step_id")
+    start = pl.col("ts_start_ns")
+    idle = pl.when(start.is_not_null()).then(pl.col("idle_after").fill_null(value=False)).forward_fill()
+    between = start.cast(pl.Float64).interpolate_by("step_id").round().cast(pl.Int64)
+    filled = pl.when(start.is_null() & ~idle.over(ENGINE)).then(between.over(ENGINE)).otherwise(start)
+    return step_clock(ordered.with_columns(ts_start_ns=filled))
+
+
 def _next_start(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> NDArrayInt:
     """Index of the first known start at or after ARRIVED + `done_us`; -1 where there is none; shape (n,)."""
     at = rows["ts_ns"].to_numpy().astype(float) + done_us * 1e3

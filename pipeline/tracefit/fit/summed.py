@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from tracefit.fit.frames import counted
-from tracefit.fit.parts import predict_parts
-from tracefit.fit.rows import SERVER
+from tracefit.fit.parts import predict_parts, target_of
+from tracefit.fit.rows import MIN_HOLDOUT_ROWS, SERVER
 from tracefit.fit.select import time_blocks
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ MOST_BLOCKS = 1_000
 
 RESAMPLES = 2_000
 
+_TENTHS = 10
+
 
 @dataclass(frozen=True, slots=True)
 class SummedTime:
@@ -37,6 +39,8 @@ class SummedTime:
         two_sd_pct: Two standard deviations of the bias in percent, by block bootstrap.
         blocks: Blocks of time it was resampled by.
         furthest_pct: What the one row furthest off has of the bias, in percentage points: a hiccup, where it is much.
+        speed_change_pct: How much longer steps of equal batches take in the hold-out than in the training part; null where
+            too few are alike.
     """
 
     predicted_us: float
@@ -44,6 +48,12 @@ class SummedTime:
     two_sd_pct: float
     blocks: int
     furthest_pct: float
+    speed_change_pct: float | None = None
+
+    @property
+    def drifting(self) -> bool:
+        """Whether the sum is off by more than chance: the machine, or what it did, changed after the training part."""
+        return abs(self.bias_pct) > self.two_sd_pct
 
     @property
     def bias_pct(self) -> float:
@@ -119,7 +129,32 @@ def summed_holdout(beta: Fitted) -> SummedTime | None:
     count = max(min(round(held.height / servers / length), MOST_BLOCKS // servers), FEWEST_BLOCKS)
     blocks = time_blocks(server, held["ts_ns"].to_numpy(), count) + server * count
     predicted, actual = _summands(beta, held)
-    return summed_time(predicted, actual, blocks)
+    summed = summed_time(predicted, actual, blocks)
+    return None if summed is None else replace(summed, speed_change_pct=speed_change_pct(beta))
+
+
+def speed_change_pct(beta: Fitted) -> float | None:
+    """Return how much longer steps of equal batches take in the hold-out than in the training part, in percent.
+
+    Batches are equal as far as the model tells them: rows in tenths of its predictions. Within each tenth the medians of
+    measured by predicted time are compared, so that what the model has wrong of such a batch is not taken for a change;
+    tenths count by the rows that both parts have in them. Null where no tenth has 10 rows of either.
+    """
+    used, held = counted(beta.rows, "train"), counted(beta.rows, "holdout")
+    predicted = [predict_parts(beta.parts, rows) for rows in (used, held)]
+    if not all(p.size and (p > 0).all() for p in predicted):
+        return None
+    before, after = (target_of(rows) / p for rows, p in zip((used, held), predicted, strict=True))
+    cuts = np.quantile(np.concatenate(predicted), np.arange(1, _TENTHS) / _TENTHS)
+    place = [np.searchsorted(cuts, p) for p in predicted]
+    ratios, rows = [], []
+    for tenth in range(_TENTHS):
+        ours = before[place[0] == tenth], after[place[1] == tenth]
+        fewest = min(len(one) for one in ours)
+        if fewest >= MIN_HOLDOUT_ROWS:
+            ratios.append(float(np.median(ours[1]) / np.median(ours[0])))
+            rows.append(fewest)
+    return 100 * (float(np.average(ratios, weights=rows)) - 1) if rows else None
 
 
 def _training_block_length(beta: Fitted) -> int:

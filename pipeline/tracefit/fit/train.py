@@ -28,7 +28,6 @@ from tracefit.fit.rows import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
-    Choice,
     LeftOut,
     choose_penalty,
     collinearity,
@@ -36,9 +35,13 @@ from tracefit.fit.select import (
     out_of_fold,
     usable_features,
 )
-from tracefit.fit.validate import Validation, validate
+from tracefit.fit.signs import NON_NEGATIVE
+from tracefit.fit.solvers import bounds_of
+from tracefit.fit.validate import Validation, equation_errors, validate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tracefit.fit.metrics import Vector
     from tracefit.fit.options import FitOptions
 
@@ -118,24 +121,30 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
         return TooFewRows(f"{have}, {need}", rows)
     judged = judged_rows(holdout, options.judge)
-    curve = learning_curve(parts, designs, judged, fewest=MIN_TRAIN_ROWS, positive=options.positive)
+    curve = learning_curve(parts, designs, judged, fewest=MIN_TRAIN_ROWS)
     return Fitted(
         parts=tuple(parts),
         huber=HUBER,
         rows_train=int((rows["split"] == "train").sum()),
         rows_used=used.height,
         rows_holdout=judged.height,
-        validation=replace(validate(parts, used, judged, options), learning_curve=curve),
+        validation=replace(
+            validate(parts, used, judged, options),
+            learning_curve=curve,
+            equations=equation_errors(parts, holdout),
+        ),
         rows=rows,
     )
 
 
-def cross_validate(rows: pl.DataFrame, features: list[FeatureColumn], options: FitOptions) -> Choice | None:
-    """Cross-validate a linear model on the training rows, as `fit_linear` would fit it; null of too few rows or features.
+def training_design(
+    rows: pl.DataFrame, features: Sequence[FeatureColumn], options: FitOptions
+) -> tuple[pl.DataFrame, Design] | None:
+    """Return the training rows as `fit_linear` would fit them, as a frame and as arrays; null of too few rows or features.
 
     Of very many training rows `select.ENOUGH_ROWS` are taken, evenly over the rows as they come.
     """
-    rows, known, _ = _drop_unknown(rows, features)
+    rows, known, _ = _drop_unknown(rows, list(features))
     used = _counted(rows, "train")
     used = used.gather_every(max(1, -(-used.height // ENOUGH_ROWS)))
     if used.height < MIN_TRAIN_ROWS:
@@ -147,7 +156,16 @@ def cross_validate(rows: pl.DataFrame, features: list[FeatureColumn], options: F
     data, _ = design_of(used, known)
     if not data.columns:
         return None
-    return choose_penalty(data.x, data.y, data.folds(FOLDS), data.weights, positive=options.positive)
+    return used, data
+
+
+def mark_outliers(rows: pl.DataFrame, features: Sequence[FeatureColumn], options: FitOptions) -> pl.DataFrame:
+    """Mark the training rows that a fit of these features would leave out as outliers."""
+    filled, known, _ = _drop_unknown(rows, list(features))
+    used = _counted(filled, "train")
+    if not options.drop_outliers or used.height < MIN_TRAIN_ROWS:
+        return rows
+    return rows.with_columns(_mark_outliers(filled, used, known)["excluded_because"])
 
 
 def _fit_parts(
@@ -186,18 +204,23 @@ def _fit_part(
 ) -> tuple[FittedPart, Design]:
     """Fit one part on the rows it speaks for; `aside` are those of them that are left out as outliers."""
     data, left = design_of(used, features)
-    positive, folds = options.positive, data.folds(FOLDS)
-    choice = choose_penalty(data.x, data.y, folds, data.weights, positive=positive)
-    if harms(data.x, data.y, folds, data.weights, choice):
+    positive, folds = options.signs.of(data.columns), data.folds(FOLDS)
+    choice = choose_penalty(data.x, data.y, folds, data.weights, positive=positive, counts=data.counts)
+    if harms(data.x, data.y, folds, data.weights, choice, data.counts):
         reason = "predicts left-out blocks of time worse than a constant"
         misleading = [LeftOut(c.name, reason) for c in data.columns]
         part, level = _fit_part(used, aside, regime, [], options)
         return replace(part, left_out=(*left, *misleading, *part.left_out)), level
     model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(data.x, data.y, data.weights)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, data.blocks())
-    reason = "not above zero in these runs" if positive else f"set to zero by the {_SPELLED[choice.penalty]}"
-    fitted = zip(data.columns, model.coef_, strict=True)
-    zeroed = [LeftOut(c.name, reason) for c, value in fitted if value == 0]
+    bounds, _ = bounds_of(positive, len(data.columns))
+    penalized = f"set to zero by the {_SPELLED[choice.penalty]}"
+    fitted = zip(data.columns, model.coef_, bounds, strict=True)
+    zeroed = [
+        LeftOut(c.name, "not above zero in these runs" if bound else penalized)
+        for c, value, bound in fitted
+        if value == 0
+    ]
     terms = linear_terms(data.columns, model.coef_, data.x, intervals)
     told = [data.columns.index(t.feature) for t in terms]
     part = FittedPart(
@@ -210,7 +233,11 @@ def _fit_part(
         rows_used=used.height,
         collinearity=collinearity(data.x[:, told]),
         band=Band("difference", 0.0, 0.0),
+        signs=options.signs,
     )
+    if part.least <= 0 and options.signs.intercept and options.signs != NON_NEGATIVE:
+        # Terms of either sign can run below zero within the ranges they were trained in: costs that only add cannot.
+        return _fit_part(used, aside, regime, features, replace(options, signs=NON_NEGATIVE))
     unseen = out_of_fold(data.x, data.y, folds, data.weights, choice, positive=positive)
     return replace(part, band=_band(part, used, unseen, aside, options.judge)), data
 
@@ -233,11 +260,11 @@ def _counted(rows: pl.DataFrame, split: str) -> pl.DataFrame:
 
 
 def judged_rows(holdout: pl.DataFrame, judge: pl.Expr | None) -> pl.DataFrame:
-    """Return the held-out rows the error is measured on: those `judge` asks for, all if they are too few."""
+    """Return the held-out rows the error is measured on: those `judge` asks for, all if they are fewer than 100."""
     if judge is None:
         return holdout
     wanted = holdout.filter(judge)
-    return wanted if wanted.height >= MIN_HOLDOUT_ROWS else holdout
+    return wanted if wanted.height >= rules.FEW_ROWS else holdout
 
 
 def _drop_unknown(

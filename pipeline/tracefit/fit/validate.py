@@ -33,6 +33,21 @@ class Classified:
 
 
 @dataclass(frozen=True, slots=True)
+class EquationErrors:
+    """Errors of step times on every held-out equation: single steps, and intervals by their mean.
+
+    Attributes:
+        rows_by_source: Held-out equations by kind.
+        per_equation: Each equation counts once.
+        per_step: Each equation counts as many times as it has steps.
+    """
+
+    rows_by_source: dict[str, int]
+    per_equation: Metrics
+    per_step: Metrics
+
+
+@dataclass(frozen=True, slots=True)
 class Validation:
     """Errors of one model and of what stands beside it; all but `train` on the hold-out."""
 
@@ -47,9 +62,13 @@ class Validation:
     """Held-out rows with a feature outside the range of its part's training rows, by feature."""
     interval_coverage_pct: float
     """Share of held-out rows within their 95 % prediction interval."""
+    by_load: dict[str, Metrics]
+    """Errors on held-out rows `inside` and `outside` the ranges of the training rows."""
     skill: float | None
     classifier: Classified | None = None
     learning_curve: tuple[LearningPoint, ...] = ()
+    equations: EquationErrors | None = None
+    """Of step times whose hold-out holds intervals."""
 
 
 def validate(
@@ -81,10 +100,33 @@ def validate(
         extrapolated_rows=int(outside.sum()),
         extrapolated=extrapolated,
         interval_coverage_pct=_coverage_pct(parts, judged),
+        by_load={
+            name: measure(y_held[rows], predicted[rows])
+            for name, rows in (("inside", ~outside), ("outside", outside))
+            if rows.any()
+        },
         skill=skill(measured, baseline),
         classifier=_classify(parts, judged, options.truth)
         if len(parts) > 1 and options.truth is not None
         else None,
+    )
+
+
+def equation_errors(parts: list[FittedPart], holdout: pl.DataFrame) -> EquationErrors | None:
+    """Measure a model on all held-out equations; null where none of them is an interval.
+
+    Args:
+        parts: The model.
+        holdout: All held-out rows.
+    """
+    if "source" not in holdout.columns or not (holdout["source"] == "interval").any():
+        return None
+    actual, predicted = target_of(holdout), predict_parts(parts, holdout)
+    steps = holdout["interval_steps"].to_numpy()
+    return EquationErrors(
+        rows_by_source=dict(sorted(holdout.group_by("source").len().iter_rows())),
+        per_equation=measure(actual, predicted),
+        per_step=measure(np.repeat(actual, steps), np.repeat(predicted, steps)),
     )
 
 

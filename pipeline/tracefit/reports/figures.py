@@ -9,12 +9,13 @@ import polars as pl
 
 from tracefit.coefficients.columns import features_of, holds, prediction
 from tracefit.coefficients.model import RegimesModel, Term
+from tracefit.fit.rows import FEW_ROWS
 from tracefit.reports.cells import count, number
 from tracefit.reports.model import Band, Figure, Panel, Series, Table
 from tracefit.reports.models import AnyModel, terms_of
 
 if TYPE_CHECKING:
-    from tracefit.coefficients.evaluation import Entry
+    from tracefit.coefficients.evaluation import Entry, ErrorOverLoadEntry
 
 US_PER_MS = 1e3
 _SUMMARY_ROWS = 8
@@ -36,7 +37,11 @@ def model_figures(
         points: At most so many points per series, evenly taken in time.
     """
     name = _clean(f"{model.scope_id}-{model.name}")
-    figures = [_forest(name, model), _errors(name, model.name, entry)]
+    figures = [
+        _forest(name, model),
+        _errors(name, model.name, entry),
+        _over_load(name, model.name, entry.error_over_load),
+    ]
     if rows is not None and features_of(model) <= set(rows.columns):
         kept = _predicted(model, rows)
         held = kept.filter(pl.col("split") == "holdout")
@@ -57,8 +62,9 @@ def _predicted(model: AnyModel, rows: pl.DataFrame) -> pl.DataFrame:
     """Rows that count, with the prediction and the measurement in ms."""
     kept = rows.filter(pl.col("excluded_because").is_null())
     if "source" in kept.columns:
-        # A mean over an interval is no step: the errors of the report are those on single steps.
-        kept = kept.filter(pl.col("source") != "interval")
+        # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
+        single = kept.filter(pl.col("source") != "interval")
+        kept = single if single.filter(pl.col("split") == "holdout").height >= FEW_ROWS else kept
     start = pl.col("ts_ns").min().over("run_id", "server")
     drawn = {"run_id", "server", "ts_ns", "split", *features_of(model)}
     kept = kept.select(
@@ -140,6 +146,46 @@ def _errors(name: str, model_name: str, entry: Entry) -> Figure | None:
         panels=(Panel("", (series,)),),
         categories=tuple(label for label, _ in known),
         summary=Table(("of", "mean absolute error, ms"), tuple((label, f"{v:.4g}") for label, v in known)),
+    )
+
+
+_LOADS = {
+    "running_tokens": "tokens in the caches of the batch",
+    "batch_requests": "requests of the batch",
+}
+
+
+def _over_load(name: str, model_name: str, found: ErrorOverLoadEntry | None) -> Figure | None:
+    """Draw error and bias over the load of held-out rows, the range of the training rows shaded."""
+    bins = [b for b in found.bins if b.holdout.mape_pct is not None] if found else []
+    if found is None or not bins:
+        return None
+    places = tuple((b.low + b.high) / 2 for b in bins)
+    mape = tuple(b.holdout.mape_pct or 0.0 for b in bins)
+    bias = tuple(b.holdout.bias_pct or 0.0 for b in bins)
+    low, high = found.training_range
+    rows = tuple(
+        (
+            f"{b.low:,.0f} to {b.high:,.0f}",
+            count(b.holdout.n),
+            number(b.holdout.mape_pct),
+            number(b.holdout.bias_pct),
+            "inside" if b.high <= high and b.low >= low else "beyond",
+        )
+        for b in bins
+    )
+    return Figure(
+        name=f"{name}-load",
+        title=f"{model_name}: error by load",
+        caption="Held-out rows in groups of equal size by load; the loads of the training rows are shaded. Look for an error "
+        "that grows, or a bias that leaves zero, beyond the shade: there the model is asked about what it has not seen.",
+        x_label=_LOADS[found.load],
+        panels=(
+            Panel("MAPE, %", (Series("mean absolute error", "line", places, mape),)),
+            Panel("bias, %", (Series("bias", "line", places, bias),), zero=True),
+        ),
+        bands=(Band("training range", low, high),),
+        summary=Table((_LOADS[found.load], "rows", "MAPE %", "bias %", "training range"), rows),
     )
 
 

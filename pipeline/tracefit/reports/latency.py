@@ -66,7 +66,20 @@ def summed_line(entry: SummedEntry) -> str:
         f"**Step times of the hold-out summed:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
         f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.two_sd_pct:.2f} %, "
         f"by bootstrap over {entry.blocks} blocks of time); the one step or interval furthest off has {entry.furthest_pct:+.2f} "
-        "points of it."
+        f"points of it.{_drift(entry)}"
+    )
+
+
+def _drift(entry: SummedEntry) -> str:
+    """Name a run whose sum is off by more than chance, with how the machine's speed at equal batches changed."""
+    if not entry.drifting:
+        return ""
+    if entry.speed_change_pct is None:
+        return " **Drifting:** more than two standard deviations off; no equal batches to compare the machine's speed by."
+    longer = "longer" if entry.speed_change_pct >= 0 else "shorter"
+    return (
+        f" **Drifting:** more than two standard deviations off. Steps of equal batches take "
+        f"{abs(entry.speed_change_pct):.1f} % {longer} in the hold-out than in the training part: no coefficients mend that."
     )
 
 

@@ -60,7 +60,7 @@ class Panel:
     """Draw the line on which y is zero."""
 
 
-BandKind = Literal["hold-out", "warm-up", "idle", "queue never empty", "overload"]
+BandKind = Literal["training range", "hold-out", "warm-up", "idle", "queue never empty", "overload"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,19 @@ def model_parts(name: str, entry: Entry, model: AnyModel, left_out: dict[str, in
     parts += [f"- {line}" for line in (*_facts(entry, model, left_out), *trust_lines(entry))]
     parts += [f"- Note: {text}." for text in model.notes]
     parts += step_phase_parts(entry.by_phase)
+    if entry.candidates:
+        tried = [
+            (
+                f"`{c.name}`{' **chosen**' if c.chosen else ''}",
+                count(c.features),
+                number(c.inside_mae),
+                number(c.beyond_mae),
+                c.reason,
+            )
+            for c in entry.candidates
+        ]
+        head = ("candidate", "features", "MAE inside", "MAE beyond the load", "why")
+        parts.append(table(head, tried, folded="What was tried inside the training part"))
     if model.features_left_out:
         rows = [(f"`{x.feature}`", x.reason) for x in model.features_left_out]
         parts.append(table(("feature", "why"), rows, folded="Features left out"))

@@ -23,7 +23,7 @@ ROW_HEIGHT = 34.0
 CHAR_WIDTH = 6.1
 """Width of a letter of a legend, on the average."""
 
-_BANDS = {"hold-out": 0, "warm-up": 1, "idle": 2, "queue never empty": 3, "overload": 4}
+_BANDS = {"hold-out": 0, "training range": 0, "warm-up": 1, "idle": 2, "queue never empty": 3, "overload": 4}
 _MOST_TICKS, _MOST_TICKS_STACKED = 7, 5
 
 

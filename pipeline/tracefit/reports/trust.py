@@ -15,7 +15,14 @@ TROUBLE = 30.0
 
 def trust_lines(entry: Entry) -> list[str]:
     """Return one paragraph per thing there is to say of a model's validation."""
-    lines = [_intervals(entry), _collinearity(entry), _extrapolation(entry), _learning(entry)]
+    lines = [
+        _equations(entry),
+        _intervals(entry),
+        _collinearity(entry),
+        _extrapolation(entry),
+        _beyond_load(entry),
+        _learning(entry),
+    ]
     return [line for line in lines if line]
 
 
@@ -57,6 +64,33 @@ def _extrapolation(entry: Entry) -> str:
     return (
         f"**Extrapolation:** {entry.extrapolated_rows:,} of {entry.holdout.n:,} held-out rows lie outside the range of "
         f"the training rows ({by_feature}): their predictions, and the errors above, are of a load the model has not seen."
+    )
+
+
+def _equations(entry: Entry) -> str:
+    found = entry.held_out_equations
+    if found is None:
+        return ""
+    kinds = ", ".join(f"{name} {rows:,}" for name, rows in found.rows_by_source.items())
+    one, step = found.per_equation, found.per_step
+    return (
+        f"**All held-out equations** ({kinds}): MAPE {number(one.mape_pct)} % per equation (n = {one.n:,}), "
+        f"{number(step.mape_pct)} % and bias {number(step.bias_pct)} % weighted by steps (n = {step.n:,} steps)."
+    )
+
+
+def _beyond_load(entry: Entry) -> str:
+    found, inside = entry.load_extrapolation, entry.by_load.get("inside")
+    if found is None:
+        return ""
+    beside = f", gradient boosting {number(found.reference.mape_pct)} %" if found.reference else ""
+    within = (
+        f" On the hold-out inside the training ranges it is {number(inside.mape_pct)} %." if inside else ""
+    )
+    return (
+        f"**Beyond the load:** trained on the lower half of the load of the whole run ({found.load.replace('_', ' ')} up to "
+        f"{number(found.cut)}), MAPE {number(found.mape_pct)} % and bias {number(found.bias_pct)} % on the upper half "
+        f"(n = {found.n:,}){beside}.{within}"
     )
 
 

@@ -11,12 +11,13 @@ tables. Nothing here is shared with the rooms that read traces: the two paths ag
 from tracefit.synth.engine import Request, Scheduler, SchedulerConfig
 from tracefit.synth.laws import AdmissionLaw, Composition, DepartureLaw, LinearLaw, RooflineLaw, StepLaw
 from tracefit.synth.models import GPUS, MODELS, Gpu, Model
-from tracefit.synth.options import LengthMix, Phase, SynthOptions
+from tracefit.synth.options import DEFAULT_PHASES, LengthMix, Phase, SynthOptions, surge_phases
 from tracefit.synth.run import SynthRun, synth, write_run
 from tracefit.synth.spans import Attributes, Event, ExportBatch, Span, SpanKind
 from tracefit.synth.truth import REQUEST_COLUMNS, STEP_COLUMNS
 
 __all__ = [
+    "DEFAULT_PHASES",
     "GPUS",
     "MODELS",
     "REQUEST_COLUMNS",
@@ -41,6 +42,7 @@ __all__ = [
     "StepLaw",
     "SynthOptions",
     "SynthRun",
+    "surge_phases",
     "synth",
     "write_run",
 ]

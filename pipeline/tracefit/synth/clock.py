@@ -205,7 +205,8 @@ class EngineClock:
         arrived = self._arrived(until_ns)
         for log, ts_ns in zip(arrived, _stamps(until_ns, room_ns, len(arrived)), strict=True):
             log.queue_state = self._queue_state()
-            log.note("QUEUED", ts_ns, self.scheduler.step_id, phase="WAITING")
+            queued_ns = ts_ns if self._options.queued_stamp == "step_start" else log.socket_ns
+            log.note("QUEUED", queued_ns, self.scheduler.step_id, phase="WAITING")
             self.scheduler.add(log.request)
             self._leave(log, AbortStage.WAITING, log.socket_ns + round(2e6 * log.arrival.abort_share))
         self._take_aborts(until_ns, until_ns + room_ns, room_ns=room_ns // 2)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 LawName: TypeAlias = Literal["linear", "roofline"]
 DurationMode: TypeAlias = Literal["schedule", "step"]
 InstanceIds: TypeAlias = Literal["auto", "none", "server", "process"]
+QueuedStamp: TypeAlias = Literal["step_start", "arrival"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,21 @@ class Phase:
 
 
 DEFAULT_PHASES = (Phase("light", 0.3, 0.4), Phase("burst", 0.2, 3.0), Phase("heavy", 0.5, 1.2))
+
+_SURGE_SHARE = 0.3
+"""Share of a run's time that a surge takes, at its end: what training holds out."""
+
+
+def surge_phases(factor: float) -> tuple[Phase, ...]:
+    """Return a load that is steady for 70 % of its time and `factor` times as heavy in the rest.
+
+    Raises:
+        UsageError: The factor is not above 0.
+    """
+    if not factor > 0:
+        raise UsageError("must be above 0", where="surge")
+    # A phase's share is of the requests: its time times its rate.
+    return (Phase("steady", 1 - _SURGE_SHARE, 1.0), Phase("surge", _SURGE_SHARE * factor, factor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,9 @@ class SynthOptions:
         step_sampling: Chance of a step to be in the trace.
         rich_sampling: Chance of such a step to carry request snapshots too.
         journey_sampling: Chance of a request to be in the trace.
+        queued_stamp: When QUEUED is stamped: at the step start at which the engine core drains its socket, as the
+            real emitter does, or when the API process is done with the request, as other engines do. Either way the
+            next step start is when the scheduler sees it.
         duration: What `step.duration_us` says: time in `schedule()`, as the real emitter does, or the step time.
         span_event_limit: Events a span keeps: the last ones; None keeps all.
         steps_per_span: Steps a step span covers.
@@ -133,6 +152,7 @@ class SynthOptions:
     step_sampling: float = 1.0
     rich_sampling: float = 0.0
     journey_sampling: float = 1.0
+    queued_stamp: QueuedStamp = "step_start"
     duration: DurationMode = "schedule"
     span_event_limit: int | None = None
     steps_per_span: int = 100
@@ -228,6 +248,9 @@ class SynthOptions:
             raise UsageError(
                 f"unknown mode {self.duration!r}", where="duration", hint="known: schedule, step"
             )
+        if self.queued_stamp not in ("step_start", "arrival"):
+            hint = "known: step_start, arrival"
+            raise UsageError(f"unknown stamp {self.queued_stamp!r}", where="queued_stamp", hint=hint)
         if self.instance_ids not in ("auto", "none", "server", "process"):
             hint = "known: auto, none, server, process"
             raise UsageError(f"unknown choice {self.instance_ids!r}", where="instance_ids", hint=hint)

@@ -12,10 +12,10 @@ import polars as pl
 from tracefit.coefficients import assemble, evaluate
 from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
-from tracefit.errors import DataError
+from tracefit.errors import DataError, UsageError
 from tracefit.features.context import Scope, context_from_json, scope_of
 from tracefit.features.documents import read_bytes
-from tracefit.features.sets import BUILT_IN, FeatureSet, find_feature_set, read_feature_set
+from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
 from tracefit.features.training import ENGINE, WORKLOAD_COLUMNS
 from tracefit.fit.across import fit_across
 from tracefit.fit.options import BetaTarget, ScopeOptions
@@ -52,9 +52,11 @@ class TrainOptions:
     Attributes:
         beta_target: `clock` fits step times from the step clock, `duration` fits `step.duration_us`, `auto` takes
             durations where they cover the engine's busy time and the clock where they do not.
-        features: Feature set for step times: `batch`, `roofline`, a file, or `auto` for what validation chooses.
+        features: Feature set for step times: a built-in one's name, a file, or `auto` for what validation inside and beyond
+            the training load chooses.
         sample_csv: Also write the specification's two sample tables beside the models.
         positive: Allow no negative coefficient and no negative intercept in any model.
+        any_sign: Allow coefficients of any sign, whatever physics says of their features.
         fast: Skip the gradient-boosted references, most of the time training takes.
         include_overloaded: Train on overloaded runs too, where their scope has others.
         across: Also leave out every run, model and GPU in turn and measure the models fitted on the others.
@@ -65,6 +67,7 @@ class TrainOptions:
     features: str = "auto"
     sample_csv: bool = False
     positive: bool = False
+    any_sign: bool = False
     fast: bool = False
     include_overloaded: bool = False
     across: bool = False
@@ -105,6 +108,7 @@ def train(
             "beta_target": options.beta_target,
             "features": options.features,
             "positive": options.positive,
+            "any_sign": options.any_sign,
             "fast": options.fast,
             "include_overloaded": options.include_overloaded,
             "across": options.across,
@@ -213,7 +217,14 @@ def _is_file(choice: str) -> bool:
 
 def scope_options(options: TrainOptions) -> ScopeOptions:
     """Return what the fits need to know of the options of training."""
-    return ScopeOptions(options.beta_target, positive=options.positive, reference=not options.fast)
+    if options.positive and options.any_sign:
+        raise UsageError("--positive and --any-sign contradict each other", hint="give one of them")
+    return ScopeOptions(
+        options.beta_target,
+        positive=options.positive,
+        any_sign=options.any_sign,
+        reference=not options.fast,
+    )
 
 
 def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
@@ -223,7 +234,7 @@ def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
         UsageError: No such set or file, or the file declares none.
     """
     if choice == "auto":
-        return (BUILT_IN["batch"], BUILT_IN["roofline"])
+        return AUTO
     if _is_file(choice):
         return (read_feature_set(Path(choice)),)
     return (find_feature_set(choice),)

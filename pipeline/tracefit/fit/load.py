@@ -1,0 +1,203 @@
+"""The load of a step, and models held to loads they were not fitted on: what a capacity planner asks about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.features.sets import Feature
+from tracefit.fit import rows as rules
+from tracefit.fit.design import design_of
+from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.frames import counted
+from tracefit.fit.metrics import Metrics, measure
+from tracefit.fit.parts import matrix, predict_parts, target_of
+from tracefit.fit.rows import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.fit.select import CANDIDATES, FOLDS, choose_penalty, usable_features
+from tracefit.fit.train import judged_rows
+from tracefit.fit.validate import reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tracefit.fit.design import Design
+    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.options import FitOptions
+    from tracefit.fit.parts import FeatureColumn
+    from tracefit.fit.signs import Signs
+    from tracefit.fit.solvers import Flags, Penalty
+    from tracefit.fit.train import Fitted
+
+LOAD = "load"
+RUNNING_TOKENS, BATCH_REQUESTS = "running_tokens", "batch_requests"
+LOAD_FEATURES = (
+    Feature("load_tokens", "token", "context_tokens + prefill_context_tokens"),
+    Feature("load_requests", "request", "num_prefill_reqs + num_decode_reqs"),
+)
+"""What load is measured by: tokens in the caches of the batch, and where these are not known its requests."""
+
+LOAD_UNITS = {RUNNING_TOKENS: "tokens in the caches of the batch", BATCH_REQUESTS: "requests of the batch"}
+
+LOWER_SHARE = 0.5
+"""Share of the rows, by load, that a model is fitted on to be judged on the rest."""
+
+MAX_UNKNOWN_SHARE = 0.05
+BINS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class LoadExtrapolation:
+    """A fitted form trained on the lower half of the load of all rows, and judged on the upper half.
+
+    Attributes:
+        load: What load is measured by.
+        cut: Load that half of the rows do not exceed.
+        errors: Errors on the upper half.
+        reference: Gradient boosting on the same features and rows.
+    """
+
+    load: str
+    cut: float
+    errors: Metrics
+    reference: Metrics | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBin:
+    """Errors on the held-out rows of one range of load."""
+
+    low: float
+    high: float
+    errors: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorOverLoad:
+    """Errors on held-out rows in groups of equal size by load, and the loads that were trained on."""
+
+    load: str
+    trained: tuple[float, float]
+    bins: tuple[LoadBin, ...]
+
+
+def with_load(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
+    """Replace `LOAD_FEATURES` by the column `load`; return what it is measured by.
+
+    Args:
+        rows: Training rows of step times with the columns of `LOAD_FEATURES`.
+    """
+    counted = rows.filter(pl.col("excluded_because").is_null())
+    tokens, requests = (f.name for f in LOAD_FEATURES)
+    share = counted[tokens].null_count() / max(counted.height, 1)
+    known = share <= MAX_UNKNOWN_SHARE
+    column = pl.col(tokens) if known else pl.col(requests)
+    named = rows.with_columns(column.cast(pl.Float64).fill_null(0.0).alias(LOAD))
+    return named.drop(tokens, requests), RUNNING_TOKENS if known else BATCH_REQUESTS
+
+
+def load_cut(load: Vector) -> float | None:
+    """Return the load that the lower half of rows does not exceed; null where either half is too small for a fit."""
+    if not load.size:
+        return None
+    cut = float(np.quantile(load, LOWER_SHARE, method="inverted_cdf"))
+    lower = int((load <= cut).sum())
+    return cut if lower >= MIN_TRAIN_ROWS and load.size - lower >= MIN_HOLDOUT_ROWS else None
+
+
+def error_beyond(
+    data: Design,
+    load: Vector,
+    signs: Signs,
+    candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES,
+) -> float | None:
+    """Fit the lower half of the load and return the mean absolute error on the upper half; null of too few rows.
+
+    Features, penalty and coefficients are all chosen anew on the lower half, as in a fit of that half alone.
+
+    Args:
+        data: Training rows as arrays.
+        load: Of each row, shape (n,).
+        signs: The signs in force.
+        candidates: Penalties to choose from.
+    """
+    cut = load_cut(load)
+    if cut is None:
+        return None
+    upper = load > cut
+    counts = data.counts[upper]
+    predicted = _fitted_below(data, ~upper, signs, candidates)(data.x[upper])
+    return float(np.abs(predicted - data.y[upper]) @ counts / counts.sum())
+
+
+def _fitted_below(
+    data: Design, lower: Flags, signs: Signs, candidates: tuple[tuple[Penalty, float], ...]
+) -> Callable[[Matrix], Vector]:
+    """Fit the `lower` rows; return what predicts others from their features, clipped at 0."""
+    names, limits = [c.name for c in data.columns], [c.max_inflation for c in data.columns]
+    kept, _ = usable_features(data.x[lower], names, limits)
+    x, y, weights = np.asfortranarray(data.x[lower][:, kept]), data.y[lower], data.weights[lower]
+    positive = signs.of([data.columns[k] for k in kept])
+    folds, counts = data.folds(FOLDS)[lower], data.counts[lower]
+    choice = choose_penalty(x, y, folds, weights, candidates, positive=positive, counts=counts)
+    model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(x, y, weights)
+    return lambda others: np.asarray(np.maximum(model.predict(others[:, kept]), 0.0))
+
+
+def load_extrapolation(
+    fitted: Fitted, features: Sequence[FeatureColumn], load: str, options: FitOptions
+) -> LoadExtrapolation | None:
+    """Fit the form of a model on the lower half of the load of a whole run and measure it on the upper half.
+
+    Both halves hold rows of the training part and of the hold-out; null of too few rows.
+
+    Args:
+        fitted: The model: its rows with the column `load`.
+        features: The features it was offered.
+        load: What load is measured by.
+        options: How it was fitted.
+    """
+    rows = fitted.rows.filter(~pl.col("excluded_because").is_in(rules.ALWAYS).fill_null(value=False))
+    kept = rows.filter(pl.col("excluded_because").is_null() | (pl.col("split") == "holdout"))
+    cut = load_cut(kept[LOAD].to_numpy())
+    if cut is None:
+        return None
+    used = kept.filter(pl.col(LOAD) <= cut)
+    above = judged_rows(rows.filter(pl.col(LOAD) > cut), options.judge)
+    offered = [f for f in features if f.name in rows.columns and not rows[f.name].null_count()]
+    data, _ = design_of(used, offered)
+    if not data.columns or above.height < MIN_HOLDOUT_ROWS:
+        return None
+    names = [c.name for c in data.columns]
+    predict = _fitted_below(data, np.ones(len(data.y), dtype=bool), options.signs, CANDIDATES)
+    return LoadExtrapolation(
+        load=load,
+        cut=cut,
+        errors=measure(target_of(above), predict(matrix(above, names))),
+        reference=reference(used, above, names) if options.reference else None,
+    )
+
+
+def error_over_load(fitted: Fitted, load: str, options: FitOptions) -> ErrorOverLoad | None:
+    """Measure a model on held-out rows in groups of equal size by load; null of no rows.
+
+    Args:
+        fitted: The model: its rows with the column `load`.
+        load: What load is measured by.
+        options: How it was fitted.
+    """
+    used, held = counted(fitted.rows, "train"), judged_rows(counted(fitted.rows, "holdout"), options.judge)
+    if not used.height or not held.height:
+        return None
+    held = held.sort(LOAD)
+    loads, actual, predicted = held[LOAD].to_numpy(), target_of(held), predict_parts(fitted.parts, held)
+    groups = np.array_split(np.arange(held.height), min(BINS, held.height // MIN_HOLDOUT_ROWS or 1))
+    return ErrorOverLoad(
+        load=load,
+        trained=(float(used[LOAD].to_numpy().min()), float(used[LOAD].to_numpy().max())),
+        bins=tuple(
+            LoadBin(float(loads[g[0]]), float(loads[g[-1]]), measure(actual[g], predicted[g])) for g in groups
+        ),
+    )

@@ -1,0 +1,92 @@
+"""Candidates are judged inside and beyond the training load, and the stated rule chooses."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+from tracefit.fit import rows as rules
+from tracefit.fit.candidates import Candidate, choose, try_features
+from tracefit.fit.load import load_cut
+from tracefit.fit.options import FitOptions
+from tracefit.fit.parts import FeatureColumn
+from tracefit.fit.signs import ANY_SIGN
+
+
+def _chosen(*candidates):
+    (winner,) = [c for c in choose(candidates) if c.chosen]
+    return winner.name
+
+
+def test_what_wins_a_little_inside_and_loses_much_beyond_is_not_chosen():
+    assert _chosen(Candidate("plain", 3, 100, 110), Candidate("products", 6, 96, 200)) == "plain"
+    assert _chosen(Candidate("plain", 3, 100, 200), Candidate("products", 6, 96, 110)) == "products"
+
+
+def test_of_those_as_good_the_one_with_the_fewest_features_is_chosen():
+    few, many = Candidate("few", 2, 101, 101), Candidate("many", 6, 100, 100)
+    assert _chosen(many, few) == "few"
+    assert _chosen(many, Candidate("few", 2, 103, 103)) == "many"
+    assert _chosen(Candidate("first", 2, 101, 101), Candidate("better", 2, 100, 100)) == "better"
+
+
+def test_without_an_error_beyond_the_one_inside_decides():
+    assert _chosen(Candidate("a", 2, 100, None), Candidate("b", 2, 90, None)) == "b"
+
+
+def test_reasons_say_where_a_candidate_is_worse():
+    (loser, winner) = choose([Candidate("products", 6, 96, 200), Candidate("plain", 3, 100, 110)])
+    assert loser.reason == "82 % worse beyond than plain"
+    assert winner.reason == "smallest error inside and beyond the training load"
+
+
+@pytest.mark.parametrize(
+    ("load", "cut"),
+    [(np.arange(100.0), 49.0), (np.arange(59.0), 29.0), (np.arange(20.0), None), (np.ones(200), None)],
+)
+def test_the_lower_half_has_enough_rows_to_fit_and_the_upper_enough_to_judge(load, cut):
+    assert load_cut(load) == cut
+
+
+def _rows(n=600):
+    """Twice as long with every request more: 1000 + 20 load + load^2 / 10, the load drawn anew for each row."""
+    rng = np.random.default_rng(3)
+    load = rng.integers(0, 200, n)
+    return rules.split_by_time(
+        pl.DataFrame(
+            {
+                "run_id": "r",
+                "server": "s",
+                "ts_ns": np.arange(n) * 1000,
+                "load": load.astype(float),
+                "reqs": load,
+                "squared": load**2,
+                "y": 1000 + 20 * load + load**2 / 10 + rng.normal(0, 5, n),
+                "excluded_because": None,
+            },
+            schema_overrides={"excluded_because": pl.String},
+        )
+    )
+
+
+def test_the_error_beyond_is_that_of_a_fit_of_the_lower_half_on_the_upper():
+    """A line through load 0 to 100 of 1000 + 20 l + l^2/10: l^2/10 is 10 l - 166.7 + e there, e averaging out."""
+    rows = _rows()
+    how = FitOptions(reference=False, signs=ANY_SIGN)
+    line = try_features(rows, "line", [FeatureColumn("reqs", "us/request")], how)
+    both = [FeatureColumn("reqs", "us/request"), FeatureColumn("squared", "us", max_inflation=100.0)]
+    square = try_features(rows, "square", both, how)
+    assert square.inside == pytest.approx(4.0, rel=0.15)
+    assert square.beyond == pytest.approx(4.0, rel=0.3)
+    # Above the cut c the line misses l^2/10 - (c l / 10 - c^2 / 60).
+    train = rows.filter(pl.col("split") == "train")["reqs"].to_numpy()
+    cut = np.quantile(train, 0.5, method="inverted_cdf")
+    above = train[train > cut]
+    missed = np.mean(np.abs(above**2 / 10 - (cut * above / 10 - cut**2 / 60)))
+    assert line.beyond == pytest.approx(missed, rel=0.1)
+    assert line.inside < 0.3 * line.beyond
+
+
+def test_too_few_rows_make_no_candidate():
+    assert try_features(_rows(30), "line", [FeatureColumn("reqs", "us/request")], FitOptions()) is None
