@@ -97,7 +97,7 @@ def test_json_is_what_its_schema_says(tracefit, tmp_path, runs, quick, command):
         return tracefit(name.split()[0], *arguments, "--json")
 
     (tmp_path / "rows.csv").write_text(
-        "num_prefill_reqs,prefill_tokens,num_decode_reqs,decode_tokens\n0,0,3,3\n"
+        "num_prefill_reqs,prefill_tokens,num_decode_reqs,decode_tokens,context_tokens,prefill_context_tokens\n0,0,3,3,1500,0\n"
     )
     if command == "report":
         call("run")

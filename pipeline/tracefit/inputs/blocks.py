@@ -148,9 +148,10 @@ class _Splitter:
         while self._buffer or not self._is_last:
             yield from self._fill(wanted)
             size = whole_records(self._buffer, shape, is_last=self._is_last)
-            if size > self._limits.max_document or (
-                not size and len(self._buffer) > self._limits.max_document
-            ):
+            longest = self._limits.max_document
+            if size > longest:  # many records together; whether the first is too long shows when it is alone
+                size = whole_records(self._buffer[:longest], shape, is_last=False)
+            if not size and len(self._buffer) > longest:
                 yield from self._skipped(self._advice(), shape, encoding)
                 size = 1
             elif size:

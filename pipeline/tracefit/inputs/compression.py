@@ -372,7 +372,10 @@ class _Reader:
             size = int.from_bytes(self._bytes(start, _LENGTH_BYTES), "big")
             behind = start + _LENGTH_BYTES + size
             if size <= MAX_RECORD_BYTES and compression_of(self._bytes(behind, 8)) == "framed zstd":
-                return behind, Gap(damage.reason)
+                # A length that lies can lead to a record too, over whole ones.
+                inside = start + _LENGTH_BYTES + 1
+                found = self._unit_in(self._bytes(inside, behind - inside), inside, _UNIT_START)
+                return found if 0 <= found < behind else behind, Gap(damage.reason)
         # Where the unit seems to end does not count: if it was cut, that is inside another one.
         self._reread += max(damage.position - start, 0)
         skipped = _LENGTH_BYTES + 1 if kind == "framed zstd" else 1

@@ -354,7 +354,8 @@ def _build(
             found, bad = _read_attributes(events.texts, rows, keys, encoding, events.odd)
             unreadable |= set(number[span_row[bad]].tolist())
             # Rows of bad events are missing, but then nothing of this is used.
-            frames[name] = _in_order([(r, _event_frame(r, c, keys, events, span_row)) for r, c in found])
+            if found:
+                frames[name] = _in_order([(r, _event_frame(r, c, keys, events, span_row)) for r, c in found])
     attributes, bad = _span_attributes(spans, groups, encoding, wanted)
     unreadable |= set(number[bad].tolist())
     if unreadable:
@@ -534,7 +535,9 @@ def as_type(column: pl.Series, dtype: pl.DataType) -> pl.Series:
     """
     if column.dtype == dtype:
         return column
-    if column.dtype == pl.Boolean and dtype.is_numeric():
+    if (column.dtype == pl.Boolean and dtype.is_numeric()) or (
+        column.dtype == pl.String and dtype == pl.Boolean
+    ):
         return pl.Series([None], dtype=dtype).new_from_index(0, len(column))
     if column.dtype == pl.String and dtype.is_integer():
         exact = column.cast(dtype, strict=False)

@@ -135,7 +135,11 @@ class _Reader:
         """Read what is whole in a text that is not."""
         text, size = self._payload, len(self._payload)
         # No string of JSON can hold the beginning of a record unescaped: one ends at the latest where another begins.
-        starts = [found.start() for found in _RECORD_START.finditer(text)] or [0]
+        starts = [found.start() for found in _RECORD_START.finditer(text)]
+        if not starts and not text.startswith(b"{"):
+            self._add(self._reject(reason))
+            return
+        starts = starts or [0]
         self._leave_out(reason, 0, starts[0])
         for start, stop in zip(starts, [*starts[1:], size], strict=True):
             end = object_end(text, start, stop)

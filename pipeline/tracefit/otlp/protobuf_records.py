@@ -300,7 +300,7 @@ def _container(value: Any, kind: str | None, depth: int) -> Plain:
     return b64encode(value.bytes_value).decode() if kind == "bytes_value" else None
 
 
-_TIME_TAG, _NAME_TAG, _DROPPED_TAG = 0x09, 0x12, 0x20
+_TIME_TAG, _NAME_TAG, _ATTRIBUTE_TAG, _DROPPED_TAG = 0x09, 0x12, 0x1A, 0x20
 _NAME_AT = 11
 """An event as exporters write it: 09 TIME (8 bytes), 12 SIZE NAME, then its attributes."""
 
@@ -311,10 +311,12 @@ def event_columns(events: list[bytes]) -> Events:
     array, starts, ends = texts.array, texts.starts, texts.ends
     sizes = array[starts + _NAME_AT - 1].astype(np.int64)
     usual = (array[starts] == _TIME_TAG) & (array[starts + 9] == _NAME_TAG) & (sizes < 0x80)
-    usual &= starts + _NAME_AT + sizes <= ends
+    attributes_at = starts + _NAME_AT + sizes
+    usual &= attributes_at <= ends
+    usual &= (attributes_at == ends) | (array[np.minimum(attributes_at, ends)] == _ATTRIBUTE_TAG)
     # What may be a count of dropped attributes, of one byte or two, comes last.
     usual &= (array[ends - 2] != _DROPPED_TAG) & (array[ends - 3] != _DROPPED_TAG)
-    attributes_at = np.where(usual, starts + _NAME_AT + sizes, ends)
+    attributes_at = np.where(usual, attributes_at, ends)
     unix_ns = texts.words[starts + 1].view(np.int64)  # a copy
     usual &= unix_ns >= 0
     names = [
