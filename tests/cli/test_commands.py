@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -211,3 +212,13 @@ def test_an_interrupt_is_one_line(tracefit, tmp_path, folder, monkeypatch):
 
     monkeypatch.setattr("tracefit.verbs.ingest.open_inputs", interrupted)
     assert tracefit("run", folder, "--out", tmp_path / "out") == (130, "", "tracefit: interrupted\n")
+
+
+def test_what_rows_lack_is_named_as_the_columns_a_user_can_give(tracefit, tmp_path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("num_prefill_reqs,prefill_tokens,num_decode_reqs,decode_tokens\n0,0,3,3\n")
+    model = Path(__file__).parents[2] / "models" / "beta.json"
+    code, _, err = tracefit("predict", model, "--scope", "llama-3.1-8b", "--rows", rows)
+    # The model is of rooflines, which are computed from the tokens that a step reads.
+    assert (code, "context_tokens, which the rows do not give" in err) == (2, True)
+    assert "compute_us" not in err

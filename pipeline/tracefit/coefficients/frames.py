@@ -59,12 +59,25 @@ def _features(model: Model, rows: pl.DataFrame) -> pl.DataFrame:
     missing = [name for name in wanted if name not in computed.columns]
     if missing:
         raise UsageError(
-            f"{model.name} needs {', '.join(missing)}, which the rows do not give",
+            f"{model.name} needs {', '.join(_columns_for(missing, formulas_of(model), computed.columns))}, "
+            "which the rows do not give",
             hint=f"columns: {', '.join(rows.columns[:40])}",
         )
     numbers = [pl.col(name).cast(pl.Float64) for name in dict.fromkeys([*wanted, *extra])]
     # A column of its own keeps the rows of a model that is a constant.
     return computed.select(pl.int_range(pl.len()).alias("row of the frame"), *numbers)
+
+
+def _columns_for(names: Iterable[str], formulas: Mapping[str, str], there: Collection[str]) -> list[str]:
+    """Return the columns that are missing for some features: themselves, or what they are computed from."""
+    found: dict[str, None] = {}
+    for name in names:
+        inside = (
+            sorted(names_in(parse_formula(formulas[name], where=name)) - {name}) if name in formulas else []
+        )
+        missing = [each for each in inside if each not in there]
+        found |= dict.fromkeys(_columns_for(missing, formulas, there) if inside else [name])
+    return list(found)
 
 
 def derive(rows: pl.DataFrame, formulas: Mapping[str, str], wanted: Iterable[str]) -> pl.DataFrame:
