@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from tracefit.tables.manifest import ReadFile
 
-WINDOW_BYTES = 24 << 20
+WINDOW_BYTES = 8 << 20
 """Bytes on disk of the staged parts that are read as one; they are several times that in memory."""
 
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-HELD_BYTES = 160 << 20
+HELD_BYTES = 80 << 20
 """Rows that the sorts of one run keep in memory together before some are laid down on disk."""
 
-WINDOW_BYTES = 48 << 20
+WINDOW_BYTES = 16 << 20
 """Rows of a window, about, as they are in memory."""
 
 BLOCK_ROWS = 8 * 1024
