@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from tracefit.inputs import otlp_wire as wire
 from tracefit.inputs.files import read_fully
+from tracefit.inputs.framing import end_of_run
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -66,8 +67,8 @@ _UNIT_START_BYTES = 48
 """As many bytes of these patterns as can lie across the edge of what is searched."""
 _SKIPPABLE_FRAME = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
 _SHORTEST_FRAME = 9
-_TOO_SHORT_FRAMES = re.compile(
-    rb"(?:\0\0\0(?:%b))++"
+_TOO_SHORT_FRAME = re.compile(
+    rb"\0\0\0(?:%b)"
     % b"|".join(re.escape(bytes([n]) + _ZSTD_MAGIC) + b"." * (n - 4) for n in range(4, _SHORTEST_FRAME)),
     re.DOTALL,
 )
@@ -300,11 +301,11 @@ class _Reader:
     def _framed(self, start: int) -> Generator[Piece | Gap, None, int]:
         """Yield the one record behind a length as a line of JSON or as length-prefixed protobuf; return its end."""
         self._in_frames = True
-        if self._bytes(start + _LENGTH_BYTES - 1, 1) < bytes([_SHORTEST_FRAME]) and (
-            short := _TOO_SHORT_FRAMES.match(self._bytes(start, _PIECE_BYTES))
-        ):
-            yield Gap("zstd data is cut", short[0].count(_ZSTD_MAGIC))
-            return start + short.end()
+        if self._bytes(start + _LENGTH_BYTES - 1, 1) < bytes([_SHORTEST_FRAME]):
+            data = self._bytes(start, _PIECE_BYTES)
+            if size := end_of_run(_TOO_SHORT_FRAME, data, 0, len(data)):
+                yield Gap("zstd data is cut", data[:size].count(_ZSTD_MAGIC))
+                return start + size
         small, stop_of_small = self._small_records(start)
         if small:
             yield Piece(b"".join(map(self._canonical, small)), is_stored=False)

@@ -25,8 +25,7 @@ LENGTH_BYTES = 4
 MAX_GUESSES, _MAX_LOOKS = 10_000, 500_000
 """Likely beginnings of a record behind damage that are looked at closely in one block, and at all."""
 
-_LINE = re.compile(rb"(?:\s|\{\}(?=\s|\Z))*+(\S[^\n]*)?")
-"""A line with something in it; empty objects hold nothing, and there can be millions of them."""
+_LINE = re.compile(rb"\S[^\n]*")
 
 # A tag and the length behind it; a match is the tag alone, for the next byte can be the true one.
 _FRAMED_START = re.compile(rb"(?<=[\x00-\x10].{3})\x0a(?=[\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
@@ -38,10 +37,7 @@ _TINY_FRAME = rb"\0\0\0(?:%b)" % b"|".join(
     re.escape(bytes([2 + size, wire.RESOURCE_SPANS_TAG, size])) + b".{%d}" % size
     for size in range(wire.SHORTEST_RESOURCE_SPANS)
 )
-_TINY_RUN = {
-    "framed": re.compile(rb"(?:%b)++" % _TINY_FRAME, re.DOTALL),
-    "bare": re.compile(rb"(?:%b)++" % _TINY_FIELD, re.DOTALL),
-}
+_TINY = {"framed": re.compile(_TINY_FRAME, re.DOTALL), "bare": re.compile(_TINY_FIELD, re.DOTALL)}
 _ONE_TINY_FRAME = re.compile(rb"\0\0\0.(%b)" % _TINY_FIELD, re.DOTALL)
 _RESOURCE_SPANS_TAGS = b"\x0a\x12\x1a"
 """A resource, its spans or its schema URL: what the content of `resource_spans` begins with."""
@@ -137,9 +133,9 @@ def next_record(
 
 def _lines(block: bytes) -> Iterator[Record]:
     for match in _LINE.finditer(block):
-        if match[1] is None:
-            return
-        start, line = match.start(1), match[1]
+        start, line = match.start(), match[0]
+        if line == b"{}":  # holds nothing, and there can be millions of them
+            continue
         if line.startswith(BOM):
             start, line = start + len(BOM), line[len(BOM) :]
         if line.endswith(b"\r"):
@@ -160,8 +156,7 @@ def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]
             position = plain_end
             continue
         if position >= tried and buffer[position : position + 1] in b"\0\x0a":
-            run = _TINY_RUN[shape].match(buffer, position, position + _MOST_BYTES)
-            tried = run.end() if run else position + 1
+            tried = max(end_of_run(_TINY[shape], buffer, position, position + _MOST_BYTES), position + 1)
             if tried - position >= _MANY_BYTES:
                 yield _Extent(position, tried)
                 position = tried
@@ -188,6 +183,17 @@ def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]
             found = len(buffer) if is_last else max(len(buffer) - wire.LONGEST_HEADER, position + 1)
         yield _Extent(position, found, reason)
         position = found
+
+
+def end_of_run(pattern: re.Pattern[bytes], buffer: bytes, start: int, stop: int) -> int:
+    """Return where the last of the matches ends that follow each other from `start` on; `start` if there is none.
+
+    One by one: a pattern that repeats a group a hundred thousand times is more than the regex engine can be trusted with.
+    """
+    match = pattern.scanner(buffer, start, stop).match  # type: ignore[attr-defined]  # not in its type stubs
+    while (found := match()) is not None:
+        start = found.end()
+    return start
 
 
 def _plain_end(buffer: bytes, position: int, shape: Shape) -> int:
