@@ -272,7 +272,8 @@ def _binary(operator: Operator, left: pl.Expr, right: pl.Expr) -> pl.Expr:
             # A quotient by infinity is the 0 that is wanted; a null stays null. Adding 0 makes -0.0 into 0.0.
             return left / (right + 0.0).replace(0.0, math.inf)
         case "**":
-            return left.pow(right)
+            # As for a quotient: a power of -0.0 would have the other sign of infinity.
+            return (left + 0.0).pow(right)
 
 
 def _extreme(function: Function, parts: list[pl.Expr]) -> pl.Expr:
