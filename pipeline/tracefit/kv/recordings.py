@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack  # type: ignore[import-untyped]  # it has no types
 import polars as pl
 
 from tracefit.inputs.compression import Gap, decompressed

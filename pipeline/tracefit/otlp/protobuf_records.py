@@ -199,7 +199,7 @@ def _attributes(attributes: Iterable[bytes]) -> bytes:
     try:
         return b"".join([_ATTRIBUTE_HEADS[len(each)] + each for each in attributes])
     except IndexError:  # sizes of two bytes and more
-        return Event(attributes=attributes).SerializeToString()  # type: ignore[no-any-return]
+        return Event(attributes=attributes).SerializeToString()  # type: ignore[no-any-return]  # a class made at run time
 
 
 def _id(value: bytes, name: str) -> str:
