@@ -24,12 +24,12 @@ import polars as pl
 
 from tracefit import TrainOptions
 from tracefit import run as run_all
-from tracefit.coefficients.consumers.blis_fit import ASKED_PCT
+from tracefit.commands.export import ExportResult, export
+from tracefit.consumers.blis_fit import ASKED_PCT
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.synth.laws import RooflineLaw
 from tracefit.synth.models import GPUS, MODELS, Model
 from tracefit.synth.options import Phase
-from tracefit.verbs.export import ExportResult, export
 
 ROOT = Path(__file__).parents[1]
 PERCENTILES = (50, 90, 99)

@@ -1,6 +1,6 @@
 """tracefit: from vLLM OpenTelemetry traces to latency coefficients one can trust.
 
-The verbs of the command line are here too::
+The commands of the command line are here too::
 
     import tracefit
 
@@ -20,27 +20,27 @@ from tracefit.errors import DataError, TracefitError, UsageError
 
 if TYPE_CHECKING:
     from tracefit.coefficients.models import Models, load
-    from tracefit.verbs.compare import compare
-    from tracefit.verbs.export import export
-    from tracefit.verbs.ingest import IngestOptions, ServerOptions, ingest
-    from tracefit.verbs.inspect import inspect
-    from tracefit.verbs.run import run
-    from tracefit.verbs.train import TrainOptions, train
-    from tracefit.verbs.verify import verify
+    from tracefit.commands.compare import compare
+    from tracefit.commands.export import export
+    from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest
+    from tracefit.commands.inspect import inspect
+    from tracefit.commands.run import run
+    from tracefit.commands.train import TrainOptions, train
+    from tracefit.commands.verify import verify
 
 _LAZY = {
     "load": "tracefit.coefficients.models",
     "Models": "tracefit.coefficients.models",
-    "compare": "tracefit.verbs.compare",
-    "export": "tracefit.verbs.export",
-    "ingest": "tracefit.verbs.ingest",
-    "IngestOptions": "tracefit.verbs.ingest",
-    "ServerOptions": "tracefit.verbs.ingest",
-    "inspect": "tracefit.verbs.inspect",
-    "train": "tracefit.verbs.train",
-    "TrainOptions": "tracefit.verbs.train",
-    "run": "tracefit.verbs.run",
-    "verify": "tracefit.verbs.verify",
+    "compare": "tracefit.commands.compare",
+    "export": "tracefit.commands.export",
+    "ingest": "tracefit.commands.ingest",
+    "IngestOptions": "tracefit.commands.ingest",
+    "ServerOptions": "tracefit.commands.ingest",
+    "inspect": "tracefit.commands.inspect",
+    "train": "tracefit.commands.train",
+    "TrainOptions": "tracefit.commands.train",
+    "run": "tracefit.commands.run",
+    "verify": "tracefit.commands.verify",
 }
 
 __all__ = [

@@ -16,18 +16,18 @@ from pydantic import TypeAdapter
 from tracefit.coefficients.answers import RequestAnswer, StepAnswer
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.model import CoefficientFile
+from tracefit.commands.compare import CompareResult
+from tracefit.commands.export import ExportResult
+from tracefit.commands.inspect import Inspection
+from tracefit.commands.plan import IngestPlan
+from tracefit.commands.predict import RowsAnswer
+from tracefit.commands.report import ReportResult
+from tracefit.commands.requests import RequestSummary
+from tracefit.commands.results import IngestResult, RunResult, SynthResult, TrainResult
+from tracefit.commands.verify import VerifyResult
 from tracefit.features.sets import FeatureSet
 from tracefit.tables.manifest import Manifest
 from tracefit.tables.schema import TABLES, Kind, Table
-from tracefit.verbs.compare import CompareResult
-from tracefit.verbs.export import ExportResult
-from tracefit.verbs.inspect import Inspection
-from tracefit.verbs.plan import IngestPlan
-from tracefit.verbs.predict import RowsAnswer
-from tracefit.verbs.report import ReportResult
-from tracefit.verbs.requests import RequestSummary
-from tracefit.verbs.results import IngestResult, RunResult, SynthResult, TrainResult
-from tracefit.verbs.verify import VerifyResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.features.context import read_context
 from tracefit.features.sets import BUILT_IN
-from tracefit.features.settings import ServerSettings
 from tracefit.features.training import beta_rows, constants_of
+from tracefit.server.context import read_context
+from tracefit.server.settings import ServerSettings
 from tracefit.tables import schema
 from tracefit.timeline import EngineLimits, build_timeline, execution_lags, queue_state
 

@@ -21,10 +21,10 @@ import polars as pl
 
 import tracefit
 from timeline import ENGINE, journeys
+from tracefit.commands.timelines import timeline_of
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables import schema
 from tracefit.tables.store import TableStore
-from tracefit.verbs.timelines import timeline_of
 
 
 def step_frame(rng: np.random.Generator, steps: int) -> pl.DataFrame:

@@ -1,4 +1,4 @@
-"""The commands end to end: exit codes, what goes to which stream, and that they are the verbs."""
+"""The commands end to end: exit codes, what goes to which stream, and that they call the library."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_an_interrupt_is_one_line(tracefit, tmp_path, folder, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tracefit.verbs.ingest.open_inputs", interrupted)
+    monkeypatch.setattr("tracefit.commands.ingest.open_inputs", interrupted)
     assert tracefit("run", folder, "--out", tmp_path / "out") == (130, "", "tracefit: interrupted\n")
 
 

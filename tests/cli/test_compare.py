@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tracefit.verbs.ingest import ingest
+from tracefit.commands.ingest import ingest
 
 
 def _file(path, *, intercept=1000.0, slope=10.0, seen=(0, 100), scope="a.gpu.tp1.00000000", reach=5.0):

@@ -81,16 +81,16 @@ def test_importing_the_package_loads_nothing_heavy(process):
 
 
 def test_what_fits_nothing_waits_for_no_estimators(process):
-    verbs = ("inspect", "ingest", "requests", "report", "generate", "predict")
-    load = "import sys, importlib; [importlib.import_module(f'tracefit.verbs.{v}') for v in sys.argv[1:]]"
-    done = process(*verbs, code=f"{load}; print(sorted(sys.modules))")
+    commands = ("inspect", "ingest", "requests", "report", "generate", "predict")
+    load = "import sys, importlib; [importlib.import_module(f'tracefit.commands.{v}') for v in sys.argv[1:]]"
+    done = process(*commands, code=f"{load}; print(sorted(sys.modules))")
     assert done.returncode == 0, done.stderr
-    assert "'tracefit.verbs.inspect'" in done.stdout
+    assert "'tracefit.commands.inspect'" in done.stdout
     assert "'sklearn'" not in done.stdout
     assert "'scipy'" not in done.stdout
 
 
-def test_the_verbs_are_there_on_first_use():
+def test_the_commands_are_there_on_first_use():
     assert {"ingest", "train", "run"} <= set(package.__all__)
     for name in package.__all__:
         assert getattr(package, name) is not None

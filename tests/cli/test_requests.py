@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from tracefit.verbs.ingest import ingest
+from tracefit.commands.ingest import ingest
 
 
 @pytest.fixture

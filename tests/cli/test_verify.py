@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from tracefit.verbs.ingest import ingest
-from tracefit.verbs.train import TrainOptions, train
+from tracefit.commands.ingest import ingest
+from tracefit.commands.train import TrainOptions, train
 
 
 @pytest.mark.parametrize("kind", ["alpha", "beta"])

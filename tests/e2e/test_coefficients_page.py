@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 import tracefit
-from tracefit.verbs.compare import MIN_ROWS, Tolerance
-from tracefit.verbs.export import CONSUMERS
+from tracefit.commands.compare import MIN_ROWS, Tolerance
+from tracefit.commands.export import CONSUMERS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coefficients.md").read_text()

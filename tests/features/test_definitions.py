@@ -6,12 +6,12 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.features.context import RunContext
 from tracefit.features.definitions import definitions, roofline_formulas, work_formulas
 from tracefit.features.expressions import evaluate, names_in, parse_formula
-from tracefit.features.hardware import find_gpu
 from tracefit.features.roofline import ROOFLINE_COLUMNS, ROOFLINE_TERMS, WORK_TERMS, add_roofline, add_work
-from tracefit.features.settings import ServerSettings
+from tracefit.server.context import RunContext
+from tracefit.server.hardware import find_gpu
+from tracefit.server.settings import ServerSettings
 
 
 def _frame():

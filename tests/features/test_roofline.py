@@ -8,8 +8,8 @@ import polars as pl
 import pytest
 
 from tracefit.errors import DataError, UsageError
-from tracefit.features.architecture import LatentAttention
 from tracefit.features.roofline import ROOFLINE_COLUMNS, ROOFLINE_TERMS, add_roofline
+from tracefit.server.architecture import LatentAttention
 
 
 def terms(frame, arch, gpu, tp=1):

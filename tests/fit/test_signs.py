@@ -8,6 +8,7 @@ import pytest
 from scipy.optimize import lsq_linear
 
 from tracefit import TrainOptions, UsageError
+from tracefit.commands.train import scope_options
 from tracefit.features.sets import BUILT_IN
 from tracefit.fit import rows as rules
 from tracefit.fit.estimators import RobustLinear, confidence_intervals
@@ -15,7 +16,6 @@ from tracefit.fit.options import FitOptions, ScopeOptions
 from tracefit.fit.parts import FeatureColumn
 from tracefit.fit.signs import ANY_SIGN, NON_NEGATIVE, Signs
 from tracefit.fit.train import fit_linear
-from tracefit.verbs.train import scope_options
 
 
 def _data(seed, truth, n=300):

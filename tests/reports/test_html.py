@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 import pytest
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
+from tracefit.commands.report import report, report_of
 from tracefit.reports.html import html_page
 from tracefit.reports.model import Band, Figure, Panel, Report, Series, Table
 from tracefit.reports.svg import figure_svg
 from tracefit.tables.store import TableStore
-from tracefit.verbs.report import report, report_of
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -179,7 +179,7 @@ def test_a_page_of_many_scopes_stays_small(trained, monkeypatch):
     store = TableStore(trained / "tables")
 
     def page_below(size):
-        monkeypatch.setattr("tracefit.verbs.report.MAX_PAGE_BYTES", size)
+        monkeypatch.setattr("tracefit.commands.report.MAX_PAGE_BYTES", size)
         return html_page(report_of(evaluation, alpha, beta, store))
 
     full = page_below(2_000_000)

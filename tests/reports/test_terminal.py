@@ -6,10 +6,10 @@ import io
 
 from rich.console import Console
 
+from tracefit.commands.report import report
 from tracefit.reports.markdown import plain
 from tracefit.reports.model import Figure, Panel, Report, Series, Table
 from tracefit.reports.terminal import print_report
-from tracefit.verbs.report import report
 
 
 def _printed(made, width=800):

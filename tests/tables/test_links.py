@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tracefit.commands.ingest import ingest
+from tracefit.commands.plan import plan_ingest
 from tracefit.errors import DataError, UsageError
 from tracefit.tables.store import TableStore
-from tracefit.verbs.ingest import ingest
-from tracefit.verbs.plan import plan_ingest
 
 READ = ("spans", "spans/run_id=run", "spans/run_id=run/*.parquet", "manifest.json")
 WRITTEN = (*READ, ".stage", ".stage/*", ".stage/*/spans.arrow", "timeline", "kv_events/run_id=run")

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tracefit.commands.ingest import ServerOptions, ingest
+from tracefit.commands.train import train
 from tracefit.errors import DataError, UsageError
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import ROW_GROUP_ROWS, TableStore
-from tracefit.verbs.ingest import ServerOptions, ingest
-from tracefit.verbs.train import train
 
 SCHEMAS = Path(__file__).parents[2] / "schemas" / "tables"
 ARROW = {

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 if TYPE_CHECKING:
-    from tracefit.verbs.ingest import IngestOptions, ServerOptions
-    from tracefit.verbs.train import TrainOptions
+    from tracefit.commands.ingest import IngestOptions, ServerOptions
+    from tracefit.commands.train import TrainOptions
 
 
 class BetaTarget(StrEnum):
@@ -149,8 +149,8 @@ def server_options(
     settings: list[str] | None,
 ) -> ServerOptions:
     """Collect what a command was told of the servers behind the traces."""
-    from tracefit.features.settings import settings_from
-    from tracefit.verbs.ingest import ServerOptions, parse_assignments
+    from tracefit.commands.ingest import ServerOptions, parse_assignments
+    from tracefit.server.settings import settings_from
 
     given = {**parse_assignments(settings or []), "tensor_parallel": tp}
     return ServerOptions(run_config, model_config, gpu, settings_from(given, where="--set"))
@@ -161,7 +161,7 @@ def ingest_options(context: typer.Context) -> IngestOptions:
 
     Several keys of attributes may stand in one value, comma separated.
     """
-    from tracefit.verbs.ingest import IngestOptions
+    from tracefit.commands.ingest import IngestOptions
 
     given = context.params
     keys = [key.strip() for text in given["keep_attributes"] or [] for key in text.split(",")]
@@ -177,7 +177,7 @@ def ingest_options(context: typer.Context) -> IngestOptions:
 def train_options(context: typer.Context) -> TrainOptions:
     """Collect what a command was told of training: `run` and `train` take every option under its name in TrainOptions."""
     from tracefit.coefficients.verdicts import override
-    from tracefit.verbs.train import TrainOptions
+    from tracefit.commands.train import TrainOptions
 
     told = {field.name: context.params[field.name] for field in dataclasses.fields(TrainOptions)}
     told["beta_target"] = told["beta_target"].value

@@ -50,8 +50,8 @@ def train(
     """
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
+        from tracefit.commands.train import train as train_verb
         from tracefit.reports.summary import train_text
-        from tracefit.verbs.train import train as train_verb
 
         options = train_options(context)
         result = train_verb(tables, out, options=options, progress=told)
@@ -77,7 +77,7 @@ def report(
     """
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
-        from tracefit.verbs.report import report as report_verb
+        from tracefit.commands.report import report as report_verb
 
         result, made = report_verb(folder, tables=tables, out=out, progress=told)
         told.close()
@@ -115,9 +115,9 @@ def compare(
     """
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
+        from tracefit.commands.compare import Tolerance
+        from tracefit.commands.compare import compare as compare_verb
         from tracefit.reports.use import compare_text
-        from tracefit.verbs.compare import Tolerance
-        from tracefit.verbs.compare import compare as compare_verb
 
         result = compare_verb(first, second, scope=scope, tolerance=Tolerance(tolerance, slack))
         show(result, compare_text(result), as_json=json, quiet=quiet)
@@ -142,8 +142,8 @@ def verify(
     """
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
+        from tracefit.commands.verify import verify as verify_verb
         from tracefit.reports.use import verify_text
-        from tracefit.verbs.verify import verify as verify_verb
 
         result = verify_verb(file, tables, features=features, progress=told)
         told.close()

@@ -75,8 +75,8 @@ def run(
     """
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
+        from tracefit.commands.run import run as run_verb
         from tracefit.reports.summary import run_text
-        from tracefit.verbs.run import run as run_verb
 
         server = server_options(run_config, model_config, gpu, tp, settings)
         kept = ingest_options(context)
@@ -115,8 +115,8 @@ def inspect(
     """
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
+        from tracefit.commands.inspect import inspect as inspect_verb
         from tracefit.reports.inspection import inspection_text
-        from tracefit.verbs.inspect import inspect as inspect_verb
 
         server = server_options(run_config, model_config, gpu, tp, settings)
         result = inspect_verb(paths, server=server, progress=told)
@@ -155,9 +155,9 @@ def ingest(
     """
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
+        from tracefit.commands.ingest import ingest as ingest_verb
+        from tracefit.commands.plan import plan_ingest
         from tracefit.reports.summary import ingest_text, plan_text
-        from tracefit.verbs.ingest import ingest as ingest_verb
-        from tracefit.verbs.plan import plan_ingest
 
         kept = ingest_options(context)
         if dry_run:

@@ -17,11 +17,11 @@ from tracefit.features.definitions import definitions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.features.context import Scope
     from tracefit.fit.boundary import FittedBoundary
     from tracefit.fit.parts import FittedPart
     from tracefit.fit.scope import FittedModel, FittedScope
     from tracefit.fit.train import Fitted
+    from tracefit.server.context import Scope
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
 

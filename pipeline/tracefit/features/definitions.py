@@ -19,9 +19,9 @@ from tracefit.features.training import constants_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tracefit.features.architecture import ModelArchitecture
-    from tracefit.features.context import RunContext
-    from tracefit.features.hardware import Gpu
+    from tracefit.server.architecture import ModelArchitecture
+    from tracefit.server.context import RunContext
+    from tracefit.server.hardware import Gpu
 
 _DIGITS = 12
 

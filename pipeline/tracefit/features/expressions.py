@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from tracefit.errors import UsageError
-from tracefit.features.documents import excerpt
+from tracefit.server.documents import excerpt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

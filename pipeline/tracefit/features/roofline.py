@@ -41,11 +41,11 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.errors import DataError
-from tracefit.features.hardware import Gpu
-from tracefit.features.serving import check_parallelism
+from tracefit.server.hardware import Gpu
+from tracefit.server.serving import check_parallelism
 
 if TYPE_CHECKING:
-    from tracefit.features.architecture import ModelArchitecture
+    from tracefit.server.architecture import ModelArchitecture
 
 ROOFLINE_COLUMNS = (
     "num_prefill_reqs",

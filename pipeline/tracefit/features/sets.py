@@ -15,7 +15,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.errors import UsageError, did_you_mean
-from tracefit.features.documents import (
+from tracefit.features.expressions import Name, Node, evaluate, names_in, parse_formula, to_polars
+from tracefit.features.roofline import ROOFLINE_TERMS
+from tracefit.server.documents import (
     Document,
     checked_text,
     excerpt,
@@ -24,8 +26,6 @@ from tracefit.features.documents import (
     parse_yaml_object,
     read_bytes,
 )
-from tracefit.features.expressions import Name, Node, evaluate, names_in, parse_formula, to_polars
-from tracefit.features.roofline import ROOFLINE_TERMS
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from tracefit.features.sets import FeatureSet, add_features
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.features.context import RunContext
+    from tracefit.server.context import RunContext
 
 ENGINE = ["run_id", "server", "epoch"]
 

@@ -21,11 +21,11 @@ from tracefit.fit.phases import phases_of_servers
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tracefit.features.context import Scope
     from tracefit.features.sets import FeatureSet
     from tracefit.fit.phases import Phase, ServerPhases
     from tracefit.fit.scope import FittedModel, ScopeTables
     from tracefit.fit.train import Fitted
+    from tracefit.server.context import Scope
 
 CUT_OFF = ("aborted", "error", "ignored")
 

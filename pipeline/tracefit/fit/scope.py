@@ -42,9 +42,9 @@ from tracefit.fit.train import Fitted, TooFewRows, fit_regimes, mark_outliers
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.features.context import Scope
     from tracefit.fit.overload import Overload
     from tracefit.fit.validate import Validation
+    from tracefit.server.context import Scope
 
 STEP_TIMES = "beta.cycle_time"
 

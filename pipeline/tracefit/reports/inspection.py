@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from tracefit.reports.text import columns, indented
 
 if TYPE_CHECKING:
+    from tracefit.commands.inspect import Inspection, RunFacts, ScopeFacts, ServerFacts
     from tracefit.tables.health import Check
-    from tracefit.verbs.inspect import Inspection, RunFacts, ScopeFacts, ServerFacts
 
 
 def inspection_text(found: Inspection) -> str:

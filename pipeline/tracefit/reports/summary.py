@@ -9,9 +9,8 @@ from tracefit.reports.text import columns
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tracefit.features.sets import FeatureSet
-    from tracefit.verbs.plan import IngestPlan
-    from tracefit.verbs.results import (
+    from tracefit.commands.plan import IngestPlan
+    from tracefit.commands.results import (
         IngestResult,
         LatencySummary,
         ModelSummary,
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
         SynthResult,
         TrainResult,
     )
+    from tracefit.features.sets import FeatureSet
 
 
 def ingest_text(result: IngestResult) -> str:

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.coefficients.answers import RequestAnswer, Span, StepAnswer
-    from tracefit.verbs.compare import CompareResult
-    from tracefit.verbs.export import ExportResult
-    from tracefit.verbs.predict import RowsAnswer
-    from tracefit.verbs.verify import VerifyResult
+    from tracefit.commands.compare import CompareResult
+    from tracefit.commands.export import ExportResult
+    from tracefit.commands.predict import RowsAnswer
+    from tracefit.commands.verify import VerifyResult
 
 _RANGE_NOTE = "90 % range: where nine of ten held-out measurements lay about their prediction"
 

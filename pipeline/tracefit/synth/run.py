@@ -1,4 +1,4 @@
-"""The two verbs: simulate a run, and write it as a run folder with its truth."""
+"""Two commands: simulate a run, and write it as a run folder with its truth."""
 
 from __future__ import annotations
 

@@ -1,0 +1,276 @@
+"""Two coefficient files side by side, or an old file on new traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import polars as pl
+
+from tracefit.coefficients.frames import predict_rows
+from tracefit.coefficients.model import BoundaryModel
+from tracefit.coefficients.models import Models, load
+from tracefit.coefficients.shared import Change, Shift, changes, shifts
+from tracefit.coefficients.values import columns_of, terms_of
+from tracefit.commands.timelines import write_timelines
+from tracefit.commands.train import load_scope, scopes_of
+from tracefit.errors import DataError, UsageError
+from tracefit.features import training
+from tracefit.features.sets import Feature, FeatureSet
+from tracefit.fit import rows as rules
+from tracefit.fit.boundary import admission_with_clock
+from tracefit.fit.bursts import api_waits
+from tracefit.fit.frames import request_frame, step_frame
+from tracefit.fit.metrics import Metrics, measure
+from tracefit.tables.store import TableStore
+
+if TYPE_CHECKING:
+    from tracefit.coefficients.model import Model
+    from tracefit.coefficients.models import ScopeModels
+    from tracefit.fit.metrics import Vector
+    from tracefit.fit.scope import ScopeTables
+    from tracefit.server.context import Scope
+
+Verdict = Literal["good", "drifted", "unknown"]
+
+MIN_ROWS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How much worse an old file may do on new traces.
+
+    Attributes:
+        factor: Times the held-out error it was published with.
+        slack_pct: Percentage points above it, where that is more.
+    """
+
+    factor: float = 1.5
+    slack_pct: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelComparison:
+    """One model in two files."""
+
+    model: str
+    scope_id: str | None
+    changes: tuple[Change, ...]
+    shifts: tuple[Shift, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """One model of an old file on new traces.
+
+    Attributes:
+        model: Its name.
+        scope_id: Its scope.
+        rows: Rows of the new traces it was judged on; nothing but idle gaps is left out.
+        then_mape_pct: Held-out error it was published with.
+        now_mape_pct: Error on the new traces.
+        then_mae_us: Mean absolute error then.
+        now_mae_us: And now.
+        now_bias_pct: 100 * (sum predicted - sum actual) / sum actual on the new traces.
+        limit_pct: The error above which it counts as drifted.
+        verdict: good, drifted, or unknown where the new traces cannot tell.
+        because: Why it is unknown.
+    """
+
+    model: str
+    scope_id: str | None
+    rows: int
+    then_mape_pct: float | None
+    now_mape_pct: float | None
+    then_mae_us: float | None
+    now_mae_us: float | None
+    now_bias_pct: float | None
+    limit_pct: float | None
+    verdict: Verdict
+    because: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompareResult:
+    """Differences of two files, or the drift of one.
+
+    Attributes:
+        first: The first file or folder.
+        second: The second, or the tables.
+        models: Models that both files have.
+        drift: Every model on the new traces, where the second is tables.
+        verdict: Of the drift check: drifted if any model is, good if one is and none drifted; null for two files.
+        notes: What could not be compared, and why.
+    """
+
+    first: Path
+    second: Path
+    models: tuple[ModelComparison, ...] = ()
+    drift: tuple[Drift, ...] = ()
+    verdict: Verdict | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0; 1 where the old file has drifted or the new traces cannot tell."""
+        return 1 if self.verdict in ("drifted", "unknown") else 0
+
+
+def compare(
+    first: str | Path, second: str | Path, *, scope: str | None = None, tolerance: Tolerance | None = None
+) -> CompareResult:
+    """Compare two coefficient files, or a file with a tables folder.
+
+    Args:
+        first: A coefficient file or a folder of them.
+        second: Another one, or tables of new runs.
+        scope: Compare this scope only; see `Models.scope`.
+        tolerance: For a drift check.
+
+    Raises:
+        UsageError: A file or folder is not what it should be.
+        DataError: The two have no model in common.
+    """
+    one, other = Path(first), Path(second)
+    old = load(one)
+    wanted = [old.scope(scope).scope_id or ""] if scope is not None else list(old.scope_ids)
+    if (other / "runs").is_dir():
+        return _drift(one, other, old, wanted, tolerance or Tolerance())
+    new = load(other)
+    compared: list[ModelComparison] = []
+    notes: list[str] = []
+    for scope_id in wanted:
+        pair = _partner(scope_id, old, new, notes)
+        if pair is None:
+            continue
+        left, right = old.scope(scope_id), new.scope(pair)
+        for name, model in left.models.items():
+            if name not in right.models:
+                notes.append(f"{name} of {scope_id}: only in {one}")
+                continue
+            moved, said = shifts(model, right.models[name])
+            notes += said
+            compared.append(
+                ModelComparison(name, scope_id, tuple(changes(model, right.models[name])), tuple(moved))
+            )
+    if not compared:
+        raise DataError(
+            "the two have no model in common",
+            where=f"{one}, {other}",
+            hint=f"scopes: {', '.join(old.scope_ids)}; {', '.join(new.scope_ids)}",
+        )
+    return CompareResult(one, other, tuple(compared), notes=tuple(notes))
+
+
+def _partner(scope_id: str, old: Models, new: Models, notes: list[str]) -> str | None:
+    """Return the scope of the other file to compare with: the same one, or its only one."""
+    if scope_id in new.scope_ids:
+        return scope_id
+    if len(old.scope_ids) == len(new.scope_ids) == 1:
+        notes.append(f"scope {scope_id} is compared with {new.scope_ids[0]}, which is another one")
+        return new.scope_ids[0]
+    notes.append(f"scope {scope_id}: only in the first")
+    return None
+
+
+def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: Tolerance) -> CompareResult:
+    store = TableStore(tables).require()
+    runs = store.read("runs")
+    write_timelines(store, runs["run_id"].unique(maintain_order=True))
+    here = {scope.scope_id: (scope, members) for scope, members in scopes_of(runs, str(tables))}
+    found: list[Drift] = []
+    notes: list[str] = []
+    for scope_id in wanted:
+        if scope_id not in here:
+            notes.append(f"scope {scope_id}: no run of it in {tables}")
+            continue
+        scope, members = here[scope_id]
+        loaded = load_scope(store, runs.filter(pl.col("run_id").is_in(members)), scope, members)
+        models: ScopeModels = old.scope(scope_id)
+        found += [_judge(m, scope, loaded, tolerance) for m in models.models.values()]
+    if not found:
+        raise DataError(
+            f"no run of scope {', '.join(wanted)} is here",
+            where=str(tables),
+            hint=f"here are: {', '.join(here)}",
+        )
+    verdicts = {d.verdict for d in found}
+    verdict: Verdict = "drifted" if "drifted" in verdicts else "good" if "good" in verdicts else "unknown"
+    return CompareResult(one, tables, drift=tuple(found), verdict=verdict, notes=tuple(notes))
+
+
+def _judge(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
+    then = model.validation.holdout if model.validation else None
+    base = (then.mape_pct if then else None, then.mae if then else None)
+    try:
+        rows, told = _told(model, scope, tables)
+    except (UsageError, DataError) as error:
+        return Drift(
+            model.name, model.scope_id, 0, base[0], None, base[1], None, None, None, "unknown", error.line()
+        )
+    known = np.isfinite(told)
+    now: Metrics = measure(rows["y"].to_numpy().astype(float)[known], told[known])
+    limit = None if base[0] is None else max(tolerance.factor * base[0], base[0] + tolerance.slack_pct)
+    verdict: Verdict = "unknown"
+    because = None
+    if now.n < MIN_ROWS:
+        because = f"{now.n} rows are fewer than {MIN_ROWS}"
+    elif limit is None or now.mape_pct is None:
+        because = "the file states no held-out error"
+    else:
+        verdict = "drifted" if now.mape_pct > limit else "good"
+    return Drift(
+        model.name,
+        model.scope_id,
+        now.n,
+        base[0],
+        now.mape_pct,
+        base[1],
+        now.mae,
+        now.bias_pct,
+        limit,
+        verdict,
+        because,
+    )
+
+
+def _told(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.DataFrame, Vector]:
+    """Return the new rows a model is judged on, and its predictions for them (NaN where it has none)."""
+    features = FeatureSet(
+        "file",
+        tuple({t.feature: Feature(t.feature, "", t.formula or t.feature) for t in terms_of(model)}.values()),
+    )
+    constants = training.constants_of(scope.context)
+    if model.name.startswith("beta."):
+        source = "duration" if model.target is not None and model.target.source == "duration" else "clock"
+        timeline = training.with_roofline(tables.timeline, scope.context)
+        rows = _all_new(step_frame(tables, timeline, features, constants, source))
+        single = rows.filter(pl.col("source") != "interval")
+        rows = single if single.height >= MIN_ROWS else rows
+    else:
+        rows = _all_new(request_frame(tables, model.name.removeprefix("alpha."), features, constants))
+    lacking = sorted(c for c in columns_of(model) if c not in rows.columns)
+    answered = predict_rows(model, rows if not lacking else rows.with_columns(_nulls(model, lacking)))
+    told = answered["predicted_us"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
+    if isinstance(model, BoundaryModel):
+        slope = {t.feature: t.value for t in model.work.terms}.get("prompt_tokens", 0.0)
+        work = model.work.intercept.value + slope * rows["prompt_tokens"].fill_null(0).to_numpy().astype(
+            float
+        )
+        done = work + api_waits(rows, work) if model.queue else work
+        by_clock, known = admission_with_clock(rows, tables.timeline, done, model.offset.value)
+        told = np.where(known, by_clock, told)
+    return rows, np.asarray(told, dtype=float)
+
+
+def _nulls(model: Model, lacking: list[str]) -> list[pl.Expr]:
+    """Stand in for columns that features already computed, or conditions on things nobody knows, would need."""
+    named = {t.feature for t in terms_of(model)}
+    return [pl.lit(None, pl.Float64).alias(c) for c in lacking if c not in named]
+
+
+def _all_new(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return every row but idle gaps and epoch boundaries: the old file was trained on none of them."""
+    return rows.filter(~pl.col("excluded_because").is_in(rules.ALWAYS).fill_null(value=False))

@@ -1,0 +1,41 @@
+"""Generated traces with known coefficients, as run folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tracefit.commands.results import Progress, Silent, SynthResult
+from tracefit.synth import SynthOptions, synth, write_run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Format = Literal["json", "protobuf"]
+
+
+def generate(
+    out: str | Path,
+    options: SynthOptions,
+    *,
+    formats: Sequence[Format] = ("json",),
+    compress: Literal["gz", "zst"] | None = None,
+    progress: Progress | None = None,
+) -> SynthResult:
+    """Generate one run and write it below `out`, its truth beside it.
+
+    Args:
+        out: Folder in which the run folder is made; one per format.
+        options: The run.
+        formats: `json` (lines), `protobuf` (framed).
+        compress: Compression of the trace files.
+        progress: Told of what is going on.
+
+    Raises:
+        UsageError: An option is out of range, or the folder cannot be written.
+    """
+    (progress or Silent()).stage(f"generating {options.name}")
+    run = synth(options)
+    first = write_run(run, Path(out), formats=formats, compress=compress)
+    twins = [first.with_name(f"{first.name}-proto")] if len(set(formats)) > 1 else []
+    return SynthResult((first, *twins), requests=run.truth_requests.height, steps=run.truth_steps.height)

@@ -1,0 +1,361 @@
+"""Trace files to tables."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracefit import memory
+from tracefit._version import __version__
+from tracefit.commands.reading import KnownFiles, Reading, content_hash, options_hash, resolve_run_id
+from tracefit.commands.results import IngestResult, Progress, RunSummary, Silent
+from tracefit.commands.timelines import SMALL_RUN_ROWS, write_timelines
+from tracefit.engines.local import available_cores
+from tracefit.errors import DataError, UsageError, did_you_mean
+from tracefit.inputs.blocks import Limits
+from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
+from tracefit.inputs.files import content_hash_of
+from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of, settings_to_json
+from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name
+from tracefit.tables import dialects, schema
+from tracefit.tables.build import IngestCounts, build_tables
+from tracefit.tables.disk import disk_errors, scratch_folder, sweep
+from tracefit.tables.manifest import IngestedRun
+from tracefit.tables.rows import RowOptions
+from tracefit.tables.staging import STAGE_NAME
+from tracefit.tables.store import RunWriter, TableStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import polars as pl
+
+    from tracefit.tables.manifest import ReadFile
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What the user says about the server, instead of or on top of the run's own files.
+
+    Attributes:
+        run_config: exp-config.yaml, run.yaml, a command line or a server log, for every run.
+        model_config: config.json, for every run.
+        gpu: GPU name, or a JSON file that describes one.
+        settings: Single settings; they win over the files.
+    """
+
+    run_config: Path | None = None
+    model_config: Path | None = None
+    gpu: str | None = None
+    settings: ServerSettings = field(default_factory=ServerSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class IngestOptions:
+    """What of the traces is kept. Traces are private data: nothing a user wrote is, unless it is asked for.
+
+    Attributes:
+        all_spans: Keep spans of other services and scopes too, in the `spans` table alone.
+        keep_attributes: Keys of span attributes to keep beside the usual ones (ids, counts, routes, the model, sampling
+            parameters).
+        show_values: Show the beginning of a record that was rejected as it is, not its structure and keys alone.
+        max_document: Bytes of the longest record; it is held whole.
+        max_rejects: Bad records of a file after which it is not read further.
+    """
+
+    all_spans: bool = False
+    keep_attributes: tuple[str, ...] = ()
+    show_values: bool = False
+    max_document: int = 256 << 20
+    max_rejects: int = 100_000
+
+    @property
+    def limits(self) -> Limits:
+        """How much of a file is held and borne."""
+        return Limits(self.max_document, self.max_rejects)
+
+    @property
+    def rows(self) -> RowOptions:
+        """The same in the words of the tables."""
+        attributes = tuple(sorted({*dialects.SPAN_ATTRIBUTES, *self.keep_attributes}))
+        return RowOptions(attributes, self.all_spans, self.show_values, self.max_rejects)
+
+
+def ingest(
+    paths: Iterable[str | Path],
+    out: str | Path,
+    *,
+    server: ServerOptions | None = None,
+    options: IngestOptions | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> IngestResult:
+    """Read traces and write the tables of every run found.
+
+    What the tables folder knows already is not decoded again: a run that is there with the same files stays, one whose
+    files have grown or become more is brought up to date, and the result is that of reading everything at once. The
+    folder changes run by run, in one step each; whatever interrupts the work, running it again completes it.
+
+    Memory hardly grows with the files: each worker holds one stretch of a file at a time, and of a whole run a few
+    hundred bytes per span. The `timeline` of a run of more than `SMALL_RUN_ROWS` events is left to `train`.
+
+    Args:
+        paths: Run folders, folders of run folders, trace files (those beside no run configuration make one run
+            together), patterns, `s3://`, `gs://` or `file://` URLs of these, or `-` for standard input.
+        out: The tables folder. One process at a time writes there; a second one waits.
+        server: What is known about the server beyond the run's files.
+        options: What of the traces is kept.
+        workers: Processes that decode, at most; as many as there are cores if not given.
+        progress: Told of what is going on.
+
+    Raises:
+        UsageError: A path, a configuration file or an option is wrong, or the folder cannot be written; the tables are
+            as they were.
+        DataError: A run holds no vLLM spans at all; nothing of it is written.
+    """
+    with open_inputs(paths) as inputs:
+        return ingest_inputs(
+            inputs,
+            out,
+            server or ServerOptions(),
+            progress or Silent(),
+            options=options or IngestOptions(),
+            workers=workers,
+        )
+
+
+def ingest_inputs(
+    inputs: Inputs,
+    out: str | Path,
+    server: ServerOptions,
+    told: Progress,
+    *,
+    options: IngestOptions = IngestOptions(),
+    workers: int | None = None,
+) -> IngestResult:
+    """Write the tables of runs that were found already; the result has them in the same order. See `ingest`."""
+    store = TableStore(out)
+    # Every configuration is read before anything is written: a wrong one must not leave half a result.
+    contexts = [_context(source, server) for source in inputs.runs]
+    warnings = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
+
+    def waiting() -> None:
+        told.warn(f"{store.root}: another process is writing there; waiting for it")
+
+    with disk_errors(store.root), store.lock(waiting):
+        sweep(store.root)
+        work = _Work(store, workers or available_cores(), options, told)
+        try:
+            summaries = [
+                work.run(source, context, warnings)
+                for source, context in zip(inputs.runs, contexts, strict=True)
+            ]
+        finally:
+            _sweep_stage(store)
+    write_timelines(store, [s.run_id for s in summaries if _is_small(store, s.run_id)])
+    for text in warnings:
+        told.warn(text)
+    return IngestResult(Path(out), tuple(summaries), tuple(warnings))
+
+
+def _context(source: RunSource, server: ServerOptions) -> RunContext:
+    return read_context(
+        server.run_config or source.run_config,
+        server.model_config or source.model_config,
+        server.settings,
+        gpu=server.gpu,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is the same for every run of one call; the folder's lock is held."""
+
+    store: TableStore
+    workers: int
+    options: IngestOptions
+    told: Progress
+
+    def run(self, source: RunSource, context: RunContext, warnings: list[str]) -> RunSummary:
+        """Bring one run's tables up to date."""
+        self.told.stage(f"reading {source.run_id}")
+        manifest = self.store.manifest()
+        run_id = resolve_run_id(manifest, source)
+        if run_id != source.run_id:
+            warnings.append(
+                f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
+            )
+        options, known = options_hash(self.options.rows), manifest.runs.get(run_id)
+        reading = Reading(
+            known=KnownFiles.of(known, options, self.store.root),
+            options=self.options.rows,
+            limits=self.options.limits,
+            root=self.store.root,
+            workers=self.workers,
+            progress=self.told,
+        )
+        read = reading.read(source.trace_files)
+        memory.give_back()
+        columns = _run_columns(read.files, context)
+        kv_hashes = sorted(map(content_hash_of, source.kv_files))
+        facts = (__version__, options, sorted(columns.items()), kv_hashes)
+        built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
+        if known is None or known.built_from != built_from or not read.all_known:
+            run = IngestedRun(source=source.folder, options=options, built_from=built_from, files=read.files)
+            self._build(run_id, source, run, columns)
+        self._add_kv_events(run_id, source, context)
+        summary = _summary(run_id, context, self.store.read("runs", [run_id]))
+        warnings += _warnings_of(run_id, summary)
+        return summary
+
+    def _build(
+        self,
+        run_id: str,
+        source: RunSource,
+        run: IngestedRun,
+        columns: dict[str, str | int | None],
+    ) -> None:
+        with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
+            self.told.stage(f"writing {run_id}")
+            counts = build_tables(
+                run.files,
+                run_id=run_id,
+                stage=self.store.root / STAGE_NAME,
+                scratch=scratch,
+                write=writer.write,
+                run_columns=columns,
+            )
+            _require_spans(source, counts)
+            self.store.publish(run_id, run, writer.close(), keep=False)
+
+    def _add_kv_events(self, run_id: str, source: RunSource, context: RunContext) -> None:
+        """Read the run's KV-cache events, unless they are in its tables already."""
+        run = self.store.manifest().runs[run_id]
+        if "kv_events" in run.tables:
+            return
+        tables = {"kv_events": schema.KV_EVENTS.empty()}
+        if source.kv_files:
+            from tracefit.kv.columns import kv_tables  # noqa: PLC0415 - most runs have no recordings
+            from tracefit.kv.recordings import read_kv  # noqa: PLC0415
+
+            names = ("steps", "journey_events", "requests", "runs", "rejects")
+            tables = kv_tables(
+                read_kv(source.kv_files, max_rejects=self.options.max_rejects),
+                {name: self.store.read(name, [run_id]) for name in names},
+                run_id=run_id,
+                block_size=context.settings.block_size,
+            )
+        with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
+            for name, rows in tables.items():
+                writer.write(name, rows)
+            self.store.publish(run_id, run, writer.close(), keep=True)
+
+
+def _sweep_stage(store: TableStore) -> None:
+    """Remove staged parts that the manifest does not name."""
+    stage = store.root / STAGE_NAME
+    if not stage.is_dir():
+        return
+    valid = store.manifest().staged()
+    for part in stage.iterdir():
+        if part.name not in valid:
+            shutil.rmtree(part, ignore_errors=True)
+    if not valid:
+        stage.rmdir()
+
+
+def _is_small(store: TableStore, run_id: str) -> bool:
+    counts = store.read("runs", [run_id])
+    events = sum(sum(json.loads(text).values()) for text in counts["events"].head(1))
+    return events <= SMALL_RUN_ROWS
+
+
+def _require_spans(source: RunSource, counts: IngestCounts) -> None:
+    if counts.spans:
+        return
+    seen = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
+    raise DataError(
+        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({seen})",
+        where=source.name,
+        hint="start the server with --enable-journey-tracing and --step-tracing-enabled",
+    )
+
+
+def _run_columns(files: Sequence[ReadFile], context: RunContext) -> dict[str, str | int | None]:
+    return {
+        "model": context.settings.model,
+        "model_config": context.model_config,
+        "settings": settings_to_json(context.settings),
+        "gpu": gpu_to_json(context.gpu),
+        "files": len(files),
+        "bytes": sum(file.size_bytes for file in files),
+        "content_sha256": content_hash(files),
+    }
+
+
+def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary:
+    first = runs.row(0, named=True)
+    return RunSummary(
+        run_id=run_id,
+        scope_id=scope_of(context).scope_id,
+        files=first["files"],
+        bytes=first["bytes"],
+        spans=int(runs["spans"].sum()),
+        other_spans=first["other_spans"],
+        duplicate_spans=first["duplicate_spans"],
+        rejects=first["rejects"],
+        dropped_events=int(runs["dropped_events"].sum()),
+        servers=runs.height,
+        epochs=int(runs["epochs"].sum()),
+        steps=int(runs["steps"].sum()),
+        requests=int(runs["requests"].sum()),
+    )
+
+
+def _warnings_of(run_id: str, run: RunSummary) -> list[str]:
+    texts = []
+    if run.rejects:
+        texts.append(f"{run_id}: {run.rejects} records could not be read; see the rejects table")
+    if run.dropped_events:
+        texts.append(
+            f"{run_id}: the server's SDK dropped {run.dropped_events} events; "
+            "raise OTEL_SPAN_EVENT_COUNT_LIMIT (128 by default)"
+        )
+    if run.duplicate_spans:
+        texts.append(f"{run_id}: {run.duplicate_spans} spans were there twice and count once")
+    return texts
+
+
+def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
+    """Read `key=value` settings from the command line; values as YAML reads them.
+
+    Raises:
+        UsageError: A text without an equals sign, a key that is nearly a known one, or a value that is not YAML.
+    """
+    import yaml  # noqa: PLC0415 - settings on the command line are rare
+
+    values: dict[str, object] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(
+                f"--set {text}: not of the form KEY=VALUE", hint="for example --set max_num_seqs=128"
+            )
+        _require_no_typo(key)
+        try:
+            values[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UsageError(f"--set {text}: the value cannot be read") from error
+    return values
+
+
+def _require_no_typo(key: str) -> None:
+    """Refuse a key that is nearly a known one; any other that nobody knows is kept as a fact of the scope."""
+    name = canonical_name(key)
+    meant = None if name in SETTINGS else did_you_mean(name, SETTINGS, cutoff=0.85)
+    if meant:
+        raise UsageError(f"--set {key.strip()}: no such setting", hint=meant)

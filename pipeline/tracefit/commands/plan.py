@@ -1,0 +1,97 @@
+"""What an ingest would read, and as what, without reading it or writing anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from tracefit.commands.ingest import IngestOptions
+from tracefit.commands.reading import KnownFiles, options_hash, resolve_run_id
+from tracefit.inputs.discovery import RunSource, open_inputs
+from tracefit.inputs.formats import inspect_file
+from tracefit.tables.store import TableStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from tracefit.inputs.files import TraceFile
+    from tracefit.tables.rows import RowOptions
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One trace file: what it is, and how much of it the tables do not have yet.
+
+    Attributes:
+        run_id: The run it would belong to.
+        file: Its name.
+        shape: What its records are and how they lie, in words.
+        compression: gzip or zstd; null for none.
+        bytes: Its size.
+        status: `new`, `grown` (or changed), or `known` (nothing is).
+        bytes_to_read: Bytes that would be decoded.
+    """
+
+    run_id: str
+    file: str
+    shape: str
+    compression: str | None
+    bytes: int
+    status: Literal["new", "grown", "known"]
+    bytes_to_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class IngestPlan:
+    """What an ingest would read.
+
+    Attributes:
+        files: Trace files, run by run.
+        left_out: Other files, each with the reason.
+    """
+
+    files: tuple[PlannedFile, ...]
+    left_out: tuple[str, ...] = ()
+
+
+def plan_ingest(
+    paths: Iterable[str | Path], out: str | Path, *, options: IngestOptions | None = None
+) -> IngestPlan:
+    """Say what `ingest` would read of the same paths into the same folder. Nothing is written.
+
+    Args:
+        paths: As for `ingest`.
+        out: The tables folder; it need not be there.
+        options: As for `ingest`.
+
+    Raises:
+        UsageError: A path is wrong or cannot be read.
+        DataError: The folder's manifest is damaged, or a file that was named holds OTLP logs or metrics.
+    """
+    store = TableStore(out)
+    with open_inputs(paths) as inputs:
+        files = [
+            f for source in inputs.runs for f in _planned(source, store, (options or IngestOptions()).rows)
+        ]
+        return IngestPlan(tuple(files), tuple(f"{left.name}: {left.reason}" for left in inputs.left_out))
+
+
+def _planned(source: RunSource, store: TableStore, options: RowOptions) -> list[PlannedFile]:
+    manifest = store.manifest()
+    run_id = resolve_run_id(manifest, source)
+    known = KnownFiles.of(manifest.runs.get(run_id), options_hash(options), store.root)
+    return [_planned_file(run_id, file, known.status(file)) for file in source.trace_files]
+
+
+def _planned_file(run_id: str, file: TraceFile, status: Literal["new", "grown", "known"]) -> PlannedFile:
+    contents = inspect_file(file)
+    return PlannedFile(
+        run_id=run_id,
+        file=file.name,
+        shape=str(contents),
+        compression=contents.compression,
+        bytes=file.size,
+        status=status,
+        bytes_to_read=0 if status == "known" else file.size,
+    )

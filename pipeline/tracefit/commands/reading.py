@@ -1,0 +1,310 @@
+"""The trace files of a run to staged parts: what is known is left alone, what lies in a bucket is fetched first.
+
+One rule: a file whose name, size and hash the manifest knows is not decoded again; one that has grown or changed is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from tracefit._version import __version__
+from tracefit.engines.local import Decoded, Task, decode_task, run_tasks
+from tracefit.inputs.blocks import BLOCK_BYTES, Block, Limits, read_blocks
+from tracefit.inputs.discovery import refuse_other_signal
+from tracefit.inputs.files import content_hash_of
+from tracefit.inputs.rejects import Reject
+from tracefit.inputs.remote import fetch
+from tracefit.tables.disk import inside, scratch_folder
+from tracefit.tables.manifest import IngestedRun, Manifest, ReadFile, StagedPart
+from tracefit.tables.staging import STAGE_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from tracefit.commands.results import Progress
+    from tracefit.inputs.discovery import RunSource
+    from tracefit.inputs.files import TraceFile
+    from tracefit.tables.rows import RowOptions
+
+BYTES_PER_WORKER = 64 << 20
+"""Bytes that are worth another process: it takes about as long to start as to decode these."""
+
+FETCHED_BYTES = 1 << 30
+"""Bytes of files of buckets that lie on disk together, unless one alone is larger."""
+
+EXPANSION = 10
+"""Decompressed bytes of a compressed one, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A trace file as it is now: what the manifest knows a file by."""
+
+    file: TraceFile
+    sha256: str
+
+    @classmethod
+    def of(cls, file: TraceFile) -> Identity:
+        """Hash a file.
+
+        Raises:
+            UsageError: It cannot be read.
+        """
+        return cls(file, content_hash_of(file))
+
+
+@dataclass(frozen=True, slots=True)
+class FilesRead:
+    """What the manifest is to say of a run's files, in the order of their names, and whether it said so before."""
+
+    files: tuple[ReadFile, ...]
+    all_known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFiles:
+    """What a run's manifest entry knows of files, as far as it is of use with these options and this version."""
+
+    files: dict[str, ReadFile]
+
+    @classmethod
+    def of(cls, run: IngestedRun | None, options: str, root: Path) -> KnownFiles:
+        """Return the files of a run whose staged parts are there.
+
+        Raises:
+            UsageError: The folder of parts is a symbolic link.
+        """
+        if run is None or run.options != options:
+            return cls({})
+        there = {part.name for part in inside(root, STAGE_NAME).glob("*")}
+        return cls(
+            {
+                file.path: file
+                for file in run.files
+                if file.tool_version == __version__ and all(part.name in there for part in file.parts)
+            }
+        )
+
+    def unchanged_remote(self, file: TraceFile) -> ReadFile | None:
+        """Return what is known of a file in a bucket that has not changed since, by its size and its time."""
+        known = self.files.get(file.name)
+        if file.filesystem is None or file.modified_ns is None or known is None:
+            return None
+        return known if (known.size_bytes, known.modified_ns) == (file.size, file.modified_ns) else None
+
+    def unchanged(self, identity: Identity) -> ReadFile | None:
+        """Return what is known of a file of this name, size and hash."""
+        known = self.files.get(identity.file.name)
+        same = known is not None and (known.size_bytes, known.sha256) == (identity.file.size, identity.sha256)
+        return known if same else None
+
+    def status(self, file: TraceFile) -> Literal["new", "grown", "known"]:
+        """Say whether a file is known, has changed or grown, or is new.
+
+        Raises:
+            UsageError: It cannot be read.
+        """
+        if file.name not in self.files:
+            return "new"
+        known = self.unchanged_remote(file) or self.unchanged(Identity.of(file))
+        return "known" if known else "grown"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the files of a run are read; the same for all of them.
+
+    Attributes:
+        known: What need not be decoded again.
+        options: What of a span is kept.
+        limits: How much of a file is held and borne.
+        root: The tables folder; copies of files in buckets lie there for a while.
+        workers: Most processes to use.
+        progress: Hears how much is read, and of files that are not read to their end.
+    """
+
+    known: KnownFiles
+    options: RowOptions
+    limits: Limits
+    root: Path
+    workers: int
+    progress: Progress
+
+    def read(self, files: Iterable[TraceFile]) -> FilesRead:
+        """Bring all files to staged parts; return them in the order of their names.
+
+        Raises:
+            UsageError: A file cannot be read.
+            DataError: A file holds something else than traces, or a worker died.
+            OSError: A part or a copy cannot be written.
+        """
+        read: list[ReadFile] = []
+        local: list[Identity] = []
+        remote: list[TraceFile] = []
+        for file in files:
+            if known := self.known.unchanged_remote(file):
+                read.append(known)
+            elif file.filesystem is None:
+                local.append(Identity.of(file))
+            else:
+                remote.append(file)
+        changed = [identity for identity in local if not self.known.unchanged(identity)]
+        if changed or remote:
+            sizes = [identity.file.size for identity in changed] + [file.size for file in remote]
+            self.progress.expect(sum(sizes))
+        read += self._decoded(local, self.progress.read)
+        for group in _in_groups(remote):
+            with scratch_folder(self.root) as scratch:
+                copies = [
+                    Identity(copy.file, copy.content_hash)
+                    for copy in fetch(group, scratch, self.progress.read)
+                ]
+                for copy in copies:
+                    refuse_other_signal(copy.file)
+                times = {file.name: file.modified_ns for file in group}
+                found = self._decoded(copies, lambda _: None)
+                read += [file.model_copy(update={"modified_ns": times[file.path]}) for file in found]
+        ordered = tuple(sorted(read, key=lambda file: file.path))
+        before = tuple(sorted(self.known.files.values(), key=lambda file: file.path))
+        return FilesRead(ordered, all_known=ordered == before)
+
+    def _decoded(self, files: Sequence[Identity], on_read: Callable[[int], object]) -> list[ReadFile]:
+        known = [file for identity in files if (file := self.known.unchanged(identity))]
+        changed = [identity for identity in files if not self.known.unchanged(identity)]
+        if not changed:
+            return known
+        with scratch_folder(self.root) as scratch:
+            decoder = _Decoder([identity.file for identity in changed], self, scratch, on_read)
+            parts = decoder.run()
+        return known + [
+            ReadFile(
+                path=identity.file.name,
+                size_bytes=identity.file.size,
+                sha256=identity.sha256,
+                modified_ns=identity.file.modified_ns if identity.file.filesystem else None,
+                tool_version=__version__,
+                parts=tuple(parts[identity.file.name]),
+            )
+            for identity in changed
+        ]
+
+
+class _Decoder:
+    """Decodes files block by block, and stops with a file that has too many rejects."""
+
+    def __init__(
+        self, files: Sequence[TraceFile], reading: Reading, scratch: Path, on_read: Callable[[int], object]
+    ) -> None:
+        self._files = files
+        self._reading = reading
+        self._scratch = scratch
+        self._on_read = on_read
+        self._parts: dict[str, list[StagedPart]] = {file.name: [] for file in files}
+        self._rejects = dict.fromkeys(self._parts, 0)
+        self._stopped: list[Reject] = []
+
+    def run(self) -> dict[str, list[StagedPart]]:
+        """Return the staged parts of each file, by its name."""
+        size = sum(file.size * (EXPANSION if _is_compressed(file) else 1) for file in self._files)
+        workers = min(self._reading.workers, max(size // BYTES_PER_WORKER, 1))
+        for task, decoded in run_tasks(self._tasks(by_path=workers > 1), workers=workers):
+            self._take(task, decoded)
+        for reject in self._stopped:
+            self._parts[reject.source_file] += decode_task(self._task([reject]))[0]
+        return self._parts
+
+    def _take(self, task: Task, decoded: Decoded) -> None:
+        limit = self._reading.limits.max_rejects
+        for item, parts in zip(task.items, decoded, strict=True):
+            name = item.source_file
+            # Results come in the order of the file: what lies behind the last reject that is listed does not count.
+            if self._rejects[name] >= limit:
+                continue
+            self._parts[name] += parts
+            self._rejects[name] += sum(part.rejects for part in parts)
+            if self._rejects[name] >= limit:
+                reason = f"more than {limit} rejects: the rest of the file is not read (--max-rejects sets the limit)"
+                self._reading.progress.warn(f"{name}: {reason}")
+                offset = item.offset if isinstance(item, Block) else item.source_offset
+                self._stopped.append(Reject(name, offset, 0, reason))
+
+    def _tasks(self, *, by_path: bool) -> Iterator[Task]:
+        """Bundle what is small: each task costs something whatever its size."""
+        items: list[Block | Reject] = []
+        size, encoding = 0, None
+        for item in self._items(by_path=by_path):
+            if isinstance(item, Block):
+                if items and (size + item.size > BLOCK_BYTES or encoding not in (None, item.encoding)):
+                    yield self._task(items)
+                    items, size, encoding = [], 0, None
+                size, encoding = size + item.size, item.encoding
+            items.append(item)
+        if items:
+            yield self._task(items)
+
+    def _task(self, items: Sequence[Block | Reject]) -> Task:
+        stage = self._reading.root / STAGE_NAME
+        return Task(tuple(items), self._reading.options, self._scratch, stage)
+
+    def _items(self, *, by_path: bool) -> Iterator[Block | Reject]:
+        show_values, limits = self._reading.options.show_values, self._reading.limits
+        for file in self._files:
+            for item in read_blocks(
+                file, limits, on_read=self._on_read, show_values=show_values, by_path=by_path
+            ):
+                if self._rejects[file.name] >= limits.max_rejects:
+                    break
+                # A copy of a file in a bucket is named as the file.
+                yield replace(item, source_file=file.name)
+
+
+def _in_groups(files: Sequence[TraceFile]) -> Iterator[list[TraceFile]]:
+    """Yield files in groups of `FETCHED_BYTES` at most, which lie on disk together; a larger file comes alone."""
+    group: list[TraceFile] = []
+    for file in files:
+        if group and sum(each.size for each in group) + file.size > FETCHED_BYTES:
+            yield group
+            group = []
+        group.append(file)
+    if group:
+        yield group
+
+
+def _is_compressed(file: TraceFile) -> bool:
+    with file.open() as raw:
+        return raw.read(2) == b"\x1f\x8b" or b"\x28\xb5\x2f\xfd" in raw.read(8)
+
+
+def resolve_run_id(manifest: Manifest, source: RunSource) -> str:
+    """Return the id of a run: its name, or with a number where another run has that name.
+
+    A run that is there is the same if it was read from the same folder, or if all its files are still there, under
+    their names or with their contents.
+    """
+    names = {file.name for file in source.trace_files}
+    number, run_id = 1, source.run_id
+    hashes: set[str] | None = None
+    while (run := manifest.runs.get(run_id)) is not None:
+        if not run.tables or (source.folder is not None and run.source == source.folder):
+            break
+        missing = [file for file in run.files if file.path not in names]
+        if missing and hashes is None:
+            hashes = {content_hash_of(file) for file in source.trace_files}
+        if all(file.sha256 in (hashes or ()) for file in missing):
+            break
+        number += 1
+        run_id = f"{source.run_id}-{number}"
+    return run_id
+
+
+def content_hash(files: Iterable[ReadFile]) -> str:
+    """Hash the hashes of a run's files, so that their names and order do not matter."""
+    return hashlib.sha256("".join(sorted(file.sha256 for file in files)).encode()).hexdigest()
+
+
+def options_hash(options: RowOptions) -> str:
+    """Hash the options that decide what is kept of a span."""
+    return hashlib.sha256(repr(options).encode()).hexdigest()

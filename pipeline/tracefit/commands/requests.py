@@ -1,0 +1,267 @@
+"""What requests went through, as those who serve them ask for it: counts, failures, percentiles, throughput."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.commands.results import EXIT_DONE
+from tracefit.errors import DataError
+from tracefit.tables import schema
+from tracefit.tables.store import TableStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_RUN = ["run_id"]
+_FAILED = ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
+_LIVE = ("WAITING", "RUNNING", "PREEMPTED")
+WINDOWS = 10
+"""Windows of time a run is cut into, about."""
+
+PHASES = {
+    "admission": "admission_us",
+    "queue wait": "queue_wait_us",
+    "requeue wait": "requeue_wait_us",
+    "prefill": "prefill_us",
+    "decode": "decode_us",
+    "departure": "departure_us",
+}
+"""Parts of a request's life, in their order, and their columns."""
+
+SECONDS_VIEW = {
+    "arrival_time": "arrival_ns",
+    "first_scheduled_time": "first_scheduled_ns",
+    "first_token_time": "first_token_ns",
+    "last_token_time": "last_token_ns",
+    "finished_time": "finished_ns",
+    "time_in_queue": "time_in_queue_us",
+    "first_wait": "queue_wait_us",
+    "preempted_time": "requeue_wait_us",
+    "scheduler_time": "scheduler_us",
+    "model_forward_time": "model_forward_us",
+    "model_execute_time": "model_execute_us",
+    "ttft": "ttft_us",
+    "itl": "itl_us",
+    "itl_p99": "itl_p99_us",
+    "tpot": "tpot_us",
+    "e2e": "e2e_us",
+}
+"""vLLM's names of a request's metrics, in seconds, and the columns they come from."""
+_AS_THEY_ARE = (
+    "tokens_per_s",
+    "queue_ratio",
+    "execute_ratio",
+    "prompt_tokens",
+    "output_tokens",
+    "num_preemptions",
+)
+_PER_SECOND = {"ns": 1e9, "us": 1e6}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Durations of some requests, in seconds."""
+
+    n: int
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestGroup:
+    """Requests of one run, of one window of it, or of all runs.
+
+    Failures are requests that were aborted, ignored or ended in an error; they count for the time to the first token
+    and in the queue, not for the others. Throughput is over the time from the first arrival to the last event.
+    """
+
+    by: str
+    name: str
+    requests: int
+    failed: int
+    in_flight: int
+    preemptions: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float | None
+    requests_per_s: float | None
+    output_tokens_per_s: float | None
+    ttft: Quantiles
+    itl: Quantiles
+    e2e: Quantiles
+    queue: Quantiles
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSummary:
+    """How long requests were in one phase, and its share of all their phases' time."""
+
+    phase: str
+    share: float | None
+    seconds: Quantiles
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """Everything `requests` says."""
+
+    total: RequestGroup
+    states: dict[str, int]
+    runs: tuple[RequestGroup, ...]
+    phases: tuple[PhaseSummary, ...]
+    windows: tuple[RequestGroup, ...]
+
+    @property
+    def groups(self) -> tuple[RequestGroup, ...]:
+        """All groups, the largest first."""
+        return (self.total, *self.runs, *self.windows)
+
+    @property
+    def exit_code(self) -> int:
+        """0: there are requests."""
+        return EXIT_DONE
+
+
+def read_requests(tables: str | Path) -> pl.DataFrame:
+    """Read the `requests` table of all runs.
+
+    Raises:
+        UsageError: The folder holds no tables.
+        DataError: They hold no requests.
+    """
+    found = schema.REQUESTS.conform(TableStore(tables).require().read("requests"))
+    if not found.height:
+        raise DataError(
+            "holds no requests", where=str(tables), hint="start the server with --enable-journey-tracing"
+        )
+    return found
+
+
+def summarize_requests(tables: str | Path) -> RequestSummary:
+    """Summarize the requests of all runs: together, by run, by phase, and over time.
+
+    Raises:
+        UsageError: The folder holds no tables.
+        DataError: They hold no requests.
+    """
+    rows = read_requests(tables)
+    begin, end = pl.col("arrival_ns").min().over(_RUN), _last_event().max().over(_RUN)
+    rows = rows.with_columns(since_s=(pl.col("arrival_ns") - begin) / 1e9, run_s=(end - begin) / 1e9)
+    runs = [(name, part) for (name,), part in rows.group_by(_RUN, maintain_order=True)]
+    lengths = [_seconds(part) for _, part in runs]
+    known = [s for s in lengths if s is not None]
+    states = rows["state"].fill_null("unknown").value_counts().sort("state")
+    return RequestSummary(
+        total=_group("all", "all", rows, sum(known) if known else None),
+        states=dict(states.iter_rows()),
+        runs=tuple(_group("run", str(n), p, s) for (n, p), s in zip(runs, lengths, strict=True)),
+        phases=_phases(rows),
+        windows=tuple(w for n, p in runs for w in _windows(str(n), p)),
+    )
+
+
+def seconds_view(tables: str | Path) -> pl.DataFrame:
+    """Return one row per request under vLLM's names, in seconds on the engine's clock; null where not known.
+
+    Raises:
+        UsageError: The folder holds no tables.
+        DataError: They hold no requests.
+    """
+    rows = read_requests(tables)
+    units = {c.name: c.unit for c in schema.REQUESTS.columns}
+    return rows.select(
+        "run_id",
+        "server",
+        "request_id",
+        "core_request_id",
+        "state",
+        *(
+            (pl.col(column) / _PER_SECOND[units[column] or ""]).alias(name)
+            for name, column in SECONDS_VIEW.items()
+        ),
+        *_AS_THEY_ARE,
+    )
+
+
+def _last_event() -> pl.Expr:
+    return pl.max_horizontal("arrival_ns", "queued_ns", "finished_ns", "departed_ns", "aborted_ns")
+
+
+def _seconds(rows: pl.DataFrame) -> float | None:
+    """Time from the first arrival to the last event; null without one of them."""
+    seconds = rows["run_s"].max()
+    return float(seconds) if isinstance(seconds, float) and seconds > 0 else None
+
+
+def _windows(run: str, rows: pl.DataFrame) -> list[RequestGroup]:
+    """Cut a run into about `WINDOWS` windows of a round length, by arrival."""
+    seconds = _seconds(rows)
+    if seconds is None:
+        return []
+    length = _round_length(seconds / WINDOWS)
+    cut = rows.drop_nulls("since_s").with_columns(window=(pl.col("since_s") // length).cast(pl.Int64))
+    return [
+        _group(
+            "time",
+            f"{run} {number * length:g}-{(number + 1) * length:g} s",
+            part,
+            min(length, seconds - number * length),
+        )
+        for (number,), part in cut.sort("window").group_by("window", maintain_order=True)
+        if isinstance(number, int)
+    ]
+
+
+def _round_length(seconds: float) -> float:
+    """Round up to 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(seconds))
+    return next(m * power for m in (1.0, 2.0, 5.0, 10.0) if m * power >= seconds)
+
+
+def _group(by: str, name: str, rows: pl.DataFrame, seconds: float | None) -> RequestGroup:
+    failed = pl.col("state").is_in(_FAILED).fill_null(value=False)
+    whole = rows.filter(~failed)
+    tokens = int(rows["output_tokens"].sum() or 0)
+    per_s = seconds if seconds and seconds > 0 else None
+    return RequestGroup(
+        by=by,
+        name=name,
+        requests=rows.height,
+        failed=rows.height - whole.height,
+        in_flight=int(rows["state"].is_in(_LIVE).sum() or 0),
+        preemptions=int(rows["num_preemptions"].sum() or 0),
+        prompt_tokens=int(rows["prompt_tokens"].sum() or 0),
+        output_tokens=tokens,
+        seconds=seconds,
+        requests_per_s=rows.height / per_s if per_s else None,
+        output_tokens_per_s=tokens / per_s if per_s else None,
+        ttft=_quantiles(rows["ttft_us"]),
+        itl=_quantiles(whole["itl_us"]),
+        e2e=_quantiles(whole["e2e_us"]),
+        queue=_quantiles(rows["time_in_queue_us"]),
+    )
+
+
+def _phases(rows: pl.DataFrame) -> tuple[PhaseSummary, ...]:
+    totals = {name: float(rows[column].sum() or 0) for name, column in PHASES.items()}
+    everything = sum(totals.values())
+    return tuple(
+        PhaseSummary(name, totals[name] / everything if everything > 0 else None, _quantiles(rows[column]))
+        for name, column in PHASES.items()
+        if rows[column].is_not_null().any()
+    )
+
+
+def _quantiles(us: pl.Series) -> Quantiles:
+    """Describe durations in us; percentiles between two of them are interpolated."""
+    known = us.drop_nulls() / 1e6
+    if not len(known):
+        return Quantiles(0, None, None, None, None)
+    p50, p90, p99 = (known.quantile(q, interpolation="linear") for q in (0.5, 0.9, 0.99))
+    return Quantiles(len(known), float(known.sum()) / len(known), p50, p90, p99)

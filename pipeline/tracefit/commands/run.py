@@ -1,0 +1,54 @@
+"""The main job: traces to tables, coefficients, evaluation and report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest
+from tracefit.commands.results import Progress, RunResult
+from tracefit.commands.train import TrainOptions, train
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def run(
+    paths: Iterable[str | Path],
+    out: str | Path,
+    *,
+    server: ServerOptions | None = None,
+    ingest_options: IngestOptions | None = None,
+    options: TrainOptions | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> RunResult:
+    """Ingest traces and train on them: OUT/tables, OUT/models, OUT/evaluation.json, OUT/report.md.
+
+    Args:
+        paths: Run folders, folders of run folders, or trace files.
+        out: Where everything goes.
+        server: What is known about the server beyond the run's files.
+        ingest_options: What of the traces is kept.
+        options: How to train.
+        workers: Processes that decode traces, at most; as many as there are cores if not given.
+        progress: Told of what is going on.
+
+    Raises:
+        UsageError: A path, a file or an option is wrong.
+        DataError: The traces cannot support a single model.
+    """
+    out = Path(out)
+    ingested = ingest(
+        paths, out / "tables", server=server, options=ingest_options, workers=workers, progress=progress
+    )
+    trained = train(
+        out / "tables",
+        out / "models",
+        options=options,
+        report_folder=out,
+        # A folder that was used before holds other runs too; this job is about the ones it was given.
+        run_ids=[r.run_id for r in ingested.runs],
+        progress=progress,
+    )
+    return RunResult(ingested, trained, out)

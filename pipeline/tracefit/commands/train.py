@@ -1,0 +1,361 @@
+"""Tables to coefficient files, evaluation and report."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.coefficients import assemble, evaluate
+from tracefit.coefficients.files import as_published, to_json
+from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
+from tracefit.commands.report import report_of, report_texts
+from tracefit.commands.results import (
+    LatencySummary,
+    ModelSummary,
+    Progress,
+    Silent,
+    TrainResult,
+)
+from tracefit.commands.samples import sample_tables
+from tracefit.commands.timelines import engine_limits, write_timelines
+from tracefit.commands.writing import write_texts
+from tracefit.errors import DataError, UsageError
+from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
+from tracefit.features.training import ENGINE, WORKLOAD_COLUMNS
+from tracefit.fit.across import fit_across
+from tracefit.fit.options import BetaTarget, ScopeOptions
+from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, Overload, find_overloads, runs_to_fit
+from tracefit.fit.scope import FittedModel, FittedScope, Missing, ScopeTables, fit_scope
+from tracefit.kv.columns import with_kv_cache, with_prefix_hits
+from tracefit.server.context import Scope, context_from_json, scope_of
+from tracefit.server.documents import read_bytes
+from tracefit.tables import schema
+from tracefit.tables.runs import step_counters
+from tracefit.tables.store import TableStore
+from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tracefit.coefficients.evaluation import Evaluation
+    from tracefit.fit.latency import Latency
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """How to train.
+
+    Attributes:
+        beta_target: `clock` fits step times from the step clock, `duration` fits `step.duration_us`, `auto` takes
+            durations where they cover the engine's busy time and the clock where they do not.
+        features: Feature set for step times: a built-in one's name, a file, or `auto` for what validation inside and beyond
+            the training load chooses.
+        sample_csv: Also write the specification's two sample tables beside the models.
+        positive: Allow no negative coefficient and no negative intercept in any model.
+        any_sign: Allow coefficients of any sign, whatever physics says of their features.
+        fast: Skip the gradient-boosted references, most of the time training takes.
+        include_overloaded: Train on overloaded runs too, where their scope has others.
+        across: Also leave out every run, model and GPU in turn and measure the models fitted on the others.
+        thresholds: What is asked of the models for each use.
+    """
+
+    beta_target: BetaTarget = "auto"
+    features: str = "auto"
+    sample_csv: bool = False
+    positive: bool = False
+    any_sign: bool = False
+    fast: bool = False
+    include_overloaded: bool = False
+    across: bool = False
+    thresholds: tuple[Threshold, ...] = THRESHOLDS
+
+
+def train(
+    tables: str | Path,
+    out: str | Path,
+    *,
+    options: TrainOptions | None = None,
+    report_folder: str | Path | None = None,
+    run_ids: Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> TrainResult:
+    """Fit every scope in the tables and write models, evaluation and report.
+
+    Args:
+        tables: A folder that `ingest` wrote; the training frames are added to it.
+        out: Folder for alpha.json and beta.json.
+        options: How to train.
+        report_folder: Folder for evaluation.json and report.md; `out` if not given.
+        run_ids: Runs to train on; every run in the tables if not given.
+        progress: Told of what is going on.
+
+    Raises:
+        UsageError: The folders are not what they should be.
+        DataError: Not a single model can be fitted; nothing is written.
+    """
+    options = options or TrainOptions()
+    told = progress or Silent()
+    store = TableStore(tables).require()
+    runs = store.read("runs", None if run_ids is None else list(run_ids))
+    scopes = fit_runs(store, runs, options, told)
+    _require_models(scopes, str(tables))
+    made_by = assemble.provenance(
+        {
+            "beta_target": options.beta_target,
+            "features": options.features,
+            "positive": options.positive,
+            "any_sign": options.any_sign,
+            "fast": options.fast,
+            "include_overloaded": options.include_overloaded,
+            "across": options.across,
+        },
+        files=_named_files(options),
+    )
+    alpha = assemble.coefficient_file("alpha", scopes, made_by)
+    beta = assemble.coefficient_file("beta", scopes, made_by)
+    across = None
+    if options.across:
+        told.stage("leaving out runs, models and GPUs")
+        across = fit_across(scopes, scope_options(options))
+    evaluation = evaluate.evaluate(scopes, runs, across, options.thresholds)
+    report = Path(report_folder or out)
+    texts = {
+        Path(out) / "alpha.json": to_json(alpha),
+        Path(out) / "beta.json": to_json(beta),
+        report / "evaluation.json": to_json(evaluation),
+    }
+    if options.sample_csv:
+        texts.update({Path(out) / name: text for name, text in sample_tables(scopes).items()})
+    _write_training_frames(store, scopes)
+    result = _result(scopes, runs, evaluation, out=Path(out), report=report)
+    # The report is drawn from what was written: the frames of the fits are not kept beside it.
+    del scopes
+    told.stage("drawing the report")
+    # From the files' own numbers, so that `report` makes the same one later.
+    made = report_of(as_published(evaluation), as_published(alpha), as_published(beta), store)
+    texts |= report_texts(made, report)
+    write_texts(texts)
+    return replace(result, files=tuple(texts))
+
+
+def _result(
+    scopes: list[FittedScope], runs: pl.DataFrame, evaluation: Evaluation, *, out: Path, report: Path
+) -> TrainResult:
+    return TrainResult(
+        models=out,
+        files=(),
+        evaluation=report / "evaluation.json",
+        report=report / "report.md",
+        fitted=tuple(_summary(s, m) for s in scopes for m in s.models),
+        verdicts={s.scope_id: {use: v.answer for use, v in s.verdicts.items()} for s in evaluation.scopes},
+        not_fitted=tuple(_what_is_missing(s, m) for s in scopes for m in s.missing),
+        latencies=tuple(
+            _latency_summary(s, name, latency)
+            for s in scopes
+            for name, latency in s.composed.latencies.items()
+            if name in ("ttft", "itl", "e2e")
+        ),
+        quarantined=bool(
+            runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
+        ),
+    )
+
+
+def fit_runs(
+    store: TableStore, runs: pl.DataFrame, options: TrainOptions, told: Progress
+) -> list[FittedScope]:
+    """Fit every scope of some runs.
+
+    Args:
+        store: The tables.
+        runs: Rows of the `runs` table.
+        options: How to train.
+        told: Told of what is going on.
+    """
+    write_timelines(store, runs["run_id"].unique(maintain_order=True))
+    sets = beta_feature_sets(options.features)
+    how = scope_options(options)
+    scopes = []
+    for scope, members in scopes_of(runs, str(store.root)):
+        told.stage(f"fitting {scope.scope_id}")
+        overloads = find_overloads(
+            members,
+            store.read("requests", members, REQUEST_COLUMNS),
+            store.read("steps", members, STEP_COLUMNS),
+        )
+        kept, overloads = runs_to_fit(members, overloads, include=options.include_overloaded)
+        for one in overloads:
+            told.warn(overload_text(one))
+        fitted = fit_scope(scope, load_scope(store, runs, scope, kept), sets, how)
+        scopes.append(replace(fitted, overloads=overloads))
+    return scopes
+
+
+def overload_text(one: Overload) -> str:
+    """Say that a run was overloaded, why, and what became of it."""
+    fate = (
+        "trained on all the same"
+        if one.trained_on
+        else "left out of training (--include-overloaded keeps it)"
+    )
+    return f"run {one.run_id} was overloaded, {fate}: {'; '.join(one.reasons)}"
+
+
+def _named_files(options: TrainOptions) -> dict[str, str]:
+    if not _is_file(options.features):
+        return {}
+    return {"features": hashlib.sha256(read_bytes(Path(options.features))).hexdigest()}
+
+
+def _is_file(choice: str) -> bool:
+    return Path(choice).suffix.lower() in {".yaml", ".yml", ".json"}
+
+
+def scope_options(options: TrainOptions) -> ScopeOptions:
+    """Return what the fits need to know of the options of training."""
+    if options.positive and options.any_sign:
+        raise UsageError("--positive and --any-sign contradict each other", hint="give one of them")
+    return ScopeOptions(
+        options.beta_target,
+        positive=options.positive,
+        any_sign=options.any_sign,
+        reference=not options.fast,
+    )
+
+
+def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
+    """Return the feature sets a choice stands for: `auto`, a built-in set's name, or a YAML or JSON file.
+
+    Raises:
+        UsageError: No such set or file, or the file declares none.
+    """
+    if choice == "auto":
+        return AUTO
+    if _is_file(choice):
+        return (read_feature_set(Path(choice)),)
+    return (find_feature_set(choice),)
+
+
+def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
+    """Group the runs by what their models would speak about, in scope order."""
+    scopes: dict[str, Scope] = {}
+    members: dict[str, list[str]] = {}
+    one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
+    for row in one_per_run.select("run_id", "settings", "model_config", "gpu").iter_rows(named=True):
+        place = f"{where}/runs/run_id={row['run_id']}"
+        scope = scope_of(context_from_json(row["settings"], row["model_config"], row["gpu"], where=place))
+        scopes.setdefault(scope.scope_id, scope)
+        members.setdefault(scope.scope_id, []).append(row["run_id"])
+    return [(scopes[i], members[i]) for i in sorted(scopes)]
+
+
+def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: list[str]) -> ScopeTables:
+    """Read the tables of one scope's runs.
+
+    Args:
+        store: The tables.
+        runs: Rows of the `runs` table, of this scope's runs at least.
+        scope: The scope.
+        run_ids: Its runs.
+    """
+    limits = engine_limits(scope.context)
+    timeline, journeys = store.read("timeline", run_ids), store.read("journey_events", run_ids)
+    steps = store.read("steps", run_ids, [*ENGINE, "step_id"])
+    mine = runs.filter(pl.col("run_id").is_in(run_ids))
+    lags = {(run, server): lag for run, server, lag in execution_lags(timeline, journeys).iter_rows()}
+    # Complete journeys leave their mark on every step; without them nobody knows who ran when a request was queued.
+    complete = timeline["running_after"].is_not_null().any()
+    architecture = scope.context.architecture
+    seen = with_kv_cache(
+        timeline,
+        store.read("kv_events", run_ids),
+        block_size=limits.block_size,
+        kv_bytes_per_token=architecture.kv_bytes_per_token if architecture else None,
+    )
+    requests = store.read("requests", run_ids)
+    return ScopeTables(
+        runs=mine,
+        timeline=with_prefix_hits(seen, requests),
+        sampled_steps=steps.height,
+        requests=requests,
+        queue=queue_state(journeys, timeline, limits) if complete else None,
+        counters=step_counters(steps, journeys),
+        clock_checks=clock_disagreements(timeline, journeys),
+        lags={key: lags.get(key, 0) for key in mine.select("run_id", "server").iter_rows()},
+        requeue_waits=requeue_waits(journeys),
+    )
+
+
+def _require_models(scopes: list[FittedScope], where: str) -> None:
+    if any(s.models for s in scopes):
+        return
+    reasons = dict.fromkeys(f"{m.name}: {m.reason}" for s in scopes for m in s.missing)
+    raise DataError(f"nothing can be fitted: {'; '.join(reasons)}", where=where, hint="trace a longer run")
+
+
+def _write_training_frames(store: TableStore, scopes: list[FittedScope]) -> None:
+    for scope in scopes:
+        frames = {"alpha": scope.alpha_rows, "beta": scope.beta_rows}
+        for run_id in sorted(scope.tables.runs["run_id"].unique()):
+            parts = {f"{kind}_training": _training_part(kind, f, run_id, scope) for kind, f in frames.items()}
+            store.write_run(run_id, parts)
+        for run_id in (one.run_id for one in scope.overloads if not one.trained_on):
+            store.write_run(
+                run_id, {f"{kind}_training": _training_part(kind, None, run_id, scope) for kind in frames}
+            )
+
+
+def _training_part(kind: str, frame: pl.DataFrame | None, run_id: str, scope: FittedScope) -> pl.DataFrame:
+    """Return the training rows of one run: what they are, and the features their models were offered."""
+    table = schema.TABLES[f"{kind}_training"]
+    if frame is None:
+        return table.empty()
+    known = {*table.names, *WORKLOAD_COLUMNS}
+    features = {f for m in scope.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
+    kept = [c for c in frame.columns if c in known or c in features]
+    part = frame.filter(pl.col("run_id") == run_id).select(
+        pl.col(c) if c in known else pl.col(c).cast(pl.Float64) for c in kept
+    )
+    return table.conform(part.with_columns(scope_id=pl.lit(scope.scope.scope_id)))
+
+
+def _offered(model: FittedModel) -> list[str]:
+    fitted = model.fitted
+    compared = [n for part in fitted.parts for c in part.regime.any_of for n in (c.feature, c.feature2) if n]
+    return [*(t.feature.name for t in fitted.terms), *(x.feature for x in fitted.left_out), *compared]
+
+
+def _what_is_missing(scope: FittedScope, missing: Missing) -> str:
+    text = f"{missing.name} ({scope.scope.scope_id}): {missing.reason}"
+    return f"{text}; {missing.remedy}" if missing.remedy else text
+
+
+def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
+    v = model.validation
+    return ModelSummary(
+        name=model.name,
+        scope_id=scope.scope.scope_id,
+        holdout_mape_pct=v.holdout.mape_pct,
+        holdout_mae=v.holdout.mae,
+        baseline_mae=v.baseline.mae,
+        reference_mae=v.reference.mae if v.reference else None,
+        skill=v.skill,
+        rows_used=model.fitted.rows_used,
+        rows_holdout=model.fitted.rows_holdout,
+    )
+
+
+def _latency_summary(scope: FittedScope, name: str, latency: Latency) -> LatencySummary:
+    errors = latency.overall
+    return LatencySummary(
+        name=name,
+        scope_id=scope.scope.scope_id,
+        requests=errors.averages_only.n or errors.teacher_forced.n,
+        teacher_forced_mape_pct=errors.teacher_forced.mape_pct,
+        averages_only_mape_pct=errors.averages_only.mape_pct,
+        baseline_mape_pct=errors.baseline.mape_pct,
+    )

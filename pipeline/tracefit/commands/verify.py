@@ -1,0 +1,198 @@
+"""Refit a coefficient file from tables and confirm each of its numbers, or say which input differs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracefit._version import __version__
+from tracefit.coefficients import assemble
+from tracefit.coefficients.files import read_coefficients, to_json
+from tracefit.commands.results import Progress, Silent
+from tracefit.commands.train import TrainOptions, fit_runs
+from tracefit.errors import DataError, TracefitError
+from tracefit.server.documents import read_bytes
+from tracefit.tables.store import TableStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import polars as pl
+
+    from tracefit.coefficients.model import CoefficientFile, Provenance
+
+RELATIVE = 1e-6
+"""On which machines agree."""
+
+_SMALLEST = 1e-9
+MOST_SHOWN = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A value that the refit does not confirm: where in the file, what it says, what came out."""
+
+    place: str
+    in_file: str
+    refitted: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """Whether a coefficient file is what its inputs give.
+
+    Attributes:
+        file: The file.
+        verified: Every number confirmed.
+        numbers: Numbers that were compared.
+        inputs: Inputs that differ from those the file was made from.
+        differing: Values that were not confirmed.
+        differences: The first of them.
+        notes: What else differs: program and library versions.
+    """
+
+    file: Path
+    verified: bool
+    numbers: int
+    inputs: tuple[str, ...]
+    differing: int
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 1 where the file is not confirmed."""
+        return 0 if self.verified else 1
+
+
+def verify(
+    file: str | Path,
+    tables: str | Path,
+    *,
+    features: str | Path | None = None,
+    progress: Progress | None = None,
+) -> VerifyResult:
+    """Refit the runs a coefficient file names, by the options it names, and compare every value but provenance.
+
+    Args:
+        file: alpha.json or beta.json.
+        tables: Tables with its runs.
+        features: Where the feature-set file is now, if it moved.
+        progress: Told of what is going on.
+
+    Raises:
+        UsageError: The file or the folder is not what it should be.
+        DataError: The file does not say how it was made.
+    """
+    path = Path(file)
+    document, plain = read_coefficients(path), json.loads(path.read_text(encoding="utf-8-sig"))
+    made_by = document.provenance
+    if made_by is None or not any(m.training for m in document.models):
+        raise DataError("does not say how it was made: no provenance or no training", where=str(path))
+    options = _options(made_by, features)
+    store = TableStore(tables).require()
+    run_ids = sorted({run for m in document.models if m.training for run in m.training.runs})
+    runs = store.read("runs", run_ids)
+    inputs = [*_runs_that_differ(document, runs), *_files_that_differ(made_by, options)]
+    notes = _versions_that_differ(made_by)
+    lacking = set(run_ids) - set(runs["run_id"])
+    if lacking or any(text.startswith("features ") for text in inputs):
+        return VerifyResult(path, False, 0, tuple(inputs), 0, (), tuple(notes))
+    scopes = fit_runs(store, runs, options, progress or Silent())
+    again = json.loads(to_json(assemble.coefficient_file(document.kind, scopes, made_by)))
+    compared = list(_compare(_by_name(plain), _by_name(again), ""))
+    found = [d for d in compared if d is not None]
+    return VerifyResult(
+        path,
+        not found and not inputs,
+        len(compared),
+        tuple(inputs),
+        len(found),
+        tuple(found[:MOST_SHOWN]),
+        tuple(notes),
+    )
+
+
+def _options(made_by: Provenance, features: str | Path | None) -> TrainOptions:
+    known = {name: made_by.options[name] for name in TrainOptions.__slots__ if name in made_by.options}
+    # A mapping of options by name is beyond what the type of `replace` can express.
+    options = replace(TrainOptions(), **known)  # type: ignore[arg-type]
+    return options if features is None else replace(options, features=str(features))
+
+
+def _runs_that_differ(document: CoefficientFile, runs: pl.DataFrame) -> Iterator[str]:
+    here = {one.run_id: one for one in assemble.run_inputs(runs)}
+    seen: set[str] = set()
+    for training in (m.training for m in document.models if m.training):
+        for run_id in training.runs:
+            if run_id not in here and run_id not in seen:
+                seen.add(run_id)
+                yield f"run {run_id} is not in the tables"
+        for wanted in training.inputs:
+            found = here.get(wanted.run_id)
+            if found is None or wanted.run_id in seen:
+                continue
+            seen.add(wanted.run_id)
+            if found.traces_sha256 != wanted.traces_sha256:
+                yield f"traces of run {wanted.run_id}: sha256 {found.traces_sha256[:12]}…, not {wanted.traces_sha256[:12]}…"
+            if found.context_sha256 != wanted.context_sha256:
+                yield f"settings, config.json or GPU of run {wanted.run_id}: not those the file was made with"
+
+
+def _files_that_differ(made_by: Provenance, options: TrainOptions) -> Iterator[str]:
+    for option, wanted in made_by.files.items():
+        path = Path(options.features)
+        try:
+            found = hashlib.sha256(read_bytes(path)).hexdigest()
+        except TracefitError:
+            yield f"{option} file {path} cannot be read; name it with --features"
+            continue
+        if found != wanted:
+            yield f"{option} file {path}: sha256 {found[:12]}…, not {wanted[:12]}…"
+
+
+def _versions_that_differ(made_by: Provenance) -> list[str]:
+    here = {"tracefit": __version__, **assemble.libraries()}
+    there = {"tracefit": made_by.version, **made_by.libraries}
+    return [
+        f"{name} {here[name]} here, {there[name]} in the file"
+        for name in here
+        if name in there and there[name] != here[name]
+    ]
+
+
+def _by_name(plain: Mapping[str, object]) -> dict[str, object]:
+    """Key models by name and scope, so that a missing one is told as such."""
+    models = plain["models"]
+    if not isinstance(models, list):
+        raise TypeError("models is no list")
+    keyed = {f"{m['name']} of {m['scope_id']}": m for m in models}
+    return {**{k: v for k, v in plain.items() if k not in {"models", "provenance", "not_fitted"}}, **keyed}
+
+
+def _compare(there: object, here: object, place: str) -> Iterator[Difference | None]:
+    """Yield None for every value that is confirmed and a difference for every other; keys the file lacks pass."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key, value in there.items():
+            yield from _compare(value, here.get(key), f"{place}.{key}" if place else str(key))
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        for index, pair in enumerate(zip(there, here, strict=True)):
+            yield from _compare(*pair, f"{place}[{index}]")
+    elif _same(there, here):
+        yield None
+    else:
+        yield Difference(place, _short(there), _short(here))
+
+
+def _same(there: object, here: object) -> bool:
+    if isinstance(there, float) and isinstance(here, float):
+        return math.isclose(there, here, rel_tol=RELATIVE, abs_tol=_SMALLEST)
+    return there == here
+
+
+def _short(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)[:120]

@@ -1,0 +1,572 @@
+"""Coefficients of BLIS: step times fitted on its own terms, the weighting chosen by what its replay makes of training requests.
+
+The terms cannot follow every step, so that a fit has to favour some. Whatever is favoured, what a user compares are
+latencies, and the simulator's feedback (a shorter step, a smaller batch, a shorter step) makes more of an error than
+there is in the steps: each weighting's coefficients replay the requests of the training part, and the closest stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.coefficients.frames import predict_steps
+from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
+from tracefit.consumers.blis_roofline import (
+    BLIS_COLUMNS,
+    BLIS_TERMS,
+    PAIRS_COLUMN,
+    add_blis_terms,
+    with_prefill_pairs,
+)
+from tracefit.consumers.source import (
+    HeldOut,
+    Source,
+    held_out,
+    kv_blocks,
+    matrix,
+    train_and_holdout,
+    written,
+)
+from tracefit.errors import DataError, UsageError
+from tracefit.features.sets import Feature, FeatureSet
+from tracefit.fit.estimators import HUBER
+from tracefit.fit.frames import step_frame
+from tracefit.fit.nonnegative import fit_nonnegative
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from tracefit.fit.estimators import NDArrayInt
+    from tracefit.fit.metrics import Vector
+    from tracefit.fit.step_clock import Flags
+
+_STEP = FeatureSet("blis", tuple(Feature(name, unit, name) for name, unit in BLIS_TERMS.items()))
+_NAMES = list(BLIS_TERMS)
+_CONSTANT = _NAMES.index("blis_one")
+_REQUESTS = _NAMES.index("blis_requests")
+_DECODE_KV = _NAMES.index("blis_decode_kv_us")
+_ENGINE = ["run_id", "server", "epoch"]
+ALL_JOURNEYS = 0.99
+"""Journey sampling below which a replay would lack load."""
+
+MIN_REQUESTS = 40
+MOST_REQUESTS = 2_000
+"""Requests of an engine that are replayed: the latest."""
+
+DEFAULT_SLOTS = 256
+DEFAULT_BUDGET = 2_048
+"""BLIS's own scheduler limits, where the server's are not known."""
+
+ASKED_PCT: Mapping[tuple[str, int], float] = {
+    ("TTFT", 50): 10.0,
+    ("ITL", 50): 3.0,
+    ("ITL", 90): 3.0,
+    ("E2E", 50): 3.0,
+    ("E2E", 90): 3.0,
+}
+"""What is asked of a replay: latency and percentile to the error in percent that is still good."""
+
+MOST_SCALE = 1.06
+SCALE_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """What a row of the fit weighs: requests in the step ** requests_power / time ** time_power.
+
+    Attributes:
+        requests_power: 1 where every request feels its steps alike.
+        time_power: 2 where a short step's error in percent counts as much as a long one's, 0 for errors in us.
+        robust: Huber's weights on top; else tails count in full, and so does the sum of all steps.
+    """
+
+    requests_power: float
+    time_power: float
+    robust: bool
+
+    @property
+    def name(self) -> str:
+        """The weighting as a formula."""
+        how = "Huber" if self.robust else "least squares"
+        if not self.requests_power and not self.time_power:
+            return f"equal steps, {how}"
+        return f"requests^{self.requests_power:g} / time^{self.time_power:g}, {how}"
+
+
+WEIGHTINGS = (
+    Weighting(0.0, 0.0, robust=False),
+    Weighting(1.0, 0.0, robust=False),
+    Weighting(0.5, 0.5, robust=True),
+    Weighting(0.5, 0.5, robust=False),
+    Weighting(1.0, 0.5, robust=True),
+    Weighting(1.0, 1.0, robust=False),
+)
+FALLBACK = WEIGHTINGS[2]
+"""Where no requests can be replayed: the best single one over twenty generated runs of eight models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The weighting that was taken, and why.
+
+    Attributes:
+        weighting: What rows weigh.
+        reason: How it was chosen, for the user.
+        scale: Factor on every step time that makes the replayed latencies of training requests add up: 1 without
+            preemptions.
+    """
+
+    weighting: Weighting
+    reason: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlisCoefficients:
+    """What BLIS loads, as it is written, and how well exactly that does."""
+
+    alpha: tuple[int, int, int]
+    beta: tuple[float, ...]
+    choice: Choice
+    errors: tuple[HeldOut, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Training and held-out steps of one scope on BLIS's terms."""
+
+    train: pl.DataFrame
+    held: pl.DataFrame
+    x: Vector
+    y: Vector
+    varies: Flags
+    ends: pl.DataFrame
+    """run_id, server, holdout_from_ns."""
+
+
+def fit_blis(source: Source, alpha: tuple[int, int, int]) -> BlisCoefficients:
+    """Fit step times on BLIS's terms under every weighting, and take the one whose replay is closest on training requests.
+
+    Args:
+        source: One scope.
+        alpha: Whole us, as BLIS reads them.
+
+    Raises:
+        DataError: The data cannot support them, with the reason.
+        UsageError: BLIS refuses the model on so many ranks.
+    """
+    steps = _steps(source)
+    fits = {w: _fit(steps, w) for w in WEIGHTINGS}
+    engines, missing = _engines(source, steps.ends)
+    limits = replay_limits(source)
+    choice = Choice(FALLBACK, f"{FALLBACK.name}; {missing}") if missing else None
+    if choice is None:
+        choice = _choose(source, fits, [e.training() for e in engines], alpha, limits)
+    beta = tuple(written(v * choice.scale) for v in fits[choice.weighting])
+    errors = [*_step_errors(steps, beta)]
+    notes = [f"weighting: {choice.reason}"]
+    if engines and not missing:
+        replayed, said = _replayed_errors(source, engines, beta, alpha, limits)
+        errors += replayed
+        notes += said
+    same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
+    notes.append(
+        f"{', '.join(same)} do not vary in one scope: beta6 holds what they add, for this scope alone"
+    )
+    notes += [*_transfer(beta, steps), *_full_batch(source, steps, beta)]
+    return BlisCoefficients(alpha, beta, choice, tuple(errors), tuple(notes))
+
+
+# -- step times ------------------------------------------------------------------------------------------
+
+
+def _steps(source: Source) -> _Steps:
+    context = source.scope.context
+    if context.architecture is None or context.gpu is None:
+        lacking = "config.json" if context.architecture is None else "GPU"
+        raise DataError(
+            f"BLIS's step terms need the model's config.json and the GPU; the {lacking} is not known",
+            hint="ingest the run again with --model-config and --gpu",
+        )
+    tp = context.settings.tensor_parallel or 1
+    exact = with_prefill_pairs(source.tables.timeline, source.tables.requests)
+    timeline = add_blis_terms(exact, context.architecture, context.gpu, tp=tp)
+    rows = step_frame(source.tables, timeline, _STEP, {}, source.step_source)
+    train, held = train_and_holdout(rows, _NAMES, "BLIS step terms")
+    x, y = matrix(train, _NAMES), train["y"].to_numpy().astype(float)
+    # In one scope whatever does not vary is one number: BLIS's constant of a step takes it.
+    varies = np.array([i == _CONSTANT or np.ptp(x[:, i]) > 0 for i in range(len(_NAMES))])
+    ends = (
+        rows.drop_nulls("holdout_from_ns").group_by("run_id", "server").agg(pl.col("holdout_from_ns").first())
+    )
+    return _Steps(train, held, x, y, varies, ends)
+
+
+def _fit(steps: _Steps, weighting: Weighting) -> Vector:
+    requests = np.maximum(steps.x[:, _REQUESTS], 1e-9)
+    weights = requests**weighting.requests_power / np.maximum(steps.y, 1.0) ** weighting.time_power
+    weights = weights * steps.train["interval_steps"].to_numpy().astype(float)
+    huber = HUBER if weighting.robust else np.inf
+    return fit_nonnegative(steps.x * steps.varies, steps.y, weights / weights.mean(), huber=huber)
+
+
+def _step_errors(steps: _Steps, beta: tuple[float, ...]) -> Iterator[HeldOut]:
+    y = steps.held["y"].to_numpy().astype(float)
+    predicted = np.maximum(np.floor(matrix(steps.held, _NAMES) @ np.array(beta)), 1.0)
+    mixed = steps.held["has_prefill"].to_numpy()
+    parts = {
+        "step time": np.ones(len(y), dtype=bool),
+        "step time, mixed": mixed,
+        "step time, decode only": ~mixed,
+    }
+    return (
+        held_out(what, "us", y[rows], predicted[rows], steps.y) for what, rows in parts.items() if rows.any()
+    )
+
+
+_PHASES = {"prefill": {0: "compute", 8: "KV"}, "decode": {1: "compute", 9: "KV"}}
+MOST_NOMINAL = 10.0
+"""Times nominal beyond which a term does not stand for what it is called."""
+
+
+def _transfer(beta: tuple[float, ...], steps: _Steps) -> Iterator[str]:
+    """Say which coefficients are no physics: they work in their scope and nowhere else.
+
+    The roofline has one of a phase's two terms bound it: one of them may be 0, not both, and neither a multiple.
+    """
+    odd = []
+    for phase, terms in _PHASES.items():
+        varying = {i: what for i, what in terms.items() if steps.varies[i]}
+        most = [i for i in varying if beta[i] > MOST_NOMINAL]
+        if varying and not any(beta[i] for i in varying):
+            odd.append(f"no {phase} term is above 0")
+        odd += [f"beta{i} ({phase} {varying[i]}) is {beta[i]:.3g} times nominal" for i in most]
+        if most:
+            odd += [f"beta{i} ({phase} {varying[i]}) is 0" for i in varying if not beta[i]]
+    if odd:
+        yield (
+            f"no transfer: {', '.join(odd)}; these stand in for other terms, and hold for this model, GPU, tensor parallelism "
+            "and load alone"
+        )
+
+
+DEPARTS = 0.2
+"""Share by which BLIS's step and ours may differ at a full batch without being named."""
+
+
+def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Iterator[str]:
+    """Say where BLIS's straight line leaves our own model of step times when every slot decodes."""
+    slots = source.scope.context.settings.max_num_seqs
+    decode = steps.train.filter(~pl.col("has_prefill"))
+    trained_on = float(matrix(steps.train, [_NAMES[_REQUESTS]]).max())
+    if slots is None or slots <= trained_on or not decode.height:
+        return
+    rates = step_rates(source, np.array(beta))
+    each = decode[_NAMES[_DECODE_KV]] / decode[_NAMES[_REQUESTS]]
+    per_token = step_rates(source, np.eye(len(beta))[_DECODE_KV]).context_token
+    context = max(float(each.to_numpy().mean()) / per_token - 1, 1.0)
+    blis = rates.constant + slots * (rates.request + rates.decode_request + rates.context_token * context)
+    asked = pl.DataFrame({"batch": [float(slots)], "context": [context]})
+    try:
+        predicted = predict_steps(source.models.step_model, asked, source.models.server)["predicted_us"][0]
+    except UsageError:  # a feature set of the user's own that a described step does not hold
+        return
+    if predicted and abs(blis / predicted - 1) > DEPARTS:
+        yield (
+            f"beyond the training load BLIS's steps leave our model's: with {slots} requests decoding (trained on up to {trained_on:.0f}) "
+            f"it takes {blis / 1e3:.3g} ms, {source.models.step_model.name} {predicted / 1e3:.3g} ms; its terms are a line in the batch"
+        )
+
+
+# -- replays ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineRequests:
+    """The requests of one engine in the order they arrived, times in us since the first.
+
+    Attributes:
+        arrival: Shape (n,), whole us, as are `departure` and the token counts.
+        prompt: Prompt tokens.
+        output: Output tokens, at least 1.
+        shared: Prompt tokens found in the prefix cache.
+        departure: When they left.
+        measured: Latency to what was measured of it, us.
+        counts: Which of them say something: not aborted, with more than one token.
+        boundary: Where the hold-out begins.
+    """
+
+    arrival: NDArrayInt
+    prompt: NDArrayInt
+    output: NDArrayInt
+    shared: NDArrayInt
+    departure: NDArrayInt
+    measured: Mapping[str, Vector]
+    counts: Flags
+    boundary: float
+
+    def part(self, rows: Flags | slice) -> _EngineRequests:
+        """Return some of the requests."""
+        return _EngineRequests(
+            self.arrival[rows],
+            self.prompt[rows],
+            self.output[rows],
+            self.shared[rows],
+            self.departure[rows],
+            {name: values[rows] for name, values in self.measured.items()},
+            self.counts[rows],
+            self.boundary,
+        )
+
+    def training(self) -> _EngineRequests:
+        """Return those that came before the hold-out; those that left in it are replayed and do not count."""
+        early = self.part(self.arrival < self.boundary).part(slice(-MOST_REQUESTS, None))
+        return replace(early, counts=early.counts & (early.departure < self.boundary))
+
+    def load(self) -> NDArrayInt:
+        """Return how many others were there when each arrived; shape (n,)."""
+        left = np.searchsorted(np.sort(self.departure), self.arrival)
+        return np.asarray(np.searchsorted(self.arrival, self.arrival) - left)
+
+
+def _engines(source: Source, ends: pl.DataFrame) -> tuple[list[_EngineRequests], str | None]:
+    """Return the requests of every engine, or why they cannot be replayed."""
+    sampled = source.tables.runs["journey_sampling"].drop_nulls()
+    if sampled.len() and float(sampled.min() or 0.0) < ALL_JOURNEYS:  # type: ignore[arg-type]
+        return [], "journeys of all requests would let their replay choose"
+    stamps = ("arrival_ns", "first_token_ns", "prompt_tokens")
+    rows = source.tables.requests.filter(pl.all_horizontal(pl.col(stamps).is_not_null()))
+    rows = rows.join(ends, on=["run_id", "server"]).sort(*_ENGINE, "arrival_ns", maintain_order=True)
+    engines = [_engine(part) for _, part in rows.group_by(_ENGINE, maintain_order=True)]
+    if sum(int(e.training().counts.sum()) for e in engines) < MIN_REQUESTS:
+        return [], f"fewer than {MIN_REQUESTS} training requests to replay"
+    return engines, None
+
+
+def _engine(rows: pl.DataFrame) -> _EngineRequests:
+    begin = int(rows["arrival_ns"][0])
+    left = pl.coalesce("departed_ns", "finished_ns", "first_token_ns")
+    us = rows.select(
+        arrival=((pl.col("arrival_ns") - begin) / 1e3).round(),
+        departure=((left - begin) / 1e3).round(),
+        prompt="prompt_tokens",
+        output=pl.col("output_tokens").fill_null(1).clip(lower_bound=1),
+        shared=pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0),
+        counts=(
+            pl.col("finish_status").ne_missing("aborted")
+            & (pl.col("output_tokens") > 1)
+            & pl.all_horizontal(pl.col("departed_ns", "ttft_us", "itl_us", "client_us").is_not_null())
+        ).fill_null(value=False),
+    )
+    names = {"TTFT": "ttft_us", "ITL": "itl_us", "E2E": "client_us"}
+    measured = {name: rows[c].cast(pl.Float64).to_numpy() for name, c in names.items()}
+    boundary = (int(rows["holdout_from_ns"][0]) - begin) / 1e3
+    arrival, prompt, output, shared, departure = (
+        us[c].cast(pl.Int64).to_numpy() for c in ("arrival", "prompt", "output", "shared", "departure")
+    )
+    counts = us["counts"].to_numpy()
+    return _EngineRequests(arrival, prompt, output, shared, departure, measured, counts, boundary)
+
+
+def step_rates(source: Source, beta: Vector) -> StepRates:
+    """Return what BLIS charges for a step, product by product: its terms at steps that differ in one of them.
+
+    Args:
+        source: One scope, its architecture and GPU known.
+        beta: The ten coefficients.
+    """
+    context = source.scope.context
+    if context.architecture is None or context.gpu is None:
+        raise DataError("BLIS's step terms need the model's config.json and the GPU")
+    nothing = dict.fromkeys((*BLIS_COLUMNS, PAIRS_COLUMN), 0.0)
+    request, token = nothing | {"num_decode_reqs": 1.0}, nothing | {"prefill_tokens": 1.0}
+    decode = request | {"decode_tokens": 1.0}
+    described = [
+        nothing,
+        request,
+        token,
+        token | {PAIRS_COLUMN: 1.0},
+        decode,
+        decode | {"context_tokens": 1.0},
+    ]
+    tp = context.settings.tensor_parallel or 1
+    terms = add_blis_terms(pl.DataFrame(described), context.architecture, context.gpu, tp=tp)
+    empty, one, token_us, pair_us, decode_us, context_us = (matrix(terms, _NAMES) @ beta).tolist()
+    return StepRates(
+        empty, one - empty, token_us - empty, pair_us - token_us, decode_us - one, context_us - decode_us
+    )
+
+
+def replay_limits(source: Source) -> ReplayLimits:
+    """Return what bounds the traced server's scheduler; BLIS's own defaults where that is not known."""
+    settings = source.scope.context.settings
+    return ReplayLimits(
+        settings.max_num_seqs or DEFAULT_SLOTS,
+        settings.max_num_batched_tokens or DEFAULT_BUDGET,
+        settings.block_size or 16,
+        kv_blocks(source),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Measured and replayed latencies of the requests that count, with the load they met and how often any was preempted."""
+
+    measured: Mapping[str, Vector]
+    replayed: Mapping[str, Vector]
+    load: NDArrayInt
+    preemptions: int
+
+    def off(self, rows: Flags, name: str, percentile: int) -> float:
+        """Return the error in percent of a percentile over some of the requests."""
+        actual, replayed = (
+            np.percentile(of[name][rows], percentile) for of in (self.measured, self.replayed)
+        )
+        return float(100 * (replayed / actual - 1))
+
+    def worst(self, rows: Flags) -> float:
+        """Return the largest error over some of the requests, in units of what is asked."""
+        return max(abs(self.off(rows, *what)) / asked for what, asked in ASKED_PCT.items())
+
+
+def _compare(
+    engines: Iterable[_EngineRequests],
+    rates: StepRates,
+    alpha: tuple[int, int, int],
+    limits: ReplayLimits,
+) -> _Compared:
+    measured: dict[str, list[Vector]] = {"TTFT": [], "ITL": [], "E2E": []}
+    replayed: dict[str, list[Vector]] = {"TTFT": [], "ITL": [], "E2E": []}
+    loads, preemptions = [], 0
+    for engine in engines:
+        latencies = replay(
+            engine.arrival, engine.prompt, engine.output, rates, alpha, limits, shared=engine.shared
+        )
+        rows = engine.counts & np.isfinite(latencies.e2e)
+        itl = latencies.decode / np.maximum(engine.output - 1, 1)
+        for name, values in {"TTFT": latencies.ttft, "ITL": itl, "E2E": latencies.e2e}.items():
+            measured[name].append(engine.measured[name][rows])
+            replayed[name].append(values[rows])
+        loads.append(engine.load()[rows])
+        preemptions += latencies.preemptions
+    return _Compared(
+        {name: np.concatenate(parts) for name, parts in measured.items()},
+        {name: np.concatenate(parts) for name, parts in replayed.items()},
+        np.concatenate(loads),
+        preemptions,
+    )
+
+
+def _choose(
+    source: Source,
+    fits: Mapping[Weighting, Vector],
+    engines: list[_EngineRequests],
+    alpha: tuple[int, int, int],
+    limits: ReplayLimits,
+) -> Choice:
+    """Take the weighting that is closest where it is furthest off: on the training requests that met less load, or more."""
+    worst, preempted = {}, 0
+    for weighting, beta in fits.items():
+        compared = _compare(engines, step_rates(source, beta), alpha, limits)
+        busy = compared.load > np.median(compared.load)
+        halves = [rows for rows in (busy, ~busy) if rows.sum() >= MIN_REQUESTS // 4]
+        worst[weighting] = max(compared.worst(rows) for rows in halves or [np.ones(len(busy), dtype=bool)])
+        preempted = max(preempted, compared.preemptions)
+    best = min(worst, key=lambda w: worst[w])
+    equal = worst[WEIGHTINGS[0]]
+    reason = (
+        f"{best.name}, of {len(fits)} the closest replay of {sum(int(e.counts.sum()) for e in engines)} training requests, "
+        f"light and heavy load apart: at worst {worst[best]:.2f} times what is asked (TTFT P50 within 10 %, ITL and E2E P50 "
+        f"and P90 within 3 %), equal steps {equal:.2f}"
+    )
+    if not preempted:
+        return Choice(best, reason)
+    scale = _scale(source, fits[best], engines, alpha, limits)
+    return Choice(
+        best,
+        f"{reason}; step times times {scale:g}, so that latencies add up over training requests: BLIS finds the prompt of a "
+        "preempted request in its cache and generates its output anew, the server computes both again",
+        scale,
+    )
+
+
+def _scale(
+    source: Source,
+    beta: Vector,
+    engines: list[_EngineRequests],
+    alpha: tuple[int, int, int],
+    limits: ReplayLimits,
+) -> float:
+    """Find the factor on step times at which the replayed E2E of training requests add up to the measured ones."""
+
+    def excess(scale: float) -> float:
+        compared = _compare(engines, step_rates(source, beta * scale), alpha, limits)
+        return float(compared.replayed["E2E"].sum() / compared.measured["E2E"].sum() - 1)
+
+    low, high = 1 / MOST_SCALE, MOST_SCALE
+    for _ in range(SCALE_ROUNDS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) < 0 else (low, middle)
+    return round((low + high) / 2, 4)
+
+
+def _replayed_errors(
+    source: Source,
+    engines: list[_EngineRequests],
+    beta: tuple[float, ...],
+    alpha: tuple[int, int, int],
+    limits: ReplayLimits,
+) -> tuple[list[HeldOut], list[str]]:
+    """Replay the latest requests, and measure those that came in the hold-out."""
+    latest = [e.part(slice(-2 * MOST_REQUESTS, None)) for e in engines]
+    held = [replace(e, counts=e.counts & (e.arrival >= e.boundary)) for e in latest]
+    compared = _compare(held, step_rates(source, np.array(beta)), alpha, limits)
+    count = len(compared.load)
+    if count < MIN_REQUESTS // 4:
+        return [], [f"{count} requests came in the hold-out: too few to replay"]
+    trained = {n: np.concatenate([e.training().measured[n] for e in engines]) for n in compared.measured}
+    errors = [
+        held_out(
+            f"{n} of a request, replayed",
+            "us",
+            compared.measured[n],
+            compared.replayed[n],
+            _known(trained[n]),
+        )
+        for n in compared.measured
+    ]
+    every = np.ones(count, dtype=bool)
+    said = "; ".join(
+        f"{name} {', '.join(f'P{p} {compared.off(every, name, p):+.1f} %' for p in (50, 90, 99))}"
+        for name in compared.measured
+    )
+    return errors, [f"replayed as BLIS would, {count} held-out requests against the trace: {said}"]
+
+
+def _known(values: Vector) -> Vector:
+    """Return the values that are there."""
+    return values[np.isfinite(values)]
+
+
+# -- overheads -------------------------------------------------------------------------------------------
+
+
+def whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
+    """Fit y = fixed + per_token * tokens in whole us, neither of them negative: BLIS cuts off what is behind the point.
+
+    Args:
+        tokens: Shape (n,).
+        y: In us, shape (n,).
+    """
+    best = (np.inf, 0, 0)
+    slope = float(fit_nonnegative(np.column_stack([np.ones(len(y)), tokens]), y)[1])
+    for per_token in sorted({0, int(slope), int(slope) + 1}):
+        rest = y - per_token * tokens
+        fixed = round(float(fit_nonnegative(np.ones((len(y), 1)), np.maximum(rest, 0.0))[0]))
+        best = min(best, (float(np.abs(rest - fixed).mean()), fixed, per_token))
+    return best[1], best[2]

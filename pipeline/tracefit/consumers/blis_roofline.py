@@ -1,0 +1,316 @@
+"""The step-time terms of BLIS (inference-sim, backend `trained-physics`), by its definitions and not by ours.
+
+A fit that is to be loaded there must be made on exactly these terms. Its liberties are kept on purpose: the head size
+is hidden // heads, FFNs have three matrices, KV elements take two bytes, windows and latent attention are unknown, a
+MoE model has MoE layers only (Llama 4: one in `interleave_moe_layer_step` + 1), a decode request's context excludes the
+token being made, a prefill request's attention sees its whole prompt, and links are as fast as memory.
+
+With d hidden, H heads, d_h = d // H, d_kv = KV heads·d_h, T_p and T_d prefill and decode tokens, peak in FLOP/us, bw in
+bytes/us, b bytes per weight, k experts per token, N experts, per MoE layer f = T·k·6·d·(expert width) + T·6·d·(shared width) and
+per dense layer f = T·6·d·(FFN width):
+
+- `blis_prefill_compute_us` = [L·2·T_p·d·(2d + 2d_kv) + Σ_layers f + L·4·H·Σ t·(s + t/2)·d_h] / tp / peak, over prefill
+  requests with t new tokens of a prompt of s;
+- `blis_decode_compute_us`: the same with T_d, and L·4·H·Σc·d_h for contexts c;
+- `blis_weight_us` = [L·d·(2d + 2d_kv) + Σ_dense 3·d·(FFN width) + Σ_moe 3·d·(N·(expert width) + (shared width))]·b / tp / bw;
+- `blis_tp_us` = 2·L·(T_p + T_d)·d·2 B·2·(tp - 1)/tp/bw;
+- `blis_prefill_kv_us` = L·2·(d_kv/tp)·2 B·T_p/bw, `blis_decode_kv_us` the same with Σc + T_d.
+
+Source: `sim/latency/trained_physics_model.go` of inference-sim, for one data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.errors import DataError, UsageError
+from tracefit.server.serving import check_parallelism
+
+if TYPE_CHECKING:
+    from tracefit.server.architecture import ModelArchitecture
+    from tracefit.server.hardware import Gpu
+
+ENGINE = ["run_id", "server", "epoch"]
+
+BLIS_COLUMNS = (
+    "num_prefill_reqs",
+    "num_decode_reqs",
+    "prefill_tokens",
+    "decode_tokens",
+    "context_tokens",
+    "prefill_context_tokens",
+)
+"""Columns of the timeline that the terms are computed from."""
+
+PROMPT_COLUMN = "prefill_prompt_tokens"
+"""Optional column: sum over prefill requests of their prompts' lengths.
+
+Without it a prompt is taken to be as long as it is computed after this step, exact for a prompt's last chunk.
+"""
+
+PAIRS_COLUMN = "prefill_pairs"
+"""Optional column: Σ t·(s + t/2) over prefill requests, as `with_prefill_pairs` works it out; null where not known.
+
+Without it the sum is that of as many requests, all alike: up to 14 % of the prefill compute of a step with several.
+"""
+
+BLIS_TERMS: dict[str, str] = {
+    "blis_prefill_compute_us": "us",
+    "blis_decode_compute_us": "us",
+    "blis_weight_us": "us",
+    "blis_tp_us": "us",
+    "blis_layers": "layer",
+    "blis_requests": "request",
+    "blis_one": "1",
+    "blis_interleaved_moe_layers": "layer",
+    "blis_prefill_kv_us": "us",
+    "blis_decode_kv_us": "us",
+}
+"""Terms in the order of BLIS's ten beta coefficients, with their units."""
+
+_KV_BYTES = 2.0
+_ACTIVATION_BYTES = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlisModel:
+    """A model in the quantities BLIS knows.
+
+    Attributes:
+        layers: Decoder layers.
+        moe_layers: Layers it takes to be MoE.
+        interleaved: Whether it takes MoE and dense layers to alternate.
+        hidden: Hidden size.
+        heads: Query heads.
+        head_dim: hidden // heads.
+        kv_width: KV heads times `head_dim`.
+        dense_ffn: FFN width of a dense layer.
+        expert_ffn: FFN width of an expert.
+        shared_ffn: FFN width of the shared experts.
+        experts: Routed experts, 0 for a dense model.
+        experts_per_token: Experts each token visits, at least 1.
+        weight_bytes: Bytes per weight.
+    """
+
+    layers: int
+    moe_layers: int
+    interleaved: bool
+    hidden: int
+    heads: int
+    head_dim: int
+    kv_width: int
+    dense_ffn: int
+    expert_ffn: int
+    shared_ffn: int
+    experts: int
+    experts_per_token: int
+    weight_bytes: float
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers it takes to be dense."""
+        return self.layers - self.moe_layers
+
+    @property
+    def projection(self) -> int:
+        """Attention weights of a layer, d·(2d + 2d_kv)."""
+        return self.hidden * (2 * self.hidden + 2 * self.kv_width)
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of a token in the matrices of all layers."""
+        moe = self.experts_per_token * self.expert_ffn + self.shared_ffn
+        ffn = self.moe_layers * moe + self.dense_layers * self.dense_ffn
+        return self.layers * 2 * self.projection + 6 * self.hidden * ffn
+
+    @property
+    def pair_flops(self) -> int:
+        """FLOPs of a (query, visible) pair in all layers."""
+        return self.layers * 4 * self.heads * self.head_dim
+
+    @property
+    def step_weight_bytes(self) -> float:
+        """Weight bytes it charges to every step, over all ranks."""
+        moe = self.moe_layers * (self.experts * self.expert_ffn + self.shared_ffn)
+        ffn = 3 * self.hidden * (moe + self.dense_layers * self.dense_ffn)
+        return (self.layers * self.projection + ffn) * self.weight_bytes
+
+
+def blis_model(arch: ModelArchitecture) -> BlisModel:
+    """Describe a model as BLIS reads its config."""
+    moe_layers = arch.layers if arch.is_moe else 0
+    interleaved = arch.is_moe and arch.model_type.startswith("llama4")
+    if interleaved:
+        interleave_step = arch.moe_layer_ids[0] + 1
+        moe_layers = arch.layers // (interleave_step + 1)
+    head_dim = arch.hidden // arch.heads
+    return BlisModel(
+        layers=arch.layers,
+        moe_layers=moe_layers,
+        interleaved=interleaved,
+        hidden=arch.hidden,
+        heads=arch.heads,
+        head_dim=head_dim,
+        kv_width=arch.kv_heads * head_dim,
+        dense_ffn=arch.ffn,
+        expert_ffn=arch.expert_ffn,
+        shared_ffn=0 if interleaved else arch.shared_ffn,  # it does not read Llama 4's shared expert
+        experts=arch.experts,
+        experts_per_token=max(1, arch.experts_per_token),
+        weight_bytes=arch.expert_weight_bytes if arch.is_moe else arch.ffn_weight_bytes,
+    )
+
+
+def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> pl.DataFrame:
+    """Add BLIS's terms of every step to a timeline.
+
+    Args:
+        frame: One row per step, with `BLIS_COLUMNS` and perhaps `PROMPT_COLUMN`.
+        arch: The model, as served (`serving.as_served`).
+        gpu: One of the GPUs it runs on.
+        tp: Tensor-parallel ranks.
+
+    Returns:
+        The frame with the columns of `BLIS_TERMS`, all Float64; null where a column they need is.
+
+    Raises:
+        DataError: A column is missing.
+        UsageError: BLIS refuses the model on `tp` ranks.
+    """
+    missing = [name for name in BLIS_COLUMNS if name not in frame.columns]
+    if missing:
+        raise DataError(f"BLIS terms need the columns {', '.join(missing)}", hint="rebuild the timeline")
+    known = {"known_prompts": PROMPT_COLUMN in frame.columns, "known_pairs": PAIRS_COLUMN in frame.columns}
+    return frame.with_columns(blis_expressions(arch, gpu, tp=tp, **known))
+
+
+def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
+    """Add `PAIRS_COLUMN` to a timeline: BLIS sums over the prefill requests of a step, a summary tells their total.
+
+    A prompt that one step computes is known by its request. Of a prompt in chunks each step computed what the others
+    in it leave of its prefill tokens, the last step what was left of the prompt. A step whose tokens do not come out
+    even (a request that is not traced, or was preempted) is null.
+
+    Args:
+        timeline: The `timeline` table: columns of the engine, step_id, prefill_tokens.
+        requests: The `requests` table.
+    """
+    key = [*ENGINE, "step_id"]
+    whole_lives = requests.filter(
+        pl.all_horizontal(pl.col("first_scheduled_step", "first_token_step", "prompt_tokens").is_not_null())
+        & (pl.col("num_preemptions").fill_null(0) == 0)
+    ).with_columns(need=pl.col("prompt_tokens") - pl.col("cached_prompt_tokens").fill_null(0))
+    in_one = pl.col("first_scheduled_step") == pl.col("first_token_step")
+    whole = whole_lives.filter(in_one).select(
+        *ENGINE, "prompt_tokens", step_id="first_scheduled_step", tokens="need"
+    )
+    filled = whole.group_by(key).agg(filled=pl.col("tokens").sum())
+    steps = timeline.select(*key, "prefill_tokens").join(filled, on=key, how="left", maintain_order="left")
+    parts = pl.concat([whole, _chunks(whole_lives.filter(~in_one), steps)], how="vertical_relaxed")
+    tokens = pl.col("tokens").cast(pl.Float64)
+    sums = parts.group_by(key).agg(
+        pl.col("tokens").sum(), pairs=(tokens * (pl.col("prompt_tokens") + tokens / 2)).sum()
+    )
+    rows = timeline.join(sums, on=key, how="left", maintain_order="left")
+    even = pl.when(pl.col("tokens") == pl.col("prefill_tokens")).then("pairs")
+    return rows.with_columns(even.alias(PAIRS_COLUMN)).drop("tokens", "pairs")
+
+
+def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
+    """Spread prompts over their steps, those scheduled first before the others: columns of the engine, step_id, tokens.
+
+    Args:
+        chunked: Requests whose prompts took several steps, with `need`.
+        steps: Columns of the engine, step_id, prefill_tokens and `filled`, tokens of the prompts computed whole.
+    """
+    kept = chunked.select(*ENGINE, "prompt_tokens").schema
+    shape = pl.Schema({**kept, "step_id": pl.Int64(), "tokens": pl.Int64()})
+    if not chunked.height:
+        return pl.DataFrame(schema=shape)
+    spans = chunked.select(
+        *ENGINE, step_id=pl.int_ranges("first_scheduled_step", pl.col("first_token_step") + 1)
+    )
+    asked = spans.explode("step_id").unique()
+    left = steps.join(asked, on=[*ENGINE, "step_id"]).select(
+        *ENGINE, "step_id", pl.col("prefill_tokens") - pl.col("filled").fill_null(0)
+    )
+    room = {tuple(row[:-1]): row[-1] or 0 for row in left.iter_rows()}
+    rows = []
+    ordered = chunked.sort(*ENGINE, "first_scheduled_step", "first_scheduled_ns")
+    columns = ordered.select(*ENGINE, "prompt_tokens", "first_scheduled_step", "first_token_step", "need")
+    for *engine, prompt, first, last, need in columns.iter_rows():
+        rest = need
+        for step in range(first, last + 1):
+            place = (*engine, step)
+            taken = rest if step == last else min(max(room.get(place, 0), 0), rest)
+            room[place] = room.get(place, 0) - taken
+            rest -= taken
+            rows.append((*engine, prompt, step, taken))
+    return pl.DataFrame(rows, schema=shape, orient="row").filter(pl.col("tokens") > 0)
+
+
+def blis_expressions(
+    arch: ModelArchitecture, gpu: Gpu, *, tp: int, known_prompts: bool = False, known_pairs: bool = False
+) -> list[pl.Expr]:
+    """Return one named expression over `BLIS_COLUMNS` for each of `BLIS_TERMS`.
+
+    Args:
+        arch: The model, as served (`serving.as_served`).
+        gpu: One of the GPUs it runs on.
+        tp: Tensor-parallel ranks.
+        known_prompts: Whether the frame has `PROMPT_COLUMN`.
+        known_pairs: Whether the frame has `PAIRS_COLUMN`.
+
+    Raises:
+        UsageError: BLIS refuses the model on `tp` ranks.
+    """
+    check_parallelism(arch, tp)
+    if arch.kv_heads % tp:
+        raise UsageError(
+            f"BLIS needs KV heads ({arch.kv_heads}) divisible by tensor_parallel {tp}", where=arch.name
+        )
+    model = blis_model(arch)
+    column = {name: pl.col(name).cast(pl.Float64) for name in (*BLIS_COLUMNS, PROMPT_COLUMN)}
+    prefill, decode, contexts = column["prefill_tokens"], column["decode_tokens"], column["context_tokens"]
+    prompts = column[PROMPT_COLUMN] if known_prompts else column["prefill_context_tokens"] + prefill
+    flops_per_us = tp * _peak_flops_per_us(gpu, model)
+    bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
+    kv_us_per_token = model.layers * 2 * model.kv_width / tp * _KV_BYTES / bytes_per_us
+    # Σ t·(s + t/2) from sums: exact for one prefill request, and for several alike (n times t/n and s/n).
+    alike = prefill * (prompts + prefill / 2) / column["num_prefill_reqs"]
+    prefill_pairs = pl.coalesce(PAIRS_COLUMN, alike) if known_pairs else alike
+    terms = {
+        "blis_prefill_compute_us": _where(
+            prefill, (prefill * model.flops_per_token + prefill_pairs * model.pair_flops) / flops_per_us
+        ),
+        "blis_decode_compute_us": _where(
+            decode, (decode * model.flops_per_token + contexts * model.pair_flops) / flops_per_us
+        ),
+        "blis_weight_us": pl.lit(model.step_weight_bytes / tp / bytes_per_us),
+        "blis_tp_us": (prefill + decode) * (_all_reduce_bytes_per_token(model, tp) / bytes_per_us),
+        "blis_layers": pl.lit(model.layers),
+        "blis_requests": column["num_prefill_reqs"] + column["num_decode_reqs"],
+        "blis_one": pl.lit(1.0),
+        "blis_interleaved_moe_layers": pl.lit(model.moe_layers if model.interleaved else 0),
+        "blis_prefill_kv_us": prefill * kv_us_per_token,
+        "blis_decode_kv_us": _where(decode, (contexts + decode) * kv_us_per_token),
+    }
+    return [term.cast(pl.Float64).alias(name) for name, term in terms.items()]
+
+
+def _peak_flops_per_us(gpu: Gpu, model: BlisModel) -> float:
+    """Return the rate BLIS takes: fp8 for weights of one byte, where the GPU has it."""
+    fp8 = model.weight_bytes == 1.0 and gpu.compute_tflops_fp8 is not None
+    return ((gpu.compute_tflops_fp8 if fp8 else None) or gpu.compute_tflops_fp16) * 1e6
+
+
+def _all_reduce_bytes_per_token(model: BlisModel, tp: int) -> float:
+    return 2 * model.layers * model.hidden * _ACTIVATION_BYTES * 2 * (tp - 1) / tp
+
+
+def _where(tokens: pl.Expr, term: pl.Expr) -> pl.Expr:
+    """Return the term, or 0 in a step without such tokens, whatever else is unknown; null if it is not finite."""
+    return pl.when(tokens == 0).then(0.0).when(term.is_finite()).then(term)

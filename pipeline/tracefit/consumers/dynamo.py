@@ -1,0 +1,180 @@
+"""Dynamo's mocker: one .npz of grids in ms, our step model evaluated on them.
+
+The mocker interpolates linearly, and beyond the grid too: prefill_ttft_ms over the new tokens of a step, decode_itl over
+(tokens in all caches, tokens per request). A step that does both takes the sum of the two.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.coefficients.frames import predict_steps
+from tracefit.consumers.source import (
+    OUT,
+    Export,
+    HeldOut,
+    Source,
+    flags,
+    held_out,
+    kv_blocks,
+    model_name,
+    train_and_holdout,
+    worse_than_baseline,
+)
+from tracefit.features.sets import Feature, FeatureSet
+from tracefit.fit.frames import step_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tracefit.fit.metrics import Matrix, Vector
+
+POINTS = 33
+_COLUMNS = (
+    "prefill_tokens",
+    "decode_tokens",
+    "context_tokens",
+    "num_decode_reqs",
+    "num_prefill_reqs",
+    "running_depth",
+)
+_STEP = FeatureSet("dynamo", tuple(Feature(name, "", name) for name in _COLUMNS))
+
+
+def to_dynamo(source: Source) -> Export:
+    """Evaluate the step model on the grids that the training steps span.
+
+    Raises:
+        DataError: The data cannot support it, with the reason.
+    """
+    rows = step_frame(source.tables, source.tables.timeline, _STEP, {}, source.step_source)
+    train, held = train_and_holdout(rows, list(_COLUMNS), "step times")
+    beside = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") > 0)).height
+    alone = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") == 0)).height
+    constant = float(_ask(source, pl.DataFrame({"batch": [0.0]}))[0]) if beside > alone else 0.0
+    grids = _grids(source, train, constant)
+    said = (
+        "leaves the constant of a step to decode_itl"
+        if constant
+        else "holds the constant of a step, as decode_itl does"
+    )
+    counts = f"{beside} training steps prefill beside decodes, {alone} alone"
+    errors = tuple(_errors(grids, train, held))
+    notes = (
+        f"a step that does both takes the sum: prefill_ttft_ms {said}, {constant:.3f} ms ({counts})",
+        "prompt tokens computed before, and prefill requests beyond the first, are not in its grids",
+        "--model-path is where the mocker gets its tokenizer: the model's name, or a folder",
+        *worse_than_baseline(errors),
+    )
+    usage = f"python -m dynamo.mocker {_server_flags(source)}"
+    return Export({"perf_data.npz": _npz(grids)}, errors, notes, usage)
+
+
+def _server_flags(source: Source) -> str:
+    """Return what makes the mocker the traced server: its own defaults are 256 sequences, 8,192 tokens, blocks of 64."""
+    settings = source.scope.context.settings
+    given = {
+        "model-path": model_name(source),
+        "planner-profile-data": f"{OUT}/perf_data.npz",
+        "max-num-seqs": settings.max_num_seqs,
+        "max-num-batched-tokens": settings.max_num_batched_tokens,
+        "block-size": settings.block_size,
+        "num-gpu-blocks-override": kv_blocks(source),
+    }
+    switches = {
+        "enable-prefix-caching": settings.enable_prefix_caching,
+        "enable-chunked-prefill": settings.enable_chunked_prefill,
+    }
+    off = "".join(f" --no-{name}" for name, on in switches.items() if on is False)
+    return flags(given) + off
+
+
+def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str, Vector | Matrix]:
+    """Evaluate the model where training steps lie; `constant_ms` is left out of prefill, decode has it already."""
+    # polars types an extreme as any scalar a column can hold; these columns are numbers.
+    most_prefill = max(float(train["prefill_tokens"].max()), 1.0)  # type: ignore[arg-type]
+    decode = train.filter(pl.col("num_decode_reqs") > 0)
+    each = decode.select(mean=pl.col("context_tokens") / pl.col("num_decode_reqs"))["mean"]
+    low, high = max(float(each.min() or 1.0), 1.0), max(float(each.max() or 2.0), 2.0)  # type: ignore[arg-type]
+    most_kv = max(float(decode["context_tokens"].max() or 2.0), 2.0)  # type: ignore[arg-type]
+    isl = np.linspace(1.0, most_prefill, POINTS)
+    active = np.linspace(low, max(most_kv, low + 1), POINTS)
+    # The batch is active / context: geometric steps keep its bends short.
+    context = np.geomspace(low, max(high, low + 1), POINTS)
+    batch = active[:, None] / context[None, :]
+    asked = pl.DataFrame({"batch": batch.ravel(), "context": np.broadcast_to(context, batch.shape).ravel()})
+    itl = _ask(source, asked)
+    ttft = np.maximum(_ask(source, pl.DataFrame({"prefill": isl})) - constant_ms, 0.0)
+    return {
+        "prefill_isl": isl,
+        "prefill_ttft_ms": ttft,
+        "decode_active_kv_tokens": active,
+        "decode_context_length": context,
+        "decode_itl": itl.reshape(batch.shape),
+    }
+
+
+def _ask(source: Source, described: pl.DataFrame) -> Vector:
+    told = predict_steps(source.models.step_model, described, source.models.server)
+    return told["predicted_us"].to_numpy() / 1e3
+
+
+def _npz(arrays: Mapping[str, Vector | Matrix]) -> bytes:
+    """Write what `np.savez` writes, without the time of day in it."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, array in arrays.items():
+            content = io.BytesIO()
+            np.lib.format.write_array(
+                content, np.ascontiguousarray(array, dtype=np.float64), allow_pickle=False
+            )
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue())
+    return packed.getvalue()
+
+
+def _errors(grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, held: pl.DataFrame) -> list[HeldOut]:
+    y, told = held["y"].to_numpy() / 1e3, mocked(grids, held)
+    prefill, decode = (held[c].to_numpy() > 0 for c in ("prefill_tokens", "num_decode_reqs"))
+    parts = {
+        "decode": decode & ~prefill,
+        "prefill": prefill & ~decode,
+        "prefill and decode": prefill & decode,
+    }
+    trained = train["y"].to_numpy() / 1e3
+    return [
+        held_out(f"step time, {what}", "ms", y[rows], told[rows], trained)
+        for what, rows in parts.items()
+        if rows.any()
+    ]
+
+
+def mocked(grids: Mapping[str, Vector | Matrix], steps: pl.DataFrame) -> Vector:
+    """Return the step times the mocker would take, in ms; shape (n,).
+
+    Args:
+        grids: The arrays of the .npz by name.
+        steps: prefill_tokens, num_decode_reqs and context_tokens of every step.
+    """
+    tokens = steps["prefill_tokens"].to_numpy().astype(float)
+    batch = steps["num_decode_reqs"].to_numpy().astype(float)
+    active = steps["context_tokens"].to_numpy().astype(float)
+    isl, ttft = grids["prefill_isl"], grids["prefill_ttft_ms"]
+    left, share = _place(isl, tokens)
+    prefill = np.maximum(ttft[left] * (1 - share) + ttft[left + 1] * share, 0.0)
+    i, u = _place(grids["decode_active_kv_tokens"], active)
+    j, v = _place(grids["decode_context_length"], active / np.maximum(batch, 1.0))
+    itl = grids["decode_itl"]
+    below, above = (itl[i + k, j] * (1 - v) + itl[i + k, j + 1] * v for k in (0, 1))
+    decode = np.maximum(below * (1 - u) + above * u, 1.0)
+    return np.asarray(np.where(tokens > 0, prefill, 0.0) + np.where(batch > 0, decode, 0.0))
+
+
+def _place(axis: Vector, at: Vector) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int64]], Vector]:
+    """Index of the cell each value lies in, the outermost ones beyond the axis, and how far into it."""
+    left = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, len(axis) - 2)
+    return left, (at - axis[left]) / (axis[left + 1] - axis[left])

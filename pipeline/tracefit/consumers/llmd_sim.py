@@ -1,0 +1,232 @@
+"""llm-d-inference-sim, latency calculator `per-token`: Go durations in YAML.
+
+prefill = (prefill-overhead + uncached prompt tokens * prefill-time-per-token) * load; every token after the first takes
+inter-token-latency * load; load = 1 + (time-factor-under-load - 1) * (running requests - 1) / (max-num-seqs - 1).
+
+Up to v0.9.2 it refuses a prefill-time-std-dev above 30 % of prefill-time-per-token; v0.10.0 has no such bound.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.consumers.source import (
+    OUT,
+    Export,
+    Source,
+    commented,
+    held_out,
+    model_name,
+    number,
+    train_and_holdout,
+    worse_than_baseline,
+    written,
+)
+from tracefit.errors import DataError
+from tracefit.fit import rows as rules
+from tracefit.fit.nonnegative import fit_nonnegative
+
+if TYPE_CHECKING:
+    from tracefit.fit.metrics import Vector
+    from tracefit.fit.scope import ScopeTables
+
+MOST_SPREAD = 0.3
+"""The simulator refuses a standard deviation above this share of its mean."""
+
+UNBOUNDED_FROM = (0, 10, 0)
+"""First version without that bound on the standard deviation of prefill."""
+
+NEWEST = (0, 10, 0)
+"""The version files are written for where none is given."""
+
+ENGINE = ["run_id", "server", "epoch"]
+
+
+def to_llmd_sim(source: Source) -> Export:
+    """Fit prefill and decode of whole requests against the load they ran under.
+
+    Raises:
+        DataError: The data cannot support it, with the reason.
+    """
+    slots = source.scope.context.settings.max_num_seqs
+    if slots is None or slots < 2:
+        raise DataError(
+            "the load factor runs from one request to max-num-seqs, which is not known or 1",
+            hint="ingest the run again with --set max_num_seqs=N",
+        )
+    rows = requests_under_load(source.tables)
+    decode, held_decode = train_and_holdout(
+        _target(rows, "itl_us"), ["running_decode"], "inter-token latency"
+    )
+    prefill, held_prefill = train_and_holdout(
+        _target(rows, "prefill_us"), ["running_start", "uncached_tokens"], "prefill time"
+    )
+    itl, factor, itl_sd = _decode(decode, slots)
+    overhead, per_token, spread = _prefill(prefill, slots, factor)
+    bounded = (source.consumer_version or NEWEST) < UNBOUNDED_FROM
+    prefill_sd = _at_most(spread, per_token) if bounded else spread
+    length, length_note = _model_length(source)
+    values = {
+        "model": json.dumps(model_name(source)),
+        "max-model-len": str(length),
+        "max-num-seqs": str(slots),
+        "latency-calculator": "per-token",
+        "prefill-overhead": _duration(overhead),
+        "prefill-time-per-token": _duration(per_token),
+        "prefill-time-std-dev": _duration(prefill_sd),
+        "inter-token-latency": _duration(itl),
+        "inter-token-latency-std-dev": _duration(itl_sd),
+        "time-factor-under-load": number(factor),
+    }
+    text = "".join(f"{key}: {value}\n" for key, value in values.items())
+    told_itl = itl * _load(held_decode["running_decode"].to_numpy(), slots, factor)
+    told_prefill = (overhead + per_token * held_prefill["uncached_tokens"].to_numpy()) * _load(
+        held_prefill["running_start"].to_numpy(), slots, factor
+    )
+    after = held_decode["output_tokens"].to_numpy() - 1
+    errors = (
+        held_out("prefill of a request", "us", _y(held_prefill), told_prefill, _y(prefill)),
+        held_out("inter-token latency of a request", "us", _y(held_decode), told_itl, _y(decode)),
+        held_out(
+            "decode of a request",
+            "us",
+            _y(held_decode) * after,
+            told_itl * after,
+            _y(decode) * (decode["output_tokens"].to_numpy() - 1),
+        ),
+    )
+    facts = {
+        "prefill-overhead": overhead,
+        "prefill-time-per-token": per_token,
+        "inter-token-latency": itl,
+        "time-factor-under-load": factor,
+    }
+    notes = (
+        _version_note(prefill_sd, spread, bounded=bounded),
+        *length_note,
+        *worse_than_baseline(errors),
+    )
+    use = f"llm-d-inference-sim --config {OUT}/config.yaml"
+    return Export({"config.yaml": commented(notes, text)}, errors, notes, use, facts)
+
+
+def _version_note(written_sd: float, spread: float, *, bounded: bool) -> str:
+    if bounded and written_sd < spread:
+        return (
+            f"for llm-d-inference-sim up to v0.9.2: prefill-time-std-dev is cut from {_duration(spread)} to 30 % of "
+            "prefill-time-per-token, the most it takes"
+        )
+    if bounded:
+        return "for llm-d-inference-sim up to v0.9.2, and newer"
+    return "loads from llm-d-inference-sim v0.10.0; --consumer-version 0.9.2 cuts prefill-time-std-dev to what older ones take"
+
+
+def _model_length(source: Source) -> tuple[int, tuple[str, ...]]:
+    """Return max-model-len (the simulator's own default is 1024), and what to say where the server's is not known."""
+    known = source.scope.context.settings.max_model_len
+    if known is not None:
+        return known, ()
+    rows = source.tables.requests.select(
+        longest=(pl.col("prompt_tokens") + pl.col("output_tokens").fill_null(0))
+    )
+    longest = int(rows.drop_nulls()["longest"].to_numpy().max(initial=1))
+    return longest, (
+        f"max-model-len is not known: {longest} tokens, the longest request traced, stand in for it",
+    )
+
+
+def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
+    """Add to every request how many ran when it was first scheduled and, on average, while it decoded.
+
+    Args:
+        tables: Tables of one scope.
+
+    Returns:
+        The `requests` table with uncached_tokens, running_start, running_decode and ts_ns; null where not known.
+    """
+    steps = tables.timeline.filter(pl.col("running_depth").is_not_null()).sort(*ENGINE, "step_id")
+    running = pl.col("running_depth").cast(pl.Float64)
+    steps = steps.select(
+        *ENGINE,
+        "step_id",
+        running=running,
+        total=running.cum_sum().over(ENGINE),
+        count=pl.int_range(1, pl.len() + 1).over(ENGINE).cast(pl.Float64),
+    ).sort("step_id")
+    rows = tables.requests.with_columns(
+        ts_ns=pl.col("first_scheduled_ns"),
+        uncached_tokens=(pl.col("prompt_tokens") - pl.col("cached_prompt_tokens").fill_null(0)).cast(
+            pl.Float64
+        ),
+    )
+    for name, step in (
+        ("start", "first_scheduled_step"),
+        ("first", "first_token_step"),
+        ("end", "finished_step"),
+    ):
+        at = steps.rename({c: f"{c}_{name}" for c in ("running", "total", "count")})
+        known = rows.filter(pl.col(step).is_not_null()).sort(step)
+        joined = known.join_asof(at, left_on=step, right_on="step_id", by=ENGINE, check_sortedness=False)
+        rows = pl.concat([joined, rows.filter(pl.col(step).is_null())], how="diagonal_relaxed")
+        rows = rows.drop("step_id", strict=False)
+    steps_between = pl.col("count_end") - pl.col("count_first")
+    mean = (pl.col("total_end") - pl.col("total_first")) / steps_between
+    return rows.with_columns(running_decode=pl.when(steps_between > 0).then(mean))
+
+
+def _target(rows: pl.DataFrame, target: str) -> pl.DataFrame:
+    known = rows.filter((pl.col(target) > 0) & pl.col("ts_ns").is_not_null())
+    known = known.with_columns(y=pl.col(target).cast(pl.Float64), excluded_because=pl.lit(None, pl.String))
+    return rules.split_by_time(known)
+
+
+def _y(rows: pl.DataFrame) -> Vector:
+    return rows["y"].to_numpy().astype(float)
+
+
+def _share(running: Vector, slots: int) -> Vector:
+    return np.asarray((np.maximum(running, 1.0) - 1) / (slots - 1))
+
+
+def _load(running: Vector, slots: int, factor: float) -> Vector:
+    return np.asarray(1 + (factor - 1) * _share(running, slots))
+
+
+def _decode(rows: pl.DataFrame, slots: int) -> tuple[float, float, float]:
+    """Return inter-token latency of one request, factor at full load, and the spread."""
+    y, share = _y(rows), _share(rows["running_decode"].to_numpy(), slots)
+    alone, more = fit_nonnegative(np.column_stack([np.ones(len(y)), share]), y)
+    if alone <= 0:
+        raise DataError("inter-token latency grows from nothing with the load, which no factor can express")
+    itl, factor = _us(alone), written(1 + more / alone)
+    spread = float(np.std(y - itl * _load(rows["running_decode"].to_numpy(), slots, factor)))
+    return itl, factor, _at_most(spread, itl)
+
+
+def _prefill(rows: pl.DataFrame, slots: int, factor: float) -> tuple[float, float, float]:
+    """Return overhead, time per uncached token, and the spread about them."""
+    load = _load(rows["running_start"].to_numpy(), slots, factor)
+    tokens, y = rows["uncached_tokens"].to_numpy(), _y(rows)
+    overhead, per_token = fit_nonnegative(np.column_stack([load, tokens * load]), y)
+    overhead, per_token = _us(overhead), _us(per_token)
+    return overhead, per_token, _us(float(np.std(y - (overhead + per_token * tokens) * load)))
+
+
+def _at_most(spread: float, mean: float) -> float:
+    """Return a standard deviation no larger than `MOST_SPREAD` of its mean, to the nanosecond below."""
+    return math.floor(min(spread, MOST_SPREAD * mean) * 1e3) / 1e3
+
+
+def _us(value: float) -> float:
+    """Return microseconds as a Go duration holds them, to the nanosecond."""
+    return round(float(value), 3)
+
+
+def _duration(us: float) -> str:
+    text = f"{us:.3f}".rstrip("0").rstrip(".")
+    return f"{text or '0'}us"

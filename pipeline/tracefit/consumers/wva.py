@@ -1,0 +1,190 @@
+"""llm-d workload-variant-autoscaler: `serviceParms` in ms, and the older `perfParms`.
+
+iteration = alpha + B * (beta * t_C + gamma * t_M) with t_C = (in + out)/(out + 1) and t_M = in + out/2 for mean input and
+output tokens. B * t_C is the tokens of a step and B * t_M those in its requests' caches, on average over their lives:
+that is what is fitted, step by step; it is judged by the formula itself on stretches of the hold-out.
+
+Older: ITL = alpha + beta * B, TTFT = gamma + delta * tokens * B. Its queueing formula takes a request to be served in
+TTFT + (out - 1) * ITL: an ITL is any step its request decodes in, those that prefill others too, and their mean counts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from tracefit.consumers.llmd_sim import requests_under_load
+from tracefit.consumers.source import (
+    Export,
+    HeldOut,
+    Source,
+    commented,
+    held_out,
+    matrix,
+    number,
+    train_and_holdout,
+    worse_than_baseline,
+    written,
+)
+from tracefit.errors import DataError
+from tracefit.features.sets import Feature, FeatureSet
+from tracefit.fit import rows as rules
+from tracefit.fit.frames import step_frame
+from tracefit.fit.nonnegative import fit_nonnegative
+
+_REQUESTS = "num_prefill_reqs + num_decode_reqs"
+_STEP = FeatureSet(
+    "wva",
+    (
+        Feature("step_tokens", "token", "prefill_tokens + decode_tokens"),
+        Feature("step_cache_tokens", "token", "context_tokens + prefill_context_tokens + prefill_tokens"),
+        Feature("step_requests", "request", _REQUESTS),
+        Feature("step_decodes", "request", "num_decode_reqs"),
+    ),
+)
+STRETCH_REQUESTS = 20
+"""Requests whose mean input and output stand for a stretch of the run."""
+
+_SERVER = ["run_id", "server"]
+
+
+def to_wva(source: Source) -> Export:
+    """Fit both forms on steps and requests of one scope.
+
+    Raises:
+        DataError: The data cannot support it, with the reason.
+    """
+    rows = step_frame(source.tables, source.tables.timeline, _STEP, {}, source.step_source)
+    names = ["step_tokens", "step_cache_tokens"]
+    train, _ = train_and_holdout(rows, [*names, "step_requests"], "step times")
+    y = train["y"].to_numpy().astype(float) / 1e3
+    x = np.column_stack([np.ones(train.height), matrix(train, names)])
+    # The formula is about means: a rare long prefill step counts in full.
+    weights = train["interval_steps"].to_numpy().astype(float)
+    alpha, beta, gamma = (written(v) for v in fit_nonnegative(x, y, weights, huber=np.inf))
+    stretches = _stretches(source, rows)
+    told = alpha + stretches["batch"].to_numpy() * (
+        beta * stretches["t_c"].to_numpy() + gamma * stretches["t_m"].to_numpy()
+    )
+    error = held_out(
+        f"iteration, mean over stretches of {STRETCH_REQUESTS} requests",
+        "ms",
+        stretches["y"].to_numpy(),
+        told,
+        y,
+    )
+    older, older_errors = _older(source, rows)
+    text = f"serviceParms:\n  alpha: {number(alpha)}\n  beta: {number(beta)}\n  gamma: {number(gamma)}\n"
+    perf = 'perfParms:\n  decodeParms:\n    alpha: "{0}"\n    beta: "{1}"\n  prefillParms:\n    gamma: "{2}"\n    delta: "{3}"\n'
+    errors = (error, *older_errors)
+    slots = source.scope.context.settings.max_num_seqs
+    size = f"beside maxBatchSize {slots}" if slots else "beside maxBatchSize, the server's max_num_seqs"
+    notes = (
+        f"milliseconds; perfParms belong under an accelerator of spec.modelProfile, as in October 2025, {size}",
+        "serviceParms: no field of the custom resource takes them up to February 2026",
+        *worse_than_baseline(errors),
+    )
+    files: dict[str, str | bytes] = {
+        "service-parms.yaml": commented(notes, text),
+        "perf-parms.yaml": commented(notes, perf.format(*(number(v) for v in older))),
+    }
+    return Export(
+        files,
+        errors,
+        notes,
+        "kubectl edit variantautoscalings",
+        dict(zip(("alpha", "beta", "gamma"), (alpha, beta, gamma), strict=True)),
+    )
+
+
+def _stretches(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
+    """Cut each server's hold-out into stretches of a number of requests: mean cycle in ms, batch, t_C and t_M."""
+    steps = rows.filter((pl.col("split") == "holdout") & pl.col("excluded_because").is_null())
+    requests = source.tables.requests.filter(
+        pl.col("first_scheduled_ns").is_not_null() & (pl.col("output_tokens") > 0)
+    ).sort(*_SERVER, "first_scheduled_ns")
+    begins = steps.group_by(_SERVER).agg(from_ns=pl.col("ts_ns").min())
+    held = requests.join(begins, on=_SERVER).filter(pl.col("first_scheduled_ns") >= pl.col("from_ns"))
+    held = held.with_columns(stretch=pl.int_range(pl.len()).over(_SERVER) // STRETCH_REQUESTS)
+    means = held.group_by(*_SERVER, "stretch").agg(
+        begin_ns=pl.col("first_scheduled_ns").min(),
+        n=pl.len(),
+        tokens_in=pl.col("prompt_tokens").mean(),
+        tokens_out=pl.col("output_tokens").mean(),
+    )
+    means = means.filter(pl.col("n") == STRETCH_REQUESTS).sort("begin_ns")
+    at = steps.sort("ts_ns").join_asof(
+        means, left_on="ts_ns", right_on="begin_ns", by=_SERVER, check_sortedness=False
+    )
+    found = (
+        at.drop_nulls("stretch")
+        .group_by(*_SERVER, "stretch")
+        .agg(
+            pl.col("tokens_in", "tokens_out").first(),
+            # A row that is a mean over an interval stands for its steps.
+            y=(pl.col("y") * pl.col("interval_steps")).sum() / pl.col("interval_steps").sum() / 1e3,
+            batch=(pl.col("step_requests") * pl.col("interval_steps")).sum() / pl.col("interval_steps").sum(),
+        )
+    )
+    out = pl.col("tokens_out")
+    found = found.with_columns(
+        t_c=(pl.col("tokens_in") + out) / (out + 1), t_m=pl.col("tokens_in") + out / 2
+    ).drop_nulls()
+    if found.height < 2:
+        raise DataError(
+            f"the hold-out has {held.height} requests, too few for two stretches of {STRETCH_REQUESTS}",
+            hint="trace a longer run",
+        )
+    return found
+
+
+def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple[HeldOut, ...]]:
+    decode = rows.filter(pl.col("step_decodes") > 0)
+    train, held = train_and_holdout(decode, ["step_requests", "step_decodes"], "steps that decode")
+    y, batch = train["y"].to_numpy().astype(float) / 1e3, matrix(train, ["step_requests"])[:, 0]
+    # Every request that decodes in a step waits for all of it: a long one with prefills in it counts in full.
+    felt = (train["step_decodes"] * train["interval_steps"]).to_numpy().astype(float)
+    x = np.column_stack([np.ones(len(y)), batch])
+    alpha, beta = (written(v) for v in fit_nonnegative(x, y, felt / felt.mean(), huber=np.inf))
+    itl = held_out(
+        "older form: ITL, all steps that decode",
+        "ms",
+        held["y"].to_numpy().astype(float) / 1e3,
+        alpha + beta * matrix(held, ["step_requests"])[:, 0],
+        y,
+    )
+    asked = requests_under_load(source.tables).filter(
+        (pl.col("prefill_us") > 0) & pl.col("ts_ns").is_not_null()
+    )
+    asked = rules.split_by_time(
+        asked.with_columns(
+            y=pl.col("prefill_us") / 1e3,
+            work=pl.col("uncached_tokens") * pl.col("running_start").clip(lower_bound=1),
+            excluded_because=pl.lit(None, pl.String),
+        )
+    )
+    train, held = train_and_holdout(asked, ["work"], "prefill of requests")
+    y, work = train["y"].to_numpy(), train["work"].to_numpy()
+    gamma, delta = (written(v) for v in fit_nonnegative(np.column_stack([np.ones(len(y)), work]), y))
+    ttft = held_out(
+        "older form: prefill of a request",
+        "ms",
+        held["y"].to_numpy(),
+        gamma + delta * held["work"].to_numpy(),
+        y,
+    )
+    several = held.filter(pl.col("decode_us").is_not_null() & pl.col("running_decode").is_not_null())
+    after = pl.col("output_tokens") - 1
+    parts = several.select(
+        told=gamma + delta * pl.col("work") + after * (alpha + beta * pl.col("running_decode")),
+        took=pl.col("y") + pl.col("decode_us") / 1e3,
+    )
+    trained = train.select(took=pl.col("y") + pl.col("decode_us") / 1e3).drop_nulls()
+    whole = held_out(
+        "older form: service of a request, prefill + (out - 1) ITL",
+        "ms",
+        parts["took"].to_numpy(),
+        parts["told"].to_numpy(),
+        trained["took"].to_numpy(),
+    )
+    return (alpha, beta, gamma, delta), (itl, ttft, whole)

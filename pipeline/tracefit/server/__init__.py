@@ -1,0 +1,1 @@
+"""Facts of one server: its config.json, its GPU, its settings."""

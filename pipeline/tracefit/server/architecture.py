@@ -1,0 +1,410 @@
+"""What a transformer is made of, and what one token costs in it: parameters, KV bytes, FLOPs, weight bytes.
+
+Everything here is arithmetic on a `ModelArchitecture`; reading one from a Hugging Face `config.json` is
+`model_config`'s work. Only matrices are counted: norms and biases are below 0.2 % of any model supported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from tracefit.server.documents import Scalar
+
+AttentionKind = Literal["MHA", "GQA", "MQA", "MLA"]
+
+_SLUG_CHARS = 64
+_CACHE_FOLDER = re.compile(r"models--(?:[^/\\]+?--)?([^/\\]+)")  # models--org--name of a hub cache
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek), in elements.
+
+    Attributes:
+        q_lora_rank: Width queries are compressed to; None when they are projected directly.
+        kv_lora_rank: Width of the latent that is cached for keys and values together.
+        qk_nope_head_dim: Part of each query and key head without position.
+        qk_rope_head_dim: Part with rotary position, cached once for all heads.
+        v_head_dim: Width of each value head.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def cached_elements(self) -> int:
+        """Elements cached per token and layer, whatever the number of heads."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one query head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArchitecture:
+    """A decoder-only transformer, as far as latency depends on it.
+
+    Attributes:
+        name: The model as a reader knows it, for example `meta-llama/Llama-2-70b-hf`.
+        model_type: Hugging Face's family name, for example `llama`.
+        hidden: Width of the residual stream.
+        heads: Query heads.
+        kv_heads: Key/value heads (for MLA equal to `heads`, though none of them is cached).
+        head_dim: Width of one query head; not always hidden / heads.
+        latent: Sizes of latent attention; None for every other kind.
+        moe_layer_ids: Which layers route tokens to experts, in order; empty for a dense model.
+        ffn: FFN width of a dense layer; where no layer is dense, what is stated for one, or an expert's.
+        gated_ffn: Three matrices per FFN (gate, up, down) instead of two.
+        experts: Routed experts of an MoE layer; 0 for a dense model.
+        experts_per_token: Routed experts each token visits.
+        expert_ffn: FFN width of one routed expert.
+        shared_ffn: FFN width of all shared experts together; 0 for none.
+        layer_windows: Per layer, how many tokens back it reads (sliding or chunked attention); None is all.
+        vocabulary: Rows of the embedding.
+        tied_embeddings: Input embedding and output head are one matrix.
+        learned_positions: Rows of a learned position embedding; 0 for rotary or ALiBi.
+        dtype: Data type of activations and of weights that are not quantized.
+        dtype_bytes: Its bytes per element.
+        quantization: Quantization method, or None.
+        attention_weight_bytes: Bytes per element of the attention matrices.
+        ffn_weight_bytes: Bytes per element of dense and shared FFN matrices.
+        expert_weight_bytes: Bytes per element of routed experts.
+        kv_bytes: Bytes per cached KV element.
+        fp8_compute: Matrix products run at the GPU's fp8 rate where it has one.
+        assumed: One phrase for each value that the config did not state.
+    """
+
+    name: str
+    model_type: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    latent: LatentAttention | None = None
+    moe_layer_ids: tuple[int, ...] = ()
+    ffn: int
+    gated_ffn: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    layer_windows: tuple[int | None, ...]
+    vocabulary: int
+    tied_embeddings: bool = False
+    learned_positions: int = 0
+    dtype: str = "bfloat16"
+    dtype_bytes: float = 2.0
+    quantization: str | None = None
+    attention_weight_bytes: float = 2.0
+    ffn_weight_bytes: float = 2.0
+    expert_weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+    fp8_compute: bool = False
+    assumed: tuple[str, ...] = ()
+
+    # -- shape ---------------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layer_windows)
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers that route tokens to experts."""
+        return len(self.moe_layer_ids)
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers with one FFN for every token."""
+        return self.layers - self.moe_layers
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer routes tokens to experts."""
+        return self.moe_layers > 0
+
+    @property
+    def is_interleaved_moe(self) -> bool:
+        """Whether MoE and dense layers alternate (Llama 4), beyond a few dense layers at the start."""
+        if not self.is_moe:
+            return False
+        return self.layers - self.moe_layer_ids[0] != self.moe_layers
+
+    @property
+    def attention(self) -> AttentionKind:
+        """Kind of attention, by the ratio of KV heads to heads."""
+        if self.latent is not None:
+            return "MLA"
+        if self.kv_heads == self.heads:
+            return "MHA"
+        return "MQA" if self.kv_heads == 1 else "GQA"
+
+    @property
+    def size_proxy(self) -> int:
+        """Hidden size times layers: the crudest measure of a model's size."""
+        return self.hidden * self.layers
+
+    @property
+    def slug(self) -> str:
+        """The model's name as a part of a scope id: lower case, no organisation, `[a-z0-9.-]` only."""
+        return slug_of(self.name)
+
+    @cached_property
+    def window_groups(self) -> tuple[tuple[int | None, int], ...]:
+        """(window in tokens or None, number of layers with it) pairs, full attention first."""
+        counts = Counter(self.layer_windows)
+        return tuple(sorted(counts.items(), key=lambda item: (item[0] is not None, item[0] or 0)))
+
+    # -- parameters ----------------------------------------------------------------------------------
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention matrices."""
+        if self.latent is None:
+            query_width = self.heads * self.head_dim
+            return self.hidden * (2 * query_width + 2 * self.kv_heads * self.head_dim)
+        mla = self.latent
+        query_width = self.heads * mla.qk_head_dim
+        query = self.hidden * query_width
+        if mla.q_lora_rank is not None:
+            query = mla.q_lora_rank * (self.hidden + query_width)
+        expand = mla.kv_lora_rank * self.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        return query + self.hidden * mla.cached_elements + expand + self.heads * mla.v_head_dim * self.hidden
+
+    def ffn_parameters(self, width: int) -> int:
+        """Parameters of one FFN of a given width: 3 matrices when gated, 2 when not."""
+        return (3 if self.gated_ffn else 2) * self.hidden * width
+
+    @property
+    def router_parameters(self) -> int:
+        """Parameters of one MoE layer's router."""
+        return self.hidden * self.experts
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the output head, tied or not."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of embeddings and output head, a tied matrix once."""
+        copies = 1 if self.tied_embeddings else 2
+        return copies * self.head_parameters + self.learned_positions * self.hidden
+
+    def _parameters(self, experts_counted: int) -> int:
+        moe = experts_counted * self.ffn_parameters(self.expert_ffn) + self.ffn_parameters(self.shared_ffn)
+        return (
+            self.embedding_parameters
+            + self.layers * self.attention_parameters
+            + self.dense_layers * self.ffn_parameters(self.ffn)
+            + self.moe_layers * (moe + self.router_parameters)
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model (text decoder; norms and biases left out)."""
+        return self._parameters(self.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters one token meets: as `parameters`, with only its own experts."""
+        return self._parameters(self.experts_per_token)
+
+    # -- KV cache ------------------------------------------------------------------------------------
+
+    @property
+    def kv_elements_per_token_per_layer(self) -> int:
+        """Cached elements per token in one layer: 2·kv heads·head_dim; for MLA the latent and its position."""
+        if self.latent is not None:
+            return self.latent.cached_elements
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def kv_bytes_per_token_per_layer(self) -> float:
+        """KV bytes per token in one layer, over all tensor-parallel ranks."""
+        return self.kv_elements_per_token_per_layer * self.kv_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """KV bytes that one token writes, over all layers and tensor-parallel ranks."""
+        return self.layers * self.kv_bytes_per_token_per_layer
+
+    @property
+    def kv_bytes_per_token_per_layer_by_ratio(self) -> float:
+        """KV bytes per token and layer by the specification's formula, hidden·kv heads/heads·2·bytes.
+
+        Equal to `kv_bytes_per_token_per_layer` where head_dim = hidden / heads and KV heads are cached.
+        """
+        return self.hidden * self.kv_heads / self.heads * 2 * self.kv_bytes
+
+    def kv_read_bytes(self, context_tokens: float) -> float:
+        """KV bytes one request reads in a decode step, over all layers and ranks.
+
+        Args:
+            context_tokens: Tokens in its cache; layers with a window read no more than the window.
+        """
+        tokens = sum(count * _capped(context_tokens, window) for window, count in self.window_groups)
+        return tokens * self.kv_bytes_per_token_per_layer
+
+    def kv_shards(self, tp: int) -> int:
+        """Into how many parts a layer's KV cache is divided under tensor parallelism.
+
+        KV heads fewer than ranks are replicated, and the latent of MLA is whole on every rank.
+        """
+        return 1 if self.latent is not None else min(tp, self.kv_heads)
+
+    # -- FLOPs ---------------------------------------------------------------------------------------
+
+    @property
+    def layer_flops_per_token(self) -> int:
+        """FLOPs of one token in the matrices of all layers: 2 per parameter it meets, head excluded."""
+        return 2 * (self.active_parameters - self.embedding_parameters)
+
+    @property
+    def head_flops_per_token(self) -> int:
+        """FLOPs of one token in the output head."""
+        return 2 * self.head_parameters
+
+    @property
+    def prefill_pair_flops(self) -> int:
+        """FLOPs of one (query token, visible token) pair in one layer of a prefill.
+
+        Scores and weighted values take 2·heads·width each; MLA prefills with its keys and values expanded.
+        """
+        if self.latent is None:
+            return 4 * self.heads * self.head_dim
+        return 2 * self.heads * (self.latent.qk_head_dim + self.latent.v_head_dim)
+
+    @property
+    def decode_pair_flops(self) -> int:
+        """FLOPs of one (query token, cached token) pair in one layer of a decode.
+
+        MLA decodes on the latent itself: scores over latent and position, values over the latent.
+        """
+        if self.latent is None:
+            return 4 * self.heads * self.head_dim
+        return 2 * self.heads * (self.latent.cached_elements + self.latent.kv_lora_rank)
+
+    def visible_tokens(self, context_tokens: float) -> float:
+        """Tokens a token attends to, summed over layers, windows applied."""
+        return sum(count * _capped(context_tokens, window) for window, count in self.window_groups)
+
+    def prefill_flops_per_token(self, context_tokens: float) -> float:
+        """FLOPs of one prompt token that sees `context_tokens` tokens, over all ranks.
+
+        The output head is left out: only the last token of a request's chunk goes through it.
+        """
+        return self.layer_flops_per_token + self.prefill_pair_flops * self.visible_tokens(context_tokens)
+
+    def decode_flops_per_token(self, context_tokens: float) -> float:
+        """FLOPs of one generated token that sees `context_tokens` tokens, output head included."""
+        attention = self.decode_pair_flops * self.visible_tokens(context_tokens)
+        return self.layer_flops_per_token + self.head_flops_per_token + attention
+
+    # -- weights -------------------------------------------------------------------------------------
+
+    @property
+    def fixed_weight_bytes(self) -> float:
+        """Weight bytes that every step reads: all but routed experts and input embedding, over all ranks."""
+        attention = self.layers * self.attention_parameters * self.attention_weight_bytes
+        dense = self.dense_layers * self.ffn_parameters(self.ffn) * self.ffn_weight_bytes
+        shared = self.moe_layers * self.ffn_parameters(self.shared_ffn) * self.ffn_weight_bytes
+        router = self.moe_layers * self.router_parameters * self.dtype_bytes
+        return attention + dense + shared + router + self.head_parameters * self.dtype_bytes
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of one routed expert in one layer."""
+        return self.ffn_parameters(self.expert_ffn) * self.expert_weight_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the whole model in memory, over all ranks."""
+        experts = self.moe_layers * self.experts * self.expert_bytes
+        rest = self.embedding_parameters - self.head_parameters
+        return self.fixed_weight_bytes + experts + rest * self.dtype_bytes
+
+    def expected_experts(self, batch_tokens: float) -> float:
+        """Distinct experts that a step is expected to visit in one MoE layer.
+
+        N·(1 - ((N - k)/N)^tokens) for N experts and k per token, if routing were uniform and independent.
+        """
+        if not self.is_moe or batch_tokens <= 0:
+            return 0.0
+        missed: float = (1 - self.experts_per_token / self.experts) ** batch_tokens
+        return self.experts * (1 - missed)
+
+    def weight_bytes_per_step(self, batch_tokens: float) -> float:
+        """Weight bytes a step of `batch_tokens` tokens reads, over all ranks; 0 for a step without tokens."""
+        if batch_tokens <= 0:
+            return 0.0
+        experts = self.moe_layers * self.expected_experts(batch_tokens) * self.expert_bytes
+        return self.fixed_weight_bytes + experts
+
+    # -- facts ---------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Scalar]:
+        """Return what a coefficient file says of the model, as a flat mapping in a fixed order."""
+        windows = [window for window in self.layer_windows if window is not None]
+        return {
+            "model": self.name,
+            "model_type": self.model_type,
+            "layers": self.layers,
+            "moe_layers": self.moe_layers,
+            "hidden_size": self.hidden,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "attention": self.attention,
+            "kv_lora_rank": self.latent.kv_lora_rank if self.latent else None,
+            "ffn_size": self.ffn if self.dense_layers else None,
+            "gated_ffn": self.gated_ffn,
+            "is_moe": self.is_moe,
+            "experts": self.experts or None,
+            "experts_per_token": self.experts_per_token or None,
+            "expert_ffn_size": self.expert_ffn or None,
+            "shared_ffn_size": self.shared_ffn or None,
+            "windowed_layers": len(windows),
+            "window_tokens": min(windows, default=None),
+            "vocabulary": self.vocabulary,
+            "tied_embeddings": self.tied_embeddings,
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
+            "weight_bytes": round(self.weight_bytes),
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "size_proxy": self.size_proxy,
+        }
+
+
+def _capped(tokens: float, window: int | None) -> float:
+    return tokens if window is None else min(tokens, window)
+
+
+def slug_of(name: str) -> str:
+    """Return a model's name or path as a short readable part of a scope id.
+
+    `meta-llama/Llama-2-70b-hf` is `llama-2-70b`; a folder of the hub's cache is the model it holds.
+
+    Args:
+        name: Model name, or the path it was loaded from.
+
+    Returns:
+        Lower-case text of `[a-z0-9.-]`, at most 64 characters; `model` when nothing is left.
+    """
+    cached = _CACHE_FOLDER.search(name)
+    last = cached[1] if cached else re.split(r"[/\\]+", name.rstrip("/\\ "))[-1]
+    clean = re.sub(r"[^a-z0-9.]+", "-", last.lower()).strip("-.")
+    return clean.removesuffix("-hf")[:_SLUG_CHARS].strip("-.") or "model"

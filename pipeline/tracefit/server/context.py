@@ -1,0 +1,164 @@
+"""What is known of the server behind a run, how it is kept in the `runs` table, and the scope it makes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracefit.errors import UsageError
+from tracefit.server.architecture import ModelArchitecture, slug_of
+from tracefit.server.documents import Scalar, as_text, read_bytes
+from tracefit.server.hardware import Gpu, find_gpu, parse_gpu, read_gpu
+from tracefit.server.model_config import parse_architecture
+from tracefit.server.serving import as_served, check_parallelism
+from tracefit.server.settings import ServerSettings, Source, assume_defaults, merge, settings_from
+from tracefit.server.settings_sources import read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """The server of one run: settings, and the model and GPU where they are known."""
+
+    settings: ServerSettings
+    architecture: ModelArchitecture | None = None
+    gpu: Gpu | None = None
+    model_config: str | None = None
+    """config.json as it was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a model speaks about: one model on one kind of GPU under one set of knobs."""
+
+    scope_id: str
+    context: RunContext
+
+    def assumed(self) -> tuple[str, ...]:
+        """Name every value that no input stated."""
+        settings = self.context.settings
+        names = [n for n, source in settings.sources.items() if source == "assumed"]
+        phrases = [f"{name} {settings.values()[name]} (vLLM's default)" for name in names]
+        return (*phrases, *(self.context.architecture.assumed if self.context.architecture else ()))
+
+
+def read_context(
+    run_config: Path | None, model_config: Path | None, overrides: ServerSettings, *, gpu: str | None = None
+) -> RunContext:
+    """Read what a run's files say of its server; what was given for this call wins.
+
+    Args:
+        run_config: exp-config.yaml, run.yaml, a `vllm serve` command line or a server log.
+        model_config: config.json.
+        overrides: Settings given by the user.
+        gpu: Name of a GPU, or a JSON file that describes one; else the run's own `gpu` setting.
+
+    Raises:
+        UsageError: A file is not what it should be, a GPU is not known, or model and tensor parallelism contradict.
+    """
+    settings = read_settings(run_config) if run_config else ServerSettings()
+    settings = assume_defaults(merge(settings, overrides))
+    text = as_text(read_bytes(model_config), where=str(model_config)) if model_config else None
+    named = gpu if gpu is not None else settings.gpu
+    return _assemble(
+        settings,
+        text,
+        str(model_config),
+        _gpu(named, where="--gpu" if gpu else str(run_config)) if named else None,
+    )
+
+
+def _gpu(name: str, *, where: str) -> Gpu:
+    if name.lower().endswith(".json"):
+        return read_gpu(Path(name))
+    try:
+        return find_gpu(name)
+    except UsageError as error:
+        raise UsageError(error.what, where=where if where != "None" else None, hint=error.hint) from error
+
+
+def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu | None) -> RunContext:
+    architecture = None
+    if text is not None:
+        architecture = parse_architecture(text, where=where, name=settings.model)
+        architecture = as_served(
+            architecture,
+            dtype=settings.dtype,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            quantization=settings.quantization,
+        )
+        check_parallelism(architecture, settings.tensor_parallel or 1)
+    return RunContext(settings, architecture, gpu, text)
+
+
+def settings_to_json(settings: ServerSettings) -> str:
+    """Write settings as JSON: each value with its source, and the rest under `other`."""
+    known = {n: {"value": v, "source": settings.sources[n]} for n, v in settings.values().items()}
+    return json.dumps({"settings": known, "other": dict(settings.other)})
+
+
+def gpu_to_json(gpu: Gpu | None) -> str | None:
+    """Write a GPU as JSON of the shape a user's own GPU file has."""
+    return None if gpu is None else json.dumps({"name": gpu.name, **gpu.facts()})
+
+
+def context_from_json(settings: str, model_config: str | None, gpu: str | None, *, where: str) -> RunContext:
+    """Restore a context from the `runs` table.
+
+    Raises:
+        UsageError: The columns do not hold what tracefit writes there.
+    """
+    try:
+        document = json.loads(settings)
+        known: Mapping[str, Mapping[str, Scalar]] = document["settings"]
+        values = {name: entry["value"] for name, entry in known.items()}
+        sources = {name: entry["source"] for name, entry in known.items()}
+        other = dict(document["other"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError("settings column is damaged", where=where, hint="ingest the run again") from error
+    restored = ServerSettings()
+    for source in ("assumed", "read", "given"):
+        part = {n: v for n, v in values.items() if sources[n] == source}
+        restored = merge(restored, settings_from({**part}, where=where, source=_source(source)))
+    restored = merge(restored, settings_from(other, where=where, source="read"))
+    return _assemble(restored, model_config, where, _restore_gpu(gpu, where=where))
+
+
+def _source(name: str) -> Source:
+    if name == "given":
+        return "given"
+    return "read" if name == "read" else "assumed"
+
+
+def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
+    if text is None:
+        return None
+    gpu = parse_gpu(text, where=where)
+    try:
+        known = find_gpu(gpu.name)
+    except UsageError:
+        return gpu
+    return known if known.facts() == {**gpu.facts(), "gpu_confidence": known.confidence} else gpu
+
+
+def scope_of(context: RunContext) -> Scope:
+    """Name the scope of a run: `<model>.<gpu>.tp<n>.<8 hex of everything that tells scopes apart>`."""
+    settings, architecture = context.settings, context.architecture
+    if architecture is not None:
+        model = architecture.slug
+    else:
+        model = slug_of(settings.model) if settings.model else "unknown-model"
+    parts = {
+        "architecture": architecture.facts() if architecture else None,
+        "gpu": context.gpu.facts() if context.gpu else None,
+        "knobs": settings.knobs(),
+        "tensor_parallel": settings.tensor_parallel,
+    }
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
+    gpu = context.gpu.slug if context.gpu else "no-gpu"
+    return Scope(f"{model}.{gpu}.tp{settings.tensor_parallel or 1}.{digest}", context)

@@ -1,0 +1,433 @@
+"""Read a model's `config.json` by what its keys mean, over families and their spellings.
+
+A value the config does not state is either refused (one line that names the key) or, where the family or vLLM
+defines it, filled in and listed in `ModelArchitecture.assumed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tracefit.errors import UsageError
+from tracefit.server.architecture import LatentAttention, ModelArchitecture
+from tracefit.server.documents import (
+    checked_flag,
+    checked_integer,
+    checked_text,
+    excerpt,
+    kind_of,
+    parse_json_object,
+    read_bytes,
+)
+from tracefit.server.model_families import ARCHITECTURES, FAMILIES, Family
+from tracefit.server.quantization import bytes_of_dtype
+from tracefit.server.quantization_config import parse_quantization
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tracefit.server.documents import Document
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_HEADS = ("num_attention_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_HEAD_DIM = ("head_dim", "kv_channels")
+_FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token")
+_SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_VOCABULARY = ("vocab_size", "padded_vocab_size")
+_POSITIONS = ("max_position_embeddings", "n_positions")
+_DTYPE = ("torch_dtype", "dtype")
+_NESTED = ("text_config", "llm_config", "language_config")
+
+# Keys that multimodal configs keep beside the nested text config, not in it.
+_OUTER_KEYS = frozenset(
+    {*_DTYPE, *_VOCABULARY, "tie_word_embeddings", "_name_or_path", "quantization_config"}
+)
+
+_MOST_LAYERS = 4096
+_MOST_WIDTH = 2**24
+_MOST_HEADS = 2**16
+_MOST_ROWS = 2**28
+
+
+def read_architecture(path: Path, *, name: str | None = None) -> ModelArchitecture:
+    """Read a model's architecture from its `config.json`.
+
+    Args:
+        path: The file, or the folder it lies in.
+        name: The model's name where it is known; else the config's `_name_or_path`.
+
+    Raises:
+        UsageError: The file cannot be read, or `parse_architecture` refuses it.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    return parse_architecture(read_bytes(file), where=str(file), name=name)
+
+
+def parse_architecture(text: bytes | str, *, where: str, name: str | None = None) -> ModelArchitecture:
+    """Parse the content of a Hugging Face `config.json`.
+
+    Args:
+        text: JSON, at most 8 MiB.
+        where: Name of the source, for errors.
+        name: The model's name where it is known; else the config's `_name_or_path`.
+
+    Returns:
+        The architecture, with what had to be assumed listed in `assumed`.
+
+    Raises:
+        UsageError: Not a JSON object, an unknown family, a missing key, or a value that cannot be.
+    """
+    config = _open_config(parse_json_object(text, where=where), where=where)
+    layers = config.required(*_LAYERS, most=_MOST_LAYERS)
+    hidden = config.required(*_HIDDEN, most=_MOST_WIDTH)
+    heads = config.required(*_HEADS, most=_MOST_HEADS)
+    latent = _latent(config)
+    experts = _experts(config, layers)
+    quantization = parse_quantization(config.quantization(), where=where)
+    config.assumed.extend(quantization.assumed)
+    dtype = _dtype(config)
+    size = bytes_of_dtype(dtype, key="torch_dtype", where=where)
+    return ModelArchitecture(
+        name=_name(config, name, f"{config.model_type}-{layers}x{hidden}"),
+        model_type=config.model_type,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads if latent else _kv_heads(config, heads),
+        head_dim=latent.qk_head_dim if latent else _head_dim(config, hidden, heads),
+        latent=latent,
+        moe_layer_ids=experts.layer_ids,
+        ffn=_dense_ffn(config, hidden, experts, layers),
+        gated_ffn=config.family.gated,
+        experts=experts.count,
+        experts_per_token=experts.per_token,
+        expert_ffn=experts.width,
+        shared_ffn=experts.shared_width,
+        layer_windows=_windows(config, layers),
+        vocabulary=config.required(*_VOCABULARY, most=_MOST_ROWS),
+        tied_embeddings=_tied(config),
+        learned_positions=_learned_positions(config),
+        dtype=dtype,
+        dtype_bytes=size,
+        quantization=quantization.method,
+        attention_weight_bytes=quantization.attention_bytes or size,
+        ffn_weight_bytes=quantization.ffn_bytes or size,
+        expert_weight_bytes=quantization.expert_bytes or size,
+        kv_bytes=quantization.kv_bytes or size,
+        fp8_compute=quantization.fp8_compute,
+        assumed=tuple(config.assumed),
+    )
+
+
+# -- the config as a place to look things up -------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Config:
+    """A config.json with its nested text part in front, and the list of what had to be assumed."""
+
+    inner: Document
+    outer: Document
+    where: str
+    model_type: str
+    family: Family
+    assumed: list[str] = field(default_factory=list)
+
+    def get(self, key: str) -> object:
+        """Return a key's value; None when it is absent, null, or stands where it does not count."""
+        value = self.inner.get(key)
+        return self.outer.get(key) if value is None and key in _OUTER_KEYS else value
+
+    def find(self, *keys: str) -> tuple[str, object] | None:
+        """Return the first of several spellings that is set; they may not contradict each other."""
+        found = [(key, value) for key in keys if (value := self.get(key)) is not None]
+        for key, value in found[1:]:
+            if value != found[0][1]:
+                first, other = excerpt(found[0][1]), excerpt(value)
+                raise UsageError(f"{found[0][0]} {first} and {key} {other} contradict", where=self.where)
+        return found[0] if found else None
+
+    def integer(self, *keys: str, least: int = 1, most: int = _MOST_WIDTH) -> int | None:
+        """Return a whole number under one of several spellings, or the family's default, or None."""
+        found = self.find(*keys)
+        if found is not None:
+            return checked_integer(found[1], key=found[0], where=self.where, least=least, most=most)
+        default = self.family.defaults.get(keys[0])
+        if default is not None:
+            self.assumed.append(f"{keys[0]} {default} assumed: default of {self.model_type}")
+        return default
+
+    def required(self, *keys: str, most: int = _MOST_WIDTH) -> int:
+        """Return a whole number that the model cannot be described without."""
+        value = self.integer(*keys, most=most)
+        if value is None:
+            spellings = f" (also spelled {', '.join(keys[1:])})" if keys[1:] else ""
+            raise UsageError(
+                f"{keys[0]} is missing{spellings}", where=self.where, hint="is this a whole config.json?"
+            )
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """Return true, false, or None for a key that is not set."""
+        value = self.get(key)
+        return None if value is None else checked_flag(value, key=key, where=self.where)
+
+    def integers(self, key: str, *, least: int, most: int, length: int | None = None) -> list[int] | None:
+        """Return a list of whole numbers, or None for a key that is not set."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) > _MOST_LAYERS or length not in {None, len(value)}:
+            wanted = "numbers" if length is None else f"{length} numbers, one per layer"
+            raise UsageError(f"{key} must be a list of {wanted}", where=self.where)
+        return [checked_integer(item, key=key, where=self.where, least=least, most=most) for item in value]
+
+    def quantization(self) -> Document | None:
+        """Return the quantization section, at the top or in the nested part."""
+        value = self.get("quantization_config")
+        if value is None:
+            value = self.get("compression_config")
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise UsageError(f"quantization_config is {kind_of(value)}, not an object", where=self.where)
+        return value
+
+
+def _open_config(document: Document, *, where: str) -> _Config:
+    """Find the part that describes the text model, and its family."""
+    inner: Document = document
+    for key in _NESTED:
+        part = document.get(key)
+        if isinstance(part, Mapping):
+            inner = part
+            break
+    for part in (inner, document):
+        model_type = _family_name(part)
+        if model_type is not None:
+            return _Config(inner, document, where, model_type, FAMILIES[model_type])
+    named = inner.get("model_type") or document.get("model_type")
+    what = (
+        f"model_type {excerpt(named)!r} is not known" if named else "model_type and architectures are missing"
+    )
+    raise UsageError(what, where=where, hint=f"known families: {', '.join(sorted(FAMILIES))}")
+
+
+def _family_name(part: Document) -> str | None:
+    """Return the family of a config: by its `model_type`, else by a class in `architectures`."""
+    model_type = part.get("model_type")
+    if isinstance(model_type, str) and model_type.lower() in FAMILIES:
+        return model_type.lower()
+    classes = part.get("architectures")
+    names = classes if isinstance(classes, list) else [classes]
+    known = (ARCHITECTURES[name] for name in names if isinstance(name, str) and name in ARCHITECTURES)
+    return next(known, None)
+
+
+# -- its parts -------------------------------------------------------------------------------------------
+
+
+def _name(config: _Config, given: str | None, fallback: str) -> str:
+    if given:
+        return given
+    value = config.get("_name_or_path")
+    if isinstance(value, str) and value.strip():
+        return checked_text(value, key="_name_or_path", where=config.where)
+    config.assumed.append(f"name {fallback} made up: the config has none")
+    return fallback
+
+
+def _kv_heads(config: _Config, heads: int) -> int:
+    # Falcon's first architecture writes num_kv_heads = heads beside multi_query and means 1.
+    multi_query = config.flag("multi_query") and not config.flag("new_decoder_architecture")
+    kv_heads = 1 if multi_query else config.integer(*_KV_HEADS, most=_MOST_HEADS)
+    if kv_heads is None or config.flag("multi_query_attention") is False:
+        config.assumed.append("one KV head per attention head assumed: num_key_value_heads is absent")
+        return heads
+    if heads % kv_heads:
+        raise UsageError(
+            f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}", where=config.where
+        )
+    return kv_heads
+
+
+def _head_dim(config: _Config, hidden: int, heads: int) -> int:
+    stated = config.integer(*_HEAD_DIM)
+    if stated is not None:
+        return stated
+    if hidden % heads:
+        raise UsageError(
+            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}",
+            where=config.where,
+            hint="state head_dim",
+        )
+    config.assumed.append(f"head_dim {hidden // heads} derived: hidden_size / num_attention_heads")
+    return hidden // heads
+
+
+def _latent(config: _Config) -> LatentAttention | None:
+    kv_lora_rank = config.integer("kv_lora_rank")
+    if kv_lora_rank is None:
+        return None
+    return LatentAttention(
+        q_lora_rank=config.integer("q_lora_rank"),
+        kv_lora_rank=kv_lora_rank,
+        qk_nope_head_dim=config.required("qk_nope_head_dim"),
+        qk_rope_head_dim=config.required("qk_rope_head_dim"),
+        v_head_dim=config.required("v_head_dim"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    count: int = 0
+    per_token: int = 0
+    width: int = 0
+    shared_width: int = 0
+    layer_ids: tuple[int, ...] = ()
+
+
+def _experts(config: _Config, layers: int) -> _Experts:
+    count = config.integer(*_EXPERTS, least=0, most=_MOST_HEADS) or 0
+    layer_ids = _moe_layer_ids(config, layers) if count else ()
+    if not layer_ids:
+        return _Experts()
+    per_token = config.required(*_EXPERTS_PER_TOKEN, most=_MOST_HEADS)
+    if per_token > count:
+        raise UsageError(
+            f"num_experts_per_tok {per_token} is more than the {count} experts there are", where=config.where
+        )
+    width = config.integer("moe_intermediate_size")
+    if width is None:
+        width = config.required(*_FFN)
+    return _Experts(count, per_token, width, _shared_width(config, width), layer_ids)
+
+
+def _shared_width(config: _Config, expert_width: int) -> int:
+    if config.family.shared_expert:
+        return expert_width
+    stated = config.integer(*_SHARED_WIDTH, least=0)
+    if stated is not None:
+        return stated
+    return (config.integer("n_shared_experts", least=0, most=_MOST_HEADS) or 0) * expert_width
+
+
+def _moe_layer_ids(config: _Config, layers: int) -> tuple[int, ...]:
+    """Return which layers are MoE, by whichever of the families' rules the config uses."""
+    listed = config.integers("moe_layers", least=0, most=layers - 1)
+    if listed is not None:
+        return tuple(sorted(set(listed)))
+    step = config.integer("interleave_moe_layer_step")
+    if step is not None:
+        return tuple(range(step - 1, layers, step))
+    sparse_step = config.integer("decoder_sparse_step") or 1
+    dense = set(config.integers("mlp_only_layers", least=0, most=_MOST_LAYERS) or ())
+    first = config.integer("first_k_dense_replace", least=0) or 0
+    if isinstance(config.get("moe_layer_freq"), list):
+        chosen = config.integers("moe_layer_freq", least=0, most=1, length=layers) or []
+    else:
+        every = config.integer("moe_layer_freq") or 1
+        chosen = [int(layer % every == 0) for layer in range(layers)]
+    return tuple(
+        layer
+        for layer in range(first, layers)
+        if layer not in dense and (layer + 1) % sparse_step == 0 and chosen[layer]
+    )
+
+
+def _dense_ffn(config: _Config, hidden: int, experts: _Experts, layers: int) -> int:
+    keys = (config.family.dense_ffn_key,) if config.family.dense_ffn_key else _FFN
+    if len(experts.layer_ids) == layers:
+        stated = config.integer(*keys) if config.family.dense_ffn_key else None
+        return stated or experts.width
+    width = config.integer(*keys)
+    if width is None and config.family.ffn_is_four_hidden:
+        config.assumed.append(f"{_FFN[0]} {4 * hidden} assumed: 4 times hidden_size")
+        return 4 * hidden
+    return config.required(*keys) if width is None else width
+
+
+def _windows(config: _Config, layers: int) -> tuple[int | None, ...]:
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        return _windows_by_type(config, kinds, layers)
+    rule = config.family.windows
+    if rule == "chunked":
+        return _chunks(config, layers)
+    unused = rule == "none" or (rule == "upper" and not config.flag("use_sliding_window"))
+    window = None if unused else config.integer("sliding_window", most=_MOST_ROWS)
+    if window is None:
+        return (None,) * layers
+    if rule == "all":
+        return (window,) * layers
+    if rule == "upper":
+        first = config.integer("max_window_layers", least=0) or 0
+        return tuple(window if layer >= first else None for layer in range(layers))
+    period = 2
+    if rule == "pattern":
+        period = (
+            config.required("sliding_window_pattern")
+            if config.get("_sliding_window_pattern") is None
+            else (config.required("_sliding_window_pattern"))
+        )
+    return tuple(window if (layer + 1) % period else None for layer in range(layers))
+
+
+def _windows_by_type(config: _Config, kinds: object, layers: int) -> tuple[int | None, ...]:
+    """Return windows from a list that names each layer's kind of attention."""
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise UsageError(f"layer_types must be a list of {layers} names, one per layer", where=config.where)
+    keys = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    used = {kind for kind in kinds if isinstance(kind, str)}
+    unknown = used - {*keys, "full_attention"}
+    if unknown or len([kind for kind in kinds if isinstance(kind, str)]) < layers:
+        named = excerpt(min(unknown, default="that are no text"))
+        raise UsageError(
+            f"layer_types has layers {named}, which is not supported",
+            where=config.where,
+            hint=f"supported: full_attention, {', '.join(keys)}",
+        )
+    windows = {kind: config.required(key, most=_MOST_ROWS) for kind, key in keys.items() if kind in used}
+    return tuple(windows.get(kind) for kind in kinds)
+
+
+def _chunks(config: _Config, layers: int) -> tuple[int | None, ...]:
+    """Return Llama 4's windows: layers with rotary positions see their own chunk alone."""
+    chunk = config.required("attention_chunk_size", most=_MOST_ROWS)
+    # An empty list stands for the default in published configs.
+    rotary = config.integers("no_rope_layers", least=0, most=1) or None
+    if rotary is None:
+        interval = config.required("no_rope_layer_interval")
+        rotary = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if len(rotary) != layers:
+        raise UsageError(f"no_rope_layers must have {layers} numbers, one per layer", where=config.where)
+    return tuple(chunk if uses_rotary else None for uses_rotary in rotary)
+
+
+def _tied(config: _Config) -> bool:
+    stated = config.flag("tie_word_embeddings")
+    if stated is not None:
+        return stated
+    config.assumed.append(
+        f"tie_word_embeddings {str(config.family.tied).lower()} assumed: default of the family"
+    )
+    return config.family.tied
+
+
+def _learned_positions(config: _Config) -> int:
+    if not config.family.learned_positions:
+        return 0
+    return config.required(*_POSITIONS, most=_MOST_ROWS) + config.family.extra_positions
+
+
+def _dtype(config: _Config) -> str:
+    found = config.find(*_DTYPE)
+    if found is None or found[1] == "auto":
+        config.assumed.append("dtype bfloat16 assumed: torch_dtype is absent")
+        return "bfloat16"
+    return checked_text(found[1], key=found[0], where=config.where).removeprefix("torch.")

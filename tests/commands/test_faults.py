@@ -1,0 +1,190 @@
+"""What cannot be done is one line and leaves nothing half-written; what is damaged is counted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tracefit import DataError, ServerOptions, UsageError, ingest, run, train
+from tracefit.commands.ingest import IngestOptions
+from tracefit.errors import TracefitError
+from tracefit.tables.store import TableStore
+
+
+def _refused(kind, paths, out, *, server=None):
+    with pytest.raises(kind) as caught:
+        run(paths, out, server=server)
+    assert isinstance(caught.value, TracefitError)
+    assert "\n" not in caught.value.line()
+    return caught.value.line()
+
+
+def test_a_name_cannot_command_a_terminal(tmp_path):
+    path = tmp_path / "traces-\x1b[31m\x07.json"
+    assert r"traces-\x1b[31m\x07.json: " in _refused(UsageError, [path], tmp_path / "out")
+
+
+def test_a_path_that_is_not_there(tmp_path, files_in):
+    assert str(tmp_path / "missing") in _refused(UsageError, [tmp_path / "missing"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_traces_says_what_a_run_folder_is(tmp_path):
+    (tmp_path / "empty").mkdir()
+    line = _refused(UsageError, [tmp_path / "empty"], tmp_path / "out")
+    assert "traces*.json" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"no trace at all"])
+def test_a_file_without_a_span_is_refused_with_what_a_server_must_trace(tmp_path, content, files_in):
+    (tmp_path / "traces.json").write_bytes(content)
+    line = _refused(DataError, [tmp_path / "traces.json"], tmp_path / "out")
+    assert "holds no spans" in line
+    assert "--enable-journey-tracing" in line
+    assert not [name for name in files_in(tmp_path / "out") if name.endswith(".parquet")]
+
+
+def test_tables_that_were_never_ingested(tmp_path):
+    with pytest.raises(UsageError, match="tracefit ingest"):
+        train(tmp_path, tmp_path / "models")
+    assert not (tmp_path / "models").exists()
+
+
+def test_traces_of_other_programs_alone_hold_nothing(tmp_path, traces, files_in):
+    traces.span("fastapi", "GET /", (1, 1, 0), [traces.event("x", 0, {})])
+    line = _refused(DataError, [traces.write(tmp_path / "run")], tmp_path / "out")
+    assert "--enable-journey-tracing" in line
+    assert "--step-tracing-enabled" in line
+    assert files_in(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_a_trace_file_that_is_empty_holds_nothing(tmp_path, content):
+    (tmp_path / "traces.json").write_bytes(content)
+    error = _refused(DataError, [tmp_path / "traces.json"], tmp_path / "tables")
+    assert "holds no spans" in error
+
+
+def test_three_requests_are_too_few(tmp_path, traces, files_in):
+    for number in (1, 2, 3):
+        traces.request(number, 20_000 * number, step=6 * number)
+    line = _refused(DataError, [traces.write(tmp_path / "run")], tmp_path / "out")
+    assert "30" in line
+    left = files_in(tmp_path / "out")
+    assert all(name.startswith("tables/") and name.endswith((".parquet", ".arrow", ".json")) for name in left)
+    assert not list((tmp_path / "out").rglob(".writing-*"))
+
+
+def test_an_unknown_gpu_lists_the_known_ones(tmp_path, traces):
+    folder = traces.load(steps=120).write(tmp_path / "run")
+    server = ServerOptions(gpu="H9000")
+    line = _refused(UsageError, [folder], tmp_path / "out", server=server)
+    assert "H9000" in line
+    assert "A100" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_unknown_to_the_runs_own_file_names_the_file(tmp_path, traces):
+    folder = traces.load(steps=120).write(tmp_path / "run")
+    with (folder / "exp-config.yaml").open("a") as config:
+        config.write("gpu: H9000\n")
+    assert "exp-config.yaml" in _refused(UsageError, [folder], tmp_path / "out")
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_model_configuration_without_a_key_names_key_and_file(tmp_path, traces, config_json, key):
+    folder = traces.load(steps=120).write(tmp_path / "run")
+    lacking = {k: v for k, v in config_json.items() if k != key}
+    (folder / "config.json").write_text(json.dumps(lacking))
+    line = _refused(UsageError, [folder], tmp_path / "out")
+    assert key in line
+    assert str(folder / "config.json") in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_second_run_leaves_nothing_of_the_first(tmp_path, new_traces):
+    good, bad = (new_traces().load(steps=60, requests=5).write(tmp_path / "runs" / n) for n in ("a", "b"))
+    (bad / "config.json").write_text("{}")
+    _refused(UsageError, [good, bad], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_training_keeps_the_models_that_were_there(tmp_path, trained, new_traces):
+    few = new_traces().request(1, 0, step=1).write(tmp_path / "few")
+    ingest([few], tmp_path / "tables")
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "beta.json").write_text("what was there")
+    with pytest.raises(DataError):
+        train(tmp_path / "tables", models)
+    assert [p.name for p in models.iterdir()] == ["beta.json"]
+    assert (models / "beta.json").read_text() == "what was there"
+
+
+def test_an_output_folder_that_is_a_file(tmp_path, traces):
+    (tmp_path / "out").write_text("a file")
+    _refused(UsageError, [traces.load(steps=60, requests=0).write(tmp_path / "run")], tmp_path / "out")
+
+
+def test_a_damaged_line_is_a_reject_and_everything_else_is_there(tmp_path, traces, quick):
+    folder = traces.load(steps=120, requests=60).write(tmp_path / "run")
+    lines = (folder / "traces.json").read_text().splitlines(keepends=True)
+    half = '{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "cut\n'
+    (folder / "traces.json").write_text("".join([*lines[:5], half, *lines[5:]]))
+    result = run([folder], tmp_path / "out")
+    assert result.exit_code == 3
+    assert len(result.trained.fitted) == 4
+    rejects = TableStore(tmp_path / "out" / "tables").read("rejects")
+    assert rejects.select("source_file", "source_offset").rows() == [
+        (str(folder / "traces.json"), sum(map(len, lines[:5])))
+    ]
+    assert TableStore(tmp_path / "out" / "tables").read("requests").height == 60
+    assert any("1 records could not be read" in text for text in result.ingested.warnings)
+
+
+def test_rejects_that_are_too_many_to_list_end_the_reading_and_are_counted(tmp_path, traces):
+    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
+    bad = b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"zz","spanId":"zz","name":"of no use"}]}]}]}\n'
+    with (folder / "traces.json").open("ab") as stream:
+        stream.write(bad * 10)
+    (found,) = ingest([folder], tmp_path / "t", workers=1, options=IngestOptions(max_rejects=3)).runs
+    store = TableStore(tmp_path / "t")
+    assert store.read("requests").height == 1
+    counts = store.read("rejects")["count"].to_list()
+    assert counts[:3] == [1, 1, 1]
+    assert len(counts) == 4, "the rest is one counted reject"
+    assert store.read("runs")["rejects"].to_list() == [found.rejects] == [sum(counts)]
+
+
+@pytest.mark.parametrize("trouble", ["dropped", "twice"])
+def test_dropped_events_or_duplicates_alone_are_quarantine(tmp_path, traces, quick, trouble):
+    trace = traces.load(steps=120, requests=0)
+    if trouble == "dropped":
+        trace.steps(dropped=7).steps(dropped=2)
+    else:
+        trace.records *= 2
+    folder = trace.write(tmp_path / "run")
+    result = run([folder], tmp_path / "out")
+    assert (result.exit_code, result.ingested.exit_code, result.trained.exit_code) == (3, 3, 3)
+    assert [m.name for m in result.trained.fitted] == ["beta.cycle_time"]
+    says = (
+        "dropped 9 events; raise OTEL_SPAN_EVENT_COUNT_LIMIT"
+        if trouble == "dropped"
+        else "1 spans were there twice"
+    )
+    assert any(says in text for text in result.ingested.warnings)
+
+
+def test_requests_of_one_token_alone_have_no_journey_sampling_and_no_harm(tmp_path, traces, quick):
+    """No step decodes anything: a share of decodes is a share of nothing."""
+    for number in range(1, 91):
+        start = 10_000.0 * number
+        summary = traces.summary(
+            number, start, num_prefill_reqs=1, num_decode_reqs=0, decode_tokens=0, prefill_tokens=number
+        )
+        traces.steps(summary)
+        traces.request(number, start - 1100, step=number, output=1, tokens_at=(start + 9000, start + 9000))
+    result = run([traces.write(tmp_path / "run")], tmp_path / "out")
+    assert "alpha.queue_wait" in {m.name for m in result.trained.fitted}

@@ -1,0 +1,252 @@
+"""Ingesting again reads what is new and gives what reading everything at once gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+
+import pyarrow as pa
+import pytest
+
+from tracefit import ingest
+from tracefit.commands.ingest import IngestOptions
+from tracefit.commands.plan import plan_ingest
+from tracefit.commands.results import Silent
+from tracefit.engines import local
+from tracefit.tables.store import TableStore
+
+
+@pytest.fixture
+def lines(new_traces):
+    """Return the lines of a busy run, and of one span that is there twice."""
+    trace = new_traces().load(steps=240, requests=60)
+    return [*trace.lines(), trace.lines()[3]]
+
+
+def _write(path, lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path.parent
+
+
+@pytest.fixture
+def fresh(tmp_path, lines, contents):
+    """Return the tables of all lines, read at once."""
+    ingest([_write(tmp_path / "fresh" / "run" / "traces.json", lines)], tmp_path / "fresh" / "tables")
+    return contents(tmp_path / "fresh" / "tables")
+
+
+def test_what_is_known_is_not_read_again(tmp_path, lines, decoded):
+    folder = _write(tmp_path / "run" / "traces.json", lines)
+    first = ingest([folder], tmp_path / "tables")
+    before = {p: p.stat().st_ino for p in (tmp_path / "tables").rglob("*")}
+    decoded.clear()
+    assert ingest([folder], tmp_path / "tables") == first
+    assert decoded == []
+    assert {p: p.stat().st_ino for p in (tmp_path / "tables").rglob("*")} == before
+
+
+def test_only_a_new_file_is_read(tmp_path, lines, fresh, contents, decoded):
+    folder = _write(tmp_path / "run" / "traces-1.json", lines[:40])
+    ingest([folder], tmp_path / "tables")
+    _write(folder / "traces-2.json", lines[40:])
+    decoded.clear()
+    result = ingest([folder], tmp_path / "tables")
+    assert decoded == [("traces-2.json", 0)]
+    assert [(r.run_id, r.duplicate_spans) for r in result.runs] == [("run", 1)]
+    assert contents(tmp_path / "tables") == fresh
+
+
+@pytest.mark.parametrize("cut", [0, 30])
+def test_a_file_that_grew_is_decoded_again(tmp_path, lines, fresh, contents, decoded, small_pieces, cut):
+    """The last line may have been cut when it was read first: what was a reject is whole now."""
+    folder = _write(tmp_path / "run" / "traces.json", lines[:50])
+    whole = (folder / "traces.json").read_bytes()
+    (folder / "traces.json").write_bytes(whole[: len(whole) - cut])
+    first = ingest([folder], tmp_path / "tables", workers=1)
+    assert first.runs[0].rejects == (1 if cut else 0)
+    assert len(decoded) > 2
+    _write(folder / "traces.json", lines)
+    decoded.clear()
+    ingest([folder], tmp_path / "tables", workers=1)
+    assert decoded[0] == ("traces.json", 0)
+    assert contents(tmp_path / "tables") == fresh
+    assert TableStore(tmp_path / "tables").runs() == ["run"]
+
+
+def test_a_file_beside_one_that_grew_is_not_decoded_again(tmp_path, lines, fresh, contents, decoded):
+    folder = _write(tmp_path / "run" / "traces-1.json", lines[:20])
+    _write(folder / "traces-2.json", lines[40:])
+    ingest([folder], tmp_path / "tables")
+    _write(folder / "traces-1.json", lines[:40])
+    decoded.clear()
+    ingest([folder], tmp_path / "tables")
+    assert decoded == [("traces-1.json", 0)]
+    assert contents(tmp_path / "tables") == fresh
+
+
+def test_a_rotated_file_belongs_to_its_run_and_has_its_new_name(tmp_path, lines, fresh, contents):
+    folder = _write(tmp_path / "run" / "traces.json", lines[:40])
+    ingest([folder], tmp_path / "tables")
+    (folder / "traces.json").rename(folder / "traces-2026-02-14T05-02-14.173.json")
+    _write(folder / "traces.json", lines[40:])
+    ingest([folder], tmp_path / "tables")
+    assert TableStore(tmp_path / "tables").runs() == ["run"]
+    assert contents(tmp_path / "tables") == fresh
+    files = set(TableStore(tmp_path / "tables").read("spans")["source_file"])
+    assert files == {str(p) for p in folder.iterdir()}
+
+
+def test_a_run_is_its_folder_whatever_becomes_of_its_files(tmp_path, lines, contents):
+    """Retention: the oldest file goes, a new one comes. What the folder holds now is the run."""
+    folder = _write(tmp_path / "run" / "traces-1.json", lines[:20])
+    _write(folder / "traces-2.json", lines[20:40])
+    ingest([folder], tmp_path / "tables")
+    (folder / "traces-1.json").unlink()
+    _write(folder / "traces-3.json", lines[40:])
+    result = ingest([folder], tmp_path / "tables")
+    assert [r.run_id for r in result.runs] == ["run"]
+    assert TableStore(tmp_path / "tables").runs() == ["run"]
+    rest = _write(tmp_path / "other" / "run" / "traces.json", lines[20:])
+    ingest([rest], tmp_path / "rest")
+    assert contents(tmp_path / "tables") == contents(tmp_path / "rest")
+
+
+def test_other_files_of_the_same_name_are_another_run(tmp_path, lines):
+    ingest([_write(tmp_path / "a" / "run" / "traces.json", lines[:40])], tmp_path / "tables")
+    result = ingest([_write(tmp_path / "b" / "run" / "traces.json", lines[1:])], tmp_path / "tables")
+    assert [r.run_id for r in result.runs] == ["run-2"]
+    assert "run-2" in result.warnings[0]
+
+
+def test_training_frames_of_a_run_that_grew_are_gone(tmp_path, lines):
+    """They are of what the run was; `train` makes them anew."""
+    folder = _write(tmp_path / "run" / "traces.json", lines[:-20])
+    ingest([folder], tmp_path / "tables")
+    store = TableStore(tmp_path / "tables")
+    old = store.read("timeline")
+    _write(folder / "traces.json", lines)
+    ingest([folder], tmp_path / "tables")
+    assert len(list((store.root / "timeline").rglob("*.parquet"))) == 1
+    assert store.read("timeline").height >= old.height
+
+
+def test_the_order_and_cut_of_files_does_not_matter(tmp_path, lines, fresh, contents, small_pieces):
+    shuffled = random.Random(5).sample(lines, len(lines))
+    for number in range(3):
+        folder = _write(tmp_path / "run" / f"traces-{number}.json", shuffled[number::3])
+    ingest([folder], tmp_path / "tables")
+    assert contents(tmp_path / "tables") == fresh
+
+
+def test_framed_protobuf_is_cut_too(tmp_path, new_traces, lines, fresh, contents, decoded, small_pieces):
+    trace = new_traces().load(steps=240, requests=60)
+    trace.records.append(trace.records[3])
+    frames = []
+    for record in trace.records:
+        one = new_traces()
+        one.records = [record]
+        frames.append(len(one.protobuf()).to_bytes(4, "big") + one.protobuf())
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "traces.binpb").write_bytes(b"".join(frames))
+    ingest([tmp_path / "run"], tmp_path / "tables")
+    assert len(decoded) > 2
+    assert contents(tmp_path / "tables") == fresh
+
+
+def test_framed_zstd_is_cut_too(tmp_path, lines, fresh, contents, decoded, small_pieces):
+    packed = [pa.compress(line.encode(), "zstd", asbytes=True) for line in lines]
+    (tmp_path / "run").mkdir()
+    framed = b"".join(len(frame).to_bytes(4, "big") + frame for frame in packed)
+    (tmp_path / "run" / "traces.json").write_bytes(framed)
+    ingest([tmp_path / "run"], tmp_path / "tables", workers=1)
+    assert len(decoded) > 5
+    assert contents(tmp_path / "tables") == fresh
+
+
+def test_the_number_of_workers_does_not_matter(
+    tmp_path, lines, fresh, contents, small_pieces, monkeypatch, calls
+):
+    monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
+    written_here = calls(local, "write_staged")
+    ingest([_write(tmp_path / "run" / "traces.json", lines)], tmp_path / "tables", workers=2)
+    assert written_here == []
+    assert contents(tmp_path / "tables") == fresh
+
+
+def test_a_worker_imports_nothing_from_the_working_folder(tmp_path, lines, fresh, contents, monkeypatch):
+    """A `polars.py` beside the traces is whatever someone put there."""
+    monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
+    folder = _write(tmp_path / "run" / "traces.json", lines)
+    for name in ("polars", "yaml", "msgspec", "numpy", "tracefit"):
+        (folder / f"{name}.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend("")
+    ingest([folder / "traces.json"], tmp_path / "tables", workers=2)
+    assert not (tmp_path / "ran").exists()
+    assert contents(tmp_path / "tables") == fresh
+
+
+def test_the_environment_is_as_it_was_after_workers_ran(tmp_path, lines, monkeypatch):
+    monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
+    before = dict(os.environ)
+    ingest([_write(tmp_path / "run" / "traces.json", lines)], tmp_path / "tables", workers=2)
+    assert dict(os.environ) == before
+
+
+def test_after_so_many_rejects_a_file_is_not_read_on_and_that_is_told(tmp_path, lines, new_traces):
+    """Other files of the run are read to their end."""
+    bad = '{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"zz","spanId":"zz"}]}]}]}'
+    folder = _write(tmp_path / "run" / "traces-1.json", [*lines[:20], *[bad] * 50, *lines[20:40]])
+    _write(folder / "traces-2.json", lines[40:])
+    options = IngestOptions(max_rejects=10)
+    told = _Told()
+    (run,) = ingest([folder], tmp_path / "tables", options=options, progress=told).runs
+    assert run.rejects >= 10
+    assert any("traces-1.json" in text and "--max-rejects" in text for text in told.warnings)
+    store = TableStore(tmp_path / "tables")
+    assert (
+        store.read("spans").filter(source_file=str(folder / "traces-2.json")).height == len(lines) - 41
+    )  # one is there twice
+    rejects = store.read("rejects")
+    assert int(rejects["count"].sum()) == run.rejects
+    assert rejects.height == 11
+    assert any("10 rejects" in reason for reason in rejects["reason"]), "the rest is a counted reject"
+    (everything,) = ingest([folder], tmp_path / "all").runs
+    assert everything.rejects == 50
+
+
+class _Told(Silent):
+    def __init__(self):
+        self.warnings = []
+
+    def warn(self, text):
+        self.warnings.append(text)
+
+
+def test_a_dry_run_says_what_would_be_read_and_writes_nothing(tmp_path, lines, files_in):
+    folder = _write(tmp_path / "run" / "traces-1.json", lines[:40])
+    _write(folder / "traces-2.json", lines[40:50])
+    plan = plan_ingest([folder], tmp_path / "tables")
+    assert not (tmp_path / "tables").exists()
+    assert [(f.status, f.shape, f.bytes_to_read == f.bytes) for f in plan.files] == [
+        ("new", "OTLP JSON lines", True)
+    ] * 2
+    ingest([folder], tmp_path / "tables")
+    before = files_in(tmp_path / "tables")
+    _write(folder / "traces-2.json", lines[40:])
+    plan = plan_ingest([folder], tmp_path / "tables")
+    assert [f.status for f in plan.files] == ["known", "grown"]
+    assert [f.bytes_to_read for f in plan.files] == [0, (folder / "traces-2.json").stat().st_size]
+    assert files_in(tmp_path / "tables") == before
+
+
+def test_the_manifest_says_what_was_read(tmp_path, lines):
+    folder = _write(tmp_path / "run" / "traces.json", [*lines, '{"resourceSpans": [{'])
+    ingest([folder], tmp_path / "tables")
+    file = json.loads((tmp_path / "tables" / "manifest.json").read_text())["runs"]["run"]["files"][0]
+    assert file["path"] == str(folder / "traces.json")
+    assert file["size_bytes"] == (folder / "traces.json").stat().st_size
+    assert [(p["spans"], p["rejects"]) for p in file["parts"]] == [(len(lines), 1)]
+    assert file["tool_version"]

@@ -1,0 +1,246 @@
+"""Small files are decoded and kept in bundles; each is a file of its own all the same."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from tracefit import ingest
+from tracefit.commands.ingest import IngestOptions
+from tracefit.inputs.files import TraceFile
+from tracefit.tables.schema import INGEST_TABLES
+from tracefit.tables.store import TableStore
+
+FILES = 24
+
+
+def _line(records):
+    return json.dumps({"resourceSpans": records}).encode()
+
+
+def _message(new_traces, records):
+    trace = new_traces()
+    trace.records = records
+    return trace.protobuf()
+
+
+def _framed(new_traces, records):
+    messages = [_message(new_traces, [record]) for record in records]
+    return b"".join(len(message).to_bytes(4, "big") + message for message in messages)
+
+
+CONTAINERS = {
+    "object": lambda _, records: gzip.compress(_line(records), mtime=0),
+    "lines": lambda _, records: b"".join(_line([record]) + b"\n" for record in records),
+    "document": lambda _, records: json.dumps({"resourceSpans": records}, indent=1).encode(),
+    "bare": _message,
+    "framed": _framed,
+    "empty": lambda _, __: b"",
+    "cut": lambda _, records: gzip.compress(_line(records), mtime=0)[:-40],
+    "damaged": lambda _, records: b'{"resourceSpans": [{]\n' + _line(records) + b"\n",
+    "nothing": lambda _, __: b"no trace at all",
+}
+
+
+@pytest.fixture
+def records(new_traces):
+    """Return the spans of a busy run in small steps, some of other programs among them."""
+    trace = new_traces().load(steps=60, requests=60)
+    for number in range(20):
+        trace.span("fastapi", "GET /", (1 << 70, 1000 + number, 0), [trace.event("x", number, {})])
+    for step in range(60, 90):
+        trace.steps(trace.summary(step, 10_000_000 + 2000 * step))
+    return trace.records
+
+
+def _of_others(records):
+    return [record for record in records if record["scopeSpans"][0]["scope"]["name"] == "fastapi"]
+
+
+@pytest.fixture
+def write(tmp_path, new_traces):
+    """Return a function that writes a file of the run in a container; it returns the run's folder."""
+
+    def one(number, records, container="object"):
+        path = tmp_path / "run" / f"hour={number // 10:02}" / f"traces_{number:09}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(CONTAINERS[container](new_traces, records))
+        return tmp_path / "run"
+
+    return one
+
+
+def _every_table(root):
+    return {name: TableStore(root).read(name) for name in INGEST_TABLES}
+
+
+def _parts(root):
+    files = [file for run in TableStore(root).manifest().runs.values() for file in run.files]
+    return {Path(file.path).name: {part.name for part in file.parts} for file in files}
+
+
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Return a function that ingests with every file in a part of its own."""
+
+    def into(folder, out, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr("tracefit.commands.reading.BLOCK_BYTES", 1)
+            ingest([folder], out, **options)
+        return _every_table(out)
+
+    return into
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_files_in_bundles_give_the_tables_of_files_one_by_one(tmp_path, records, write, one_by_one, seed):
+    """Whatever they hold and however it is packed, where it was read included; many spans are in two files."""
+    chance = random.Random(seed)
+    records += deepcopy(chance.sample(records, len(records) // 10) + _of_others(records))
+    chance.shuffle(records)
+    for number in range(FILES):
+        folder = write(number, records[number::FILES], chance.choice(list(CONTAINERS)))
+    options = {"options": IngestOptions(all_spans=True), "workers": 1}
+    apart = one_by_one(folder, tmp_path / "apart", **options)
+    ingest([folder], tmp_path / "together", **options)
+    together = _every_table(tmp_path / "together")
+    for name in INGEST_TABLES:
+        assert together[name].equals(apart[name]), name
+    assert together["rejects"].height
+    assert together["runs"]["other_spans"][0] > 0
+    assert together["runs"]["duplicate_spans"][0] > 0
+    apart_parts, parts = (set().union(*_parts(tmp_path / out).values()) for out in ("apart", "together"))
+    assert len(apart_parts) > len(parts)
+
+
+def test_every_file_has_counts_of_its_own(tmp_path, records, write):
+    others = _of_others(records)
+    ours = [record for record in records if record not in others]
+    write(0, ours[:30])
+    write(1, [*ours[30:35], *others[:7]], "lines")
+    write(2, others[7:9])
+    folder = write(3, ours[35:], "damaged")
+    ingest([folder], tmp_path / "tables")
+    files = TableStore(tmp_path / "tables").manifest().runs["run"].files
+    counts = [[(p.spans, p.other_spans, p.rejects) for p in file.parts] for file in files]
+    assert counts == [[(30, 0, 0)], [(5, 7, 0)], [(0, 2, 0)], [(len(ours) - 35, 0, 1)]]
+    assert len({part.name for file in files for part in file.parts}) == 1
+
+
+def _in_files(write, records):
+    for number in range(FILES):
+        folder = write(number, records[number::FILES])
+    return folder
+
+
+def test_of_a_known_folder_only_new_files_are_decoded(tmp_path, records, write, one_by_one, decoded):
+    """They come before, between and after those that are known; of a span that is in two files the first counts."""
+    records += records[:40]
+    for number in range(1, FILES, 2):
+        folder = write(number, records[number::FILES])
+    ingest([folder], tmp_path / "tables")
+    known = _parts(tmp_path / "tables")
+    decoded.clear()
+    for number in range(0, FILES, 2):
+        write(number, records[number::FILES])
+    ingest([folder], tmp_path / "tables")
+    assert {name for name, _ in decoded} == {f"traces_{number:09}.json" for number in range(0, FILES, 2)}
+    parts = _parts(tmp_path / "tables")
+    assert {name: parts[name] for name in known} == known
+    apart = one_by_one(folder, tmp_path / "apart")
+    assert all(rows.equals(apart[name]) for name, rows in _every_table(tmp_path / "tables").items())
+
+
+def test_a_file_that_grew_is_replaced_alone(tmp_path, records, write, one_by_one, decoded):
+    folder = _in_files(write, records)
+    write(5, records[5::FILES][:2], "lines")
+    ingest([folder], tmp_path / "tables")
+    before = TableStore(tmp_path / "tables").read("spans")
+    decoded.clear()
+    write(5, records[5::FILES], "lines")
+    ingest([folder], tmp_path / "tables")
+    assert decoded == [("traces_000000005.json", 0)]
+    assert TableStore(tmp_path / "tables").runs() == ["run"]
+    apart = one_by_one(folder, tmp_path / "apart")
+    assert all(rows.equals(apart[name]) for name, rows in _every_table(tmp_path / "tables").items())
+    assert before.height < apart["spans"].height
+
+
+@pytest.mark.parametrize("change", ["gone", "other"])
+def test_of_a_run_that_lost_a_file_the_others_are_not_decoded_again(
+    tmp_path, records, write, one_by_one, decoded, change
+):
+    """The run is its folder: what is not there any more is not in its tables."""
+    folder = _in_files(write, records)
+    ingest([folder], tmp_path / "tables")
+    decoded.clear()
+    changed = folder / "hour=00" / "traces_000000005.json"
+    if change == "gone":
+        changed.unlink()
+    else:
+        write(5, records[5::FILES][1:])
+    ingest([folder], tmp_path / "tables")
+    assert decoded == ([] if change == "gone" else [(changed.name, 0)])
+    assert TableStore(tmp_path / "tables").runs() == ["run"]
+    apart = one_by_one(folder, tmp_path / "apart")
+    assert all(rows.equals(apart[name]) for name, rows in _every_table(tmp_path / "tables").items())
+
+
+def test_copies_of_a_file_have_rows_of_their_own(tmp_path, records, write, one_by_one):
+    for number in range(FILES):
+        folder = write(10 + number, records[number::FILES])
+    ingest([folder], tmp_path / "tables")
+    for number, container in ((1, "object"), (40, "object"), (41, "lines")):  # before it and after it
+        write(number, records[7::FILES], container)
+    result = ingest([folder], tmp_path / "tables")
+    ours = len(records[7::FILES]) - len(_of_others(records[7::FILES]))
+    assert [(r.run_id, r.duplicate_spans) for r in result.runs] == [("run", 3 * ours)]
+    apart = one_by_one(folder, tmp_path / "apart")
+    assert all(rows.equals(apart[name]) for name, rows in _every_table(tmp_path / "tables").items())
+
+
+def test_a_file_of_thousands_of_event_names_costs_its_neighbours_nothing(
+    tmp_path, records, write, one_by_one, new_traces
+):
+    folder = _in_files(write, records)
+    trace = new_traces()
+    events = [trace.event(f"strange {n}", n, {f"key {n}": n}) for n in range(4000)]
+    trace.span("vllm.api", "llm_request", (1 << 71, 5, 0), events)
+    write(3, trace.records)
+    apart = one_by_one(folder, tmp_path / "apart")
+    ingest([folder], tmp_path / "tables")
+    tables = _every_table(tmp_path / "tables")
+    assert all(rows.equals(apart[name]) for name, rows in tables.items())
+    assert sum(json.loads(tables["runs"]["events"][0]).values()) >= 4000
+
+
+def test_too_many_rejects_of_a_file_cost_its_neighbours_nothing(tmp_path, records, write, one_by_one):
+    folder = _in_files(write, records)
+    (folder / "hour=00" / "traces_000000003.json").write_bytes(b'{"resourceSpans": [1]}\n' * 50)
+    options = {"options": IngestOptions(max_rejects=10)}
+    apart = one_by_one(folder, tmp_path / "apart", **options)
+    ingest([folder], tmp_path / "tables", **options)
+    spans = {
+        out: TableStore(tmp_path / out).read("spans")["span_id"].to_list() for out in ("apart", "tables")
+    }
+    assert spans["tables"] == spans["apart"]
+    assert len(spans["apart"]) > len(records) // 2
+    assert apart["rejects"].height >= 10
+
+
+def test_a_known_file_is_looked_at_and_hashed_and_no_more(tmp_path, records, write, monkeypatch):
+    """However many there are: no file is compared with every other."""
+    folder = _in_files(write, records)
+    ingest([folder], tmp_path / "tables")
+    write(FILES, records[:5])
+    opened = []
+    open_one = TraceFile.open
+    monkeypatch.setattr(TraceFile, "open", lambda f, **how: (opened.append(f.path), open_one(f, **how))[1])
+    ingest([folder], tmp_path / "tables")
+    new = str(folder / "hour=02" / f"traces_{FILES:09}.json")
+    assert {opened.count(path) for path in opened if path != new} == {2}

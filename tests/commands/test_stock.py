@@ -1,0 +1,54 @@
+"""The main job on traces of an unmodified vLLM: what its spans allow, and what is said of the rest."""
+
+from __future__ import annotations
+
+import json
+
+import polars as pl
+import pytest
+
+from tracefit.commands.run import run
+
+BOOT_NS = 1_700_000_000_000_000_000
+
+
+@pytest.fixture
+def stock(traces, tmp_path):
+    """150 requests, ten per second, of which the one with prompt length n waits 10 us per token in the queue."""
+    for number in range(1, 151):
+        prompt = 100 + 37 * number % 400
+        wait = 10e-6 * prompt
+        facts = {
+            "gen_ai.request.id": f"cmpl-{number}",
+            "gen_ai.request.max_tokens": 40,
+            "gen_ai.usage.prompt_tokens": prompt,
+            "gen_ai.usage.completion_tokens": 31,
+            "gen_ai.latency.time_in_queue": wait,
+            "gen_ai.latency.time_to_first_token": wait + 0.023,
+            "gen_ai.latency.e2e": wait + 0.323,
+            "gen_ai.latency.time_in_model_prefill": 0.02,
+            "gen_ai.latency.time_in_model_decode": 0.3,
+            "gen_ai.latency.time_in_model_inference": 0.32,
+        }
+        traces.span("vllm.llm_engine", "llm_request", (number, number, 0), [], attributes=facts)
+        span = traces.records[-1]["scopeSpans"][0]["spans"][0]
+        span["startTimeUnixNano"] = str(BOOT_NS + number * 100_000_000)
+        span["endTimeUnixNano"] = str(BOOT_NS + number * 100_000_000 + round((wait + 0.323) * 1e9))
+    return traces.write(tmp_path / "stock")
+
+
+def test_alpha_trains_on_the_wait_and_the_rest_says_what_would_give_it(stock, tmp_path, no_search):
+    result = run([stock], tmp_path / "out")
+    assert [m.name for m in result.trained.fitted] == ["alpha.queue_wait"]
+    assert result.trained.fitted[0].holdout_mape_pct < 1, "the wait is a line in the prompt's length"
+    rows = pl.concat(
+        pl.read_parquet(p, hive_partitioning=False)
+        for p in (tmp_path / "out").rglob("alpha_training/**/*.parquet")
+    )
+    assert rows.height == 150
+    assert rows["y"].to_list() == pytest.approx((10.0 * rows["prompt_tokens"]).to_list())
+    missing = {text.partition(" ")[0]: text for text in result.trained.not_fitted}
+    assert "no step events; start the server with --step-tracing-enabled" in missing["beta.cycle_time"]
+    for name in ("alpha.admission", "alpha.departure"):
+        assert "--enable-journey-tracing" in missing[name]
+    assert json.loads((tmp_path / "out" / "models" / "alpha.json").read_text())

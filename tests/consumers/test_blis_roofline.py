@@ -1,0 +1,189 @@
+"""BLIS's own terms, by hand arithmetic on a GPU of 1000 FLOP/us and 1000 bytes/us."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+import pytest
+
+from tracefit.consumers.blis_roofline import (
+    BLIS_TERMS,
+    PAIRS_COLUMN,
+    PROMPT_COLUMN,
+    add_blis_terms,
+    blis_model,
+    with_prefill_pairs,
+)
+from tracefit.errors import DataError, UsageError
+
+
+def terms(frame, arch, gpu, tp=1):
+    return add_blis_terms(frame, arch, gpu, tp=tp).select(list(BLIS_TERMS)).row(0, named=True)
+
+
+def test_dense_model_on_one_gpu(step, dense, gpu):
+    # d = 8, H = 2, d_h = 4, d_kv = 4, d_ff = 16, L = 2
+    projection, ffn = 8 * (16 + 8), 6 * 8 * 16
+    per_token = 2 * (2 * projection + ffn)
+
+    # prompts of 10 + 20 tokens in all: Σ t·(s + t/2) = 20·(30 + 10)/2 for two alike of t = 10, s = 15
+    assert terms(step, dense, gpu) == pytest.approx(
+        {
+            "blis_prefill_compute_us": (20 * per_token + 2 * 4 * 2 * 2 * 10 * (15 + 5) * 4) / 1000,
+            "blis_decode_compute_us": (3 * per_token + 2 * 4 * 2 * 30 * 4) / 1000,
+            "blis_weight_us": 2 * (projection + 3 * 8 * 16) * 2 / 1000,
+            "blis_tp_us": 0.0,
+            "blis_layers": 2.0,
+            "blis_requests": 5.0,
+            "blis_one": 1.0,
+            "blis_interleaved_moe_layers": 0.0,
+            "blis_prefill_kv_us": 2 * 2 * 4 * 2 * 20 / 1000,
+            "blis_decode_kv_us": 2 * 2 * 4 * 2 * (30 + 3) / 1000,
+        }
+    )
+
+
+def test_known_prompts_are_taken_as_they_are(step, dense, gpu):
+    known = step.with_columns(pl.lit(100).alias(PROMPT_COLUMN))
+    more_pairs = 20 * (100 - 30) / 2
+
+    assert terms(known, dense, gpu)["blis_prefill_compute_us"] - terms(step, dense, gpu)[
+        "blis_prefill_compute_us"
+    ] == pytest.approx(more_pairs * 2 * 4 * 2 * 4 / 1000)
+
+
+def test_moe_model_on_two_gpus(step, moe, gpu):
+    # Every layer is taken to be MoE: k = 2 of N = 4 experts of width 6, shared 4; d_kv = 8
+    projection = 8 * (16 + 16)
+    per_token = 3 * (2 * projection + 6 * 8 * (2 * 6 + 4))
+    found = terms(step, moe, gpu, tp=2)
+
+    assert found["blis_decode_compute_us"] == pytest.approx((3 * per_token + 3 * 4 * 2 * 30 * 4) / 2 / 1000)
+    assert found["blis_weight_us"] == pytest.approx(3 * (projection + 3 * 8 * (4 * 6 + 4)) * 2 / 2 / 1000)
+    assert found["blis_tp_us"] == pytest.approx(2 * 3 * 23 * 8 * 2 * 2 * (1 / 2) / 1000)
+    assert found["blis_prefill_kv_us"] == pytest.approx(3 * 2 * (8 / 2) * 2 * 20 / 1000)
+    assert found["blis_interleaved_moe_layers"] == 0.0
+
+
+def test_its_liberties_are_kept(load):
+    qwen = blis_model(load("qwen3-30b-a3b"))
+    deepseek = blis_model(load("deepseek-v3"))
+    scout, maverick = blis_model(load("llama-4-scout")), blis_model(load("llama-4-maverick"))
+
+    assert (qwen.head_dim, qwen.kv_width) == (64, 256)  # its head_dim of 128 is ignored
+    assert (deepseek.moe_layers, deepseek.kv_width) == (61, 7168)  # so are the dense layers and the latent
+    assert (scout.moe_layers, scout.dense_layers, scout.dense_ffn) == (24, 24, 16384)
+    assert (maverick.moe_layers, maverick.dense_layers, maverick.interleaved) == (16, 32, True)
+    assert (
+        blis_model(load("falcon-7b")).step_weight_bytes > load("falcon-7b").fixed_weight_bytes
+    )  # three matrices
+
+
+def test_kv_takes_two_bytes_whatever_the_model_says(step, dense, gpu):
+    small = replace(dense, kv_bytes=1.0)
+
+    assert terms(step, small, gpu) == terms(step, dense, gpu)
+
+
+def test_weights_of_one_byte_compute_in_fp8_where_the_gpu_has_it(step, dense, gpu):
+    arch = replace(dense, ffn_weight_bytes=1.0)
+    fast = replace(gpu, compute_tflops_fp8=0.002)
+    slow_us = terms(step, arch, gpu)["blis_prefill_compute_us"]
+
+    assert terms(step, arch, fast)["blis_prefill_compute_us"] == pytest.approx(slow_us / 2)
+    assert terms(step, dense, fast) == terms(step, dense, gpu)
+    assert terms(step, arch, gpu)["blis_weight_us"] * 2 == terms(step, dense, gpu)["blis_weight_us"]
+
+
+def test_unknown_context_matters_only_to_its_phase(step, dense, gpu):
+    unknown = step.with_columns(context_tokens=None, prefill_context_tokens=None)
+    found = terms(unknown, dense, gpu)
+
+    assert {name for name, value in found.items() if value is None} == {
+        "blis_prefill_compute_us",
+        "blis_decode_compute_us",
+        "blis_decode_kv_us",
+    }
+    idle = unknown.with_columns(prefill_tokens=0, decode_tokens=0)
+    of_phases = ("blis_prefill_compute_us", "blis_decode_compute_us", "blis_decode_kv_us")
+    assert [terms(idle, dense, gpu)[name] for name in of_phases] == [0.0, 0.0, 0.0]
+
+
+def test_tokens_of_no_request_are_unknown_rather_than_infinite(step, dense, gpu):
+    assert terms(step.with_columns(num_prefill_reqs=0), dense, gpu)["blis_prefill_compute_us"] is None
+
+
+def test_terms_are_in_the_order_of_its_coefficients(step, dense, gpu):
+    added = add_blis_terms(step, dense, gpu, tp=1)
+
+    assert added.columns == [*step.columns, *BLIS_TERMS]
+    assert len(BLIS_TERMS) == 10
+    assert all(added.schema[name] == pl.Float64 for name in BLIS_TERMS)
+
+
+def test_what_it_refuses_is_refused(step, dense, gpu):
+    with pytest.raises(UsageError, match=r"BLIS needs KV heads \(1\) divisible by tensor_parallel 2"):
+        add_blis_terms(step, dense, gpu, tp=2)
+    with pytest.raises(DataError, match="BLIS terms need the columns decode_tokens"):
+        add_blis_terms(step.drop("decode_tokens"), dense, gpu, tp=1)
+
+
+REQUESTS = {
+    "run_id": "r",
+    "server": "s",
+    "epoch": 0,
+    "first_scheduled_ns": 0,
+    "cached_prompt_tokens": None,
+    "num_preemptions": 0,
+}
+
+
+def pairs(prefill_tokens, *requests):
+    """`PAIRS_COLUMN` of steps 1, 2, ... with these prefill tokens; requests as (first step, last step, prompt, more)."""
+    timeline = pl.DataFrame(
+        {"step_id": range(1, len(prefill_tokens) + 1), "prefill_tokens": prefill_tokens}
+    ).with_columns(run_id=pl.lit("r"), server=pl.lit("s"), epoch=pl.lit(0, pl.Int64))
+    rows = [
+        REQUESTS
+        | {"first_scheduled_step": first, "first_token_step": last, "prompt_tokens": prompt}
+        | (more[0] if more else {})
+        for first, last, prompt, *more in requests
+    ]
+    return with_prefill_pairs(timeline, pl.DataFrame(rows, infer_schema_length=None))[PAIRS_COLUMN].to_list()
+
+
+def test_attention_is_summed_request_by_request():
+    # 10·(10 + 5) + 30·(30 + 15), where two alike would be 40·(20 + 10) = 1,200
+    assert pairs([40], (1, 1, 10), (1, 1, 30)) == [150 + 1350]
+
+
+def test_chunks_see_their_whole_prompt_and_what_the_cache_holds_is_not_computed():
+    # 60 of 100 beside a prompt of 20, then the 40 that are left: 60·(100 + 30) + 20·30, 40·(100 + 20)
+    assert pairs([80, 40], (1, 1, 20), (1, 2, 100)) == [7800 + 600, 4800]
+    assert pairs([84], (1, 1, 100, {"cached_prompt_tokens": 16})) == [84 * (100 + 42)]
+
+
+def test_a_second_prompt_in_chunks_takes_what_the_first_leaves():
+    # The first ends with 10 tokens in step 2; the second has 70 of its 100 there.
+    later = {"first_scheduled_ns": 5}
+    assert pairs([80, 80, 30], (1, 2, 90), (2, 3, 100, later)) == [
+        80 * (90 + 40),
+        10 * (90 + 5) + 70 * (100 + 35),
+        30 * (100 + 15),
+    ]
+
+
+def test_steps_that_do_not_come_out_even_are_not_known(step, dense, gpu):
+    assert pairs([50], (1, 1, 10)) == [None], "40 tokens of somebody who is not traced"
+    assert pairs([10, 10], (1, 1, 10), (2, 2, 10, {"num_preemptions": 1})) == [150, None]
+    unknown, known = (
+        step.with_columns(pl.lit(v, pl.Float64).alias(PAIRS_COLUMN)) for v in (None, 20 * (30 + 10) / 2)
+    )
+    assert terms(unknown, dense, gpu) == terms(known, dense, gpu) == terms(step, dense, gpu)
+    more = step.with_columns(pl.lit(400.0 + 1, pl.Float64).alias(PAIRS_COLUMN))
+    found = (
+        terms(more, dense, gpu)["blis_prefill_compute_us"]
+        - terms(known, dense, gpu)["blis_prefill_compute_us"]
+    )
+    assert found == pytest.approx(2 * 4 * 2 * 4 / 1000)

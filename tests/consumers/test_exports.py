@@ -1,0 +1,513 @@
+"""Exports, each judged by the consumer's published formula written down here, on tables read row by row.
+
+The run is `fixtures/runs/llama-8b-linear`: a step takes 7,000 us + 26 per prefill token + 15 per decode request + 0.003 per
+context token + 40 per prefill request; the API works 1,450 us on a request.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import yaml
+from scipy.interpolate import RegularGridInterpolator
+
+import tracefit
+from tracefit.commands.export import export
+from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
+from tracefit.errors import DataError, UsageError
+from tracefit.synth import SynthOptions, synth, write_run
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {
+    "d": 4096,
+    "H": 32,
+    "kv": 8,
+    "L": 32,
+    "ff": 14336,
+    "tp": 1,
+    "peak": 989.5e6,
+    "bw": 3350e3,
+    "bpp": 2.0,
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    out = tmp_path_factory.mktemp("exports")
+    options = tracefit.TrainOptions(features="batch", fast=True)
+    tracefit.run([ROOT / "fixtures/runs/llama-8b-linear"], out, options=options)
+    return out
+
+
+def _table(made, name):
+    return pl.concat(
+        [pl.read_parquet(p) for p in (made / "tables" / name).rglob("*.parquet")], how="diagonal_relaxed"
+    )
+
+
+@pytest.fixture(scope="module")
+def steps(made):
+    """Held-out steps with their contents and their time."""
+    rows = _table(made, "beta_training").filter(split="holdout").filter(pl.col("excluded_because").is_null())
+    keys = ["run_id", "server", "epoch", "step_id"]
+    contents = _table(made, "timeline").drop(
+        "ts_start_ns", "waiting_depth", "running_depth", "kv_usage_ratio", strict=False
+    )
+    columns = [c for c in contents.columns if c not in rows.columns or c in keys]
+    return rows.filter(source="adjacent").join(contents.select(columns), on=keys)
+
+
+def _ape(actual, told):
+    return 100 * float(np.mean(np.abs(told - actual) / actual))
+
+
+def _error(result, what):
+    return next(e for e in result.errors if e.what == what)
+
+
+def _prefill_chunks(made):
+    """Tokens computed and prompt length of every prefill of a step, request by request: those scheduled first come first."""
+    prefill = dict(_table(made, "timeline").select("step_id", "prefill_tokens").iter_rows())
+    requests = _table(made, "requests").drop_nulls(["first_token_step"]).sort("first_scheduled_ns")
+    chunks = {}
+    in_one = pl.col("first_scheduled_step") == pl.col("first_token_step")
+    for row in pl.concat([requests.filter(in_one), requests.filter(~in_one)]).iter_rows(named=True):
+        left = row["prompt_tokens"]
+        for step in range(row["first_scheduled_step"], row["first_token_step"] + 1):
+            taken = left if step == row["first_token_step"] else min(prefill[step], left)
+            prefill[step], left = prefill[step] - taken, left - taken
+            chunks.setdefault(step, []).append((taken, row["prompt_tokens"]))
+    return {step: of if not prefill[step] else None for step, of in chunks.items()}
+
+
+def _blis_terms(row, chunks):
+    """T of BLIS in its order, from its documentation."""
+    k = SETTINGS
+    dh = k["d"] // k["H"]
+    dkv = k["kv"] * dh
+    t_p, t_d = row["prefill_tokens"], row["decode_tokens"]
+    dense = k["d"] * (2 * k["d"] + 2 * dkv)
+    matrices = 2 * dense / k["tp"] + 6 * k["d"] * k["ff"] / k["tp"]
+    known = chunks.get(row["step_id"])
+    prompts = row["prefill_context_tokens"] + t_p
+    alike = t_p * (prompts + t_p / 2) / row["num_prefill_reqs"] if t_p else 0.0
+    pairs = sum(t * (s + t / 2) for t, s in known) if known else alike
+    per_kv = k["L"] * 2 * (dkv / k["tp"]) * 2 / k["bw"]
+    return [
+        k["L"] * (t_p * matrices + 4 * (k["H"] / k["tp"]) * pairs * dh) / k["peak"],
+        k["L"] * (t_d * matrices + 4 * (k["H"] / k["tp"]) * row["context_tokens"] * dh) / k["peak"],
+        k["L"] * (dense + 3 * k["d"] * k["ff"]) * k["bpp"] / k["tp"] / k["bw"],
+        2 * k["L"] * (t_p + t_d) * k["d"] * 2 * 2 * (k["tp"] - 1) / k["tp"] / k["bw"],
+        k["L"],
+        row["num_prefill_reqs"] + row["num_decode_reqs"],
+        1,
+        0,
+        per_kv * t_p,
+        per_kv * (row["context_tokens"] + t_d),
+    ]
+
+
+def test_blis_by_its_own_formula(made, steps, tmp_path):
+    result = export(made / "models", "blis", tmp_path)
+    document = yaml.safe_load((tmp_path / "defaults.yaml").read_text())
+    assert list(document) == ["trained_physics_coefficients"], "unknown keys are refused"
+    found = document["trained_physics_coefficients"]
+    assert list(found) == ["alpha_coeffs", "beta_coeffs"]
+    beta = found["beta_coeffs"]
+    assert (len(found["alpha_coeffs"]), len(beta)) == (3, 10)
+    assert all(math.isfinite(v) and v >= 0 for v in [*found["alpha_coeffs"], *beta])
+    assert all(isinstance(v, int) for v in found["alpha_coeffs"]), "it cuts off what is behind the point"
+    chunks = _prefill_chunks(made)
+    assert sum(of is not None for of in chunks.values()) > 0.95 * len(chunks)
+    told = np.array(
+        [
+            math.floor(sum(b * t for b, t in zip(beta, _blis_terms(r, chunks), strict=True)))
+            for r in steps.iter_rows(named=True)
+        ]
+    )
+    stated = _error(result, "step time")
+    assert stated.n == steps.height
+    assert stated.mape_pct == pytest.approx(_ape(steps["y"].to_numpy(), told), rel=1e-6)
+    assert stated.mae < stated.baseline_mae / 3
+    assert _error(result, "step time, decode only").mape_pct < 2.6, "decode steps are what an ITL is made of"
+
+
+def test_blis_states_the_errors_of_its_own_replay(made, tmp_path):
+    """The file's numbers through its queue, scheduler and cache, on requests that came after the last training step."""
+    result = export(made / "models", "blis", tmp_path)
+    found = yaml.safe_load((tmp_path / "defaults.yaml").read_text())["trained_physics_coefficients"]
+    requests = _table(made, "requests").drop_nulls(["arrival_ns", "first_token_ns"]).sort("arrival_ns")
+    k = SETTINGS
+    dh = k["d"] // k["H"]
+    matrices = 2 * k["d"] * (2 * k["d"] + 2 * k["kv"] * dh) + 6 * k["d"] * k["ff"]
+    token, pair = (k["L"] * flops / k["peak"] for flops in (matrices, 4 * k["H"] * dh))
+    kv = k["L"] * 2 * k["kv"] * dh * 2 / k["bw"]
+    b = found["beta_coeffs"]
+    rates = StepRates(
+        b[6], b[5], b[0] * token + b[8] * kv, b[0] * pair, b[1] * token + b[9] * kv, b[1] * pair + b[9] * kv
+    )
+    arrival = ((requests["arrival_ns"] - requests["arrival_ns"][0]).to_numpy() / 1e3).round().astype(np.int64)
+    told = replay(
+        arrival,
+        requests["prompt_tokens"].to_numpy(),
+        requests["output_tokens"].fill_null(1).clip(lower_bound=1).to_numpy(),
+        rates,
+        tuple(found["alpha_coeffs"]),
+        ReplayLimits(64, 2048, 16, 4096),
+    )
+    begins = _table(made, "beta_training").filter(split="holdout")["ts_ns"].min()
+    counts = requests.select(
+        (pl.col("arrival_ns") >= begins)
+        & (pl.col("finish_status") != "aborted")
+        & (pl.col("output_tokens") > 1)
+        & pl.col("departed_ns").is_not_null()
+    ).to_series()
+    rows = counts.to_numpy()
+    stated = _error(result, "E2E of a request, replayed")
+    assert stated.n == rows.sum()
+    assert stated.mape_pct == pytest.approx(
+        _ape(requests["client_us"].to_numpy()[rows], told.e2e[rows]), rel=1e-6
+    )
+    stated = _error(result, "TTFT of a request, replayed")
+    assert stated.mape_pct == pytest.approx(
+        _ape(requests["ttft_us"].to_numpy()[rows], told.ttft[rows]), rel=1e-6
+    )
+    assert _error(result, "ITL of a request, replayed").mape_pct < 1
+
+
+def test_blis_names_its_weighting_and_what_does_not_transfer(made, tmp_path):
+    """Prefill compute is nothing here and prefill KV hundreds of times nominal: true of this run alone."""
+    result = export(made / "models", "blis", tmp_path)
+    said = (tmp_path / "defaults.yaml").read_text()
+    for start in ("weighting: ", "replayed as BLIS would, ", "no transfer: beta8 (prefill KV) is "):
+        (note,) = (n for n in result.notes if n.startswith(start))
+        assert f"# {note}\n" in said, "the file says it too"
+    assert "the closest replay of" in said
+    assert any("the eleventh that BLIS reads" in n for n in result.notes)
+
+
+def test_blis_alpha0_is_the_work_of_the_api_and_no_wait(made, tmp_path):
+    result = export(made / "models", "blis", tmp_path)
+    alpha = yaml.safe_load((tmp_path / "defaults.yaml").read_text())["trained_physics_coefficients"][
+        "alpha_coeffs"
+    ]
+    assert alpha[0] == pytest.approx(1450, abs=150)
+    admission = _table(made, "requests")["admission_us"].mean()
+    assert admission > 3 * alpha[0], "the mean of ARRIVED to QUEUED holds the wait for the boundary"
+    held = _table(made, "alpha_training").filter(target="departure", split="holdout")
+    held = held.filter(pl.col("excluded_because").is_null()).join(
+        _table(made, "requests").select("run_id", request_id="core_request_id", tokens="output_tokens"),
+        on=["run_id", "request_id"],
+    )
+    told = alpha[1] + alpha[2] * held["tokens"].to_numpy()
+    assert _error(result, "FINISHED to DEPARTED").mape_pct == pytest.approx(
+        _ape(held["y"].to_numpy(), told), rel=1e-6
+    )
+
+
+def _without(made, tmp_path, change):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    alpha = json.loads((made / "models/alpha.json").read_text())
+    alpha["models"] = [m for m in (change(m) for m in alpha["models"]) if m is not None]
+    (folder / "alpha.json").write_text(json.dumps(alpha))
+    (folder / "beta.json").write_text((made / "models/beta.json").read_text())
+    return folder
+
+
+def _as_line(model):
+    if model["name"] != "alpha.admission":
+        return model
+    line = ("boundary", "queue", "work", "offset", "without_clock", "expectation")
+    kept = {k: v for k, v in model.items() if k not in line}
+    return kept | {k: model["without_clock"][k] for k in ("form", "intercept", "terms")}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda m: m if m["name"] == "alpha.queue_wait" else None, _as_line],
+    ids=["wait alone", "no clock"],
+)
+def test_a_wait_is_never_exported_as_alpha0(made, tmp_path, change):
+    folder = _without(made, tmp_path, change)
+    with pytest.raises(DataError, match="BLIS simulates the step boundary and the queue itself"):
+        export(folder, "blis", tmp_path / "out", tables=made / "tables")
+    assert not (tmp_path / "out").exists()
+
+
+UNITS = [
+    "dimensionless",
+    "us_per_layer",
+    "us_per_request",
+    "us_per_step",
+    "us_per_hop",
+    "us_per_transfer",
+    "us_per_load",
+    "us_per_token",
+]
+
+
+def test_the_registry_takes_the_set(made, tmp_path):
+    """The rules of its file format: closed keys, units and methods, zero only where nothing is charged, sources."""
+    blis = export(made / "models", "blis", tmp_path)
+    export(made / "models", "blis-registry", tmp_path)
+    document = yaml.safe_load((tmp_path / "coefficient-set.yaml").read_text())
+    assert (set(document), document["kind"]) == ({"kind", "name", "coefficients"}, "CoefficientSet")
+    entries = {name: entry for item in document["coefficients"] for name, entry in item.items()}
+    assert len(entries) == len(document["coefficients"]) == 13
+    for name, entry in entries.items():
+        assert set(entry) <= {
+            "value",
+            "units",
+            "method",
+            "fitted",
+            "scope",
+            "sources",
+            "rationale",
+            "ci95",
+            "validated",
+        }
+        assert {"value", "units", "method", "fitted", "scope"} <= set(entry)
+        assert re.fullmatch(r"[a-z0-9_]+", name)
+        assert math.isfinite(entry["value"])
+        assert entry["units"] in UNITS
+        assert (entry["value"] == 0) == (entry["method"] == "not_charged")
+        assert entry["fitted"] is (entry["method"] == "measured")
+        assert entry["rationale"] if entry["method"] != "measured" else entry["sources"]
+        for source in entry.get("sources", ()):
+            assert set(source) == {"kind", "cite", "role"}
+            assert (source["kind"], source["role"]) == ("model", "primary")
+        assert entry["scope"] == {
+            "hardware": ["h100"],
+            "model": ["meta-llama/Llama-3.1-8B-Instruct"],
+            "tp": [1],
+        }
+    values = [entry["value"] for entry in entries.values()]
+    written = yaml.safe_load((tmp_path / "defaults.yaml").read_text())["trained_physics_coefficients"]
+    assert values == written["beta_coeffs"] + written["alpha_coeffs"]
+    assert entries["per_layer_overhead"]["units"] == "us_per_layer"
+    assert entries["output_token_processing"]["units"] == "us_per_token"
+    assert blis.errors[0].mape_pct is not None
+
+
+def _us(duration):
+    value, unit = re.fullmatch(r"([0-9.]+)(ns|us|ms|s)", duration).groups()
+    return float(value) * {"ns": 1e-3, "us": 1, "ms": 1e3, "s": 1e6}[unit]
+
+
+def test_llm_d_inference_sim_by_its_own_formula(made, tmp_path):
+    result = export(made / "models", "llm-d-inference-sim", tmp_path)
+    told = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert (told["latency-calculator"], told["max-num-seqs"]) == ("per-token", 64)
+    assert (told["model"], told["max-model-len"]) == ("meta-llama/Llama-3.1-8B-Instruct", 4096)
+    factor = told["time-factor-under-load"]
+    assert factor >= 1
+    assert _us(told["inter-token-latency-std-dev"]) <= 0.3 * _us(told["inter-token-latency"])
+    # 7,000 us + 15 per decode request; alone, and at 64, with contexts of some hundred tokens and prefills between.
+    assert 7000 < _us(told["inter-token-latency"]) < 9000
+    requests = _table(made, "requests").filter(
+        pl.col("prefill_us") > 0, pl.col("first_scheduled_ns").is_not_null()
+    )
+    requests = requests.sort("first_scheduled_ns")
+    held = requests[math.ceil(0.7 * requests.height) :]
+    running = dict(_table(made, "timeline").select("step_id", "running_depth").iter_rows())
+    predicted = []
+    for row in held.iter_rows(named=True):
+        load = 1 + (factor - 1) * (running[row["first_scheduled_step"]] - 1) / 63
+        uncached = row["prompt_tokens"] - (row["cached_prompt_tokens"] or 0)
+        predicted.append(
+            (_us(told["prefill-overhead"]) + uncached * _us(told["prefill-time-per-token"])) * load
+        )
+    stated = _error(result, "prefill of a request")
+    assert stated.n == held.height
+    assert stated.mape_pct == pytest.approx(
+        _ape(held["prefill_us"].to_numpy(), np.array(predicted)), rel=1e-6
+    )
+    several = requests.filter(pl.col("itl_us") > 0)
+    held = several[math.ceil(0.7 * several.height) :]
+    itl = []
+    for row in held.iter_rows(named=True):
+        ran = [running[s] for s in range(row["first_token_step"] + 1, row["finished_step"] + 1)]
+        itl.append(_us(told["inter-token-latency"]) * (1 + (factor - 1) * (np.mean(ran) - 1) / 63))
+    stated = _error(result, "inter-token latency of a request")
+    assert stated.mape_pct == pytest.approx(_ape(held["itl_us"].to_numpy(), np.array(itl)), rel=1e-6)
+
+
+def test_llm_d_inference_sim_takes_all_of_the_spread_since_0_10(made, tmp_path):
+    newer = export(made / "models", "llm-d-inference-sim", tmp_path / "newer")
+    older = export(made / "models", "llm-d-inference-sim", tmp_path / "older", consumer_version="v0.9.2")
+    new, old = (yaml.safe_load((tmp_path / f / "config.yaml").read_text()) for f in ("newer", "older"))
+    assert _us(new["prefill-time-std-dev"]) > 0.3 * _us(new["prefill-time-per-token"])
+    assert _us(old["prefill-time-std-dev"]) <= 0.3 * _us(old["prefill-time-per-token"])
+    assert {k: v for k, v in new.items() if k != "prefill-time-std-dev"}.items() <= old.items()
+    assert "loads from llm-d-inference-sim v0.10.0" in newer.notes[0]
+    assert "up to v0.9.2" in older.notes[0]
+    with pytest.raises(UsageError, match="--consumer-version newest: is not a version"):
+        export(made / "models", "llm-d-inference-sim", tmp_path, consumer_version="newest")
+    with pytest.raises(UsageError, match="blis has one form for all versions"):
+        export(made / "models", "blis", tmp_path, consumer_version="1.0")
+
+
+def test_wva_by_its_own_formula(made, steps, tmp_path):
+    result = export(made / "models", "wva", tmp_path)
+    told = yaml.safe_load((tmp_path / "service-parms.yaml").read_text())["serviceParms"]
+    alpha, beta, gamma = (told[k] for k in ("alpha", "beta", "gamma"))
+    assert alpha == pytest.approx(7.0, rel=0.05), "milliseconds"
+    requests = _table(made, "requests").filter(
+        pl.col("first_scheduled_ns").is_not_null(), pl.col("output_tokens") > 0
+    )
+    requests = requests.filter(pl.col("first_scheduled_ns") >= steps["ts_ns"].min()).sort(
+        "first_scheduled_ns"
+    )
+    actual, predicted = [], []
+    starts = requests["first_scheduled_ns"].to_list()[::20]
+    for i in range(requests.height // 20):
+        part = requests[20 * i : 20 * i + 20]
+        until = starts[i + 1] if i + 1 < requests.height // 20 else math.inf
+        during = steps.filter((pl.col("ts_ns") >= starts[i]) & (pl.col("ts_ns") < until))
+        batch = (during["num_prefill_reqs"] + during["num_decode_reqs"]).mean()
+        i_n, o_n = part["prompt_tokens"].mean(), part["output_tokens"].mean()
+        predicted.append(alpha + batch * (beta * (i_n + o_n) / (o_n + 1) + gamma * (i_n + o_n / 2)))
+        actual.append(during["y"].mean() / 1e3)
+    stated = result.errors[0]
+    assert (stated.n, stated.unit) == (len(actual), "ms")
+    assert stated.mape_pct == pytest.approx(_ape(np.array(actual), np.array(predicted)), rel=1e-6)
+    assert stated.mape_pct < 6
+    older = yaml.safe_load((tmp_path / "perf-parms.yaml").read_text())["perfParms"]
+    assert all(isinstance(v, str) for part in older.values() for v in part.values()), "strings"
+    decode = steps.filter(pl.col("num_decode_reqs") > 0)
+    batch = decode["num_decode_reqs"] + decode["num_prefill_reqs"]
+    itl = float(older["decodeParms"]["alpha"]) + float(older["decodeParms"]["beta"]) * batch.to_numpy()
+    stated = _error(result, "older form: ITL, all steps that decode")
+    assert stated.n == decode.height > steps.filter(pl.col("prefill_tokens") == 0).height
+    assert stated.mape_pct == pytest.approx(_ape(decode["y"].to_numpy() / 1e3, itl), rel=1e-6)
+    assert abs(stated.bias_pct) < 3, "mixed steps count: without them it is 10 % short in service"
+    assert abs(_error(result, "older form: service of a request, prefill + (out - 1) ITL").bias_pct) < 3
+    assert any("worse on the hold-out than the training median" in n for n in result.notes)
+
+
+def test_the_dynamo_mocker_by_its_own_interpolation(made, steps, tmp_path):
+    """Linear over tokens and bilinear over (tokens in caches, tokens per request), beyond the grid too; at least 1 ms."""
+    result = export(made / "models", "dynamo-mocker", tmp_path)
+    grid = np.load(tmp_path / "perf_data.npz")
+    assert sorted(grid.files) == [
+        "decode_active_kv_tokens",
+        "decode_context_length",
+        "decode_itl",
+        "prefill_isl",
+        "prefill_ttft_ms",
+    ]
+    axes = (grid["decode_active_kv_tokens"], grid["decode_context_length"])
+    assert grid["decode_itl"].shape == tuple(map(len, axes))
+    assert all(np.all(np.diff(a) > 0) for a in (*axes, grid["prefill_isl"]))
+    itl = RegularGridInterpolator(axes, grid["decode_itl"], bounds_error=False, fill_value=None)
+    ttft = RegularGridInterpolator(
+        (grid["prefill_isl"],), grid["prefill_ttft_ms"], bounds_error=False, fill_value=None
+    )
+    told = []
+    for row in steps.iter_rows(named=True):
+        batch, active = row["num_decode_reqs"], row["context_tokens"]
+        decode = max(itl([[active, active / batch]])[0], 1.0) if batch else 0.0
+        told.append(decode + (max(ttft([[row["prefill_tokens"]]])[0], 0.0) if row["prefill_tokens"] else 0.0))
+    kinds = [(bool(r["prefill_tokens"]), bool(r["num_decode_reqs"])) for r in steps.iter_rows(named=True)]
+    actual, told = steps["y"].to_numpy() / 1e3, np.array(told, dtype=float).ravel()
+    for what, kind in {"decode": (False, True), "prefill and decode": (True, True)}.items():
+        rows = np.array([k == kind for k in kinds])
+        stated = _error(result, f"step time, {what}")
+        assert stated.n == rows.sum()
+        assert stated.mape_pct == pytest.approx(_ape(actual[rows], told[rows]), rel=1e-6)
+        assert stated.mape_pct < 8
+    before = (tmp_path / "perf_data.npz").read_bytes()
+    export(made / "models", "dynamo-mocker", tmp_path)
+    assert (tmp_path / "perf_data.npz").read_bytes() == before, "no time of day in it"
+
+
+def test_csv_holds_every_number(made, tmp_path):
+    result = export(made / "models", "csv", tmp_path)
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "coefficients.csv").read_text())))
+    beta = json.loads((made / "models/beta.json").read_text())["models"][0]
+    mine = {r["term"]: float(r["value"]) for r in rows if r["model"] == "beta.cycle_time"}
+    wanted = {"intercept": beta["intercept"]["value"]} | {t["feature"]: t["value"] for t in beta["terms"]}
+    assert mine == wanted
+    admission = [r for r in rows if r["model"] == "alpha.admission"]
+    assert {r["part"] for r in admission} == {"work", "without_clock"}
+    assert _error(result, "beta.cycle_time").mape_pct == beta["validation"]["holdout"]["mape_pct"]
+
+
+@pytest.mark.parametrize("to", ["vidur", "LLMServingSim", "aiconfigurator"])
+def test_consumers_below_steps_are_refused_with_the_reason(made, tmp_path, to):
+    with pytest.raises(DataError, match="per operator, below what a trace of steps can tell"):
+        export(made / "models", to, tmp_path)
+
+
+def test_what_an_export_needs_is_named(made, trained, tmp_path):
+    with pytest.raises(UsageError, match="known: blis, blis-registry"):
+        export(made / "models", "bliss", tmp_path)
+    copy = tmp_path / "beta.json"
+    copy.write_text((made / "models/beta.json").read_text())
+    with pytest.raises(UsageError, match="--tables"):
+        export(copy, "wva", tmp_path)
+    with pytest.raises(DataError, match="runs llama-8b-linear that the models were trained on are not here"):
+        export(copy, "wva", tmp_path, tables=trained / "tables")
+    with pytest.raises(DataError, match="the GPU is not known"):
+        export(trained / "models", "blis", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("to", "says"), [("wva", "step_cache_tokens"), ("llm-d-inference-sim", "no row has both ends")]
+)
+def test_traces_without_journeys_are_refused_with_what_would_help(tmp_path, new_traces, quick, to, says):
+    folder = new_traces().load(requests=0).write(tmp_path / "steps")
+    tracefit.run([folder], tmp_path / "out", options=tracefit.TrainOptions(features="batch", fast=True))
+    with pytest.raises(DataError, match=f"{says}.*--enable-journey-tracing"):
+        export(tmp_path / "out/models", to, tmp_path / "made")
+
+
+def test_the_weighting_is_what_replays_training_requests_best(tmp_path):
+    """On a roofline half the weight on prefill made decode 3 % short; what is chosen keeps ITL and E2E, both light and heavy."""
+    folder = write_run(
+        synth(SynthOptions(name="roofline", seed=5, requests=350, law="roofline")),
+        tmp_path,
+        formats=("json",),
+    )
+    tracefit.run([folder], tmp_path / "out", options=tracefit.TrainOptions(features="batch", fast=True))
+    result = export(tmp_path / "out/models", "blis", tmp_path / "blis")
+    (reason,) = (n for n in result.notes if n.startswith("weighting: "))
+    worst, equal = re.search(r"at worst ([0-9.]+) times .* equal steps ([0-9.]+)", reason).groups()
+    assert float(worst) <= float(equal)
+    assert abs(_error(result, "ITL of a request, replayed").bias_pct) < 3
+    assert abs(_error(result, "E2E of a request, replayed").bias_pct) < 3
+
+
+def test_a_scope_that_cannot_be_replayed_says_so(made, tmp_path):
+    """Of half the journeys a replay would have half the load."""
+    out = tmp_path / "half"
+    shutil.copytree(made, out)
+    for path in (out / "tables/runs").rglob("*.parquet"):
+        pl.read_parquet(path).with_columns(journey_sampling=0.5).write_parquet(path)
+    result = export(out / "models", "blis", tmp_path / "blis")
+    assert not any(e.what.endswith("replayed") for e in result.errors)
+    (reason,) = (n for n in result.notes if n.startswith("weighting: "))
+    assert reason.endswith("journeys of all requests would let their replay choose")
+
+
+def test_what_requests_found_in_the_cache_is_not_computed_in_the_replay(tmp_path):
+    options = SynthOptions(
+        name="prefixes", seed=8, requests=300, prefix_fraction=0.7, prefix_tokens=512, rich_sampling=1.0
+    )
+    folder = write_run(synth(options), tmp_path, formats=("json",))
+    tracefit.run([folder], tmp_path / "out", options=tracefit.TrainOptions(features="batch", fast=True))
+    result = export(tmp_path / "out/models", "blis", tmp_path / "blis")
+    assert abs(_error(result, "TTFT of a request, replayed").bias_pct) < 8
+    traced = pl.read_csv(tmp_path / "blis/trace-data.csv")
+    assert traced["prefix_length"].max() == 512
+    assert (traced["input_tokens"] + traced["prefix_length"] == traced["server_input_tokens"]).all()

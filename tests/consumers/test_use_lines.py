@@ -1,0 +1,292 @@
+"""Every `use` line: run as printed where its program is at hand, parsed against what its program documents where not.
+
+BLIS: `blis run --help` and `blis replay --help` of August 2026 (commit f90a1e3a), run where BLIS=folder or ../shared/tools has it.
+llm-d-inference-sim: docs/configuration.md and docs/latency-simulation.md of v0.10.0 and v0.9.2. Dynamo's mocker: its CLI reference, v1.4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import yaml
+
+import tracefit
+from tracefit.commands.export import export
+from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
+from tracefit.consumers.source import flags
+from tracefit.synth import SynthOptions, synth, write_run
+
+ROOT = Path(__file__).parents[2]
+BLIS = Path(os.environ.get("BLIS", ROOT / "../shared/tools")).resolve() / "blis"
+needs_blis = pytest.mark.skipif(not BLIS.is_file(), reason="no blis (BLIS=folder)")
+
+BLIS_SERVER = {
+    "--latency-model": str,
+    "--defaults-filepath": Path,
+    "--model": str,
+    "--model-config-folder": Path,
+    "--hardware-config": Path,
+    "--hardware": str,
+    "--tp": int,
+    "--total-kv-blocks": int,
+    "--block-size-in-tokens": int,
+    "--max-num-seqs": int,
+    "--max-num-batched-tokens": int,
+    "--max-model-len": int,
+}
+BLIS_RUN = {"--rate": float, "--num-requests": int} | {
+    f"--{phase}-tokens{what}": int
+    for phase in ("prompt", "output")
+    for what in ("", "-stdev", "-min", "-max")
+}
+BLIS_REPLAY = {"--trace-header": Path, "--trace-data": Path}
+MOCKER = {
+    "--model-path": str,
+    "--planner-profile-data": Path,
+    "--max-num-seqs": int,
+    "--max-num-batched-tokens": int,
+    "--block-size": int,
+    "--num-gpu-blocks-override": int,
+}
+LLM_D_KEYS = {
+    "model",
+    "max-model-len",
+    "max-num-seqs",
+    "latency-calculator",
+    "prefill-overhead",
+    "prefill-time-per-token",
+    "prefill-time-std-dev",
+    "inter-token-latency",
+    "inter-token-latency-std-dev",
+    "time-factor-under-load",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    out = tmp_path_factory.mktemp("use lines")
+    options = tracefit.TrainOptions(features="batch", fast=True)
+    tracefit.run([ROOT / "fixtures/runs/llama-70b-roofline"], out, options=options)
+    return out
+
+
+@pytest.fixture
+def exported(made, tmp_path):
+    """Exports to a folder with a space in its name, with the words of its use line."""
+
+    def run(to, **options):
+        result = export(made / "models", to, tmp_path / "my exports" / to, **options)
+        return result, shlex.split(result.usage)
+
+    return run
+
+
+def parsed(words, documented, switches=()):
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    for name, kind in documented.items():
+        parser.add_argument(name, type=kind, required=True)
+    for name in switches:
+        parser.add_argument(name, action="store_true")
+    told = vars(parser.parse_args(words))
+    files = [v for v in told.values() if isinstance(v, Path)]
+    assert files
+    assert all(f.exists() for f in files), "files that the export wrote"
+    return told
+
+
+def replay_words(result):
+    (line,) = (n for n in result.notes if n.startswith("replay of the traced requests: "))
+    return shlex.split(line.removeprefix("replay of the traced requests: "))
+
+
+def test_blis_lines_hold_what_makes_it_the_traced_server(exported):
+    result, words = exported("blis")
+    assert words[:2] == ["blis", "run"]
+    told = parsed(words[2:], BLIS_SERVER | BLIS_RUN)
+    limits = ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "tp")
+    assert [told[name] for name in limits] == [899, 64, 2048, 4096, 4]
+    assert told["model"] == "meta-llama/Llama-2-70b-hf"
+    hardware = json.loads(told["hardware_config"].read_text())[told["hardware"]]
+    assert (hardware["TFlopsPeak"], hardware["BwPeakTBs"]) == (989.5, 3.35)
+    assert json.loads((told["model_config_folder"] / "config.json").read_text())["num_hidden_layers"] == 80
+    again = replay_words(result)
+    assert again[:2] == ["blis", "replay"]
+    traced = parsed(again[2:], BLIS_SERVER | BLIS_REPLAY)["trace_data"].read_text()
+    assert "req-0" not in traced, "no request is named"
+    assert len(traced.splitlines()) == told["num_requests"] + 1
+
+
+@needs_blis
+def test_blis_runs_its_use_line_as_printed(exported, tmp_path):
+    result, _ = exported("blis")
+    path = f"{BLIS.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["/bin/sh", "-c", result.usage],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+    )
+    assert done.returncode == 0, done.stderr[-400:]
+    assert '"completed_requests"' in done.stdout
+
+
+@needs_blis
+@pytest.mark.parametrize("blocks", [4096, 899, 400])
+def test_our_replay_is_what_blis_computes(exported, made, tmp_path, blocks):
+    """To the microsecond where memory suffices; where it preempts, to 0.1 % of E2E."""
+    result, _ = exported("blis")
+    theirs = replayed(result, tmp_path, blocks)
+    e2e, ttft = ({i: r[key] for i, r in theirs.items()} for key in ("e2e_us", "ttft_us"))
+    folder = result.files[0].parent
+    found = yaml.safe_load((folder / "defaults.yaml").read_text())["trained_physics_coefficients"]
+    traced = pl.read_csv(folder / "trace-data.csv")
+    told = replay(
+        *(traced[c].to_numpy() for c in ("arrival_time_us", "input_tokens", "output_tokens")),
+        blis_rates(found["beta_coeffs"], 8192, 64, 8, 80, 28672, 4),
+        tuple(found["alpha_coeffs"]),
+        ReplayLimits(64, 2048, 16, blocks),
+    )
+    assert len(e2e) == traced.height
+    assert (told.preemptions > 0) == (blocks < 4096)
+    off = np.array([told.e2e[i] / e2e[i] - 1 for i in range(traced.height)])
+    if blocks == 4096:
+        assert [told.ttft[i] for i in range(traced.height)] == [ttft[i] for i in range(traced.height)]
+        assert not off.any()
+    else:
+        assert np.median(np.abs(off)) < 0.001
+
+
+def replayed(result, folder, blocks):
+    """Run an export's replay command in BLIS with so many KV blocks; request number to what it wrote."""
+    words = [str(BLIS), *replay_words(result)[1:], "--results-path", str(folder / "res.json")]
+    words[words.index("--total-kv-blocks") + 1] = str(blocks)
+    done = subprocess.run([*words, "--horizon", "100000000000"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-400:]
+    rows = json.loads((folder / "res.json").read_text())
+    rows = rows if isinstance(rows, list) else rows["requests"]
+    return {int(str(r["request_id"]).split("_")[-1]): r for r in rows}
+
+
+def blis_rates(beta, d, heads, kv_heads, layers, ffn, tp):
+    """BLIS's terms for a dense model on H100, from its documentation: us per product."""
+    head, peak, bandwidth = d // heads, 989.5e6, 3.35e6
+    token = layers * (2 * d * (2 * d + 2 * kv_heads * head) + 6 * d * ffn) / tp / peak
+    pair = layers * 4 * heads / tp * head / peak
+    kv = layers * 2 * kv_heads * head / tp * 2 / bandwidth
+    reduced = 2 * layers * d * 2 * 2 * (tp - 1) / tp / bandwidth
+    weight = layers * (d * (2 * d + 2 * kv_heads * head) + 3 * d * ffn) * 2 / tp / bandwidth
+    return StepRates(
+        beta[6] + beta[4] * layers + beta[2] * weight,
+        beta[5],
+        beta[0] * token + beta[8] * kv + beta[3] * reduced,
+        beta[0] * pair,
+        beta[1] * token + beta[9] * kv + beta[3] * reduced,
+        beta[1] * pair + beta[9] * kv,
+    )
+
+
+@pytest.mark.parametrize("version", [None, "0.9.2"])
+def test_llm_d_inference_sim_takes_the_config(exported, version):
+    """Closed keys, a model, Go durations, standard deviations as each version bounds them."""
+    _, words = exported("llm-d-inference-sim", consumer_version=version)
+    assert words[:2] == ["llm-d-inference-sim", "--config"]
+    told = yaml.safe_load(Path(words[2]).read_text())
+    assert told.keys() == LLM_D_KEYS
+    assert told["model"] == "meta-llama/Llama-2-70b-hf"
+    assert told["max-model-len"] == 4096
+    us = {k: float(v.removesuffix("us")) for k, v in told.items() if isinstance(v, str) and v.endswith("us")}
+    assert us["inter-token-latency-std-dev"] <= 0.3 * us["inter-token-latency"]
+    if version:
+        assert us["prefill-time-std-dev"] <= 0.3 * us["prefill-time-per-token"]
+
+
+def test_the_mocker_is_the_traced_server(exported):
+    _, words = exported("dynamo-mocker")
+    assert words[:3] == ["python", "-m", "dynamo.mocker"]
+    told = parsed(words[3:], MOCKER, ["--no-enable-prefix-caching", "--no-enable-chunked-prefill"])
+    limits = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override")
+    assert [told[name] for name in limits] == [64, 2048, 16, 899]
+    assert (told["no_enable_prefix_caching"], told["no_enable_chunked_prefill"]) == (True, False)
+
+
+def test_the_registry_line_copies_the_set(exported, tmp_path):
+    result, _ = exported("blis-registry")
+    (tmp_path / "clone/coefficients").mkdir(parents=True)
+    subprocess.run(["/bin/sh", "-c", result.usage], check=True, cwd=tmp_path / "clone")
+    assert yaml.safe_load((tmp_path / "clone/coefficients/coefficient-set.yaml").read_text())["kind"]
+
+
+def test_the_csv_line_lays_it_out(exported):
+    result, words = exported("csv")
+    assert words[:3] == ["column", "-s,", "-t"]
+    assert Path(words[3]).is_file()
+    if shutil.which("column"):
+        subprocess.run(["/bin/sh", "-c", result.usage], check=True, capture_output=True)
+
+
+def test_wva_is_edited_by_hand(exported):
+    result, words = exported("wva")
+    assert words == ["kubectl", "edit", "variantautoscalings"]
+    assert "beside maxBatchSize 64" in result.notes[0]
+    perf = yaml.safe_load(next(f for f in result.files if f.name == "perf-parms.yaml").read_text())
+    assert {k: sorted(v) for k, v in perf["perfParms"].items()} == {
+        "decodeParms": ["alpha", "beta"],
+        "prefillParms": ["delta", "gamma"],
+    }
+
+
+@needs_blis
+def test_shared_prefixes_are_found_as_blis_finds_them(tmp_path):
+    options = SynthOptions(name="prefixes", seed=3, requests=300, prefix_fraction=0.5, rich_sampling=1.0)
+    folder = write_run(synth(options), tmp_path, formats=("json",))
+    tracefit.run([folder], tmp_path / "out", options=tracefit.TrainOptions(features="batch", fast=True))
+    result = export(tmp_path / "out/models", "blis", tmp_path / "blis")
+    theirs = replayed(result, tmp_path, 4096)
+    traced = pl.read_csv(tmp_path / "blis/trace-data.csv")
+    shared = traced["prefix_length"].to_numpy()
+    assert shared.any()
+    found = yaml.safe_load((tmp_path / "blis/defaults.yaml").read_text())["trained_physics_coefficients"]
+    told = replay(
+        traced["arrival_time_us"].to_numpy(),
+        traced["input_tokens"].to_numpy() + shared,
+        traced["output_tokens"].to_numpy(),
+        blis_rates(found["beta_coeffs"], 4096, 32, 8, 32, 14336, 1),
+        tuple(found["alpha_coeffs"]),
+        ReplayLimits(64, 2048, 16, 4096),
+        shared=shared,
+    )
+    assert [told.e2e[i] for i in range(traced.height)] == [theirs[i]["e2e_us"] for i in range(traced.height)]
+
+
+def test_without_blis_its_check_skips_and_counts(tmp_path):
+    words = [sys.executable, str(ROOT / "tests/check_consumers.py"), str(tmp_path)]
+    env = {**os.environ, "BLIS": str(tmp_path)}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, done.stdout) == (0, f"skipped: 6 replays, no blis in {tmp_path} (BLIS=folder)\n")
+
+
+def test_the_readme_says_what_its_replay_figure_shows():
+    drawn = (ROOT / "docs/replay.svg").read_text()
+    told = " ".join((ROOT / "README.md").read_text().split())
+    assert "](docs/replay.svg)" in told
+    itl, e2e = re.search(r"; ITL ([0-9.]+) % .*; E2E ([0-9.]+) % ", drawn).groups()
+    assert f"E2E is within {e2e} % at P50 and P90, ITL within {itl} %" in told
+
+
+def test_a_line_quotes_what_a_shell_would_take_apart():
+    given = {"model": "my model; rm -r /", "tp": 2, "gone": None, "folder": "{out}/a b"}
+
+    assert flags(given) == "--model 'my model; rm -r /' --tp 2 --folder {out}'/a b'"
