@@ -13,13 +13,6 @@ from tracefit.coefficients import assemble, evaluate
 from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.commands.report import report_of, report_texts
-from tracefit.commands.results import (
-    LatencySummary,
-    ModelSummary,
-    Progress,
-    Silent,
-    TrainResult,
-)
 from tracefit.commands.samples import sample_tables
 from tracefit.commands.timelines import engine_limits, write_timelines
 from tracefit.commands.writing import write_texts
@@ -31,6 +24,8 @@ from tracefit.fit.inputs import BetaTarget, ScopeOptions, ScopeTables
 from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads, runs_to_fit
 from tracefit.fit.scope import fit_scope
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
+from tracefit.progress import NullProgress, Progress
+from tracefit.results.training import LatencySummary, ModelSummary, TrainResult
 from tracefit.server.context import Scope, context_from_json, scope_of
 from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
@@ -99,7 +94,7 @@ def train(
         DataError: Not a single model can be fitted; nothing is written.
     """
     options = options or TrainOptions()
-    told = progress or Silent()
+    told = progress or NullProgress()
     store = TableStore(tables).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
     scopes = fit_runs(store, runs, options, told)
