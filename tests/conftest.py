@@ -21,7 +21,7 @@ from sklearn.dummy import DummyRegressor
 
 from tracefit.commands.ingest import ingest
 from tracefit.commands.run import run
-from tracefit.fit.results import PenaltyChoice
+from tracefit.fit.linear import PenaltyChoice
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu
 from tracefit.server.model_config import parse_architecture, read_architecture

@@ -13,7 +13,7 @@ from sklearn.dummy import DummyRegressor
 import tracefit
 from tracefit.coefficients.files import read_coefficients
 from tracefit.coefficients.predict import predict
-from tracefit.fit.results import PenaltyChoice
+from tracefit.fit.linear import PenaltyChoice
 from tracefit.synth import LinearLaw, SynthOptions, synth, write_run
 
 ROOT = Path(__file__).parents[2]

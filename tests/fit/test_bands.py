@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.linear import PenaltyChoice, PredictionInterval
 from tracefit.fit.metrics import coverage_pct, prediction_interval
-from tracefit.fit.results import PenaltyChoice, PredictionInterval
 from tracefit.fit.select import out_of_fold
 
 

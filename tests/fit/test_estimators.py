@@ -12,7 +12,7 @@ from sklearn.linear_model import ElasticNet, Lasso, LinearRegression, Ridge
 from sklearn.preprocessing import StandardScaler
 
 from tracefit.fit.estimators import RobustLinear, confidence_intervals, huber_weights
-from tracefit.fit.results import PenaltyChoice
+from tracefit.fit.linear import PenaltyChoice
 from tracefit.fit.select import choose_penalty, time_blocks
 from tracefit.fit.solvers import moments
 

@@ -8,8 +8,8 @@ import pytest
 
 from tracefit.fit import splits
 from tracefit.fit.inputs import FitOptions
-from tracefit.fit.linear import Comparison, FeatureColumn, Regime
-from tracefit.fit.results import LinearFit, PenaltyChoice
+from tracefit.fit.linear import Comparison, FeatureColumn, PenaltyChoice, Regime
+from tracefit.fit.results import LinearFit
 from tracefit.fit.train import fit_linear, fit_regimes
 
 

@@ -17,9 +17,8 @@ from tracefit.features.definitions import definitions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.fit.boundary import FittedBoundary
     from tracefit.fit.linear import FittedRegime
-    from tracefit.fit.results import FittedModel, FittedScope, LinearFit
+    from tracefit.fit.results import FittedBoundary, FittedModel, FittedScope, LinearFit
     from tracefit.server.context import Scope
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")

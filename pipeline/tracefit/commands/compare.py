@@ -29,8 +29,8 @@ from tracefit.tables.store import TableStore
 if TYPE_CHECKING:
     from tracefit.coefficients.model import Model
     from tracefit.coefficients.models import ScopeModels
+    from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import ScopeTables
-    from tracefit.fit.metrics import Vector
     from tracefit.fit.results import Metrics
     from tracefit.server.context import Scope
 

@@ -12,7 +12,7 @@ from tracefit.features import training
 from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
 from tracefit.fit import splits
 from tracefit.fit.boundary import fit_boundary
-from tracefit.fit.inputs import NON_NEGATIVE
+from tracefit.fit.linear import NON_NEGATIVE
 from tracefit.fit.results import AcrossResult, LeftOutErrors, LeftOutKind, LinearFit, TooFewRows
 from tracefit.fit.scope import STEP_TIMES, beta_options, columns_of
 from tracefit.fit.splits import counted, step_frame

@@ -16,7 +16,7 @@ from tracefit.tables.keys import ENGINE, SERVER
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tracefit.fit.metrics import Vector
+    from tracefit.fit.arrays import Vector
 
 REQUEST = [*ENGINE, "trace_id", "core_request_id"]
 

@@ -10,19 +10,13 @@ import polars as pl
 
 from tracefit.features import training
 from tracefit.features.sets import add_features
+from tracefit.fit.boundary import expected_admission, predict_admission
 from tracefit.fit.composition import REQUEST, averages_of, averages_only, teacher_forced
 from tracefit.fit.holdout import refit_on_holdout
 from tracefit.fit.linear import predict_regimes
-from tracefit.fit.metrics import Vector, distribution, measure
+from tracefit.fit.metrics import distribution, measure
 from tracefit.fit.phases import phases_of_servers
-from tracefit.fit.results import (
-    NO_ROWS,
-    ComposedLatencies,
-    Latency,
-    LatencyErrors,
-    Metrics,
-    PhaseErrors,
-)
+from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
 from tracefit.fit.splits import counted
 from tracefit.tables.keys import ENGINE, SERVER
 
@@ -30,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.features.sets import FeatureSet
+    from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.phases import ServerPhases
     from tracefit.fit.results import FittedModel, LinearFit
@@ -184,7 +179,7 @@ def _with_overheads(
             continue
         told = model.fitted.rows
         predicted = (
-            model.boundary.predict(told, tables.timeline)
+            predict_admission(model.boundary, told, tables.timeline)
             if model.boundary
             else predict_regimes(model.fitted.regimes, told)
         )
@@ -240,7 +235,7 @@ def _expected_admission(model: FittedModel | None, rows: pl.DataFrame, run: str)
     if model is None:
         return None
     if model.boundary is not None:
-        return pl.Series(model.boundary.expected(rows["prompt_tokens"]))
+        return pl.Series(expected_admission(model.boundary, rows["prompt_tokens"]))
     mean = _mean_prediction(model, run)
     return None if mean is None else pl.Series(np.full(rows.height, mean))
 

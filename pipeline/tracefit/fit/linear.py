@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
-from tracefit.fit.inputs import ANY_SIGN, Signs
-from tracefit.fit.select import MAX_VIF
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.features.sets import Sign
-    from tracefit.fit.estimators import NDArrayInt
-    from tracefit.fit.metrics import Matrix, Vector
-    from tracefit.fit.results import Collinearity, FeatureLeftOut, PenaltyChoice, PredictionInterval
+    from tracefit.fit.arrays import Flags, Integers, Matrix, Vector
+    from tracefit.fit.solvers import Penalty, Positive
 
-Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+MAX_VIF = 10.0
+"""A feature whose variance inflation against those before it exceeds this says nothing new."""
+
+MAX_PRODUCT_VIF = 100.0
+"""The same for a product of features: a square always resembles its root, and is offered only where it improves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,78 @@ class FeatureColumn:
     """Variance inflation against the features before it above which it is left out."""
     sign: Sign | None = None
     """What physics says of its coefficient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """Which signs are in force in a fit.
+
+    Attributes:
+        slopes: Of no coefficient, of those whose feature declares one, or of all.
+        intercept: The intercept cannot be negative.
+    """
+
+    slopes: Literal["any", "declared", "non_negative"] = "declared"
+    intercept: bool = False
+
+    def of(self, features: Sequence[FeatureColumn]) -> Positive:
+        """Return what cannot be negative in a model of these features."""
+        if self.slopes == "declared":
+            return (*(f.sign == "non_negative" for f in features), self.intercept)
+        return (*(self.slopes == "non_negative" for _ in features), self.intercept)
+
+
+ANY_SIGN = Signs("any")
+NON_NEGATIVE = Signs("non_negative", intercept=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureLeftOut:
+    """A feature that is not in the model, and why."""
+
+    feature: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyChoice:
+    """A penalty chosen by time-blocked cross-validation; `score` is its mean absolute error over the folds."""
+
+    penalty: Penalty
+    strength: float
+    score: float
+    folds: int
+    fold_scores: tuple[float, ...] = ()
+    """Every fold's share of the score, in order: they sum to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collinearity:
+    """How much the features of a model tell of each other.
+
+    Attributes:
+        condition_number: Largest by smallest singular value of the standardised features (Belsley, Kuh and Welsch
+            1980); 1 is none, above 30 is trouble. Null of no feature.
+        variance_inflation: Per feature, how much wider the variance of its coefficient is than without the others; 1 is none.
+    """
+
+    condition_number: float | None
+    variance_inflation: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionInterval:
+    """Limits of a 95 % prediction interval: factors on a prediction, or differences from it in the target's unit."""
+
+    kind: Literal["ratio", "difference"]
+    low: float
+    high: float
+
+    def limits(self, predicted: Vector) -> tuple[Vector, Vector]:
+        """Return the lower and upper limits of predictions; shape (n,) each, not below zero."""
+        if self.kind == "ratio":
+            return predicted * self.low, predicted * self.high
+        return np.maximum(predicted + self.low, 0.0), np.maximum(predicted + self.high, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +187,7 @@ def predict_regimes(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> Vector
     return predicted
 
 
-def active_regime(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> NDArrayInt:
+def active_regime(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> Integers:
     """Return the index of the part that speaks for each row; shape (n,)."""
     speaker = np.full(rows.height, len(parts) - 1)
     for index in reversed(range(len(parts) - 1)):

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
+from tracefit.fit.linear import FeatureLeftOut, PredictionInterval
+
 if TYPE_CHECKING:
     from tracefit.features.sets import FeatureSet
-    from tracefit.fit.boundary import FittedBoundary
     from tracefit.fit.inputs import FitOptions, ScopeTables
     from tracefit.fit.linear import FittedRegime, FittedTerm, Regime
-    from tracefit.fit.metrics import Vector
-    from tracefit.fit.solvers import Penalty
     from tracefit.server.context import Scope
 
 
@@ -61,55 +60,6 @@ class Distribution:
     rows: int
     measured: tuple[float, ...]
     predicted: Mapping[str, tuple[float, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureLeftOut:
-    """A feature that is not in the model, and why."""
-
-    feature: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PenaltyChoice:
-    """A penalty chosen by time-blocked cross-validation; `score` is its mean absolute error over the folds."""
-
-    penalty: Penalty
-    strength: float
-    score: float
-    folds: int
-    fold_scores: tuple[float, ...] = ()
-    """Every fold's share of the score, in order: they sum to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collinearity:
-    """How much the features of a model tell of each other.
-
-    Attributes:
-        condition_number: Largest by smallest singular value of the standardised features (Belsley, Kuh and Welsch
-            1980); 1 is none, above 30 is trouble. Null of no feature.
-        variance_inflation: Per feature, how much wider the variance of its coefficient is than without the others; 1 is none.
-    """
-
-    condition_number: float | None
-    variance_inflation: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PredictionInterval:
-    """Limits of a 95 % prediction interval: factors on a prediction, or differences from it in the target's unit."""
-
-    kind: Literal["ratio", "difference"]
-    low: float
-    high: float
-
-    def limits(self, predicted: Vector) -> tuple[Vector, Vector]:
-        """Return the lower and upper limits of predictions; shape (n,) each, not below zero."""
-        if self.kind == "ratio":
-            return predicted * self.low, predicted * self.high
-        return np.maximum(predicted + self.low, 0.0), np.maximum(predicted + self.high, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +253,45 @@ class Burst:
     to_s: float
     requests: int
     holdout_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class FittedBoundary:
+    """API work in us (constant and per prompt token), the stamp's offset from the boundary, and how well it does.
+
+    Attributes:
+        work_us: Constant API work.
+        work_us_per_prompt_token: API work per prompt token; 0 where the data cannot tell.
+        offset_us: QUEUED less the step start it comes before.
+        residual_us: What is left of a step in progress at any time of it, on the average: E[c^2] / (2 E[c]) of cycles c.
+        busy_share: Share of the time in which a step is in progress.
+        boundary_accuracy_pct: Held-out requests in a known step that get the right boundary, in percent.
+        boundary_accuracy_without_work_pct: The same with zero API work.
+        rows_with_clock: Held-out requests whose boundary the step clock knows.
+        without_clock: The linear model for consumers without a step clock, and its own validation.
+    """
+
+    work_us: float
+    work_us_per_prompt_token: float
+    offset_us: float
+    residual_us: float
+    busy_share: float
+    boundary_accuracy_pct: float | None
+    boundary_accuracy_without_work_pct: float | None
+    rows_with_clock: int
+    without_clock: LinearFit
+    validation: Validation
+    """Errors with the clock; `by` holds those without it."""
+    prediction_interval: PredictionInterval
+    """Prediction interval with the clock, told by the training rows: three numbers do not fit themselves to their noise."""
+
+    bursts: tuple[Burst, ...]
+    """Stretches in which requests queue in front of the API process: outside the range of what was fitted."""
+
+    @property
+    def expected_wait_us(self) -> float:
+        """Mean time from the end of the API work to QUEUED: nothing while the engine is idle."""
+        return self.busy_share * (self.residual_us + self.offset_us)
 
 
 @dataclass(frozen=True, slots=True)

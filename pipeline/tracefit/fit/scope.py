@@ -18,7 +18,7 @@ from tracefit.features.sets import (
     FeatureSet,
 )
 from tracefit.fit import candidates as forms
-from tracefit.fit.boundary import FittedBoundary, fit_boundary
+from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.candidates import SET_RULE, choose, try_features
 from tracefit.fit.extrapolation import (
     LOAD_FEATURES,
@@ -28,13 +28,14 @@ from tracefit.fit.extrapolation import (
     with_load,
 )
 from tracefit.fit.holdout import summed_holdout
-from tracefit.fit.inputs import COVERED_SHARE, NON_NEGATIVE, BetaTarget, FitOptions, ScopeOptions
+from tracefit.fit.inputs import COVERED_SHARE, BetaTarget, FitOptions, ScopeOptions
 from tracefit.fit.latency import compose_latencies
-from tracefit.fit.linear import Comparison, FeatureColumn, Regime
+from tracefit.fit.linear import MAX_PRODUCT_VIF, MAX_VIF, NON_NEGATIVE, Comparison, FeatureColumn, Regime
 from tracefit.fit.phases import errors_by_phase
 from tracefit.fit.results import (
     Candidate,
     DurationCover,
+    FittedBoundary,
     FittedModel,
     FittedScope,
     Missing,
@@ -42,7 +43,6 @@ from tracefit.fit.results import (
     TargetChoice,
     TooFewRows,
 )
-from tracefit.fit.select import MAX_PRODUCT_VIF, MAX_VIF
 from tracefit.fit.splits import request_frame, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers
 from tracefit.server.tracing import JOURNEY_FLAGS, STEP_FLAGS
