@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
+from tracefit.features.sets import PRODUCTS, FeatureSet
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -225,3 +227,14 @@ def matrix(rows: pl.DataFrame, names: Sequence[str]) -> Matrix:
 def target_of(rows: pl.DataFrame) -> Vector:
     """Return the column y as floats, shape (n,)."""
     return rows["y"].to_numpy().astype(np.float64)
+
+
+def columns_of(features: FeatureSet) -> list[FeatureColumn]:
+    """Return the features of a set as candidates for a fit."""
+    products = {f.name for f in PRODUCTS}
+    return [
+        FeatureColumn(
+            f.name, f.coefficient_unit, f.formula, MAX_PRODUCT_VIF if f.name in products else MAX_VIF, f.sign
+        )
+        for f in features.features
+    ]
