@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.coefficients.answers import RequestAnswer, Span, StepAnswer
-    from tracefit.commands.compare import CompareResult
-    from tracefit.commands.export import ExportResult
-    from tracefit.commands.predict import RowsAnswer
-    from tracefit.commands.verify import VerifyResult
+    from tracefit.results.comparison import CompareResult
+    from tracefit.results.exports import ExportResult
+    from tracefit.results.predictions import RowPredictions
+    from tracefit.results.verification import VerifyResult
 
 _RANGE_NOTE = "90 % range: where nine of ten held-out measurements lay about their prediction"
 
@@ -38,7 +38,7 @@ def request_text(answer: RequestAnswer) -> str:
     return "\n".join([*_spans(answer.scope_id, rows), *_notes(answer.assumed, answer.outside)])
 
 
-def rows_text(answer: RowsAnswer) -> str:
+def rows_text(answer: RowPredictions) -> str:
     """Give the predicted rows as CSV, or say where they are."""
     if answer.out is not None:
         outside = "" if answer.outside is None else f", {answer.outside:,} outside the training range"
@@ -125,7 +125,7 @@ def compare_text(result: CompareResult) -> str:
             for d in result.drift
         ]
         lines += [*_table(head, rows), ""]
-        lines += [f"{d.model}: cannot tell: {d.because}" for d in result.drift if d.because]
+        lines += [f"{d.model}: cannot tell: {d.reason}" for d in result.drift if d.reason]
         lines.append(f"verdict: {_VERDICTS[result.verdict]}")
     return "\n".join([*lines, *(f"note: {text}" for text in result.notes)])
 
