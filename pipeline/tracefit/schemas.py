@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter
 
-from tracefit.coefficients.answers import RequestAnswer, StepAnswer
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.model import CoefficientFile
+from tracefit.coefficients.predict import RequestPrediction, StepPrediction
 from tracefit.commands.compare import CompareResult
 from tracefit.commands.export import ExportResult
 from tracefit.commands.inspect import Inspection
 from tracefit.commands.plan import IngestPlan
-from tracefit.commands.predict import RowsAnswer
+from tracefit.commands.predict import RowsPrediction
 from tracefit.commands.report import ReportResult
 from tracefit.commands.requests import RequestSummary
 from tracefit.commands.results import IngestResult, RunResult, SynthResult, TrainResult
@@ -52,7 +52,7 @@ RESULTS: dict[str, Any] = {
     "report": ReportResult,
     "features": list[FeatureSet],
     "synth": SynthResult,
-    "predict": StepAnswer | RequestAnswer | RowsAnswer,
+    "predict": StepPrediction | RequestPrediction | RowsPrediction,
     "export": ExportResult,
     "compare": CompareResult,
     "verify": VerifyResult,

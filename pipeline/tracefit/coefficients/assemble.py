@@ -127,7 +127,7 @@ def _terms(part: FittedPart) -> tuple[cf.Term, ...]:
             unit=t.feature.unit,
             value=t.value,
             ci95=t.ci95,
-            seen=t.seen,
+            training_range=t.seen,
             formula=t.feature.formula,
             sign=t.feature.sign,
         )

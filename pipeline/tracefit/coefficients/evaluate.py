@@ -78,7 +78,7 @@ def _across(one: LeftOutErrors) -> ev.AcrossEntry:
         rows_used=one.rows_used,
         errors=metrics_entry(v.holdout),
         baseline=metrics_entry(v.baseline),
-        reference=metrics_entry(v.reference) if v.reference else None,
+        gradient_boosting=metrics_entry(v.reference) if v.reference else None,
         skill=v.skill,
         interval_coverage_pct=v.interval_coverage_pct,
     )
@@ -170,7 +170,16 @@ def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
 def _summed(summed: SummedTime | None) -> ev.SummedEntry | None:
     if summed is None:
         return None
-    return ev.SummedEntry(**dataclasses.asdict(summed), bias_pct=summed.bias_pct, drifting=summed.drifting)
+    return ev.SummedEntry(
+        predicted_us=summed.predicted_us,
+        actual_us=summed.actual_us,
+        bias_pct=summed.bias_pct,
+        bias_2sd_pct=summed.two_sd_pct,
+        blocks=summed.blocks,
+        max_contribution_pct=summed.furthest_pct,
+        speed_change_pct=summed.speed_change_pct,
+        drifting=summed.drifting,
+    )
 
 
 _LATENCIES = {
@@ -217,7 +226,7 @@ def _distribution(name: str, found: Distribution) -> ev.DistributionEntry | None
 def _latency_errors(errors: LatencyErrors) -> dict[str, ev.MetricsEntry]:
     return {
         "teacher_forced": metrics_entry(errors.teacher_forced),
-        "hindsight": metrics_entry(errors.hindsight),
+        "refit_on_holdout": metrics_entry(errors.hindsight),
         "averages_only": metrics_entry(errors.averages_only),
         "baseline": metrics_entry(errors.baseline),
     }
@@ -243,11 +252,11 @@ def _timeline(scope: FittedScope) -> ev.TimelineEntry:
         median_cycle_us=scope.cover.median_cycle_us,
         median_duration_us=scope.cover.median_duration_us,
         beta_target_source=scope.choice.source if scope.choice else None,
-        beta_target_because=scope.choice.because if scope.choice else None,
+        beta_target_reason=scope.choice.because if scope.choice else None,
         execution_lag_steps=max(tables.lags.values(), default=0),
         clock_checked_events=_sum(tables.clock_checks, "events"),
         clock_disagreements=_sum(tables.clock_checks, "disagreeing"),
-        moved_events=_sum(runs.unique("run_id"), "moved_events"),
+        clock_corrected_events=_sum(runs.unique("run_id"), "moved_events"),
         dropped_events=_sum(runs, "dropped_events"),
     )
 

@@ -16,7 +16,7 @@ from tracefit.fit.metrics import measure
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tracefit.coefficients.models import ScopeModels
+    from tracefit.coefficients.predict import ScopeModels
     from tracefit.fit.metrics import Vector
     from tracefit.fit.scope import ScopeTables
     from tracefit.server.context import Scope
