@@ -162,7 +162,7 @@ def test_new_traces_that_are_too_short_cannot_tell(tracefit, trained, tmp_path, 
     code, out, _ = tracefit("compare", trained / "models/beta.json", tables, "--json")
     told = json.loads(out)
     assert (code, told["verdict"]) == (1, "unknown")
-    assert "fewer than 30" in told["drift"][0]["because"]
+    assert "fewer than 30" in told["drift"][0]["reason"]
 
 
 def test_new_traces_of_another_server_are_one_line(tracefit, trained, tmp_path, new_traces):

@@ -35,7 +35,7 @@ INTERVAL_ROWS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class PredictionInterval:
+class PredictedDuration:
     """A predicted duration.
 
     Attributes:
@@ -48,33 +48,33 @@ class PredictionInterval:
     low_us: float | None = None
     high_us: float | None = None
 
-    def __add__(self, other: PredictionInterval) -> PredictionInterval:
+    def __add__(self, other: PredictedDuration) -> PredictedDuration:
         """Add durations; ends add up, as if both were off to the same side."""
-        return PredictionInterval(
+        return PredictedDuration(
             self.value_us + other.value_us,
             _sum(self.low_us, other.low_us),
             _sum(self.high_us, other.high_us),
         )
 
-    def times(self, count: float) -> PredictionInterval:
+    def times(self, count: float) -> PredictedDuration:
         """Return so many of this duration, all off to the same side."""
         low, high = (None if end is None else count * end for end in (self.low_us, self.high_us))
-        return PredictionInterval(count * self.value_us, low, high)
+        return PredictedDuration(count * self.value_us, low, high)
 
 
 def _sum(left: float | None, right: float | None) -> float | None:
     return None if left is None or right is None else left + right
 
 
-def interval_about(value_us: float, p90_ape_pct: float | None) -> PredictionInterval:
+def interval_about(value_us: float, p90_ape_pct: float | None) -> PredictedDuration:
     """Put the interval around a prediction p that |p - actual| / actual <= q on nine of ten held-out rows gives.
 
     It is p/(1 + q) to p/(1 - q), open above where q is 1 or more.
     """
     if p90_ape_pct is None:
-        return PredictionInterval(value_us)
+        return PredictedDuration(value_us)
     q = p90_ape_pct / 100
-    return PredictionInterval(value_us, value_us / (1 + q), value_us / (1 - q) if q < 1 else None)
+    return PredictedDuration(value_us, value_us / (1 + q), value_us / (1 - q) if q < 1 else None)
 
 
 def p90_ape_pct(model: Model, group: str | None) -> float | None:
@@ -102,7 +102,7 @@ class StepPrediction:
 
     scope_id: str | None
     model: str
-    step: PredictionInterval
+    step: PredictedDuration
     features: tuple[tuple[str, float], ...]
     assumed: tuple[str, ...] = ()
     out_of_range: tuple[str, ...] = ()
@@ -127,13 +127,13 @@ class RequestPrediction:
     """
 
     scope_id: str | None
-    admission: PredictionInterval | None
-    queue_wait: PredictionInterval | None
-    prefill: PredictionInterval
-    itl: PredictionInterval
-    departure: PredictionInterval | None
-    ttft: PredictionInterval | None
-    e2e: PredictionInterval | None
+    admission: PredictedDuration | None
+    queue_wait: PredictedDuration | None
+    prefill: PredictedDuration
+    itl: PredictedDuration
+    departure: PredictedDuration | None
+    ttft: PredictedDuration | None
+    e2e: PredictedDuration | None
     prefill_steps: int
     assumed: tuple[str, ...] = ()
     out_of_range: tuple[str, ...] = ()
@@ -146,7 +146,7 @@ class RequestPrediction:
 class Prediction:
     """What a model predicts for a row, from which features, and how far to trust it."""
 
-    interval: PredictionInterval
+    interval: PredictedDuration
     features: dict[str, float]
     assumed: tuple[str, ...]
     out_of_range: tuple[str, ...]
@@ -182,7 +182,7 @@ def predict_row(
         found = _predict_form(compiled, "idle_engine", model.work, given, stand_in=False)
         if cycle_us is None:
             return found
-        interval = PredictionInterval(*expected_at_boundary(model, found.interval.value_us, cycle_us))
+        interval = PredictedDuration(*expected_at_boundary(model, found.interval.value_us, cycle_us))
         return Prediction(interval, found.features, found.assumed, found.out_of_range)
     compiled.require(compiled.compared, given)
     group, form = compiled.active(compiled.formulas.row(given, compiled.compared))
@@ -371,15 +371,15 @@ class _RequestPredictor:
 
     def _step(
         self, decoding: float, context: float, prefill: float = 0, done: float = 0
-    ) -> PredictionInterval:
+    ) -> PredictedDuration:
         step = StepInput(decoding, context, prefill, prefill_done=done, features=self.described.features)
         found = self.models.step(step, stand_in=True)
         self._note(found)
         return found.step
 
-    def _prefill(self, beside: float, context: float) -> tuple[PredictionInterval, int]:
+    def _prefill(self, beside: float, context: float) -> tuple[PredictedDuration, int]:
         """Add up the steps of the prompt, cut by what running requests leave of the token budget."""
-        total, done = PredictionInterval(0.0, 0.0, 0.0), self.described.cached
+        total, done = PredictedDuration(0.0, 0.0, 0.0), self.described.cached
         left = self.described.prompt_tokens - done
         budget = self.models.budget(beside) or left
         count = math.ceil(left / budget)
@@ -392,7 +392,7 @@ class _RequestPredictor:
 
     def _overhead(
         self, name: str, inputs: Mapping[str, float | None], cycle_us: float | None
-    ) -> PredictionInterval | None:
+    ) -> PredictedDuration | None:
         model = self.models.models.get(f"alpha.{name}")
         if model is None:
             self.assumed.append(f"no model alpha.{name}: left out with what needs it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,11 @@ from tracefit.commands.train import load_scope, scopes_of
 from tracefit.consumers.blis import to_blis, to_blis_registry
 from tracefit.consumers.dynamo import to_dynamo
 from tracefit.consumers.llmd_sim import to_llmd_sim
-from tracefit.consumers.source import OUT, Export, HeldOut, Source
+from tracefit.consumers.source import OUT, Export, Source
 from tracefit.consumers.table import to_csv
 from tracefit.consumers.wva import to_wva
 from tracefit.errors import DataError, UsageError, did_you_mean
+from tracefit.results.exports import ExportResult
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 
@@ -38,18 +39,6 @@ _VERSIONED = ("llm-d-inference-sim",)
 _MOST_DIGITS = 6
 _BELOW_STEPS = "its tables are per operator, below what a trace of steps can tell"
 _REFUSED = dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS)
-
-
-@dataclass(frozen=True, slots=True)
-class ExportResult:
-    """What was written for a consumer, and how well exactly that does on the hold-out."""
-
-    consumer: str
-    scope_id: str | None
-    files: tuple[Path, ...]
-    errors: tuple[HeldOut, ...]
-    notes: tuple[str, ...]
-    usage: str
 
 
 def export(

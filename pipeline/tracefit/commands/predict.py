@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
+from tracefit.results.predictions import RowPredictions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -16,29 +16,10 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.models import Models
 
-Of = Literal["step", "request"]
-
-
-@dataclass(frozen=True, slots=True)
-class RowsPrediction:
-    """Predictions for the rows of a file.
-
-    Attributes:
-        rows: How many.
-        out_of_range: How many of them leave the training range; null for requests, which have no one range.
-        out: The file they were written to, or null.
-        predictions: The rows with their predictions, where no file was asked for.
-    """
-
-    rows: int
-    out_of_range: int | None
-    out: Path | None
-    predictions: tuple[dict[str, object], ...] = ()
-
 
 def predict_file(
     models: Models, rows: str | Path, *, of: str = "step", scope: str | None = None, out: Path | None = None
-) -> RowsPrediction:
+) -> RowPredictions:
     """Predict every row of a CSV, Parquet or NDJSON file.
 
     Args:
@@ -63,8 +44,8 @@ def predict_file(
     outside = predicted.height - predicted["out_of_range"].null_count() if of != "request" else None
     if out is not None:
         _write(predicted, out)
-        return RowsPrediction(predicted.height, outside, out)
-    return RowsPrediction(
+        return RowPredictions(predicted.height, outside, out)
+    return RowPredictions(
         predicted.height, outside, None, tuple(_plain(row) for row in predicted.iter_rows(named=True))
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +13,10 @@ from tracefit._version import __version__
 from tracefit.coefficients import assemble
 from tracefit.coefficients.files import read_coefficients, read_plain, to_json
 from tracefit.coefficients.model import CoefficientFile
-from tracefit.commands.results import Progress, Silent
 from tracefit.commands.train import TrainOptions, fit_runs
 from tracefit.errors import DataError, TracefitError
+from tracefit.progress import NullProgress, Progress
+from tracefit.results.verification import Difference, VerifyResult
 from tracefit.server.documents import read_bytes
 from tracefit.tables.store import TableStore
 
@@ -31,43 +32,6 @@ RELATIVE = 1e-6
 
 _SMALLEST = 1e-9
 MOST_SHOWN = 50
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A value that the refit does not confirm: where in the file, what it says, what came out."""
-
-    place: str
-    in_file: str
-    refitted: str
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyResult:
-    """Whether a coefficient file is what its inputs give.
-
-    Attributes:
-        file: The file.
-        verified: Every number confirmed.
-        numbers: Numbers that were compared.
-        inputs: Inputs that differ from those the file was made from.
-        differing: Values that were not confirmed.
-        differences: The first of them.
-        notes: What else differs: program and library versions.
-    """
-
-    file: Path
-    verified: bool
-    numbers: int
-    inputs: tuple[str, ...]
-    differing: int
-    differences: tuple[Difference, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """0, or 1 where the file is not confirmed."""
-        return 0 if self.verified else 1
 
 
 def verify(
@@ -103,7 +67,7 @@ def verify(
     lacking = set(run_ids) - set(runs["run_id"])
     if lacking or any(text.startswith("features ") for text in inputs):
         return VerifyResult(path, False, 0, tuple(inputs), 0, (), tuple(notes))
-    scopes = fit_runs(store, runs, options, progress or Silent())
+    scopes = fit_runs(store, runs, options, progress or NullProgress())
     again = json.loads(to_json(assemble.coefficient_file(document.kind, scopes, made_by)))
     compared = list(_compare(_by_name(plain), _by_name(again), ""))
     found = [d for d in compared if d is not None]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tracefit.coefficients.predict import PredictionInterval, RequestPrediction, StepPrediction
-    from tracefit.commands.compare import CompareResult
-    from tracefit.commands.export import ExportResult
-    from tracefit.commands.predict import RowsPrediction
-    from tracefit.commands.verify import VerifyResult
+    from tracefit.coefficients.predict import PredictedDuration, RequestPrediction, StepPrediction
+    from tracefit.results.comparison import CompareResult
+    from tracefit.results.exports import ExportResult
+    from tracefit.results.predictions import RowPredictions
+    from tracefit.results.verification import VerifyResult
 
 _RANGE_NOTE = "90 % range: where nine of ten held-out measurements lay about their prediction"
 
@@ -41,7 +41,7 @@ def request_text(predicted: RequestPrediction) -> str:
     return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
 
 
-def rows_text(predicted: RowsPrediction) -> str:
+def rows_text(predicted: RowPredictions) -> str:
     """Give the predicted rows as CSV, or say where they are."""
     if predicted.out is not None:
         outside = (
@@ -132,7 +132,7 @@ def compare_text(result: CompareResult) -> str:
             for d in result.drift
         ]
         lines += [*_table(head, rows), ""]
-        lines += [f"{d.model}: cannot tell: {d.because}" for d in result.drift if d.because]
+        lines += [f"{d.model}: cannot tell: {d.reason}" for d in result.drift if d.reason]
         lines.append(f"verdict: {_VERDICTS[result.verdict]}")
     return "\n".join([*lines, *(f"note: {text}" for text in result.notes)])
 
@@ -172,13 +172,13 @@ def _figure(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _spans(scope_id: str | None, rows: Iterable[tuple[str, PredictionInterval | None]]) -> list[str]:
+def _spans(scope_id: str | None, rows: Iterable[tuple[str, PredictedDuration | None]]) -> list[str]:
     table = [(name, *(_ms(s, end) for end in ("value_us", "low_us", "high_us"))) for name, s in rows]
     body = [f"{name:<22}{value:>12}  {low:>12} to {high}" for name, value, low, high in table]
     return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}  {'90 % range':>12}", *body, "", _RANGE_NOTE]
 
 
-def _ms(found: PredictionInterval | None, end: str) -> str:
+def _ms(found: PredictedDuration | None, end: str) -> str:
     if found is None:
         return "-"
     value = getattr(found, end)
