@@ -9,33 +9,30 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.frames import predict_rows
+from tracefit.coefficients.compiled import CompiledModel, terms_of
+from tracefit.coefficients.diff import coefficient_diffs, prediction_diffs
 from tracefit.coefficients.model import BoundaryModel
 from tracefit.coefficients.models import Models, load
-from tracefit.coefficients.shared import changes, shifts
-from tracefit.coefficients.values import columns_of, terms_of
+from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.commands.timelines import write_timelines
 from tracefit.commands.train import load_scope, scopes_of
 from tracefit.errors import DataError, UsageError
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
-from tracefit.fit import rows as rules
-from tracefit.fit.boundary import admission_with_clock
-from tracefit.fit.bursts import api_waits
-from tracefit.fit.frames import request_frame, step_frame
+from tracefit.fit import splits
+from tracefit.fit.boundary import admission_with_clock, api_waits
 from tracefit.fit.metrics import measure
+from tracefit.fit.splits import MIN_TRAIN_ROWS, request_frame, step_frame
 from tracefit.results.comparison import CompareResult, Drift, ModelComparison, Verdict
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from tracefit.coefficients.model import Model
-    from tracefit.coefficients.models import ScopeModels
+    from tracefit.coefficients.predict import ScopeModels
     from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.metrics import Vector
     from tracefit.fit.results import Metrics
     from tracefit.server.context import Scope
-
-MIN_ROWS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +80,12 @@ def compare(
             if name not in right.models:
                 notes.append(f"{name} of {scope_id}: only in {one}")
                 continue
-            moved, said = shifts(model, right.models[name])
+            moved, said = prediction_diffs(model, right.models[name])
             notes += said
             compared.append(
-                ModelComparison(name, scope_id, tuple(changes(model, right.models[name])), tuple(moved))
+                ModelComparison(
+                    name, scope_id, tuple(coefficient_diffs(model, right.models[name])), tuple(moved)
+                )
             )
     if not compared:
         raise DataError(
@@ -148,8 +147,8 @@ def _drift_of(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolera
     limit = None if base[0] is None else max(tolerance.factor * base[0], base[0] + tolerance.slack_pct)
     verdict: Verdict = "unknown"
     reason = None
-    if now.n < MIN_ROWS:
-        reason = f"{now.n} rows are fewer than {MIN_ROWS}"
+    if now.n < MIN_TRAIN_ROWS:
+        reason = f"{now.n} rows are fewer than {MIN_TRAIN_ROWS}"
     elif limit is None or now.mape_pct is None:
         reason = "the file states no held-out error"
     else:
@@ -181,10 +180,10 @@ def _predicted(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.Data
         timeline = training.with_roofline(tables.timeline, scope.context)
         rows = _all_new(step_frame(tables, timeline, features, constants, source))
         single = rows.filter(pl.col("source") != "interval")
-        rows = single if single.height >= MIN_ROWS else rows
+        rows = single if single.height >= MIN_TRAIN_ROWS else rows
     else:
         rows = _all_new(request_frame(tables, model.name.removeprefix("alpha."), features, constants))
-    lacking = sorted(c for c in columns_of(model) if c not in rows.columns)
+    lacking = sorted(c for c in CompiledModel(model).inputs if c not in rows.columns)
     with_predictions = predict_rows(model, rows if not lacking else rows.with_columns(_nulls(model, lacking)))
     predicted = with_predictions["predicted_us"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
     if isinstance(model, BoundaryModel):
@@ -206,4 +205,4 @@ def _nulls(model: Model, lacking: list[str]) -> list[pl.Expr]:
 
 def _all_new(rows: pl.DataFrame) -> pl.DataFrame:
     """Return every row but idle gaps and epoch boundaries: the old file was trained on none of them."""
-    return rows.filter(~pl.col("excluded_because").is_in(rules.ALWAYS).fill_null(value=False))
+    return rows.filter(~pl.col("excluded_because").is_in(splits.ALWAYS).fill_null(value=False))
