@@ -127,13 +127,13 @@ def test_a_change_of_the_machine_is_told_at_equal_batches(change):
 
 
 def test_a_sum_that_is_off_by_more_than_chance_is_named_as_drifting():
-    entry = {"actual_us": 100e6, "blocks": 40, "furthest_pct": 0.1, "speed_change_pct": 7.9}
-    off = SummedEntry(predicted_us=93e6, bias_pct=-7.0, two_sd_pct=2.0, drifting=True, **entry)
+    entry = {"actual_us": 100e6, "blocks": 40, "max_contribution_pct": 0.1, "speed_change_pct": 7.9}
+    off = SummedEntry(predicted_us=93e6, bias_pct=-7.0, bias_2sd_pct=2.0, drifting=True, **entry)
     assert (
         "**Drifting:** more than two standard deviations off. Steps of equal batches take 7.9 % longer"
         in summed_line(off)
     )
-    right = SummedEntry(predicted_us=99e6, bias_pct=-1.0, two_sd_pct=2.0, drifting=False, **entry)
+    right = SummedEntry(predicted_us=99e6, bias_pct=-1.0, bias_2sd_pct=2.0, drifting=False, **entry)
     assert "Drifting" not in summed_line(right)
     assert SummedTime(93e6, 100e6, 2.0, 40, 0.1).drifting
     assert not SummedTime(99e6, 100e6, 2.0, 40, 0.1).drifting

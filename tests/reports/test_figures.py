@@ -7,8 +7,8 @@ import itertools
 import polars as pl
 import pytest
 
-from tracefit.coefficients.evaluation import OverloadEntry, QueueStretchEntry
 from tracefit.coefficients.files import read_coefficients, read_evaluation
+from tracefit.fit.results import Overload, QueueStretch
 from tracefit.reports.figures import model_figures, thinned
 from tracefit.reports.run_figures import engine_figure
 from tracefit.tables.store import TableStore
@@ -159,10 +159,10 @@ def test_the_engine_over_its_run_by_hand():
         }
     )
     queued = [
-        QueueStretchEntry(server=s, from_ns=40_000_000_000, to_ns=60_000_000_000, peak=10, share=0.25)
+        QueueStretch(server=s, from_ns=40_000_000_000, to_ns=60_000_000_000, peak=10, share=0.25)
         for s in ("s", "another")
     ]
-    overload = OverloadEntry(run_id="r", reasons=("why",), trained_on=False, queued=tuple(queued))
+    overload = Overload(run_id="r", reasons=("why",), trained_on=False, queued=tuple(queued))
     figure = engine_figure(timeline, training, run_id="r", server="s", overload=overload)
     assert figure.title == "The engine of r, s: overloaded, left out of training"
     lines = {p.y_label: p.series[0] for p in figure.panels}

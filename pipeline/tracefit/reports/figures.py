@@ -15,7 +15,8 @@ from tracefit.reports.model import Band, Figure, Panel, Series, Table
 from tracefit.reports.models import AnyModel, terms_of
 
 if TYPE_CHECKING:
-    from tracefit.coefficients.evaluation import Entry, ErrorOverLoadEntry
+    from tracefit.coefficients.evaluation import Entry
+    from tracefit.fit.results import ErrorOverLoad
 
 US_PER_MS = 1e3
 _SUMMARY_ROWS = 8
@@ -159,7 +160,7 @@ _LOADS = {
 }
 
 
-def _over_load(name: str, model_name: str, found: ErrorOverLoadEntry | None) -> Figure | None:
+def _over_load(name: str, model_name: str, found: ErrorOverLoad | None) -> Figure | None:
     """Draw error and bias over the load of held-out rows, the range of the training rows shaded."""
     bins = [b for b in found.bins if b.holdout.mape_pct is not None] if found else []
     if found is None or not bins:
