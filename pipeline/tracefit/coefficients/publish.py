@@ -16,10 +16,8 @@ from tracefit.coefficients import evaluation as ev
 from tracefit.coefficients import model as cf
 from tracefit.coefficients import verdicts
 from tracefit.features.definitions import definitions
-from tracefit.fit.bands import LEVEL_PCT
-from tracefit.fit.distribution import PERCENTS
-from tracefit.fit.frames import counted
-from tracefit.fit.train import evaluation_rows
+from tracefit.fit.metrics import LEVEL_PCT, PERCENTS
+from tracefit.fit.splits import counted, evaluation_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

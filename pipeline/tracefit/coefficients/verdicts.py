@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from tracefit.coefficients.evaluation import Criterion, Verdict
 from tracefit.coefficients.model import STEP_MODELS
 from tracefit.errors import UsageError, did_you_mean
-from tracefit.fit.rows import FEW_ROWS
+from tracefit.fit.splits import FEW_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

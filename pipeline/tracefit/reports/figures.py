@@ -9,7 +9,7 @@ import polars as pl
 
 from tracefit.coefficients.compiled import CompiledModel, holds_expression
 from tracefit.coefficients.model import RegimesModel, Term
-from tracefit.fit.rows import FEW_ROWS
+from tracefit.fit.splits import FEW_ROWS
 from tracefit.reports.cells import count, number
 from tracefit.reports.model import Band, Figure, Panel, Series, Table
 from tracefit.reports.models import AnyModel, terms_of
