@@ -332,7 +332,7 @@ def _rows_by_source(rows: pl.DataFrame) -> dict[str, int]:
 
 def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
     """Count the rows that were left out, by reason, in name order."""
-    return dict(sorted(Counter(rows["excluded_because"].drop_nulls().to_list()).items()))
+    return dict(sorted(Counter(rows["excluded_reason"].drop_nulls().to_list()).items()))
 
 
 def _across(one: LeftOutErrors) -> ev.AcrossEntry:
@@ -407,7 +407,7 @@ def _by_run(model: FittedModel) -> Iterator[tuple[str, pl.DataFrame]]:
 
 
 def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
-    kept = rows.filter(pl.col("excluded_because").is_null())
+    kept = rows.filter(pl.col("excluded_reason").is_null())
     # A mean over an interval is no step: no error is measured on it, unless single steps are too few.
     judge, every = model.recipe.options.eval_filter, counted(model.fitted.rows, "holdout")
     are_single = judge is not None and evaluation_rows(every, judge).height < every.height
@@ -486,7 +486,7 @@ def _timeline(scope: FittedScope) -> ev.TimelineEntry:
         execution_lag_steps=max(tables.lags.values(), default=0),
         clock_checked_events=_sum(tables.clock_checks, "events"),
         clock_disagreements=_sum(tables.clock_checks, "disagreeing"),
-        clock_corrected_events=_sum(runs.unique("run_id"), "moved_events"),
+        clock_corrected_events=_sum(runs.unique("run_id"), "clock_corrected_events"),
         dropped_events=_sum(runs, "dropped_events"),
     )
 

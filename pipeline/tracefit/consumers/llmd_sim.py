@@ -180,7 +180,7 @@ def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
 
 def _target(rows: pl.DataFrame, target: str) -> pl.DataFrame:
     known = rows.filter((pl.col(target) > 0) & pl.col("ts_ns").is_not_null())
-    known = known.with_columns(y=pl.col(target).cast(pl.Float64), excluded_because=pl.lit(None, pl.String))
+    known = known.with_columns(y=pl.col(target).cast(pl.Float64), excluded_reason=pl.lit(None, pl.String))
     return splits.split_by_time(known)
 
 

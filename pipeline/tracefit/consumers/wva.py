@@ -159,7 +159,7 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
         asked.with_columns(
             y=pl.col("prefill_us") / 1e3,
             work=pl.col("uncached_tokens") * pl.col("running_start").clip(lower_bound=1),
-            excluded_because=pl.lit(None, pl.String),
+            excluded_reason=pl.lit(None, pl.String),
         )
     )
     train, held = train_and_holdout(asked, ["work"], "prefill of requests")

@@ -184,7 +184,7 @@ class LinearFit:
     rows_holdout: int
     validation: Validation
     rows: pl.DataFrame
-    """The training frame with `excluded_because` as the fit left it."""
+    """The training frame with `excluded_reason` as the fit left it."""
 
     @property
     def terms(self) -> tuple[FittedTerm, ...]:

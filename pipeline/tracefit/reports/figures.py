@@ -33,7 +33,7 @@ def model_figures(
     Args:
         model: The model.
         entry: Its validation.
-        rows: Its training frame, of every split; rows that were left out are marked in `excluded_because`. Null without
+        rows: Its training frame, of every split; rows that were left out are marked in `excluded_reason`. Null without
             tables: then only what the files tell is drawn.
         points: At most so many points per series, evenly taken in time.
     """
@@ -63,7 +63,7 @@ def _clean(text: str) -> str:
 def _predicted(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame:
     """Rows that count, with the prediction and the measurement in ms."""
     model = compiled.model
-    kept = rows.filter(pl.col("excluded_because").is_null())
+    kept = rows.filter(pl.col("excluded_reason").is_null())
     if "source" in kept.columns:
         # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
         single = kept.filter(pl.col("source") != "interval")

@@ -147,7 +147,7 @@ def _idle(known: pl.DataFrame, seconds: float) -> tuple[Band, ...]:
 
 
 def _warm_up(training: pl.DataFrame, start_ns: int) -> tuple[Band, ...]:
-    left_out = training.filter(pl.col("excluded_because") == "warm_up")
+    left_out = training.filter(pl.col("excluded_reason") == "warm_up")
     if not left_out.height:
         return ()
     ends = left_out.group_by("epoch").agg(a=pl.col("ts_ns").min(), b=pl.col("ts_ns").max()).sort("epoch")
