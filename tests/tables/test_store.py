@@ -14,7 +14,7 @@ import pytest
 from tracefit.commands.ingest import ServerOptions, ingest
 from tracefit.commands.train import train
 from tracefit.errors import DataError, UsageError
-from tracefit.tables.schema import INGEST_TABLES
+from tracefit.tables.schema import INGEST_TABLES, TABLES
 from tracefit.tables.store import ROW_GROUP_ROWS, TableStore
 
 SCHEMAS = Path(__file__).parents[2] / "schemas" / "tables"
@@ -219,9 +219,9 @@ def test_a_damaged_part_is_one_line(tmp_path, traces):
 
 
 def test_columns_of_tables_from_earlier_versions_have_their_names_of_today(tmp_path):
-    """The part is written by hand with the earlier names, as tracefit 0.1 wrote it."""
+    """The part is written by hand with the earlier names."""
     store = TableStore(tmp_path)
-    rows = schema.TABLES["runs"].conform(pl.DataFrame({"run_id": ["a"], "clock_corrected_events": [3]}))
+    rows = TABLES["runs"].conform(pl.DataFrame({"run_id": ["a"], "clock_corrected_events": [3]}))
     (part,) = store.write_run("a", {"runs": rows})
     pl.read_parquet(part).rename({"clock_corrected_events": "moved_events"}).write_parquet(part)
     assert store.read("runs")["clock_corrected_events"].to_list() == [3]

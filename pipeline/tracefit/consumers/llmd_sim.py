@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.consumers.source import (
+from tracefit.consumers.base import (
     OUT,
     Export,
     Source,
     commented,
+    consumer,
     held_out,
     model_name,
     number,
@@ -46,6 +47,7 @@ NEWEST = (0, 10, 0)
 """The version files are written for where none is given."""
 
 
+@consumer("llm-d-inference-sim", versioned=True)
 def to_llmd_sim(source: Source) -> Export:
     """Fit prefill and decode of whole requests against the load they ran under.
 
