@@ -123,8 +123,8 @@ def test_training_rows_carry_the_features_their_models_were_offered(trained, kin
 def test_every_cycle_is_a_training_row_marked_where_it_is_left_out(trained):
     rows = TableStore(trained / "tables").read("beta_training")
     assert rows["step_id"].to_list() == list(range(1, 240))
-    assert rows.filter(excluded_because="warm_up")["step_id"].to_list() == list(range(1, 21))
-    assert rows.filter(split="holdout")["excluded_because"].null_count() == 71
+    assert rows.filter(excluded_reason="warm_up")["step_id"].to_list() == list(range(1, 21))
+    assert rows.filter(split="holdout")["excluded_reason"].null_count() == 71
 
 
 def test_the_runs_table_says_where_every_setting_comes_from(tmp_path, traces):
