@@ -79,7 +79,10 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """One run as it was read; `files` is empty when tables were inspected."""
+    """One run as it was read; `files` is empty when tables were inspected.
+
+    `implausible` counts what was left out by the rule it broke.
+    """
 
     run_id: str
     scope_id: str
@@ -91,6 +94,7 @@ class RunFacts:
     servers: tuple[ServerFacts, ...]
     events: dict[str, int]
     rejects: int
+    implausible: dict[str, int]
     duplicate_spans: int
     checks: tuple[Check, ...]
 
@@ -210,6 +214,7 @@ def _run_facts(
         servers=tuple(_server_facts(rows)),
         events=json.loads(first["events"]),
         rejects=first["rejects"],
+        implausible=json.loads(first["implausible"] or "{}"),
         duplicate_spans=first["duplicate_spans"],
         checks=(*checks, _clock_check(clock)),
     )
