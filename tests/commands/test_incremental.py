@@ -12,8 +12,8 @@ import pytest
 from tracefit import ingest
 from tracefit.commands.ingest import IngestOptions
 from tracefit.commands.plan import plan_ingest
-from tracefit.commands.results import Silent
 from tracefit.engines import local
+from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
 
@@ -217,7 +217,7 @@ def test_after_so_many_rejects_a_file_is_not_read_on_and_that_is_told(tmp_path, 
     assert everything.rejects == 50
 
 
-class _Told(Silent):
+class _Told(NullProgress):
     def __init__(self):
         self.warnings = []
 

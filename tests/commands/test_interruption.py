@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from tracefit import DataError, UsageError, ingest
-from tracefit.commands.results import Silent
+from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
 MOMENTS = 20
@@ -152,7 +152,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_whole(
     assert contents(tables) == contents(tmp_path / "fresh")
 
 
-class _Told(Silent):
+class _Told(NullProgress):
     def __init__(self):
         self.warnings = []
         self.waits = threading.Event()
