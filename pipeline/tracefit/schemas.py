@@ -107,10 +107,12 @@ def _table_schema(table: Table) -> dict[str, Any]:
     """Describe a row of a table; types of Parquet, units and the order of rows and columns as further keywords."""
     properties = {
         c.name: {
-            "type": [_JSON_TYPES[c.kind], "null"],
+            "type": [_JSON_TYPES[c.kind], "null"] if c.nullable else _JSON_TYPES[c.kind],
             "description": c.doc,
             "column_type": c.kind,
             "unit": c.unit,
+            **({} if c.least is None else {"minimum": c.least, "maximum": c.most}),
+            **({} if c.limit is None else {"limit": c.limit}),
         }
         for c in table.columns
     }
@@ -121,6 +123,7 @@ def _table_schema(table: Table) -> dict[str, Any]:
         "description": table.doc,
         "version": TABLES_VERSION,
         "sorted_by": list(table.key),
+        "rules": [f"{table.name}.{check.column} is not {check.what}" for check in table.checks],
         "further_columns": "features of the models, float64" if table.open_ended else None,
         "type": "object",
         "properties": properties,

@@ -157,6 +157,7 @@ def _result(
         ),
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
+            or evaluation.ingest.implausible
         ),
     )
 

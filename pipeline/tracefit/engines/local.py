@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections import deque
@@ -155,9 +156,13 @@ def _worker_surroundings(workers: int) -> Iterator[None]:
     os.environ.update(changed)
     sys.modules["__main__"] = ModuleType("__main__")
     sys.path = [folder for folder in path if folder not in ("", ".", str(Path.cwd()))]
+    # Ctrl-C goes to every process of the terminal. Workers end with this one, which says what happened; they are started
+    # with the signal blocked, for it could come before their first line of code.
+    before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before_mask)
         sys.modules["__main__"], sys.path = main, path
         for name, value in before.items():
             if value is None:

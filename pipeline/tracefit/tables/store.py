@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tracefit.errors import DataError, UsageError
+from tracefit.inputs.files import display_name
 from tracefit.tables import schema
 from tracefit.tables.disk import (
     SCRATCH_PREFIX,
@@ -54,7 +55,20 @@ class TableStore:
     """A folder of tables. What the manifest names is there and whole; a run changes in one step."""
 
     def __init__(self, root: str | Path) -> None:
+        """Name a folder of tables, there or not.
+
+        Raises:
+            UsageError: The name is empty, or not valid UTF-8, which the libraries that write Parquet cannot open.
+        """
+        if not str(root):
+            raise UsageError("the name of a tables folder is empty", hint="name a folder, or . for this one")
         self.root = Path(root)
+        try:
+            str(self.root).encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                "is not a name in UTF-8", where=display_name(str(root)), hint="choose another folder"
+            ) from error
 
     def write_run(self, run_id: str, frames: Mapping[str, pl.DataFrame]) -> list[Path]:
         """Replace a run's rows in the given tables.
@@ -160,7 +174,12 @@ class TableStore:
         if not frames:
             empty = schema.TABLES[name].empty()
             return empty if columns is None else empty.select(c for c in empty.columns if c in columns)
-        return pl.concat(frames, how="diagonal_relaxed")
+        found = pl.concat(frames, how="diagonal_relaxed")
+        # Columns are added within a version of the tables: older ones lack them.
+        lacking = (
+            [c for c in schema.TABLES[name].columns if c.name not in found.columns] if columns is None else []
+        )
+        return found.with_columns(pl.lit(None, c.polars).alias(c.name) for c in lacking)
 
     def _parts(self, name: str, run_ids: list[str] | None) -> list[Path]:
         runs = sorted(self.manifest().runs.items())
