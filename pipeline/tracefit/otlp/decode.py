@@ -19,6 +19,8 @@ from tracefit.inputs.rejects import Reject, excerpt
 from tracefit.otlp import json_records, layouts, protobuf_records
 from tracefit.otlp.json_normaliser import MakeReject, normalise
 from tracefit.otlp.model import (
+    KINDS,
+    STATUS_CODES,
     CheckedRecord,
     Events,
     FieldError,
@@ -84,8 +86,7 @@ REJECT_COLUMNS: dict[str, Any] = {
 
 COUNT_COLUMNS: dict[str, Any] = {"span_row": pl.UInt32, "name": pl.String, "count": pl.Int64}
 
-_KINDS = (None, "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
-_STATUS_CODES = ("UNSET", "OK", "ERROR")
+_KINDS = (None, *KINDS[1:])
 _RECORDS_BYTES = 32 << 20
 """Bytes of records whose spans are built together; columns take several times as much while they are made."""
 
@@ -506,7 +507,7 @@ def _span_frame(
         "start_unix_ns": [span.start_unix_ns or None for span in spans],
         "end_unix_ns": [span.end_unix_ns or None for span in spans],
         "status_code": [
-            _STATUS_CODES[span.status_code] if 0 <= span.status_code < len(_STATUS_CODES) else None
+            STATUS_CODES[span.status_code] if 0 <= span.status_code < len(STATUS_CODES) else None
             for span in spans
         ],
         "status_message": [span.status_message or None for span in spans],
