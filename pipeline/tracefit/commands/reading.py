@@ -9,6 +9,8 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from tracefit._version import __version__
 from tracefit.engines.local import Decoded, Task, decode_task, run_tasks
 from tracefit.inputs.blocks import BLOCK_BYTES, Block, Limits, read_blocks
@@ -166,7 +168,7 @@ class Reading:
                     refuse_other_signal(copy.file)
                 times = {file.name: file.modified_ns for file in group}
                 found = self._decoded(copies, lambda _: None)
-                read += [file.model_copy(update={"modified_ns": times[file.path]}) for file in found]
+                read += [msgspec.structs.replace(file, modified_ns=times[file.path]) for file in found]
         ordered = tuple(sorted(read, key=lambda file: file.path))
         before = tuple(sorted(self.known.files.values(), key=lambda file: file.path))
         return FilesRead(ordered, all_known=ordered == before)
