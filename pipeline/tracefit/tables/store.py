@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Self
 
+import msgspec
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -32,7 +33,7 @@ from tracefit.tables.manifest import (
     MANIFEST_NAME,
     IngestedRun,
     Manifest,
-    TablePart,
+    TableFile,
     read_manifest,
     write_manifest,
 )
@@ -128,8 +129,8 @@ class TableStore:
         Returns:
             What the manifest says now.
         """
-        tables = {name: TablePart(name=part.name) for name, part in parts.items()}
-        run = run.model_copy(update={"tables": {**run.tables, **tables} if keep else tables})
+        tables = {name: TableFile(name=part.name) for name, part in parts.items()}
+        run = msgspec.structs.replace(run, tables={**run.tables, **tables} if keep else tables)
         for name, part in parts.items():
             target = self._path(name, run_id, tables[name])
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +146,7 @@ class TableStore:
                 if part not in valid:
                     part.unlink()
 
-    def _path(self, name: str, run_id: str, part: TablePart) -> Path:
+    def _path(self, name: str, run_id: str, part: TableFile) -> Path:
         return inside(self.root, name, f"run_id={run_id}", part.name)
 
     def manifest(self) -> Manifest:
@@ -211,7 +212,7 @@ class RunWriter:
     """
 
     scratch: Path
-    _open: dict[str, _PartWriter] = field(default_factory=dict)
+    _open: dict[str, _TableFileWriter] = field(default_factory=dict)
     _parts: dict[str, Path] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
     _background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
@@ -231,7 +232,7 @@ class RunWriter:
             self._finish()
             path = self.scratch / f"{name}.parquet"
             stream = self._stack.enter_context(create(path))
-            self._open[name] = _PartWriter(schema.TABLES[name], path, _Hashed(stream))
+            self._open[name] = _TableFileWriter(schema.TABLES[name], path, _Hashed(stream))
         self._open[name].write(rows)
 
     def __enter__(self) -> Self:
@@ -281,7 +282,7 @@ class _Hashed:
 
 
 @dataclass(slots=True)
-class _PartWriter:
+class _TableFileWriter:
     """One Parquet file, in row groups of `ROW_GROUP_ROWS` or `ROW_GROUP_BYTES`, however the rows come."""
 
     table: schema.Table
