@@ -11,9 +11,9 @@ import pytest
 import tracefit
 from tracefit.fit import splits
 from tracefit.fit.boundary import admission_with_clock, fit_boundary, mean_residual
+from tracefit.fit.fitted import LinearFit
 from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import FeatureColumn
-from tracefit.fit.results import LinearFit
 from tracefit.fit.step_clock import interpolated_clock
 from tracefit.fit.train import fit_linear
 
@@ -129,9 +129,9 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it():
             "y": admissions,
             "prompt_tokens": rng.integers(1, 500, len(arrivals)),
             "step_residual_us": None,
-            "excluded_because": None,
+            "excluded_reason": None,
         },
-        schema_overrides={"step_residual_us": pl.Float64, "excluded_because": pl.String},
+        schema_overrides={"step_residual_us": pl.Float64, "excluded_reason": pl.String},
     ).sample(fraction=1, shuffle=True, seed=1)
     steps = range(max(arrivals) // STEP_US + 20)
     timeline = pl.DataFrame(

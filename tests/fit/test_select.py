@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tracefit.fit.linear import PenaltyChoice
+from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.select import (
     choose_penalty,
     collinearity,

@@ -47,7 +47,7 @@ def test_a_declared_target_is_fitted_published_and_listed(job):
     rows = pl.read_parquet(f"{out}/tables/alpha_training/*/*.parquet").filter(target="execution")
     requests = pl.read_parquet(f"{out}/tables/requests/*/*.parquet")
     assert sorted(rows["y"]) == sorted(requests["prefill_us"].drop_nulls())
-    allowed = {a.what for scope in tracefit.inspect([out.parent / "run"]).scopes for a in scope.allowances}
+    allowed = {a.what for scope in tracefit.inspect([out.parent / "run"]).scopes for a in scope.allows}
     assert HANDOFF.title in allowed
 
 
@@ -65,4 +65,11 @@ def test_a_target_adds_to_the_latencies_it_declares(job):
 
 def test_parts_of_a_request_come_in_the_order_of_their_events():
     assert [t.name for t in targets.parts_of("ttft")] == ["admission", "queue_wait"]
-    assert list(phase_columns()) == ["admission", "queue wait", "requeue wait", "prefill", "decode", "departure"]
+    assert list(phase_columns()) == [
+        "admission",
+        "queue wait",
+        "requeue wait",
+        "prefill",
+        "decode",
+        "departure",
+    ]

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.coefficients import assemble, evaluate
+from tracefit.coefficients import publish
 from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.commands.report import report_of, report_texts
 from tracefit.commands.samples import sample_tables
 from tracefit.commands.timelines import engine_limits, write_timelines
-from tracefit.commands.writing import write_texts
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
 from tracefit.features.training import WORKLOAD_COLUMNS
@@ -29,6 +28,7 @@ from tracefit.results.training import LatencySummary, ModelSummary, TrainResult
 from tracefit.server.context import Scope, context_from_json, scope_of
 from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
+from tracefit.tables.disk import write_files
 from tracefit.tables.keys import ENGINE
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.coefficients.evaluation import Evaluation
-    from tracefit.fit.results import FittedModel, FittedScope, Latency, Missing, Overload
+    from tracefit.fit.fitted import FittedModel, FittedScope
+    from tracefit.fit.results import Latency, Missing, Overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def train(
     runs = store.read("runs", None if run_ids is None else list(run_ids))
     scopes = fit_runs(store, runs, options, told)
     _require_models(scopes, str(tables))
-    made_by = assemble.provenance(
+    made_by = publish.provenance(
         {
             "beta_target": options.beta_target,
             "features": options.features,
@@ -111,13 +112,13 @@ def train(
         },
         files=_named_files(options),
     )
-    alpha = assemble.coefficient_file("alpha", scopes, made_by)
-    beta = assemble.coefficient_file("beta", scopes, made_by)
+    alpha = publish.coefficient_file("alpha", scopes, made_by)
+    beta = publish.coefficient_file("beta", scopes, made_by)
     across = None
     if options.across:
         told.stage("leaving out runs, models and GPUs")
         across = fit_across(scopes, scope_options(options))
-    evaluation = evaluate.evaluate(scopes, runs, across, options.thresholds)
+    evaluation = publish.evaluate(scopes, runs, across, options.thresholds)
     report = Path(report_folder or out)
     texts = {
         Path(out) / "alpha.json": to_json(alpha),
@@ -134,7 +135,7 @@ def train(
     # From the files' own numbers, so that `report` makes the same one later.
     made = report_of(as_published(evaluation), as_published(alpha), as_published(beta), store)
     texts |= report_texts(made, report)
-    write_texts(texts)
+    write_files(texts)
     return replace(result, files=tuple(texts))
 
 
@@ -157,6 +158,7 @@ def _result(
         ),
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
+            or evaluation.ingest.implausible
         ),
     )
 

@@ -14,17 +14,19 @@ from tracefit.features.targets import CYCLE_TIME
 from tracefit.fit import splits
 from tracefit.fit.beta import beta_options
 from tracefit.fit.boundary import fit_boundary
+from tracefit.fit.fitted import LinearFit, TooFewRows
 from tracefit.fit.linear import NON_NEGATIVE, columns_of
-from tracefit.fit.results import AcrossResult, LeftOutErrors, LeftOutKind, LinearFit, TooFewRows
+from tracefit.fit.results import AcrossResult, LeftOutErrors, LeftOutKind
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_linear, fit_regimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.inputs import ScopeOptions
     from tracefit.fit.linear import FeatureColumn
-    from tracefit.fit.results import FittedModel, FittedScope, Validation
+    from tracefit.fit.results import Validation
 
 _ONE_SCOPE = "the others are one scope, which cannot tell reading the weights from a constant; trace two models or sizes"
 
@@ -98,10 +100,10 @@ def _validation(scope: FittedScope, model: FittedModel, fitted: LinearFit) -> Va
 
 def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
     """Hold out all rows that `left_out` tells, whatever their training part lost; others keep their training part."""
-    always = pl.when(pl.col("excluded_because").is_in(splits.ALWAYS)).then("excluded_because")
+    always = pl.when(pl.col("excluded_reason").is_in(splits.ALWAYS)).then("excluded_reason")
     return rows.filter(left_out | (pl.col("split") == "train")).with_columns(
         split=pl.when(left_out).then(pl.lit("holdout")).otherwise(pl.lit("train")),
-        excluded_because=pl.when(left_out).then(always).otherwise("excluded_because"),
+        excluded_reason=pl.when(left_out).then(always).otherwise("excluded_reason"),
     )
 
 

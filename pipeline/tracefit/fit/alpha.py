@@ -15,9 +15,10 @@ import polars as pl
 from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES
 from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.candidates import FORM_RULE, choose_form, inner_rows, try_boundary, try_regimes
+from tracefit.fit.fitted import FittedModel, Recipe, TooFewRows
 from tracefit.fit.inputs import FitOptions, ScopeOptions, ScopeTables
 from tracefit.fit.linear import NON_NEGATIVE, Comparison, FeatureColumn, Regime, columns_of
-from tracefit.fit.results import Candidate, FittedModel, Missing, Recipe, TooFewRows
+from tracefit.fit.results import Candidate, Missing
 from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_regimes
 from tracefit.server.tracing import JOURNEY_FLAGS

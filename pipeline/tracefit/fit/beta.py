@@ -18,18 +18,11 @@ from tracefit.fit.extrapolation import (
     load_extrapolation,
     with_load,
 )
+from tracefit.fit.fitted import FittedModel, Recipe, TooFewRows
 from tracefit.fit.inputs import COVERED_SHARE, BetaTarget, FitOptions, ScopeOptions, ScopeTables
 from tracefit.fit.linear import Regime, columns_of
 from tracefit.fit.phases import errors_by_phase
-from tracefit.fit.results import (
-    Candidate,
-    DurationCover,
-    FittedModel,
-    Missing,
-    Recipe,
-    TargetChoice,
-    TooFewRows,
-)
+from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
 from tracefit.fit.splits import step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers
 from tracefit.server.tracing import STEP_FLAGS
@@ -204,7 +197,7 @@ def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOpti
     # The same rows for all: a model of its own outliers would be judged without those that speak against it.
     first = _ratios(sets[0])[0]
     marked = mark_outliers(_taken(rows, first), columns_of(first.features), options)
-    rows_judged = rows.with_columns(marked["excluded_because"])
+    rows_judged = rows.with_columns(marked["excluded_reason"])
     how = replace(options, drop_outliers=False)
     tuned = [_with_ratio(rows_judged, one, how) for one in sets]
     found = [try_features(_taken(rows_judged, one), one.name, columns_of(one.features), how) for one in tuned]

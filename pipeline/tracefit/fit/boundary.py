@@ -15,9 +15,10 @@ import polars as pl
 
 from tracefit.fit.arrays import Vector
 from tracefit.fit.estimators import RobustLinear
-from tracefit.fit.linear import PredictionInterval, predict_regimes
+from tracefit.fit.fitted import FittedBoundary
+from tracefit.fit.linear import predict_regimes
 from tracefit.fit.metrics import coverage_pct, measure, prediction_interval, skill
-from tracefit.fit.results import Burst, FittedBoundary, Metrics
+from tracefit.fit.results import Burst, Metrics, PredictionInterval
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted
 from tracefit.fit.step_clock import (
     StepClock,
@@ -32,7 +33,7 @@ from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
     from tracefit.fit.arrays import Flags, Integers, Vector
-    from tracefit.fit.results import LinearFit
+    from tracefit.fit.fitted import LinearFit
 
 REQUESTS_AHEAD = 5.0
 """A request is part of a burst when the API process has work of five requests or more to do before its own."""

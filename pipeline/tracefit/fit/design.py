@@ -16,7 +16,7 @@ from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
     from tracefit.fit.arrays import Integers, Matrix, Vector
-    from tracefit.fit.linear import FeatureLeftOut
+    from tracefit.fit.results import FeatureLeftOut
 
 BLOCK_ROWS = 10
 FEWEST_BLOCKS, MOST_BLOCKS = 10, 50

@@ -23,8 +23,8 @@ from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
     from tracefit.fit.arrays import Integers, Vector
+    from tracefit.fit.fitted import LinearFit
     from tracefit.fit.linear import FittedRegime
-    from tracefit.fit.results import LinearFit
 
 FEWEST_BLOCKS = 10
 """Fewer tell no variance: where the hold-out is too short for them, its blocks are shorter than the rule says."""

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from tracefit.features.sets import FeatureSet
     from tracefit.fit.arrays import Vector
+    from tracefit.fit.fitted import FittedModel, LinearFit
     from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.phases import ServerPhases
-    from tracefit.fit.results import FittedModel, LinearFit
     from tracefit.server.context import Scope
 
 CUT_OFF = ("aborted", "error", "ignored")

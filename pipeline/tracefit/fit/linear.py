@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from tracefit.features.sets import Sign
     from tracefit.fit.arrays import Flags, Integers, Matrix, Vector
-    from tracefit.fit.solvers import Penalty, Positive
+    from tracefit.fit.results import Collinearity, FeatureLeftOut, PenaltyChoice, PredictionInterval
+    from tracefit.fit.solvers import Positive
 
 
 MAX_VIF = 10.0
@@ -59,55 +60,6 @@ class Signs:
 
 ANY_SIGN = Signs("any")
 NON_NEGATIVE = Signs("non_negative", intercept=True)
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureLeftOut:
-    """A feature that is not in the model, and why."""
-
-    feature: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PenaltyChoice:
-    """A penalty chosen by time-blocked cross-validation; `score` is its mean absolute error over the folds."""
-
-    penalty: Penalty
-    strength: float
-    score: float
-    folds: int
-    fold_scores: tuple[float, ...] = ()
-    """Every fold's share of the score, in order: they sum to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collinearity:
-    """How much the features of a model tell of each other.
-
-    Attributes:
-        condition_number: Largest by smallest singular value of the standardised features (Belsley, Kuh and Welsch
-            1980); 1 is none, above 30 is trouble. Null of no feature.
-        variance_inflation: Per feature, how much wider the variance of its coefficient is than without the others; 1 is none.
-    """
-
-    condition_number: float | None
-    variance_inflation: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PredictionInterval:
-    """Limits of a 95 % prediction interval: factors on a prediction, or differences from it in the target's unit."""
-
-    kind: Literal["ratio", "difference"]
-    low: float
-    high: float
-
-    def limits(self, predicted: Vector) -> tuple[Vector, Vector]:
-        """Return the lower and upper limits of predictions; shape (n,) each, not below zero."""
-        if self.kind == "ratio":
-            return predicted * self.low, predicted * self.high
-        return np.maximum(predicted + self.low, 0.0), np.maximum(predicted + self.high, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracefit.fit.linear import PredictionInterval
-from tracefit.fit.results import NO_ROWS, Distribution, Metrics
+from tracefit.fit.results import NO_ROWS, Distribution, Metrics, PredictionInterval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

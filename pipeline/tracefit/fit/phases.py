@@ -20,7 +20,7 @@ from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
     from tracefit.fit.arrays import Integers, Vector
-    from tracefit.fit.results import LinearFit
+    from tracefit.fit.fitted import LinearFit
 
 LEAST_REQUESTS = 30
 LEAST_SECONDS = 5.0

@@ -1,24 +1,19 @@
 """Results of a fit as plain data: what was fitted, how well it does, and what is missing.
 
-Nothing here computes: the modules that do import this one, and the coefficient and evaluation files publish it.
+Nothing here computes: the modules that do import this one, and the coefficient and evaluation files publish it. A file
+is read, and a row predicted, without numpy and polars: neither is imported here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import polars as pl
-
-from tracefit.fit.linear import FeatureLeftOut, PredictionInterval
-
 if TYPE_CHECKING:
-    from tracefit.features.sets import FeatureSet
-    from tracefit.fit.inputs import FitOptions, ScopeTables
-    from tracefit.fit.linear import FittedRegime, FittedTerm, Regime
-    from tracefit.server.context import Scope
+    from tracefit.fit.arrays import Vector
+    from tracefit.fit.solvers import Penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +55,55 @@ class Distribution:
     rows: int
     measured: tuple[float, ...]
     predicted: Mapping[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureLeftOut:
+    """A feature that is not in the model, and why."""
+
+    feature: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyChoice:
+    """A penalty chosen by time-blocked cross-validation; `score` is its mean absolute error over the folds."""
+
+    penalty: Penalty
+    strength: float
+    score: float
+    folds: int
+    fold_scores: tuple[float, ...] = ()
+    """Every fold's share of the score, in order: they sum to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collinearity:
+    """How much the features of a model tell of each other.
+
+    Attributes:
+        condition_number: Largest by smallest singular value of the standardised features (Belsley, Kuh and Welsch
+            1980); 1 is none, above 30 is trouble. Null of no feature.
+        variance_inflation: Per feature, how much wider the variance of its coefficient is than without the others; 1 is none.
+    """
+
+    condition_number: float | None
+    variance_inflation: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionInterval:
+    """Limits of a 95 % prediction interval: factors on a prediction, or differences from it in the target's unit."""
+
+    kind: Literal["ratio", "difference"]
+    low: float
+    high: float
+
+    def limits(self, predicted: Vector) -> tuple[Vector, Vector]:
+        """Return the lower and upper limits of predictions; shape (n,) each, not below zero."""
+        if self.kind == "ratio":
+            return predicted * self.low, predicted * self.high
+        return (predicted + self.low).clip(min=0.0), (predicted + self.high).clip(min=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,43 +167,6 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearFit:
-    """A fitted model with its validation: one part, or one per regime, the first whose condition holds speaking."""
-
-    regimes: tuple[FittedRegime, ...]
-    huber: float
-    rows_train: int
-    rows_used: int
-    rows_holdout: int
-    validation: Validation
-    rows: pl.DataFrame
-    """The training frame with `excluded_because` as the fit left it."""
-
-    @property
-    def terms(self) -> tuple[FittedTerm, ...]:
-        """Terms of all parts."""
-        return tuple(t for part in self.regimes for t in part.terms)
-
-    @property
-    def features_left_out(self) -> tuple[FeatureLeftOut, ...]:
-        """Features left out of all parts; with several, the regime's name leads the reason."""
-        many = len(self.regimes) > 1
-        return tuple(
-            FeatureLeftOut(x.feature, f"{part.regime.name}: {x.reason}" if many else x.reason)
-            for part in self.regimes
-            for x in part.features_left_out
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TooFewRows:
-    """Why nothing was fitted."""
-
-    reason: str
-    rows: pl.DataFrame
-
-
-@dataclass(frozen=True, slots=True)
 class Phase:
     """A stretch of time, in seconds after the first arrival, and its arrivals per second."""
 
@@ -203,9 +210,7 @@ class Candidate:
     @property
     def score(self) -> float:
         """Geometric mean of both errors."""
-        return (
-            self.inside_mae if self.beyond_mae is None else float(np.sqrt(self.inside_mae * self.beyond_mae))
-        )
+        return self.inside_mae if self.beyond_mae is None else math.sqrt(self.inside_mae * self.beyond_mae)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,45 +261,6 @@ class Burst:
 
 
 @dataclass(frozen=True, slots=True)
-class FittedBoundary:
-    """API work in us (constant and per prompt token), the stamp's offset from the boundary, and how well it does.
-
-    Attributes:
-        work_us: Constant API work.
-        work_us_per_prompt_token: API work per prompt token; 0 where the data cannot tell.
-        offset_us: QUEUED less the step start it comes before.
-        residual_us: What is left of a step in progress at any time of it, on the average: E[c^2] / (2 E[c]) of cycles c.
-        busy_share: Share of the time in which a step is in progress.
-        boundary_accuracy_pct: Held-out requests in a known step that get the right boundary, in percent.
-        boundary_accuracy_without_work_pct: The same with zero API work.
-        rows_with_clock: Held-out requests whose boundary the step clock knows.
-        without_clock: The linear model for consumers without a step clock, and its own validation.
-    """
-
-    work_us: float
-    work_us_per_prompt_token: float
-    offset_us: float
-    residual_us: float
-    busy_share: float
-    boundary_accuracy_pct: float | None
-    boundary_accuracy_without_work_pct: float | None
-    rows_with_clock: int
-    without_clock: LinearFit
-    validation: Validation
-    """Errors with the clock; `by` holds those without it."""
-    prediction_interval: PredictionInterval
-    """Prediction interval with the clock, told by the training rows: three numbers do not fit themselves to their noise."""
-
-    bursts: tuple[Burst, ...]
-    """Stretches in which requests queue in front of the API process: outside the range of what was fitted."""
-
-    @property
-    def expected_wait_us(self) -> float:
-        """Mean time from the end of the API work to QUEUED: nothing while the engine is idle."""
-        return self.busy_share * (self.residual_us + self.offset_us)
-
-
-@dataclass(frozen=True, slots=True)
 class DurationCover:
     """What `step.duration_us` covers of the time the engine was busy, over consecutive sampled steps."""
 
@@ -318,43 +284,6 @@ class Missing:
     name: str
     reason: str
     remedy: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What to fit anew on other rows of the same kind."""
-
-    regimes: tuple[Regime, ...]
-    options: FitOptions
-
-
-@dataclass(frozen=True, slots=True)
-class FittedModel:
-    """A fitted model under its published name."""
-
-    name: str
-    target: str
-    definition: str
-    source: str
-    fitted: LinearFit
-    feature_set: str
-    recipe: Recipe
-    notes: tuple[str, ...] = ()
-    by_phase: tuple[StepPhase, ...] = ()
-    """Errors of step times in each workload phase."""
-    candidates: tuple[Candidate, ...] = ()
-    """Every form that was tried, where one was chosen."""
-    feature_definitions: FeatureSet | None = None
-    """Of step times: the features the model was offered, ratios chosen."""
-    error_over_load: ErrorOverLoad | None = None
-    load_extrapolation: LoadExtrapolation | None = None
-    boundary: FittedBoundary | None = None
-    """With it the model is API work and the step clock; `fitted` is what to use without a clock."""
-
-    @property
-    def validation(self) -> Validation:
-        """Errors of the model in its published form."""
-        return self.boundary.validation if self.boundary else self.fitted.validation
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,26 +382,6 @@ class Overload:
     trained_on: bool = False
     queued: tuple[QueueStretch, ...] = ()
     """Stretches with a queue that broke the rule on queues."""
-
-
-@dataclass(frozen=True, slots=True)
-class FittedScope:
-    """All results of one scope."""
-
-    scope: Scope
-    tables: ScopeTables
-    cover: DurationCover
-    choice: TargetChoice | None
-    models: tuple[FittedModel, ...]
-    missing: tuple[Missing, ...]
-    alpha_rows: pl.DataFrame | None
-    beta_rows: pl.DataFrame | None
-    composed: ComposedLatencies
-    summed: SummedTime | None
-    """Step times of beta's hold-out, summed."""
-    notes: tuple[str, ...] = field(default=())
-    overloads: tuple[Overload, ...] = ()
-    """Overloaded runs of the scope; `tables` hold those of them that were trained on."""
 
 
 LeftOutKind = Literal["run", "model", "gpu"]

@@ -10,9 +10,10 @@ from threadpoolctl import threadpool_limits
 from tracefit.features import targets, training
 from tracefit.fit.alpha import fit_target
 from tracefit.fit.beta import fit_step_times
+from tracefit.fit.fitted import FittedModel, FittedScope
 from tracefit.fit.holdout import summed_holdout
 from tracefit.fit.latency import compose_latencies
-from tracefit.fit.results import FittedModel, FittedScope, Missing
+from tracefit.fit.results import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tracefit.fit.estimators import RobustLinear
-from tracefit.fit.linear import MAX_VIF, Collinearity, FeatureLeftOut, PenaltyChoice
+from tracefit.fit.linear import MAX_VIF
+from tracefit.fit.results import Collinearity, FeatureLeftOut, PenaltyChoice
 from tracefit.fit.solvers import Penalty, Positive, line, moments
 
 if TYPE_CHECKING:
