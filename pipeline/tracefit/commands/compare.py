@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.models import ScopeModels
     from tracefit.fit.metrics import Vector
     from tracefit.fit.scope import ScopeTables
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 Verdict = Literal["good", "drifted", "unknown"]
 
@@ -201,7 +201,7 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
     return CompareResult(one, tables, drift=tuple(found), verdict=verdict, notes=tuple(notes))
 
 
-def _judge(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
+def _judge(model: Model, scope: ModelScope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
     then = model.validation.holdout if model.validation else None
     base = (then.mape_pct if then else None, then.mae if then else None)
     try:
@@ -236,7 +236,7 @@ def _judge(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolerance
     )
 
 
-def _told(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.DataFrame, Vector]:
+def _told(model: Model, scope: ModelScope, tables: ScopeTables) -> tuple[pl.DataFrame, Vector]:
     """Return the new rows a model is judged on, and its predictions for them (NaN where it has none)."""
     features = FeatureSet(
         "file",

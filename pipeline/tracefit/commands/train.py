@@ -31,7 +31,7 @@ from tracefit.fit.options import BetaTarget, ScopeOptions
 from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, Overload, find_overloads, runs_to_fit
 from tracefit.fit.scope import FittedModel, FittedScope, Missing, ScopeTables, fit_scope
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
-from tracefit.server.context import Scope, context_from_json, scope_of
+from tracefit.server.context import ModelScope, context_from_json, scope_of
 from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
 from tracefit.tables.runs import step_counters
@@ -240,9 +240,9 @@ def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
     return (find_feature_set(choice),)
 
 
-def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
+def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[ModelScope, list[str]]]:
     """Group the runs by what their models would speak about, in scope order."""
-    scopes: dict[str, Scope] = {}
+    scopes: dict[str, ModelScope] = {}
     members: dict[str, list[str]] = {}
     one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
     for row in one_per_run.select("run_id", "settings", "model_config", "gpu").iter_rows(named=True):
@@ -253,7 +253,7 @@ def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
     return [(scopes[i], members[i]) for i in sorted(scopes)]
 
 
-def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: list[str]) -> ScopeTables:
+def load_scope(store: TableStore, runs: pl.DataFrame, scope: ModelScope, run_ids: list[str]) -> ScopeTables:
     """Read the tables of one scope's runs.
 
     Args:

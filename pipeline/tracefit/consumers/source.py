@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.models import ScopeModels
     from tracefit.fit.metrics import Vector
     from tracefit.fit.scope import ScopeTables
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 OUT = "{out}"
 """Stands for the folder of an export in its `usage` and its notes until that is known."""
@@ -33,7 +33,7 @@ class Source:
     """One scope's coefficient models, the tables they were trained on, and the consumer's version, as the user gave it."""
 
     models: ScopeModels
-    scope: Scope
+    scope: ModelScope
     tables: ScopeTables
     consumer_version: tuple[int, ...] | None = None
 

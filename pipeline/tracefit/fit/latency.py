@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tracefit.fit.phases import Phase, ServerPhases
     from tracefit.fit.scope import FittedModel, ScopeTables
     from tracefit.fit.train import Fitted
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 CUT_OFF = ("aborted", "error", "ignored")
 
@@ -86,7 +86,7 @@ class ComposedLatencies:
 
 
 def compose_latencies(
-    scope: Scope,
+    scope: ModelScope,
     tables: ScopeTables,
     models: Sequence[FittedModel],
     features: FeatureSet | None,
@@ -163,7 +163,7 @@ def _ends(model: FittedModel) -> pl.DataFrame:
 
 
 def _predicted_steps(
-    scope: Scope, tables: ScopeTables, beta: FittedModel, features: FeatureSet
+    scope: ModelScope, tables: ScopeTables, beta: FittedModel, features: FeatureSet
 ) -> pl.DataFrame:
     """Predict every step whose batch is known, as trained and in hindsight; add whether it began in the training part."""
     timeline = training.with_roofline(tables.timeline, scope.context)
@@ -230,7 +230,7 @@ def _with_overheads(
 def _with_averages(
     rows: pl.DataFrame,
     steps: pl.DataFrame,
-    scope: Scope,
+    scope: ModelScope,
     tables: ScopeTables,
     models: Mapping[str, FittedModel],
     features: FeatureSet,

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from tracefit.fit.overload import Overload
     from tracefit.fit.validate import Validation
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 STEP_TIMES = "beta.cycle_time"
 
@@ -140,7 +140,7 @@ class FittedModel:
 class FittedScope:
     """All results of one scope."""
 
-    scope: Scope
+    scope: ModelScope
     tables: ScopeTables
     cover: DurationCover
     choice: TargetChoice | None
@@ -158,7 +158,7 @@ class FittedScope:
 
 @threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
 def fit_scope(
-    scope: Scope, tables: ScopeTables, beta_sets: Sequence[FeatureSet], options: ScopeOptions
+    scope: ModelScope, tables: ScopeTables, beta_sets: Sequence[FeatureSet], options: ScopeOptions
 ) -> FittedScope:
     """Fit beta and the three alpha models of one scope, as far as its data allow.
 
@@ -235,7 +235,7 @@ def choose_target(cover: DurationCover, wanted: BetaTarget) -> TargetChoice:
 
 
 def _fit_beta(
-    scope: Scope,
+    scope: ModelScope,
     tables: ScopeTables,
     cover: DurationCover,
     sets: Sequence[FeatureSet],
