@@ -60,7 +60,7 @@ def test_durations_that_are_step_times_are_used_for_every_sampled_step(tmp_path,
 
 def test_the_report_says_why_the_clock_with_both_medians(tmp_path, traces, job):
     job(traces.load(steps=120, requests=0, covered=0.05))
-    because = _timeline(tmp_path)["beta_target_because"]
+    because = _timeline(tmp_path)["beta_target_reason"]
     medians = (
         TableStore(tmp_path / "out" / "tables").read("timeline").filter(pl.col("cycle_us").is_not_null())
     )
@@ -103,7 +103,7 @@ def test_idle_gaps_are_in_neither_part(tmp_path, traces, job):
         ]
     job(trace)
     rows = TableStore(tmp_path / "out" / "tables").read("beta_training")
-    assert rows.filter(excluded_because="idle_gap").select("step_id", "split").rows() == [
+    assert rows.filter(excluded_reason="idle_gap").select("step_id", "split").rows() == [
         (100, "train"),
         (230, "holdout"),
     ]

@@ -102,8 +102,8 @@ def predict(
 
         loaded, features = load(*models), parse_features(feature or [])
         if rows is not None:
-            answers = predict_file(loaded, rows, of=of, scope=scope, out=out)
-            show(answers, rows_text(answers), as_json=json, quiet=quiet)
+            predicted = predict_file(loaded, rows, of=of, scope=scope, out=out)
+            show(predicted, rows_text(predicted), as_json=json, quiet=quiet)
         elif prompt is not None:
             request = loaded.predict_request(
                 scope=scope,
@@ -129,13 +129,23 @@ def predict(
             show(step, step_text(step), as_json=json, quiet=quiet)
 
 
+def _consumer_names() -> list[str]:
+    from tracefit.consumers import known
+
+    return list(known())
+
+
 @app.command()
 def export(
     models: Annotated[
         Path, typer.Argument(help="A coefficient file, or a folder with alpha.json and beta.json.")
     ],
     to: Annotated[
-        str, typer.Option(help="blis, blis-registry, llm-d-inference-sim, wva, dynamo-mocker or csv.")
+        str,
+        typer.Option(
+            help="The consumer, such as blis, wva or csv; a name that is not known lists all.",
+            autocompletion=_consumer_names,
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the consumer's files.")],
     tables: Annotated[
@@ -147,8 +157,7 @@ def export(
         Optional[str],
         typer.Option(
             metavar="VERSION",
-            help="Version of the consumer, such as 0.9.2, where older ones take another form (llm-d-inference-sim); the "
-            "newest if not given.",
+            help="Version of the consumer, such as 0.9.2, where older ones take another form; the newest if not given.",
         ),
     ] = None,
     json: Json = False,

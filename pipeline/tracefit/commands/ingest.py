@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from tracefit import memory
 from tracefit._version import __version__
 from tracefit.commands.reading import KnownFiles, Reading, content_hash, options_hash, resolve_run_id
-from tracefit.commands.results import IngestResult, Progress, RunSummary, Silent
 from tracefit.commands.timelines import SMALL_RUN_ROWS, write_timelines
 from tracefit.engines.local import available_cores
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.inputs.blocks import Limits
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
+from tracefit.progress import NullProgress, Progress
+from tracefit.results.ingestion import IngestResult, RunSummary
 from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_to_json
@@ -123,7 +124,7 @@ def ingest(
             inputs,
             out,
             server or ServerOptions(),
-            progress or Silent(),
+            progress or NullProgress(),
             options=options or IngestOptions(),
             workers=workers,
         )
@@ -207,7 +208,7 @@ class _Work:
         built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
         if known is None or known.built_from != built_from or not read.all_known:
             run = IngestedRun(source=source.folder, options=options, built_from=built_from, files=read.files)
-            self._build(run_id, source, run, columns)
+            self._build(run_id, source, run, columns, _limits(context))
         self._add_kv_events(run_id, source, context)
         summary = _summary(run_id, context, self.store.read("runs", [run_id]))
         warnings += _warnings_of(run_id, summary)
@@ -219,6 +220,7 @@ class _Work:
         source: RunSource,
         run: IngestedRun,
         columns: dict[str, str | int | None],
+        limits: dict[str, float],
     ) -> None:
         with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
             self.told.stage(f"writing {run_id}")
@@ -229,6 +231,7 @@ class _Work:
                 scratch=scratch,
                 write=writer.write,
                 run_columns=columns,
+                limits=limits,
             )
             _require_spans(source, counts)
             self.store.publish(run_id, run, writer.close(), keep=False)
@@ -298,6 +301,14 @@ def _run_columns(files: Sequence[ReadFile], context: RunContext) -> dict[str, st
     }
 
 
+def _limits(context: RunContext) -> dict[str, float]:
+    """Return the settings that bound what tables can hold; vLLM's defaults, which are assumed, bound nothing."""
+    settings = context.settings
+    names = {c.limit for table in schema.TABLES.values() for c in table.columns if c.limit}
+    known = {name: getattr(settings, name) for name in names if settings.sources.get(name) != "assumed"}
+    return {name: float(value) for name, value in sorted(known.items()) if value is not None}
+
+
 def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary:
     first = runs.row(0, named=True)
     return RunSummary(
@@ -309,6 +320,7 @@ def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary
         other_spans=first["other_spans"],
         duplicate_spans=first["duplicate_spans"],
         rejects=first["rejects"],
+        implausible=sum(json.loads(first["implausible"] or "{}").values()),
         dropped_events=int(runs["dropped_events"].sum()),
         servers=runs.height,
         epochs=int(runs["epochs"].sum()),
@@ -321,6 +333,11 @@ def _warnings_of(run_id: str, run: RunSummary) -> list[str]:
     texts = []
     if run.rejects:
         texts.append(f"{run_id}: {run.rejects} records could not be read; see the rejects table")
+    if run.implausible:
+        texts.append(
+            f"{run_id}: {run.implausible} implausible values were left out; `tracefit inspect` counts them by rule, "
+            "the rejects table lists them"
+        )
     if run.dropped_events:
         texts.append(
             f"{run_id}: the server's SDK dropped {run.dropped_events} events; "

@@ -9,13 +9,13 @@ import polars as pl
 
 from tracefit.features.roofline import ROOFLINE_TERMS, WORK_TERMS, add_roofline, add_work
 from tracefit.features.sets import FeatureSet, add_features
+from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tracefit.server.context import RunContext
 
-ENGINE = ["run_id", "server", "epoch"]
 
 STATE_COLUMNS = (
     "running_depth",
@@ -128,7 +128,7 @@ def beta_rows(
         source: `clock` for cycle times, `duration` for `step.duration_us` as it is.
 
     Returns:
-        Columns of the engine, step_id, ts_ns, source, interval_steps, cycle_sd_us, y (us), excluded_because,
+        Columns of the engine, step_id, ts_ns, source, interval_steps, cycle_sd_us, y (us), excluded_reason,
         preemption_heavy, has_prefill, and the features.
     """
     if source == "duration":
@@ -171,7 +171,7 @@ def _duration_rows(rows: pl.DataFrame, features: FeatureSet) -> pl.DataFrame:
 
 def _with_reason(rows: pl.DataFrame, idle: pl.Expr) -> pl.DataFrame:
     because = pl.when(idle.fill_null(value=False)).then(pl.lit("idle_gap"))
-    return rows.with_columns(excluded_because=because).sort(*ENGINE, "step_id")
+    return rows.with_columns(excluded_reason=because).sort(*ENGINE, "step_id")
 
 
 def _mean_of_all(column: pl.Expr) -> pl.Expr:
@@ -261,7 +261,7 @@ def alpha_rows(
         finishing_reqs=pl.when(pl.col("finished_step").is_not_null()).then(finishing),
     ).filter(pl.col("y").is_not_null() & pl.col("ts_ns").is_not_null())
     rows = _with_workload(rows).with_columns(
-        excluded_because=pl.lit(None, pl.String), request_id=pl.coalesce("core_request_id", "request_id")
+        excluded_reason=pl.lit(None, pl.String), request_id=pl.coalesce("core_request_id", "request_id")
     )
     if target == "departure":
         rows = rows.join(
@@ -284,9 +284,9 @@ ARRIVAL_WINDOW_S = 10.0
 def _with_workload(rows: pl.DataFrame) -> pl.DataFrame:
     """Add what the request brings and the load it comes in: prefix hits, and arrivals per second before its own."""
     hits = pl.col("cached_prompt_tokens") / pl.col("prompt_tokens")
-    ordered = rows.sort("run_id", "server", "arrival_ns", nulls_last=True)
+    ordered = rows.sort(*SERVER, "arrival_ns", nulls_last=True)
     times = ordered["arrival_ns"].to_numpy()
-    servers = ordered.select(pl.struct("run_id", "server").rank("dense")).to_series().to_numpy()
+    servers = ordered.select(pl.struct(SERVER).rank("dense")).to_series().to_numpy()
     rate = np.full(ordered.height, np.nan)
     for server in np.unique(servers):
         mine = np.flatnonzero((servers == server) & ~np.isnan(times.astype(float)))

@@ -72,6 +72,7 @@ def _ingested(entry: IngestEntry) -> Part:
         ("spans", count(entry.spans)),
         ("spans of other scopes, left out", count(entry.other_spans)),
         ("records that could not be read (rejects)", count(entry.rejects)),
+        *((f"implausible values left out: {rule}", count(n)) for rule, n in entry.implausible.items()),
         ("spans there twice, counted once", count(entry.duplicates)),
         ("events the server's SDK dropped", count(entry.dropped_events)),
     ]
@@ -110,11 +111,11 @@ def clock_parts(t: TimelineEntry) -> list[Part]:
             "events that disagree with the step clock",
             f"{count(t.clock_disagreements)} of {count(t.clock_checked_events)}",
         ),
-        ("API events moved from another host's clock", count(t.moved_events)),
+        ("API events moved from another host's clock", count(t.clock_corrected_events)),
     ]
     parts: list[Part] = ["### What `step.duration_us` covers, and the step clock"]
-    if t.beta_target_because:
-        parts.append(f"Step times come from the {t.beta_target_source}: {t.beta_target_because}.")
+    if t.beta_target_reason:
+        parts.append(f"Step times come from the {t.beta_target_source}: {t.beta_target_reason}.")
     parts.append(table(("what", "value"), rows))
     if t.execution_lag_steps:
         parts.append(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tracefit.reports.text import columns, indented
 
 if TYPE_CHECKING:
-    from tracefit.commands.inspect import Inspection, RunFacts, ScopeFacts, ServerFacts
+    from tracefit.results.inspection import Inspection, RunFacts, ScopeFacts, ServerFacts
     from tracefit.tables.health import Check
 
 
@@ -28,6 +28,7 @@ def _run(run: RunFacts) -> str:
         *(("scope", f"{s.scope}, {s.spans:,} spans, dialect {s.dialect}") for s in run.scopes),
         *([("scope", f"others, {run.other_spans:,} spans, left out")] if run.other_spans else []),
         *((("rejects", f"{run.rejects:,} records could not be read"),) if run.rejects else ()),
+        *((("implausible", f"{n:,} left out: {rule}")) for rule, n in run.implausible.items()),
         *((("duplicates", f"{run.duplicate_spans:,} spans"),) if run.duplicate_spans else ()),
     ]
     return "\n".join(
@@ -84,6 +85,6 @@ def _check(check: Check) -> tuple[str, ...]:
 
 
 def _scope(scope: ScopeFacts) -> str:
-    rows = [(a.what, a.verdict, a.because) for a in scope.allows]
+    rows = [(a.what, a.verdict, a.reason) for a in scope.allows]
     head = f"scope {scope.scope_id} ({', '.join(scope.runs)}) allows"
     return "\n".join([head, indented(columns(None, rows, left={0, 1, 2}))])

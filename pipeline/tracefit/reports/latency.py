@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tracefit.coefficients.evaluation import (
-        BurstEntry,
-        LatencyErrorsEntry,
+        LatencyEntry,
         PhaseEntry,
         ScopeEvaluation,
         StepPhaseEntry,
         SummedEntry,
     )
+    from tracefit.fit.results import Burst, LatencyErrors
     from tracefit.reports.model import Part
 
 _TITLES = {
@@ -27,7 +27,7 @@ _TITLES = {
     "prefill": "prefill",
     "execution": "execution",
 }
-_WAYS = ("teacher_forced", "hindsight", "averages_only", "baseline")
+_WAYS = ("teacher_forced", "refit_on_holdout", "averages_only", "baseline")
 _GROUPED = ("ttft", "itl", "e2e")
 
 _PREAMBLE = (
@@ -64,8 +64,8 @@ def summed_line(entry: SummedEntry) -> str:
     """Say how far the sum of the hold-out's step times is off, and how sure that is."""
     return (
         f"**Step times of the hold-out summed:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
-        f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.two_sd_pct:.2f} %, "
-        f"by bootstrap over {entry.blocks} blocks of time); the one step or interval furthest off has {entry.furthest_pct:+.2f} "
+        f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.bias_2sd_pct:.2f} %, "
+        f"by bootstrap over {entry.blocks} blocks of time); the one step or interval furthest off has {entry.max_contribution_pct:+.2f} "
         f"points of it.{_drift(entry)}"
     )
 
@@ -83,7 +83,7 @@ def _drift(entry: SummedEntry) -> str:
     )
 
 
-def burst_lines(bursts: Sequence[BurstEntry]) -> list[str]:
+def burst_lines(bursts: Sequence[Burst]) -> list[str]:
     """Name the bursts that lie outside the range of the admission model; nothing where there are none."""
     if not bursts:
         return []
@@ -132,7 +132,7 @@ def _by_phase(scope: ScopeEvaluation) -> list[Part]:
     return [table(("phase", *_GROUP_HEAD), rows, folded=title)]
 
 
-def _group(title: str, errors: LatencyErrorsEntry) -> tuple[str, ...]:
+def _group(title: str, errors: LatencyErrors | LatencyEntry | PhaseEntry) -> tuple[str, ...]:
     others = (errors.averages_only.mape_pct, errors.baseline.mape_pct)
     return (title, *metrics(errors.teacher_forced), *(number(v) for v in others))
 

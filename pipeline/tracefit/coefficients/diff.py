@@ -1,0 +1,181 @@
+"""Compare two models of the same thing: coefficient by coefficient, and by what they predict where both were trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.coefficients.compiled import CompiledModel, linear_forms
+from tracefit.coefficients.model import (  # the schema of what compare prints needs Interval when it runs
+    BoundaryModel,
+    Interval,
+    LinearForm,
+    LinearModel,
+)
+from tracefit.coefficients.predict_frames import predict_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tracefit.coefficients.model import Model, Number, Term
+
+POINTS = 2000
+"""Points of the shared training range at which two models are compared."""
+
+_SAME_COUNT = {"decode_tokens": "num_decode_reqs", "num_decode_reqs": "decode_tokens"}
+"""A decoding request computes one token: where only one of the two is known, it stands for the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoefficientDiff:
+    """One coefficient in two files.
+
+    Attributes:
+        part: Regime, or linear form of the model.
+        term: Feature, `intercept` or `offset`.
+        unit: Of the values.
+        first: Value in the first file, null where it has none.
+        first_ci95: Its interval.
+        second: Value in the second file.
+        second_ci95: Its interval.
+        apart: Whether the intervals do not meet; null where one is missing.
+    """
+
+    part: str
+    term: str
+    unit: str
+    first: float | None
+    first_ci95: Interval | None
+    second: float | None
+    second_ci95: Interval | None
+    apart: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionDiff:
+    """How predictions of one part differ over the range both files were trained on, second less first.
+
+    Attributes:
+        part: Regime, or linear form of the model.
+        points: Points of the shared range at which both predict.
+        first_us: Mean prediction of the first file.
+        mean_us: Mean difference.
+        low_us: Largest decrease.
+        high_us: Largest increase.
+        ranges: Shared range of every column.
+    """
+
+    part: str
+    points: int
+    first_us: float
+    mean_us: float
+    low_us: float
+    high_us: float
+    ranges: dict[str, Interval]
+
+
+def coefficient_diffs(first: Model, second: Model) -> list[CoefficientDiff]:
+    """Compare two models coefficient by coefficient, parts by their names."""
+    left, right = _numbers(first), _numbers(second)
+    return [_coefficient_diff(*key, left.get(key), right.get(key)) for key in dict.fromkeys([*left, *right])]
+
+
+def _numbers(model: Model) -> dict[tuple[str, str, str], Number | Term]:
+    found: dict[tuple[str, str, str], Number | Term] = {}
+    for name, part in linear_forms(model).items():
+        found[name, "intercept", "us"] = part.intercept
+        found |= {(name, t.feature, t.unit): t for t in part.terms}
+    if isinstance(model, BoundaryModel):
+        found["work", "offset", "us"] = model.offset
+    return found
+
+
+def _coefficient_diff(
+    part: str, term: str, unit: str, first: Number | Term | None, second: Number | Term | None
+) -> CoefficientDiff:
+    a, b = (x.ci95 if x is not None else None for x in (first, second))
+    apart = None if a is None or b is None else a[1] < b[0] or b[1] < a[0]
+    one, other = (None if x is None else x.value for x in (first, second))
+    return CoefficientDiff(part, term, unit, one, a, other, b, apart)
+
+
+def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff], list[str]]:
+    """Compare what the parts of two models predict over their shared training range.
+
+    Returns:
+        One difference per part that both have and whose columns have a known range, and why others have none.
+    """
+    found: list[PredictionDiff] = []
+    notes: list[str] = []
+    left, right = linear_forms(first), linear_forms(second)
+    for name in left:
+        if name not in right:
+            notes.append(f"{first.name}, {name}: only in the first file")
+            continue
+        lines = _line(first, left[name]), _line(second, right[name])
+        diff = _prediction_diff(name, *lines)
+        if isinstance(diff, PredictionDiff):
+            found.append(diff)
+        else:
+            notes.append(f"{first.name}, {name}: {diff}")
+    notes += [f"{first.name}, {name}: only in the second file" for name in right if name not in left]
+    return found, notes
+
+
+def _line(model: Model, part: LinearForm) -> LinearModel:
+    return LinearModel(
+        name=model.name, intercept=part.intercept, terms=part.terms, definitions=model.definitions
+    )
+
+
+def _prediction_diff(name: str, first: LinearModel, second: LinearModel) -> PredictionDiff | str:
+    ranges: dict[str, Interval] = {}
+    for term in (*first.terms, *second.terms):
+        if term.training_range is not None:
+            low, high = ranges.get(term.feature, term.training_range)
+            ranges[term.feature] = (max(low, term.training_range[0]), min(high, term.training_range[1]))
+    empty = sorted(n for n, (low, high) in ranges.items() if low > high)
+    if empty:
+        return f"the training ranges of {', '.join(empty)} do not meet"
+    columns = CompiledModel(first).inputs | CompiledModel(second).inputs
+    lacking = sorted(c for c in columns if c not in ranges and _SAME_COUNT.get(c) not in ranges)
+    if lacking:
+        return f"no training range is known of {', '.join(lacking)}"
+    points = _points(columns, ranges)
+    predicted = [predict_rows(m, points).select("predicted_us", "out_of_range") for m in (first, second)]
+    both = predicted[0]["out_of_range"].is_null() & predicted[1]["out_of_range"].is_null()
+    if not both.any():
+        return "no point lies in the training ranges of both"
+    before, after = (p.filter(both)["predicted_us"].to_numpy() for p in predicted)
+    difference = after - before
+    return PredictionDiff(
+        part=name,
+        points=len(before),
+        first_us=float(before.mean()),
+        mean_us=float(difference.mean()),
+        low_us=float(difference.min()),
+        high_us=float(difference.max()),
+        ranges={c: ranges[c] for c in sorted(columns & set(ranges))},
+    )
+
+
+def _points(columns: set[str], ranges: Mapping[str, Interval]) -> pl.DataFrame:
+    """Return points spread over the ranges, corners of single columns included, the same ones every time."""
+    rng = np.random.default_rng(0)
+    free = sorted(c for c in columns if c in ranges)
+    points = {
+        c: rng.uniform(*ranges[c], POINTS) if ranges[c][0] < ranges[c][1] else np.full(POINTS, ranges[c][0])
+        for c in free
+    }
+    ends = rng.integers(0, 4, (POINTS, max(len(free), 1)))
+    for i, c in enumerate(free):
+        points[c] = np.where(
+            ends[:, i] == 0, ranges[c][0], np.where(ends[:, i] == 1, ranges[c][1], points[c])
+        )
+    for c in sorted(columns):
+        if c not in points:
+            points[c] = points[_SAME_COUNT[c]]
+    return pl.DataFrame(points or {"_": np.zeros(1)})

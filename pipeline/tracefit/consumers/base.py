@@ -1,0 +1,229 @@
+"""What every consumer's module builds on: what an export is made from, what it says of itself, and the registry.
+
+A consumer is one module of this room: a function from a `Source` to an `Export`, registered by name with `consumer`
+(or with `consumer_of_files`, where the coefficient files alone are enough).
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.errors import DataError
+from tracefit.fit.metrics import measure
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted
+from tracefit.server.tracing import JOURNEY_FLAGS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.fit.inputs import ScopeTables
+    from tracefit.fit.metrics import Vector
+    from tracefit.server.context import ModelScope
+
+OUT = "{out}"
+"""Stands for the folder of an export in its `usage` and its notes until that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One scope's coefficient models, the tables they were trained on, and the consumer's version, as the user gave it."""
+
+    models: ScopeModels
+    scope: ModelScope
+    tables: ScopeTables
+    consumer_version: tuple[int, ...] | None = None
+
+    @property
+    def step_source(self) -> str:
+        """Where step times come from, as `fit.frames.step_frame` takes it: as in the file."""
+        target = self.models.step_model.target
+        return "duration" if target is not None and target.source == "duration" else "clock"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Error of an exported form on the hold-out, beside the training median's.
+
+    Attributes:
+        what: The quantity, in the consumer's words.
+        unit: Unit of the errors.
+        n: Held-out rows.
+        mape_pct: Mean absolute percentage error.
+        mae: Mean absolute error.
+        bias_pct: 100 * (sum predicted - sum actual) / sum actual.
+        baseline_mae: Mean absolute error of the training median on the same rows.
+    """
+
+    what: str
+    unit: str
+    n: int
+    mape_pct: float | None
+    mae: float | None
+    bias_pct: float | None
+    baseline_mae: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Files for a consumer, with the error of exactly what is in them.
+
+    Attributes:
+        files: File name to content.
+        errors: Held-out errors of the exported form.
+        notes: What a user has to know.
+        usage: How the consumer takes the files: a command that runs as it is, `OUT` standing for their folder.
+    """
+
+    files: dict[str, str | bytes]
+    errors: tuple[HeldOut, ...]
+    notes: tuple[str, ...] = ()
+    usage: str = ""
+    facts: dict[str, float] = field(default_factory=dict)
+    """The exported numbers by the consumer's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """A program that loads exports.
+
+    Attributes:
+        name: Its name, as `--to` takes it.
+        export: From a scope's models, and a function that reads the tables they were trained on, to the export.
+        versioned: Whether `Source.consumer_version` makes a difference.
+    """
+
+    name: str
+    export: Callable[[ScopeModels, Callable[[], Source]], Export]
+    versioned: bool = False
+
+
+REGISTRY: dict[str, Consumer] = {}
+"""Consumers of the modules that are imported; `tracefit.consumers.known` imports all."""
+
+
+def consumer(
+    name: str, *, versioned: bool = False
+) -> Callable[[Callable[[Source], Export]], Callable[[Source], Export]]:
+    """Register a function as the export to a consumer."""
+
+    def register(export: Callable[[Source], Export]) -> Callable[[Source], Export]:
+        REGISTRY[name] = Consumer(name, lambda _, source: export(source()), versioned)
+        return export
+
+    return register
+
+
+def consumer_of_files(
+    name: str,
+) -> Callable[[Callable[[ScopeModels], Export]], Callable[[ScopeModels], Export]]:
+    """Register a function as the export to a consumer that needs no tables."""
+
+    def register(export: Callable[[ScopeModels], Export]) -> Callable[[ScopeModels], Export]:
+        REGISTRY[name] = Consumer(name, lambda models, _: export(models))
+        return export
+
+    return register
+
+
+def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: Vector) -> HeldOut:
+    """Measure an exported form.
+
+    Args:
+        what: The quantity.
+        unit: Unit of the arrays.
+        actual: Measured, shape (n,).
+        predicted: By the consumer's formula with the exported numbers, shape (n,).
+        trained: What the training rows measured, any shape.
+    """
+    errors = measure(actual, predicted)
+    baseline = measure(actual, np.full(len(actual), float(np.median(trained))))
+    return HeldOut(what, unit, errors.n, errors.mape_pct, errors.mae, errors.bias_pct, baseline.mae)
+
+
+def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Split the rows in which every column is known; of step rows single steps are held out where there are enough.
+
+    Raises:
+        DataError: There are too few of them.
+    """
+    unknown = [c for c in columns if rows[c].null_count() == rows.height]
+    if unknown:
+        lacking = ", ".join(unknown) if rows.height else "no row has both ends"
+        raise DataError(
+            f"{what}: not known in these runs ({lacking})",
+            hint=f"journeys of every request would tell: {JOURNEY_FLAGS}",
+        )
+    known = rows.drop_nulls(["y", *columns])
+    train, held = counted(known, "train"), counted(known, "holdout")
+    if "source" in held.columns:
+        single = held.filter(pl.col("source") != "interval")
+        held = single if single.height >= MIN_HOLDOUT_ROWS else held
+    if train.height < MIN_TRAIN_ROWS or held.height < MIN_HOLDOUT_ROWS:
+        raise DataError(
+            f"{what}: {train.height} training and {held.height} held-out rows are too few",
+            hint=f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed: trace a longer run",
+        )
+    return train, held
+
+
+def number(value: float) -> str:
+    """Write a number for a consumer's file: six significant digits, never in exponent form."""
+    text = f"{float(f'{value:.6g}'):.12f}".rstrip("0").rstrip(".")
+    return text or "0"
+
+
+def written(value: float) -> float:
+    """Return a number as `number` writes it: errors are those of what is in the file."""
+    return float(number(value))
+
+
+def model_name(source: Source) -> str:
+    """Return the model as the server calls it."""
+    context = source.scope.context
+    named = context.architecture.name if context.architecture else None
+    return context.settings.model or named or "unknown/model"
+
+
+def flags(values: Mapping[str, str | float | None]) -> str:
+    """Write options of a command line as a shell takes them; None is an option that is not given."""
+    given = ((name, str(value)) for name, value in values.items() if value is not None)
+    return " ".join(f"--{name} {_quoted(value)}" for name, value in given)
+
+
+def _quoted(value: str) -> str:
+    if value.startswith(OUT):
+        return OUT + shlex.quote(value.removeprefix(OUT)) if value != OUT else OUT
+    return shlex.quote(value)
+
+
+def worse_than_baseline(errors: Iterable[HeldOut]) -> tuple[str, ...]:
+    """Say which exported forms do worse on the hold-out than the training median, if any do."""
+    worse = [
+        f"{e.what} ({e.mae:,.4g} {e.unit} against {e.baseline_mae:,.4g})"
+        for e in errors
+        if e.mae is not None and e.baseline_mae is not None and e.mae > e.baseline_mae
+    ]
+    said = (
+        "worse on the hold-out than the training median, exported all the same, as its form knows no other:"
+    )
+    return (f"{said} {', '.join(worse)}",) if worse else ()
+
+
+def commented(notes: Iterable[str], text: str) -> str:
+    """Put notes above a YAML file as comments."""
+    return "".join(f"# {note}\n" for note in notes) + text
+
+
+def kv_blocks(source: Source) -> int | None:
+    """Return the KV blocks requests can take: as steps state them, else all but the one vLLM keeps for itself."""
+    stated = source.tables.timeline["kv_blocks_total"].max()
+    if isinstance(stated, int):
+        return stated
+    given = source.scope.context.settings.num_gpu_blocks
+    return given - 1 if given else None

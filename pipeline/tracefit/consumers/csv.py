@@ -1,0 +1,91 @@
+"""Coefficients as CSV: one row per number, for spreadsheets and other tools."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import TYPE_CHECKING
+
+from tracefit.coefficients.model import BoundaryModel, LinearModel, RegimesModel
+from tracefit.consumers.base import OUT, Export, HeldOut, consumer_of_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tracefit.coefficients.model import Condition, LinearForm, Model, Number, Term
+    from tracefit.coefficients.predict import ScopeModels
+
+_HEAD = (
+    "scope_id",
+    "model",
+    "part",
+    "condition",
+    "term",
+    "unit",
+    "value",
+    "ci95_low",
+    "ci95_high",
+    "training_min",
+    "training_max",
+    "formula",
+)
+
+
+@consumer_of_files("csv")
+def to_csv(models: ScopeModels) -> Export:
+    """Write every number of every model of a scope; errors are those of the models, whose form this is."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_HEAD)
+    for model in models.models.values():
+        for form, condition, row in _rows(model):
+            writer.writerow([models.scope_id, model.name, form, condition, *row])
+    errors = tuple(
+        HeldOut(
+            m.name, "us", v.holdout.n, v.holdout.mape_pct, v.holdout.mae, v.holdout.bias_pct, v.baseline.mae
+        )
+        for m in models.models.values()
+        if (v := m.validation) is not None
+    )
+    return Export({"coefficients.csv": text.getvalue()}, errors, (), f"column -s, -t {OUT}/coefficients.csv")
+
+
+def _rows(model: Model) -> Iterator[tuple[str, str, list[object]]]:
+    if isinstance(model, LinearModel):
+        yield from _form("line", "", model)
+    elif isinstance(model, RegimesModel):
+        for regime in model.regimes:
+            yield from _form(regime.name, _condition(regime.when), regime)
+    elif isinstance(model, BoundaryModel):
+        yield from _form("work", "step starts known", model.work)
+        yield "work", "step starts known", _number("offset", "us", model.offset)
+        yield from _form("without_clock", "step starts unknown", model.without_clock)
+
+
+def _form(name: str, condition: str, form: LinearForm) -> Iterator[tuple[str, str, list[object]]]:
+    yield name, condition, _number("intercept", "us", form.intercept)
+    for term in form.terms:
+        yield (
+            name,
+            condition,
+            [
+                *_number(term.feature, term.unit, term)[:5],
+                *(term.training_range or ("", "")),
+                term.formula or "",
+            ],
+        )
+
+
+def _number(name: str, unit: str, found: Number | Term) -> list[object]:
+    return [name, unit, found.value, *(found.ci95 or ("", "")), "", "", ""]
+
+
+def _condition(condition: Condition) -> str:
+    """Write a condition as a formula would be read."""
+    sides = [(condition.any, " or "), (condition.all, " and ")]
+    texts = [
+        joint.join(f"{c.feature} {c.op} {c.feature2 or c.value}" for c in comparisons)
+        for comparisons, joint in sides
+        if comparisons
+    ]
+    return " and ".join(f"({t})" for t in texts) if len(texts) > 1 else "".join(texts)

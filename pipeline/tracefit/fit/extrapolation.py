@@ -1,0 +1,196 @@
+"""Models beyond the loads they were fitted on: what a capacity planner asks about.
+
+The load of a step is the tokens in the caches of its batch, or the requests of the batch where tokens are not known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.features.sets import Feature
+from tracefit.fit import splits
+from tracefit.fit.design import design_of
+from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.linear import matrix, predict_regimes, target_of
+from tracefit.fit.metrics import measure
+from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation
+from tracefit.fit.select import CANDIDATES, FOLDS, choose_penalty, usable_features
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
+from tracefit.fit.validate import reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tracefit.fit.design import Design
+    from tracefit.fit.inputs import FitOptions, Signs
+    from tracefit.fit.linear import FeatureColumn, FittedTerm
+    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.results import LinearFit
+    from tracefit.fit.solvers import Flags, Penalty
+
+LOAD = "load"
+RUNNING_TOKENS, BATCH_REQUESTS = "running_tokens", "batch_requests"
+LOAD_FEATURES = (
+    Feature("load_tokens", "token", "context_tokens + prefill_context_tokens"),
+    Feature("load_requests", "request", "num_prefill_reqs + num_decode_reqs"),
+)
+"""What load is measured by: tokens in the caches of the batch, and where these are not known its requests."""
+
+LOAD_UNITS = {RUNNING_TOKENS: "tokens in the caches of the batch", BATCH_REQUESTS: "requests of the batch"}
+
+LOWER_SHARE = 0.5
+"""Share of the rows, by load, that a model is fitted on to be judged on the rest."""
+
+MAX_UNKNOWN_SHARE = 0.05
+BINS = 12
+
+
+def with_load(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
+    """Replace `LOAD_FEATURES` by the column `load`; return what it is measured by.
+
+    Args:
+        rows: Training rows of step times with the columns of `LOAD_FEATURES`.
+    """
+    counted = rows.filter(pl.col("excluded_reason").is_null())
+    tokens, requests = (f.name for f in LOAD_FEATURES)
+    share = counted[tokens].null_count() / max(counted.height, 1)
+    known = share <= MAX_UNKNOWN_SHARE
+    column = pl.col(tokens) if known else pl.col(requests)
+    named = rows.with_columns(column.cast(pl.Float64).fill_null(0.0).alias(LOAD))
+    return named.drop(tokens, requests), RUNNING_TOKENS if known else BATCH_REQUESTS
+
+
+def load_cut(load: Vector) -> float | None:
+    """Return the load that the lower half of rows does not exceed; null where either half is too small for a fit."""
+    if not load.size:
+        return None
+    cut = float(np.quantile(load, LOWER_SHARE, method="inverted_cdf"))
+    lower = int((load <= cut).sum())
+    return cut if lower >= MIN_TRAIN_ROWS and load.size - lower >= MIN_HOLDOUT_ROWS else None
+
+
+def error_beyond(
+    data: Design,
+    load: Vector,
+    signs: Signs,
+    candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES,
+) -> float | None:
+    """Fit the lower half of the load and return the mean absolute error on the upper half; null of too few rows.
+
+    Features, penalty and coefficients are all chosen anew on the lower half, as in a fit of that half alone.
+
+    Args:
+        data: Training rows as arrays.
+        load: Of each row, shape (n,).
+        signs: The signs in force.
+        candidates: Penalties to choose from.
+    """
+    cut = load_cut(load)
+    if cut is None:
+        return None
+    upper = load > cut
+    counts = data.counts[upper]
+    predicted = _fitted_below(data, ~upper, signs, candidates)(data.x[upper])
+    return float(np.abs(predicted - data.y[upper]) @ counts / counts.sum())
+
+
+def _fitted_below(
+    data: Design, lower: Flags, signs: Signs, candidates: tuple[tuple[Penalty, float], ...]
+) -> Callable[[Matrix], Vector]:
+    """Fit the `lower` rows; return what predicts others from their features, clipped at 0."""
+    names, limits = [c.name for c in data.columns], [c.max_inflation for c in data.columns]
+    kept, _ = usable_features(data.x[lower], names, limits)
+    x, y, weights = np.asfortranarray(data.x[lower][:, kept]), data.y[lower], data.weights[lower]
+    positive = signs.of([data.columns[k] for k in kept])
+    folds, counts = data.folds(FOLDS)[lower], data.counts[lower]
+    choice = choose_penalty(x, y, folds, weights, candidates, positive=positive, counts=counts)
+    model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(x, y, weights)
+    return lambda others: np.asarray(np.maximum(model.predict(others[:, kept]), 0.0))
+
+
+def load_extrapolation(
+    fitted: LinearFit, features: Sequence[FeatureColumn], load: str, options: FitOptions
+) -> LoadExtrapolation | None:
+    """Fit the form of a model on the lower half of the load of a whole run and measure it on the upper half.
+
+    Both halves hold rows of the training part and of the hold-out; null of too few rows.
+
+    Args:
+        fitted: The model: its rows with the column `load`.
+        features: The features it was offered.
+        load: What load is measured by.
+        options: How it was fitted.
+    """
+    rows = fitted.rows.filter(~pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False))
+    kept = rows.filter(pl.col("excluded_reason").is_null() | (pl.col("split") == "holdout"))
+    cut = load_cut(kept[LOAD].to_numpy())
+    if cut is None:
+        return None
+    used = kept.filter(pl.col(LOAD) <= cut)
+    above = evaluation_rows(rows.filter(pl.col(LOAD) > cut), options.eval_filter)
+    offered = [f for f in features if f.name in rows.columns and not rows[f.name].null_count()]
+    data, _ = design_of(used, offered)
+    if not data.columns or above.height < MIN_HOLDOUT_ROWS:
+        return None
+    names = [c.name for c in data.columns]
+    predict = _fitted_below(data, np.ones(len(data.y), dtype=bool), options.signs, CANDIDATES)
+    return LoadExtrapolation(
+        load=load,
+        cut=cut,
+        errors=measure(target_of(above), predict(matrix(above, names))),
+        reference=reference(used, above, names) if options.reference else None,
+    )
+
+
+def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorOverLoad | None:
+    """Measure a model on held-out rows in groups of equal size by load; null of no rows.
+
+    Args:
+        fitted: The model: its rows with the column `load`.
+        load: What load is measured by.
+        options: How it was fitted.
+    """
+    used, held = (
+        counted(fitted.rows, "train"),
+        evaluation_rows(counted(fitted.rows, "holdout"), options.eval_filter),
+    )
+    if not used.height or not held.height:
+        return None
+    held = held.sort(LOAD)
+    loads, actual, predicted = held[LOAD].to_numpy(), target_of(held), predict_regimes(fitted.regimes, held)
+    groups = np.array_split(np.arange(held.height), min(BINS, held.height // MIN_HOLDOUT_ROWS or 1))
+    return ErrorOverLoad(
+        load=load,
+        training_range=(float(used[LOAD].to_numpy().min()), float(used[LOAD].to_numpy().max())),
+        bins=tuple(
+            LoadBin(float(loads[g[0]]), float(loads[g[-1]]), measure(actual[g], predicted[g])) for g in groups
+        ),
+    )
+
+
+def beyond_training(terms: Sequence[FittedTerm], steps: pl.DataFrame) -> tuple[str, ...]:
+    """Name the features that some step has by more than twice as much as any training row.
+
+    Step times are known of few steps where few are sampled: the longest prompts may be among the others.
+
+    Args:
+        terms: The terms of a model of step times.
+        steps: Every known step; features it has no column of are not looked at.
+    """
+    notes = []
+    for term in terms:
+        name, (_, seen) = term.feature.name, term.training_range
+        if name not in steps.columns:
+            continue
+        values = steps[name].drop_nulls()
+        most = values.max()
+        if isinstance(most, int | float) and most > 2 * max(seen, 0.0):
+            share = 100 * int((values > seen).sum()) / len(values)
+            notes.append(
+                f"{name} is up to {seen:g} in the training rows and up to {most:g} in the runs' steps ({share:.2g} % are "
+                "beyond): its coefficient says nothing of those"
+            )
+    return tuple(notes)

@@ -1,0 +1,154 @@
+"""What a fitted linear model is made of, and how it predicts the rows of a training frame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import polars as pl
+
+from tracefit.fit.inputs import ANY_SIGN, Signs
+from tracefit.fit.select import MAX_VIF
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tracefit.features.sets import Sign
+    from tracefit.fit.estimators import NDArrayInt
+    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.results import Collinearity, FeatureLeftOut, PenaltyChoice, PredictionInterval
+
+Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureColumn:
+    """A candidate feature: its column, the unit of a coefficient on it, and how it is computed."""
+
+    name: str
+    unit: str
+    formula: str | None = None
+    max_inflation: float = MAX_VIF
+    """Variance inflation against the features before it above which it is left out."""
+    sign: Sign | None = None
+    """What physics says of its coefficient."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedTerm:
+    """A coefficient on a raw feature."""
+
+    feature: FeatureColumn
+    value: float
+    ci95: tuple[float, float] | None
+    training_range: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A feature compared with a number or with another feature; null compares false."""
+
+    feature: str
+    op: Literal["<=", ">"]
+    value: float | None = None
+    feature2: str | None = None
+
+    def holds(self) -> pl.Expr:
+        """Return the comparison as an expression over a training frame."""
+        left = pl.col(self.feature)
+        right = pl.col(self.feature2) if self.feature2 else pl.lit(self.value)
+        return (left <= right if self.op == "<=" else left > right).fill_null(value=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Rows that one linear model speaks for: those any of the comparisons holds for; all others if there are none."""
+
+    name: str
+    any_of: tuple[Comparison, ...]
+    features: tuple[FeatureColumn, ...]
+
+    def holds(self) -> pl.Expr:
+        """Return the condition as an expression over a training frame."""
+        return pl.any_horizontal(c.holds() for c in self.any_of) if self.any_of else pl.lit(value=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FittedRegime:
+    """One linear model: the whole of a linear fit, or one regime of a fit by regimes."""
+
+    regime: Regime
+    intercept: float
+    intercept_ci95: tuple[float, float] | None
+    terms: tuple[FittedTerm, ...]
+    features_left_out: tuple[FeatureLeftOut, ...]
+    choice: PenaltyChoice
+    rows_used: int
+    collinearity: Collinearity
+    prediction_interval: PredictionInterval
+    signs: Signs = ANY_SIGN
+    """The signs that were in force."""
+
+    @property
+    def least(self) -> float:
+        """Smallest value, not clipped, that any features within the ranges of the training rows give."""
+        return self.intercept + sum(
+            min(t.value * t.training_range[0], t.value * t.training_range[1]) for t in self.terms
+        )
+
+    def predict(self, rows: pl.DataFrame) -> Vector:
+        """Predict the rows of a training frame, clipped at 0; shape (n,)."""
+        values: Vector = np.full(rows.height, self.intercept)
+        for term in self.terms:
+            values += term.value * rows[term.feature.name].cast(pl.Float64).to_numpy()
+        return np.asarray(np.maximum(values, 0.0))
+
+
+def predict_regimes(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> Vector:
+    """Predict rows, each by the first part whose condition holds; shape (n,)."""
+    speaker = active_regime(parts, rows)
+    predicted = np.zeros(rows.height)
+    for index, part in enumerate(parts):
+        predicted = np.where(speaker == index, part.predict(rows), predicted)
+    return predicted
+
+
+def active_regime(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> NDArrayInt:
+    """Return the index of the part that speaks for each row; shape (n,)."""
+    speaker = np.full(rows.height, len(parts) - 1)
+    for index in reversed(range(len(parts) - 1)):
+        speaker[which(rows, parts[index].regime.holds())] = index
+    return speaker
+
+
+def which(rows: pl.DataFrame, condition: pl.Expr) -> Flags:
+    """Tell which rows a condition holds for, shape (n,): not those that lack what it asks for."""
+    return rows.with_columns(_holds=condition.fill_null(value=False))["_holds"].to_numpy().astype(bool)
+
+
+def linear_terms(
+    columns: Sequence[FeatureColumn],
+    coefficients: Vector,
+    x: Matrix,
+    intervals: Sequence[tuple[float, float] | None] | None = None,
+) -> tuple[FittedTerm, ...]:
+    """Return a term per coefficient that is not zero, with the range of its feature in the training rows `x`."""
+    given = intervals or [None] * len(columns)
+    return tuple(
+        FittedTerm(column, float(value), interval, (float(seen.min()), float(seen.max())))
+        for column, value, interval, seen in zip(columns, coefficients, given, x.T, strict=True)
+        if value != 0
+    )
+
+
+def matrix(rows: pl.DataFrame, names: Sequence[str]) -> Matrix:
+    """Return columns as floats, shape (n, n_names); null is NaN."""
+    if not names:
+        return np.zeros((rows.height, 0))
+    return rows.select(pl.col(n).cast(pl.Float64) for n in names).to_numpy().astype(np.float64)
+
+
+def target_of(rows: pl.DataFrame) -> Vector:
+    """Return the column y as floats, shape (n,)."""
+    return rows["y"].to_numpy().astype(np.float64)
