@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         LoadExtrapolation,
         SummedTime,
     )
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
 
@@ -218,7 +218,7 @@ def _inputs_hash(scope: FittedScope) -> str:
     return hashlib.sha256("\n".join(":".join(row) for row in contents.iter_rows()).encode()).hexdigest()
 
 
-def scope_facts(scope: Scope) -> cf.ScopeFacts:
+def scope_facts(scope: ModelScope) -> cf.ScopeFacts:
     """State what a model speaks about."""
     context = scope.context
     return cf.ScopeFacts(

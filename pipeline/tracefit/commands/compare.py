@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.results import Metrics
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
     return CompareResult(one, tables, drift=tuple(found), verdict=verdict, notes=tuple(notes))
 
 
-def _drift_of(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
+def _drift_of(model: Model, scope: ModelScope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
     then = model.validation.holdout if model.validation else None
     base = (then.mape_pct if then else None, then.mae if then else None)
     try:
@@ -169,7 +169,7 @@ def _drift_of(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolera
     )
 
 
-def _predicted(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.DataFrame, Vector]:
+def _predicted(model: Model, scope: ModelScope, tables: ScopeTables) -> tuple[pl.DataFrame, Vector]:
     """Return the new rows a model is evaluated on, and its predictions for them (NaN where it has none)."""
     features = FeatureSet(
         "file",

@@ -25,7 +25,7 @@ from tracefit.fit.scope import fit_scope
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.training import LatencySummary, ModelSummary, TrainResult
-from tracefit.server.context import Scope, context_from_json, scope_of
+from tracefit.server.context import ModelScope, context_from_json, scope_of
 from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
 from tracefit.tables.disk import write_files
@@ -238,9 +238,9 @@ def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
     return (find_feature_set(choice),)
 
 
-def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
+def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[ModelScope, list[str]]]:
     """Group the runs by what their models would speak about, in scope order."""
-    scopes: dict[str, Scope] = {}
+    scopes: dict[str, ModelScope] = {}
     members: dict[str, list[str]] = {}
     one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
     for row in one_per_run.select("run_id", "settings", "model_config", "gpu").iter_rows(named=True):
@@ -251,7 +251,7 @@ def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
     return [(scopes[i], members[i]) for i in sorted(scopes)]
 
 
-def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: list[str]) -> ScopeTables:
+def load_scope(store: TableStore, runs: pl.DataFrame, scope: ModelScope, run_ids: list[str]) -> ScopeTables:
     """Read the tables of one scope's runs.
 
     Args:
