@@ -13,7 +13,7 @@ from tracefit.fit.options import FitOptions
 from tracefit.fit.parts import FeatureColumn
 from tracefit.fit.summed import SummedTime, block_length, speed_change_pct, summed_time
 from tracefit.fit.train import Fitted, fit_linear
-from tracefit.reports.latency import summed_line
+from tracefit.reports.latency_section import summed_line
 
 
 def test_bias_is_of_the_sums():
@@ -95,7 +95,7 @@ def test_the_evaluation_and_the_report_hold_it(trained):
     assert summed["bias_pct"] == pytest.approx(scope["models"]["beta.cycle_time"]["holdout"]["bias_pct"])
     text = (trained / "report.md").read_text()
     assert f"measured {summed['actual_us'] / 1e6:,.2f} s, bias {summed['bias_pct']:+.2f} %" in text
-    assert f"furthest off has {summed['furthest_pct']:+.2f} points of it" in text
+    assert f"with the largest error contributes {summed['furthest_pct']:+.2f} points" in text
 
 
 def _drifting(change, rows=400):

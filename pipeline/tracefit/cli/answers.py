@@ -33,7 +33,7 @@ def requests(
     told = Terminal(quiet=False)
     with one_line_errors(told):
         from tracefit.commands.requests import seconds_view, summarize_requests
-        from tracefit.reports.requests import requests_csv, requests_text
+        from tracefit.reports.terminal_results import requests_csv, requests_text
 
         if each:
             rows = seconds_view(tables)
@@ -98,7 +98,7 @@ def predict(
     with one_line_errors(told):
         from tracefit.coefficients.models import load
         from tracefit.commands.predict import parse_features, predict_file
-        from tracefit.reports.use import request_text, rows_text, step_text
+        from tracefit.reports.terminal_results import request_text, rows_text, step_text
 
         loaded, features = load(*models), parse_features(feature or [])
         if rows is not None:
@@ -163,7 +163,7 @@ def export(
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
         from tracefit.commands.export import export as export_verb
-        from tracefit.reports.use import export_text
+        from tracefit.reports.terminal_results import export_text
 
         result = export_verb(models, to, out, tables=tables, scope=scope, consumer_version=consumer_version)
         show(result, export_text(result), as_json=json, quiet=quiet)

@@ -80,7 +80,7 @@ def features(
     with one_line_errors(told):
         from tracefit.commands.train import beta_feature_sets
         from tracefit.features.sets import BUILT_IN
-        from tracefit.reports.summary import features_text
+        from tracefit.reports.terminal_results import features_text
 
         sets = [s for name in names or BUILT_IN for s in beta_feature_sets(name)]
         show(sets, features_text(sets), as_json=json, quiet=False)
@@ -139,7 +139,7 @@ def synth(
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
         from tracefit.commands.generate import generate
-        from tracefit.reports.summary import synth_text
+        from tracefit.reports.terminal_results import synth_text
         from tracefit.synth import DEFAULT_PHASES, SynthOptions, surge_phases
 
         options = SynthOptions(

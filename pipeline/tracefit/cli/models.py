@@ -51,7 +51,7 @@ def train(
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
         from tracefit.commands.train import train as train_verb
-        from tracefit.reports.summary import train_text
+        from tracefit.reports.terminal_results import train_text
 
         options = train_options(context)
         result = train_verb(tables, out, options=options, progress=told)
@@ -117,7 +117,7 @@ def compare(
     with one_line_errors(told):
         from tracefit.commands.compare import Tolerance
         from tracefit.commands.compare import compare as compare_verb
-        from tracefit.reports.use import compare_text
+        from tracefit.reports.terminal_results import compare_text
 
         result = compare_verb(first, second, scope=scope, tolerance=Tolerance(tolerance, slack))
         show(result, compare_text(result), as_json=json, quiet=quiet)
@@ -143,7 +143,7 @@ def verify(
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
         from tracefit.commands.verify import verify as verify_verb
-        from tracefit.reports.use import verify_text
+        from tracefit.reports.terminal_results import verify_text
 
         result = verify_verb(file, tables, features=features, progress=told)
         told.close()

@@ -76,7 +76,7 @@ def run(
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
         from tracefit.commands.run import run as run_verb
-        from tracefit.reports.summary import run_text
+        from tracefit.reports.terminal_results import run_text
 
         server = server_options(run_config, model_config, gpu, tp, settings)
         kept = ingest_options(context)
@@ -116,7 +116,7 @@ def inspect(
     told = Terminal(quiet=quiet)
     with one_line_errors(told):
         from tracefit.commands.inspect import inspect as inspect_verb
-        from tracefit.reports.inspection import inspection_text
+        from tracefit.reports.terminal_results import inspection_text
 
         server = server_options(run_config, model_config, gpu, tp, settings)
         result = inspect_verb(paths, server=server, progress=told)
@@ -157,7 +157,7 @@ def ingest(
     with one_line_errors(told):
         from tracefit.commands.ingest import ingest as ingest_verb
         from tracefit.commands.plan import plan_ingest
-        from tracefit.reports.summary import ingest_text, plan_text
+        from tracefit.reports.terminal_results import ingest_text, plan_text
 
         kept = ingest_options(context)
         if dry_run:

@@ -25,7 +25,7 @@ from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, Overload, find_
 from tracefit.fit.scope import FittedModel, FittedScope, Missing, ScopeTables, fit_scope
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
 from tracefit.progress import NullProgress, Progress
-from tracefit.results.training import LatencySummary, ModelSummary, TrainResult
+from tracefit.results.training import LatencySummary, ModelSummary, ScopeSummary, TrainResult
 from tracefit.server.context import Scope, context_from_json, scope_of
 from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
@@ -86,17 +86,17 @@ def train(
         options: How to train.
         report_folder: Folder for evaluation.json and report.md; `out` if not given.
         run_ids: Runs to train on; every run in the tables if not given.
-        progress: Told of what is going on.
+        progress: Receives reports on the progress.
 
     Raises:
         UsageError: The folders are not what they should be.
         DataError: Not a single model can be fitted; nothing is written.
     """
     options = options or TrainOptions()
-    told = progress or NullProgress()
+    progress = progress or NullProgress()
     store = TableStore(tables).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
-    scopes = fit_runs(store, runs, options, told)
+    scopes = fit_runs(store, runs, options, progress)
     _require_models(scopes, str(tables))
     made_by = assemble.provenance(
         {
@@ -114,7 +114,7 @@ def train(
     beta = assemble.coefficient_file("beta", scopes, made_by)
     across = None
     if options.across:
-        told.stage("leaving out runs, models and GPUs")
+        progress.stage("leaving out runs, models and GPUs")
         across = fit_across(scopes, scope_options(options))
     evaluation = evaluate.evaluate(scopes, runs, across, options.thresholds)
     report = Path(report_folder or out)
@@ -129,7 +129,7 @@ def train(
     result = _result(scopes, runs, evaluation, out=Path(out), report=report)
     # The report is drawn from what was written: the frames of the fits are not kept beside it.
     del scopes
-    told.stage("drawing the report")
+    progress.stage("drawing the report")
     # From the files' own numbers, so that `report` makes the same one later.
     made = report_of(as_published(evaluation), as_published(alpha), as_published(beta), store)
     texts |= report_texts(made, report)
@@ -157,11 +157,12 @@ def _result(
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
         ),
+        scopes=tuple(_scope_summary(s) for s in scopes),
     )
 
 
 def fit_runs(
-    store: TableStore, runs: pl.DataFrame, options: TrainOptions, told: Progress
+    store: TableStore, runs: pl.DataFrame, options: TrainOptions, progress: Progress
 ) -> list[FittedScope]:
     """Fit every scope of some runs.
 
@@ -169,14 +170,14 @@ def fit_runs(
         store: The tables.
         runs: Rows of the `runs` table.
         options: How to train.
-        told: Told of what is going on.
+        progress: Receives reports on the progress.
     """
     write_timelines(store, runs["run_id"].unique(maintain_order=True))
     sets = beta_feature_sets(options.features)
     how = scope_options(options)
     scopes = []
     for scope, members in scopes_of(runs, str(store.root)):
-        told.stage(f"fitting {scope.scope_id}")
+        progress.stage(f"fitting {scope.scope_id}")
         overloads = find_overloads(
             members,
             store.read("requests", members, REQUEST_COLUMNS),
@@ -184,7 +185,7 @@ def fit_runs(
         )
         kept, overloads = runs_to_fit(members, overloads, include=options.include_overloaded)
         for one in overloads:
-            told.warn(overload_text(one))
+            progress.warn(overload_text(one))
         fitted = fit_scope(scope, load_scope(store, runs, scope, kept), sets, how)
         scopes.append(replace(fitted, overloads=overloads))
     return scopes
@@ -329,11 +330,18 @@ def _what_is_missing(scope: FittedScope, missing: Missing) -> str:
     return f"{text}; {missing.remedy}" if missing.remedy else text
 
 
+def _scope_summary(scope: FittedScope) -> ScopeSummary:
+    settings = {name: str(value) for name, value in scope.scope.context.settings.values().items()}
+    return ScopeSummary(scope.scope.scope_id, tuple(sorted(scope.tables.runs["run_id"].unique())), settings)
+
+
 def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
     v = model.validation
     return ModelSummary(
         name=model.name,
         scope_id=scope.scope.scope_id,
+        holdout_mdape_pct=v.holdout.mdape_pct,
+        holdout_p90_ape_pct=v.holdout.p90_ape_pct,
         holdout_mape_pct=v.holdout.mape_pct,
         holdout_mae=v.holdout.mae,
         baseline_mae=v.baseline.mae,
@@ -350,6 +358,9 @@ def _latency_summary(scope: FittedScope, name: str, latency: Latency) -> Latency
         name=name,
         scope_id=scope.scope.scope_id,
         requests=errors.averages_only.n or errors.teacher_forced.n,
+        teacher_forced_mdape_pct=errors.teacher_forced.mdape_pct,
+        averages_only_mdape_pct=errors.averages_only.mdape_pct,
+        baseline_mdape_pct=errors.baseline.mdape_pct,
         teacher_forced_mape_pct=errors.teacher_forced.mape_pct,
         averages_only_mape_pct=errors.averages_only.mape_pct,
         baseline_mape_pct=errors.baseline.mape_pct,
