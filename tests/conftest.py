@@ -21,7 +21,7 @@ from sklearn.dummy import DummyRegressor
 
 from tracefit.commands.ingest import ingest
 from tracefit.commands.run import run
-from tracefit.fit.select import Choice
+from tracefit.fit.results import PenaltyChoice
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu
 from tracefit.server.model_config import parse_architecture, read_architecture
@@ -326,7 +326,7 @@ def tables_of(tmp_path):
 
 
 def _spare_search(patch) -> None:
-    patch.setattr("tracefit.fit.train.choose_penalty", lambda *_, **__: Choice("ridge", 1e-8, 1.0, 5))
+    patch.setattr("tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-8, 1.0, 5))
 
 
 @pytest.fixture

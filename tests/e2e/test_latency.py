@@ -13,7 +13,7 @@ from sklearn.dummy import DummyRegressor
 import tracefit
 from tracefit.coefficients.files import read_coefficients
 from tracefit.coefficients.predict import predict
-from tracefit.fit.select import Choice
+from tracefit.fit.results import PenaltyChoice
 from tracefit.synth import LinearLaw, SynthOptions, synth, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +137,7 @@ def planted(tmp_path_factory):
             folder = write_run(synth(laid), root)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    "tracefit.fit.train.choose_penalty", lambda *_, **__: Choice("ridge", 1e-8, 1.0, 5)
+                    "tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-8, 1.0, 5)
                 )
                 boosting = "tracefit.fit.validate.HistGradientBoostingRegressor"
                 patch.setattr(boosting, lambda **_: DummyRegressor(strategy="median"))

@@ -11,10 +11,11 @@ import pytest
 import tracefit
 from tracefit.fit import rows as rules
 from tracefit.fit.boundary import admission_with_clock, fit_boundary, mean_residual
+from tracefit.fit.linear import FeatureColumn
 from tracefit.fit.options import FitOptions
-from tracefit.fit.parts import FeatureColumn
+from tracefit.fit.results import LinearFit
 from tracefit.fit.step_clock import interpolated_clock
-from tracefit.fit.train import Fitted, fit_linear
+from tracefit.fit.train import fit_linear
 
 MS = 1_000_000
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
@@ -153,14 +154,14 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it():
         [FeatureColumn("prompt_tokens", "us/token")],
         FitOptions(drop_outliers=False, reference=False),
     )
-    assert isinstance(linear, Fitted)
+    assert isinstance(linear, LinearFit)
     fitted = fit_boundary(linear, timeline)
     assert fitted is not None
     assert fitted.work_us == pytest.approx(WORK_US, abs=150)
     assert len(fitted.bursts) == 8
     # Work that begins on arrival would find the first boundary for all forty of a burst, which nine of it get.
-    assert fitted.right_boundary > 0.95
-    assert fitted.validation.by["burst"].mae < 0.05 * admissions[-40:].mean()
+    assert fitted.boundary_accuracy_pct > 95
+    assert fitted.validation.by_group["burst"].mae < 0.05 * admissions[-40:].mean()
 
 
 def _unknown_steps(idle_after=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.fit.parts import FeatureColumn, FittedTerm
+from tracefit.fit.linear import FeatureColumn, FittedTerm
 from tracefit.fit.ranges import beyond_training
 
 

@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from tracefit.fit import rows as rules
+from tracefit.fit.linear import FeatureColumn
 from tracefit.fit.options import FitOptions
-from tracefit.fit.parts import FeatureColumn
 from tracefit.fit.step_phases import errors_by_phase
 from tracefit.fit.train import fit_linear
 

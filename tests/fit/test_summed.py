@@ -9,10 +9,11 @@ import polars as pl
 import pytest
 
 from tracefit.coefficients.evaluation import SummedEntry
+from tracefit.fit.linear import FeatureColumn
 from tracefit.fit.options import FitOptions
-from tracefit.fit.parts import FeatureColumn
-from tracefit.fit.summed import SummedTime, block_length, speed_change_pct, summed_time
-from tracefit.fit.train import Fitted, fit_linear
+from tracefit.fit.results import LinearFit, SummedTime
+from tracefit.fit.summed import block_length, speed_change_pct, summed_time
+from tracefit.fit.train import fit_linear
 from tracefit.reports.latency_section import summed_line
 
 
@@ -28,7 +29,7 @@ def test_the_row_furthest_off_has_its_part_of_the_bias():
     predicted = np.r_[2.0, np.ones(99), 100.0]
     told = summed_time(predicted, actual, np.arange(101) // 10)
     assert told.bias_pct == pytest.approx(-49.75)
-    assert told.furthest_pct == pytest.approx(-50)
+    assert told.max_contribution_pct == pytest.approx(-50)
 
 
 def test_a_bias_that_is_everywhere_the_same_has_no_spread():
@@ -95,7 +96,7 @@ def test_the_evaluation_and_the_report_hold_it(trained):
     assert summed["bias_pct"] == pytest.approx(scope["models"]["beta.cycle_time"]["holdout"]["bias_pct"])
     text = (trained / "report.md").read_text()
     assert f"measured {summed['actual_us'] / 1e6:,.2f} s, bias {summed['bias_pct']:+.2f} %" in text
-    assert f"with the largest error contributes {summed['furthest_pct']:+.2f} points" in text
+    assert f"interval with the largest error contributes {summed['furthest_pct']:+.2f} points" in text
 
 
 def _drifting(change, rows=400):
@@ -115,7 +116,7 @@ def _drifting(change, rows=400):
         }
     )
     fitted = fit_linear(frame, [FeatureColumn("batch", "us/request")], FitOptions(reference=False))
-    assert isinstance(fitted, Fitted)
+    assert isinstance(fitted, LinearFit)
     return fitted
 
 

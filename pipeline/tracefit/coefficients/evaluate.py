@@ -14,16 +14,21 @@ from tracefit.coefficients import verdicts
 from tracefit.coefficients.entries import entry, exclusions, metrics_entry, reasons
 from tracefit.fit.distribution import PERCENTS
 from tracefit.fit.frames import counted
-from tracefit.fit.train import judged_rows
+from tracefit.fit.train import evaluation_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tracefit.fit.across import AcrossResult, LeftOutErrors
-    from tracefit.fit.distribution import Distribution
-    from tracefit.fit.latency import Latency, LatencyErrors
-    from tracefit.fit.scope import FittedModel, FittedScope
-    from tracefit.fit.summed import SummedTime
+    from tracefit.fit.results import (
+        AcrossResult,
+        Distribution,
+        FittedModel,
+        FittedScope,
+        Latency,
+        LatencyErrors,
+        LeftOutErrors,
+        SummedTime,
+    )
 
 
 def evaluate(
@@ -155,8 +160,8 @@ def _by_run(model: FittedModel) -> Iterator[tuple[str, pl.DataFrame]]:
 def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
     kept = rows.filter(pl.col("excluded_because").is_null())
     # A mean over an interval is no step: no error is measured on it, unless single steps are too few.
-    judge, every = model.recipe.options.judge, counted(model.fitted.rows, "holdout")
-    are_single = judge is not None and judged_rows(every, judge).height < every.height
+    judge, every = model.recipe.options.eval_filter, counted(model.fitted.rows, "holdout")
+    are_single = judge is not None and evaluation_rows(every, judge).height < every.height
     judged = kept.filter(judge) if judge is not None and are_single else kept
     return ev.RowsEntry(
         model=model.name,
@@ -170,7 +175,9 @@ def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
 def _summed(summed: SummedTime | None) -> ev.SummedEntry | None:
     if summed is None:
         return None
-    return ev.SummedEntry(**dataclasses.asdict(summed), bias_pct=summed.bias_pct, drifting=summed.drifting)
+    fields = dataclasses.asdict(summed)
+    fields["furthest_pct"] = fields.pop("max_contribution_pct")
+    return ev.SummedEntry(**fields, bias_pct=summed.bias_pct, drifting=summed.drifting)
 
 
 _LATENCIES = {
@@ -217,7 +224,7 @@ def _distribution(name: str, found: Distribution) -> ev.DistributionEntry | None
 def _latency_errors(errors: LatencyErrors) -> dict[str, ev.MetricsEntry]:
     return {
         "teacher_forced": metrics_entry(errors.teacher_forced),
-        "hindsight": metrics_entry(errors.hindsight),
+        "hindsight": metrics_entry(errors.refit_on_holdout),
         "averages_only": metrics_entry(errors.averages_only),
         "baseline": metrics_entry(errors.baseline),
     }
@@ -243,7 +250,7 @@ def _timeline(scope: FittedScope) -> ev.TimelineEntry:
         median_cycle_us=scope.cover.median_cycle_us,
         median_duration_us=scope.cover.median_duration_us,
         beta_target_source=scope.choice.source if scope.choice else None,
-        beta_target_because=scope.choice.because if scope.choice else None,
+        beta_target_because=scope.choice.reason if scope.choice else None,
         execution_lag_steps=max(tables.lags.values(), default=0),
         clock_checked_events=_sum(tables.clock_checks, "events"),
         clock_disagreements=_sum(tables.clock_checks, "disagreeing"),

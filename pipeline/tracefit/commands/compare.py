@@ -23,15 +23,16 @@ from tracefit.fit import rows as rules
 from tracefit.fit.boundary import admission_with_clock
 from tracefit.fit.bursts import api_waits
 from tracefit.fit.frames import request_frame, step_frame
-from tracefit.fit.metrics import Metrics, measure
+from tracefit.fit.metrics import measure
 from tracefit.results.comparison import CompareResult, Drift, ModelComparison, Verdict
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from tracefit.coefficients.model import Model
     from tracefit.coefficients.models import ScopeModels
+    from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.metrics import Vector
-    from tracefit.fit.scope import ScopeTables
+    from tracefit.fit.results import Metrics
     from tracefit.server.context import Scope
 
 MIN_ROWS = 30

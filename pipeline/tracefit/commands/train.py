@@ -20,9 +20,10 @@ from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
 from tracefit.features.training import ENGINE, WORKLOAD_COLUMNS
 from tracefit.fit.across import fit_across
+from tracefit.fit.inputs import ScopeTables
 from tracefit.fit.options import BetaTarget, ScopeOptions
-from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, Overload, find_overloads, runs_to_fit
-from tracefit.fit.scope import FittedModel, FittedScope, Missing, ScopeTables, fit_scope
+from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads, runs_to_fit
+from tracefit.fit.scope import fit_scope
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.training import LatencySummary, ModelSummary, ScopeSummary, TrainResult
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.coefficients.evaluation import Evaluation
-    from tracefit.fit.latency import Latency
+    from tracefit.fit.results import FittedModel, FittedScope, Latency, Missing, Overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +322,14 @@ def _training_part(kind: str, frame: pl.DataFrame | None, run_id: str, scope: Fi
 
 def _offered(model: FittedModel) -> list[str]:
     fitted = model.fitted
-    compared = [n for part in fitted.parts for c in part.regime.any_of for n in (c.feature, c.feature2) if n]
-    return [*(t.feature.name for t in fitted.terms), *(x.feature for x in fitted.left_out), *compared]
+    compared = [
+        n for part in fitted.regimes for c in part.regime.any_of for n in (c.feature, c.feature2) if n
+    ]
+    return [
+        *(t.feature.name for t in fitted.terms),
+        *(x.feature for x in fitted.features_left_out),
+        *compared,
+    ]
 
 
 def _what_is_missing(scope: FittedScope, missing: Missing) -> str:

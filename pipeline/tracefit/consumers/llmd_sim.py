@@ -32,8 +32,8 @@ from tracefit.fit import rows as rules
 from tracefit.fit.nonnegative import fit_nonnegative
 
 if TYPE_CHECKING:
+    from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.metrics import Vector
-    from tracefit.fit.scope import ScopeTables
 
 MOST_SPREAD = 0.3
 """The simulator refuses a standard deviation above this share of its mean."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tracefit.coefficients.models import ScopeModels
+    from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.metrics import Vector
-    from tracefit.fit.scope import ScopeTables
     from tracefit.server.context import Scope
 
 OUT = "{out}"

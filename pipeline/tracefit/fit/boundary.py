@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.fit.bands import Band, band_of, covered_pct
-from tracefit.fit.bursts import Burst, api_waits, find_bursts, mark_bursts
+from tracefit.fit.bands import coverage_pct, prediction_interval
+from tracefit.fit.bursts import api_waits, find_bursts, mark_bursts
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.frames import counted
-from tracefit.fit.metrics import Metrics, Vector, measure, skill
-from tracefit.fit.parts import predict_parts
+from tracefit.fit.linear import predict_regimes
+from tracefit.fit.metrics import Vector, measure, skill
+from tracefit.fit.results import Burst, Metrics, PredictionInterval, Validation
 from tracefit.fit.step_clock import (
     Flags,
     StepClock,
@@ -28,11 +29,11 @@ from tracefit.fit.step_clock import (
     step_clock,
     true_boundary,
 )
-from tracefit.fit.validate import WITHIN_PCT, Validation, reference
+from tracefit.fit.validate import WITHIN_PCT, reference
 
 if TYPE_CHECKING:
     from tracefit.fit.estimators import NDArrayInt
-    from tracefit.fit.train import Fitted
+    from tracefit.fit.results import LinearFit
 
 MIN_ROWS = 30
 MIN_IDLE_ROWS = 20
@@ -52,8 +53,8 @@ class FittedBoundary:
         offset_us: QUEUED less the step start it comes before.
         residual_us: What is left of a step in progress at any time of it, on the average: E[c^2] / (2 E[c]) of cycles c.
         busy_share: Share of the time in which a step is in progress.
-        right_boundary: Share of held-out requests in a known step that get the right boundary.
-        right_boundary_without_work: The same with zero API work.
+        boundary_accuracy_pct: Held-out requests in a known step that get the right boundary, in percent.
+        boundary_accuracy_without_work_pct: The same with zero API work.
         rows_with_clock: Held-out requests whose boundary the step clock knows.
         without_clock: The linear model for consumers without a step clock, and its own validation.
     """
@@ -63,13 +64,13 @@ class FittedBoundary:
     offset_us: float
     residual_us: float
     busy_share: float
-    right_boundary: float | None
-    right_boundary_without_work: float | None
+    boundary_accuracy_pct: float | None
+    boundary_accuracy_without_work_pct: float | None
     rows_with_clock: int
-    without_clock: Fitted
+    without_clock: LinearFit
     validation: Validation
     """Errors with the clock; `by` holds those without it."""
-    band: Band
+    prediction_interval: PredictionInterval
     """Prediction interval with the clock, told by the training rows: three numbers do not fit themselves to their noise."""
 
     bursts: tuple[Burst, ...]
@@ -95,7 +96,7 @@ class FittedBoundary:
         return _predict(self, _with_done(self, rows), *clocks)
 
 
-def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | None:
+def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | None:
     """Fit the API work on the training rows of a linear admission fit; null where the clock knows too little.
 
     The constant is the amount of work that finds the right boundary for most training requests (the middle of the
@@ -114,7 +115,7 @@ def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | Non
     told = alone if alone.height >= MIN_ROWS else train
     per_token, idle_work = _work_of_idle(told, clock)
     work, offset = _constants(told, clock, per_token, idle_work)
-    band = Band("difference", 0.0, 0.0)
+    band = PredictionInterval("difference", 0.0, 0.0)
     residual, busy_share = mean_residual(timeline, train)
     fitted = FittedBoundary(
         work,
@@ -255,7 +256,9 @@ def _work_us(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
 def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clock: StepClock, between: StepClock) -> Vector:
     done = rows["done_us"].to_numpy()
     until, known = _until_boundary(rows, clock, between, done)
-    predicted = np.where(meets_idle(rows, clock, done), done, predict_parts(fitted.without_clock.parts, rows))
+    predicted = np.where(
+        meets_idle(rows, clock, done), done, predict_regimes(fitted.without_clock.regimes, rows)
+    )
     return np.asarray(np.maximum(np.where(known, until + fitted.offset_us, predicted), 0.0))
 
 
@@ -270,13 +273,13 @@ def _validated(
     truth = true_boundary(held, clock)
     known = truth >= 0
     right, without = (
-        float(np.mean(boundary_of(held, clock, w)[known] == truth[known])) if known.any() else None
+        100 * float(np.mean(boundary_of(held, clock, w)[known] == truth[known])) if known.any() else None
         for w in (held["done_us"].to_numpy(), np.zeros(len(y)))
     )
     told = _predict(fitted, held, clock, between)
     told_train, y_train = _predict(fitted, train, clock, between), train["y"].to_numpy().astype(float)
-    band = band_of(told_train, y_train)
-    low, high = band.around(told)
+    band = prediction_interval(told_train, y_train)
+    low, high = band.limits(told)
     linear = fitted.without_clock
     measured = measure(y, told)
     by: dict[str, Metrics] = {
@@ -296,17 +299,17 @@ def _validated(
         train=measure(y_train, told_train),
         holdout=measured,
         reference=reference(train, held, names) if linear.validation.reference else None,
-        by=by,
+        by_group=by,
         within_5_pct=100 * float((np.abs(told - y) <= WITHIN_PCT / 100 * np.abs(y)).mean()),
         skill=skill(measured, linear.validation.baseline),
-        interval_coverage_pct=covered_pct(low, y, high),
+        interval_coverage_pct=coverage_pct(low, y, high),
         learning_curve=(),
     )
     return replace(
         fitted,
-        right_boundary=right,
-        right_boundary_without_work=without,
+        boundary_accuracy_pct=right,
+        boundary_accuracy_without_work_pct=without,
         rows_with_clock=int(known.sum()),
         validation=validation,
-        band=band,
+        prediction_interval=band,
     )

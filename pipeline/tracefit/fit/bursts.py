@@ -6,11 +6,12 @@ before it is done. What the work is, is told by requests outside of bursts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
+
+from tracefit.fit.results import Burst
 
 if TYPE_CHECKING:
     from tracefit.fit.metrics import Vector
@@ -24,18 +25,6 @@ QUICKEST_SHARE = 0.05
 
 APART_S = 1.0
 """Requests of one burst come within a second of each other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Burst:
-    """A burst on one server, in seconds after the server's first request."""
-
-    run_id: str
-    server: str
-    from_s: float
-    to_s: float
-    requests: int
-    holdout_requests: int
 
 
 def requests_ahead(arrivals_us: Vector, work_us: float) -> Vector:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from tracefit.fit.linear import matrix
 from tracefit.fit.load import LOAD, error_beyond
-from tracefit.fit.parts import matrix
+from tracefit.fit.results import Candidate
 from tracefit.fit.select import CANDIDATES, FOLDS, choose_penalty
 from tracefit.fit.train import training_design
 
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
     import polars as pl
 
+    from tracefit.fit.linear import FeatureColumn
     from tracefit.fit.options import FitOptions
-    from tracefit.fit.parts import FeatureColumn
 
 TIE = 0.02
 """Candidates whose errors are this close to the best one's are as good: the one with the fewest features is chosen."""
@@ -27,32 +26,6 @@ RULE = (
     "smallest geometric mean of the error inside the training load (blocks of time left out in turn) and the error beyond "
     "it (fitted on the lower half of the load, judged on the upper half); within 2 % of it the fewest features"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A form that was tried, with mean absolute errors in us on training rows it was not fitted on.
-
-    Attributes:
-        name: Feature set or form.
-        features: Features it had to go on.
-        inside: Error inside the training load: blocks of time left out in turn.
-        beyond: Error beyond it: fitted on the lower half of the load, judged on the upper; null of too few rows.
-        chosen: It is the one that was fitted.
-        reason: Why it was chosen, or was not.
-    """
-
-    name: str
-    features: int
-    inside: float
-    beyond: float | None
-    chosen: bool = False
-    reason: str = ""
-
-    @property
-    def score(self) -> float:
-        """Geometric mean of both errors."""
-        return self.inside if self.beyond is None else float(np.sqrt(self.inside * self.beyond))
 
 
 def try_features(
@@ -101,7 +74,7 @@ def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 def _reason(candidate: Candidate, *, best: Candidate, winner: Candidate) -> str:
     if candidate is winner:
         if winner is best:
-            beyond = " and beyond" if winner.beyond is not None else ""
+            beyond = " and beyond" if winner.beyond_mae is not None else ""
             return f"smallest error inside{beyond} the training load"
         return f"within {100 * TIE:.0f} % of {best.name} with fewer features"
     if candidate.score <= best.score * (1 + TIE):
@@ -109,8 +82,8 @@ def _reason(candidate: Candidate, *, best: Candidate, winner: Candidate) -> str:
     worse = [
         f"{100 * (own / other - 1):.0f} % worse {where}"
         for where, own, other in (
-            ("inside", candidate.inside, winner.inside),
-            ("beyond", candidate.beyond, winner.beyond),
+            ("inside", candidate.inside_mae, winner.inside_mae),
+            ("beyond", candidate.beyond_mae, winner.beyond_mae),
         )
         if own is not None and other and own > other * (1 + TIE / 2)
     ]

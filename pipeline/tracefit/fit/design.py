@@ -9,13 +9,14 @@ import numpy as np
 import polars as pl
 
 from tracefit.fit import rows as rules
-from tracefit.fit.parts import FeatureColumn, matrix, target_of
-from tracefit.fit.select import LeftOut, time_blocks, usable_features
+from tracefit.fit.linear import FeatureColumn, matrix, target_of
+from tracefit.fit.select import time_blocks, usable_features
 from tracefit.fit.weights import interval_weights, noise_weights
 
 if TYPE_CHECKING:
     from tracefit.fit.estimators import NDArrayInt
     from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.results import FeatureLeftOut
 
 BLOCK_ROWS = 10
 FEWEST_BLOCKS, MOST_BLOCKS = 10, 50
@@ -55,7 +56,7 @@ class Design:
         return time_blocks(self.run, self.time, _PERMILLE) >= round((1 - share) * _PERMILLE)
 
 
-def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design, list[LeftOut]]:
+def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design, list[FeatureLeftOut]]:
     """Return the rows as arrays of the features that say something, and the other features with reasons.
 
     Args:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tracefit.fit.results import Distribution
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import polars as pl
 
 PERCENTS: tuple[int, ...] = (*range(0, 100, 5), 99, 100)
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Quantiles at `PERCENTS` of a measured column and of its predictions, over rows that have all of them."""
-
-    rows: int
-    measured: tuple[float, ...]
-    predicted: Mapping[str, tuple[float, ...]]
 
 
 def distribution(rows: pl.DataFrame, measured: str, predicted: Sequence[str]) -> Distribution:

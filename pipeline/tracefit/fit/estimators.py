@@ -123,7 +123,7 @@ def confidence_intervals(
     Args:
         x: Raw features, shape (n, n_features).
         y: Targets, shape (n,).
-        model: Fitted on exactly these rows.
+        model: LinearFit on exactly these rows.
         blocks: Shape (n,), the time block of each row.
         level: Coverage aimed at.
     """

@@ -9,12 +9,12 @@ import polars as pl
 
 from tracefit.fit import rows as rules
 from tracefit.fit.boundary import fit_boundary
-from tracefit.fit.candidates import Candidate
-from tracefit.fit.train import Fitted, fit_regimes
+from tracefit.fit.results import Candidate, LinearFit
+from tracefit.fit.train import fit_regimes
 
 if TYPE_CHECKING:
+    from tracefit.fit.linear import Regime
     from tracefit.fit.options import FitOptions
-    from tracefit.fit.parts import Regime
 
 WORTH = 0.05
 """Least share of the error that another form must remove to take the place of the one that the engine's laws give."""
@@ -40,8 +40,8 @@ def choose_form(lawful: Candidate, other: Candidate) -> tuple[Candidate, ...]:
         lawful: The form that the engine's laws give.
         other: The other one.
     """
-    gain = 1 - other.inside / lawful.inside if lawful.inside else 0.0
-    clearly = gain > WORTH and lawful.inside - other.inside > CLOCK_US
+    gain = 1 - other.inside_mae / lawful.inside_mae if lawful.inside_mae else 0.0
+    clearly = gain > WORTH and lawful.inside_mae - other.inside_mae > CLOCK_US
     winner, loser = (other, lawful) if clearly else (lawful, other)
     if winner is other:
         why = f"removes {100 * gain:.0f} % of the error of {lawful.name}"
@@ -49,7 +49,7 @@ def choose_form(lawful: Candidate, other: Candidate) -> tuple[Candidate, ...]:
         why = f"{other.name} removes only {100 * gain:.1f} % of its error"
     else:
         why = "smallest error"
-    beaten = f"error {loser.inside:.4g} us, where {winner.name} has {winner.inside:.4g} us"
+    beaten = f"error {loser.inside_mae:.4g} us, where {winner.name} has {winner.inside_mae:.4g} us"
     return tuple(
         replace(c, chosen=c is winner, reason=why if c is winner else beaten) for c in (lawful, other)
     )
@@ -96,6 +96,6 @@ def try_boundary(
     return Candidate(BOUNDARY, _BOUNDARY_NUMBERS, boundary.validation.holdout.mae, None)
 
 
-def _fit(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) -> Fitted | None:
+def _fit(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) -> LinearFit | None:
     fitted = fit_regimes(rows, regimes, replace(options, reference=False))
-    return fitted if isinstance(fitted, Fitted) else None
+    return fitted if isinstance(fitted, LinearFit) else None

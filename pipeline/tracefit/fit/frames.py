@@ -13,7 +13,7 @@ from tracefit.fit import rows as rules
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.fit.scope import ScopeTables
+    from tracefit.fit.inputs import ScopeTables
 
 
 def step_frame(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.linear import FittedRegime, linear_terms, predict_regimes, target_of
 from tracefit.fit.metrics import measure
-from tracefit.fit.parts import FittedPart, linear_terms, predict_parts, target_of
+from tracefit.fit.results import LearningPoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,18 +21,8 @@ SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
 """Shares of the training rows, the latest ones before the hold-out: the distance in time to it stays what it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class LearningPoint:
-    """Hold-out error of the model trained on the latest `rows` training rows."""
-
-    share: float
-    rows: int
-    mae: float
-    mape_pct: float | None
-
-
 def learning_curve(
-    parts: Sequence[FittedPart],
+    parts: Sequence[FittedRegime],
     designs: Sequence[Design],
     judged: pl.DataFrame,
     *,
@@ -62,7 +53,7 @@ def learning_curve(
                 model.fit(design.x[mine], design.y[mine], design.weights[mine])
                 terms = linear_terms(design.columns, model.coef_, design.x)
                 refitted[index] = replace(part, intercept=model.intercept_, terms=terms)
-        errors = measure(y, predict_parts(refitted, judged))
+        errors = measure(y, predict_regimes(refitted, judged))
         if errors.mae is not None:
             points.append(LearningPoint(share, sum(rows), errors.mae, errors.mape_pct))
     return tuple(points)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,23 +12,24 @@ from tracefit.fit import rows as rules
 from tracefit.fit.design import design_of
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.frames import counted
-from tracefit.fit.metrics import Metrics, measure
-from tracefit.fit.parts import matrix, predict_parts, target_of
+from tracefit.fit.linear import matrix, predict_regimes, target_of
+from tracefit.fit.metrics import measure
+from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation
 from tracefit.fit.rows import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.select import CANDIDATES, FOLDS, choose_penalty, usable_features
-from tracefit.fit.train import judged_rows
+from tracefit.fit.train import evaluation_rows
 from tracefit.fit.validate import reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tracefit.fit.design import Design
+    from tracefit.fit.linear import FeatureColumn
     from tracefit.fit.metrics import Matrix, Vector
     from tracefit.fit.options import FitOptions
-    from tracefit.fit.parts import FeatureColumn
+    from tracefit.fit.results import LinearFit
     from tracefit.fit.signs import Signs
     from tracefit.fit.solvers import Flags, Penalty
-    from tracefit.fit.train import Fitted
 
 LOAD = "load"
 RUNNING_TOKENS, BATCH_REQUESTS = "running_tokens", "batch_requests"
@@ -46,41 +46,6 @@ LOWER_SHARE = 0.5
 
 MAX_UNKNOWN_SHARE = 0.05
 BINS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class LoadExtrapolation:
-    """A fitted form trained on the lower half of the load of all rows, and judged on the upper half.
-
-    Attributes:
-        load: What load is measured by.
-        cut: Load that half of the rows do not exceed.
-        errors: Errors on the upper half.
-        reference: Gradient boosting on the same features and rows.
-    """
-
-    load: str
-    cut: float
-    errors: Metrics
-    reference: Metrics | None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadBin:
-    """Errors on the held-out rows of one range of load."""
-
-    low: float
-    high: float
-    errors: Metrics
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorOverLoad:
-    """Errors on held-out rows in groups of equal size by load, and the loads that were trained on."""
-
-    load: str
-    trained: tuple[float, float]
-    bins: tuple[LoadBin, ...]
 
 
 def with_load(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
@@ -147,7 +112,7 @@ def _fitted_below(
 
 
 def load_extrapolation(
-    fitted: Fitted, features: Sequence[FeatureColumn], load: str, options: FitOptions
+    fitted: LinearFit, features: Sequence[FeatureColumn], load: str, options: FitOptions
 ) -> LoadExtrapolation | None:
     """Fit the form of a model on the lower half of the load of a whole run and measure it on the upper half.
 
@@ -165,7 +130,7 @@ def load_extrapolation(
     if cut is None:
         return None
     used = kept.filter(pl.col(LOAD) <= cut)
-    above = judged_rows(rows.filter(pl.col(LOAD) > cut), options.judge)
+    above = evaluation_rows(rows.filter(pl.col(LOAD) > cut), options.eval_filter)
     offered = [f for f in features if f.name in rows.columns and not rows[f.name].null_count()]
     data, _ = design_of(used, offered)
     if not data.columns or above.height < MIN_HOLDOUT_ROWS:
@@ -180,7 +145,7 @@ def load_extrapolation(
     )
 
 
-def error_over_load(fitted: Fitted, load: str, options: FitOptions) -> ErrorOverLoad | None:
+def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorOverLoad | None:
     """Measure a model on held-out rows in groups of equal size by load; null of no rows.
 
     Args:
@@ -188,15 +153,18 @@ def error_over_load(fitted: Fitted, load: str, options: FitOptions) -> ErrorOver
         load: What load is measured by.
         options: How it was fitted.
     """
-    used, held = counted(fitted.rows, "train"), judged_rows(counted(fitted.rows, "holdout"), options.judge)
+    used, held = (
+        counted(fitted.rows, "train"),
+        evaluation_rows(counted(fitted.rows, "holdout"), options.eval_filter),
+    )
     if not used.height or not held.height:
         return None
     held = held.sort(LOAD)
-    loads, actual, predicted = held[LOAD].to_numpy(), target_of(held), predict_parts(fitted.parts, held)
+    loads, actual, predicted = held[LOAD].to_numpy(), target_of(held), predict_regimes(fitted.regimes, held)
     groups = np.array_split(np.arange(held.height), min(BINS, held.height // MIN_HOLDOUT_ROWS or 1))
     return ErrorOverLoad(
         load=load,
-        trained=(float(used[LOAD].to_numpy().min()), float(used[LOAD].to_numpy().max())),
+        training_range=(float(used[LOAD].to_numpy().min()), float(used[LOAD].to_numpy().max())),
         bins=tuple(
             LoadBin(float(loads[g[0]]), float(loads[g[-1]]), measure(actual[g], predicted[g])) for g in groups
         ),

@@ -2,45 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
+from tracefit.fit.results import NO_ROWS, Metrics
+
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """Errors over `n` rows; percentages in percent, `mae` and `rmse` in the target's unit.
-
-    Attributes:
-        n: Rows.
-        mape_pct: Mean of |predicted - actual| / actual.
-        mdape_pct: Median of the same.
-        mae: Mean absolute error.
-        rmse: Root mean squared error.
-        r2: 1 - residual / total sum of squares; null for a constant target.
-        bias_pct: 100 * (sum predicted - sum actual) / sum actual.
-        p90_ape_pct: 90th percentile of the absolute percentage error.
-        p99_ape_pct: 99th percentile of it.
-        zero_targets: Rows with a target of zero, which percentage errors leave out.
-    """
-
-    n: int
-    mape_pct: float | None
-    mdape_pct: float | None
-    mae: float | None
-    rmse: float | None
-    r2: float | None
-    bias_pct: float | None
-    p90_ape_pct: float | None
-    p99_ape_pct: float | None
-    zero_targets: int = 0
-
-
-NO_ROWS = Metrics(0, None, None, None, None, None, None, None, None)
 
 
 def measure(actual: Vector, predicted: Vector) -> Metrics:

@@ -23,16 +23,16 @@ class FitOptions:
     Attributes:
         drop_outliers: Leave outliers out of the training part. Not for a target whose tail is its signal.
         groups: Name to condition: hold-out errors are also given for these rows.
-        truth: What the first regime's condition should have told, where there are regimes.
-        judge: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
+        label: What the first regime's condition should have told, where there are regimes.
+        eval_filter: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
         reference: Fit the gradient-boosted reference.
         signs: Which coefficients cannot be negative.
     """
 
     drop_outliers: bool = True
     groups: tuple[tuple[str, pl.Expr], ...] = ()
-    judge: pl.Expr | None = None
-    truth: pl.Expr | None = None
+    eval_filter: pl.Expr | None = None
+    label: pl.Expr | None = None
     reference: bool = True
     signs: Signs = ANY_SIGN
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from tracefit.fit.results import Phase
+
 if TYPE_CHECKING:
     from tracefit.fit.estimators import NDArrayInt
     from tracefit.fit.metrics import Vector
@@ -19,16 +21,6 @@ LEAST_SECONDS = 5.0
 MOST_CUTS_DEEP = 4
 GAIN_PER_LOG = 3.0
 """A change of rate must explain the arrivals better than none by 3 log(n) in log-likelihood."""
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A stretch of time, in seconds after the first arrival, and its arrivals per second."""
-
-    from_s: float
-    to_s: float
-    arrivals_per_s: float
-    requests: int
 
 
 @dataclass(frozen=True, slots=True)

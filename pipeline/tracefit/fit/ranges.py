@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.fit.parts import FittedTerm
+    from tracefit.fit.linear import FittedTerm
 
 
 def beyond_training(terms: Sequence[FittedTerm], steps: pl.DataFrame) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ def beyond_training(terms: Sequence[FittedTerm], steps: pl.DataFrame) -> tuple[s
     """
     notes = []
     for term in terms:
-        name, (_, seen) = term.feature.name, term.seen
+        name, (_, seen) = term.feature.name, term.training_range
         if name not in steps.columns:
             continue
         values = steps[name].drop_nulls()

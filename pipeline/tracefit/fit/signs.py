@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.fit.parts import FeatureColumn
+    from tracefit.fit.linear import FeatureColumn
     from tracefit.fit.solvers import Positive
 
 

@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from tracefit.fit.frames import counted
-from tracefit.fit.metrics import Metrics, measure
-from tracefit.fit.parts import predict_parts, target_of
-from tracefit.fit.phases import SERVER, Phase, phases_of_servers
-from tracefit.fit.train import judged_rows
+from tracefit.fit.linear import predict_regimes, target_of
+from tracefit.fit.metrics import measure
+from tracefit.fit.phases import SERVER, phases_of_servers
+from tracefit.fit.results import StepPhase
+from tracefit.fit.train import evaluation_rows
 
 if TYPE_CHECKING:
-    from tracefit.fit.train import Fitted
-
-
-@dataclass(frozen=True, slots=True)
-class StepPhase:
-    """Errors on the held-out steps that began in one phase of one server, and those of the training median."""
-
-    run_id: str
-    server: str
-    phase: Phase
-    holdout: Metrics
-    baseline: Metrics
+    from tracefit.fit.results import LinearFit
 
 
 def errors_by_phase(
-    fitted: Fitted, requests: pl.DataFrame, judge: pl.Expr | None = None
+    fitted: LinearFit, requests: pl.DataFrame, eval_filter: pl.Expr | None = None
 ) -> tuple[StepPhase, ...]:
     """Measure a model of step times on the held-out rows of each phase; nothing of servers without requests.
 
     Args:
         fitted: The model.
         requests: The `requests` table: a phase is a stretch in which they arrive at one rate.
-        judge: Held-out rows to measure the error on, as for the fit.
+        eval_filter: Held-out rows to measure the error on, as for the fit.
     """
     phases = phases_of_servers(requests.select(*SERVER, at_ns=pl.coalesce("arrival_ns", "queued_ns")))
     median = float(np.median(target_of(counted(fitted.rows, "train"))))
-    held = judged_rows(counted(fitted.rows, "holdout"), judge).drop_nulls("ts_ns").sort(*SERVER, "ts_ns")
+    held = (
+        evaluation_rows(counted(fitted.rows, "holdout"), eval_filter)
+        .drop_nulls("ts_ns")
+        .sort(*SERVER, "ts_ns")
+    )
     found = []
     for (run, server), rows in held.group_by(SERVER, maintain_order=True):
         if (of := phases.get((str(run), str(server)))) is None:
@@ -54,7 +47,7 @@ def errors_by_phase(
                     str(run),
                     str(server),
                     of.phases[int(str(number))],
-                    measure(actual, predict_parts(fitted.parts, part)),
+                    measure(actual, predict_regimes(fitted.regimes, part)),
                     measure(actual, np.full(len(actual), median)),
                 )
             )

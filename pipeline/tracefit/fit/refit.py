@@ -15,15 +15,15 @@ import polars as pl
 from tracefit.fit.design import design_of
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.frames import counted
-from tracefit.fit.parts import linear_terms, matrix, speakers
+from tracefit.fit.linear import active_regime, linear_terms, matrix
 from tracefit.fit.rows import MIN_TRAIN_ROWS
 
 if TYPE_CHECKING:
-    from tracefit.fit.parts import FittedPart
-    from tracefit.fit.train import Fitted
+    from tracefit.fit.linear import FittedRegime
+    from tracefit.fit.results import LinearFit
 
 
-def in_hindsight(fitted: Fitted) -> tuple[FittedPart, ...]:
+def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
     """Fit the parts of a model anew on its held-out rows, with the estimator, the penalty and the signs it was trained with.
 
     A term that the held-out rows cannot tell (constant, or a mix of others) keeps its value; so does a part that fewer of
@@ -33,13 +33,13 @@ def in_hindsight(fitted: Fitted) -> tuple[FittedPart, ...]:
         fitted: The model.
     """
     held = counted(fitted.rows, "holdout")
-    speaker = speakers(fitted.parts, held)
+    speaker = active_regime(fitted.regimes, held)
     return tuple(
-        _refitted(part, held.filter(pl.Series(speaker == index))) for index, part in enumerate(fitted.parts)
+        _refitted(part, held.filter(pl.Series(speaker == index))) for index, part in enumerate(fitted.regimes)
     )
 
 
-def _refitted(part: FittedPart, held: pl.DataFrame) -> FittedPart:
+def _refitted(part: FittedRegime, held: pl.DataFrame) -> FittedRegime:
     if held.height < MIN_TRAIN_ROWS:
         return part
     data, _ = design_of(held, [t.feature for t in part.terms])
