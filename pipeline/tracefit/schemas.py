@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter
 
-from tracefit.coefficients.answers import RequestAnswer, StepAnswer
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.model import CoefficientFile
+from tracefit.coefficients.predict import RequestPrediction, StepPrediction
 from tracefit.features.sets import FeatureSet
 from tracefit.results.comparison import CompareResult
 from tracefit.results.exports import ExportResult
@@ -51,7 +51,7 @@ RESULTS: dict[str, Any] = {
     "report": ReportResult,
     "features": list[FeatureSet],
     "synth": SynthResult,
-    "predict": StepAnswer | RequestAnswer | RowPredictions,
+    "predict": StepPrediction | RequestPrediction | RowPredictions,
     "export": ExportResult,
     "compare": CompareResult,
     "verify": VerifyResult,

@@ -202,7 +202,7 @@ def test_clocks_that_disagree_are_counted_in_the_evaluation(tmp_path, traces, qu
     run([traces.write(tmp_path / "run")], tmp_path / "out")
     evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     timeline = evaluation["scopes"][0]["timeline"]
-    assert (timeline["moved_events"], timeline["clock_disagreements"]) == (len(api), 2)
+    assert (timeline["clock_corrected_events"], timeline["clock_disagreements"]) == (len(api), 2)
     assert timeline["clock_checked_events"] == 300
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| events that disagree with the step clock | 2 of 300 |" in report

@@ -98,8 +98,8 @@ def test_admission_finds_the_api_work_and_the_boundary(tmp_path: Path) -> None:
     truth = run.truth_requests.select(pl.col("api_work_us").mean(), pl.col("prompt_tokens").mean()).row(0)
     assert work + per_token * truth[1] == pytest.approx(truth[0], abs=200)
     entry = admission["validation"]
-    assert entry["right_boundary_pct"] >= 90
-    assert entry["right_boundary_pct"] >= entry["right_boundary_without_work_pct"] + 3
+    assert entry["boundary_accuracy_pct"] >= 90
+    assert entry["boundary_accuracy_pct"] >= entry["boundary_accuracy_without_work_pct"] + 3
 
 
 def test_the_queue_wait_has_two_regimes_when_blocks_are_short(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import polars as pl
 import pytest
 
 import tracefit
-from tracefit.coefficients.frames import predict_rows
+from tracefit.coefficients.predict_frames import predict_rows
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = json.loads((ROOT / "fixtures/expected.json").read_text())

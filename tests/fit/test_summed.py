@@ -36,14 +36,14 @@ def test_a_bias_that_is_everywhere_the_same_has_no_spread():
     actual = np.random.default_rng(0).uniform(1, 9, 600)
     told = summed_time(1.07 * actual, actual, np.arange(600) // 30)
     assert told.bias_pct == pytest.approx(7)
-    assert told.two_sd_pct == pytest.approx(0, abs=1e-9)
+    assert told.bias_2sd_pct == pytest.approx(0, abs=1e-9)
 
 
 def test_the_spread_is_that_of_independent_draws():
     """The bias of n steps of noise s has a standard deviation of 100 s / sqrt(n) percent, over runs of the noise."""
     rng = np.random.default_rng(1)
     runs = [1_000 * (1 + 0.2 * rng.standard_normal(2_000)) for _ in range(40)]
-    spreads = [summed_time(np.full(2_000, 1_000.0), y, np.arange(2_000) // 50).two_sd_pct for y in runs]
+    spreads = [summed_time(np.full(2_000, 1_000.0), y, np.arange(2_000) // 50).bias_2sd_pct for y in runs]
     assert np.mean(spreads) == pytest.approx(2 * 100 * 0.2 / np.sqrt(2_000), rel=0.1)
 
 
@@ -52,7 +52,7 @@ def test_drift_within_blocks_widens_it():
     slow = 1_000 * (1 + 0.2 * np.sign(np.sin(steps / 100)))
     quick = 1_000 * (1 + 0.2 * np.where(steps % 2, 1, -1))
     wide, narrow = (summed_time(np.full(2_000, 1_000.0), y, steps // 100) for y in (slow, quick))
-    assert wide.two_sd_pct > 5 * narrow.two_sd_pct
+    assert wide.bias_2sd_pct > 5 * narrow.two_sd_pct
 
 
 def test_blocks_are_as_long_as_an_autoregression_asks_for():
@@ -96,7 +96,7 @@ def test_the_evaluation_and_the_report_hold_it(trained):
     assert summed["bias_pct"] == pytest.approx(scope["models"]["beta.cycle_time"]["holdout"]["bias_pct"])
     text = (trained / "report.md").read_text()
     assert f"measured {summed['actual_us'] / 1e6:,.2f} s, bias {summed['bias_pct']:+.2f} %" in text
-    assert f"interval with the largest error contributes {summed['furthest_pct']:+.2f} points" in text
+    assert f"interval with the largest error contributes {summed['max_contribution_pct']:+.2f} points" in text
 
 
 def _drifting(change, rows=400):
@@ -127,13 +127,13 @@ def test_a_change_of_the_machine_is_told_at_equal_batches(change):
 
 
 def test_a_sum_that_is_off_by_more_than_chance_is_named_as_drifting():
-    entry = {"actual_us": 100e6, "blocks": 40, "furthest_pct": 0.1, "speed_change_pct": 7.9}
-    off = SummedEntry(predicted_us=93e6, bias_pct=-7.0, two_sd_pct=2.0, drifting=True, **entry)
+    entry = {"actual_us": 100e6, "blocks": 40, "max_contribution_pct": 0.1, "speed_change_pct": 7.9}
+    off = SummedEntry(predicted_us=93e6, bias_pct=-7.0, bias_2sd_pct=2.0, drifting=True, **entry)
     assert (
         "**Drifting:** more than two standard deviations off. Steps of equal batches take 7.9 % longer"
         in summed_line(off)
     )
-    right = SummedEntry(predicted_us=99e6, bias_pct=-1.0, two_sd_pct=2.0, drifting=False, **entry)
+    right = SummedEntry(predicted_us=99e6, bias_pct=-1.0, bias_2sd_pct=2.0, drifting=False, **entry)
     assert "Drifting" not in summed_line(right)
     assert SummedTime(93e6, 100e6, 2.0, 40, 0.1).drifting
     assert not SummedTime(99e6, 100e6, 2.0, 40, 0.1).drifting

@@ -126,7 +126,7 @@ def _terms(part: FittedRegime) -> tuple[cf.Term, ...]:
             unit=t.feature.unit,
             value=t.value,
             ci95=t.ci95,
-            seen=t.training_range,
+            training_range=t.training_range,
             formula=t.feature.formula,
             sign=t.feature.sign,
         )

@@ -48,8 +48,8 @@ def entry(model: FittedModel) -> ev.Entry:
         train=metrics_entry(v.train),
         holdout=metrics_entry(v.holdout),
         baseline=metrics_entry(v.baseline),
-        reference=metrics_entry(v.reference) if v.reference else None,
-        by={name: metrics_entry(m) for name, m in v.by_group.items()},
+        gradient_boosting=metrics_entry(v.reference) if v.reference else None,
+        by_group={name: metrics_entry(m) for name, m in v.by_group.items()},
         by_phase=tuple(
             ev.StepPhaseEntry(
                 run_id=p.run_id,
@@ -85,10 +85,10 @@ def entry(model: FittedModel) -> ev.Entry:
             ev.LearningPointEntry(share=p.share, rows=p.rows, mae=p.mae, mape_pct=p.mape_pct)
             for p in v.learning_curve
         ),
-        equations=_equations(fitted.rows),
+        rows_by_source=_equations(fitted.rows),
         classifier=_classifier(v.classifier),
-        right_boundary_pct=boundary.boundary_accuracy_pct if boundary else None,
-        right_boundary_without_work_pct=boundary.boundary_accuracy_without_work_pct if boundary else None,
+        boundary_accuracy_pct=boundary.boundary_accuracy_pct if boundary else None,
+        boundary_accuracy_without_work_pct=boundary.boundary_accuracy_without_work_pct if boundary else None,
         bursts=tuple(ev.BurstEntry(**dataclasses.asdict(b)) for b in boundary.bursts) if boundary else (),
         skill=v.skill,
     )
@@ -123,7 +123,7 @@ def _extrapolation(found: LoadExtrapolation | None) -> ev.LoadExtrapolationEntry
         **dataclasses.asdict(found.errors),
         load=found.load,
         cut=found.cut,
-        reference=metrics_entry(found.reference) if found.reference else None,
+        gradient_boosting=metrics_entry(found.reference) if found.reference else None,
     )
 
 

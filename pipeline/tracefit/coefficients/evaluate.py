@@ -83,7 +83,7 @@ def _across(one: LeftOutErrors) -> ev.AcrossEntry:
         rows_used=one.rows_used,
         errors=metrics_entry(v.holdout),
         baseline=metrics_entry(v.baseline),
-        reference=metrics_entry(v.reference) if v.reference else None,
+        gradient_boosting=metrics_entry(v.reference) if v.reference else None,
         skill=v.skill,
         interval_coverage_pct=v.interval_coverage_pct,
     )
@@ -176,7 +176,7 @@ def _summed(summed: SummedTime | None) -> ev.SummedEntry | None:
     if summed is None:
         return None
     fields = dataclasses.asdict(summed)
-    fields["furthest_pct"] = fields.pop("max_contribution_pct")
+    fields["bias_2sd_pct"] = fields.pop("two_sd_pct")
     return ev.SummedEntry(**fields, bias_pct=summed.bias_pct, drifting=summed.drifting)
 
 
@@ -224,7 +224,7 @@ def _distribution(name: str, found: Distribution) -> ev.DistributionEntry | None
 def _latency_errors(errors: LatencyErrors) -> dict[str, ev.MetricsEntry]:
     return {
         "teacher_forced": metrics_entry(errors.teacher_forced),
-        "hindsight": metrics_entry(errors.refit_on_holdout),
+        "refit_on_holdout": metrics_entry(errors.refit_on_holdout),
         "averages_only": metrics_entry(errors.averages_only),
         "baseline": metrics_entry(errors.baseline),
     }
@@ -250,11 +250,11 @@ def _timeline(scope: FittedScope) -> ev.TimelineEntry:
         median_cycle_us=scope.cover.median_cycle_us,
         median_duration_us=scope.cover.median_duration_us,
         beta_target_source=scope.choice.source if scope.choice else None,
-        beta_target_because=scope.choice.reason if scope.choice else None,
+        beta_target_reason=scope.choice.reason if scope.choice else None,
         execution_lag_steps=max(tables.lags.values(), default=0),
         clock_checked_events=_sum(tables.clock_checks, "events"),
         clock_disagreements=_sum(tables.clock_checks, "disagreeing"),
-        moved_events=_sum(runs.unique("run_id"), "moved_events"),
+        clock_corrected_events=_sum(runs.unique("run_id"), "moved_events"),
         dropped_events=_sum(runs, "dropped_events"),
     )
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.frames import predict_rows
+from tracefit.coefficients.compiled import CompiledModel, terms_of
+from tracefit.coefficients.diff import coefficient_diffs, prediction_diffs
 from tracefit.coefficients.model import BoundaryModel
 from tracefit.coefficients.models import Models, load
-from tracefit.coefficients.shared import changes, shifts
-from tracefit.coefficients.values import columns_of, terms_of
+from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.commands.timelines import write_timelines
 from tracefit.commands.train import load_scope, scopes_of
 from tracefit.errors import DataError, UsageError
@@ -29,7 +29,7 @@ from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from tracefit.coefficients.model import Model
-    from tracefit.coefficients.models import ScopeModels
+    from tracefit.coefficients.predict import ScopeModels
     from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.metrics import Vector
     from tracefit.fit.results import Metrics
@@ -83,10 +83,12 @@ def compare(
             if name not in right.models:
                 notes.append(f"{name} of {scope_id}: only in {one}")
                 continue
-            moved, said = shifts(model, right.models[name])
+            moved, said = prediction_diffs(model, right.models[name])
             notes += said
             compared.append(
-                ModelComparison(name, scope_id, tuple(changes(model, right.models[name])), tuple(moved))
+                ModelComparison(
+                    name, scope_id, tuple(coefficient_diffs(model, right.models[name])), tuple(moved)
+                )
             )
     if not compared:
         raise DataError(
@@ -184,7 +186,7 @@ def _predicted(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.Data
         rows = single if single.height >= MIN_ROWS else rows
     else:
         rows = _all_new(request_frame(tables, model.name.removeprefix("alpha."), features, constants))
-    lacking = sorted(c for c in columns_of(model) if c not in rows.columns)
+    lacking = sorted(c for c in CompiledModel(model).inputs if c not in rows.columns)
     with_predictions = predict_rows(model, rows if not lacking else rows.with_columns(_nulls(model, lacking)))
     predicted = with_predictions["predicted_us"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
     if isinstance(model, BoundaryModel):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from tracefit.coefficients.columns import features_of, holds, prediction
+from tracefit.coefficients.compiled import CompiledModel, holds_expression
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
 from tracefit.errors import UsageError
 from tracefit.fit.rows import FEW_ROWS
@@ -71,7 +71,7 @@ def scope_rows(
         )
     runs = list(scope.runs)
     own = pl.col("scope_id") == scope.scope_id
-    columns = sorted(_ROW_COLUMNS.union(*(features_of(m) for m in models)))
+    columns = sorted(_ROW_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
     steps = store.read("beta_training", runs, columns).filter(own)
     waits = store.read("alpha_training", runs, columns).filter(own)
     requests = store.read("requests", runs, [f"{name}_us" for name in LATENCIES])
@@ -98,9 +98,10 @@ def model_rows(model: AnyModel, rows: pl.DataFrame, *, points: int) -> ModelRows
     Returns:
         Null where the frame lacks a feature of the model or has no held-out row.
     """
-    if not features_of(model) <= set(rows.columns):
+    compiled = CompiledModel(model)
+    if not compiled.columns_with_clock <= set(rows.columns):
         return None
-    kept = _with_predictions(model, rows)
+    kept = _with_predictions(compiled, rows)
     held = kept.filter(pl.col("split") == "holdout")
     if not held.height:
         return None
@@ -124,21 +125,24 @@ def model_rows(model: AnyModel, rows: pl.DataFrame, *, points: int) -> ModelRows
     )
 
 
-def _with_predictions(model: AnyModel, rows: pl.DataFrame) -> pl.DataFrame:
+def _with_predictions(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame:
     """Return the rows that count, with prediction, measurement and residual in ms."""
+    model = compiled.model
     kept = rows.filter(pl.col("excluded_because").is_null())
     if "source" in kept.columns:
         # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
         single = kept.filter(pl.col("source") != "interval")
         kept = single if single.filter(pl.col("split") == "holdout").height >= FEW_ROWS else kept
     start = pl.col("ts_ns").min().over("run_id", "server")
-    needed = {"run_id", "server", "ts_ns", "split", *features_of(model)}
+    needed = {"run_id", "server", "ts_ns", "split", *compiled.columns_with_clock}
     kept = kept.select(
         *(c for c in kept.columns if c in needed),
-        predicted_ms=prediction(model) / US_PER_MS,
+        predicted_ms=compiled.expression_with_clock() / US_PER_MS,
         measured_ms=pl.col("y") / US_PER_MS,
         at_s=(pl.col("ts_ns") - start) / 1e9,
-        first_regime=holds(model.regimes[0].when) if isinstance(model, RegimesModel) else pl.lit(value=True),
+        first_regime=holds_expression(model.regimes[0].when)
+        if isinstance(model, RegimesModel)
+        else pl.lit(value=True),
     )
     # To a nanosecond, the resolution of the clocks: rounding errors of arithmetic are no residuals.
     residual = (pl.col("measured_ms") - pl.col("predicted_ms")).round(6)
@@ -169,9 +173,9 @@ def _terms(model: AnyModel) -> list[Term]:
 def _strongest(model: AnyModel, held: pl.DataFrame) -> list[str]:
     """Name the features that move the prediction most over the training range."""
     effects = {
-        t.feature: abs(t.value) * (t.seen[1] - t.seen[0])
+        t.feature: abs(t.value) * (t.training_range[1] - t.training_range[0])
         for t in _terms(model)
-        if t.seen is not None and t.feature in held.columns
+        if t.training_range is not None and t.feature in held.columns
     }
     return sorted(effects, key=lambda f: -effects[f])[:_STRONG]
 

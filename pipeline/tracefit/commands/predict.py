@@ -38,10 +38,10 @@ def predict_file(
     elif of == "request":
         predicted = models.predict_request(frame, scope=scope)
     else:
-        from tracefit.coefficients.frames import predict_rows
+        from tracefit.coefficients.predict_frames import predict_rows
 
         predicted = predict_rows(models.model(of, scope), frame)
-    outside = predicted.height - predicted["outside"].null_count() if "outside" in predicted.columns else None
+    outside = predicted.height - predicted["out_of_range"].null_count() if of != "request" else None
     if out is not None:
         _write(predicted, out)
         return RowPredictions(predicted.height, outside, out)

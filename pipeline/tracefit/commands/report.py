@@ -9,12 +9,12 @@ import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.commands.figure_data import scope_rows
-from tracefit.commands.writing import write_texts
 from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import TracedTime, build_report
 from tracefit.reports.html import html_page
 from tracefit.reports.markdown import markdown_text
 from tracefit.results.training import ReportResult
+from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def report(
     made = report_of(evaluation, alpha, beta, store if store.runs() else None)
     place = Path(out or folder)
     texts = report_texts(made, place)
-    write_texts(texts)
+    write_files(texts)
     return ReportResult(tuple(texts), _verdicts(evaluation)), made
 
 

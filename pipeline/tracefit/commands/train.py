@@ -15,7 +15,6 @@ from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.commands.report import report_of, report_texts
 from tracefit.commands.samples import sample_tables
 from tracefit.commands.timelines import engine_limits, write_timelines
-from tracefit.commands.writing import write_texts
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
 from tracefit.features.training import ENGINE, WORKLOAD_COLUMNS
@@ -30,6 +29,7 @@ from tracefit.results.training import LatencySummary, ModelSummary, ScopeSummary
 from tracefit.server.context import Scope, context_from_json, scope_of
 from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
+from tracefit.tables.disk import write_files
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
@@ -134,7 +134,7 @@ def train(
     # From the files' own numbers, so that `report` makes the same one later.
     made = report_of(as_published(evaluation), as_published(alpha), as_published(beta), store)
     texts |= report_texts(made, report)
-    write_texts(texts)
+    write_files(texts)
     return replace(result, files=tuple(texts))
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from tracefit._version import __version__
 from tracefit.coefficients import assemble
-from tracefit.coefficients.files import read_coefficients, to_json
+from tracefit.coefficients.files import read_coefficients, read_plain, to_json
+from tracefit.coefficients.model import CoefficientFile
 from tracefit.commands.train import TrainOptions, fit_runs
 from tracefit.errors import DataError, TracefitError
 from tracefit.progress import NullProgress, Progress
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.model import CoefficientFile, Provenance
+    from tracefit.coefficients.model import Provenance
 
 RELATIVE = 1e-6
 """On which machines agree."""
@@ -53,7 +54,7 @@ def verify(
         DataError: The file does not say how it was made.
     """
     path = Path(file)
-    document, plain = read_coefficients(path), json.loads(path.read_text(encoding="utf-8-sig"))
+    document, plain = read_coefficients(path), read_plain(path, CoefficientFile)
     made_by = document.provenance
     if made_by is None or not any(m.training for m in document.models):
         raise DataError("does not say how it was made: no provenance or no training", where=str(path))

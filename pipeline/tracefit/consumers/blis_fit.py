@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.frames import predict_steps
+from tracefit.coefficients.predict_frames import predict_steps
 from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
 from tracefit.consumers.blis_roofline import (
     BLIS_COLUMNS,
@@ -273,7 +273,7 @@ def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Itera
     blis = rates.constant + slots * (rates.request + rates.decode_request + rates.context_token * context)
     asked = pl.DataFrame({"batch": [float(slots)], "context": [context]})
     try:
-        predicted = predict_steps(source.models.step_model, asked, source.models.server)["predicted_us"][0]
+        predicted = predict_steps(source.models, asked)["predicted_us"][0]
     except UsageError:  # a feature set of the user's own that a described step does not hold
         return
     if predicted and abs(blis / predicted - 1) > DEPARTS:

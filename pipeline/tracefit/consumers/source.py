@@ -16,7 +16,7 @@ from tracefit.fit.metrics import measure
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tracefit.coefficients.models import ScopeModels
+    from tracefit.coefficients.predict import ScopeModels
     from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.metrics import Vector
     from tracefit.server.context import Scope

@@ -111,11 +111,11 @@ def clock_parts(t: TimelineEntry) -> list[ReportPart]:
             "events that disagree with the step clock",
             f"{count(t.clock_disagreements)} of {count(t.clock_checked_events)}",
         ),
-        ("API events corrected from another host's clock", count(t.moved_events)),
+        ("API events corrected from another host's clock", count(t.clock_corrected_events)),
     ]
     parts: list[ReportPart] = ["### `step.duration_us` and the step clock"]
-    if t.beta_target_because:
-        parts.append(f"Step times come from the {t.beta_target_source}: {t.beta_target_because}.")
+    if t.beta_target_reason:
+        parts.append(f"Step times come from the {t.beta_target_source}: {t.beta_target_reason}.")
     parts.append(table(("what", "value"), rows))
     if t.execution_lag_steps:
         parts.append(

@@ -70,9 +70,9 @@ def _named_terms(model: AnyModel) -> list[tuple[str, Term]]:
 def _forest(name: str, model: AnyModel) -> Figure | None:
     """Draw what each term adds between the smallest and the largest value it was trained on."""
     drawn = [
-        (label, t, (t.seen[1] - t.seen[0]) / US_PER_MS)
+        (label, t, (t.training_range[1] - t.training_range[0]) / US_PER_MS)
         for label, t in _named_terms(model)
-        if t.seen is not None
+        if t.training_range is not None
     ]
     if not drawn:
         return None
@@ -107,8 +107,8 @@ def _errors(name: str, model_name: str, entry: Entry) -> Figure | None:
     found = [
         ("this model", entry.holdout.mae),
         ("baseline: training median", entry.baseline.mae),
-        ("reference: boosted trees", entry.reference.mae if entry.reference else None),
-        *((f"this model, {kind.replace('_', ' ')} ({m.n:,})", m.mae) for kind, m in entry.by.items()),
+        ("reference: boosted trees", entry.gradient_boosting.mae if entry.gradient_boosting else None),
+        *((f"this model, {kind.replace('_', ' ')} ({m.n:,})", m.mae) for kind, m in entry.by_group.items()),
     ]
     known = [(label, mae / US_PER_MS) for label, mae in found if mae is not None]
     if not known:

@@ -30,7 +30,7 @@ _TITLES = {
 }
 _WAYS = {
     "teacher_forced": "teacher forced",
-    "hindsight": "refit on hold-out",
+    "refit_on_holdout": "refit on hold-out",
     "averages_only": "averages only",
     "baseline": "baseline",
 }
@@ -70,9 +70,9 @@ def summed_line(entry: SummedEntry) -> str:
     """Give the bias of the summed step times of the hold-out, with its uncertainty."""
     return (
         f"**Step times of the hold-out summed:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
-        f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.two_sd_pct:.2f} %, "
+        f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.bias_2sd_pct:.2f} %, "
         f"by bootstrap over {entry.blocks} blocks of time); the step or interval with the largest error contributes "
-        f"{entry.furthest_pct:+.2f} points.{_drift(entry)}"
+        f"{entry.max_contribution_pct:+.2f} points.{_drift(entry)}"
     )
 
 

@@ -66,10 +66,10 @@ def model_parts(name: str, entry: Entry, model: AnyModel, left_out: dict[str, in
 
 
 def _facts(entry: Entry, model: AnyModel, left_out: dict[str, int]) -> Iterator[str]:
-    if entry.right_boundary_pct is not None:
+    if entry.boundary_accuracy_pct is not None:
         yield (
-            f"**Step boundary predicted correctly:** {exact(entry.right_boundary_pct)} % of held-out requests whose step is known "
-            f"({exact(entry.right_boundary_without_work_pct)} % with zero API work)."
+            f"**Step boundary predicted correctly:** {exact(entry.boundary_accuracy_pct)} % of held-out requests whose step is known "
+            f"({exact(entry.boundary_accuracy_without_work_pct)} % with zero API work)."
         )
     if entry.classifier is not None:
         accuracy = exact(entry.classifier.balanced_accuracy)
@@ -90,8 +90,8 @@ def _facts(entry: Entry, model: AnyModel, left_out: dict[str, int]) -> Iterator[
             f"**In-sample MAPE,** for comparison with the hold-out's {exact(entry.holdout.mape_pct)} %: "
             f"{exact(entry.train.mape_pct)} %."
         )
-    if entry.equations:
-        yield f"**Training rows by source:** {reasons(entry.equations)}."
+    if entry.rows_by_source:
+        yield f"**Training rows by source:** {reasons(entry.rows_by_source)}."
 
 
 def terms_of(model: LinearModel | BoundaryModel) -> tuple[Term, ...]:
@@ -138,7 +138,10 @@ def _condition(when: Condition) -> str:
 
 def _terms(intercept: Number, terms: Iterable[Term]) -> Table:
     rows: list[tuple[str, ...]] = [("intercept", "us", exact(intercept.value), interval(intercept.ci95), "")]
-    rows += [(f"`{t.feature}`", t.unit, exact(t.value), interval(t.ci95), interval(t.seen)) for t in terms]
+    rows += [
+        (f"`{t.feature}`", t.unit, exact(t.value), interval(t.ci95), interval(t.training_range))
+        for t in terms
+    ]
     return table(("term", "unit", "value", "95 % interval", "training range"), rows)
 
 
@@ -224,7 +227,9 @@ def _beyond_load(entry: Entry) -> str:
     found, inside = entry.load_extrapolation, entry.by_load.get("inside")
     if found is None:
         return ""
-    beside = f", gradient boosting {exact(found.reference.mape_pct)} %" if found.reference else ""
+    beside = (
+        f", gradient boosting {exact(found.gradient_boosting.mape_pct)} %" if found.gradient_boosting else ""
+    )
     within = (
         f" On the hold-out inside the training ranges it is {exact(inside.mape_pct)} %." if inside else ""
     )

@@ -17,7 +17,7 @@ from tracefit.reports.text import WIDTH, columns, count, indented, mape_misleads
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tracefit.coefficients.answers import RequestAnswer, Span, StepAnswer
+    from tracefit.coefficients.predict import PredictedDuration, RequestPrediction, StepPrediction
     from tracefit.features.sets import FeatureSet
     from tracefit.results.comparison import CompareResult, Drift
     from tracefit.results.exports import ExportResult
@@ -314,36 +314,43 @@ def _milliseconds(seconds: float | None) -> str:
 _RANGE_NOTE = "90 % range: nine of ten held-out measurements were within it of their prediction"
 
 
-def step_text(answer: StepAnswer) -> str:
+def step_text(predicted: StepPrediction) -> str:
     """Give the time of a step."""
-    rows = [("step", answer.step)]
-    return "\n".join([*_spans(answer.scope_id, rows), *_notes(answer.assumed, answer.outside)])
+    rows = [("step", predicted.step)]
+    return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
 
 
-def request_text(answer: RequestAnswer) -> str:
+def request_text(predicted: RequestPrediction) -> str:
     """Give the time of a request, part by part."""
     rows = [
-        ("admission", answer.admission),
-        ("queue wait", answer.queue_wait),
-        (f"prefill ({answer.prefill_steps:,} step{'s' * (answer.prefill_steps > 1)})", answer.prefill),
-        ("TTFT", answer.ttft),
-        ("ITL", answer.itl),
-        ("E2E", answer.e2e),
-        ("departure, after E2E", answer.departure),
+        ("admission", predicted.admission),
+        ("queue wait", predicted.queue_wait),
+        (
+            f"prefill ({predicted.prefill_steps:,} step{'s' * (predicted.prefill_steps > 1)})",
+            predicted.prefill,
+        ),
+        ("TTFT", predicted.ttft),
+        ("ITL", predicted.itl),
+        ("E2E", predicted.e2e),
+        ("departure, after E2E", predicted.departure),
     ]
-    return "\n".join([*_spans(answer.scope_id, rows), *_notes(answer.assumed, answer.outside)])
+    return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
 
 
-def rows_text(answer: RowPredictions) -> str:
+def rows_text(predicted: RowPredictions) -> str:
     """Give the predicted rows as CSV, or the file they were written to."""
-    if answer.out is not None:
-        outside = "" if answer.outside is None else f", {answer.outside:,} outside the training range"
-        return f"{answer.rows:,} rows{outside}\nwrote   {answer.out}"
+    if predicted.out is not None:
+        outside = (
+            ""
+            if predicted.out_of_range is None
+            else f", {predicted.out_of_range:,} outside the training range"
+        )
+        return f"{predicted.rows:,} rows{outside}\nwrote   {predicted.out}"
     text = io.StringIO()
-    if answer.predictions:
-        writer = csv.DictWriter(text, list(answer.predictions[0]), lineterminator="\n")
+    if predicted.predictions:
+        writer = csv.DictWriter(text, list(predicted.predictions[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(answer.predictions)
+        writer.writerows(predicted.predictions)
     return text.getvalue()
 
 
@@ -427,13 +434,13 @@ def _apart(apart: bool | None) -> str:
     return "" if apart is None else ", intervals apart" if apart else ", intervals overlap"
 
 
-def _spans(scope_id: str | None, rows: Iterable[tuple[str, Span | None]]) -> list[str]:
+def _spans(scope_id: str | None, rows: Iterable[tuple[str, PredictedDuration | None]]) -> list[str]:
     table = [(name, *(_ms(s, end) for end in ("value_us", "low_us", "high_us"))) for name, s in rows]
     body = [f"{name:<22}{value:>12}  {low:>12} to {high}" for name, value, low, high in table]
     return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}  {'90 % range':>12}", *body, "", _RANGE_NOTE]
 
 
-def _ms(found: Span | None, end: str) -> str:
+def _ms(found: PredictedDuration | None, end: str) -> str:
     if found is None:
         return "-"
     value = getattr(found, end)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tracefit.coefficients.shared import Change, Shift
+from tracefit.coefficients.diff import CoefficientDiff, PredictionDiff
 
 Verdict = Literal["good", "drifted", "unknown"]
 
@@ -17,8 +17,8 @@ class ModelComparison:
 
     model: str
     scope_id: str | None
-    changes: tuple[Change, ...]
-    shifts: tuple[Shift, ...]
+    changes: tuple[CoefficientDiff, ...]
+    shifts: tuple[PredictionDiff, ...]
 
 
 @dataclass(frozen=True, slots=True)

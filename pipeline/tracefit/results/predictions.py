@@ -12,12 +12,12 @@ class RowPredictions:
 
     Attributes:
         rows: Number of rows.
-        outside: Rows outside the training range; null where this is not known per row.
+        out_of_range: Rows outside the training range; null for requests, which have no one range.
         out: The file they were written to, or null.
         predictions: The rows with their predictions, where no output file was named.
     """
 
     rows: int
-    outside: int | None
+    out_of_range: int | None
     out: Path | None
     predictions: tuple[dict[str, object], ...] = ()
