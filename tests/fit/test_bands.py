@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tracefit.fit.bands import coverage_pct, prediction_interval
 from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.metrics import coverage_pct, prediction_interval
 from tracefit.fit.results import PenaltyChoice, PredictionInterval
 from tracefit.fit.select import out_of_fold
 

@@ -6,13 +6,12 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit import rows as rules
+from tracefit.fit import splits
 from tracefit.fit.candidates import choose, try_features
+from tracefit.fit.extrapolation import load_cut
+from tracefit.fit.inputs import ANY_SIGN, FitOptions
 from tracefit.fit.linear import FeatureColumn
-from tracefit.fit.load import load_cut
-from tracefit.fit.options import FitOptions
 from tracefit.fit.results import Candidate
-from tracefit.fit.signs import ANY_SIGN
 
 
 def _chosen(*candidates):
@@ -54,7 +53,7 @@ def _rows(n=600):
     """Twice as long with every request more: 1000 + 20 load + load^2 / 10, the load drawn anew for each row."""
     rng = np.random.default_rng(3)
     load = rng.integers(0, 200, n)
-    return rules.split_by_time(
+    return splits.split_by_time(
         pl.DataFrame(
             {
                 "run_id": "r",

@@ -6,9 +6,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit import rows as rules
+from tracefit.fit import splits
+from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import Comparison, FeatureColumn, Regime
-from tracefit.fit.options import FitOptions
 from tracefit.fit.results import LinearFit, PenaltyChoice
 from tracefit.fit.train import fit_linear, fit_regimes
 
@@ -24,7 +24,7 @@ def _frame(n, y):
     columns = {"run_id": "r", "server": "s", "ts_ns": np.arange(n) * 1000, "y": y, "excluded_because": None}
     x = np.random.default_rng(0).integers(0, 100, n)
     frame = pl.DataFrame(columns | {"x": x}, schema_overrides={"excluded_because": pl.String})
-    return rules.split_by_time(frame)
+    return splits.split_by_time(frame)
 
 
 def _curve(frame):

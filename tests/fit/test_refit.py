@@ -6,12 +6,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit import rows as rules
+from tracefit.fit import splits
+from tracefit.fit.holdout import refit_on_holdout
+from tracefit.fit.inputs import ANY_SIGN, NON_NEGATIVE, FitOptions
 from tracefit.fit.linear import Comparison, FeatureColumn, Regime, predict_regimes
-from tracefit.fit.options import FitOptions
-from tracefit.fit.refit import refit_on_holdout
 from tracefit.fit.results import LinearFit, PenaltyChoice
-from tracefit.fit.signs import ANY_SIGN, NON_NEGATIVE
 from tracefit.fit.train import fit_linear, fit_regimes
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
@@ -47,7 +46,7 @@ def _frame(*, late=1.0, steps=1, **columns):
     ).with_columns(**columns)
     machine = np.where(np.arange(ROWS) >= FROM, late, 1.0)
     law = 2000 + 10 * pl.col("prefill") + 50 * pl.col("decode") + pl.Series(rng.normal(0, 20, ROWS))
-    return rules.split_by_time(frame.with_columns(y=law * pl.Series(machine)))
+    return splits.split_by_time(frame.with_columns(y=law * pl.Series(machine)))
 
 
 def _fit(frame, options=QUICK):
@@ -74,7 +73,7 @@ def test_rows_left_out_of_the_hold_out_have_no_say():
     frame = _frame(late=0.8)
     frame = frame.with_columns(
         y=pl.when(idle).then(pl.col("y") * 100).otherwise("y"),
-        excluded_because=pl.when(idle).then(pl.lit(rules.IDLE_GAP)).otherwise("excluded_because"),
+        excluded_because=pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise("excluded_because"),
     )
     (part,) = refit_on_holdout(_fit(frame))
     assert _values(part) == pytest.approx({"prefill": 8, "decode": 40}, rel=0.05)

@@ -6,9 +6,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit import rows as rules
+from tracefit.fit import splits
+from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import Comparison, FeatureColumn, Regime, predict_regimes
-from tracefit.fit.options import FitOptions
 from tracefit.fit.results import LinearFit, PenaltyChoice, TooFewRows
 from tracefit.fit.train import fit_regimes
 
@@ -39,7 +39,7 @@ def _frame(n=400, *, full=0.5, wrong=0):
         "y": np.where(queued, 5000.0 + 100 * ahead, 200.0),
         "excluded_because": None,
     }
-    return rules.split_by_time(pl.DataFrame(columns, schema_overrides={"excluded_because": pl.String}))
+    return splits.split_by_time(pl.DataFrame(columns, schema_overrides={"excluded_because": pl.String}))
 
 
 def _fit(frame, regimes=REGIMES) -> LinearFit:

@@ -10,11 +10,10 @@ from scipy.optimize import lsq_linear
 from tracefit import TrainOptions, UsageError
 from tracefit.commands.train import scope_options
 from tracefit.features.sets import BUILT_IN
-from tracefit.fit import rows as rules
+from tracefit.fit import splits
 from tracefit.fit.estimators import RobustLinear, confidence_intervals
+from tracefit.fit.inputs import ANY_SIGN, NON_NEGATIVE, FitOptions, ScopeOptions, Signs
 from tracefit.fit.linear import FeatureColumn
-from tracefit.fit.options import FitOptions, ScopeOptions
-from tracefit.fit.signs import ANY_SIGN, NON_NEGATIVE, Signs
 from tracefit.fit.train import fit_linear
 
 
@@ -68,7 +67,7 @@ def _frame(law, n=400):
         },
         schema_overrides={"excluded_because": pl.String},
     )
-    return rules.split_by_time(frame)
+    return splits.split_by_time(frame)
 
 
 FEATURES = [FeatureColumn("prefill", "us/token", sign="non_negative"), FeatureColumn("decode", "us/request")]

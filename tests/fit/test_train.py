@@ -8,11 +8,10 @@ import pytest
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
-from tracefit.fit import rows as rules
+from tracefit.fit import splits
+from tracefit.fit.inputs import ANY_SIGN, NON_NEGATIVE, FitOptions
 from tracefit.fit.linear import FeatureColumn
-from tracefit.fit.options import FitOptions
 from tracefit.fit.results import LinearFit, PenaltyChoice, TooFewRows
-from tracefit.fit.signs import ANY_SIGN, NON_NEGATIVE
 from tracefit.fit.train import fit_linear
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
@@ -48,7 +47,7 @@ def _frame(n=300, *, seed=0, **columns):
         },
         schema_overrides={"excluded_because": pl.String},
     )
-    return rules.split_by_time(frame.with_columns(**columns))
+    return splits.split_by_time(frame.with_columns(**columns))
 
 
 def _spoiled(frame, rows, factor=10.0):
@@ -105,7 +104,7 @@ def test_a_tail_that_is_the_signal_stays():
 def test_gaps_leave_both_parts():
     gaps = pl.when(pl.col("ts_ns") % 10_000 == 0).then(pl.lit("idle_gap"))
     frame = _frame().drop("split", "holdout_from_ns").with_columns(excluded_because=gaps)
-    fitted = _fit(rules.split_by_time(frame))
+    fitted = _fit(splits.split_by_time(frame))
     assert fitted.rows_used + fitted.rows_holdout == 270
 
 
@@ -244,7 +243,7 @@ def test_thirty_training_rows_are_enough():
 def test_two_runs_are_one_model_split_each_by_its_own_time():
     late = _frame(seed=1).with_columns(run_id=pl.lit("q"), ts_ns=pl.col("ts_ns") + 10**15)
     both = pl.concat([_frame(), late]).drop("split", "holdout_from_ns")
-    fitted = _fit(rules.split_by_time(both))
+    fitted = _fit(splits.split_by_time(both))
     assert (fitted.rows_used, fitted.rows_holdout) == (420, 180)
 
 

@@ -6,12 +6,13 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import polars as pl
-
 from tracefit.coefficients import evaluation as ev
-from tracefit.fit.bands import LEVEL_PCT
+from tracefit.fit.metrics import LEVEL_PCT
+from tracefit.fit.splits import counted
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from tracefit.fit.linear import FittedRegime
     from tracefit.fit.results import (
         Classifier,
@@ -156,5 +157,5 @@ def _classifier(classified: Classifier | None) -> ev.Classifier | None:
 def _equations(rows: pl.DataFrame) -> dict[str, int]:
     if "source" not in rows.columns:
         return {}
-    used = rows.filter((pl.col("split") == "train") & pl.col("excluded_because").is_null())
+    used = counted(rows, "train")
     return dict(sorted(used.group_by("source").len().iter_rows()))

@@ -12,9 +12,8 @@ import polars as pl
 from tracefit.coefficients import evaluation as ev
 from tracefit.coefficients import verdicts
 from tracefit.coefficients.entries import entry, exclusions, metrics_entry, reasons
-from tracefit.fit.distribution import PERCENTS
-from tracefit.fit.frames import counted
-from tracefit.fit.train import evaluation_rows
+from tracefit.fit.metrics import PERCENTS
+from tracefit.fit.splits import counted, evaluation_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

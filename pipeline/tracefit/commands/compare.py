@@ -19,11 +19,10 @@ from tracefit.commands.train import load_scope, scopes_of
 from tracefit.errors import DataError, UsageError
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
-from tracefit.fit import rows as rules
-from tracefit.fit.boundary import admission_with_clock
-from tracefit.fit.bursts import api_waits
-from tracefit.fit.frames import request_frame, step_frame
+from tracefit.fit import splits
+from tracefit.fit.boundary import admission_with_clock, api_waits
 from tracefit.fit.metrics import measure
+from tracefit.fit.splits import MIN_TRAIN_ROWS, request_frame, step_frame
 from tracefit.results.comparison import CompareResult, Drift, ModelComparison, Verdict
 from tracefit.tables.store import TableStore
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from tracefit.fit.metrics import Vector
     from tracefit.fit.results import Metrics
     from tracefit.server.context import Scope
-
-MIN_ROWS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +147,8 @@ def _drift_of(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolera
     limit = None if base[0] is None else max(tolerance.factor * base[0], base[0] + tolerance.slack_pct)
     verdict: Verdict = "unknown"
     reason = None
-    if now.n < MIN_ROWS:
-        reason = f"{now.n} rows are fewer than {MIN_ROWS}"
+    if now.n < MIN_TRAIN_ROWS:
+        reason = f"{now.n} rows are fewer than {MIN_TRAIN_ROWS}"
     elif limit is None or now.mape_pct is None:
         reason = "the file states no held-out error"
     else:
@@ -183,7 +180,7 @@ def _predicted(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.Data
         timeline = training.with_roofline(tables.timeline, scope.context)
         rows = _all_new(step_frame(tables, timeline, features, constants, source))
         single = rows.filter(pl.col("source") != "interval")
-        rows = single if single.height >= MIN_ROWS else rows
+        rows = single if single.height >= MIN_TRAIN_ROWS else rows
     else:
         rows = _all_new(request_frame(tables, model.name.removeprefix("alpha."), features, constants))
     lacking = sorted(c for c in CompiledModel(model).inputs if c not in rows.columns)
@@ -208,4 +205,4 @@ def _nulls(model: Model, lacking: list[str]) -> list[pl.Expr]:
 
 def _all_new(rows: pl.DataFrame) -> pl.DataFrame:
     """Return every row but idle gaps and epoch boundaries: the old file was trained on none of them."""
-    return rows.filter(~pl.col("excluded_because").is_in(rules.ALWAYS).fill_null(value=False))
+    return rows.filter(~pl.col("excluded_because").is_in(splits.ALWAYS).fill_null(value=False))

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.features.training import ALPHA_TARGETS
-from tracefit.fit import rows as rules
-from tracefit.fit.options import COVERED_SHARE
-from tracefit.fit.rows import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.fit import splits
+from tracefit.fit.inputs import COVERED_SHARE
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.results.inspection import Allowance
+from tracefit.server.tracing import JOURNEY_FLAGS, SNAPSHOT_FLAG, STEP_FLAGS
+from tracefit.tables.keys import SERVER
 from tracefit.tables.runs import step_counters
 
 if TYPE_CHECKING:
@@ -19,10 +21,6 @@ if TYPE_CHECKING:
 
     from tracefit.results.inspection import Allowed
     from tracefit.tables.store import TableStore
-
-STEP_FLAGS = "--step-tracing-enabled --step-tracing-sample-rate 1.0"
-JOURNEY_FLAGS = "--enable-journey-tracing --journey-tracing-sample-rate 1.0"
-SNAPSHOT_FLAG = "--step-tracing-rich-subsample-rate 1.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ def gather(store: TableStore, run_id: str) -> Evidence:
     """Count what the tables of one run hold."""
     steps, timeline = store.read("steps", [run_id]), store.read("timeline", [run_id])
     requests, journeys = store.read("requests", [run_id]), store.read("journey_events", [run_id])
-    ends = rules.warm_up_ends(step_counters(steps, journeys))
+    ends = splits.warm_up_ends(step_counters(steps, journeys))
     adjacent = timeline.filter((pl.col("cycle_source") == "adjacent") & ~pl.col("idle_after"))
     cycles = timeline.filter(pl.col("cycle_us").is_not_null())
     compared = timeline["journey_agrees"].drop_nulls()
@@ -111,10 +109,10 @@ def _waits(requests: pl.DataFrame, target: str, ends: pl.DataFrame) -> Rows:
 
 def _rows(frame: pl.DataFrame, time: str, step: str, warm_up_ends: pl.DataFrame, *, idle: pl.Expr) -> Rows:
     """Split rows as training does, and count those it would use."""
-    reason = pl.when(idle).then(pl.lit(rules.IDLE_GAP)).otherwise(pl.lit(None, pl.String))
+    reason = pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise(pl.lit(None, pl.String))
     marked = frame.with_columns(ts_ns=pl.col(time), excluded_because=reason)
-    split = rules.split_by_time(marked).join(warm_up_ends, on=[*rules.SERVER, "epoch"], how="left")
-    split = rules.mark(split, rules.WARM_UP, pl.col(step) < pl.col("warm_up_until"))
+    split = splits.split_by_time(marked).join(warm_up_ends, on=[*SERVER, "epoch"], how="left")
+    split = splits.mark(split, splits.WARM_UP, pl.col(step) < pl.col("warm_up_until"))
     kept = split.filter(pl.col("excluded_because").is_null())
     return Rows(
         *(int((kept["split"] == part).sum()) for part in ("train", "holdout")),

@@ -17,10 +17,9 @@ from tracefit.commands.samples import sample_tables
 from tracefit.commands.timelines import engine_limits, write_timelines
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
-from tracefit.features.training import ENGINE, WORKLOAD_COLUMNS
+from tracefit.features.training import WORKLOAD_COLUMNS
 from tracefit.fit.across import fit_across
-from tracefit.fit.inputs import ScopeTables
-from tracefit.fit.options import BetaTarget, ScopeOptions
+from tracefit.fit.inputs import BetaTarget, ScopeOptions, ScopeTables
 from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads, runs_to_fit
 from tracefit.fit.scope import fit_scope
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
@@ -30,6 +29,7 @@ from tracefit.server.context import Scope, context_from_json, scope_of
 from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
 from tracefit.tables.disk import write_files
+from tracefit.tables.keys import ENGINE
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits

@@ -27,15 +27,15 @@ from tracefit.consumers.source import (
     Source,
     held_out,
     kv_blocks,
-    matrix,
     train_and_holdout,
     written,
 )
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import Feature, FeatureSet
-from tracefit.fit.estimators import HUBER
-from tracefit.fit.frames import step_frame
-from tracefit.fit.nonnegative import fit_nonnegative
+from tracefit.fit.estimators import HUBER, fit_nonnegative
+from tracefit.fit.linear import matrix
+from tracefit.fit.splits import step_frame
+from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +49,6 @@ _NAMES = list(BLIS_TERMS)
 _CONSTANT = _NAMES.index("blis_one")
 _REQUESTS = _NAMES.index("blis_requests")
 _DECODE_KV = _NAMES.index("blis_decode_kv_us")
-_ENGINE = ["run_id", "server", "epoch"]
 ALL_JOURNEYS = 0.99
 """Journey sampling below which a replay would lack load."""
 
@@ -201,9 +200,7 @@ def _steps(source: Source) -> _Steps:
     x, y = matrix(train, _NAMES), train["y"].to_numpy().astype(float)
     # In one scope whatever does not vary is one number: BLIS's constant of a step takes it.
     varies = np.array([i == _CONSTANT or np.ptp(x[:, i]) > 0 for i in range(len(_NAMES))])
-    ends = (
-        rows.drop_nulls("holdout_from_ns").group_by("run_id", "server").agg(pl.col("holdout_from_ns").first())
-    )
+    ends = rows.drop_nulls("holdout_from_ns").group_by(SERVER).agg(pl.col("holdout_from_ns").first())
     return _Steps(train, held, x, y, varies, ends)
 
 
@@ -341,8 +338,8 @@ def _engines(source: Source, ends: pl.DataFrame) -> tuple[list[_EngineRequests],
         return [], "journeys of all requests would let their replay choose"
     stamps = ("arrival_ns", "first_token_ns", "prompt_tokens")
     rows = source.tables.requests.filter(pl.all_horizontal(pl.col(stamps).is_not_null()))
-    rows = rows.join(ends, on=["run_id", "server"]).sort(*_ENGINE, "arrival_ns", maintain_order=True)
-    engines = [_engine(part) for _, part in rows.group_by(_ENGINE, maintain_order=True)]
+    rows = rows.join(ends, on=SERVER).sort(*ENGINE, "arrival_ns", maintain_order=True)
+    engines = [_engine(part) for _, part in rows.group_by(ENGINE, maintain_order=True)]
     if sum(int(e.training().counts.sum()) for e in engines) < MIN_REQUESTS:
         return [], f"fewer than {MIN_REQUESTS} training requests to replay"
     return engines, None

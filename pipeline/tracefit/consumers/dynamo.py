@@ -27,7 +27,7 @@ from tracefit.consumers.source import (
     worse_than_baseline,
 )
 from tracefit.features.sets import Feature, FeatureSet
-from tracefit.fit.frames import step_frame
+from tracefit.fit.splits import step_frame
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

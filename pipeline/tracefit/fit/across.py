@@ -10,19 +10,19 @@ from threadpoolctl import threadpool_limits
 
 from tracefit.features import training
 from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
-from tracefit.fit import rows as rules
+from tracefit.fit import splits
 from tracefit.fit.boundary import fit_boundary
-from tracefit.fit.frames import step_frame
+from tracefit.fit.inputs import NON_NEGATIVE
 from tracefit.fit.results import AcrossResult, LeftOutErrors, LeftOutKind, LinearFit, TooFewRows
 from tracefit.fit.scope import STEP_TIMES, beta_options, columns_of
-from tracefit.fit.signs import NON_NEGATIVE
+from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_linear, fit_regimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tracefit.fit.inputs import ScopeOptions
     from tracefit.fit.linear import FeatureColumn
-    from tracefit.fit.options import ScopeOptions
     from tracefit.fit.results import FittedModel, FittedScope, Validation
 
 _ONE_SCOPE = "the others are one scope, which cannot tell reading the weights from a constant; trace two models or sizes"
@@ -97,7 +97,7 @@ def _validation(scope: FittedScope, model: FittedModel, fitted: LinearFit) -> Va
 
 def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
     """Hold out all rows that `left_out` tells, whatever their training part lost; others keep their training part."""
-    always = pl.when(pl.col("excluded_because").is_in(rules.ALWAYS)).then("excluded_because")
+    always = pl.when(pl.col("excluded_because").is_in(splits.ALWAYS)).then("excluded_because")
     return rows.filter(left_out | (pl.col("split") == "train")).with_columns(
         split=pl.when(left_out).then(pl.lit("holdout")).otherwise(pl.lit("train")),
         excluded_because=pl.when(left_out).then(always).otherwise("excluded_because"),
@@ -125,7 +125,7 @@ def _pooled_frames(scopes: Sequence[FittedScope]) -> tuple[list[_Pooled], list[s
         timeline = training.with_roofline(scope.tables.timeline, context)
         constants = training.constants_of(context)
         rows = step_frame(scope.tables, timeline, POOLED, constants, scope.choice.source)
-        used = rows.filter((pl.col("split") == "train") & pl.col("excluded_because").is_null())
+        used = counted(rows, "train")
         if used.height:
             scale = pl.lit(used["y"].median(), pl.Float64)
             names: dict[LeftOutKind, str] = {"model": context.architecture.slug, "gpu": context.gpu.slug}

@@ -10,13 +10,11 @@ import polars as pl
 
 from tracefit.features import training
 from tracefit.features.sets import add_features
-from tracefit.fit.averages import averages_of, averages_only
-from tracefit.fit.composition import ENGINE, REQUEST, SERVER, teacher_forced
-from tracefit.fit.distribution import distribution
+from tracefit.fit.composition import REQUEST, averages_of, averages_only, teacher_forced
+from tracefit.fit.holdout import refit_on_holdout
 from tracefit.fit.linear import predict_regimes
-from tracefit.fit.metrics import Vector, measure
+from tracefit.fit.metrics import Vector, distribution, measure
 from tracefit.fit.phases import phases_of_servers
-from tracefit.fit.refit import refit_on_holdout
 from tracefit.fit.results import (
     NO_ROWS,
     ComposedLatencies,
@@ -25,6 +23,8 @@ from tracefit.fit.results import (
     Metrics,
     PhaseErrors,
 )
+from tracefit.fit.splits import counted
+from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -232,8 +232,7 @@ def _with_averages(
 def _mean_prediction(model: FittedModel | None, run: str) -> float | None:
     if model is None:
         return None
-    trained = (pl.col("split") == "train") & pl.col("excluded_because").is_null()
-    used = model.fitted.rows.filter(trained & (pl.col("run_id") == run))
+    used = counted(model.fitted.rows, "train").filter(pl.col("run_id") == run)
     return float(predict_regimes(model.fitted.regimes, used).mean()) if used.height else None
 
 

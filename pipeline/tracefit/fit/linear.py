@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
+from tracefit.fit.inputs import ANY_SIGN, Signs
 from tracefit.fit.select import MAX_VIF
-from tracefit.fit.signs import ANY_SIGN, Signs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,10 +15,9 @@ import polars as pl
 if TYPE_CHECKING:
     from tracefit.features.sets import FeatureSet
     from tracefit.fit.boundary import FittedBoundary
-    from tracefit.fit.inputs import ScopeTables
+    from tracefit.fit.inputs import FitOptions, ScopeTables
     from tracefit.fit.linear import FittedRegime, FittedTerm, Regime
     from tracefit.fit.metrics import Vector
-    from tracefit.fit.options import FitOptions
     from tracefit.fit.solvers import Penalty
     from tracefit.server.context import Scope
 

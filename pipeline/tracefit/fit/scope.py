@@ -17,15 +17,21 @@ from tracefit.features.sets import (
     Feature,
     FeatureSet,
 )
-from tracefit.fit import forms
+from tracefit.fit import candidates as forms
 from tracefit.fit.boundary import FittedBoundary, fit_boundary
-from tracefit.fit.candidates import RULE, choose, try_features
-from tracefit.fit.frames import request_frame, step_frame
+from tracefit.fit.candidates import SET_RULE, choose, try_features
+from tracefit.fit.extrapolation import (
+    LOAD_FEATURES,
+    beyond_training,
+    error_over_load,
+    load_extrapolation,
+    with_load,
+)
+from tracefit.fit.holdout import summed_holdout
+from tracefit.fit.inputs import COVERED_SHARE, NON_NEGATIVE, BetaTarget, FitOptions, ScopeOptions
 from tracefit.fit.latency import compose_latencies
 from tracefit.fit.linear import Comparison, FeatureColumn, Regime
-from tracefit.fit.load import LOAD_FEATURES, error_over_load, load_extrapolation, with_load
-from tracefit.fit.options import COVERED_SHARE, BetaTarget, FitOptions, ScopeOptions
-from tracefit.fit.ranges import beyond_training
+from tracefit.fit.phases import errors_by_phase
 from tracefit.fit.results import (
     Candidate,
     DurationCover,
@@ -37,10 +43,9 @@ from tracefit.fit.results import (
     TooFewRows,
 )
 from tracefit.fit.select import MAX_PRODUCT_VIF, MAX_VIF
-from tracefit.fit.signs import NON_NEGATIVE
-from tracefit.fit.step_phases import errors_by_phase
-from tracefit.fit.summed import summed_holdout
+from tracefit.fit.splits import request_frame, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers
+from tracefit.server.tracing import JOURNEY_FLAGS, STEP_FLAGS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,8 +55,6 @@ if TYPE_CHECKING:
 
 STEP_TIMES = "beta.cycle_time"
 
-_STEP_FLAGS = "--step-tracing-enabled --step-tracing-sample-rate 1.0"
-_JOURNEY_FLAGS = "--enable-journey-tracing --journey-tracing-sample-rate 1.0"
 _REGIME_BY_STEP = pl.col("first_scheduled_step") > pl.col("queued_step") + 1
 
 
@@ -143,7 +146,7 @@ def _fit_beta(
     wanted = options.beta_target
     name = "beta.duration" if wanted == "duration" else STEP_TIMES
     if not tables.timeline.height:
-        return None, Missing(name, "the traces hold no step events", f"start the server with {_STEP_FLAGS}")
+        return None, Missing(name, "the traces hold no step events", f"start the server with {STEP_FLAGS}")
     choice = choose_target(cover, wanted)
     if scope.context.gpu is not None and len(sets) > 1:
         # With a GPU amounts of work are times: the roofline says the same of them.
@@ -180,7 +183,7 @@ def _fit_beta(
 
 
 def _choice_note(chosen: _ChosenSet) -> tuple[str, ...]:
-    return (f"feature set {chosen.features.name} chosen: {RULE}",) if chosen.candidates else ()
+    return (f"feature set {chosen.features.name} chosen: {SET_RULE}",) if chosen.candidates else ()
 
 
 def beta_options(options: ScopeOptions) -> FitOptions:
@@ -319,10 +322,10 @@ def _fit_alpha(
 ) -> FittedModel | Missing:
     name = f"alpha.{target}"
     if not tables.requests.height:
-        return Missing(name, "the traces hold no journeys", f"start the server with {_JOURNEY_FLAGS}")
+        return Missing(name, "the traces hold no journeys", f"start the server with {JOURNEY_FLAGS}")
     if (tables.requests["dialect"].is_in(_WITHOUT_EVENTS)).all() and not _is_told(tables.requests, target):
         return Missing(
-            name, "the spans of these requests do not tell", f"start the server with {_JOURNEY_FLAGS}"
+            name, "the spans of these requests do not tell", f"start the server with {JOURNEY_FLAGS}"
         )
     rows = request_frame(tables, target, features, constants)
     if target == "queue_wait":
@@ -373,7 +376,7 @@ def _one_of(lawful: Candidate | None, other: Candidate | None) -> tuple[Candidat
 
 
 def _form_note(tried: tuple[Candidate, ...]) -> tuple[str, ...]:
-    return tuple(f"form {c.name} chosen: {c.reason} ({forms.RULE})" for c in tried if c.chosen)
+    return tuple(f"form {c.name} chosen: {c.reason} ({forms.FORM_RULE})" for c in tried if c.chosen)
 
 
 _QUEUED_AT_ONCE = "ARRIVED to QUEUED"

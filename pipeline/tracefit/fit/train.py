@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.fit import rows as rules
-from tracefit.fit.bands import prediction_interval
-from tracefit.fit.design import Design, design_of
+from tracefit.fit import splits
+from tracefit.fit.design import Design, design_of, outliers
 from tracefit.fit.estimators import HUBER, RobustLinear, confidence_intervals
-from tracefit.fit.learning import learning_curve
+from tracefit.fit.inputs import NON_NEGATIVE
 from tracefit.fit.linear import (
     FeatureColumn,
     FittedRegime,
@@ -22,9 +21,8 @@ from tracefit.fit.linear import (
     target_of,
     which,
 )
-from tracefit.fit.outliers import outliers
+from tracefit.fit.metrics import prediction_interval
 from tracefit.fit.results import FeatureLeftOut, LinearFit, PredictionInterval, TooFewRows
-from tracefit.fit.rows import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
@@ -34,15 +32,15 @@ from tracefit.fit.select import (
     out_of_fold,
     usable_features,
 )
-from tracefit.fit.signs import NON_NEGATIVE
 from tracefit.fit.solvers import bounds_of
-from tracefit.fit.validate import equation_errors, validate
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
+from tracefit.fit.validate import equation_errors, learning_curve, validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tracefit.fit.inputs import FitOptions
     from tracefit.fit.metrics import Vector
-    from tracefit.fit.options import FitOptions
 
 MAX_UNKNOWN_SHARE = 0.05
 _SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
@@ -73,12 +71,12 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
     """
     features = list({f.name: f for regime in regimes for f in regime.features}.values())
     rows, known, unknown = _drop_unknown(rows, features)
-    used = _counted(rows, "train")
+    used = counted(rows, "train")
     if options.drop_outliers and used.height >= MIN_TRAIN_ROWS:
         rows = _mark_outliers(rows, used, known)
-        used = _counted(rows, "train")
-    holdout = _counted(rows, "holdout")
-    aside = rows.filter((pl.col("split") == "train") & (pl.col("excluded_because") == rules.OUTLIER))
+        used = counted(rows, "train")
+    holdout = counted(rows, "holdout")
+    aside = rows.filter((pl.col("split") == "train") & (pl.col("excluded_because") == splits.OUTLIER))
     parts, designs = _fit_parts(used, aside, regimes, {f.name for f in known}, unknown, options)
     if not parts or holdout.height < MIN_HOLDOUT_ROWS:
         have = f"{used.height} training and {holdout.height} held-out rows"
@@ -109,12 +107,12 @@ def training_design(
     Of very many training rows `select.ENOUGH_ROWS` are taken, evenly over the rows as they come.
     """
     rows, known, _ = _drop_unknown(rows, list(features))
-    used = _counted(rows, "train")
+    used = counted(rows, "train")
     used = used.gather_every(max(1, -(-used.height // ENOUGH_ROWS)))
     if used.height < MIN_TRAIN_ROWS:
         return None
     if options.drop_outliers:
-        used = _counted(_mark_outliers(used, used, known), "train")
+        used = counted(_mark_outliers(used, used, known), "train")
     if used.height < MIN_TRAIN_ROWS:
         return None
     data, _ = design_of(used, known)
@@ -126,7 +124,7 @@ def training_design(
 def mark_outliers(rows: pl.DataFrame, features: Sequence[FeatureColumn], options: FitOptions) -> pl.DataFrame:
     """Mark the training rows that a fit of these features would leave out as outliers."""
     filled, known, _ = _drop_unknown(rows, list(features))
-    used = _counted(filled, "train")
+    used = counted(filled, "train")
     if not options.drop_outliers or used.height < MIN_TRAIN_ROWS:
         return rows
     return rows.with_columns(_mark_outliers(filled, used, known)["excluded_because"])
@@ -219,18 +217,6 @@ def _band(
     return prediction_interval(predicted, actual)
 
 
-def _counted(rows: pl.DataFrame, split: str) -> pl.DataFrame:
-    return rows.filter((pl.col("split") == split) & pl.col("excluded_because").is_null())
-
-
-def evaluation_rows(holdout: pl.DataFrame, eval_filter: pl.Expr | None) -> pl.DataFrame:
-    """Return the held-out rows the error is measured on: those `eval_filter` asks for, all if they are fewer than 100."""
-    if eval_filter is None:
-        return holdout
-    wanted = holdout.filter(eval_filter)
-    return wanted if wanted.height >= rules.FEW_ROWS else holdout
-
-
 def _drop_unknown(
     rows: pl.DataFrame, features: list[FeatureColumn]
 ) -> tuple[pl.DataFrame, list[FeatureColumn], list[FeatureLeftOut]]:
@@ -242,7 +228,7 @@ def _drop_unknown(
     if not kept:
         return rows, kept, left
     any_null = pl.any_horizontal(pl.col(f.name).is_null() for f in kept)
-    rows = rules.mark(rows, rules.UNKNOWN_FEATURES, any_null)
+    rows = splits.mark(rows, splits.UNKNOWN_FEATURES, any_null)
     trained = pl.col("split") == "train"
     medians = [pl.col(f.name).fill_null(pl.col(f.name).filter(trained).median()) for f in kept]
     # A held-out row is never left out for a feature nobody knows: the middle of the range stands in for it.
@@ -264,4 +250,4 @@ def _mark_outliers(rows: pl.DataFrame, used: pl.DataFrame, features: list[Featur
     flags = np.zeros(rows.height, dtype=bool)
     is_used = (rows["split"] == "train") & rows["excluded_because"].is_null()
     flags[np.flatnonzero(is_used.to_numpy())] = far
-    return rules.mark(rows, rules.OUTLIER, pl.lit(pl.Series("far", flags)))
+    return splits.mark(rows, splits.OUTLIER, pl.lit(pl.Series("far", flags)))

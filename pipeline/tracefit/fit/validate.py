@@ -1,7 +1,11 @@
-"""How good a fitted model is on the rows it has not seen, and what stands beside it."""
+"""How good a fitted model is on the rows it was not fitted on, and what is compared with it.
+
+Compared with the model: the training median, a gradient-boosted reference, and the model itself on fewer rows.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,13 +13,25 @@ import polars as pl
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
-from tracefit.fit.bands import coverage_pct
-from tracefit.fit.linear import FittedRegime, Flags, active_regime, matrix, predict_regimes, target_of, which
-from tracefit.fit.metrics import measure, skill
-from tracefit.fit.results import Classifier, EquationErrors, Metrics, Validation
+from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.linear import (
+    FittedRegime,
+    Flags,
+    active_regime,
+    linear_terms,
+    matrix,
+    predict_regimes,
+    target_of,
+    which,
+)
+from tracefit.fit.metrics import coverage_pct, measure, skill
+from tracefit.fit.results import Classifier, EquationErrors, LearningPoint, Metrics, Validation
 
 if TYPE_CHECKING:
-    from tracefit.fit.options import FitOptions
+    from collections.abc import Sequence
+
+    from tracefit.fit.design import Design
+    from tracefit.fit.inputs import FitOptions
 
 WITHIN_PCT = 5.0
 
@@ -129,3 +145,45 @@ def reference(used: pl.DataFrame, judged: pl.DataFrame, names: list[str]) -> Met
     with threadpool_limits(1):
         boosted.fit(matrix(used, names), target_of(used))
     return measure(target_of(judged), np.maximum(boosted.predict(matrix(judged, names)), 0.0))
+
+
+SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
+"""Shares of the training rows, the latest ones before the hold-out: the distance in time to it stays what it is."""
+
+
+def learning_curve(
+    parts: Sequence[FittedRegime],
+    designs: Sequence[Design],
+    judged: pl.DataFrame,
+    *,
+    fewest: int,
+) -> tuple[LearningPoint, ...]:
+    """Fit a model anew on ever more rows, features and penalty as they were chosen on all.
+
+    A share that leaves a part fewer than `fewest` rows has no point.
+
+    Args:
+        parts: The fitted model.
+        designs: The training rows of each part.
+        judged: The held-out rows.
+        fewest: Rows that every part needs.
+    """
+    y = target_of(judged)
+    points = []
+    for share in SHARES:
+        chosen = [design.latest(share) for design in designs]
+        rows = [int(mine.sum()) for mine in chosen]
+        if min(rows) < fewest:
+            continue
+        refitted = list(parts)
+        if share < 1:
+            for index, (part, design, mine) in enumerate(zip(parts, designs, chosen, strict=True)):
+                positive = part.signs.of(design.columns)
+                model = RobustLinear(part.choice.penalty, part.choice.strength, positive=positive)
+                model.fit(design.x[mine], design.y[mine], design.weights[mine])
+                terms = linear_terms(design.columns, model.coef_, design.x)
+                refitted[index] = replace(part, intercept=model.intercept_, terms=terms)
+        errors = measure(y, predict_regimes(refitted, judged))
+        if errors.mae is not None:
+            points.append(LearningPoint(share, sum(rows), errors.mae, errors.mape_pct))
+    return tuple(points)

@@ -1,4 +1,9 @@
-"""Step times of the hold-out summed: what a simulation of the whole run would be off by."""
+"""Step times of the hold-out: their sum, whether the machine drifted, and the model refitted on them.
+
+The sum is what a simulation of the whole run would be off by. An error that a refit on the held-out rows does not
+remove is not one of the coefficients: the batch does not determine it. What the refit removes is what changed since the
+training part, the level of the machine above all.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.fit.frames import counted
-from tracefit.fit.linear import predict_regimes, target_of
+from tracefit.fit.design import design_of
+from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.linear import active_regime, linear_terms, matrix, predict_regimes, target_of
 from tracefit.fit.results import SummedTime
-from tracefit.fit.rows import MIN_HOLDOUT_ROWS, SERVER
 from tracefit.fit.select import time_blocks
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted
+from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
     from tracefit.fit.estimators import NDArrayInt
+    from tracefit.fit.linear import FittedRegime
     from tracefit.fit.metrics import Vector
     from tracefit.fit.results import LinearFit
 
@@ -138,3 +146,31 @@ def _summands(beta: LinearFit, rows: pl.DataFrame) -> tuple[Vector, Vector]:
     """Return predicted and measured time of each row's steps."""
     steps = rows["interval_steps"].to_numpy().astype(float)
     return predict_regimes(beta.regimes, rows) * steps, rows["y"].to_numpy() * steps
+
+
+def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
+    """Fit the parts of a model anew on its held-out rows, with the estimator, the penalty and the signs it was trained with.
+
+    A term that the held-out rows cannot tell (constant, or a mix of others) keeps its value; so does a part that fewer of
+    them than a fit needs speak for.
+
+    Args:
+        fitted: The model.
+    """
+    held = counted(fitted.rows, "holdout")
+    speaker = active_regime(fitted.regimes, held)
+    return tuple(
+        _refitted(part, held.filter(pl.Series(speaker == index))) for index, part in enumerate(fitted.regimes)
+    )
+
+
+def _refitted(part: FittedRegime, held: pl.DataFrame) -> FittedRegime:
+    if held.height < MIN_TRAIN_ROWS:
+        return part
+    data, _ = design_of(held, [t.feature for t in part.terms])
+    untold = [t for t in part.terms if t.feature not in data.columns]
+    kept_us = matrix(held, [t.feature.name for t in untold]) @ np.array([t.value for t in untold])
+    model = RobustLinear(part.choice.penalty, part.choice.strength, positive=part.signs.of(data.columns))
+    model.fit(data.x, data.y - kept_us, data.weights)
+    terms = (*linear_terms(data.columns, model.coef_, data.x), *untold)
+    return replace(part, intercept=model.intercept_, terms=terms)

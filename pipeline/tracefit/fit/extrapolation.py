@@ -1,4 +1,7 @@
-"""The load of a step, and models held to loads they were not fitted on: what a capacity planner asks about."""
+"""Models beyond the loads they were fitted on: what a capacity planner asks about.
+
+The load of a step is the tokens in the caches of its batch, or the requests of the batch where tokens are not known.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,24 @@ import numpy as np
 import polars as pl
 
 from tracefit.features.sets import Feature
-from tracefit.fit import rows as rules
+from tracefit.fit import splits
 from tracefit.fit.design import design_of
 from tracefit.fit.estimators import RobustLinear
-from tracefit.fit.frames import counted
 from tracefit.fit.linear import matrix, predict_regimes, target_of
 from tracefit.fit.metrics import measure
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation
-from tracefit.fit.rows import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.select import CANDIDATES, FOLDS, choose_penalty, usable_features
-from tracefit.fit.train import evaluation_rows
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
 from tracefit.fit.validate import reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tracefit.fit.design import Design
-    from tracefit.fit.linear import FeatureColumn
+    from tracefit.fit.inputs import FitOptions, Signs
+    from tracefit.fit.linear import FeatureColumn, FittedTerm
     from tracefit.fit.metrics import Matrix, Vector
-    from tracefit.fit.options import FitOptions
     from tracefit.fit.results import LinearFit
-    from tracefit.fit.signs import Signs
     from tracefit.fit.solvers import Flags, Penalty
 
 LOAD = "load"
@@ -124,7 +124,7 @@ def load_extrapolation(
         load: What load is measured by.
         options: How it was fitted.
     """
-    rows = fitted.rows.filter(~pl.col("excluded_because").is_in(rules.ALWAYS).fill_null(value=False))
+    rows = fitted.rows.filter(~pl.col("excluded_because").is_in(splits.ALWAYS).fill_null(value=False))
     kept = rows.filter(pl.col("excluded_because").is_null() | (pl.col("split") == "holdout"))
     cut = load_cut(kept[LOAD].to_numpy())
     if cut is None:
@@ -169,3 +169,28 @@ def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorO
             LoadBin(float(loads[g[0]]), float(loads[g[-1]]), measure(actual[g], predicted[g])) for g in groups
         ),
     )
+
+
+def beyond_training(terms: Sequence[FittedTerm], steps: pl.DataFrame) -> tuple[str, ...]:
+    """Name the features that some step has by more than twice as much as any training row.
+
+    Step times are known of few steps where few are sampled: the longest prompts may be among the others.
+
+    Args:
+        terms: The terms of a model of step times.
+        steps: Every known step; features it has no column of are not looked at.
+    """
+    notes = []
+    for term in terms:
+        name, (_, seen) = term.feature.name, term.training_range
+        if name not in steps.columns:
+            continue
+        values = steps[name].drop_nulls()
+        most = values.max()
+        if isinstance(most, int | float) and most > 2 * max(seen, 0.0):
+            share = 100 * int((values > seen).sum()) / len(values)
+            notes.append(
+                f"{name} is up to {seen:g} in the training rows and up to {most:g} in the runs' steps ({share:.2g} % are "
+                "beyond): its coefficient says nothing of those"
+            )
+    return tuple(notes)
