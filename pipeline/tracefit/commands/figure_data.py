@@ -9,7 +9,7 @@ import polars as pl
 from tracefit.coefficients.compiled import CompiledModel, holds_expression
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
 from tracefit.errors import UsageError
-from tracefit.fit.rows import FEW_ROWS
+from tracefit.fit.splits import FEW_ROWS
 from tracefit.results.figures import (
     Bin,
     Cloud,

@@ -10,17 +10,10 @@ import re
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.model import RegimesModel, Term
-<<<<<<< HEAD
 from tracefit.reports.document import Figure, Panel, Series, Table
 from tracefit.reports.model_section import AnyModel, terms_of
 from tracefit.reports.text import count, exact, number, plural
 from tracefit.results.figures import ShadedRegion
-=======
-from tracefit.fit.splits import FEW_ROWS
-from tracefit.reports.cells import count, number
-from tracefit.reports.model import Band, Figure, Panel, Series, Table
-from tracefit.reports.models import AnyModel, terms_of
->>>>>>> main
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
