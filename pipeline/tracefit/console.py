@@ -1,15 +1,16 @@
-"""What the command line says and where: progress, logs and errors on stderr, results on stdout."""
+"""Output of the command line: progress, logs and errors on stderr, results on stdout."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import logging
+import os
 import sys
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from typer.exceptions import TyperException
@@ -18,7 +19,7 @@ from tracefit.errors import TracefitError, printable
 from tracefit.options import file_in_use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from rich.progress import Progress, TaskID
 
@@ -26,13 +27,8 @@ INTERRUPTED = 130
 _log = logging.getLogger("tracefit")
 
 
-class LogLevel(StrEnum):
-    """How much is logged."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
+LogLevel = Literal["debug", "info", "warning", "error"]
+"""How much is logged."""
 
 
 class _Stderr(logging.Handler):
@@ -44,7 +40,7 @@ class _Stderr(logging.Handler):
 
 def set_log_level(level: LogLevel) -> None:
     """Log records of this level and above on stderr."""
-    _log.setLevel(level.value.upper())
+    _log.setLevel(level.upper())
     if not _log.handlers:
         _log.addHandler(_Stderr())
         _log.propagate = False
@@ -53,12 +49,12 @@ def set_log_level(level: LogLevel) -> None:
 def warn(text: str) -> None:
     """Log a warning."""
     if not _log.handlers:
-        set_log_level(LogLevel.warning)
+        set_log_level("warning")
     _log.warning("%s", printable(text))
 
 
 class Terminal:
-    """Tells a person of progress: a line that changes on a terminal, logs elsewhere, warnings always unless quiet."""
+    """Progress for a person: a changing line on a terminal, logs elsewhere; warnings always, unless quiet."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
@@ -96,7 +92,7 @@ class Terminal:
             warn(text)
 
     def close(self) -> None:
-        """Take the changing line away."""
+        """Remove the changing line."""
         if self._line is not None:
             self._line[0].stop()
             self._line = None
@@ -133,25 +129,30 @@ def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
 
 
 @contextmanager
-def one_line_errors(told: Terminal) -> Iterator[None]:
+def one_line_errors(terminal: Terminal) -> Iterator[None]:
     """Turn errors tracefit raises on purpose into one line and their exit code."""
     try:
         yield
     except TracefitError as error:
-        told.close()
+        terminal.close()
         raise typer.Exit(_fail(error)) from error
     except KeyboardInterrupt:
-        told.close()
+        terminal.close()
         sys.stderr.write("tracefit: interrupted\n")
         raise typer.Exit(INTERRUPTED) from None
     finally:
-        told.close()
+        terminal.close()
 
 
 def called(app: typer.Typer) -> int:
-    """Run the program and return its exit code; what is wrong with the command line is one line too."""
+    """Run the program and return its exit code; errors in the command line itself are one line too."""
     try:
-        return int(app(standalone_mode=False, prog_name="tracefit") or 0)
+        code = int(app(standalone_mode=False, prog_name="tracefit") or 0)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has enough. What is still buffered must not fail again when the program ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except TracefitError as error:
         return _fail(error)
     except TyperException as error:
@@ -160,8 +161,10 @@ def called(app: typer.Typer) -> int:
         else:
             _say(usage_line(error))
         return error.exit_code
+    else:
+        return code
     finally:
-        set_log_level(LogLevel.warning)
+        set_log_level("warning")
 
 
 def _fail(error: TracefitError) -> int:
@@ -174,7 +177,7 @@ def _say(line: str) -> None:
 
 
 def usage_line(error: TyperException) -> str:
-    """Write what is wrong with the command line in one line: where it was said, what, and what to do."""
+    """Describe an error in the command line in one line: where, what, and what to do."""
     text = error.format_message().strip().rstrip(".")
     close = getattr(error, "possibilities", None)
     if hasattr(error, "option_name"):
@@ -183,7 +186,7 @@ def usage_line(error: TyperException) -> str:
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     where = _source(context, param)
     if close:
-        hint = f"; did you mean {min(close)}?"
+        hint = f"; did you mean {_nearest(getattr(error, 'option_name', ''), close)}?"
     elif "did you mean" in text or context is None:
         hint = ""
     else:
@@ -191,8 +194,13 @@ def usage_line(error: TyperException) -> str:
     return " ".join(f"{where}{text[:1].lower()}{text[1:]}{hint}".split())
 
 
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known option that is most like the one that was written."""
+    return max(known, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
+
+
 def _source(context: Any, param: Any) -> str:
-    """Name the variable or the file that a wrong value comes from; nothing for a flag."""
+    """Name the variable or the file that a wrong value comes from; empty for a flag."""
     if context is None or param is None or param.name is None:
         return ""
     source = context.get_parameter_source(param.name)

@@ -87,7 +87,7 @@ class IngestOptions:
 
 
 def ingest(
-    paths: Iterable[str | Path],
+    paths: str | Path | Iterable[str | Path],
     out: str | Path,
     *,
     server: ServerOptions | None = None,

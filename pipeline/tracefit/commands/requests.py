@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit.commands.locate import find_tables
 from tracefit.errors import DataError
 from tracefit.results.requests import PhaseSummary, Quantiles, RequestGroup, RequestSummary
 from tracefit.tables import schema
@@ -68,7 +69,7 @@ def read_requests(tables: str | Path) -> pl.DataFrame:
         UsageError: The folder holds no tables.
         DataError: They hold no requests.
     """
-    found = schema.REQUESTS.conform(TableStore(tables).require().read("requests"))
+    found = schema.REQUESTS.conform(TableStore(find_tables(tables)).require().read("requests"))
     if not found.height:
         raise DataError(
             "holds no requests", where=str(tables), hint="start the server with --enable-journey-tracing"
@@ -76,7 +77,7 @@ def read_requests(tables: str | Path) -> pl.DataFrame:
     return found
 
 
-def summarize_requests(tables: str | Path) -> RequestSummary:
+def requests(tables: str | Path) -> RequestSummary:
     """Summarize the requests of all runs: together, by run, by phase, and over time.
 
     Raises:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    paths: Iterable[str | Path],
+    paths: str | Path | Iterable[str | Path],
     out: str | Path,
     *,
     server: ServerOptions | None = None,
@@ -28,13 +28,13 @@ def run(
     """Ingest traces and train on them: OUT/tables, OUT/models, OUT/evaluation.json, OUT/report.md.
 
     Args:
-        paths: Run folders, folders of run folders, or trace files.
+        paths: One path or several: run folders, folders of run folders, or trace files.
         out: Where everything goes.
         server: What is known about the server beyond the run's files.
         ingest_options: What of the traces is kept.
         options: How to train.
         workers: Processes that decode traces, at most; as many as there are cores if not given.
-        progress: Told of what is going on.
+        progress: Receives reports on the progress.
 
     Raises:
         UsageError: A path, a file or an option is wrong.

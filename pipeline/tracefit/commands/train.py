@@ -12,6 +12,7 @@ import polars as pl
 from tracefit.coefficients import assemble, evaluate
 from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
+from tracefit.commands.locate import find_tables
 from tracefit.commands.report import report_of, report_texts
 from tracefit.commands.samples import sample_tables
 from tracefit.commands.timelines import engine_limits, write_timelines
@@ -82,7 +83,7 @@ def train(
     """Fit every scope in the tables and write models, evaluation and report.
 
     Args:
-        tables: A folder that `ingest` wrote; the training frames are added to it.
+        tables: A folder that `ingest` or `run` wrote; the training frames are added to its tables.
         out: Folder for alpha.json and beta.json.
         options: How to train.
         report_folder: Folder for evaluation.json and report.md; `out` if not given.
@@ -95,8 +96,10 @@ def train(
     """
     options = options or TrainOptions()
     progress = progress or NullProgress()
-    store = TableStore(tables).require()
+    store = TableStore(find_tables(tables)).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
+    for text in _without_configuration(runs):
+        progress.warn(text)
     scopes = fit_runs(store, runs, options, progress)
     _require_models(scopes, str(tables))
     made_by = assemble.provenance(
@@ -287,6 +290,17 @@ def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: lis
     )
 
 
+def _without_configuration(runs: pl.DataFrame) -> list[str]:
+    """Warn of runs whose server is unknown: their features are fewer, and settings are vLLM's defaults."""
+    missing = runs.filter(pl.all_horizontal(pl.col("model_config", "gpu", "model").is_null()))
+    names = ", ".join(missing["run_id"].unique().sort())
+    text = (
+        f"{names}: no server configuration was found, so hardware and model features are left out and settings are "
+        "assumed; name it with --run-config (or --model-config) and --gpu"
+    )
+    return [text] if names else []
+
+
 def _require_models(scopes: list[FittedScope], where: str) -> None:
     if any(s.models for s in scopes):
         return
@@ -295,27 +309,54 @@ def _require_models(scopes: list[FittedScope], where: str) -> None:
 
 
 def _write_training_frames(store: TableStore, scopes: list[FittedScope]) -> None:
+    """Write the rows of every run, left out ones too; runs that were not trained on have none."""
+    kinds = ("alpha", "beta")
+    columns = {kind: _training_columns(kind, scopes) for kind in kinds}
     for scope in scopes:
         frames = {"alpha": scope.alpha_rows, "beta": scope.beta_rows}
         for run_id in sorted(scope.tables.runs["run_id"].unique()):
-            parts = {f"{kind}_training": _training_part(kind, f, run_id, scope) for kind, f in frames.items()}
-            store.write_run(run_id, parts)
+            store.write_run(
+                run_id,
+                {f"{k}_training": _training_part(k, frames[k], run_id, scope, columns[k]) for k in kinds},
+            )
         for run_id in (one.run_id for one in scope.overloads if not one.trained_on):
             store.write_run(
-                run_id, {f"{kind}_training": _training_part(kind, None, run_id, scope) for kind in frames}
+                run_id, {f"{k}_training": _training_part(k, None, run_id, scope, columns[k]) for k in kinds}
             )
 
 
-def _training_part(kind: str, frame: pl.DataFrame | None, run_id: str, scope: FittedScope) -> pl.DataFrame:
-    """Return the training rows of one run: what they are, and the features their models were offered."""
+def _training_columns(kind: str, scopes: list[FittedScope]) -> dict[str, pl.DataType]:
+    """Return the further columns of a training table: the load of requests, and the features of any model.
+
+    Every part of the table has all of them, null where a scope knows nothing of it: other readers take the folder as one
+    table with one schema.
+    """
+    table = schema.TABLES[f"{kind}_training"]
+    found: dict[str, pl.DataType] = {}
+    for scope in scopes:
+        frame = scope.alpha_rows if kind == "alpha" else scope.beta_rows
+        features = {f for m in scope.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
+        for name, dtype in (frame.schema if frame is not None else {}).items():
+            if name in WORKLOAD_COLUMNS:
+                found.setdefault(name, dtype)
+            elif name in features and name not in table.names:
+                found.setdefault(name, pl.Float64())
+    return found
+
+
+def _training_part(
+    kind: str, frame: pl.DataFrame | None, run_id: str, scope: FittedScope, columns: dict[str, pl.DataType]
+) -> pl.DataFrame:
+    """Return the training rows of one run: the columns of the table, and `columns`."""
     table = schema.TABLES[f"{kind}_training"]
     if frame is None:
-        return table.empty()
-    known = {*table.names, *WORKLOAD_COLUMNS}
-    features = {f for m in scope.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
-    kept = [c for c in frame.columns if c in known or c in features]
+        return table.empty().with_columns(pl.lit(None, dtype).alias(c) for c, dtype in columns.items())
     part = frame.filter(pl.col("run_id") == run_id).select(
-        pl.col(c) if c in known else pl.col(c).cast(pl.Float64) for c in kept
+        *(c for c in frame.columns if c in table.names),
+        *(
+            (pl.col(c).cast(dtype) if c in frame.columns else pl.lit(None, dtype)).alias(c)
+            for c, dtype in columns.items()
+        ),
     )
     return table.conform(part.with_columns(scope_id=pl.lit(scope.scope.scope_id)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.text import Text
 
 from tracefit.reports.document import Figure, Table
@@ -11,11 +12,17 @@ from tracefit.reports.markdown import plain
 from tracefit.reports.text import columns
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tracefit.reports.document import Report
 
 _STYLES = {"**yes**": "bold green", "**with limits**": "bold yellow", "**no**": "bold red"}
+
+
+class PipeConsole(Console):
+    """A console that leaves a pipe closed by its reader to the caller; rich ends the program with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error again."""
+        raise BrokenPipeError
 
 
 def print_report(report: Report, console: Console) -> None:

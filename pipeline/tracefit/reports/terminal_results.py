@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def _wrapped(text: str, indent: str = "") -> str:
     """Break a sentence between words, its further lines indented; names and paths stay whole."""
     return textwrap.fill(
-        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text, WIDTH - 2, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
