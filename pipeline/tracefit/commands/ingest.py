@@ -282,7 +282,8 @@ def _require_spans(source: RunSource, counts: IngestCounts) -> None:
     raise DataError(
         f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({seen})",
         where=source.name,
-        hint="start the server with --enable-journey-tracing and --step-tracing-enabled",
+        hint="start stock vLLM with --otlp-traces-endpoint, or inference-sim's fork of vLLM with --enable-journey-tracing "
+        "and --step-tracing-enabled too",
     )
 
 

@@ -72,7 +72,9 @@ def read_requests(tables: str | Path) -> pl.DataFrame:
     found = schema.REQUESTS.conform(TableStore(find_tables(tables)).require().read("requests"))
     if not found.height:
         raise DataError(
-            "holds no requests", where=str(tables), hint="start the server with --enable-journey-tracing"
+            "holds no requests",
+            where=str(tables),
+            hint="start stock vLLM with --otlp-traces-endpoint, or inference-sim's fork of vLLM with --enable-journey-tracing too",
         )
     return found
 
