@@ -36,14 +36,14 @@ def test_a_bias_that_is_everywhere_the_same_has_no_spread():
     actual = np.random.default_rng(0).uniform(1, 9, 600)
     told = summed_time(1.07 * actual, actual, np.arange(600) // 30)
     assert told.bias_pct == pytest.approx(7)
-    assert told.bias_2sd_pct == pytest.approx(0, abs=1e-9)
+    assert told.two_sd_pct == pytest.approx(0, abs=1e-9)
 
 
 def test_the_spread_is_that_of_independent_draws():
     """The bias of n steps of noise s has a standard deviation of 100 s / sqrt(n) percent, over runs of the noise."""
     rng = np.random.default_rng(1)
     runs = [1_000 * (1 + 0.2 * rng.standard_normal(2_000)) for _ in range(40)]
-    spreads = [summed_time(np.full(2_000, 1_000.0), y, np.arange(2_000) // 50).bias_2sd_pct for y in runs]
+    spreads = [summed_time(np.full(2_000, 1_000.0), y, np.arange(2_000) // 50).two_sd_pct for y in runs]
     assert np.mean(spreads) == pytest.approx(2 * 100 * 0.2 / np.sqrt(2_000), rel=0.1)
 
 
@@ -52,7 +52,7 @@ def test_drift_within_blocks_widens_it():
     slow = 1_000 * (1 + 0.2 * np.sign(np.sin(steps / 100)))
     quick = 1_000 * (1 + 0.2 * np.where(steps % 2, 1, -1))
     wide, narrow = (summed_time(np.full(2_000, 1_000.0), y, steps // 100) for y in (slow, quick))
-    assert wide.bias_2sd_pct > 5 * narrow.two_sd_pct
+    assert wide.two_sd_pct > 5 * narrow.two_sd_pct
 
 
 def test_blocks_are_as_long_as_an_autoregression_asks_for():
@@ -90,7 +90,7 @@ def test_the_evaluation_and_the_report_hold_it(trained):
     scope = json.loads((trained / "evaluation.json").read_text())["scopes"][0]
     summed = scope["summed_step_time"]
     held = pl.read_parquet(f"{trained}/tables/beta_training/*/*.parquet").filter(
-        pl.col("split") == "holdout", pl.col("excluded_because").is_null()
+        pl.col("split") == "holdout", pl.col("excluded_reason").is_null()
     )
     assert summed["actual_us"] == pytest.approx(held["y"].sum())
     assert summed["bias_pct"] == pytest.approx(scope["models"]["beta.cycle_time"]["holdout"]["bias_pct"])
@@ -112,7 +112,7 @@ def _drifting(change, rows=400):
             "batch": batch,
             "y": (1_000 + 10 * batch) * late * np.exp(rng.normal(0, 0.02, 2 * rows)),
             "split": np.repeat(["train", "holdout"], rows),
-            "excluded_because": pl.Series([None] * 2 * rows, dtype=pl.String),
+            "excluded_reason": pl.Series([None] * 2 * rows, dtype=pl.String),
         }
     )
     fitted = fit_linear(frame, [FeatureColumn("batch", "us/request")], FitOptions(reference=False))

@@ -144,11 +144,21 @@ def _predict_one(models: Any, scope: str | None, given: dict[str, Any]) -> tuple
     return step, step_text(step)
 
 
+def _consumer_names() -> list[str]:
+    from tracefit.consumers import known
+
+    return list(known())
+
+
 @app.command()
 def export(
     models: ModelFiles,
     to: Annotated[
-        str, typer.Option(help="blis, blis-registry, llm-d-inference-sim, wva, dynamo-mocker or csv.")
+        str,
+        typer.Option(
+            help="The consumer, such as blis, wva or csv; an unknown name lists all of them.",
+            autocompletion=_consumer_names,
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the consumer's files.")],
     tables: Annotated[
@@ -161,8 +171,7 @@ def export(
         Optional[str],
         typer.Option(
             metavar="VERSION",
-            help="Version of the consumer, such as 0.9.2, where older ones need another form (llm-d-inference-sim); the "
-            "newest if not given.",
+            help="Version of the consumer, such as 0.9.2, where older ones need another form; the newest if not given.",
         ),
     ] = None,
     json: Json = False,

@@ -24,8 +24,9 @@ from tracefit.results.figures import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.coefficients.evaluation import OverloadEntry, ScopeEvaluation
+    from tracefit.coefficients.evaluation import ScopeEvaluation
     from tracefit.coefficients.model import LinearModel, Term
+    from tracefit.fit.results import Overload
     from tracefit.tables.store import TableStore
 
     AnyModel = LinearModel | RegimesModel | BoundaryModel
@@ -38,7 +39,7 @@ PERCENTS = (*range(0, 100, 5), 99, 100)
 US_PER_MS = 1e3
 
 _ROW_COLUMNS = frozenset(
-    {"scope_id", "run_id", "server", "epoch", "target", "source", "ts_ns", "y", "split", "excluded_because"}
+    {"scope_id", "run_id", "server", "epoch", "target", "source", "ts_ns", "y", "split", "excluded_reason"}
 )
 """What figures need of training rows beside the features of the models."""
 
@@ -92,7 +93,7 @@ def model_rows(model: AnyModel, rows: pl.DataFrame, *, points: int) -> ModelRows
 
     Args:
         model: The model.
-        rows: Its training frame, of every split; rows that were left out are marked in `excluded_because`.
+        rows: Its training frame, of every split; rows that were left out are marked in `excluded_reason`.
         points: Most points per series.
 
     Returns:
@@ -128,7 +129,7 @@ def model_rows(model: AnyModel, rows: pl.DataFrame, *, points: int) -> ModelRows
 def _with_predictions(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame:
     """Return the rows that count, with prediction, measurement and residual in ms."""
     model = compiled.model
-    kept = rows.filter(pl.col("excluded_because").is_null())
+    kept = rows.filter(pl.col("excluded_reason").is_null())
     if "source" in kept.columns:
         # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
         single = kept.filter(pl.col("source") != "interval")
@@ -283,7 +284,7 @@ def engine_run(
     *,
     run_id: str,
     server: str,
-    overload: OverloadEntry | None = None,
+    overload: Overload | None = None,
 ) -> EngineRun | None:
     """Sum up what one engine did over its run.
 
@@ -354,7 +355,7 @@ def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
     )
 
 
-def _overloaded(overload: OverloadEntry | None, server: str, start_ns: int) -> tuple[ShadedRegion, ...]:
+def _overloaded(overload: Overload | None, server: str, start_ns: int) -> tuple[ShadedRegion, ...]:
     return tuple(
         ShadedRegion("overload", max(0.0, (q.from_ns - start_ns) / 1e9), (q.to_ns - start_ns) / 1e9)
         for q in (overload.queued if overload else ())
@@ -382,7 +383,7 @@ def _idle(known: pl.DataFrame, seconds: float) -> tuple[ShadedRegion, ...]:
 
 
 def _warm_up(training: pl.DataFrame, start_ns: int) -> tuple[ShadedRegion, ...]:
-    left_out = training.filter(pl.col("excluded_because") == "warm_up")
+    left_out = training.filter(pl.col("excluded_reason") == "warm_up")
     if not left_out.height:
         return ()
     ends = left_out.group_by("epoch").agg(a=pl.col("ts_ns").min(), b=pl.col("ts_ns").max()).sort("epoch")

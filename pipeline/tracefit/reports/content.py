@@ -18,13 +18,8 @@ from tracefit.reports.text import ERRORS, count, exact, mape_misleads, metrics, 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.coefficients.evaluation import (
-        AcrossEntry,
-        Evaluation,
-        MetricsEntry,
-        OverloadEntry,
-        ScopeEvaluation,
-    )
+    from tracefit.coefficients.evaluation import AcrossEntry, Evaluation, ScopeEvaluation
+    from tracefit.fit.results import Metrics, Overload
     from tracefit.results.figures import ScopeRows
 
 _PREAMBLE = "Errors are measured on the hold-out: the last 30 % of each run in time; only idle gaps and restarts are left out of it."
@@ -180,7 +175,7 @@ def _overview(evaluation: Evaluation, labels: Mapping[str, ScopeLabel]) -> Table
     return table((*head[:2], *(f"{h}, median error" for h in head[2:6]), head[6]), rows)
 
 
-def _median_error(found: MetricsEntry, baseline: MetricsEntry) -> str:
+def _median_error(found: Metrics, baseline: Metrics) -> str:
     if found.mdape_pct is None:
         return "-"
     return f"{number(found.mdape_pct)} % (baseline {number(baseline.mdape_pct)} %)"
@@ -287,7 +282,7 @@ def _facts(model: AnyModel | None) -> list[ReportPart]:
     return [*shown, table(("setting", "value"), settings, folded="Server settings")] if settings else shown
 
 
-def _overload(one: OverloadEntry) -> str:
+def _overload(one: Overload) -> str:
     fate = (
         "it is trained on all the same, so the models describe an overloaded server"
         if one.trained_on

@@ -18,12 +18,8 @@ from tracefit.results.figures import ShadedRegion
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tracefit.coefficients.evaluation import (
-        DistributionEntry,
-        Entry,
-        ErrorOverLoadEntry,
-        ScopeEvaluation,
-    )
+    from tracefit.coefficients.evaluation import DistributionEntry, Entry, ScopeEvaluation
+    from tracefit.fit.results import ErrorOverLoad
     from tracefit.results.figures import Bin, Cloud, EngineRun, ModelRows, ScopeRows
 
 US_PER_MS = 1e3
@@ -133,7 +129,7 @@ _LOADS = {
 }
 
 
-def _over_load(name: str, model_name: str, found: ErrorOverLoadEntry | None) -> Figure | None:
+def _over_load(name: str, model_name: str, found: ErrorOverLoad | None) -> Figure | None:
     """Draw error and bias over the load of held-out rows, the training range shaded."""
     bins = [b for b in found.bins if b.holdout.mape_pct is not None] if found else []
     if found is None or not bins:

@@ -20,7 +20,7 @@ from tracefit.reports.text import count, exact, reasons, share
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from tracefit.coefficients.evaluation import Entry, PredictionInterval
+    from tracefit.coefficients.evaluation import Entry, RegimeInterval
     from tracefit.reports.document import ReportPart, Table
 
 AnyModel = LinearModel | RegimesModel | BoundaryModel
@@ -176,7 +176,7 @@ def _intervals(entry: Entry) -> str:
     return f"**95 % prediction interval:** {limits}. It held {entry.interval_coverage_pct:.1f} % of the held-out rows."
 
 
-def _limits(interval: PredictionInterval, unit: str) -> str:
+def _limits(interval: RegimeInterval, unit: str) -> str:
     if interval.kind == "ratio":
         return f"{interval.low:.3g} to {interval.high:.3g} times the prediction"
     return f"the prediction {interval.low:+,.0f} to {interval.high:+,.0f} {unit}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from tracefit.coefficients.evaluation import MetricsEntry
+    from tracefit.fit.results import Metrics
 
 UNKNOWN = "-"
 WIDTH = 80
@@ -51,7 +51,7 @@ def reasons(counts: Mapping[str, int]) -> str:
 ERRORS = ("n", "median APE %", "P90 %", "P99 %", "MAPE %", "bias %", "MAE us")
 
 
-def metrics(m: MetricsEntry) -> tuple[str, ...]:
+def metrics(m: Metrics) -> tuple[str, ...]:
     """Write errors under the heads of `ERRORS`."""
     percentages = (m.mdape_pct, m.p90_ape_pct, m.p99_ape_pct, m.mape_pct, m.bias_pct)
     return (count(m.n), *(exact(v) for v in percentages), exact(m.mae))

@@ -51,7 +51,7 @@ class IngestCounts:
     duplicate_spans: int = 0
     dropped_attributes: int = 0
     rejects: int = 0
-    moved_events: int = 0
+    clock_corrected_events: int = 0
     """API events whose clock was not the engine core's: moved to it by way of the wall clock."""
     events: tuple[tuple[str, int], ...] = ()
 
@@ -263,7 +263,7 @@ class _Run:
             duplicate_spans=spans_read - self.counts["spans"],
             dropped_attributes=self.counts["dropped_attributes"],
             rejects=self.counts["rejects"],
-            moved_events=self.counts["moved"],
+            clock_corrected_events=self.counts["moved"],
             events=tuple(sorted(self.events.items())),
         )
 
@@ -288,7 +288,7 @@ class _Run:
             "duplicate_spans": counts.duplicate_spans,
             "rejects": counts.rejects,
             "dropped_attributes": counts.dropped_attributes,
-            "moved_events": counts.moved_events,
+            "clock_corrected_events": counts.clock_corrected_events,
             "events": json.dumps(dict(counts.events)),
         }
         write("runs", tally.rows({**run_columns, **counted}))

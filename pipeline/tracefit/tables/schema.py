@@ -86,6 +86,13 @@ class Table:
         return pl.DataFrame(schema={c.name: c.polars for c in self.columns})
 
 
+EARLIER_NAMES = {
+    "excluded_because": "excluded_reason",
+    "moved_events": "clock_corrected_events",
+}
+"""Columns of tables that earlier versions wrote, by their earlier names."""
+
+
 def _s(name: str, doc: str) -> Column:
     return Column(name, "string", doc)
 
@@ -128,7 +135,10 @@ RUNS = Table(
         _i("rejects", "records that could not be read (of the run)"),
         _i("dropped_events", "events the SDK dropped, as it says itself"),
         _i("dropped_attributes", "attributes the SDK dropped"),
-        _i("moved_events", "API events stamped on another clock than the engine core's, moved to it"),
+        _i(
+            "clock_corrected_events",
+            "API events stamped on another clock than the engine core's, moved to it",
+        ),
         Column("events", "json", "event name to count"),
         _i("epochs", "engine starts seen"),
         _i("steps", "steps with a summary"),
@@ -402,7 +412,7 @@ TIMELINE = Table(
 _TRAINING = (
     Column("y", "float64", "the target", "us"),
     _s("split", "train or holdout, by the time the interval began"),
-    _s("excluded_because", "why the row is left out; null for a row that counts"),
+    _s("excluded_reason", "why the row is left out; null for a row that counts"),
 )
 
 ALPHA_TRAINING = Table(

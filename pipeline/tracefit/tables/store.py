@@ -330,7 +330,8 @@ def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
     try:
         # Not read_table, which loads pyarrow's datasets first.
         with pq.ParquetFile(part) as file:
-            wanted = None if columns is None else [c for c in file.schema_arrow.names if c in columns]
+            today = {name: schema.EARLIER_NAMES.get(name, name) for name in file.schema_arrow.names}
+            wanted = None if columns is None else [name for name in today if today[name] in columns]
             frame = pl.from_arrow(file.read(wanted))
     except FileNotFoundError:
         raise
@@ -340,4 +341,4 @@ def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
         ) from error
     if not isinstance(frame, pl.DataFrame):
         raise DataError("holds no table", where=str(part))
-    return frame
+    return frame.rename({name: today[name] for name in frame.columns if today[name] != name})
