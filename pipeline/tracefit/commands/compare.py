@@ -1,4 +1,4 @@
-"""Two coefficient files side by side, or an old file on new traces."""
+"""Compare two coefficient files, or check an old file on new traces."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def compare(
     run: str | None = None,
     tolerance: Tolerance | None = None,
 ) -> CompareResult:
-    """Compare two coefficient files, or a file with a tables folder.
+    """Compare two coefficient files, or check a file on new tables.
 
     Args:
         first: A coefficient file, a folder of them, or a folder that `run` wrote.
@@ -210,7 +210,7 @@ def _predicted(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.Data
 
 
 def _nulls(model: Model, lacking: list[str]) -> list[pl.Expr]:
-    """Stand in for columns that features already computed, or conditions on things nobody knows, would need."""
+    """Return nulls for the inputs the tables lack: of features that are columns already, or of unknown facts in conditions."""
     named = {t.feature for t in terms_of(model)}
     return [pl.lit(None, pl.Float64).alias(c) for c in lacking if c not in named]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tracefit.consumers.base import Consumer
 
 _MOST_DIGITS = 6
-_BELOW_STEPS = "its tables are per operator, below what a trace of steps can tell"
+_BELOW_STEPS = "its tables are per operator, finer than a trace of steps can resolve"
 _REFUSED = dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS)
 
 

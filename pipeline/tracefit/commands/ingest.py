@@ -278,6 +278,12 @@ def _is_small(store: TableStore, run_id: str) -> bool:
 def _require_spans(source: RunSource, counts: IngestCounts) -> None:
     if counts.spans:
         return
+    if counts.rejects and not counts.other_spans:
+        raise DataError(
+            f"is not OTLP: none of its records can be read as traces ({counts.rejects} rejected)",
+            where=source.name,
+            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them",
+        )
     seen = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
     raise DataError(
         f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({seen})",

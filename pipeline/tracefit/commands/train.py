@@ -1,4 +1,4 @@
-"""Tables to coefficient files, evaluation and report."""
+"""Fit the models of every scope in the tables; write coefficient files, evaluation and report."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class TrainOptions:
             the training load chooses.
         sample_csv: Also write the specification's two sample tables beside the models.
         positive: Allow no negative coefficient and no negative intercept in any model.
-        any_sign: Allow coefficients of any sign, whatever physics says of their features.
+        any_sign: Allow coefficients of any sign, even where physics rules out negative ones.
         fast: Skip the gradient-boosted references, most of the time training takes.
         include_overloaded: Train on overloaded runs too, where their scope has others.
         across: Also leave out every run, model and GPU in turn and measure the models fitted on the others.
-        thresholds: What is asked of the models for each use.
+        thresholds: What each use requires of the models.
     """
 
     beta_target: BetaTarget = "auto"
@@ -241,7 +241,7 @@ def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
 
 
 def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
-    """Group the runs by what their models would speak about, in scope order."""
+    """Group the runs by scope, in the order of scope ids."""
     scopes: dict[str, Scope] = {}
     members: dict[str, list[str]] = {}
     one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
@@ -265,12 +265,12 @@ def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: lis
     limits = engine_limits(scope.context)
     timeline, journeys = store.read("timeline", run_ids), store.read("journey_events", run_ids)
     steps = store.read("steps", run_ids, [*ENGINE, "step_id"])
-    mine = runs.filter(pl.col("run_id").is_in(run_ids))
+    own_runs = runs.filter(pl.col("run_id").is_in(run_ids))
     lags = {(run, server): lag for run, server, lag in execution_lags(timeline, journeys).iter_rows()}
-    # Complete journeys leave their mark on every step; without them nobody knows who ran when a request was queued.
+    # Only complete journeys give the running requests of every step, and with them the queue state of each request.
     complete = timeline["running_after"].is_not_null().any()
     architecture = scope.context.architecture
-    seen = with_kv_cache(
+    with_cache = with_kv_cache(
         timeline,
         store.read("kv_events", run_ids),
         block_size=limits.block_size,
@@ -278,14 +278,14 @@ def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: lis
     )
     requests = store.read("requests", run_ids)
     return ScopeTables(
-        runs=mine,
-        timeline=with_prefix_hits(seen, requests),
+        runs=own_runs,
+        timeline=with_prefix_hits(with_cache, requests),
         sampled_steps=steps.height,
         requests=requests,
         queue=queue_state(journeys, timeline, limits) if complete else None,
         counters=step_counters(steps, journeys),
         clock_checks=clock_disagreements(timeline, journeys),
-        lags={key: lags.get(key, 0) for key in mine.select("run_id", "server").iter_rows()},
+        lags={key: lags.get(key, 0) for key in own_runs.select("run_id", "server").iter_rows()},
         requeue_waits=requeue_waits(journeys),
     )
 

@@ -118,17 +118,17 @@ def _options(made_by: Provenance, features: str | Path | None) -> TrainOptions:
 
 def _runs_that_differ(document: CoefficientFile, runs: pl.DataFrame) -> Iterator[str]:
     here = {one.run_id: one for one in publish.run_inputs(runs)}
-    seen: set[str] = set()
+    reported: set[str] = set()
     for training in (m.training for m in document.models if m.training):
         for run_id in training.runs:
-            if run_id not in here and run_id not in seen:
-                seen.add(run_id)
+            if run_id not in here and run_id not in reported:
+                reported.add(run_id)
                 yield f"run {run_id} is not in the tables"
         for wanted in training.inputs:
             found = here.get(wanted.run_id)
-            if found is None or wanted.run_id in seen:
+            if found is None or wanted.run_id in reported:
                 continue
-            seen.add(wanted.run_id)
+            reported.add(wanted.run_id)
             if found.traces_sha256 != wanted.traces_sha256:
                 yield f"traces of run {wanted.run_id}: sha256 {found.traces_sha256[:12]}…, not {wanted.traces_sha256[:12]}…"
             if found.context_sha256 != wanted.context_sha256:
@@ -167,7 +167,7 @@ def _by_name(plain: Mapping[str, object]) -> dict[str, object]:
 
 
 def _compare(there: object, here: object, place: str) -> Iterator[Difference | None]:
-    """Yield None for every value that is confirmed and a difference for every other; keys the file lacks pass."""
+    """Yield None for every confirmed value and a difference for every other; keys that the file lacks are ignored."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key, value in there.items():
             yield from _compare(value, here.get(key), f"{place}.{key}" if place else str(key))

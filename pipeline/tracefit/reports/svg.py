@@ -1,4 +1,4 @@
-"""Figures as SVG: text that is text, colours that follow the page's, no dependency.
+"""Figures as SVG: real text, colours of the page, no dependency.
 
 Widths are in the units of a narrow screen, so that letters stay readable where the picture is not scaled up.
 """

@@ -407,7 +407,7 @@ def compare_text(result: CompareResult) -> str:
             found = [d for d in result.drift if d.scope_id == scope_id]
             head = ("MAPE %", "published", "now", "limit", "bias % now", "rows", "verdict")
             lines += [f"scope {scope_id}", indented(columns(head, [_drift_row(d) for d in found])), ""]
-            lines += [f"{d.model}: cannot tell: {d.reason}" for d in found if d.reason]
+            lines += [f"{d.model}: undecided: {d.reason}" for d in found if d.reason]
         lines.append(f"verdict: {_VERDICTS[result.verdict]}")
     return "\n".join([*lines, *(_wrapped(f"note: {text}", "  ") for text in result.notes)])
 
@@ -420,7 +420,7 @@ def _drift_row(d: Drift) -> tuple[str, ...]:
 _VERDICTS = {
     "good": "the file is still good on these traces",
     "drifted": "the file has drifted: train a new one",
-    "unknown": "these traces cannot tell",
+    "unknown": "these traces are too few to decide",
 }
 
 
