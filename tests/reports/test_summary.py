@@ -10,7 +10,7 @@ from tracefit.reports.terminal_results import ingest_text, run_text, train_text
 from tracefit.results.ingestion import IngestResult, RunSummary
 from tracefit.results.training import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 
-RUN = RunSummary("busy", "scope", 1, 1000, 1416, 3, 2, 5, 9536, 1, 1, 6764, 674)
+RUN = RunSummary("busy", "scope", 1, 1000, 1416, 3, 2, 5, 0, 9536, 1, 1, 6764, 674)
 MODEL = ModelSummary(
     "beta.cycle_time",
     "scope",

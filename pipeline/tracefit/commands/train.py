@@ -160,6 +160,7 @@ def _result(
         ),
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
+            or evaluation.ingest.implausible
         ),
         scopes=tuple(_scope_summary(s) for s in scopes),
     )

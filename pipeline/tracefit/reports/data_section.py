@@ -73,6 +73,7 @@ def _ingested(entry: IngestEntry) -> ReportPart:
         ("spans", count(entry.spans)),
         ("spans of other scopes, left out", count(entry.other_spans)),
         ("unreadable records (rejects)", count(entry.rejects)),
+        *((f"implausible values left out: {rule}", count(n)) for rule, n in entry.implausible.items()),
         ("duplicate spans, counted once", count(entry.duplicates)),
         ("events dropped by the server's SDK", count(entry.dropped_events)),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -22,7 +24,7 @@ class PipeConsole(Console):
 
     def on_broken_pipe(self) -> None:
         """Raise the error again."""
-        raise BrokenPipeError
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def print_report(report: Report, console: Console) -> None:
