@@ -249,6 +249,10 @@ class ScopeModels:
     models: Mapping[str, Model]
     _compiled: dict[str, CompiledModel] = field(default_factory=dict, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        """Name the scope and its models."""
+        return f"<models of {self.scope_id}: {', '.join(self.models)}>"
+
     def require(self, name: str) -> Model:
         """Return a model by name.
 
