@@ -175,6 +175,7 @@ def test_the_number_of_workers_does_not_matter(
     assert contents(tmp_path / "tables") == fresh
 
 
+@pytest.mark.slow
 def test_a_worker_imports_nothing_from_the_working_folder(tmp_path, lines, fresh, contents, monkeypatch):
     """A `polars.py` beside the traces is whatever someone put there."""
     monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)

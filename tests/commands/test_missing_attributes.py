@@ -27,7 +27,7 @@ def _scope(trace, folder):
 @pytest.mark.parametrize(
     ("model", "event", "attribute"),
     [
-        ("alpha.queue_wait", "journey.QUEUED", "scheduler.step"),
+        pytest.param("alpha.queue_wait", "journey.QUEUED", "scheduler.step", marks=pytest.mark.slow),
         ("alpha.queue_wait", "journey.SCHEDULED", "scheduler.step"),
         ("beta.cycle_time", "step.BATCH_SUMMARY", "batch.prefill_tokens"),
     ],

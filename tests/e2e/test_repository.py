@@ -30,6 +30,7 @@ def remade(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in EXPECTED if n.startswith("runs/")])
 def test_a_fixture_yields_what_the_generator_put_in(remade: Path, name: str) -> None:
     run, wanted = name.removeprefix("runs/"), EXPECTED[name]
@@ -69,12 +70,14 @@ def _spans(line: bytes) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["alpha.json", "beta.json"])
 def test_the_shipped_models_are_what_make_models_writes(remade: Path, name: str) -> None:
     shipped = json.loads((ROOT / "models" / name).read_text())
     _assert_same(shipped, json.loads((remade / "models" / name).read_text()), name)
 
 
+@pytest.mark.slow
 def test_the_shipped_evaluation_is_what_make_models_writes(remade: Path) -> None:
     _assert_same(
         json.loads((ROOT / "models/evaluation.json").read_text()),
@@ -146,6 +149,7 @@ def test_the_pages_python_evaluates_a_file_without_tracefit(
     assert float(done.stdout.split()[0]) == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_standalone_evaluator_predicts_training_rows_as_tracefit_does(remade: Path) -> None:
     models = tracefit.load(remade / "models")
     forms = set()
