@@ -346,6 +346,10 @@ class IngestEntry(_Part):
     other_spans: int = 0
     events: dict[str, int]
     rejects: int
+    implausible: dict[str, int] = Field(
+        default_factory=dict,
+        description="rule of the tables that rows broke to how many did: they are left out",
+    )
     dropped_events: int
     dropped_attributes: int = 0
     duplicates: int

@@ -22,17 +22,14 @@ from tracefit.fit.splits import counted, evaluation_rows
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tracefit.fit.boundary import FittedBoundary
+    from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedScope, LinearFit
     from tracefit.fit.linear import FittedRegime
     from tracefit.fit.results import (
         AcrossResult,
         Classifier,
         Distribution,
-        FittedModel,
-        FittedScope,
         Latency,
         LeftOutErrors,
-        LinearFit,
         LoadExtrapolation,
         SummedTime,
     )
@@ -351,9 +348,10 @@ def _across(one: LeftOutErrors) -> ev.AcrossEntry:
 def _ingest(runs: pl.DataFrame) -> ev.IngestEntry:
     # Files, rejects and duplicates are counted per run; spans and dropped events per server of it.
     per_run = runs.unique("run_id", keep="first", maintain_order=True)
-    events: Counter[str] = Counter()
-    for text in per_run["events"]:
-        events.update(_event_counts(text))
+    events, implausible = Counter[str](), Counter[str]()
+    for text, rules in per_run.select("events", "implausible").iter_rows():
+        events.update(_counts(text))
+        implausible.update(_counts(rules))
     return ev.IngestEntry(
         files=_sum(per_run, "files"),
         bytes=_sum(per_run, "bytes"),
@@ -361,6 +359,7 @@ def _ingest(runs: pl.DataFrame) -> ev.IngestEntry:
         other_spans=_sum(per_run, "other_spans"),
         events=dict(sorted(events.items())),
         rejects=_sum(per_run, "rejects"),
+        implausible=dict(sorted(implausible.items())),
         dropped_events=_sum(runs, "dropped_events"),
         dropped_attributes=_sum(per_run, "dropped_attributes"),
         duplicates=_sum(per_run, "duplicate_spans"),
@@ -374,7 +373,7 @@ def _server(row: Mapping[str, Any]) -> ev.ServerEntry:
     return ev.ServerEntry(**same, seconds=None if first is None or last is None else (last - first) / 1e9)
 
 
-def _event_counts(text: str | None) -> dict[str, int]:
+def _counts(text: str | None) -> dict[str, int]:
     return dict(json.loads(text)) if text else {}
 
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.coefficients.evaluation import Evaluation
-    from tracefit.fit.results import FittedModel, FittedScope, Latency, Missing, Overload
+    from tracefit.fit.fitted import FittedModel, FittedScope
+    from tracefit.fit.results import Latency, Missing, Overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,7 @@ def _result(
         ),
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
+            or evaluation.ingest.implausible
         ),
     )
 

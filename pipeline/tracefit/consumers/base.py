@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from tracefit.coefficients.predict import ScopeModels
+    from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import ScopeTables
-    from tracefit.fit.metrics import Vector
     from tracefit.server.context import Scope
 
 OUT = "{out}"
