@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import io
 import json
 import logging
+import os
 import sys
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 from typer.exceptions import TyperException
 
-from tracefit.errors import TracefitError, printable
+from tracefit.errors import TracefitError, UsageError, printable
 from tracefit.options import file_in_use
 
 if TYPE_CHECKING:
@@ -22,7 +26,8 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress, TaskID
 
-INTERRUPTED = 130
+INTERRUPTED, SIGPIPE = 130, 141
+"""Exit codes of commands that a signal ended, as a shell has them."""
 _log = logging.getLogger("tracefit")
 
 
@@ -39,7 +44,7 @@ class _Stderr(logging.Handler):
     """One line per record, on whatever stderr is by then."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(f"{record.levelname.lower()}: {record.getMessage()}\n")
+        _on_stderr(f"{record.levelname.lower()}: {record.getMessage()}\n")
 
 
 def set_log_level(level: LogLevel) -> None:
@@ -142,7 +147,7 @@ def one_line_errors(told: Terminal) -> Iterator[None]:
         raise typer.Exit(_fail(error)) from error
     except KeyboardInterrupt:
         told.close()
-        sys.stderr.write("tracefit: interrupted\n")
+        _say("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     finally:
         told.close()
@@ -150,18 +155,74 @@ def one_line_errors(told: Terminal) -> Iterator[None]:
 
 def called(app: typer.Typer) -> int:
     """Run the program and return its exit code; what is wrong with the command line is one line too."""
+    _open_streams()
     try:
-        return int(app(standalone_mode=False, prog_name="tracefit") or 0)
-    except TracefitError as error:
-        return _fail(error)
-    except TyperException as error:
-        if type(error).__name__ == "NoArgsIsHelpError":
-            sys.stdout.write(error.message)
-        else:
-            _say(usage_line(error))
-        return error.exit_code
+        try:
+            _require_working_folder()
+            code = int(app(standalone_mode=False, prog_name="tracefit") or 0)
+        except TracefitError as error:
+            code = _fail(error)
+        except TyperException as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                sys.stdout.write(error.message)
+            else:
+                _say(usage_line(error))
+            code = error.exit_code
+        except (KeyboardInterrupt, typer.Abort):
+            _say("interrupted")
+            code = INTERRUPTED
+        # What cannot be written shows now, not when the interpreter ends, which has an exit code of its own.
+        sys.stdout.flush()
+    except OSError as error:
+        if not _is_stdout(error):
+            raise
+        _silence(sys.stdout)
+        if error.errno == errno.EPIPE:
+            return SIGPIPE  # whoever reads wants no more, as with `| head`
+        return _fail(UsageError(f"cannot be written ({error.strerror})", where="standard output"))
     finally:
         set_log_level(LogLevel.warning)
+    return code
+
+
+def _is_stdout(error: OSError) -> bool:
+    """Tell a failure to write a result from that of a file, which names it."""
+    return error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)
+
+
+def _open_streams() -> None:
+    """Make streams that take every text: a closed one takes it to nowhere, one that is not Unicode with escapes."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - it is open as long as the program runs
+            setattr(sys, name, nowhere)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _require_working_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError("the working folder is gone", hint="change to one that is there") from error
+
+
+def _silence(stream: TextIO) -> None:
+    """Send what is left in a stream that cannot be written to nowhere, where it cannot fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _on_stderr(text: str) -> None:
+    """Write to stderr; if that cannot be, the exit code alone says how the command ended."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        _silence(sys.stderr)
 
 
 def _fail(error: TracefitError) -> int:
@@ -170,7 +231,7 @@ def _fail(error: TracefitError) -> int:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"tracefit: {line}\n")
+    _on_stderr(f"tracefit: {line}\n")
 
 
 def usage_line(error: TyperException) -> str:
@@ -207,7 +268,9 @@ def show(result: Any, text: str, *, as_json: bool, quiet: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(_plain(result), indent=2) + "\n")
     elif not quiet:
-        sys.stdout.write(text.rstrip() + "\n")
+        # Ids in traces and names in coefficient files come from elsewhere: a terminal must not obey them.
+        lines = text.rstrip().split("\n")
+        sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
 
 
 def _plain(value: Any) -> Any:

@@ -125,7 +125,7 @@ def test_rows_are_counted_as_training_counts_them(tmp_path, traces, allows, quic
     text = allows(inspect([folder]))["step time"].reason
     run([folder], tmp_path / "out", options=quick)
     rows = TableStore(tmp_path / "out" / "tables").read("beta_training")
-    kept = rows.filter(rows["excluded_because"].is_null() | (rows["excluded_because"] == "outlier"))
+    kept = rows.filter(rows["excluded_reason"].is_null() | (rows["excluded_reason"] == "outlier"))
     train, held = ((kept["split"] == part).sum() for part in ("train", "holdout"))
     assert f"{train} rows to train on, {held} held out" in text
     # 240 steps: 239 pairs; by hand, the first 70 % rounded up train, less 20 of warm-up.

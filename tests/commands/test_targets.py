@@ -104,7 +104,7 @@ def test_idle_gaps_are_in_neither_part(tmp_path, traces, job):
         ]
     job(trace)
     rows = TableStore(tmp_path / "out" / "tables").read("beta_training")
-    assert rows.filter(excluded_because="idle_gap").select("step_id", "split").rows() == [
+    assert rows.filter(excluded_reason="idle_gap").select("step_id", "split").rows() == [
         (100, "train"),
         (230, "holdout"),
     ]

@@ -129,9 +129,9 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it():
             "y": admissions,
             "prompt_tokens": rng.integers(1, 500, len(arrivals)),
             "step_residual_us": None,
-            "excluded_because": None,
+            "excluded_reason": None,
         },
-        schema_overrides={"step_residual_us": pl.Float64, "excluded_because": pl.String},
+        schema_overrides={"step_residual_us": pl.Float64, "excluded_reason": pl.String},
     ).sample(fraction=1, shuffle=True, seed=1)
     steps = range(max(arrivals) // STEP_US + 20)
     timeline = pl.DataFrame(

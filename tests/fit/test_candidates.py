@@ -63,9 +63,9 @@ def _rows(n=600):
                 "reqs": load,
                 "squared": load**2,
                 "y": 1000 + 20 * load + load**2 / 10 + rng.normal(0, 5, n),
-                "excluded_because": None,
+                "excluded_reason": None,
             },
-            schema_overrides={"excluded_because": pl.String},
+            schema_overrides={"excluded_reason": pl.String},
         )
     )
 

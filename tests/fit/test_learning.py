@@ -21,9 +21,9 @@ def _penalty(monkeypatch):
 
 
 def _frame(n, y):
-    columns = {"run_id": "r", "server": "s", "ts_ns": np.arange(n) * 1000, "y": y, "excluded_because": None}
+    columns = {"run_id": "r", "server": "s", "ts_ns": np.arange(n) * 1000, "y": y, "excluded_reason": None}
     x = np.random.default_rng(0).integers(0, 100, n)
-    frame = pl.DataFrame(columns | {"x": x}, schema_overrides={"excluded_because": pl.String})
+    frame = pl.DataFrame(columns | {"x": x}, schema_overrides={"excluded_reason": pl.String})
     return splits.split_by_time(frame)
 
 

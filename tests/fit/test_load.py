@@ -35,7 +35,7 @@ def _beta(out):
 
 def _holdout(out):
     rows = pl.read_parquet(out / "tables" / "beta_training" / "**" / "*.parquet")
-    return rows.filter((pl.col("split") == "holdout") & pl.col("excluded_because").is_null())
+    return rows.filter((pl.col("split") == "holdout") & pl.col("excluded_reason").is_null())
 
 
 def test_the_peak_is_predicted_from_a_quiet_afternoon(surge):
@@ -118,7 +118,7 @@ def test_load_is_running_tokens_and_requests_where_tokens_are_not_known():
         {
             "load_tokens": [100, 200, None, None],
             "load_requests": [1, 2, 3, 4],
-            "excluded_because": [None, None, "warm_up", None],
+            "excluded_reason": [None, None, "warm_up", None],
         }
     )
     rows, load = with_load(frame)

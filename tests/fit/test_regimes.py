@@ -37,9 +37,9 @@ def _frame(n=400, *, full=0.5, wrong=0):
         "slots": np.where(told, 0.0, 3.0),
         "queued": queued,
         "y": np.where(queued, 5000.0 + 100 * ahead, 200.0),
-        "excluded_because": None,
+        "excluded_reason": None,
     }
-    return splits.split_by_time(pl.DataFrame(columns, schema_overrides={"excluded_because": pl.String}))
+    return splits.split_by_time(pl.DataFrame(columns, schema_overrides={"excluded_reason": pl.String}))
 
 
 def _fit(frame, regimes=REGIMES) -> LinearFit:

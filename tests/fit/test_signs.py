@@ -63,9 +63,9 @@ def _frame(law, n=400):
             "prefill": prefill,
             "decode": decode,
             "y": law(prefill, decode) + rng.normal(0, 5, n),
-            "excluded_because": None,
+            "excluded_reason": None,
         },
-        schema_overrides={"excluded_because": pl.String},
+        schema_overrides={"excluded_reason": pl.String},
     )
     return splits.split_by_time(frame)
 

@@ -7,8 +7,8 @@ import itertools
 import polars as pl
 import pytest
 
-from tracefit.coefficients.evaluation import OverloadEntry, QueueStretchEntry
 from tracefit.coefficients.files import read_coefficients, read_evaluation
+from tracefit.fit.results import Overload, QueueStretch
 from tracefit.reports.figures import model_figures, thinned
 from tracefit.reports.run_figures import engine_figure
 from tracefit.tables.store import TableStore
@@ -36,7 +36,7 @@ def drawn(trained):
 def test_predicted_against_measured_is_every_held_out_row(drawn):
     figures, model, entry, frame = drawn("beta.cycle_time")
     (series,) = figures["against"].panels[0].series
-    held = frame.filter((pl.col("split") == "holdout") & pl.col("excluded_because").is_null()).sort("ts_ns")
+    held = frame.filter((pl.col("split") == "holdout") & pl.col("excluded_reason").is_null()).sort("ts_ns")
     assert list(series.x) == pytest.approx((held["y"] / 1000).to_list())
     by_hand = model.intercept.value + sum(t.value * held[t.feature].to_numpy() for t in model.terms)
     assert list(series.y) == pytest.approx(list(by_hand / 1000))
@@ -52,7 +52,7 @@ def test_residuals_over_time_mark_the_hold_out(drawn):
     assert (train.name, held.name) == ("training rows", "held-out rows")
     (band,) = figure.bands
     assert max(train.x) < band.start == min(held.x)
-    kept = frame.filter(pl.col("excluded_because").is_null())
+    kept = frame.filter(pl.col("excluded_reason").is_null())
     assert (len(train.x), len(held.x)) == tuple((kept["split"] == s).sum() for s in ("train", "holdout"))
 
 
@@ -98,7 +98,7 @@ def test_numbers_behind_a_figure_are_those_drawn(drawn):
 
 def test_a_caption_says_how_many_of_the_rows_are_drawn(drawn):
     figures, _, _, frame = drawn("beta.cycle_time", points=10)
-    held = frame.filter((pl.col("split") == "holdout") & pl.col("excluded_because").is_null()).height
+    held = frame.filter((pl.col("split") == "holdout") & pl.col("excluded_reason").is_null()).height
     (series,) = figures["against"].panels[0].series
     assert len(series.x) <= 10 < held
     assert f"{len(series.x)} of {held} rows, evenly in time, held out." in figures["against"].caption
@@ -139,7 +139,7 @@ def _timeline(**columns):
 
 
 NO_TRAINING = pl.DataFrame(
-    schema={"split": pl.String, "excluded_because": pl.String, "ts_ns": pl.Int64, "epoch": pl.Int64}
+    schema={"split": pl.String, "excluded_reason": pl.String, "ts_ns": pl.Int64, "epoch": pl.Int64}
 )
 
 
@@ -153,16 +153,16 @@ def test_the_engine_over_its_run_by_hand():
     training = pl.DataFrame(
         {
             "split": ["train", "train", "holdout"],
-            "excluded_because": ["warm_up", "warm_up", None],
+            "excluded_reason": ["warm_up", "warm_up", None],
             "ts_ns": [0, 3_000_000_000, 56_000_000_000],
             "epoch": [0, 0, 0],
         }
     )
     queued = [
-        QueueStretchEntry(server=s, from_ns=40_000_000_000, to_ns=60_000_000_000, peak=10, share=0.25)
+        QueueStretch(server=s, from_ns=40_000_000_000, to_ns=60_000_000_000, peak=10, share=0.25)
         for s in ("s", "another")
     ]
-    overload = OverloadEntry(run_id="r", reasons=("why",), trained_on=False, queued=tuple(queued))
+    overload = Overload(run_id="r", reasons=("why",), trained_on=False, queued=tuple(queued))
     figure = engine_figure(timeline, training, run_id="r", server="s", overload=overload)
     assert figure.title == "The engine of r, s: overloaded, left out of training"
     lines = {p.y_label: p.series[0] for p in figure.panels}

@@ -129,13 +129,23 @@ def predict(
             show(step, step_text(step), as_json=json, quiet=quiet)
 
 
+def _consumer_names() -> list[str]:
+    from tracefit.consumers import known
+
+    return list(known())
+
+
 @app.command()
 def export(
     models: Annotated[
         Path, typer.Argument(help="A coefficient file, or a folder with alpha.json and beta.json.")
     ],
     to: Annotated[
-        str, typer.Option(help="blis, blis-registry, llm-d-inference-sim, wva, dynamo-mocker or csv.")
+        str,
+        typer.Option(
+            help="The consumer, such as blis, wva or csv; a name that is not known lists all.",
+            autocompletion=_consumer_names,
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the consumer's files.")],
     tables: Annotated[
@@ -147,8 +157,7 @@ def export(
         Optional[str],
         typer.Option(
             metavar="VERSION",
-            help="Version of the consumer, such as 0.9.2, where older ones take another form (llm-d-inference-sim); the "
-            "newest if not given.",
+            help="Version of the consumer, such as 0.9.2, where older ones take another form; the newest if not given.",
         ),
     ] = None,
     json: Json = False,

@@ -205,4 +205,4 @@ def _nulls(model: Model, lacking: list[str]) -> list[pl.Expr]:
 
 def _all_new(rows: pl.DataFrame) -> pl.DataFrame:
     """Return every row but idle gaps and epoch boundaries: the old file was trained on none of them."""
-    return rows.filter(~pl.col("excluded_because").is_in(splits.ALWAYS).fill_null(value=False))
+    return rows.filter(~pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False))

@@ -110,10 +110,10 @@ def _waits(requests: pl.DataFrame, target: str, ends: pl.DataFrame) -> Rows:
 def _rows(frame: pl.DataFrame, time: str, step: str, warm_up_ends: pl.DataFrame, *, idle: pl.Expr) -> Rows:
     """Split rows as training does, and count those it would use."""
     reason = pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise(pl.lit(None, pl.String))
-    marked = frame.with_columns(ts_ns=pl.col(time), excluded_because=reason)
+    marked = frame.with_columns(ts_ns=pl.col(time), excluded_reason=reason)
     split = splits.split_by_time(marked).join(warm_up_ends, on=[*SERVER, "epoch"], how="left")
     split = splits.mark(split, splits.WARM_UP, pl.col(step) < pl.col("warm_up_until"))
-    kept = split.filter(pl.col("excluded_because").is_null())
+    kept = split.filter(pl.col("excluded_reason").is_null())
     return Rows(
         *(int((kept["split"] == part).sum()) for part in ("train", "holdout")),
     )

@@ -9,33 +9,19 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit import consumers
 from tracefit.coefficients.models import load
 from tracefit.commands.train import load_scope, scopes_of
-from tracefit.consumers.blis import to_blis, to_blis_registry
-from tracefit.consumers.dynamo import to_dynamo
-from tracefit.consumers.llmd_sim import to_llmd_sim
-from tracefit.consumers.source import OUT, Export, Source
-from tracefit.consumers.table import to_csv
-from tracefit.consumers.wva import to_wva
+from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.results.exports import ExportResult
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from tracefit.coefficients.predict import ScopeModels
+    from tracefit.consumers.base import Consumer
 
-_FITTED: Mapping[str, Callable[[Source], Export]] = {
-    "blis": to_blis,
-    "blis-registry": to_blis_registry,
-    "llm-d-inference-sim": to_llmd_sim,
-    "wva": to_wva,
-    "dynamo-mocker": to_dynamo,
-}
-CONSUMERS = (*_FITTED, "csv")
-_VERSIONED = ("llm-d-inference-sim",)
 _MOST_DIGITS = 6
 _BELOW_STEPS = "its tables are per operator, below what a trace of steps can tell"
 _REFUSED = dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS)
@@ -54,7 +40,7 @@ def export(
 
     Args:
         models: A coefficient file or a folder of them.
-        to: The consumer, one of `CONSUMERS`.
+        to: The consumer, one of `consumers.known()`.
         out: Folder for the files.
         tables: The tables the models were trained on; `tables` beside or in the models' folder if not given.
         scope: See `Models.scope`.
@@ -66,16 +52,11 @@ def export(
     """
     if to.lower() in _REFUSED:
         raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()]}")
-    if to not in CONSUMERS:
-        close = did_you_mean(to, CONSUMERS)
-        known = f"known: {', '.join(CONSUMERS)}"
-        raise UsageError(f"consumer {to} is not known", hint=f"{close} {known}" if close else known)
-    version = _version(to, consumer_version)
+    consumer, version = _consumer(to, consumer_version)
     chosen = load(models).scope(scope)
-    if to == "csv":
-        made = to_csv(chosen)
-    else:
-        made = _FITTED[to](replace(_source(chosen, Path(models), tables), consumer_version=version))
+    made = consumer.export(
+        chosen, lambda: replace(_source(chosen, Path(models), tables), consumer_version=version)
+    )
     paths = {Path(out) / name: content for name, content in made.files.items()}
     write_files(paths)
     folder = shlex.quote(str(out))
@@ -83,18 +64,27 @@ def export(
     return ExportResult(to, chosen.scope_id, tuple(paths), made.errors, tuple(notes), usage)
 
 
-def _version(to: str, text: str | None) -> tuple[int, ...] | None:
-    """Read a version number, of the one consumer whose older versions take another form.
+def _consumer(to: str, version: str | None) -> tuple[Consumer, tuple[int, ...] | None]:
+    """Return a consumer by name, and its version as numbers.
 
     Raises:
-        UsageError: It is no version, or the consumer has one form only.
+        UsageError: The consumer is not known, the version is none, or the consumer has one form only.
     """
-    if text is None:
-        return None
-    if to not in _VERSIONED:
+    known = consumers.known()
+    if to not in known:
+        close, names = did_you_mean(to, known), f"known: {', '.join(known)}"
+        raise UsageError(f"consumer {to} is not known", hint=f"{close} {names}" if close else names)
+    if version is None:
+        return known[to], None
+    if not known[to].versioned:
+        versioned = ", ".join(name for name, one in known.items() if one.versioned)
         raise UsageError(
-            f"{to} has one form for all versions", where="--consumer-version", hint=f"for {_VERSIONED[0]}"
+            f"{to} has one form for all versions", where="--consumer-version", hint=f"for {versioned}"
         )
+    return known[to], _version(version)
+
+
+def _version(text: str) -> tuple[int, ...]:
     numbers = text.strip().removeprefix("v").split(".")
     if not all(n.isdecimal() and len(n) < _MOST_DIGITS for n in numbers):
         raise UsageError("is not a version", where=f"--consumer-version {text[:40]}", hint="such as 0.9.2")

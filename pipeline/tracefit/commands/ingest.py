@@ -207,7 +207,7 @@ class _Work:
         built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
         if known is None or known.built_from != built_from or not read.all_known:
             run = IngestedRun(source=source.folder, options=options, built_from=built_from, files=read.files)
-            self._build(run_id, source, run, columns)
+            self._build(run_id, source, run, columns, _limits(context))
         self._add_kv_events(run_id, source, context)
         summary = _summary(run_id, context, self.store.read("runs", [run_id]))
         warnings += _warnings_of(run_id, summary)
@@ -219,6 +219,7 @@ class _Work:
         source: RunSource,
         run: IngestedRun,
         columns: dict[str, str | int | None],
+        limits: dict[str, float],
     ) -> None:
         with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
             self.told.stage(f"writing {run_id}")
@@ -229,6 +230,7 @@ class _Work:
                 scratch=scratch,
                 write=writer.write,
                 run_columns=columns,
+                limits=limits,
             )
             _require_spans(source, counts)
             self.store.publish(run_id, run, writer.close(), keep=False)
@@ -298,6 +300,14 @@ def _run_columns(files: Sequence[ReadFile], context: RunContext) -> dict[str, st
     }
 
 
+def _limits(context: RunContext) -> dict[str, float]:
+    """Return the settings that bound what tables can hold; vLLM's defaults, which are assumed, bound nothing."""
+    settings = context.settings
+    names = {c.limit for table in schema.TABLES.values() for c in table.columns if c.limit}
+    known = {name: getattr(settings, name) for name in names if settings.sources.get(name) != "assumed"}
+    return {name: float(value) for name, value in sorted(known.items()) if value is not None}
+
+
 def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary:
     first = runs.row(0, named=True)
     return RunSummary(
@@ -309,6 +319,7 @@ def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary
         other_spans=first["other_spans"],
         duplicate_spans=first["duplicate_spans"],
         rejects=first["rejects"],
+        implausible=sum(json.loads(first["implausible"] or "{}").values()),
         dropped_events=int(runs["dropped_events"].sum()),
         servers=runs.height,
         epochs=int(runs["epochs"].sum()),
@@ -321,6 +332,11 @@ def _warnings_of(run_id: str, run: RunSummary) -> list[str]:
     texts = []
     if run.rejects:
         texts.append(f"{run_id}: {run.rejects} records could not be read; see the rejects table")
+    if run.implausible:
+        texts.append(
+            f"{run_id}: {run.implausible} implausible values were left out; `tracefit inspect` counts them by rule, "
+            "the rejects table lists them"
+        )
     if run.dropped_events:
         texts.append(
             f"{run_id}: the server's SDK dropped {run.dropped_events} events; "

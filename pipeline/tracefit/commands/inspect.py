@@ -140,6 +140,7 @@ def _run_facts(
         servers=tuple(_server_facts(rows)),
         events=json.loads(first["events"]),
         rejects=first["rejects"],
+        implausible=json.loads(first["implausible"] or "{}"),
         duplicate_spans=first["duplicate_spans"],
         checks=(*checks, _clock_check(clock)),
     )

@@ -37,7 +37,7 @@ MOST_ENGINES = 4
 """Engines drawn per scope; the others are in the tables."""
 
 _ROW_COLUMNS = frozenset(
-    {"scope_id", "run_id", "server", "epoch", "target", "source", "ts_ns", "y", "split", "excluded_because"}
+    {"scope_id", "run_id", "server", "epoch", "target", "source", "ts_ns", "y", "split", "excluded_reason"}
 )
 """What figures need of training rows beside the features of the models."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.coefficients import assemble, evaluate
+from tracefit.coefficients import publish
 from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.commands.report import report_of, report_texts
@@ -99,7 +99,7 @@ def train(
     runs = store.read("runs", None if run_ids is None else list(run_ids))
     scopes = fit_runs(store, runs, options, told)
     _require_models(scopes, str(tables))
-    made_by = assemble.provenance(
+    made_by = publish.provenance(
         {
             "beta_target": options.beta_target,
             "features": options.features,
@@ -111,13 +111,13 @@ def train(
         },
         files=_named_files(options),
     )
-    alpha = assemble.coefficient_file("alpha", scopes, made_by)
-    beta = assemble.coefficient_file("beta", scopes, made_by)
+    alpha = publish.coefficient_file("alpha", scopes, made_by)
+    beta = publish.coefficient_file("beta", scopes, made_by)
     across = None
     if options.across:
         told.stage("leaving out runs, models and GPUs")
         across = fit_across(scopes, scope_options(options))
-    evaluation = evaluate.evaluate(scopes, runs, across, options.thresholds)
+    evaluation = publish.evaluate(scopes, runs, across, options.thresholds)
     report = Path(report_folder or out)
     texts = {
         Path(out) / "alpha.json": to_json(alpha),
@@ -157,6 +157,7 @@ def _result(
         ),
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
+            or evaluation.ingest.implausible
         ),
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit._version import __version__
-from tracefit.coefficients import assemble
+from tracefit.coefficients import publish
 from tracefit.coefficients.files import read_coefficients, read_plain, to_json
 from tracefit.coefficients.model import CoefficientFile
 from tracefit.commands.train import TrainOptions, fit_runs
@@ -68,7 +68,7 @@ def verify(
     if lacking or any(text.startswith("features ") for text in inputs):
         return VerifyResult(path, False, 0, tuple(inputs), 0, (), tuple(notes))
     scopes = fit_runs(store, runs, options, progress or NullProgress())
-    again = json.loads(to_json(assemble.coefficient_file(document.kind, scopes, made_by)))
+    again = json.loads(to_json(publish.coefficient_file(document.kind, scopes, made_by)))
     compared = list(_compare(_by_name(plain), _by_name(again), ""))
     found = [d for d in compared if d is not None]
     return VerifyResult(
@@ -90,7 +90,7 @@ def _options(made_by: Provenance, features: str | Path | None) -> TrainOptions:
 
 
 def _runs_that_differ(document: CoefficientFile, runs: pl.DataFrame) -> Iterator[str]:
-    here = {one.run_id: one for one in assemble.run_inputs(runs)}
+    here = {one.run_id: one for one in publish.run_inputs(runs)}
     seen: set[str] = set()
     for training in (m.training for m in document.models if m.training):
         for run_id in training.runs:
@@ -121,7 +121,7 @@ def _files_that_differ(made_by: Provenance, options: TrainOptions) -> Iterator[s
 
 
 def _versions_that_differ(made_by: Provenance) -> list[str]:
-    here = {"tracefit": __version__, **assemble.libraries()}
+    here = {"tracefit": __version__, **publish.libraries()}
     there = {"tracefit": made_by.version, **made_by.libraries}
     return [
         f"{name} {here[name]} here, {there[name]} in the file"

@@ -19,13 +19,13 @@ import polars as pl
 
 from tracefit._version import __version__
 from tracefit.coefficients.model import BoundaryModel
-from tracefit.consumers.blis_fit import BlisCoefficients, fit_blis, whole_line
-from tracefit.consumers.source import (
+from tracefit.consumers.base import (
     OUT,
     Export,
     HeldOut,
     Source,
     commented,
+    consumer,
     flags,
     held_out,
     kv_blocks,
@@ -34,6 +34,7 @@ from tracefit.consumers.source import (
     train_and_holdout,
     worse_than_baseline,
 )
+from tracefit.consumers.blis_fit import BlisCoefficients, fit_blis, whole_line
 from tracefit.errors import DataError
 from tracefit.features.sets import FeatureSet
 from tracefit.fit.boundary import admission_with_clock
@@ -87,6 +88,7 @@ _TRACE_COLUMNS = (
 )
 
 
+@consumer("blis")
 def to_blis(source: Source) -> Export:
     """Write `defaults.yaml` with the coefficients of one scope, and what BLIS needs beside it.
 
@@ -332,6 +334,7 @@ _KERNEL_SETS = (
 )
 
 
+@consumer("blis-registry")
 def to_blis_registry(source: Source) -> Export:
     """Write the same coefficients as a `CoefficientSet` of the registry: units, method, scope and source per value.
 

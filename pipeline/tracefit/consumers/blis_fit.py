@@ -14,6 +14,14 @@ import numpy as np
 import polars as pl
 
 from tracefit.coefficients.predict_frames import predict_steps
+from tracefit.consumers.base import (
+    HeldOut,
+    Source,
+    held_out,
+    kv_blocks,
+    train_and_holdout,
+    written,
+)
 from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
 from tracefit.consumers.blis_roofline import (
     BLIS_COLUMNS,
@@ -21,14 +29,6 @@ from tracefit.consumers.blis_roofline import (
     PAIRS_COLUMN,
     add_blis_terms,
     with_prefill_pairs,
-)
-from tracefit.consumers.source import (
-    HeldOut,
-    Source,
-    held_out,
-    kv_blocks,
-    train_and_holdout,
-    written,
 )
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import Feature, FeatureSet

@@ -14,11 +14,12 @@ import numpy as np
 import polars as pl
 
 from tracefit.coefficients.predict_frames import predict_steps
-from tracefit.consumers.source import (
+from tracefit.consumers.base import (
     OUT,
     Export,
     HeldOut,
     Source,
+    consumer,
     flags,
     held_out,
     kv_blocks,
@@ -46,6 +47,7 @@ _COLUMNS = (
 _STEP = FeatureSet("dynamo", tuple(Feature(name, "", name) for name in _COLUMNS))
 
 
+@consumer("dynamo-mocker")
 def to_dynamo(source: Source) -> Export:
     """Evaluate the step model on the grids that the training steps span.
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.consumers.source import (
+from tracefit.consumers.base import (
     OUT,
     Export,
     Source,
     commented,
+    consumer,
     held_out,
     model_name,
     number,
@@ -46,6 +47,7 @@ NEWEST = (0, 10, 0)
 """The version files are written for where none is given."""
 
 
+@consumer("llm-d-inference-sim", versioned=True)
 def to_llmd_sim(source: Source) -> Export:
     """Fit prefill and decode of whole requests against the load they ran under.
 
@@ -180,7 +182,7 @@ def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
 
 def _target(rows: pl.DataFrame, target: str) -> pl.DataFrame:
     known = rows.filter((pl.col(target) > 0) & pl.col("ts_ns").is_not_null())
-    known = known.with_columns(y=pl.col(target).cast(pl.Float64), excluded_because=pl.lit(None, pl.String))
+    known = known.with_columns(y=pl.col(target).cast(pl.Float64), excluded_reason=pl.lit(None, pl.String))
     return splits.split_by_time(known)
 
 

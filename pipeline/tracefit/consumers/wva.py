@@ -13,18 +13,19 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from tracefit.consumers.llmd_sim import requests_under_load
-from tracefit.consumers.source import (
+from tracefit.consumers.base import (
     Export,
     HeldOut,
     Source,
     commented,
+    consumer,
     held_out,
     number,
     train_and_holdout,
     worse_than_baseline,
     written,
 )
+from tracefit.consumers.llmd_sim import requests_under_load
 from tracefit.errors import DataError
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit import splits
@@ -47,6 +48,7 @@ STRETCH_REQUESTS = 20
 """Requests whose mean input and output stand for a stretch of the run."""
 
 
+@consumer("wva")
 def to_wva(source: Source) -> Export:
     """Fit both forms on steps and requests of one scope.
 
@@ -159,7 +161,7 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
         asked.with_columns(
             y=pl.col("prefill_us") / 1e3,
             work=pl.col("uncached_tokens") * pl.col("running_start").clip(lower_bound=1),
-            excluded_because=pl.lit(None, pl.String),
+            excluded_reason=pl.lit(None, pl.String),
         )
     )
     train, held = train_and_holdout(asked, ["work"], "prefill of requests")

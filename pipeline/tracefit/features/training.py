@@ -128,7 +128,7 @@ def beta_rows(
         source: `clock` for cycle times, `duration` for `step.duration_us` as it is.
 
     Returns:
-        Columns of the engine, step_id, ts_ns, source, interval_steps, cycle_sd_us, y (us), excluded_because,
+        Columns of the engine, step_id, ts_ns, source, interval_steps, cycle_sd_us, y (us), excluded_reason,
         preemption_heavy, has_prefill, and the features.
     """
     if source == "duration":
@@ -171,7 +171,7 @@ def _duration_rows(rows: pl.DataFrame, features: FeatureSet) -> pl.DataFrame:
 
 def _with_reason(rows: pl.DataFrame, idle: pl.Expr) -> pl.DataFrame:
     because = pl.when(idle.fill_null(value=False)).then(pl.lit("idle_gap"))
-    return rows.with_columns(excluded_because=because).sort(*ENGINE, "step_id")
+    return rows.with_columns(excluded_reason=because).sort(*ENGINE, "step_id")
 
 
 def _mean_of_all(column: pl.Expr) -> pl.Expr:
@@ -261,7 +261,7 @@ def alpha_rows(
         finishing_reqs=pl.when(pl.col("finished_step").is_not_null()).then(finishing),
     ).filter(pl.col("y").is_not_null() & pl.col("ts_ns").is_not_null())
     rows = _with_workload(rows).with_columns(
-        excluded_because=pl.lit(None, pl.String), request_id=pl.coalesce("core_request_id", "request_id")
+        excluded_reason=pl.lit(None, pl.String), request_id=pl.coalesce("core_request_id", "request_id")
     )
     if target == "departure":
         rows = rows.join(

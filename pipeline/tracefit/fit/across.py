@@ -97,10 +97,10 @@ def _validation(scope: FittedScope, model: FittedModel, fitted: LinearFit) -> Va
 
 def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
     """Hold out all rows that `left_out` tells, whatever their training part lost; others keep their training part."""
-    always = pl.when(pl.col("excluded_because").is_in(splits.ALWAYS)).then("excluded_because")
+    always = pl.when(pl.col("excluded_reason").is_in(splits.ALWAYS)).then("excluded_reason")
     return rows.filter(left_out | (pl.col("split") == "train")).with_columns(
         split=pl.when(left_out).then(pl.lit("holdout")).otherwise(pl.lit("train")),
-        excluded_because=pl.when(left_out).then(always).otherwise("excluded_because"),
+        excluded_reason=pl.when(left_out).then(always).otherwise("excluded_reason"),
     )
 
 

@@ -1,18 +1,19 @@
 """Results of a fit as plain data: what was fitted, how well it does, and what is missing.
 
-Nothing here computes: the modules that do import this one, and the coefficient and evaluation files publish it.
+Nothing here computes: the modules that do import this one, and the coefficient and evaluation files publish it. A file
+is read, and a row predicted, without numpy and polars: neither is imported here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import polars as pl
-
 if TYPE_CHECKING:
+    import polars as pl
+
     from tracefit.features.sets import FeatureSet
     from tracefit.fit.boundary import FittedBoundary
     from tracefit.fit.inputs import FitOptions, ScopeTables
@@ -109,7 +110,7 @@ class PredictionInterval:
         """Return the lower and upper limits of predictions; shape (n,) each, not below zero."""
         if self.kind == "ratio":
             return predicted * self.low, predicted * self.high
-        return np.maximum(predicted + self.low, 0.0), np.maximum(predicted + self.high, 0.0)
+        return (predicted + self.low).clip(min=0.0), (predicted + self.high).clip(min=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class LinearFit:
     rows_holdout: int
     validation: Validation
     rows: pl.DataFrame
-    """The training frame with `excluded_because` as the fit left it."""
+    """The training frame with `excluded_reason` as the fit left it."""
 
     @property
     def terms(self) -> tuple[FittedTerm, ...]:
@@ -253,9 +254,7 @@ class Candidate:
     @property
     def score(self) -> float:
         """Geometric mean of both errors."""
-        return (
-            self.inside_mae if self.beyond_mae is None else float(np.sqrt(self.inside_mae * self.beyond_mae))
-        )
+        return self.inside_mae if self.beyond_mae is None else math.sqrt(self.inside_mae * self.beyond_mae)
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,7 +238,7 @@ def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOpti
     # The same rows for all: a model of its own outliers would be judged without those that speak against it.
     first = _ratios(sets[0])[0]
     marked = mark_outliers(_taken(rows, first), columns_of(first.features), options)
-    rows_judged = rows.with_columns(marked["excluded_because"])
+    rows_judged = rows.with_columns(marked["excluded_reason"])
     how = replace(options, drop_outliers=False)
     tuned = [_with_ratio(rows_judged, one, how) for one in sets]
     found = [try_features(_taken(rows_judged, one), one.name, columns_of(one.features), how) for one in tuned]

@@ -52,7 +52,7 @@ def fit_linear(
     """Fit a robust linear model on the training rows of a frame and measure it on the held-out ones.
 
     Args:
-        rows: One row per observation: run_id, server, ts_ns, y, split, excluded_because, and the feature columns.
+        rows: One row per observation: run_id, server, ts_ns, y, split, excluded_reason, and the feature columns.
         features: Candidates in order of preference.
         options: How.
     """
@@ -76,7 +76,7 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
         rows = _mark_outliers(rows, used, known)
         used = counted(rows, "train")
     holdout = counted(rows, "holdout")
-    aside = rows.filter((pl.col("split") == "train") & (pl.col("excluded_because") == splits.OUTLIER))
+    aside = rows.filter((pl.col("split") == "train") & (pl.col("excluded_reason") == splits.OUTLIER))
     parts, designs = _fit_parts(used, aside, regimes, {f.name for f in known}, unknown, options)
     if not parts or holdout.height < MIN_HOLDOUT_ROWS:
         have = f"{used.height} training and {holdout.height} held-out rows"
@@ -127,7 +127,7 @@ def mark_outliers(rows: pl.DataFrame, features: Sequence[FeatureColumn], options
     used = counted(filled, "train")
     if not options.drop_outliers or used.height < MIN_TRAIN_ROWS:
         return rows
-    return rows.with_columns(_mark_outliers(filled, used, known)["excluded_because"])
+    return rows.with_columns(_mark_outliers(filled, used, known)["excluded_reason"])
 
 
 def _fit_parts(
@@ -221,7 +221,7 @@ def _drop_unknown(
     rows: pl.DataFrame, features: list[FeatureColumn]
 ) -> tuple[pl.DataFrame, list[FeatureColumn], list[FeatureLeftOut]]:
     """Drop features that too many rows lack; of the few rows that lack another, training rows are left out."""
-    counted = rows.filter(pl.col("excluded_because").is_null())
+    counted = rows.filter(pl.col("excluded_reason").is_null())
     lacking = {f.name: _null_share(counted[f.name]) for f in features}
     kept = [f for f in features if lacking[f.name] <= MAX_UNKNOWN_SHARE]
     left = [FeatureLeftOut(f.name, _unknown_reason(lacking[f.name])) for f in features if f not in kept]
@@ -248,6 +248,6 @@ def _mark_outliers(rows: pl.DataFrame, used: pl.DataFrame, features: list[Featur
     kept, _ = usable_features(matrix(used, names), names, [f.max_inflation for f in features])
     far = outliers(matrix(used, names)[:, kept], target_of(used))
     flags = np.zeros(rows.height, dtype=bool)
-    is_used = (rows["split"] == "train") & rows["excluded_because"].is_null()
+    is_used = (rows["split"] == "train") & rows["excluded_reason"].is_null()
     flags[np.flatnonzero(is_used.to_numpy())] = far
     return splits.mark(rows, splits.OUTLIER, pl.lit(pl.Series("far", flags)))

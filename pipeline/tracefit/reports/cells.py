@@ -9,7 +9,7 @@ from tracefit.reports.model import Table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tracefit.coefficients.evaluation import MetricsEntry
+    from tracefit.fit.results import Metrics
 
 ERRORS = ("n", "MAPE %", "median APE %", "P90 %", "P99 %", "bias %", "MAE us")
 
@@ -48,7 +48,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, folded: str | N
     return Table(tuple(head), tuple(tuple(r) for r in rows), folded)
 
 
-def metrics(m: MetricsEntry) -> tuple[str, ...]:
+def metrics(m: Metrics) -> tuple[str, ...]:
     """Write errors under the heads of `ERRORS`."""
     percentages = (m.mape_pct, m.mdape_pct, m.p90_ape_pct, m.p99_ape_pct, m.bias_pct)
     return (count(m.n), *(number(v) for v in percentages), number(m.mae))

@@ -14,7 +14,8 @@ from tracefit.reports.models import AnyModel, interval, model_parts, terms_of
 from tracefit.reports.verdicts import verdict_parts
 
 if TYPE_CHECKING:
-    from tracefit.coefficients.evaluation import Evaluation, OverloadEntry, ScopeEvaluation
+    from tracefit.coefficients.evaluation import Evaluation, ScopeEvaluation
+    from tracefit.fit.results import Overload
 
 _PREAMBLE = (
     "Errors are on the hold-out: the last 30 % of each run in time, nothing left out of it but idle gaps and restarts. "
@@ -109,7 +110,7 @@ def _facts(model: AnyModel | None) -> list[Part]:
     return [*shown, table(("setting", "value"), settings, folded="Server settings")] if settings else shown
 
 
-def _overload(one: OverloadEntry) -> str:
+def _overload(one: Overload) -> str:
     fate = (
         "it is trained on all the same, so that the models speak of an overloaded server"
         if one.trained_on

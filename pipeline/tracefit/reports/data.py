@@ -72,6 +72,7 @@ def _ingested(entry: IngestEntry) -> Part:
         ("spans", count(entry.spans)),
         ("spans of other scopes, left out", count(entry.other_spans)),
         ("records that could not be read (rejects)", count(entry.rejects)),
+        *((f"implausible values left out: {rule}", count(n)) for rule, n in entry.implausible.items()),
         ("spans there twice, counted once", count(entry.duplicates)),
         ("events the server's SDK dropped", count(entry.dropped_events)),
     ]

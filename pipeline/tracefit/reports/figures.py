@@ -15,7 +15,8 @@ from tracefit.reports.model import Band, Figure, Panel, Series, Table
 from tracefit.reports.models import AnyModel, terms_of
 
 if TYPE_CHECKING:
-    from tracefit.coefficients.evaluation import Entry, ErrorOverLoadEntry
+    from tracefit.coefficients.evaluation import Entry
+    from tracefit.fit.results import ErrorOverLoad
 
 US_PER_MS = 1e3
 _SUMMARY_ROWS = 8
@@ -32,7 +33,7 @@ def model_figures(
     Args:
         model: The model.
         entry: Its validation.
-        rows: Its training frame, of every split; rows that were left out are marked in `excluded_because`. Null without
+        rows: Its training frame, of every split; rows that were left out are marked in `excluded_reason`. Null without
             tables: then only what the files tell is drawn.
         points: At most so many points per series, evenly taken in time.
     """
@@ -62,7 +63,7 @@ def _clean(text: str) -> str:
 def _predicted(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame:
     """Rows that count, with the prediction and the measurement in ms."""
     model = compiled.model
-    kept = rows.filter(pl.col("excluded_because").is_null())
+    kept = rows.filter(pl.col("excluded_reason").is_null())
     if "source" in kept.columns:
         # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
         single = kept.filter(pl.col("source") != "interval")
@@ -159,7 +160,7 @@ _LOADS = {
 }
 
 
-def _over_load(name: str, model_name: str, found: ErrorOverLoadEntry | None) -> Figure | None:
+def _over_load(name: str, model_name: str, found: ErrorOverLoad | None) -> Figure | None:
     """Draw error and bias over the load of held-out rows, the range of the training rows shaded."""
     bins = [b for b in found.bins if b.holdout.mape_pct is not None] if found else []
     if found is None or not bins:

@@ -28,6 +28,7 @@ def _run(run: RunFacts) -> str:
         *(("scope", f"{s.scope}, {s.spans:,} spans, dialect {s.dialect}") for s in run.scopes),
         *([("scope", f"others, {run.other_spans:,} spans, left out")] if run.other_spans else []),
         *((("rejects", f"{run.rejects:,} records could not be read"),) if run.rejects else ()),
+        *((("implausible", f"{n:,} left out: {rule}")) for rule, n in run.implausible.items()),
         *((("duplicates", f"{run.duplicate_spans:,} spans"),) if run.duplicate_spans else ()),
     ]
     return "\n".join(

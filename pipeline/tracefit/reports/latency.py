@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tracefit.coefficients.evaluation import (
-        BurstEntry,
-        LatencyErrorsEntry,
+        LatencyEntry,
         PhaseEntry,
         ScopeEvaluation,
         StepPhaseEntry,
         SummedEntry,
     )
+    from tracefit.fit.results import Burst, LatencyErrors
     from tracefit.reports.model import Part
 
 _TITLES = {
@@ -83,7 +83,7 @@ def _drift(entry: SummedEntry) -> str:
     )
 
 
-def burst_lines(bursts: Sequence[BurstEntry]) -> list[str]:
+def burst_lines(bursts: Sequence[Burst]) -> list[str]:
     """Name the bursts that lie outside the range of the admission model; nothing where there are none."""
     if not bursts:
         return []
@@ -132,7 +132,7 @@ def _by_phase(scope: ScopeEvaluation) -> list[Part]:
     return [table(("phase", *_GROUP_HEAD), rows, folded=title)]
 
 
-def _group(title: str, errors: LatencyErrorsEntry) -> tuple[str, ...]:
+def _group(title: str, errors: LatencyErrors | LatencyEntry | PhaseEntry) -> tuple[str, ...]:
     others = (errors.averages_only.mape_pct, errors.baseline.mape_pct)
     return (title, *metrics(errors.teacher_forced), *(number(v) for v in others))
 

@@ -11,7 +11,7 @@ from tracefit.reports.cells import plural
 from tracefit.reports.model import Band, Figure, Panel, Series, Table
 
 if TYPE_CHECKING:
-    from tracefit.coefficients.evaluation import OverloadEntry
+    from tracefit.fit.results import Overload
 
 BINS = 80
 SHORTEST_IDLE_SHARE = 0.005
@@ -40,7 +40,7 @@ def engine_figure(
     *,
     run_id: str,
     server: str,
-    overload: OverloadEntry | None = None,
+    overload: Overload | None = None,
 ) -> Figure | None:
     """Draw the engine of one server over its run.
 
@@ -91,7 +91,7 @@ _LINES = (
 )
 
 
-def _flag(overload: OverloadEntry | None) -> str:
+def _flag(overload: Overload | None) -> str:
     if overload is None:
         return ""
     return f": overloaded, {'trained on all the same' if overload.trained_on else 'left out of training'}"
@@ -119,7 +119,7 @@ def _bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
     )
 
 
-def _overloaded(overload: OverloadEntry | None, server: str, start_ns: int) -> tuple[Band, ...]:
+def _overloaded(overload: Overload | None, server: str, start_ns: int) -> tuple[Band, ...]:
     return tuple(
         Band("overload", max(0.0, (q.from_ns - start_ns) / 1e9), (q.to_ns - start_ns) / 1e9)
         for q in (overload.queued if overload else ())
@@ -147,7 +147,7 @@ def _idle(known: pl.DataFrame, seconds: float) -> tuple[Band, ...]:
 
 
 def _warm_up(training: pl.DataFrame, start_ns: int) -> tuple[Band, ...]:
-    left_out = training.filter(pl.col("excluded_because") == "warm_up")
+    left_out = training.filter(pl.col("excluded_reason") == "warm_up")
     if not left_out.height:
         return ()
     ends = left_out.group_by("epoch").agg(a=pl.col("ts_ns").min(), b=pl.col("ts_ns").max()).sort("epoch")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tracefit.reports.cells import number
 
 if TYPE_CHECKING:
-    from tracefit.coefficients.evaluation import Entry, PredictionInterval
+    from tracefit.coefficients.evaluation import Entry, RegimeInterval
 
 TROUBLE = 30.0
 """Condition number above which coefficients trade places with each other (Belsley, Kuh and Welsch 1980)."""
@@ -36,7 +36,7 @@ def _intervals(entry: Entry) -> str:
     return f"**95 % prediction interval:** {limits}. It held {entry.interval_coverage_pct:.1f} % of the held-out rows."
 
 
-def _limits(interval: PredictionInterval, unit: str) -> str:
+def _limits(interval: RegimeInterval, unit: str) -> str:
     if interval.kind == "ratio":
         return f"{interval.low:.3g} to {interval.high:.3g} times the prediction"
     return f"the prediction {interval.low:+,.0f} to {interval.high:+,.0f} {unit}"

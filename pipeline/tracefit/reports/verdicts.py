@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tracefit.reports.model import Part, Table
 
 if TYPE_CHECKING:
-    from tracefit.coefficients.evaluation import Evaluation, VerdictEntry
+    from tracefit.coefficients.evaluation import Evaluation, Verdict
 
 
 def verdict_parts(evaluation: Evaluation) -> list[Part]:
@@ -30,5 +30,5 @@ def verdict_parts(evaluation: Evaluation) -> list[Part]:
     return parts
 
 
-def _because(verdict: VerdictEntry) -> str:
+def _because(verdict: Verdict) -> str:
     return "; ".join(verdict.reasons)

@@ -26,6 +26,65 @@ _CLEAR_STEPS = 2.0
 _ROUNDS = 3
 
 
+LONE_SHARE = 0.02
+"""A clock that fewer of a server's spans are on is that of a single odd time, not of a host."""
+
+
+def without_lone_clocks(spans: pl.DataFrame) -> pl.DataFrame:
+    """Take from spans whose events alone speak of a clock what they say of it: one absurd time makes no second host.
+
+    Args:
+        spans: server, zero (wall clock less engine clock), first_ns, last_ns, first_step, last_step.
+    """
+    jump = pl.col("zero").sort().diff() > SAME_CLOCK_NS
+    if not spans.select(jump.any()).item():
+        return spans
+    ordered = spans.select("server", "zero").with_row_index("place").drop_nulls("zero").sort("server", "zero")
+    is_new = (pl.col("zero").diff() > SAME_CLOCK_NS).over("server").fill_null(value=False)
+    groups = ordered.with_columns(clock=is_new.cast(pl.UInt32).cum_sum().over("server"))
+    shared = groups.with_columns(on_it=pl.len().over("server", "clock"), of=pl.len().over("server")).sort(
+        "place"
+    )
+    lone = shared.filter(pl.col("on_it") == 1, pl.col("on_it") < pl.col("of") * LONE_SHARE)
+    is_lone = pl.int_range(pl.len(), dtype=pl.UInt32).is_in(lone["place"].implode())
+    columns = ("zero", "first_ns", "last_ns", "first_step", "last_step")
+    return spans.with_columns(pl.when(~is_lone).then(name).alias(name) for name in columns)
+
+
+def clocks_of(spans: pl.DataFrame) -> pl.DataFrame:
+    """Return the ranges of wall clock less engine clock that each server's spans agree on: server, low, high."""
+    ordered = spans.select(pl.col("server").cast(pl.String), "zero").drop_nulls().sort("server", "zero")
+    is_new = (pl.col("zero").diff() > SAME_CLOCK_NS).over("server").fill_null(value=False)
+    clocks = ordered.with_columns(clock=is_new.cast(pl.UInt32).cum_sum().over("server"))
+    ranges = clocks.group_by("server", "clock").agg(
+        low=pl.col("zero").min() - SAME_CLOCK_NS, high=pl.col("zero").max() + SAME_CLOCK_NS
+    )
+    return ranges.drop("clock").sort("server", "low")
+
+
+def is_off_clock(rows: pl.DataFrame, ts: str, clocks: pl.DataFrame) -> pl.Series:
+    """Tell rows whose time on the engine's clock is on none of the clocks of their server; by their wall-clock time.
+
+    Args:
+        rows: server, unix_ns, `ts` and server_zero, the clock that most of the server's spans are on.
+        ts: The time's column.
+        clocks: What `clocks_of` returns.
+    """
+    zero = pl.col("unix_ns") - pl.col(ts)
+    suspicious = ((zero - pl.col("server_zero")).abs() > SAME_CLOCK_NS).fill_null(value=False)
+    marks = rows.select(suspicious).to_series()
+    if not marks.any():
+        return marks
+    placed = (
+        rows.select(pl.col("server").cast(pl.String), zero=zero)
+        .with_row_index("place")
+        .sort("zero")
+        .join_asof(clocks.sort("low"), left_on="zero", right_on="low", by="server", check_sortedness=False)
+        .sort("place")
+    )
+    return marks & placed.select((pl.col("zero") > pl.col("high")).fill_null(value=True)).to_series()
+
+
 def on_core_clock(journeys: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     """Put API events on the clock of the engine core of their trace, where the two layers ran on different hosts.
 
