@@ -46,6 +46,7 @@ from tracefit.fit.select import MAX_PRODUCT_VIF, MAX_VIF
 from tracefit.fit.splits import request_frame, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers
 from tracefit.server.tracing import JOURNEY_FLAGS, STEP_FLAGS
+from tracefit.tables.dialects import WITHOUT_EVENTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -306,9 +307,6 @@ _ALPHA_DEFINITIONS = {
 }
 
 
-_WITHOUT_EVENTS = ("stock", "lifecycle")
-
-
 def _is_told(requests: pl.DataFrame, target: str) -> bool:
     return bool(requests[training.ALPHA_TARGETS[target][0]].is_not_null().any())
 
@@ -323,7 +321,7 @@ def _fit_alpha(
     name = f"alpha.{target}"
     if not tables.requests.height:
         return Missing(name, "the traces hold no journeys", f"start the server with {JOURNEY_FLAGS}")
-    if (tables.requests["dialect"].is_in(_WITHOUT_EVENTS)).all() and not _is_told(tables.requests, target):
+    if (tables.requests["dialect"].is_in(WITHOUT_EVENTS)).all() and not _is_told(tables.requests, target):
         return Missing(
             name, "the spans of these requests do not tell", f"start the server with {JOURNEY_FLAGS}"
         )

@@ -431,7 +431,9 @@ def _protobuf_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
         read = partial(_read_sized_text, width=read_varint(text, value_at + 1)[1] - value_at - 1)
     own = (1, widths[0]), (len(before) - 1 - widths[2], widths[2])
     any_byte = tuple(offset + n for offset, width in own for n in range(width))
-    return Attribute(key, kind, before, _checked(read, len(before), *own), None, b"", any_byte, is_text=is_text)
+    return Attribute(
+        key, kind, before, _checked(read, len(before), *own), None, b"", any_byte, is_text=is_text
+    )
 
 
 def _checked(read: _Read, literal_size: int, *sizes: tuple[int, int]) -> _Read:
