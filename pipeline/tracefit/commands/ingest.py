@@ -88,7 +88,7 @@ class IngestOptions:
 
 
 def ingest(
-    paths: Iterable[str | Path],
+    paths: str | Path | Iterable[str | Path],
     out: str | Path,
     *,
     server: ServerOptions | None = None,
@@ -281,11 +281,18 @@ def _is_small(store: TableStore, run_id: str) -> bool:
 def _require_spans(source: RunSource, counts: IngestCounts) -> None:
     if counts.spans:
         return
+    if counts.rejects and not counts.other_spans:
+        raise DataError(
+            f"is not OTLP: none of its records can be read as traces ({counts.rejects} rejected)",
+            where=source.name,
+            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them",
+        )
     seen = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
     raise DataError(
         f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({seen})",
         where=source.name,
-        hint="start the server with --enable-journey-tracing and --step-tracing-enabled",
+        hint="start stock vLLM with --otlp-traces-endpoint, or inference-sim's fork of vLLM with --enable-journey-tracing "
+        "and --step-tracing-enabled too",
     )
 
 
