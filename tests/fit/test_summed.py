@@ -9,10 +9,11 @@ import polars as pl
 import pytest
 
 from tracefit.coefficients.evaluation import SummedEntry
+from tracefit.fit.fitted import LinearFit
 from tracefit.fit.holdout import block_length, speed_change_pct, summed_time
 from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import FeatureColumn
-from tracefit.fit.results import LinearFit, SummedTime
+from tracefit.fit.results import SummedTime
 from tracefit.fit.train import fit_linear
 from tracefit.reports.latency_section import summed_line
 

@@ -22,21 +22,18 @@ from tracefit.fit.splits import counted, evaluation_rows
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tracefit.fit.boundary import FittedBoundary
+    from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedScope, LinearFit
     from tracefit.fit.linear import FittedRegime
     from tracefit.fit.results import (
         AcrossResult,
         Classifier,
         Distribution,
-        FittedModel,
-        FittedScope,
         Latency,
         LeftOutErrors,
-        LinearFit,
         LoadExtrapolation,
         SummedTime,
     )
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
 
@@ -221,7 +218,7 @@ def _inputs_hash(scope: FittedScope) -> str:
     return hashlib.sha256("\n".join(":".join(row) for row in contents.iter_rows()).encode()).hexdigest()
 
 
-def scope_facts(scope: Scope) -> cf.ScopeFacts:
+def scope_facts(scope: ModelScope) -> cf.ScopeFacts:
     """State what a model speaks about."""
     context = scope.context
     return cf.ScopeFacts(

@@ -20,6 +20,7 @@ from tracefit.commands.train import load_scope, scopes_of
 from tracefit.errors import DataError, UsageError
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
+from tracefit.features.targets import target_named
 from tracefit.fit import splits
 from tracefit.fit.boundary import admission_with_clock, api_waits
 from tracefit.fit.metrics import measure
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import Model
     from tracefit.coefficients.predict import ScopeModels
+    from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import ScopeTables
-    from tracefit.fit.metrics import Vector
     from tracefit.fit.results import Metrics
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
     return CompareResult(one, tables, drift=tuple(found), verdict=verdict, notes=tuple(notes))
 
 
-def _drift_of(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
+def _drift_of(model: Model, scope: ModelScope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
     then = model.validation.holdout if model.validation else None
     base = (then.mape_pct if then else None, then.mae if then else None)
     try:
@@ -180,7 +181,7 @@ def _drift_of(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolera
     )
 
 
-def _predicted(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.DataFrame, Vector]:
+def _predicted(model: Model, scope: ModelScope, tables: ScopeTables) -> tuple[pl.DataFrame, Vector]:
     """Return the new rows a model is evaluated on, and its predictions for them (NaN where it has none)."""
     features = FeatureSet(
         "file",
@@ -194,7 +195,9 @@ def _predicted(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.Data
         single = rows.filter(pl.col("source") != "interval")
         rows = single if single.height >= MIN_TRAIN_ROWS else rows
     else:
-        rows = _all_new(request_frame(tables, model.name.removeprefix("alpha."), features, constants))
+        rows = _all_new(
+            request_frame(tables, target_named(model.name.removeprefix("alpha.")), features, constants)
+        )
     lacking = sorted(c for c in CompiledModel(model).inputs if c not in rows.columns)
     with_predictions = predict_rows(model, rows if not lacking else rows.with_columns(_nulls(model, lacking)))
     predicted = with_predictions["predicted_us"].cast(pl.Float64).fill_null(float("nan")).to_numpy()

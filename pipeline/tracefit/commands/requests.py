@@ -9,6 +9,7 @@ import polars as pl
 
 from tracefit.commands.locate import find_tables
 from tracefit.errors import DataError
+from tracefit.features import targets
 from tracefit.results.requests import PhaseSummary, Quantiles, RequestGroup, RequestSummary
 from tracefit.tables import schema
 from tracefit.tables.store import TableStore
@@ -22,15 +23,14 @@ _LIVE = ("WAITING", "RUNNING", "PREEMPTED")
 WINDOWS = 10
 """Windows of time a run is cut into, about."""
 
-PHASES = {
-    "admission": "admission_us",
-    "queue wait": "queue_wait_us",
-    "requeue wait": "requeue_wait_us",
-    "prefill": "prefill_us",
-    "decode": "decode_us",
-    "departure": "departure_us",
-}
-"""Parts of a request's life, in their order, and their columns."""
+_STEP_PHASES = {"requeue wait": "requeue_wait_us", "prefill": "prefill_us", "decode": "decode_us"}
+
+
+def phase_columns() -> dict[str, str]:
+    """Return the parts of a request's life, in their order, and their columns."""
+    before, after = ({t.label: t.column for t in targets.parts_of(latency)} for latency in ("ttft", "client"))
+    return before | _STEP_PHASES | after
+
 
 SECONDS_VIEW = {
     "arrival_time": "arrival_ns",
@@ -185,11 +185,12 @@ def _group(by: str, name: str, rows: pl.DataFrame, seconds: float | None) -> Req
 
 
 def _phases(rows: pl.DataFrame) -> tuple[PhaseSummary, ...]:
-    totals = {name: float(rows[column].sum() or 0) for name, column in PHASES.items()}
+    columns = phase_columns()
+    totals = {name: float(rows[column].sum() or 0) for name, column in columns.items()}
     everything = sum(totals.values())
     return tuple(
         PhaseSummary(name, totals[name] / everything if everything > 0 else None, _quantiles(rows[column]))
-        for name, column in PHASES.items()
+        for name, column in columns.items()
         if rows[column].is_not_null().any()
     )
 

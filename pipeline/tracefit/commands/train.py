@@ -26,7 +26,7 @@ from tracefit.fit.scope import fit_scope
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.training import LatencySummary, ModelSummary, ScopeSummary, TrainResult
-from tracefit.server.context import Scope, context_from_json, scope_of
+from tracefit.server.context import ModelScope, context_from_json, scope_of
 from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
 from tracefit.tables.disk import write_files
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.coefficients.evaluation import Evaluation
-    from tracefit.fit.results import FittedModel, FittedScope, Latency, Missing, Overload
+    from tracefit.fit.fitted import FittedModel, FittedScope
+    from tracefit.fit.results import Latency, Missing, Overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +242,9 @@ def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
     return (find_feature_set(choice),)
 
 
-def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
+def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[ModelScope, list[str]]]:
     """Group the runs by scope, in the order of scope ids."""
-    scopes: dict[str, Scope] = {}
+    scopes: dict[str, ModelScope] = {}
     members: dict[str, list[str]] = {}
     one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
     for row in one_per_run.select("run_id", "settings", "model_config", "gpu").iter_rows(named=True):
@@ -254,7 +255,7 @@ def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
     return [(scopes[i], members[i]) for i in sorted(scopes)]
 
 
-def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: list[str]) -> ScopeTables:
+def load_scope(store: TableStore, runs: pl.DataFrame, scope: ModelScope, run_ids: list[str]) -> ScopeTables:
     """Read the tables of one scope's runs.
 
     Args:

@@ -40,9 +40,7 @@ from tracefit.tables.keys import ENGINE, SERVER
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from tracefit.fit.estimators import NDArrayInt
-    from tracefit.fit.metrics import Vector
-    from tracefit.fit.step_clock import Flags
+    from tracefit.fit.arrays import Flags, Integers, Vector
 
 _STEP = FeatureSet("blis", tuple(Feature(name, unit, name) for name, unit in BLIS_TERMS.items()))
 _NAMES = list(BLIS_TERMS)
@@ -298,11 +296,11 @@ class _EngineRequests:
         boundary: Where the hold-out begins.
     """
 
-    arrival: NDArrayInt
-    prompt: NDArrayInt
-    output: NDArrayInt
-    shared: NDArrayInt
-    departure: NDArrayInt
+    arrival: Integers
+    prompt: Integers
+    output: Integers
+    shared: Integers
+    departure: Integers
     measured: Mapping[str, Vector]
     counts: Flags
     boundary: float
@@ -325,7 +323,7 @@ class _EngineRequests:
         early = self.part(self.arrival < self.boundary).part(slice(-MOST_REQUESTS, None))
         return replace(early, counts=early.counts & (early.departure < self.boundary))
 
-    def load(self) -> NDArrayInt:
+    def load(self) -> Integers:
         """Return how many others were there when each arrived; shape (n,)."""
         left = np.searchsorted(np.sort(self.departure), self.arrival)
         return np.asarray(np.searchsorted(self.arrival, self.arrival) - left)
@@ -416,7 +414,7 @@ class _Compared:
 
     measured: Mapping[str, Vector]
     replayed: Mapping[str, Vector]
-    load: NDArrayInt
+    load: Integers
     preemptions: int
 
     def off(self, rows: Flags, name: str, percentile: int) -> float:

@@ -33,7 +33,7 @@ from tracefit.fit.splits import step_frame
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.arrays import Matrix, Vector
 
 POINTS = 33
 _COLUMNS = (

@@ -34,8 +34,8 @@ from tracefit.fit.estimators import fit_nonnegative
 from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
+    from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import ScopeTables
-    from tracefit.fit.metrics import Vector
 
 MOST_SPREAD = 0.3
 """The simulator refuses a standard deviation above this share of its mean."""
