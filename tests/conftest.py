@@ -30,7 +30,7 @@ from tracefit.commands.run import run
 from tracefit.commands.train import TrainOptions
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu
-from tracefit.server.model_config import parse_architecture, read_architecture
+from tracefit.server.model_config import parse_architecture
 from tracefit.tables.store import TableStore
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
@@ -375,7 +375,7 @@ class Parse(Protocol):
 @pytest.fixture
 def load() -> Load:
     """Read one of the published configs by name."""
-    return lambda name: read_architecture(CONFIGS / f"{name}.json")
+    return lambda name: parse_architecture((CONFIGS / f"{name}.json").read_bytes(), where=name)
 
 
 @pytest.fixture

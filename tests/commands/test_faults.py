@@ -37,13 +37,20 @@ def test_a_folder_without_traces_says_what_a_run_folder_is(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"no trace at all"])
+@pytest.mark.parametrize("content", [b"", b"\n"])
 def test_a_file_without_a_span_is_refused_with_what_a_server_must_trace(tmp_path, content, files_in):
     (tmp_path / "traces.json").write_bytes(content)
     line = _refused(DataError, [tmp_path / "traces.json"], tmp_path / "out")
     assert "holds no spans" in line
     assert "--enable-journey-tracing" in line
     assert not [name for name in files_in(tmp_path / "out") if name.endswith(".parquet")]
+
+
+def test_a_text_file_is_not_otlp(tmp_path):
+    (tmp_path / "traces.json").write_text("no trace at all\n")
+    line = _refused(DataError, [tmp_path / "traces.json"], tmp_path / "out")
+    assert "is not OTLP" in line
+    assert "Collector's file exporter" in line
 
 
 def test_tables_that_were_never_ingested(tmp_path):

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from tracefit import run
-from tracefit.reports.summary import run_text
+from tracefit.reports.terminal_results import run_text
 from tracefit.tables.store import TableStore
 
 

@@ -7,9 +7,10 @@ import polars as pl
 import pytest
 
 from tracefit.fit import splits
+from tracefit.fit.fitted import LinearFit
 from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import Comparison, FeatureColumn, Regime
-from tracefit.fit.results import LinearFit, PenaltyChoice
+from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_linear, fit_regimes
 
 

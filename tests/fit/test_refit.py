@@ -7,10 +7,11 @@ import polars as pl
 import pytest
 
 from tracefit.fit import splits
+from tracefit.fit.fitted import LinearFit
 from tracefit.fit.holdout import refit_on_holdout
-from tracefit.fit.inputs import ANY_SIGN, NON_NEGATIVE, FitOptions
-from tracefit.fit.linear import Comparison, FeatureColumn, Regime, predict_regimes
-from tracefit.fit.results import LinearFit, PenaltyChoice
+from tracefit.fit.inputs import FitOptions
+from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, Comparison, FeatureColumn, Regime, predict_regimes
+from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_linear, fit_regimes
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]

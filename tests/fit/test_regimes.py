@@ -7,9 +7,10 @@ import polars as pl
 import pytest
 
 from tracefit.fit import splits
+from tracefit.fit.fitted import LinearFit, TooFewRows
 from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import Comparison, FeatureColumn, Regime, predict_regimes
-from tracefit.fit.results import LinearFit, PenaltyChoice, TooFewRows
+from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_regimes
 
 SLOPE = (FeatureColumn("ahead", "us/request"),)

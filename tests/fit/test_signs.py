@@ -12,8 +12,8 @@ from tracefit.commands.train import scope_options
 from tracefit.features.sets import BUILT_IN
 from tracefit.fit import splits
 from tracefit.fit.estimators import RobustLinear, confidence_intervals
-from tracefit.fit.inputs import ANY_SIGN, NON_NEGATIVE, FitOptions, ScopeOptions, Signs
-from tracefit.fit.linear import FeatureColumn
+from tracefit.fit.inputs import FitOptions, ScopeOptions
+from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, FeatureColumn, Signs
 from tracefit.fit.train import fit_linear
 
 

@@ -9,9 +9,10 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
 from tracefit.fit import splits
-from tracefit.fit.inputs import ANY_SIGN, NON_NEGATIVE, FitOptions
-from tracefit.fit.linear import FeatureColumn
-from tracefit.fit.results import LinearFit, PenaltyChoice, TooFewRows
+from tracefit.fit.fitted import LinearFit, TooFewRows
+from tracefit.fit.inputs import FitOptions
+from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, FeatureColumn
+from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_linear
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]

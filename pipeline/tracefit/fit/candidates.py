@@ -13,8 +13,9 @@ import polars as pl
 from tracefit.fit import splits
 from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.extrapolation import LOAD, error_beyond
+from tracefit.fit.fitted import LinearFit
 from tracefit.fit.linear import matrix
-from tracefit.fit.results import Candidate, LinearFit
+from tracefit.fit.results import Candidate
 from tracefit.fit.select import CANDIDATES, FOLDS, choose_penalty
 from tracefit.fit.train import fit_regimes, training_design
 

@@ -17,7 +17,7 @@ from tracefit.fit.solvers import Penalty, Positive, bounds_of, line, moments, ri
 from tracefit.statistics import robust_sd
 
 if TYPE_CHECKING:
-    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.arrays import Integers, Matrix, Vector
 
 HUBER = 1.345
 """Tuning constant of the Huber weights: 95 % efficient under Gaussian noise (Huber 1964)."""
@@ -113,7 +113,7 @@ def huber_weights(residual: Vector, huber: float) -> Vector:
 
 
 def confidence_intervals(
-    x: Matrix, y: Vector, model: RobustLinear, blocks: NDArrayInt, *, level: float = 0.95
+    x: Matrix, y: Vector, model: RobustLinear, blocks: Integers, *, level: float = 0.95
 ) -> tuple[Interval | None, list[Interval | None]]:
     """Intervals of the intercept and of each coefficient, robust to neighbours in time resembling each other.
 
@@ -163,7 +163,6 @@ def confidence_intervals(
 
 
 Interval = tuple[float, float]
-NDArrayInt = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 ROUNDS = 10
@@ -193,7 +192,7 @@ def fit_nonnegative(x: Matrix, y: Vector, weights: Vector | None = None, *, hube
     return np.asarray(found / scale)
 
 
-def balanced(group: NDArrayInt) -> Vector:
+def balanced(group: Integers) -> Vector:
     """Return weights that give every group the same say, whatever its rows; shape (n,), mean 1."""
     _, index, counts = np.unique(group, return_inverse=True, return_counts=True)
     weights = 1.0 / counts[index]

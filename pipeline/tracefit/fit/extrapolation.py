@@ -24,12 +24,12 @@ from tracefit.fit.validate import reference
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tracefit.fit.arrays import Flags, Matrix, Vector
     from tracefit.fit.design import Design
-    from tracefit.fit.inputs import FitOptions, Signs
-    from tracefit.fit.linear import FeatureColumn, FittedTerm
-    from tracefit.fit.metrics import Matrix, Vector
-    from tracefit.fit.results import LinearFit
-    from tracefit.fit.solvers import Flags, Penalty
+    from tracefit.fit.fitted import LinearFit
+    from tracefit.fit.inputs import FitOptions
+    from tracefit.fit.linear import FeatureColumn, FittedTerm, Signs
+    from tracefit.fit.solvers import Penalty
 
 LOAD = "load"
 RUNNING_TOKENS, BATCH_REQUESTS = "running_tokens", "batch_requests"

@@ -8,19 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    import polars as pl
-
-    from tracefit.features.sets import FeatureSet
-    from tracefit.fit.boundary import FittedBoundary
-    from tracefit.fit.inputs import FitOptions, ScopeTables
-    from tracefit.fit.linear import FittedRegime, FittedTerm, Regime
-    from tracefit.fit.metrics import Vector
+    from tracefit.fit.arrays import Vector
     from tracefit.fit.solvers import Penalty
-    from tracefit.server.context import Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,43 +167,6 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearFit:
-    """A fitted model with its validation: one part, or one per regime, the first whose condition holds speaking."""
-
-    regimes: tuple[FittedRegime, ...]
-    huber: float
-    rows_train: int
-    rows_used: int
-    rows_holdout: int
-    validation: Validation
-    rows: pl.DataFrame
-    """The training frame with `excluded_reason` as the fit left it."""
-
-    @property
-    def terms(self) -> tuple[FittedTerm, ...]:
-        """Terms of all parts."""
-        return tuple(t for part in self.regimes for t in part.terms)
-
-    @property
-    def features_left_out(self) -> tuple[FeatureLeftOut, ...]:
-        """Features left out of all parts; with several, the regime's name leads the reason."""
-        many = len(self.regimes) > 1
-        return tuple(
-            FeatureLeftOut(x.feature, f"{part.regime.name}: {x.reason}" if many else x.reason)
-            for part in self.regimes
-            for x in part.features_left_out
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TooFewRows:
-    """Why nothing was fitted."""
-
-    reason: str
-    rows: pl.DataFrame
-
-
-@dataclass(frozen=True, slots=True)
 class Phase:
     """A stretch of time, in seconds after the first arrival, and its arrivals per second."""
 
@@ -331,43 +287,6 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What to fit anew on other rows of the same kind."""
-
-    regimes: tuple[Regime, ...]
-    options: FitOptions
-
-
-@dataclass(frozen=True, slots=True)
-class FittedModel:
-    """A fitted model under its published name."""
-
-    name: str
-    target: str
-    definition: str
-    source: str
-    fitted: LinearFit
-    feature_set: str
-    recipe: Recipe
-    notes: tuple[str, ...] = ()
-    by_phase: tuple[StepPhase, ...] = ()
-    """Errors of step times in each workload phase."""
-    candidates: tuple[Candidate, ...] = ()
-    """Every form that was tried, where one was chosen."""
-    feature_definitions: FeatureSet | None = None
-    """Of step times: the features the model was offered, ratios chosen."""
-    error_over_load: ErrorOverLoad | None = None
-    load_extrapolation: LoadExtrapolation | None = None
-    boundary: FittedBoundary | None = None
-    """With it the model is API work and the step clock; `fitted` is what to use without a clock."""
-
-    @property
-    def validation(self) -> Validation:
-        """Errors of the model in its published form."""
-        return self.boundary.validation if self.boundary else self.fitted.validation
-
-
-@dataclass(frozen=True, slots=True)
 class SummedTime:
     """Sum of step times over the held-out rows.
 
@@ -463,26 +382,6 @@ class Overload:
     trained_on: bool = False
     queued: tuple[QueueStretch, ...] = ()
     """Stretches with a queue that broke the rule on queues."""
-
-
-@dataclass(frozen=True, slots=True)
-class FittedScope:
-    """All results of one scope."""
-
-    scope: Scope
-    tables: ScopeTables
-    cover: DurationCover
-    choice: TargetChoice | None
-    models: tuple[FittedModel, ...]
-    missing: tuple[Missing, ...]
-    alpha_rows: pl.DataFrame | None
-    beta_rows: pl.DataFrame | None
-    composed: ComposedLatencies
-    summed: SummedTime | None
-    """Step times of beta's hold-out, summed."""
-    notes: tuple[str, ...] = field(default=())
-    overloads: tuple[Overload, ...] = ()
-    """Overloaded runs of the scope; `tables` hold those of them that were trained on."""
 
 
 LeftOutKind = Literal["run", "model", "gpu"]

@@ -6,18 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracefit.fit.estimators import NDArrayInt, RobustLinear
+from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.linear import MAX_VIF
 from tracefit.fit.results import Collinearity, FeatureLeftOut, PenaltyChoice
 from tracefit.fit.solvers import Penalty, Positive, line, moments
 
 if TYPE_CHECKING:
-    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.arrays import Integers, Matrix, Vector
 
-MAX_VIF = 10.0
-"""A feature whose variance inflation against those before it exceeds this says nothing new."""
-
-MAX_PRODUCT_VIF = 100.0
-"""The same for a product of features: a square always resembles its root, and is offered only where it improves."""
 
 MIN_VARIED_ROWS = 20
 """A coefficient that fewer rows than this speak for is a coefficient of those rows."""
@@ -119,7 +115,7 @@ def collinearity(x: Matrix) -> Collinearity:
     )
 
 
-def time_blocks(run: NDArrayInt, time: NDArrayInt, count: int) -> NDArrayInt:
+def time_blocks(run: Integers, time: Integers, count: int) -> Integers:
     """Cut each run's rows into `count` contiguous blocks of time; block i of every run has number i.
 
     Args:
@@ -138,7 +134,7 @@ def time_blocks(run: NDArrayInt, time: NDArrayInt, count: int) -> NDArrayInt:
 def choose_penalty(
     x: Matrix,
     y: Vector,
-    blocks: NDArrayInt,
+    blocks: Integers,
     weights: Vector | None = None,
     candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES,
     *,
@@ -195,7 +191,7 @@ def improves(simple: PenaltyChoice, richer: PenaltyChoice) -> bool:
 def is_worse_than_constant(
     x: Matrix,
     y: Vector,
-    blocks: NDArrayInt,
+    blocks: Integers,
     weights: Vector,
     choice: PenaltyChoice,
     counts: Vector | None = None,
@@ -230,7 +226,7 @@ def _fold_predictions(
 
 
 def out_of_fold(
-    x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: PenaltyChoice, *, positive: Positive
+    x: Matrix, y: Vector, blocks: Integers, weights: Vector, choice: PenaltyChoice, *, positive: Positive
 ) -> Vector:
     """Predict each time block by a model fitted on the others, clipped at 0, shape (n,); one block by itself."""
     predicted = np.zeros(len(y))

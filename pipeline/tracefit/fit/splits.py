@@ -16,6 +16,7 @@ from tracefit.tables.keys import SERVER
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tracefit.features.targets import Target
     from tracefit.fit.inputs import ScopeTables
 
 TRAIN_SHARE = 0.7
@@ -107,13 +108,13 @@ def step_frame(
 
 
 def request_frame(
-    tables: ScopeTables, target: str, features: FeatureSet, constants: Mapping[str, float | None]
+    tables: ScopeTables, target: Target, features: FeatureSet, constants: Mapping[str, float | None]
 ) -> pl.DataFrame:
     """One row per request whose `target` is known, split by time, warm-up marked.
 
     Args:
         tables: Tables of one scope.
-        target: queue_wait, admission or departure.
+        target: What is measured.
         features: What a model is offered.
         constants: What is the same for every row.
     """

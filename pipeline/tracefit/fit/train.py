@@ -11,8 +11,9 @@ import polars as pl
 from tracefit.fit import splits
 from tracefit.fit.design import Design, design_of, outliers
 from tracefit.fit.estimators import HUBER, RobustLinear, confidence_intervals
-from tracefit.fit.inputs import NON_NEGATIVE
+from tracefit.fit.fitted import LinearFit, TooFewRows
 from tracefit.fit.linear import (
+    NON_NEGATIVE,
     FeatureColumn,
     FittedRegime,
     Regime,
@@ -22,7 +23,7 @@ from tracefit.fit.linear import (
     which,
 )
 from tracefit.fit.metrics import prediction_interval
-from tracefit.fit.results import FeatureLeftOut, LinearFit, PredictionInterval, TooFewRows
+from tracefit.fit.results import FeatureLeftOut, PredictionInterval
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
@@ -39,8 +40,8 @@ from tracefit.fit.validate import equation_errors, learning_curve, validate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import FitOptions
-    from tracefit.fit.metrics import Vector
 
 MAX_UNKNOWN_SHARE = 0.05
 _SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}

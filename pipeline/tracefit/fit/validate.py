@@ -16,7 +16,6 @@ from threadpoolctl import threadpool_limits
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.linear import (
     FittedRegime,
-    Flags,
     active_regime,
     linear_terms,
     matrix,
@@ -30,6 +29,7 @@ from tracefit.fit.results import Classifier, EquationErrors, LearningPoint, Metr
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tracefit.fit.arrays import Flags
     from tracefit.fit.design import Design
     from tracefit.fit.inputs import FitOptions
 
