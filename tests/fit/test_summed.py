@@ -15,7 +15,7 @@ from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import FeatureColumn
 from tracefit.fit.results import SummedTime
 from tracefit.fit.train import fit_linear
-from tracefit.reports.latency import summed_line
+from tracefit.reports.latency_section import summed_line
 
 
 def test_bias_is_of_the_sums():
@@ -97,7 +97,7 @@ def test_the_evaluation_and_the_report_hold_it(trained):
     assert summed["bias_pct"] == pytest.approx(scope["models"]["beta.cycle_time"]["holdout"]["bias_pct"])
     text = (trained / "report.md").read_text()
     assert f"measured {summed['actual_us'] / 1e6:,.2f} s, bias {summed['bias_pct']:+.2f} %" in text
-    assert f"furthest off has {summed['max_contribution_pct']:+.2f} points of it" in text
+    assert f"interval with the largest error contributes {summed['max_contribution_pct']:+.2f} points" in text
 
 
 def _drifting(change, rows=400):

@@ -8,7 +8,7 @@ from tracefit.coefficients.evaluation import (
     RegimeInterval,
 )
 from tracefit.fit.results import LearningPoint, Metrics
-from tracefit.reports.trust import trust_lines
+from tracefit.reports.model_section import trust_lines
 
 ERRORS = Metrics(
     n=90, mape_pct=2, mdape_pct=1, mae=10, rmse=1, r2=1, bias_pct=0, p90_ape_pct=1, p99_ape_pct=1
@@ -48,9 +48,9 @@ def test_collinear_features_are_named_and_trouble_is_called_so():
     fine = CollinearityEntry(regime="all", condition_number=6, variance_inflation=inflation)
     text = _said(collinearity=(fine,))
     assert "condition number 6, largest variance inflation 8 (`context_tokens`)" in text
-    assert "trade places" not in text
+    assert "do not determine" not in text
     bad = CollinearityEntry(regime="all", condition_number=31, variance_inflation=inflation)
-    assert "trade places" in _said(collinearity=(bad,))
+    assert "do not determine single coefficients" in _said(collinearity=(bad,))
 
 
 def test_extrapolation_is_a_warning_with_the_features_that_leave_their_range():

@@ -1,4 +1,4 @@
-"""What tables allow to be trained, counted without fitting anything, by the rules that training follows."""
+"""Count what can be trained from tables, without fitting, by the rules that training follows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rows:
 
     @property
     def suffice(self) -> bool:
-        """Whether a model is fitted on so many."""
+        """Whether these rows are enough to fit a model."""
         return self.train >= MIN_TRAIN_ROWS and self.holdout >= MIN_HOLDOUT_ROWS
 
     def __add__(self, other: Rows) -> Rows:
@@ -94,7 +94,7 @@ def gather(store: TableStore, run_id: str) -> Evidence:
         steps_with_context=timeline["context_tokens"].count(),
         timeline_steps=timeline.height,
         requests=requests.height,
-        # Only complete journeys leave their mark on every step.
+        # Only complete journeys give the running requests of every step.
         complete_runs=int(timeline["running_after"].is_not_null().any()),
         runs=1,
         latencies=requests.select(pl.all_horizontal(pl.col("ttft_us", "e2e_us").is_not_null()).sum()).item(),
@@ -122,7 +122,7 @@ def _rows(frame: pl.DataFrame, time: str, step: str, warm_up_ends: pl.DataFrame,
 
 
 def allowances(evidence: Evidence, *, has_model_config: bool, has_gpu: bool) -> tuple[Allowance, ...]:
-    """Say what the counts of one scope allow, in reading order."""
+    """Derive what the counts of one scope allow, in reading order."""
     return (
         _step_time(evidence),
         _durations(evidence),
@@ -155,7 +155,7 @@ def _step_time(e: Evidence) -> Allowance:
 def _durations(e: Evidence) -> Allowance:
     name = "step.duration_us"
     if not e.busy_us or not e.covered_us:
-        return Allowance(name, "no", "no consecutive steps with a duration to hold against the step clock")
+        return Allowance(name, "no", "no consecutive steps with a duration to compare with the step clock")
     share = e.covered_us / e.busy_us
     if share >= COVERED_SHARE:
         return Allowance(name, "yes", f"covers {100 * share:.1f} % of busy time: it is the step time")

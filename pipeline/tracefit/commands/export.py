@@ -11,6 +11,8 @@ import polars as pl
 
 from tracefit import consumers
 from tracefit.coefficients.models import load
+from tracefit.commands.locate import find_models, find_tables, tables_of
+from tracefit.commands.scopes import choose_scope
 from tracefit.commands.train import load_scope, scopes_of
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, did_you_mean
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from tracefit.consumers.base import Consumer
 
 _MOST_DIGITS = 6
-_BELOW_STEPS = "its tables are per operator, below what a trace of steps can tell"
+_BELOW_STEPS = "its tables are per operator, finer than a trace of steps can resolve"
 _REFUSED = dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS)
 
 
@@ -34,16 +36,18 @@ def export(
     *,
     tables: str | Path | None = None,
     scope: str | None = None,
+    run: str | None = None,
     consumer_version: str | None = None,
 ) -> ExportResult:
-    """Write what a consumer loads, fitted on its own terms where they differ from ours.
+    """Write what a consumer loads, refitted in the consumer's own form where that differs.
 
     Args:
-        models: A coefficient file or a folder of them.
+        models: A coefficient file, a folder of them, or a folder that `run` wrote.
         to: The consumer, one of `consumers.known()`.
         out: Folder for the files.
         tables: The tables the models were trained on; `tables` beside or in the models' folder if not given.
         scope: See `Models.scope`.
+        run: A run of the scope, in place of its id.
         consumer_version: The consumer's version, such as `0.9.2`, where older ones need another form.
 
     Raises:
@@ -53,7 +57,8 @@ def export(
     if to.lower() in _REFUSED:
         raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()]}")
     consumer, version = _consumer(to, consumer_version)
-    chosen = load(models).scope(scope)
+    loaded = load(find_models(models))
+    chosen = loaded.scope(choose_scope(loaded, scope, run))
     made = consumer.export(
         chosen, lambda: replace(_source(chosen, Path(models), tables), consumer_version=version)
     )
@@ -92,7 +97,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _source(chosen: ScopeModels, models: Path, tables: str | Path | None) -> Source:
-    store = TableStore(Path(tables) if tables is not None else _beside(models)).require()
+    store = TableStore(find_tables(tables) if tables is not None else tables_of(models)).require()
     training = chosen.step_model.training
     run_ids = list(training.runs) if training is not None else None
     runs = store.read("runs", run_ids)
@@ -111,16 +116,4 @@ def _source(chosen: ScopeModels, models: Path, tables: str | Path | None) -> Sou
     scope, members = found[0]
     return Source(
         chosen, scope, load_scope(store, runs.filter(pl.col("run_id").is_in(members)), scope, members)
-    )
-
-
-def _beside(models: Path) -> Path:
-    folder = models if models.is_dir() else models.parent
-    for place in (folder / "tables", folder.parent / "tables"):
-        if place.is_dir():
-            return place
-    raise UsageError(
-        "the tables that the models were trained on are needed",
-        where=str(models),
-        hint="give them with --tables",
     )

@@ -20,8 +20,9 @@ from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.ingestion import IngestResult, RunSummary
-from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of, settings_to_json
-from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name
+from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of
+from tracefit.server.documents import excerpt, parse_yaml
+from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_to_json
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import IngestCounts, build_tables
 from tracefit.tables.disk import disk_errors, scratch_folder, sweep
@@ -87,7 +88,7 @@ class IngestOptions:
 
 
 def ingest(
-    paths: Iterable[str | Path],
+    paths: str | Path | Iterable[str | Path],
     out: str | Path,
     *,
     server: ServerOptions | None = None,
@@ -280,11 +281,18 @@ def _is_small(store: TableStore, run_id: str) -> bool:
 def _require_spans(source: RunSource, counts: IngestCounts) -> None:
     if counts.spans:
         return
+    if counts.rejects and not counts.other_spans:
+        raise DataError(
+            f"is not OTLP: none of its records can be read as traces ({counts.rejects} rejected)",
+            where=source.name,
+            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them",
+        )
     seen = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
     raise DataError(
         f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({seen})",
         where=source.name,
-        hint="start the server with --enable-journey-tracing and --step-tracing-enabled",
+        hint="start stock vLLM with --otlp-traces-endpoint, or inference-sim's fork of vLLM with --enable-journey-tracing "
+        "and --step-tracing-enabled too",
     )
 
 
@@ -353,20 +361,16 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
     Raises:
         UsageError: A text without an equals sign, a key that is nearly a known one, or a value that is not YAML.
     """
-    import yaml  # noqa: PLC0415 - settings on the command line are rare
-
     values: dict[str, object] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise UsageError(
-                f"--set {text}: not of the form KEY=VALUE", hint="for example --set max_num_seqs=128"
+                f"--set {excerpt(text)}: not of the form KEY=VALUE",
+                hint="for example --set max_num_seqs=128",
             )
         _require_no_typo(key)
-        try:
-            values[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UsageError(f"--set {text}: the value cannot be read") from error
+        values[key.strip()] = parse_yaml(value, where=f"--set {excerpt(key.strip())}")
     return values
 
 
@@ -375,4 +379,4 @@ def _require_no_typo(key: str) -> None:
     name = canonical_name(key)
     meant = None if name in SETTINGS else did_you_mean(name, SETTINGS, cutoff=0.85)
     if meant:
-        raise UsageError(f"--set {key.strip()}: no such setting", hint=meant)
+        raise UsageError(f"--set {excerpt(key.strip())}: no such setting", hint=meant)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit.commands.locate import find_tables
 from tracefit.errors import DataError
 from tracefit.features import targets
 from tracefit.results.requests import PhaseSummary, Quantiles, RequestGroup, RequestSummary
@@ -68,15 +69,17 @@ def read_requests(tables: str | Path) -> pl.DataFrame:
         UsageError: The folder holds no tables.
         DataError: They hold no requests.
     """
-    found = schema.REQUESTS.conform(TableStore(tables).require().read("requests"))
+    found = schema.REQUESTS.conform(TableStore(find_tables(tables)).require().read("requests"))
     if not found.height:
         raise DataError(
-            "holds no requests", where=str(tables), hint="start the server with --enable-journey-tracing"
+            "holds no requests",
+            where=str(tables),
+            hint="start stock vLLM with --otlp-traces-endpoint, or inference-sim's fork of vLLM with --enable-journey-tracing too",
         )
     return found
 
 
-def summarize_requests(tables: str | Path) -> RequestSummary:
+def requests(tables: str | Path) -> RequestSummary:
     """Summarize the requests of all runs: together, by run, by phase, and over time.
 
     Raises:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.predict import ScopeModels
     from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import ScopeTables
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 OUT = "{out}"
 """Stands for the folder of an export in its `usage` and its notes until that is known."""
@@ -35,7 +35,7 @@ class Source:
     """One scope's coefficient models, the tables they were trained on, and the consumer's version, as the user gave it."""
 
     models: ScopeModels
-    scope: Scope
+    scope: ModelScope
     tables: ScopeTables
     consumer_version: tuple[int, ...] | None = None
 
@@ -157,7 +157,7 @@ def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tupl
         lacking = ", ".join(unknown) if rows.height else "no row has both ends"
         raise DataError(
             f"{what}: not known in these runs ({lacking})",
-            hint=f"journeys of every request would tell: {JOURNEY_FLAGS}",
+            hint=f"journeys of every request would show it: {JOURNEY_FLAGS}",
         )
     known = rows.drop_nulls(["y", *columns])
     train, held = counted(known, "train"), counted(known, "holdout")

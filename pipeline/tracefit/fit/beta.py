@@ -30,7 +30,7 @@ from tracefit.server.tracing import STEP_FLAGS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def choose_target(cover: DurationCover, wanted: BetaTarget) -> TargetChoice:
 
 
 def fit_step_times(
-    scope: Scope, tables: ScopeTables, sets: Sequence[FeatureSet], options: ScopeOptions
+    scope: ModelScope, tables: ScopeTables, sets: Sequence[FeatureSet], options: ScopeOptions
 ) -> StepTimes:
     """Fit the step times of a scope.
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tracefit.features.sets import FeatureSet
     from tracefit.fit.inputs import FitOptions, ScopeTables
     from tracefit.fit.linear import FittedRegime, FittedTerm, Regime
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class FittedModel:
 class FittedScope:
     """All results of one scope."""
 
-    scope: Scope
+    scope: ModelScope
     tables: ScopeTables
     cover: DurationCover
     choice: TargetChoice | None

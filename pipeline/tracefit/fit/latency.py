@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tracefit.fit.fitted import FittedModel, LinearFit
     from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.phases import ServerPhases
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 CUT_OFF = ("aborted", "error", "ignored")
 
@@ -49,7 +49,7 @@ _WHOLE = ("itl", "e2e", "client", "execution")
 
 
 def compose_latencies(
-    scope: Scope,
+    scope: ModelScope,
     tables: ScopeTables,
     models: Sequence[FittedModel],
     features: FeatureSet | None,
@@ -118,7 +118,7 @@ def _ends(model: FittedModel) -> pl.DataFrame:
 
 
 def _predicted_steps(
-    scope: Scope, tables: ScopeTables, beta: FittedModel, features: FeatureSet
+    scope: ModelScope, tables: ScopeTables, beta: FittedModel, features: FeatureSet
 ) -> pl.DataFrame:
     """Predict every step whose batch is known, as trained and in hindsight; add whether it began in the training part."""
     timeline = training.with_roofline(tables.timeline, scope.context)
@@ -187,7 +187,7 @@ def _with_overheads(
 def _with_averages(
     rows: pl.DataFrame,
     steps: pl.DataFrame,
-    scope: Scope,
+    scope: ModelScope,
     tables: ScopeTables,
     models: Mapping[str, FittedModel],
     features: FeatureSet,

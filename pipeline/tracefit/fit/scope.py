@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from tracefit.features.sets import FeatureSet
     from tracefit.fit.inputs import ScopeOptions, ScopeTables
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 
 @threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
 def fit_scope(
-    scope: Scope, tables: ScopeTables, beta_sets: Sequence[FeatureSet], options: ScopeOptions
+    scope: ModelScope, tables: ScopeTables, beta_sets: Sequence[FeatureSet], options: ScopeOptions
 ) -> FittedScope:
     """Fit beta and the alpha models of one scope, as far as its data allow.
 

@@ -117,7 +117,7 @@ def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _facts(spans: pl.DataFrame) -> pl.DataFrame:
-    cores = spans.select(*_IDS[:2], "scope", "zero").filter(pl.col("scope") == dialects.CORE_SCOPE)
+    cores = spans.select(*_IDS[:2], "scope", "zero").filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
     zeros = cores.group_by(_IDS[:2]).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
     return spans.select(
         "part",
@@ -164,7 +164,7 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
         spans = spans.with_columns(server=pl.coalesce("server_apart", "server")).drop("server_apart")
     parents = (
         spans.select(*_IDS[:2], "scope", span="parent", engine="server")
-        .filter(pl.col("scope") == dialects.CORE_SCOPE)
+        .filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
         .unique(_IDS, keep="first", maintain_order=True)
     )
     names = spans.select(pl.col("server").filter(~is_api).unique()).to_series()

@@ -1,10 +1,11 @@
-"""Sections of the report on latencies of requests."""
+"""The report's sections on request latencies, summed step times, bursts and workload phases."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tracefit.reports.cells import ERRORS, count, metrics, number, reasons, table
+from tracefit.reports.document import table
+from tracefit.reports.text import ERRORS, count, exact, metrics, reasons
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
         SummedEntry,
     )
     from tracefit.fit.results import Burst, LatencyErrors
-    from tracefit.reports.model import Part
+    from tracefit.reports.document import ReportPart
 
 _TITLES = {
     "ttft": "TTFT",
@@ -27,24 +28,29 @@ _TITLES = {
     "prefill": "prefill",
     "execution": "execution",
 }
-_WAYS = ("teacher_forced", "refit_on_holdout", "averages_only", "baseline")
+_WAYS = {
+    "teacher_forced": "teacher forced",
+    "refit_on_holdout": "refit on hold-out",
+    "averages_only": "averages only",
+    "baseline": "baseline",
+}
 _GROUPED = ("ttft", "itl", "e2e")
 
 _PREAMBLE = (
-    "Of requests that came in the hold-out of every model. *Teacher-forced*: the real batches and the real waits, step "
-    "times and overheads predicted. *Hindsight*: the same with the terms of the step time fitted on the held-out steps "
-    "themselves; what is left is in no coefficient, and what it takes away has changed since the training part. *Averages "
-    "only*: everything predicted from averages over the training part and the request's own lengths. *Baseline*: the "
-    "training median."
+    "Errors on requests that arrived in the hold-out of every model. *Teacher-forced*: measured batches and waits, "
+    "predicted step times and overheads. *Refit on hold-out*: the same with the terms of the step time fitted on the "
+    "held-out steps themselves; the error that remains is in no coefficient, the error that disappears comes from changes "
+    "since the training part. *Averages only*: everything predicted from averages over the training part and the "
+    "request's own lengths. *Baseline*: the training median."
 )
 
 
-def latency_sections(scope: ScopeEvaluation) -> list[Part]:
-    """Return the sections on composed latencies; one line where there are none."""
+def latency_sections(scope: ScopeEvaluation) -> list[ReportPart]:
+    """Return the sections on composed latencies; one line where none was composed."""
     if not scope.latency:
-        because = scope.latency_missing or "nothing was fitted"
-        return ["### Request latencies", f"Not composed: {because}."]
-    parts: list[Part] = [
+        reason = scope.latency_missing or "nothing was fitted"
+        return ["### Request latencies", f"Not composed: {reason}."]
+    parts: list[ReportPart] = [
         "### Request latencies",
         _PREAMBLE,
         table(("latency", "predicted", *ERRORS), _rows(scope)),
@@ -61,55 +67,55 @@ def latency_sections(scope: ScopeEvaluation) -> list[Part]:
 
 
 def summed_line(entry: SummedEntry) -> str:
-    """Say how far the sum of the hold-out's step times is off, and how sure that is."""
+    """Give the bias of the summed step times of the hold-out, with its uncertainty."""
     return (
         f"**Step times of the hold-out summed:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
         f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.bias_2sd_pct:.2f} %, "
-        f"by bootstrap over {entry.blocks} blocks of time); the one step or interval furthest off has {entry.max_contribution_pct:+.2f} "
-        f"points of it.{_drift(entry)}"
+        f"by bootstrap over {entry.blocks} blocks of time); the step or interval with the largest error contributes "
+        f"{entry.max_contribution_pct:+.2f} points.{_drift(entry)}"
     )
 
 
 def _drift(entry: SummedEntry) -> str:
-    """Name a run whose sum is off by more than chance, with how the machine's speed at equal batches changed."""
+    """Describe a sum that is off by more than chance, with the change of speed at equal batches."""
     if not entry.drifting:
         return ""
     if entry.speed_change_pct is None:
-        return " **Drifting:** more than two standard deviations off; no equal batches to compare the machine's speed by."
+        return " **Drifting:** more than two standard deviations off; there are no equal batches to compare the speed by."
     longer = "longer" if entry.speed_change_pct >= 0 else "shorter"
     return (
         f" **Drifting:** more than two standard deviations off. Steps of equal batches take "
-        f"{abs(entry.speed_change_pct):.1f} % {longer} in the hold-out than in the training part: no coefficients mend that."
+        f"{abs(entry.speed_change_pct):.1f} % {longer} in the hold-out than in the training part: no coefficient can correct that."
     )
 
 
 def burst_lines(bursts: Sequence[Burst]) -> list[str]:
-    """Name the bursts that lie outside the range of the admission model; nothing where there are none."""
+    """Name the bursts outside the range of the admission model."""
     if not bursts:
         return []
     named = "; ".join(
         f"`{b.run_id}` {b.from_s:.2f} to {b.to_s:.2f} s: {count(b.requests)} requests, {count(b.holdout_requests)} held out"
         for b in bursts
     )
-    said = (
-        "**Bursts, outside the range of this model:** requests that arrived faster than the API process works, with work of "
-        f"five or more in front of them ({named}). The API work was fitted without them. By the step clock the model lets "
-        "each wait until the work on those before it is done, which a question about one request cannot know; the error "
-        "above is with them (`burst`, `no_burst` apart)."
+    text = (
+        "**Bursts, outside the range of this model:** requests that arrived faster than the API process works, each behind "
+        f"five or more others ({named}). The API work was fitted without them. With a step clock the model lets each of "
+        "them wait until those before it are done; a prediction for a single request cannot know of the others. The errors "
+        "above include them (`burst` and `no_burst` apart)."
     )
-    return [said]
+    return [text]
 
 
 def _rows(scope: ScopeEvaluation) -> Iterator[tuple[str, ...]]:
     for name, entry in scope.latency.items():
-        for way in _WAYS:
-            yield (_TITLES[name], way.replace("_", " "), *metrics(getattr(entry, way)))
+        for way, label in _WAYS.items():
+            yield (_TITLES[name], label, *metrics(getattr(entry, way)))
 
 
 _GROUP_HEAD = ("latency", *ERRORS, "averages only MAPE %", "baseline MAPE %")
 
 
-def _by_run(scope: ScopeEvaluation) -> list[Part]:
+def _by_run(scope: ScopeEvaluation) -> list[ReportPart]:
     rows = [
         (f"`{run}`", *_group(_TITLES[name], errors))
         for name in _GROUPED
@@ -120,7 +126,7 @@ def _by_run(scope: ScopeEvaluation) -> list[Part]:
     return [table(("run", *_GROUP_HEAD), rows, folded="By run, teacher-forced")]
 
 
-def _by_phase(scope: ScopeEvaluation) -> list[Part]:
+def _by_phase(scope: ScopeEvaluation) -> list[ReportPart]:
     rows = [
         (_phase(phase), *_group(_TITLES[name], phase))
         for name in _GROUPED
@@ -128,24 +134,24 @@ def _by_phase(scope: ScopeEvaluation) -> list[Part]:
     ]
     if not rows:
         return []
-    title = "By workload phase (a stretch of a run in which requests arrive at one rate), teacher-forced"
+    title = "By workload phase (an interval of a run with one arrival rate), teacher-forced"
     return [table(("phase", *_GROUP_HEAD), rows, folded=title)]
 
 
 def _group(title: str, errors: LatencyErrors | LatencyEntry | PhaseEntry) -> tuple[str, ...]:
     others = (errors.averages_only.mape_pct, errors.baseline.mape_pct)
-    return (title, *metrics(errors.teacher_forced), *(number(v) for v in others))
+    return (title, *metrics(errors.teacher_forced), *(exact(v) for v in others))
 
 
-def step_phase_parts(phases: Sequence[StepPhaseEntry]) -> list[Part]:
-    """Give the errors of step times by workload phase; nothing where there is one phase or none."""
+def step_phase_parts(phases: Sequence[StepPhaseEntry]) -> list[ReportPart]:
+    """Give the errors of step times by workload phase, where there are at least two."""
     if len(phases) < 2:
         return []
-    rows = [(_phase(p), *metrics(p.holdout), number(p.baseline.mape_pct)) for p in phases]
-    title = "By workload phase (a stretch of a run in which requests arrive at one rate)"
+    rows = [(_phase(p), *metrics(p.holdout), exact(p.baseline.mape_pct)) for p in phases]
+    title = "By workload phase (an interval of a run with one arrival rate)"
     return [table(("phase", *ERRORS, "baseline MAPE %"), rows, folded=title)]
 
 
 def _phase(phase: PhaseEntry | StepPhaseEntry) -> str:
-    rate = f"{number(phase.arrivals_per_s)} requests/s"
+    rate = f"{exact(phase.arrivals_per_s)} requests/s"
     return f"`{phase.run_id}` {phase.from_s:.0f} to {phase.to_s:.0f} s, {rate}"
