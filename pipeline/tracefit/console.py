@@ -140,6 +140,10 @@ def one_line_errors(terminal: Terminal) -> Iterator[None]:
     except TracefitError as error:
         terminal.close()
         raise typer.Exit(_fail(error)) from error
+    except BrokenPipeError:
+        # The reader of stdout, such as `head`, has enough. Typer would end with exit code 1.
+        _silence(sys.stdout)
+        raise typer.Exit(SIGPIPE) from None
     except KeyboardInterrupt:
         terminal.close()
         _say("interrupted")

@@ -158,7 +158,9 @@ def server_options(
     given = {**parse_assignments(settings or []), "tensor_parallel": tp}
     for key in given:
         if canonical_name(key) not in SETTINGS:
-            warn(f"--set {key}: no setting of this name is known; it is recorded, but nothing uses it")
+            warn(
+                f"--set {key}: no setting of this name is known; it is recorded and tells scopes apart, but no model uses it"
+            )
     return ServerOptions(run_config, model_config, gpu, settings_from(given, where="--set"))
 
 

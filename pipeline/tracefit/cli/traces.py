@@ -68,7 +68,7 @@ def run(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Turn traces into tables, coefficients and a report: the main job.
+    """Turn traces into tables, coefficients and a report.
 
     Example: `tracefit run runs/ --out out/`
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -24,7 +22,7 @@ class PipeConsole(Console):
 
     def on_broken_pipe(self) -> None:
         """Raise the error again."""
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        raise BrokenPipeError
 
 
 def print_report(report: Report, console: Console) -> None:
