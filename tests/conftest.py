@@ -24,11 +24,10 @@ import pytest
 from google.protobuf import json_format
 from hypothesis import HealthCheck, Phase, settings
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
-from sklearn.dummy import DummyRegressor
 
 from tracefit.commands.ingest import ingest
 from tracefit.commands.run import run
-from tracefit.fit.results import PenaltyChoice
+from tracefit.commands.train import TrainOptions
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu
 from tracefit.server.model_config import parse_architecture
@@ -348,30 +347,17 @@ def tables_of(tmp_path):
     return of
 
 
-def _spare_search(patch) -> None:
-    patch.setattr("tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-8, 1.0, 5))
-
-
 @pytest.fixture
-def no_search(monkeypatch) -> None:
-    """Spare a test the search for a penalty, which takes seconds and has tests of its own."""
-    _spare_search(monkeypatch)
-
-
-@pytest.fixture
-def quick(monkeypatch, no_search) -> None:
-    """Spare a test the boosted reference too, where its errors do not matter."""
-    boosting = "tracefit.fit.validate.HistGradientBoostingRegressor"
-    monkeypatch.setattr(boosting, lambda **_: DummyRegressor(strategy="median"))
+def quick() -> TrainOptions:
+    """Return options that spare a test half of the training: the search for a feature set and the boosted reference."""
+    return TrainOptions(fast=True, features="batch")
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> Path:
     """Return what the main job leaves of one busy run: tables, models, evaluation, report."""
     root = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        _spare_search(patch)
-        run([Traces().load().write(root / "busy")], root / "out")
+    run([Traces().load().write(root / "busy")], root / "out")
     return root / "out"
 
 

@@ -140,7 +140,7 @@ def test_a_damaged_line_is_a_reject_and_everything_else_is_there(tmp_path, trace
     lines = (folder / "traces.json").read_text().splitlines(keepends=True)
     half = '{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "cut\n'
     (folder / "traces.json").write_text("".join([*lines[:5], half, *lines[5:]]))
-    result = run([folder], tmp_path / "out")
+    result = run([folder], tmp_path / "out", options=quick)
     assert result.exit_code == 3
     assert len(result.trained.fitted) == 4
     rejects = TableStore(tmp_path / "out" / "tables").read("rejects")
@@ -173,7 +173,7 @@ def test_dropped_events_or_duplicates_alone_are_quarantine(tmp_path, traces, qui
     else:
         trace.records *= 2
     folder = trace.write(tmp_path / "run")
-    result = run([folder], tmp_path / "out")
+    result = run([folder], tmp_path / "out", options=quick)
     assert (result.exit_code, result.ingested.exit_code, result.trained.exit_code) == (3, 3, 3)
     assert [m.name for m in result.trained.fitted] == ["beta.cycle_time"]
     says = (
@@ -193,5 +193,5 @@ def test_requests_of_one_token_alone_have_no_journey_sampling_and_no_harm(tmp_pa
         )
         traces.steps(summary)
         traces.request(number, start - 1100, step=number, output=1, tokens_at=(start + 9000, start + 9000))
-    result = run([traces.write(tmp_path / "run")], tmp_path / "out")
+    result = run([traces.write(tmp_path / "run")], tmp_path / "out", options=quick)
     assert "alpha.queue_wait" in {m.name for m in result.trained.fitted}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import polars as pl
 import pytest
 
-from tracefit import TrainOptions, run
+from tracefit import run
 from tracefit.reports.terminal_results import run_text
 from tracefit.tables.store import TableStore
 
@@ -18,7 +19,7 @@ def job(tmp_path, quick):
 
     def of(trace, **options):
         folder = trace.write(tmp_path / "run")
-        return run([folder], tmp_path / "out", options=TrainOptions(**options))
+        return run([folder], tmp_path / "out", options=replace(quick, **options))
 
     return of
 

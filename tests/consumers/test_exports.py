@@ -465,7 +465,7 @@ def test_what_an_export_needs_is_named(made, trained, tmp_path):
 @pytest.mark.parametrize(
     ("to", "says"), [("wva", "step_cache_tokens"), ("llm-d-inference-sim", "no row has both ends")]
 )
-def test_traces_without_journeys_are_refused_with_what_would_help(tmp_path, new_traces, quick, to, says):
+def test_traces_without_journeys_are_refused_with_what_would_help(tmp_path, new_traces, to, says):
     folder = new_traces().load(requests=0).write(tmp_path / "steps")
     tracefit.run([folder], tmp_path / "out", options=tracefit.TrainOptions(features="batch", fast=True))
     with pytest.raises(DataError, match=f"{says}.*--enable-journey-tracing"):

@@ -68,7 +68,7 @@ def test_the_expectation_is_exported_and_its_error_stands_beside_the_clocks(trai
     errors = (rows["y"] - expected["intercept"]["value"]).abs()
     validation = admission["validation"]
     assert work["terms"] == []
-    assert validation["by"]["expectation"]["mae"] == pytest.approx(errors.mean(), rel=1e-6)
+    assert validation["by_group"]["expectation"]["mae"] == pytest.approx(errors.mean(), rel=1e-6)
     assert "| `alpha.admission`, expectation |" in (trained / "report.md").read_text()
 
 
@@ -86,7 +86,7 @@ def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new
         queued = at_us + 50 * (number - 999)
         done = {"finish.status": "aborted"}
         trace.core(number, [("QUEUED", queued, step), ("FINISHED", queued + 1, step, done)])
-    tracefit.run([trace.write(tmp_path / "bursty")], tmp_path / "out")
+    tracefit.run([trace.write(tmp_path / "bursty")], tmp_path / "out", options=quick)
     models = json.loads((tmp_path / "out/models/alpha.json").read_text())["models"]
     admission = next(m for m in models if m["name"] == "alpha.admission")
     (burst,) = admission["validation"]["bursts"]

@@ -282,7 +282,7 @@ class CompiledModel:
         Args:
             given: Features or what they are computed from, by name; null is unknown.
             step_starts: For a boundary model: when the next steps start, in us after the event, in order; empty when the
-                engine is idle, null when nobody knows.
+                engine is idle, null when they are not known.
             api_wait_us: For a boundary model with a `queue`, and step starts: work left on the events before, when this
                 one comes.
 
@@ -345,7 +345,7 @@ class CompiledModel:
     def expression_with_clock(self) -> pl.Expr:
         """Return the model over a training frame: of a boundary model the next known step start counts alone.
 
-        The column `STEP_RESIDUAL` tells that start; the prediction is null where the work runs past it.
+        The column `STEP_RESIDUAL` holds that start; the prediction is null where the work runs past it.
         """
         import polars as pl
 

@@ -30,7 +30,7 @@ class _Part(BaseModel):
 
 
 class ClassifierEntry(_Part):
-    """How well a regime condition tells the regimes apart on the hold-out."""
+    """How well a regime condition predicts the regime on the hold-out."""
 
     balanced_accuracy: float | None
     confusion: dict[str, int]
@@ -49,7 +49,7 @@ class RegimeInterval(_Part):
 
 
 class CollinearityEntry(_Part):
-    """How much the features of a model, or of one regime of it, tell of each other in the training rows."""
+    """How well the features of a model, or of one regime of it, predict each other in the training rows."""
 
     regime: str
     condition_number: float | None = Field(
@@ -331,7 +331,7 @@ class ServerEntry(_Part):
     steps: int = Field(description="steps with a summary")
     step_sampling: float | None = Field(description="steps with a summary / steps counted")
     journey_sampling: float | None = Field(
-        description="share of requests with a journey; null where no step tells"
+        description="share of requests with a journey; null where no step shows it"
     )
     snapshot_sampling: float | None = Field(description="steps with snapshots / steps with a summary")
     dropped_events: int
@@ -383,8 +383,8 @@ class Evaluation(_Part):
     ingest: IngestEntry
     scopes: tuple[ScopeEvaluation, ...]
     across: tuple[AcrossEntry, ...] = Field(
-        default=(), description="errors on what was left out of training, where that was asked for"
+        default=(), description="errors on what was left out of training, where that was requested"
     )
     across_notes: tuple[str, ...] = Field(
-        default=(), description="what could not be left out or told, and why"
+        default=(), description="what could not be left out or measured, and why"
     )

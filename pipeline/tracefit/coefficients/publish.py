@@ -219,7 +219,7 @@ def _inputs_hash(scope: FittedScope) -> str:
 
 
 def scope_facts(scope: ModelScope) -> cf.ScopeFacts:
-    """State what a model speaks about."""
+    """Return what a model holds for."""
     context = scope.context
     return cf.ScopeFacts(
         model=context.settings.model or (context.architecture.name if context.architecture else None),
@@ -408,14 +408,14 @@ def _by_run(model: FittedModel) -> Iterator[tuple[str, pl.DataFrame]]:
 def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
     kept = rows.filter(pl.col("excluded_reason").is_null())
     # A mean over an interval is no step: no error is measured on it, unless single steps are too few.
-    judge, every = model.recipe.options.eval_filter, counted(model.fitted.rows, "holdout")
-    are_single = judge is not None and evaluation_rows(every, judge).height < every.height
-    judged = kept.filter(judge) if judge is not None and are_single else kept
+    eval_filter, every = model.recipe.options.eval_filter, counted(model.fitted.rows, "holdout")
+    are_single = eval_filter is not None and evaluation_rows(every, eval_filter).height < every.height
+    evaluated = kept.filter(eval_filter) if eval_filter is not None and are_single else kept
     return ev.RowsEntry(
         model=model.name,
         run_id=run_id,
         trained=int((kept["split"] == "train").sum()),
-        held_out=int((judged["split"] == "holdout").sum()),
+        held_out=int((evaluated["split"] == "holdout").sum()),
         left_out=_exclusions(rows),
     )
 

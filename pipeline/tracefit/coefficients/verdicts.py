@@ -123,7 +123,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
     Threshold("alerting", "queue_regime_accuracy", 0.95, 0.8),
     Threshold("alerting", "queue_wait_skill", 0.5, 0.0),
 )
-"""What is asked of the models for each use.
+"""What each use requires of the models.
 
 A simulator needs steps that are right one by one and in sum, and the API work; capacity planning needs sums; an
 autoscaler needs to know when requests begin to queue; an alert needs few large errors and the wait itself.
@@ -137,7 +137,7 @@ def verdicts_of(
 
     Args:
         models: Published name to validation, of one scope.
-        thresholds: What is asked, in the order of their uses.
+        thresholds: What is required, in the order of their uses.
     """
     by_use: dict[str, list[Criterion]] = {}
     for threshold in thresholds:

@@ -134,7 +134,7 @@ def ingest_inputs(
     inputs: Inputs,
     out: str | Path,
     server: ServerOptions,
-    told: Progress,
+    progress: Progress,
     *,
     options: IngestOptions = IngestOptions(),
     workers: int | None = None,
@@ -146,11 +146,11 @@ def ingest_inputs(
     warnings = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
 
     def waiting() -> None:
-        told.warn(f"{store.root}: another process is writing there; waiting for it")
+        progress.warn(f"{store.root}: another process is writing there; waiting for it")
 
     with disk_errors(store.root), store.lock(waiting):
         sweep(store.root)
-        work = _Work(store, workers or available_cores(), options, told)
+        work = _Work(store, workers or available_cores(), options, progress)
         try:
             summaries = [
                 work.run(source, context, warnings)
@@ -160,7 +160,7 @@ def ingest_inputs(
             _sweep_stage(store)
     write_timelines(store, [s.run_id for s in summaries if _is_small(store, s.run_id)])
     for text in warnings:
-        told.warn(text)
+        progress.warn(text)
     return IngestResult(Path(out), tuple(summaries), tuple(warnings))
 
 
@@ -180,11 +180,11 @@ class _Work:
     store: TableStore
     workers: int
     options: IngestOptions
-    told: Progress
+    progress: Progress
 
     def run(self, source: RunSource, context: RunContext, warnings: list[str]) -> RunSummary:
         """Bring one run's tables up to date."""
-        self.told.stage(f"reading {source.run_id}")
+        self.progress.stage(f"reading {source.run_id}")
         manifest = self.store.manifest()
         run_id = resolve_run_id(manifest, source)
         if run_id != source.run_id:
@@ -198,7 +198,7 @@ class _Work:
             limits=self.options.limits,
             root=self.store.root,
             workers=self.workers,
-            progress=self.told,
+            progress=self.progress,
         )
         read = reading.read(source.trace_files)
         memory.give_back()
@@ -223,7 +223,7 @@ class _Work:
         limits: dict[str, float],
     ) -> None:
         with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
-            self.told.stage(f"writing {run_id}")
+            self.progress.stage(f"writing {run_id}")
             counts = build_tables(
                 run.files,
                 run_id=run_id,
@@ -287,9 +287,9 @@ def _require_spans(source: RunSource, counts: IngestCounts) -> None:
             where=source.name,
             hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them",
         )
-    seen = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
+    found = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
     raise DataError(
-        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({seen})",
+        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({found})",
         where=source.name,
         hint="start stock vLLM with --otlp-traces-endpoint, or inference-sim's fork of vLLM with --enable-journey-tracing "
         "and --step-tracing-enabled too",

@@ -157,7 +157,7 @@ def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tupl
         lacking = ", ".join(unknown) if rows.height else "no row has both ends"
         raise DataError(
             f"{what}: not known in these runs ({lacking})",
-            hint=f"journeys of every request would tell: {JOURNEY_FLAGS}",
+            hint=f"journeys of every request would show it: {JOURNEY_FLAGS}",
         )
     known = rows.drop_nulls(["y", *columns])
     train, held = counted(known, "train"), counted(known, "holdout")

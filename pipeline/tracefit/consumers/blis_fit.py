@@ -65,7 +65,7 @@ ASKED_PCT: Mapping[tuple[str, int], float] = {
     ("E2E", 50): 3.0,
     ("E2E", 90): 3.0,
 }
-"""What is asked of a replay: latency and percentile to the error in percent that is still good."""
+"""The bar for a replay: latency and percentile to the error in percent that is still good."""
 
 MOST_SCALE = 1.06
 SCALE_ROUNDS = 5
@@ -168,9 +168,9 @@ def fit_blis(source: Source, alpha: tuple[int, int, int]) -> BlisCoefficients:
     errors = [*_step_errors(steps, beta)]
     notes = [f"weighting: {choice.reason}"]
     if engines and not missing:
-        replayed, said = _replayed_errors(source, engines, beta, alpha, limits)
+        replayed, replay_notes = _replayed_errors(source, engines, beta, alpha, limits)
         errors += replayed
-        notes += said
+        notes += replay_notes
     same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
     notes.append(
         f"{', '.join(same)} do not vary in one scope: beta6 holds what they add, for this scope alone"
@@ -266,9 +266,9 @@ def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Itera
     per_token = step_rates(source, np.eye(len(beta))[_DECODE_KV]).context_token
     context = max(float(each.to_numpy().mean()) / per_token - 1, 1.0)
     blis = rates.constant + slots * (rates.request + rates.decode_request + rates.context_token * context)
-    asked = pl.DataFrame({"batch": [float(slots)], "context": [context]})
+    full = pl.DataFrame({"batch": [float(slots)], "context": [context]})
     try:
-        predicted = predict_steps(source.models, asked)["predicted_us"][0]
+        predicted = predict_steps(source.models, full)["predicted_us"][0]
     except UsageError:  # a feature set of the user's own that a described step does not hold
         return
     if predicted and abs(blis / predicted - 1) > DEPARTS:
@@ -425,8 +425,8 @@ class _Compared:
         return float(100 * (replayed / actual - 1))
 
     def worst(self, rows: Flags) -> float:
-        """Return the largest error over some of the requests, in units of what is asked."""
-        return max(abs(self.off(rows, *what)) / asked for what, asked in ASKED_PCT.items())
+        """Return the largest error over some of the requests, in units of the bar."""
+        return max(abs(self.off(rows, *what)) / bar for what, bar in ASKED_PCT.items())
 
 
 def _compare(
@@ -536,11 +536,11 @@ def _replayed_errors(
         for n in compared.measured
     ]
     every = np.ones(count, dtype=bool)
-    said = "; ".join(
+    errors_text = "; ".join(
         f"{name} {', '.join(f'P{p} {compared.off(every, name, p):+.1f} %' for p in (50, 90, 99))}"
         for name in compared.measured
     )
-    return errors, [f"replayed as BLIS would, {count} held-out requests against the trace: {said}"]
+    return errors, [f"replayed as BLIS would, {count} held-out requests against the trace: {errors_text}"]
 
 
 def _known(values: Vector) -> Vector:

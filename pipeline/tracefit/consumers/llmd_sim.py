@@ -85,19 +85,19 @@ def to_llmd_sim(source: Source) -> Export:
         "time-factor-under-load": number(factor),
     }
     text = "".join(f"{key}: {value}\n" for key, value in values.items())
-    told_itl = itl * _load(held_decode["running_decode"].to_numpy(), slots, factor)
-    told_prefill = (overhead + per_token * held_prefill["uncached_tokens"].to_numpy()) * _load(
+    predicted_itl = itl * _load(held_decode["running_decode"].to_numpy(), slots, factor)
+    predicted_prefill = (overhead + per_token * held_prefill["uncached_tokens"].to_numpy()) * _load(
         held_prefill["running_start"].to_numpy(), slots, factor
     )
     after = held_decode["output_tokens"].to_numpy() - 1
     errors = (
-        held_out("prefill of a request", "us", _y(held_prefill), told_prefill, _y(prefill)),
-        held_out("inter-token latency of a request", "us", _y(held_decode), told_itl, _y(decode)),
+        held_out("prefill of a request", "us", _y(held_prefill), predicted_prefill, _y(prefill)),
+        held_out("inter-token latency of a request", "us", _y(held_decode), predicted_itl, _y(decode)),
         held_out(
             "decode of a request",
             "us",
             _y(held_decode) * after,
-            told_itl * after,
+            predicted_itl * after,
             _y(decode) * (decode["output_tokens"].to_numpy() - 1),
         ),
     )

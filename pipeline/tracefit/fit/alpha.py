@@ -22,14 +22,13 @@ from tracefit.fit.results import Candidate, Missing
 from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_regimes
 from tracefit.server.tracing import JOURNEY_FLAGS
+from tracefit.tables.dialects import WITHOUT_EVENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from tracefit.features.targets import FormName, Target
 
-_WITHOUT_EVENTS = ("stock", "lifecycle")
-"""Dialects whose spans say how long phases took, but not when each began."""
 
 _QUEUED = pl.col("first_scheduled_step") > pl.col("queued_step") + 1
 """Whether a request was left waiting: the first scheduling pass after it was queued did not take it."""
@@ -154,7 +153,7 @@ def _missing(requests: pl.DataFrame, target: Target) -> Missing | None:
     remedy = f"start the server with {JOURNEY_FLAGS}"
     if not requests.height:
         return Missing(target.model, "the traces hold no journeys", remedy)
-    if requests["dialect"].is_in(_WITHOUT_EVENTS).all() and not requests[target.column].count():
+    if requests["dialect"].is_in(WITHOUT_EVENTS).all() and not requests[target.column].count():
         return Missing(target.model, "the spans of these requests do not tell", remedy)
     return None
 

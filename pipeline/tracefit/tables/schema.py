@@ -450,7 +450,7 @@ REQUESTS = Table(
         _s("core_request_id", "id inside the engine core"),
         _s("trace_id", "lower-case hex"),
         _s("route", "http.route"),
-        _s("dialect", "journey, stock or lifecycle: who tells of the request"),
+        _s("dialect", "the dialect of the trace that describes the request"),
         _s("state", "WAITING, RUNNING, PREEMPTED or FINISHED_*, as vLLM names them; null where nobody told"),
         _s("stage", "PREFILL or DECODE: the last phase seen"),
         _ns("arrival_ns", "ARRIVED"),
