@@ -95,7 +95,11 @@ def _scopes(result: TrainResult) -> list[str]:
         lines.append(indented(columns(head, [_model_row(m) for m in fitted])))
         lines += [indented(_wrapped(text, "  ")) for text in _misleading(fitted)]
         if latencies:
-            lines.append(indented(_wrapped(f"median errors of requests: {_latencies(latencies)}", "  ")))
+            lines.append(
+                indented(
+                    _wrapped(f"median errors with measured waits and batches: {_latencies(latencies)}", "  ")
+                )
+            )
         verdicts = result.verdicts.get(scope_id, {})
         if verdicts:
             lines.append(
