@@ -23,7 +23,7 @@ from tracefit.commands.plan import IngestPlan
 from tracefit.commands.predict import RowsAnswer
 from tracefit.commands.report import ReportResult
 from tracefit.commands.requests import RequestSummary
-from tracefit.commands.results import IngestResult, RunResult, SynthResult, TrainResult
+from tracefit.commands.results import IngestResult, ReceiveResult, RunResult, SynthResult, TrainResult
 from tracefit.commands.verify import VerifyResult
 from tracefit.features.sets import FeatureSet
 from tracefit.tables.manifest import Manifest
@@ -47,6 +47,7 @@ RESULTS: dict[str, Any] = {
     "run": RunResult,
     "inspect": Inspection,
     "ingest": IngestResult | IngestPlan,
+    "receive": ReceiveResult,
     "train": TrainResult,
     "requests": RequestSummary | list[dict[str, str | float | int | None]],
     "report": ReportResult,

@@ -145,3 +145,27 @@ class SynthResult:
     folders: tuple[Path, ...]
     requests: int
     steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedFrom:
+    """What one server process sent: spans acknowledged, by `service.name` and `service.instance.id` or host."""
+
+    service: str
+    instance: str
+    spans: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveResult:
+    """What was received: every span that is counted is on disk."""
+
+    out: Path
+    files: tuple[Path, ...]
+    bytes: int
+    spans: int
+    exports: int
+    refused: int
+    dropped_events: int
+    received_from: tuple[ReceivedFrom, ...]
+    warnings: tuple[str, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tracefit.errors import printable
 from tracefit.reports.text import columns
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
         IngestResult,
         LatencySummary,
         ModelSummary,
+        ReceiveResult,
         RunResult,
         SynthResult,
         TrainResult,
@@ -81,6 +83,16 @@ def synth_text(result: SynthResult) -> str:
     """Say what was generated and where it is."""
     lines = [f"{result.requests:,} requests, {result.steps:,} steps"]
     return "\n".join([*lines, *(f"wrote   {folder}" for folder in result.folders)])
+
+
+def receive_text(result: ReceiveResult) -> str:
+    """Say what was received and where it is."""
+    head = ("service", "instance", "spans")
+    rows = [(printable(r.service), printable(r.instance) or "-", f"{r.spans:,}") for r in result.received_from]
+    files = f"wrote   {result.out}: {len(result.files):,} files, {result.bytes:,} bytes"
+    refused = f"{result.exports:,} requests acknowledged, {result.refused:,} refused"
+    table = columns(head, rows, left={0, 1}) if rows else "nothing was received"
+    return f"{table}\n\n{refused}\n{files}"
 
 
 def _model_row(m: ModelSummary) -> tuple[str, ...]:
