@@ -118,7 +118,7 @@ class _Receiver:
         self._told = told
         self._token = token
         self._observed = Observed()
-        privacy = PrivacyFilter.of(options.keep_attributes, all_spans=options.all_spans)
+        privacy = PrivacyFilter(options.keep_attributes, all_spans=options.all_spans)
         self._intake = Intake(store, privacy, self._observed, options.limits)
         self._warnings: list[str] = []
 

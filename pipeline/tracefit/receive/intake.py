@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tracefit.errors import DataError
-from tracefit.receive.spans import RequestError, decode_json, decode_protobuf, gunzip, parts_of
+from tracefit.receive.spans import RequestError, gunzip, protobuf_of_json
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -122,8 +122,9 @@ class Intake:
         # No protobuf message begins like gzip: its first byte would be a field of a wire type that does not exist.
         if is_gzip or (is_gzip is None and body.startswith(b"\x1f\x8b")):
             body = gunzip(body, limit_bytes=self.limits.message_bytes)
-        request = decode_json(body) if encoding == "json" else decode_protobuf(body)
-        parts = parts_of(request, self._privacy, self.observed)
+        if encoding == "json":
+            body = protobuf_of_json(body)
+        parts = self._privacy.parts(body, self.observed)
         senders = self._senders.union(part.sender for part in parts)
         if len(senders) > self.limits.folders:
             raise RequestError(f"more than {self.limits.folders:,} different service.instance.ids")

@@ -9,14 +9,14 @@ import statistics
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 
 from tracefit.tables import dialects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 _RECENT = 1000
 """Times that medians are taken of."""
@@ -62,8 +62,8 @@ class Observed:
     _history: deque[tuple[float, int, int]] = field(default_factory=deque)
     _warned: set[str] = field(default_factory=set)
 
-    def add(self, scope: str, span: Span) -> None:
-        """Take note of a span."""
+    def add(self, scope: str, span: Any) -> None:
+        """Take note of a span of vLLM's, whose attributes are encoded."""
         self.dropped_events += span.dropped_events_count
         if scope == dialects.CORE_SCOPE:
             self._add_core(span)
@@ -72,7 +72,7 @@ class Observed:
         elif scope in dialects.FRONT_SCOPES and span.name == "llm_request":
             self._add_api(scope, span)
 
-    def _add_core(self, span: Span) -> None:
+    def _add_core(self, span: Any) -> None:
         for event in span.events:
             name = _SPELLED.get(event.name)
             if name == "FINISHED":
@@ -82,16 +82,17 @@ class Observed:
                 if len(self._first_tokens) > _OPEN_REQUESTS:
                     self._first_tokens.popitem(last=False)
 
-    def _add_api(self, scope: str, span: Span) -> None:
+    def _add_api(self, scope: str, span: Any) -> None:
         if scope == dialects.API_SCOPE:
             first_token = self._first_tokens.pop(span.trace_id, None)
             if first_token is not None:
                 self.ttft_s.append((first_token - span.start_time_unix_nano) / 1e9)
             return
         self.requests += 1
-        self.ttft_s.extend(a.value.double_value for a in span.attributes if a.key == _STOCK_TTFT)
+        attributes = map(KeyValue.FromString, span.attributes)
+        self.ttft_s.extend(a.value.double_value for a in attributes if a.key == _STOCK_TTFT)
 
-    def _add_steps(self, span: Span) -> None:
+    def _add_steps(self, span: Any) -> None:
         self.step_spans += 1
         self.largest_span = max(self.largest_span, len(span.events) + span.dropped_events_count)
         before: tuple[int, int, int] | None = None
@@ -99,7 +100,7 @@ class Observed:
             if event.name != dialects.STEP_EVENT:
                 continue
             self.steps += 1
-            numbers = {a.key: a.value.int_value for a in event.attributes}
+            numbers = {a.key: a.value.int_value for a in map(KeyValue.FromString, event.attributes)}
             step, start = numbers.get("step.id", 0), numbers.get("step.ts_start_ns", 0)
             if before is not None and step == before[0] + 1 and before[2]:
                 self.cycle_us.append((start - before[1]) / 1e3)

@@ -57,7 +57,7 @@ class Limits:
     header_bytes: int = 16 << 10
     readers: int = 8
     queued_requests: int = 256
-    queue_s: float = 2.0
+    queue_s: float = 5.0
     read_s: float = 10.0
     pending_bytes: int = 64 << 20
     connections: int = 256

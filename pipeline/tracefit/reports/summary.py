@@ -88,7 +88,9 @@ def synth_text(result: SynthResult) -> str:
 def receive_text(result: ReceiveResult) -> str:
     """Say what was received and where it is."""
     head = ("service", "instance", "spans")
-    rows = [(printable(r.service), printable(r.instance) or "-", f"{r.spans:,}") for r in result.received_from]
+    rows = [
+        (printable(r.service), printable(r.instance) or "-", f"{r.spans:,}") for r in result.received_from
+    ]
     files = f"wrote   {result.out}: {len(result.files):,} files, {result.bytes:,} bytes"
     refused = f"{result.exports:,} requests acknowledged, {result.refused:,} refused"
     table = columns(head, rows, left={0, 1}) if rows else "nothing was received"
