@@ -54,7 +54,7 @@ class GrpcServer:
                 ("grpc.absolute_max_metadata_size", limits.header_bytes),
                 ("grpc.max_concurrent_streams", limits.readers),
                 ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_AND_GZIP),
-                ("grpc.internal.per_message_decompression", 0),
+                ("grpc.per_message_decompression", 0),
                 ("grpc.keepalive_time_ms", 60_000),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ]

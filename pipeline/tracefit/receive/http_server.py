@@ -163,6 +163,9 @@ class _Connection:
         return self._http.states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE} and not self._is_closing
 
     async def _take(self, request: h11.Request, headers: dict[str, bytes], encoding: Encoding | None) -> None:
+        # h11 has a limit for headers it waits for, none for those that came at once.
+        if sum(len(name) + len(value) for name, value in headers.items()) > self._intake.limits.header_bytes:
+            raise _RefusalError(431, "headers too long")
         path = request.target.partition(b"?")[0].decode("latin-1")
         if path in _OTHER_SIGNALS:
             raise _RefusalError(404, _TRACES_ALONE)
