@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 
@@ -22,7 +22,7 @@ _RECENT = 1000
 """Times that medians are taken of."""
 
 _OPEN_REQUESTS = 10_000
-"""Requests whose first token is remembered until their API span comes."""
+"""Requests of which one of both spans has come, remembered until the other does."""
 
 _WINDOW_S = 10.0
 _ENOUGH_REQUESTS = 50
@@ -44,7 +44,7 @@ class Observed:
         requests: Requests of the server that finished.
         dropped_events: Events that senders say their SDK dropped.
         largest_span: Most events of a step span, dropped ones included.
-        ttft_s: Last times from arrival (if it is traced, else from the queue) to the first token, in seconds.
+        ttft_s: Last times from arrival to the first token, in seconds.
         cycle_us: Last times from the start of a step to the start of the next one while requests ran, in microseconds.
     """
 
@@ -58,7 +58,7 @@ class Observed:
     largest_span: int = 0
     ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     cycle_us: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    _first_tokens: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    _open_requests: OrderedDict[bytes, tuple[str, int]] = field(default_factory=OrderedDict)
     _history: deque[tuple[float, int, int]] = field(default_factory=deque)
     _warned: set[str] = field(default_factory=set)
 
@@ -78,19 +78,25 @@ class Observed:
             if name == "FINISHED":
                 self.requests += 1
             elif name == "FIRST_TOKEN":
-                self._first_tokens[span.trace_id] = event.time_unix_nano
-                if len(self._first_tokens) > _OPEN_REQUESTS:
-                    self._first_tokens.popitem(last=False)
+                self._match(span.trace_id, "first token", event.time_unix_nano)
 
     def _add_api(self, scope: str, span: Any) -> None:
         if scope == dialects.API_SCOPE:
-            first_token = self._first_tokens.pop(span.trace_id, None)
-            if first_token is not None:
-                self.ttft_s.append((first_token - span.start_time_unix_nano) / 1e9)
+            self._match(span.trace_id, "arrival", span.start_time_unix_nano)
             return
         self.requests += 1
         attributes = map(KeyValue.FromString, span.attributes)
         self.ttft_s.extend(a.value.double_value for a in attributes if a.key == _STOCK_TTFT)
+
+    def _match(self, trace_id: bytes, what: Literal["arrival", "first token"], unix_ns: int) -> None:
+        """Bring arrival and first token together: two processes export them, in any order."""
+        known, other_ns = self._open_requests.pop(trace_id, (what, 0))
+        if known != what:
+            self.ttft_s.append(abs(unix_ns - other_ns) / 1e9)
+            return
+        self._open_requests[trace_id] = (what, unix_ns)
+        if len(self._open_requests) > _OPEN_REQUESTS:
+            self._open_requests.popitem(last=False)
 
     def _add_steps(self, span: Any) -> None:
         self.step_spans += 1
