@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+# One thread per worker of the suite: on two cores, threads that wait for each other cost more than the tests.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
+os.environ["POLARS_MAX_THREADS"] = os.environ.get("POLARS_MAX_THREADS", "1")
+
 import numpy as np
 import polars as pl
 import pytest
 from google.protobuf import json_format
+from hypothesis import HealthCheck, Phase, settings
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from sklearn.dummy import DummyRegressor
 
 from tracefit.commands.ingest import ingest
 from tracefit.commands.run import run
-from tracefit.fit.select import Choice
+from tracefit.fit.results import PenaltyChoice
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu
 from tracefit.server.model_config import parse_architecture, read_architecture
@@ -46,6 +53,22 @@ CONFIG_JSON = {
 RUN_CONFIG = (
     "model: meta-llama/Llama-2-7b-hf\ntensor_parallelism: 1\nmax_num_seqs: 64\nmax_num_batched_tokens: 2048\n"
 )
+
+# `quick` is what `make test` runs, `full` what `make test-all` and CI run. The examples of `whole-files` make and read
+# files: they are not shrunk, for a smaller example is not worth the minutes that takes.
+_WHOLE_FILES = settings(
+    phases=[Phase.explicit, Phase.generate], deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples properties try, before the test modules read it."""
+    quick = "not slow" in config.option.markexpr
+    settings.register_profile("quick", deadline=None, max_examples=20)
+    settings.register_profile("full", deadline=None, max_examples=200)
+    settings.register_profile("whole-files", _WHOLE_FILES, max_examples=6 if quick else 60)
+    if not config.getoption("hypothesis_profile", None):
+        settings.load_profile("quick" if quick else "full")
 
 
 def _value(value: object) -> dict[str, object]:
@@ -326,7 +349,7 @@ def tables_of(tmp_path):
 
 
 def _spare_search(patch) -> None:
-    patch.setattr("tracefit.fit.train.choose_penalty", lambda *_, **__: Choice("ridge", 1e-8, 1.0, 5))
+    patch.setattr("tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-8, 1.0, 5))
 
 
 @pytest.fixture

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter
 
-from tracefit.coefficients.answers import RequestAnswer, StepAnswer
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.model import CoefficientFile
-from tracefit.commands.compare import CompareResult
-from tracefit.commands.export import ExportResult
-from tracefit.commands.inspect import Inspection
-from tracefit.commands.plan import IngestPlan
-from tracefit.commands.predict import RowsAnswer
-from tracefit.commands.report import ReportResult
-from tracefit.commands.requests import RequestSummary
-from tracefit.commands.results import IngestResult, ReceiveResult, RunResult, SynthResult, TrainResult
-from tracefit.commands.verify import VerifyResult
+from tracefit.coefficients.predict import RequestPrediction, StepPrediction
 from tracefit.features.sets import FeatureSet
+from tracefit.results.comparison import CompareResult
+from tracefit.results.exports import ExportResult
+from tracefit.results.ingestion import IngestPlan, IngestResult
+from tracefit.results.inspection import Inspection
+from tracefit.results.predictions import RowPredictions
+from tracefit.results.receiving import ReceiveResult
+from tracefit.results.requests import RequestSummary
+from tracefit.results.training import ReportResult, RunResult, SynthResult, TrainResult
+from tracefit.results.verification import VerifyResult
 from tracefit.tables.manifest import Manifest
 from tracefit.tables.schema import TABLES, Kind, Table
 
@@ -53,7 +53,7 @@ RESULTS: dict[str, Any] = {
     "report": ReportResult,
     "features": list[FeatureSet],
     "synth": SynthResult,
-    "predict": StepAnswer | RequestAnswer | RowsAnswer,
+    "predict": StepPrediction | RequestPrediction | RowPredictions,
     "export": ExportResult,
     "compare": CompareResult,
     "verify": VerifyResult,

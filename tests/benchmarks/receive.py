@@ -48,10 +48,21 @@ class Receiver:
         code = "from tracefit.cli import main; main()"
         if profile:
             code = f"import cProfile; cProfile.run({code!r}, {profile!r})"
-        command = [sys.executable, "-c", code, "receive", "--out", str(out), "--grpc-port", "0", "--http-port", "0"]
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            "receive",
+            "--out",
+            str(out),
+            "--grpc-port",
+            "0",
+            "--http-port",
+            "0",
+        ]
         pinned = ["taskset", "-c", "0"] if shutil.which("taskset") and (os.cpu_count() or 1) > 1 else []
         self._process = subprocess.Popen([*pinned, *command], stderr=subprocess.PIPE, text=True)
-        assert self._process.stderr is not None  # noqa: S101
+        assert self._process.stderr is not None
         self.grpc_port, self.http_port = map(int, re.findall(r":(\d+) \(", self._process.stderr.readline()))
 
     def cpu_seconds(self) -> float:
@@ -117,7 +128,10 @@ def main() -> None:
 
     def raw_http(number: int, *, is_gzip: bool) -> Callable[[], int]:
         connection = http.client.HTTPConnection("127.0.0.1", receiver.http_port)
-        headers = {"content-type": "application/x-protobuf", **({"content-encoding": "gzip"} if is_gzip else {})}
+        headers = {
+            "content-type": "application/x-protobuf",
+            **({"content-encoding": "gzip"} if is_gzip else {}),
+        }
         count = iter(range(number, 1 << 60))
 
         def send() -> int:
@@ -133,7 +147,9 @@ def main() -> None:
         exporter = (
             GrpcExporter(f"http://127.0.0.1:{receiver.grpc_port}")
             if kind == "grpc"
-            else HttpExporter(f"http://127.0.0.1:{receiver.http_port}/v1/traces", compression=Compression.Gzip)
+            else HttpExporter(
+                f"http://127.0.0.1:{receiver.http_port}/v1/traces", compression=Compression.Gzip
+            )
         )
         count = iter(range(number, 1 << 60))
         return lambda: (
@@ -143,8 +159,12 @@ def main() -> None:
     try:
         for many in (1, 8, 64):
             measure(receiver, "encoded, gRPC", [raw_grpc(n) for n in range(many)], options.seconds)
-            measure(receiver, "encoded, HTTP", [raw_http(n, is_gzip=False) for n in range(many)], options.seconds)
-        measure(receiver, "encoded, HTTP, gzip", [raw_http(n, is_gzip=True) for n in range(8)], options.seconds)
+            measure(
+                receiver, "encoded, HTTP", [raw_http(n, is_gzip=False) for n in range(many)], options.seconds
+            )
+        measure(
+            receiver, "encoded, HTTP, gzip", [raw_http(n, is_gzip=True) for n in range(8)], options.seconds
+        )
         measure(receiver, "SDK's exporter, gRPC", [sdk(0, "grpc")], options.seconds)
         measure(receiver, "SDK's exporter, HTTP, gzip", [sdk(0, "http")], options.seconds)
     finally:

@@ -15,6 +15,7 @@ def folder(tmp_path, new_traces):
     return new_traces().load(steps=120, requests=60).write(tmp_path / "busy")
 
 
+@pytest.mark.slow
 def test_the_job_in_a_process_of_its_own(process, tmp_path, traces):
     """Of steps alone: one model is quicker than four."""
     steps = traces.load(steps=120, requests=0).write(tmp_path / "steps")
@@ -116,6 +117,7 @@ def test_quiet_still_prints_errors(tracefit, tmp_path):
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_loose_files_take_their_facts_from_options(tracefit, tmp_path, folder, quick):
     assert tracefit("run", folder, "--out", tmp_path / "a", "--gpu", "H100", "-q")[0] == 0
     loose = tmp_path / "traces-0001.json"

@@ -9,13 +9,15 @@ import pytest
 from tracefit.commands.ingest import ingest
 
 
-def _file(path, *, intercept=1000.0, slope=10.0, seen=(0, 100), scope="a.gpu.tp1.00000000", reach=5.0):
+def _file(
+    path, *, intercept=1000.0, slope=10.0, training_range=(0, 100), scope="a.gpu.tp1.00000000", reach=5.0
+):
     term = {
         "feature": "prefill_tokens",
         "unit": "us/token",
         "value": slope,
         "ci95": [slope - 1, slope + 1],
-        "seen": list(seen),
+        "training_range": list(training_range),
     }
     model = {
         "name": "beta.cycle_time",
@@ -24,7 +26,7 @@ def _file(path, *, intercept=1000.0, slope=10.0, seen=(0, 100), scope="a.gpu.tp1
         "intercept": {"value": intercept, "ci95": [intercept - reach, intercept + reach]},
         "terms": [term],
     }
-    document = {"schema": "tracefit/coefficients", "version": 1, "kind": "beta", "models": [model]}
+    document = {"schema": "tracefit/coefficients", "version": 2, "kind": "beta", "models": [model]}
     path.write_text(json.dumps(document))
     return path
 
@@ -32,7 +34,9 @@ def _file(path, *, intercept=1000.0, slope=10.0, seen=(0, 100), scope="a.gpu.tp1
 @pytest.fixture
 def two(tmp_path):
     """A line and one that is 20 us lower at no token, and 2 us per token steeper; both saw 20 to 100 tokens."""
-    return _file(tmp_path / "a.json"), _file(tmp_path / "b.json", intercept=980.0, slope=12.0, seen=(20, 200))
+    return _file(tmp_path / "a.json"), _file(
+        tmp_path / "b.json", intercept=980.0, slope=12.0, training_range=(20, 200)
+    )
 
 
 def test_coefficients_side_by_side(tracefit, two):
@@ -58,7 +62,7 @@ def test_predictions_are_compared_where_both_were_trained(tracefit, two):
 
 
 def test_ranges_that_do_not_meet_are_told(tracefit, two, tmp_path):
-    far = _file(tmp_path / "far.json", seen=(500, 900))
+    far = _file(tmp_path / "far.json", training_range=(500, 900))
     code, out, _ = tracefit("compare", two[0], far, "--json")
     told = json.loads(out)
     assert (code, told["models"][0]["shifts"]) == (0, [])
@@ -86,7 +90,7 @@ def test_a_trained_file_against_itself_has_not_moved(tracefit, trained):
     for model in told["models"]:
         assert all(c["first"] == c["second"] for c in model["changes"])
         assert all(s["low_us"] == s["high_us"] == 0 for s in model["shifts"])
-    assert any(s["questions"] > 100 for m in told["models"] for s in m["shifts"])
+    assert any(s["points"] > 100 for m in told["models"] for s in m["shifts"])
 
 
 def _tables(tmp_path, new_traces, change=None, **load):
@@ -158,7 +162,7 @@ def test_new_traces_that_are_too_short_cannot_tell(tracefit, trained, tmp_path, 
     code, out, _ = tracefit("compare", trained / "models/beta.json", tables, "--json")
     told = json.loads(out)
     assert (code, told["verdict"]) == (1, "unknown")
-    assert "fewer than 30" in told["drift"][0]["because"]
+    assert "fewer than 30" in told["drift"][0]["reason"]
 
 
 def test_new_traces_of_another_server_are_one_line(tracefit, trained, tmp_path, new_traces):

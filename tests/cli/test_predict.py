@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 BETA = {
     "schema": "tracefit/coefficients",
-    "version": 1,
+    "version": 2,
     "kind": "beta",
     "models": [
         {
@@ -22,8 +22,8 @@ BETA = {
             "form": "linear",
             "intercept": {"value": 1000.0},
             "terms": [
-                {"feature": "prefill_tokens", "unit": "us/token", "value": 10.0, "seen": [0, 60]},
-                {"feature": "num_decode_reqs", "unit": "us/request", "value": 50.0, "seen": [0, 6]},
+                {"feature": "prefill_tokens", "unit": "us/token", "value": 10.0, "training_range": [0, 60]},
+                {"feature": "num_decode_reqs", "unit": "us/request", "value": 50.0, "training_range": [0, 6]},
             ],
         }
     ],
@@ -102,14 +102,14 @@ def test_rows_of_a_file_in_and_out(tracefit, beta, tmp_path, suffix):
     told = readers[suffix](out_file)
     assert told["note"].to_list() == ["a", "b"]
     assert told["predicted_us"].to_list() == [1600, 1350]
-    assert told["outside"].to_list() == [None, "num_decode_reqs"]
+    assert told["out_of_range"].to_list() == [None, "num_decode_reqs"]
 
 
 def test_rows_go_to_stdout_where_no_file_is_named(tracefit, beta, tmp_path):
     (tmp_path / "rows.csv").write_text("batch,prefill\n4,40\n")
     code, out, _ = tracefit("predict", beta, "--rows", tmp_path / "rows.csv")
     assert code == 0
-    assert out.splitlines() == ["batch,prefill,predicted_us,low_us,high_us,outside", "4,40,1600.0,,,"]
+    assert out.splitlines() == ["batch,prefill,predicted_us,low_us,high_us,out_of_range", "4,40,1600.0,,,"]
     _, out, _ = tracefit("predict", beta, "--rows", tmp_path / "rows.csv", "--json")
     assert json.loads(out)["predictions"][0]["predicted_us"] == 1600
 

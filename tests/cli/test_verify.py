@@ -85,6 +85,7 @@ def test_a_run_that_is_not_there_is_named(tracefit, trained, tmp_path, new_trace
     assert "run busy is not in the tables" in out
 
 
+@pytest.mark.slow
 def test_a_feature_set_file_is_an_input_too(tracefit, trained, tmp_path, quick):
     own = tmp_path / "own.yaml"
     own.write_text("features:\n- {name: decoding, unit: request, formula: num_decode_reqs}\n")

@@ -18,12 +18,19 @@ def validation(p90, **by):
     """Return a validation whose held-out 90th percentile is `p90`, and of some rows another."""
     held = {name: _metrics(p90) for name in ("train", "holdout", "baseline")}
     groups = {name: _metrics(value) for name, value in by.items()}
-    return {"unit": "us", "n_features": 1, **held, "reference": None, "by": groups, "skill": None}
+    return {
+        "unit": "us",
+        "n_features": 1,
+        **held,
+        "gradient_boosting": None,
+        "by_group": groups,
+        "skill": None,
+    }
 
 
-def term(feature, value, seen=(0, 1e6), **more):
+def term(feature, value, training_range=(0, 1e6), **more):
     """Return a term."""
-    return {"feature": feature, "unit": "us", "value": value, "seen": list(seen), **more}
+    return {"feature": feature, "unit": "us", "value": value, "training_range": list(training_range), **more}
 
 
 STEP = {
@@ -79,7 +86,7 @@ DEPARTURE = {
 
 def document(kind, *models):
     """Return a coefficient file's content."""
-    return {"schema": "tracefit/coefficients", "version": 1, "kind": kind, "models": list(models)}
+    return {"schema": "tracefit/coefficients", "version": 2, "kind": kind, "models": list(models)}
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ SCHEMAS = Path(__file__).parents[2] / "schemas"
 
 LINEAR = """{"name": "beta.cycle_time", "scope_id": "…", "target": {"definition": "start of a step to start of the next, engine busy", "unit": "us", "source": "step_clock"},
  "form": "linear", "intercept": {"value": 7408.99, "ci95": [7391.2, 7427.0]},
- "terms": [{"feature": "prefill_tokens", "unit": "us/token", "value": 26.59, "ci95": [26.1, 27.1], "seen": [0, 2048]}]}"""
+ "terms": [{"feature": "prefill_tokens", "unit": "us/token", "value": 26.59, "ci95": [26.1, 27.1], "training_range": [0, 2048]}]}"""
 REGIMES = """{"name": "alpha.queue_wait", "form": "regimes", "regimes": [
    {"name": "queued", "when": {"any": [{"feature": "free_slots", "op": "<=", "value": 0}, {"feature": "block_demand_ahead", "op": ">", "feature2": "kv_blocks_free"}]},
     "intercept": {"value": 0.0}, "terms": []},
@@ -29,7 +29,7 @@ FORMS = {"linear": LINEAR, "regimes": REGIMES, "boundary": BOUNDARY}
 
 def _wrapped(*models):
     wrapped = [json.loads(text) for text in models]
-    return {"schema": "tracefit/coefficients", "version": 1, "kind": "alpha", "models": wrapped}
+    return {"schema": "tracefit/coefficients", "version": 2, "kind": "alpha", "models": wrapped}
 
 
 def _schema(name):
@@ -46,7 +46,7 @@ def test_the_published_example_of_each_form_is_read_and_valid(tmp_path, form):
 
 def test_the_numbers_of_the_examples_arrive():
     linear, regimes, boundary = CoefficientFile.model_validate(_wrapped(*FORMS.values())).models
-    assert (linear.intercept.ci95, linear.terms[0].seen) == ((7391.2, 7427.0), (0, 2048))
+    assert (linear.intercept.ci95, linear.terms[0].training_range) == ((7391.2, 7427.0), (0, 2048))
     assert regimes.regimes[0].when.any[1].feature2 == "kv_blocks_free"
     assert regimes.regimes[1].when.all == ()
     assert (boundary.work.terms[0].value, boundary.offset.value) == (0.4, -30)
@@ -102,7 +102,7 @@ def test_a_written_model_says_what_it_is_and_where_it_comes_from(trained):
     assert beta["provenance"]["tool"] == "tracefit"
     for term in model["terms"]:
         assert term["ci95"][0] <= term["value"] <= term["ci95"][1]
-        assert term["seen"][0] < term["seen"][1]
+        assert term["training_range"][0] < term["training_range"][1]
 
 
 def test_every_value_that_no_input_stated_is_marked_as_assumed(trained):

@@ -20,7 +20,7 @@ def test_a_step_is_described_by_its_batch_and_prompt_tokens(small):
     # 1,000 + 10 * 40 + 50 * 4 + 0.5 * 4 * 30 + 100 * 40 / 44
     told = tracefit.load(small).predict_step(batch=4, context=30, prefill=40)
     assert told.step.value_us == pytest.approx(1660 + 100 * 40 / 44)
-    assert (told.assumed, told.outside) == ((), ())
+    assert (told.assumed, told.out_of_range) == ((), ())
 
 
 def test_the_range_is_what_held_out_rows_of_its_kind_kept_to(small):
@@ -44,9 +44,9 @@ def test_errors_beyond_the_value_itself_leave_the_range_open(small, parts):
 
 def test_a_question_outside_the_training_range_is_answered_and_said(small):
     told = tracefit.load(small).predict_step(batch=7, prefill=61)
-    assert len(told.outside) == 2
-    assert "prefill_tokens 61 is outside 0 to 60" in told.outside[0]
-    assert "num_decode_reqs 7 is outside 0 to 6" in told.outside[1]
+    assert len(told.out_of_range) == 2
+    assert "prefill_tokens 61 is outside 0 to 60" in told.out_of_range[0]
+    assert "num_decode_reqs 7 is outside 0 to 6" in told.out_of_range[1]
 
 
 def test_a_feature_given_by_name_wins(small):
@@ -113,8 +113,8 @@ def test_a_wait_that_knows_no_queue_says_so(small, parts):
     (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", wait)))
     models = tracefit.load(small)
     asked = {"prompt_tokens": 50, "output_tokens": 11}
-    assert any("no request waited" in text for text in models.predict_request(**asked, queue=3).outside)
-    assert not any("no request waited" in text for text in models.predict_request(**asked).outside)
+    assert any("no request waited" in text for text in models.predict_request(**asked, queue=3).out_of_range)
+    assert not any("no request waited" in text for text in models.predict_request(**asked).out_of_range)
 
 
 def test_a_step_ahead_makes_the_prompt_wait_a_cycle_more(small, parts):
@@ -129,7 +129,7 @@ def test_a_step_ahead_makes_the_prompt_wait_a_cycle_more(small, parts):
 
 
 def test_a_feature_that_nothing_tells_has_the_middle_of_its_range_and_says_so(small, parts):
-    seen = {"feature": "arrival_rate_per_s", "unit": "us", "value": 2.0, "seen": [10, 30]}
+    seen = {"feature": "arrival_rate_per_s", "unit": "us", "value": 2.0, "training_range": [10, 30]}
     wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": [seen]}
     (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", wait)))
     told = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=1)
@@ -226,7 +226,7 @@ def test_frames_give_what_single_questions_give(small):
         told = models.predict_step(**question)
         found = (told.step.value_us, told.step.low_us, told.step.high_us)
         assert (row["predicted_us"], row["low_us"], row["high_us"]) == pytest.approx(found), question
-        assert (row["outside"] is None) == (not told.outside)
+        assert (row["out_of_range"] is None) == (not told.out_of_range)
 
 
 def test_a_shipped_roofline_file_needs_nothing_but_its_own_definitions(trained, small, parts):

@@ -12,7 +12,9 @@ import jsonschema
 import pytest
 
 import tracefit
-from tracefit.coefficients.files import read_coefficients, read_evaluation
+from tracefit.coefficients.evaluation import Evaluation
+from tracefit.coefficients.files import read_coefficients, read_evaluation, read_plain
+from tracefit.coefficients.model import CoefficientFile
 
 RELEASED = Path(__file__).parent / "released"
 SCHEMAS = Path(__file__).parents[2] / "schemas"
@@ -39,13 +41,31 @@ def test_evaluations_of_every_version_still_load(version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", ["alpha", "beta", "evaluation"])
-def test_files_of_every_version_are_valid_by_the_published_schema(version, name):
+def test_files_of_every_version_are_valid_by_the_published_schema_once_read(version, name):
+    kind = Evaluation if name == "evaluation" else CoefficientFile
     schema = "evaluation" if name == "evaluation" else "coefficients"
     jsonschema.validate(
-        json.loads((RELEASED / version / f"{name}.json").read_text()),
+        read_plain(RELEASED / version / f"{name}.json", kind),
         json.loads((SCHEMAS / f"{schema}.schema.json").read_text()),
         jsonschema.Draft202012Validator,
     )
+
+
+def test_every_key_of_version_1_that_has_another_name_today_keeps_its_value():
+    plain = json.loads((RELEASED / "1" / "beta.json").read_text())["models"][0]
+    model = read_coefficients(RELEASED / "1" / "beta.json").models[0]
+    assert [t.training_range for t in model.terms] == [tuple(t["seen"]) for t in plain["terms"]]
+    assert model.validation.gradient_boosting.mae == plain["validation"]["reference"]["mae"]
+    assert {k: m.mae for k, m in model.validation.by_group.items()} == {
+        k: m["mae"] for k, m in plain["validation"]["by"].items()
+    }
+    assert model.validation.rows_by_source == plain["validation"]["equations"]
+    old = json.loads((RELEASED / "1" / "alpha.json").read_text())["models"]
+    for was, now in zip(old, read_coefficients(RELEASED / "1" / "alpha.json").models, strict=True):
+        assert now.validation.boundary_accuracy_pct == was["validation"]["right_boundary_pct"]
+    scope = json.loads((RELEASED / "1" / "evaluation.json").read_text())["scopes"][0]
+    now = read_evaluation(RELEASED / "1" / "evaluation.json").scopes[0]
+    assert now.timeline.beta_target_reason == scope["timeline"]["beta_target_because"]
 
 
 def test_predictions_of_version_1_are_what_they_were():

@@ -32,7 +32,7 @@ def _entry(
         train=metrics,
         holdout=metrics,
         baseline=metrics,
-        reference=None,
+        gradient_boosting=None,
         skill=skill,
         extrapolated_rows=extrapolated,
         classifier=Classifier(balanced_accuracy=accuracy, confusion=dict(zip(names, queued, strict=True))),

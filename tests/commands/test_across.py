@@ -82,6 +82,7 @@ def _on(gpus, models, folder):
         write_run(synth(SynthOptions(seed=seed, law="roofline", requests=12, **named)), folder)
 
 
+@pytest.mark.slow
 def test_step_times_on_a_gpu_that_was_never_seen_are_within_fifteen_percent(
     tmp_path, evaluation_of, no_search
 ):

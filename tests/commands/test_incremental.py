@@ -12,8 +12,8 @@ import pytest
 from tracefit import ingest
 from tracefit.commands.ingest import IngestOptions
 from tracefit.commands.plan import plan_ingest
-from tracefit.commands.results import Silent
 from tracefit.engines import local
+from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
 
@@ -175,6 +175,7 @@ def test_the_number_of_workers_does_not_matter(
     assert contents(tmp_path / "tables") == fresh
 
 
+@pytest.mark.slow
 def test_a_worker_imports_nothing_from_the_working_folder(tmp_path, lines, fresh, contents, monkeypatch):
     """A `polars.py` beside the traces is whatever someone put there."""
     monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
@@ -217,7 +218,7 @@ def test_after_so_many_rejects_a_file_is_not_read_on_and_that_is_told(tmp_path, 
     assert everything.rejects == 50
 
 
-class _Told(Silent):
+class _Told(NullProgress):
     def __init__(self):
         self.warnings = []
 

@@ -119,7 +119,7 @@ def test_what_it_allows_is_what_training_fits(tmp_path, traces, allows, quick, c
 
 def test_rows_are_counted_as_training_counts_them(tmp_path, traces, allows, quick):
     folder = traces.load().write(tmp_path / "run")
-    text = allows(inspect([folder]))["step time"].because
+    text = allows(inspect([folder]))["step time"].reason
     run([folder], tmp_path / "out")
     rows = TableStore(tmp_path / "out" / "tables").read("beta_training")
     kept = rows.filter(rows["excluded_because"].is_null() | (rows["excluded_because"] == "outlier"))
@@ -146,7 +146,7 @@ def test_three_requests_allow_nothing(tmp_path, traces, allows):
     found = inspect([traces.write(tmp_path / "few")])
     assert found.exit_code == 1
     assert not any(a.trains for a in found.scopes[0].allows)
-    assert "at least 30 and 10 are needed" in allows(found)["queue wait"].because
+    assert "at least 30 and 10 are needed" in allows(found)["queue wait"].reason
 
 
 def test_no_vllm_spans_at_all_is_an_error(tmp_path):
@@ -171,9 +171,9 @@ def test_evidence_of_steps_alone(tmp_path, traces, allows):
         "roofline features": "no",
     }
     # The load claims 5 % of each step's time, rounded to whole microseconds.
-    assert "covers 5.0 % of busy time" in found["step.duration_us"].because
-    assert found["roofline features"].because == "without a GPU (--gpu)"
-    assert found["prefix hits"].because == "no snapshots"
+    assert "covers 5.0 % of busy time" in found["step.duration_us"].reason
+    assert found["roofline features"].reason == "without a GPU (--gpu)"
+    assert found["prefix hits"].reason == "no snapshots"
 
 
 def test_durations_that_are_the_step_time_are_told_so(tmp_path, traces, allows):
@@ -184,10 +184,10 @@ def test_durations_that_are_the_step_time_are_told_so(tmp_path, traces, allows):
 def test_complete_journeys_make_queue_and_composition_exact(tmp_path, traces, allows):
     folder = traces.load(steps=0, requests=90).write(tmp_path / "run")
     found = allows(inspect([folder]))
-    assert found["queue state"].because == "exact, from complete journeys"
-    assert found["batch composition"].because == "every step, from complete journeys"
-    assert found["context tokens"].because == "known on 100.0 % of steps"
-    assert found["TTFT, ITL and E2E"].because == "measured on 90 of 90 requests"
+    assert found["queue state"].reason == "exact, from complete journeys"
+    assert found["batch composition"].reason == "every step, from complete journeys"
+    assert found["context tokens"].reason == "known on 100.0 % of steps"
+    assert found["TTFT, ITL and E2E"].reason == "measured on 90 of 90 requests"
 
 
 def test_prefix_hits_need_snapshots_that_tell_them(tmp_path, new_traces, allows):
@@ -196,5 +196,5 @@ def test_prefix_hits_need_snapshots_that_tell_them(tmp_path, new_traces, allows)
         one = new_traces().request(1, 0, step=1)
         one.steps(one.summary(1, 1200), one.snapshot(1, 1250, "cmpl-1-0-00000000", **more))
         verdicts[name] = allows(inspect([one.write(tmp_path / name)]))["prefix hits"]
-    assert verdicts["without"].because == "1 snapshots, none with request.effective_prompt_len"
-    assert (verdicts["with"].verdict, verdicts["with"].because) == ("yes", "known of 1 requests")
+    assert verdicts["without"].reason == "1 snapshots, none with request.effective_prompt_len"
+    assert (verdicts["with"].verdict, verdicts["with"].reason) == ("yes", "known of 1 requests")

@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from tracefit import DataError, UsageError, ingest
-from tracefit.commands.results import Silent
+from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
 MOMENTS = 20
@@ -65,8 +65,7 @@ def grown(tmp_path, new_traces):
 @pytest.mark.parametrize(
     ("workers", "moments"),
     [
-        (1, 5),
-        (2, 2),
+        (1, 2),
         pytest.param(1, MOMENTS, marks=pytest.mark.slow),
         pytest.param(2, MOMENTS, marks=pytest.mark.slow),
     ],
@@ -129,7 +128,10 @@ class _Counted(io.FileIO):
         return super().write(data)
 
 
-@pytest.mark.parametrize("size_bytes", [0, 3_000, 20_000, 45_000, 60_000])
+@pytest.mark.parametrize(
+    "size_bytes",
+    [3_000, 45_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 20_000, 60_000))],
+)
 def test_a_full_disk_is_one_line_and_leaves_what_was_whole(
     tmp_path, grown, contents, monkeypatch, size_bytes, small_pieces
 ):
@@ -152,7 +154,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_whole(
     assert contents(tables) == contents(tmp_path / "fresh")
 
 
-class _Told(Silent):
+class _Told(NullProgress):
     def __init__(self):
         self.warnings = []
         self.waits = threading.Event()

@@ -27,7 +27,7 @@ def _scope(trace, folder):
 @pytest.mark.parametrize(
     ("model", "event", "attribute"),
     [
-        ("alpha.queue_wait", "journey.QUEUED", "scheduler.step"),
+        pytest.param("alpha.queue_wait", "journey.QUEUED", "scheduler.step", marks=pytest.mark.slow),
         ("alpha.queue_wait", "journey.SCHEDULED", "scheduler.step"),
         ("beta.cycle_time", "step.BATCH_SUMMARY", "batch.prefill_tokens"),
     ],
@@ -39,7 +39,7 @@ def test_a_held_out_row_that_is_of_no_known_group_is_in_none(
     late = slice(-10, -9)
     models = _scope(_strip(traces.load(covered=1.0), event, attribute, which=late), tmp_path)["models"]
     assert set(models) == {"beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure"}
-    grouped = {n: sum(group["n"] for group in models[n]["by"].values()) for n in GROUPED}
+    grouped = {n: sum(group["n"] for group in models[n]["by_group"].values()) for n in GROUPED}
     assert grouped == {n: models[n]["holdout"]["n"] - (n == model) for n in GROUPED}
 
 

@@ -56,13 +56,13 @@ def test_positive_leaves_no_coefficient_below_zero(trained_with):
 
 def test_fast_skips_the_references_and_keeps_the_baselines(trained_with):
     _, entries, options = trained_with(fast=True)
-    assert [e["reference"] for e in entries.values()] == [None] * 4
+    assert [e["gradient_boosting"] for e in entries.values()] == [None] * 4
     assert all(e["baseline"]["n"] > 0 for e in entries.values())
     assert options["fast"] is True
 
 
 def test_without_fast_every_model_of_a_feature_has_a_reference(trained_with):
     _, entries, options = trained_with()
-    assert all(e["reference"]["mae"] > 0 for e in entries.values() if e["n_features"])
+    assert all(e["gradient_boosting"]["mae"] > 0 for e in entries.values() if e["n_features"])
     assert any(e["n_features"] for e in entries.values())
     assert (options["fast"], options["positive"]) == (False, False)

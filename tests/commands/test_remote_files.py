@@ -12,9 +12,9 @@ from pyarrow.fs import FileSystemHandler, LocalFileSystem, PyFileSystem
 
 from tracefit import DataError, UsageError, ingest
 from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest_inputs
-from tracefit.commands.results import Silent
 from tracefit.engines import local
 from tracefit.inputs.discovery import open_inputs
+from tracefit.progress import NullProgress
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 
@@ -93,7 +93,7 @@ def read(tmp_path, bucket):
         with open_inputs([url], filesystem_of=lambda _: opened) as inputs:
             options = IngestOptions()
             return ingest_inputs(
-                inputs, tmp_path / out, ServerOptions(), Silent(), options=options, workers=workers
+                inputs, tmp_path / out, ServerOptions(), NullProgress(), options=options, workers=workers
             )
 
     return one
@@ -116,7 +116,7 @@ def _same(one, other):
     return all(rows.equals(other[name]) for name, rows in one.items())
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_byte_is_read_once_and_gives_the_tables_of_local_files(
     tmp_path, bucket, read, small_pieces, monkeypatch, workers
 ):

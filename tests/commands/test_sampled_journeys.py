@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 import tracefit
 from tracefit.synth import SynthOptions, synth, write_run
 
@@ -15,6 +17,7 @@ def _wait(tmp_path, options):
     return next(m for m in models if m["name"] == "alpha.queue_wait")
 
 
+@pytest.mark.slow
 def test_the_wait_in_an_overload_has_two_regimes_by_what_the_latest_step_left_waiting(tmp_path, quick):
     model = _wait(tmp_path, SynthOptions(seed=9, requests=600, journey_sampling=0.5, num_blocks=400))
     assert model["target"]["source"] == "journey, queue state of the latest sampled step"

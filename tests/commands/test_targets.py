@@ -60,7 +60,7 @@ def test_durations_that_are_step_times_are_used_for_every_sampled_step(tmp_path,
 
 def test_the_report_says_why_the_clock_with_both_medians(tmp_path, traces, job):
     job(traces.load(steps=120, requests=0, covered=0.05))
-    because = _timeline(tmp_path)["beta_target_because"]
+    because = _timeline(tmp_path)["beta_target_reason"]
     medians = (
         TableStore(tmp_path / "out" / "tables").read("timeline").filter(pl.col("cycle_us").is_not_null())
     )

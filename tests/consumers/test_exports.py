@@ -472,6 +472,7 @@ def test_traces_without_journeys_are_refused_with_what_would_help(tmp_path, new_
         export(tmp_path / "out/models", to, tmp_path / "made")
 
 
+@pytest.mark.slow
 def test_the_weighting_is_what_replays_training_requests_best(tmp_path):
     """On a roofline half the weight on prefill made decode 3 % short; what is chosen keeps ITL and E2E, both light and heavy."""
     folder = write_run(
@@ -500,6 +501,7 @@ def test_a_scope_that_cannot_be_replayed_says_so(made, tmp_path):
     assert reason.endswith("journeys of all requests would let their replay choose")
 
 
+@pytest.mark.slow
 def test_what_requests_found_in_the_cache_is_not_computed_in_the_replay(tmp_path):
     options = SynthOptions(
         name="prefixes", seed=8, requests=300, prefix_fraction=0.7, prefix_tokens=512, rich_sampling=1.0

@@ -22,7 +22,7 @@ def example(tmp_path):
     (block,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     document = {
         "schema": "tracefit/coefficients",
-        "version": 1,
+        "version": 2,
         "kind": "beta",
         "models": [json.loads(block)],
     }
@@ -47,7 +47,7 @@ def test_the_worked_example_is_what_it_says(example):
     assert sum(map(float, products.split(" + "))) == pytest.approx(float(result), abs=1e-3)
     told = tracefit.load(example).predict_step(batch=32, prefill=512)
     assert told.step.value_us == pytest.approx(float(result), abs=1e-9)
-    assert told.outside == ()
+    assert told.out_of_range == ()
     assert dict(told.features)["prefill_share"] == pytest.approx(0.941176, abs=1e-6)
 
 

@@ -11,9 +11,9 @@ import pytest
 from sklearn.dummy import DummyRegressor
 
 import tracefit
+from tracefit.coefficients.compiled import CompiledModel
 from tracefit.coefficients.files import read_coefficients
-from tracefit.coefficients.predict import predict
-from tracefit.fit.select import Choice
+from tracefit.fit.results import PenaltyChoice
 from tracefit.synth import LinearLaw, SynthOptions, synth, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -54,11 +54,11 @@ def _held_out(folder):
 def _step_times(folder):
     """Predict every step, one at a time, with what beta.json says alone."""
     (model,) = read_coefficients(folder / "models" / "beta.json").models
-    names = [t.feature for t in model.terms]
+    names, compiled = [t.feature for t in model.terms], CompiledModel(model)
     times = {}
     for row in _table(folder, "timeline").to_dicts():
         row["prefill_share"] = row["prefill_tokens"] / (row["prefill_tokens"] + row["decode_tokens"])
-        times[row["step_id"]] = (row["ts_start_ns"], predict(model, {n: row[n] for n in names}))
+        times[row["step_id"]] = (row["ts_start_ns"], compiled.predict({n: row[n] for n in names}))
     return times
 
 
@@ -74,7 +74,7 @@ def test_teacher_forced_errors_follow_from_the_published_files(trained):
     for r in _held_out(trained):
         first, token, last = (r[f"{n}_step"] for n in ("first_scheduled", "first_token", "finished"))
         boundaries = [(at - r["arrival_ns"]) / 1e3 for at in starts.values() if at >= r["arrival_ns"]]
-        ttft = predict(admission, {"prompt_tokens": r["prompt_tokens"]}, boundaries)
+        ttft = CompiledModel(admission).predict({"prompt_tokens": r["prompt_tokens"]}, boundaries)
         ttft += (starts[first] - r["queued_ns"]) / 1e3
         ttft += sum(steps[k][1] for k in range(first, token + 1))
         itl = sum(steps[k][1] for k in range(token + 1, last + 1)) / (r["output_tokens"] - 1)
@@ -101,7 +101,7 @@ def test_teacher_forced_errors_follow_from_the_published_files(trained):
 def test_the_report_and_the_summary_show_them(trained):
     latency, text = _latency(trained), (trained / "report.md").read_text()
     for name, title in {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}.items():
-        for way in ("teacher_forced", "hindsight", "averages_only", "baseline"):
+        for way in ("teacher_forced", "refit_on_holdout", "averages_only", "baseline"):
             row = next(x for x in text.splitlines() if x.startswith(f"| {title} | {way.replace('_', ' ')} |"))
             cells = [cell.strip().replace(",", "") for cell in row.split("|")[3:6]]
             entry = latency[name][way]
@@ -137,7 +137,7 @@ def planted(tmp_path_factory):
             folder = write_run(synth(laid), root)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    "tracefit.fit.train.choose_penalty", lambda *_, **__: Choice("ridge", 1e-8, 1.0, 5)
+                    "tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-8, 1.0, 5)
                 )
                 boosting = "tracefit.fit.validate.HistGradientBoostingRegressor"
                 patch.setattr(boosting, lambda **_: DummyRegressor(strategy="median"))
@@ -148,7 +148,7 @@ def planted(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("options", [{}, {"num_blocks": 400}], ids=str)
+@pytest.mark.parametrize("options", [{}, pytest.param({"num_blocks": 400}, marks=pytest.mark.slow)], ids=str)
 def test_planted_step_times_compose_to_the_measured_latencies(planted, options):
     """Noise of 3 % per step averages out over a request's steps; nothing else stands between the two."""
     folder = planted(**options)
@@ -178,12 +178,12 @@ def test_hindsight_takes_away_what_changed_with_the_hold_out(tmp_path, new_trace
     folder = new_traces().load(late=0.8).write(tmp_path / "faster")
     tracefit.run([folder], tmp_path / "out")
     told = _latency(tmp_path / "out")["itl"]
-    assert told["hindsight"]["n"] == told["teacher_forced"]["n"] > 10
+    assert told["refit_on_holdout"]["n"] == told["teacher_forced"]["n"] > 10
     assert told["teacher_forced"]["mape_pct"] == pytest.approx(25, abs=2)
-    assert told["hindsight"]["mape_pct"] < 2
+    assert told["refit_on_holdout"]["mape_pct"] < 2
     for name in ("ttft", "e2e", "client"):
         told = _latency(tmp_path / "out")[name]
-        assert told["hindsight"]["mape_pct"] < told["teacher_forced"]["mape_pct"] / 3
+        assert told["refit_on_holdout"]["mape_pct"] < told["teacher_forced"]["mape_pct"] / 3
 
 
 def test_hindsight_leaves_what_no_batch_tells(tmp_path, new_traces, quick):
@@ -192,7 +192,7 @@ def test_hindsight_leaves_what_no_batch_tells(tmp_path, new_traces, quick):
     tracefit.run([folder], tmp_path / "out")
     told = _latency(tmp_path / "out")["itl"]
     assert told["teacher_forced"]["mape_pct"] > 5
-    assert told["hindsight"]["mape_pct"] == pytest.approx(told["teacher_forced"]["mape_pct"], rel=0.2)
+    assert told["refit_on_holdout"]["mape_pct"] == pytest.approx(told["teacher_forced"]["mape_pct"], rel=0.2)
 
 
 def test_with_few_steps_sampled_and_all_journeys_the_steps_between_are_composed_too(planted):

@@ -15,7 +15,7 @@ import polars as pl
 import pytest
 
 import tracefit
-from tracefit.coefficients.frames import predict_rows
+from tracefit.coefficients.predict_frames import predict_rows
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = json.loads((ROOT / "fixtures/expected.json").read_text())
@@ -28,6 +28,7 @@ def remade(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in EXPECTED if n.startswith("runs/")])
 def test_a_fixture_yields_what_the_generator_put_in(remade: Path, name: str) -> None:
     run, wanted = name.removeprefix("runs/"), EXPECTED[name]
@@ -67,12 +68,14 @@ def _spans(line: bytes) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["alpha.json", "beta.json"])
 def test_the_shipped_models_are_what_make_models_writes(remade: Path, name: str) -> None:
     shipped = json.loads((ROOT / "models" / name).read_text())
     _assert_same(shipped, json.loads((remade / "models" / name).read_text()), name)
 
 
+@pytest.mark.slow
 def test_the_shipped_evaluation_is_what_make_models_writes(remade: Path) -> None:
     _assert_same(
         json.loads((ROOT / "models/evaluation.json").read_text()),
@@ -131,6 +134,7 @@ def test_the_readmes_python_evaluates_a_file_without_tracefit() -> None:
     assert "tracefit" not in code
 
 
+@pytest.mark.slow
 def test_the_readmes_python_evaluates_every_form_as_tracefit_does(remade: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     lines: dict[str, Any] = {}

@@ -6,7 +6,7 @@ import math
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tracefit.errors import UsageError
@@ -188,7 +188,6 @@ def _formulas():
     return st.recursive(leaves, grow, max_leaves=6)
 
 
-@settings(deadline=None)
 @given(formula=_formulas())
 def test_frames_and_rows_agree(formula):
     try:
@@ -198,7 +197,6 @@ def test_frames_and_rows_agree(formula):
     compute(formula)
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=60))
 def test_any_text_is_computed_or_refused(text):
     try:

@@ -9,12 +9,13 @@ import polars as pl
 import pytest
 
 import tracefit
-from tracefit.fit import rows as rules
+from tracefit.fit import splits
 from tracefit.fit.boundary import admission_with_clock, fit_boundary, mean_residual
-from tracefit.fit.options import FitOptions
-from tracefit.fit.parts import FeatureColumn
+from tracefit.fit.inputs import FitOptions
+from tracefit.fit.linear import FeatureColumn
+from tracefit.fit.results import LinearFit
 from tracefit.fit.step_clock import interpolated_clock
-from tracefit.fit.train import Fitted, fit_linear
+from tracefit.fit.train import fit_linear
 
 MS = 1_000_000
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
@@ -74,7 +75,7 @@ def test_the_expectation_is_exported_and_its_error_stands_beside_the_clocks(trai
 def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new_traces, quick, monkeypatch):
     """Thirty requests at once are named in the report; the work is that of the requests that came alone."""
     # All of them are queued after the same time, which a line says as well: here the boundary is asked for.
-    monkeypatch.setattr("tracefit.fit.forms.try_boundary", lambda *_: None)
+    monkeypatch.setattr("tracefit.fit.candidates.try_boundary", lambda *_: None)
     trace = new_traces().load()
     alone = (one["scopeSpans"][0]["spans"][0] for one in trace.records)
     (span,) = (s for s in alone if s["name"] == "llm_core" and "'cmpl-40-0-00000000'" in str(s["attributes"]))
@@ -149,18 +150,18 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it():
         }
     )
     linear = fit_linear(
-        rules.split_by_time(rows),
+        splits.split_by_time(rows),
         [FeatureColumn("prompt_tokens", "us/token")],
         FitOptions(drop_outliers=False, reference=False),
     )
-    assert isinstance(linear, Fitted)
+    assert isinstance(linear, LinearFit)
     fitted = fit_boundary(linear, timeline)
     assert fitted is not None
     assert fitted.work_us == pytest.approx(WORK_US, abs=150)
     assert len(fitted.bursts) == 8
     # Work that begins on arrival would find the first boundary for all forty of a burst, which nine of it get.
-    assert fitted.right_boundary > 0.95
-    assert fitted.validation.by["burst"].mae < 0.05 * admissions[-40:].mean()
+    assert fitted.boundary_accuracy_pct > 95
+    assert fitted.validation.by_group["burst"].mae < 0.05 * admissions[-40:].mean()
 
 
 def _unknown_steps(idle_after=False):

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit.bursts import api_waits, find_bursts, mark_bursts, requests_ahead
+from tracefit.fit.boundary import api_waits, find_bursts, mark_bursts, requests_ahead
 
 
 def _rows(arrivals_ms, *, server="s", train=None, admission_us=2_000.0):

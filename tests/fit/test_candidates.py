@@ -6,12 +6,12 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit import rows as rules
-from tracefit.fit.candidates import Candidate, choose, try_features
-from tracefit.fit.load import load_cut
-from tracefit.fit.options import FitOptions
-from tracefit.fit.parts import FeatureColumn
-from tracefit.fit.signs import ANY_SIGN
+from tracefit.fit import splits
+from tracefit.fit.candidates import choose, try_features
+from tracefit.fit.extrapolation import load_cut
+from tracefit.fit.inputs import ANY_SIGN, FitOptions
+from tracefit.fit.linear import FeatureColumn
+from tracefit.fit.results import Candidate
 
 
 def _chosen(*candidates):
@@ -53,7 +53,7 @@ def _rows(n=600):
     """Twice as long with every request more: 1000 + 20 load + load^2 / 10, the load drawn anew for each row."""
     rng = np.random.default_rng(3)
     load = rng.integers(0, 200, n)
-    return rules.split_by_time(
+    return splits.split_by_time(
         pl.DataFrame(
             {
                 "run_id": "r",
@@ -77,15 +77,15 @@ def test_the_error_beyond_is_that_of_a_fit_of_the_lower_half_on_the_upper():
     line = try_features(rows, "line", [FeatureColumn("reqs", "us/request")], how)
     both = [FeatureColumn("reqs", "us/request"), FeatureColumn("squared", "us", max_inflation=100.0)]
     square = try_features(rows, "square", both, how)
-    assert square.inside == pytest.approx(4.0, rel=0.15)
-    assert square.beyond == pytest.approx(4.0, rel=0.3)
+    assert square.inside_mae == pytest.approx(4.0, rel=0.15)
+    assert square.beyond_mae == pytest.approx(4.0, rel=0.3)
     # Above the cut c the line misses l^2/10 - (c l / 10 - c^2 / 60).
     train = rows.filter(pl.col("split") == "train")["reqs"].to_numpy()
     cut = np.quantile(train, 0.5, method="inverted_cdf")
     above = train[train > cut]
     missed = np.mean(np.abs(above**2 / 10 - (cut * above / 10 - cut**2 / 60)))
-    assert line.beyond == pytest.approx(missed, rel=0.1)
-    assert line.inside < 0.3 * line.beyond
+    assert line.beyond_mae == pytest.approx(missed, rel=0.1)
+    assert line.inside_mae < 0.3 * line.beyond_mae
 
 
 def test_too_few_rows_make_no_candidate():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from tracefit.fit.distribution import PERCENTS, distribution
+from tracefit.fit.metrics import PERCENTS, distribution
 
 
 def _at(quantiles, percent):

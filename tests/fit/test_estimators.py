@@ -12,7 +12,8 @@ from sklearn.linear_model import ElasticNet, Lasso, LinearRegression, Ridge
 from sklearn.preprocessing import StandardScaler
 
 from tracefit.fit.estimators import RobustLinear, confidence_intervals, huber_weights
-from tracefit.fit.select import Choice, choose_penalty, time_blocks
+from tracefit.fit.results import PenaltyChoice
+from tracefit.fit.select import choose_penalty, time_blocks
 from tracefit.fit.solvers import moments
 
 TRUTH = np.array([2000.0, 10.0, -40.0, 0.003])
@@ -196,14 +197,18 @@ def _intervals(seed, *, n=150, memory=0.0, blocks=15, chosen=False):
     x = np.column_stack([100 + 30 * rng.standard_normal(n), 5 + 2 * rng.standard_normal(n)])
     y = 2000 + x @ [10.0, -40.0] + 50 * _autoregressive(rng, n, memory)
     one_run, time = np.zeros(n, dtype=np.int64), np.arange(n)
-    choice = choose_penalty(x, y, time_blocks(one_run, time, 5)) if chosen else Choice("ridge", 1e-6, 0.0, 0)
+    choice = (
+        choose_penalty(x, y, time_blocks(one_run, time, 5))
+        if chosen
+        else PenaltyChoice("ridge", 1e-6, 0.0, 0)
+    )
     model = RobustLinear(choice.penalty, choice.strength).fit(x, y)
     block = time_blocks(one_run, time, blocks)
     intercept, slopes = confidence_intervals(x, y, model, block)
     return [intercept, *slopes]
 
 
-@pytest.mark.parametrize("chosen", [False, True])
+@pytest.mark.parametrize("chosen", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_intervals_of_95_percent_hold_the_truth_about_that_often(chosen):
     """200 runs whose noise remembers half of the step before; also with the penalty that validation chooses."""
     found = [_intervals(seed, memory=0.5, chosen=chosen) for seed in range(200)]

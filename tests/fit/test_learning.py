@@ -6,28 +6,30 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit import rows as rules
-from tracefit.fit.options import FitOptions
-from tracefit.fit.parts import Comparison, FeatureColumn, Regime
-from tracefit.fit.select import Choice
-from tracefit.fit.train import Fitted, fit_linear, fit_regimes
+from tracefit.fit import splits
+from tracefit.fit.inputs import FitOptions
+from tracefit.fit.linear import Comparison, FeatureColumn, Regime
+from tracefit.fit.results import LinearFit, PenaltyChoice
+from tracefit.fit.train import fit_linear, fit_regimes
 
 
 @pytest.fixture(autouse=True)
 def _penalty(monkeypatch):
-    monkeypatch.setattr("tracefit.fit.train.choose_penalty", lambda *_, **__: Choice("ridge", 1e-9, 0.0, 5))
+    monkeypatch.setattr(
+        "tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-9, 0.0, 5)
+    )
 
 
 def _frame(n, y):
     columns = {"run_id": "r", "server": "s", "ts_ns": np.arange(n) * 1000, "y": y, "excluded_because": None}
     x = np.random.default_rng(0).integers(0, 100, n)
     frame = pl.DataFrame(columns | {"x": x}, schema_overrides={"excluded_because": pl.String})
-    return rules.split_by_time(frame)
+    return splits.split_by_time(frame)
 
 
 def _curve(frame):
     fitted = fit_linear(frame, [FeatureColumn("x", "us")], FitOptions(drop_outliers=False, reference=False))
-    assert isinstance(fitted, Fitted)
+    assert isinstance(fitted, LinearFit)
     return fitted.validation.learning_curve, fitted.validation.holdout
 
 
@@ -57,5 +59,5 @@ def test_every_regime_needs_its_rows():
     features = (FeatureColumn("x", "us"),)
     regimes = [Regime("rare", (Comparison("rare", ">", value=0.0),), features), Regime("rest", (), features)]
     fitted = fit_regimes(frame, regimes, FitOptions(drop_outliers=False, reference=False))
-    assert isinstance(fitted, Fitted)
+    assert isinstance(fitted, LinearFit)
     assert [p.share for p in fitted.validation.learning_curve] == [0.7, 1.0]

@@ -10,8 +10,8 @@ import pytest
 
 import tracefit
 from tracefit import TrainOptions, run
-from tracefit.fit.load import with_load
-from tracefit.fit.rows import FEW_ROWS
+from tracefit.fit.extrapolation import with_load
+from tracefit.fit.splits import FEW_ROWS
 from tracefit.synth import LinearLaw, SynthOptions, surge_phases, synth, write_run
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tracefit.fit.metrics import NO_ROWS, measure, skill
+from tracefit.fit.metrics import measure, skill
+from tracefit.fit.results import NO_ROWS
 
 
 def _measure(actual, predicted):

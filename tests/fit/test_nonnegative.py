@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tracefit.fit.nonnegative import balanced, fit_nonnegative
+from tracefit.fit.estimators import balanced, fit_nonnegative
 
 
 def test_a_coefficient_that_would_be_negative_is_zero():

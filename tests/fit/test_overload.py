@@ -5,7 +5,8 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from tracefit.fit.overload import Overload, find_overloads, runs_to_fit
+from tracefit.fit.overload import find_overloads, runs_to_fit
+from tracefit.fit.results import Overload
 from tracefit.tables import schema
 
 NO_STEPS = schema.STEPS.empty()

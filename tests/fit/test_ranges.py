@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.fit.parts import FeatureColumn, FittedTerm
-from tracefit.fit.ranges import beyond_training
+from tracefit.fit.extrapolation import beyond_training
+from tracefit.fit.linear import FeatureColumn, FittedTerm
 
 
 def _term(name, low, high):

@@ -6,11 +6,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit import rows as rules
-from tracefit.fit.options import FitOptions
-from tracefit.fit.parts import Comparison, FeatureColumn, Regime, predict_parts
-from tracefit.fit.select import Choice
-from tracefit.fit.train import Fitted, TooFewRows, fit_regimes
+from tracefit.fit import splits
+from tracefit.fit.inputs import FitOptions
+from tracefit.fit.linear import Comparison, FeatureColumn, Regime, predict_regimes
+from tracefit.fit.results import LinearFit, PenaltyChoice, TooFewRows
+from tracefit.fit.train import fit_regimes
 
 SLOPE = (FeatureColumn("ahead", "us/request"),)
 NO_SLOT = (Comparison("slots", "<=", value=0.0),)
@@ -19,7 +19,9 @@ REGIMES = [Regime("queued", NO_SLOT, SLOPE), Regime("free", (), SLOPE)]
 
 @pytest.fixture(autouse=True)
 def _penalty(monkeypatch):
-    monkeypatch.setattr("tracefit.fit.train.choose_penalty", lambda *_, **__: Choice("ridge", 1e-10, 0.0, 5))
+    monkeypatch.setattr(
+        "tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-10, 0.0, 5)
+    )
 
 
 def _frame(n=400, *, full=0.5, wrong=0):
@@ -37,18 +39,18 @@ def _frame(n=400, *, full=0.5, wrong=0):
         "y": np.where(queued, 5000.0 + 100 * ahead, 200.0),
         "excluded_because": None,
     }
-    return rules.split_by_time(pl.DataFrame(columns, schema_overrides={"excluded_because": pl.String}))
+    return splits.split_by_time(pl.DataFrame(columns, schema_overrides={"excluded_because": pl.String}))
 
 
-def _fit(frame, regimes=REGIMES) -> Fitted:
-    options = FitOptions(drop_outliers=False, reference=False, truth=pl.col("queued"))
+def _fit(frame, regimes=REGIMES) -> LinearFit:
+    options = FitOptions(drop_outliers=False, reference=False, label=pl.col("queued"))
     fitted = fit_regimes(frame, list(regimes), options)
-    assert isinstance(fitted, Fitted)
+    assert isinstance(fitted, LinearFit)
     return fitted
 
 
 def test_each_regime_has_its_own_line():
-    queued, free = _fit(_frame()).parts
+    queued, free = _fit(_frame()).regimes
     assert (queued.regime.name, free.regime.name) == ("queued", "free")
     assert queued.intercept == pytest.approx(5000, rel=1e-3)
     assert queued.terms[0].value == pytest.approx(100, rel=1e-3)
@@ -57,20 +59,20 @@ def test_each_regime_has_its_own_line():
 
 
 def test_the_first_condition_that_holds_speaks():
-    parts = _fit(_frame()).parts
+    parts = _fit(_frame()).regimes
     rows = pl.DataFrame({"slots": [0.0, 1.0, -2.0, None], "ahead": [10, 10, 20, 10]})
-    assert predict_parts(parts, rows) == pytest.approx([6000, 200, 7000, 200], rel=1e-2)
+    assert predict_regimes(parts, rows) == pytest.approx([6000, 200, 7000, 200], rel=1e-2)
 
 
 def test_a_regime_with_too_few_rows_leaves_them_to_the_next():
     fitted = _fit(_frame(full=0.05))
-    assert [(p.regime.name, p.rows_used) for p in fitted.parts] == [("free", 280)]
+    assert [(p.regime.name, p.rows_used) for p in fitted.regimes] == [("free", 280)]
 
 
 def test_the_only_regime_that_was_fitted_speaks_for_all():
     fitted = _fit(_frame(full=0.97))
-    assert [p.regime.name for p in fitted.parts] == ["queued"]
-    assert fitted.parts[0].regime.any_of == ()
+    assert [p.regime.name for p in fitted.regimes] == ["queued"]
+    assert fitted.regimes[0].regime.any_of == ()
 
 
 def test_the_condition_is_held_against_what_happened():

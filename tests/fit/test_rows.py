@@ -6,8 +6,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit import rows as rules
-from tracefit.fit.outliers import outliers
+from tracefit.fit import splits
+from tracefit.fit.design import outliers
 
 
 def _rows(times, *, run="r", server="s", because=None):
@@ -24,7 +24,7 @@ def _rows(times, *, run="r", server="s", because=None):
 
 
 def _held_out(frame, **which):
-    return rules.split_by_time(frame).filter(split="holdout", **which)["ts_ns"].to_list()
+    return splits.split_by_time(frame).filter(split="holdout", **which)["ts_ns"].to_list()
 
 
 @pytest.mark.parametrize(("count", "train"), [(10, 7), (100, 70), (90, 63), (7, 5), (3, 2)])
@@ -45,7 +45,7 @@ def test_every_run_and_server_is_split_by_its_own_clock():
 def test_gaps_do_not_move_the_boundary(reason):
     gaps = dict.fromkeys(range(5, 50), reason)
     frame = _rows([*range(5), *range(5, 50), *range(100, 105)], because=gaps)
-    assert rules.split_by_time(frame).filter(pl.col("excluded_because").is_null())["split"].to_list() == [
+    assert splits.split_by_time(frame).filter(pl.col("excluded_because").is_null())["split"].to_list() == [
         *["train"] * 7,
         *["holdout"] * 3,
     ]
@@ -53,18 +53,18 @@ def test_gaps_do_not_move_the_boundary(reason):
 
 def test_rows_keep_their_order():
     frame = _rows([5, 1, 9, 3])
-    assert rules.split_by_time(frame)["ts_ns"].to_list() == [5, 1, 9, 3]
+    assert splits.split_by_time(frame)["ts_ns"].to_list() == [5, 1, 9, 3]
 
 
 def test_marking_spares_the_hold_out_and_what_is_marked():
-    frame = rules.split_by_time(_rows(range(10), because={2: "idle_gap"}))
-    marked = rules.mark(frame, "warm_up", pl.col("ts_ns").is_in([1, 2, 8]))
+    frame = splits.split_by_time(_rows(range(10), because={2: "idle_gap"}))
+    marked = splits.mark(frame, "warm_up", pl.col("ts_ns").is_in([1, 2, 8]))
     assert marked["excluded_because"].to_list() == [None, "warm_up", "idle_gap", *[None] * 7]
 
 
 def test_marking_takes_unknown_for_no():
-    frame = rules.split_by_time(_rows(range(10))).with_columns(flag=pl.lit(None, pl.Boolean))
-    assert rules.mark(frame, "outlier", pl.col("flag"))["excluded_because"].null_count() == 10
+    frame = splits.split_by_time(_rows(range(10))).with_columns(flag=pl.lit(None, pl.Boolean))
+    assert splits.mark(frame, "outlier", pl.col("flag"))["excluded_because"].null_count() == 10
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_warm_up_is_one_percent_of_the_steps_or_twenty(first, last, until):
     counters = pl.DataFrame(
         {"run_id": "r", "server": "s", "epoch": 0, "first_step": [first], "last_step": [last]}
     )
-    assert rules.warm_up_ends(counters)["warm_up_until"].to_list() == [until]
+    assert splits.warm_up_ends(counters)["warm_up_until"].to_list() == [until]
 
 
 def test_an_outlier_is_far_in_spreads_and_by_a_factor():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.select import (
-    Choice,
     choose_penalty,
     collinearity,
-    harms,
-    pays,
+    improves,
+    is_worse_than_constant,
     time_blocks,
     usable_features,
 )
@@ -158,20 +158,20 @@ def test_a_line_through_a_burst_that_misleads_elsewhere_is_told(burst, misleads)
     y = 500 + slope * x[:, 0] + rng.normal(0, 1, 200)
     weights = np.ones(200)
     choice = choose_penalty(x, y, blocks, weights)
-    assert harms(x, y, blocks, weights, choice) is misleads
+    assert is_worse_than_constant(x, y, blocks, weights, choice) is misleads
 
 
 def test_nothing_misleads_where_there_is_nothing_to_judge_by():
     x = np.column_stack(_columns(50))
     blocks = np.zeros(50, dtype=np.int64)
-    assert not harms(x, x[:, 0], blocks, np.ones(50), choose_penalty(x, x[:, 0], blocks))
+    assert not is_worse_than_constant(x, x[:, 0], blocks, np.ones(50), choose_penalty(x, x[:, 0], blocks))
 
 
 def test_features_that_know_nothing_of_each_other_have_condition_and_inflation_one():
     x = np.array([[0.0, 0.0], [0.0, 10.0], [5.0, 0.0], [5.0, 10.0]])
     found = collinearity(x)
     assert found.condition_number == pytest.approx(1)
-    assert found.inflation == pytest.approx((1, 1))
+    assert found.variance_inflation == pytest.approx((1, 1))
 
 
 def test_two_features_of_correlation_r_by_hand():
@@ -181,16 +181,16 @@ def test_two_features_of_correlation_r_by_hand():
         np.column_stack([a, 0.8 * a + 0.6 * b, np.array([1.0, -1.0, -1.0, 1.0])]) * [1, 9, 4]
     )
     assert found.condition_number == pytest.approx(3)
-    assert found.inflation == pytest.approx((1 / 0.36, 1 / 0.36, 1))
+    assert found.variance_inflation == pytest.approx((1 / 0.36, 1 / 0.36, 1))
 
 
 def test_one_feature_or_none_has_nothing_to_be_collinear_with():
-    assert collinearity(np.arange(5.0)[:, None]).inflation == pytest.approx((1,))
+    assert collinearity(np.arange(5.0)[:, None]).variance_inflation == pytest.approx((1,))
     assert collinearity(np.zeros((5, 0))).condition_number is None
 
 
 def _choice(*folds):
-    return Choice("ridge", 1e-8, sum(folds), len(folds), folds)
+    return PenaltyChoice("ridge", 1e-8, sum(folds), len(folds), folds)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def _choice(*folds):
     ],
 )
 def test_richer_models_pay_by_a_standard_error_and_five_percent(simple, richer, worth):
-    assert pays(_choice(*simple), _choice(*richer)) is worth
+    assert improves(_choice(*simple), _choice(*richer)) is worth
 
 
 def test_fold_scores_sum_to_the_score():

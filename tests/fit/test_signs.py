@@ -10,11 +10,10 @@ from scipy.optimize import lsq_linear
 from tracefit import TrainOptions, UsageError
 from tracefit.commands.train import scope_options
 from tracefit.features.sets import BUILT_IN
-from tracefit.fit import rows as rules
+from tracefit.fit import splits
 from tracefit.fit.estimators import RobustLinear, confidence_intervals
-from tracefit.fit.options import FitOptions, ScopeOptions
-from tracefit.fit.parts import FeatureColumn
-from tracefit.fit.signs import ANY_SIGN, NON_NEGATIVE, Signs
+from tracefit.fit.inputs import ANY_SIGN, NON_NEGATIVE, FitOptions, ScopeOptions, Signs
+from tracefit.fit.linear import FeatureColumn
 from tracefit.fit.train import fit_linear
 
 
@@ -68,21 +67,23 @@ def _frame(law, n=400):
         },
         schema_overrides={"excluded_because": pl.String},
     )
-    return rules.split_by_time(frame)
+    return splits.split_by_time(frame)
 
 
 FEATURES = [FeatureColumn("prefill", "us/token", sign="non_negative"), FeatureColumn("decode", "us/request")]
 
 
 def _fit(frame, signs):
-    return fit_linear(frame, FEATURES, FitOptions(reference=False, signs=signs)).parts[0]
+    return fit_linear(frame, FEATURES, FitOptions(reference=False, signs=signs)).regimes[0]
 
 
 def test_a_declared_sign_binds_and_any_sign_lifts_it():
     frame = _frame(lambda prefill, decode: 5000 - 10 * prefill - 20 * decode)
     declared, lifted = (_fit(frame, signs) for signs in (Signs("declared", intercept=True), ANY_SIGN))
     assert {t.feature.name for t in declared.terms} == {"decode"}
-    assert ("prefill", "not above zero in these runs") in [(x.feature, x.reason) for x in declared.left_out]
+    assert ("prefill", "not above zero in these runs") in [
+        (x.feature, x.reason) for x in declared.features_left_out
+    ]
     assert {t.feature.name: t.value for t in lifted.terms} == pytest.approx(
         {"prefill": -10, "decode": -20}, rel=0.02
     )

@@ -8,10 +8,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit import rows as rules
-from tracefit.fit.options import FitOptions
-from tracefit.fit.parts import FeatureColumn
-from tracefit.fit.step_phases import errors_by_phase
+from tracefit.fit import splits
+from tracefit.fit.inputs import FitOptions
+from tracefit.fit.linear import FeatureColumn
+from tracefit.fit.phases import errors_by_phase
 from tracefit.fit.train import fit_linear
 
 SECOND = 1_000_000_000
@@ -23,7 +23,7 @@ def _steps():
     x = np.random.default_rng(0).random(1_200)
     frame = {"run_id": "r", "server": "s", "ts_ns": (at * SECOND).astype(np.int64), "x": x}
     y = (1_000 + 500 * x) * np.where(at > 90, 1.2, 1.0)
-    return rules.split_by_time(pl.DataFrame({**frame, "y": y, "excluded_because": [None] * 1_200}))
+    return splits.split_by_time(pl.DataFrame({**frame, "y": y, "excluded_because": [None] * 1_200}))
 
 
 def _requests(server="s"):

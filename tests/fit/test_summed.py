@@ -9,10 +9,11 @@ import polars as pl
 import pytest
 
 from tracefit.coefficients.evaluation import SummedEntry
-from tracefit.fit.options import FitOptions
-from tracefit.fit.parts import FeatureColumn
-from tracefit.fit.summed import SummedTime, block_length, speed_change_pct, summed_time
-from tracefit.fit.train import Fitted, fit_linear
+from tracefit.fit.holdout import block_length, speed_change_pct, summed_time
+from tracefit.fit.inputs import FitOptions
+from tracefit.fit.linear import FeatureColumn
+from tracefit.fit.results import LinearFit, SummedTime
+from tracefit.fit.train import fit_linear
 from tracefit.reports.latency import summed_line
 
 
@@ -28,7 +29,7 @@ def test_the_row_furthest_off_has_its_part_of_the_bias():
     predicted = np.r_[2.0, np.ones(99), 100.0]
     told = summed_time(predicted, actual, np.arange(101) // 10)
     assert told.bias_pct == pytest.approx(-49.75)
-    assert told.furthest_pct == pytest.approx(-50)
+    assert told.max_contribution_pct == pytest.approx(-50)
 
 
 def test_a_bias_that_is_everywhere_the_same_has_no_spread():
@@ -115,7 +116,7 @@ def _drifting(change, rows=400):
         }
     )
     fitted = fit_linear(frame, [FeatureColumn("batch", "us/request")], FitOptions(reference=False))
-    assert isinstance(fitted, Fitted)
+    assert isinstance(fitted, LinearFit)
     return fitted
 
 

@@ -8,12 +8,11 @@ import pytest
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
-from tracefit.fit import rows as rules
-from tracefit.fit.options import FitOptions
-from tracefit.fit.parts import FeatureColumn
-from tracefit.fit.select import Choice
-from tracefit.fit.signs import ANY_SIGN, NON_NEGATIVE
-from tracefit.fit.train import Fitted, TooFewRows, fit_linear
+from tracefit.fit import splits
+from tracefit.fit.inputs import ANY_SIGN, NON_NEGATIVE, FitOptions
+from tracefit.fit.linear import FeatureColumn
+from tracefit.fit.results import LinearFit, PenaltyChoice, TooFewRows
+from tracefit.fit.train import fit_linear
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
 QUICK = FitOptions(reference=False)
@@ -25,7 +24,7 @@ def penalty(monkeypatch):
 
     def take(kind, strength):
         monkeypatch.setattr(
-            "tracefit.fit.train.choose_penalty", lambda *_, **__: Choice(kind, strength, 0.0, 5)
+            "tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice(kind, strength, 0.0, 5)
         )
 
     take("ridge", 1e-8)
@@ -48,7 +47,7 @@ def _frame(n=300, *, seed=0, **columns):
         },
         schema_overrides={"excluded_because": pl.String},
     )
-    return rules.split_by_time(frame.with_columns(**columns))
+    return splits.split_by_time(frame.with_columns(**columns))
 
 
 def _spoiled(frame, rows, factor=10.0):
@@ -57,9 +56,9 @@ def _spoiled(frame, rows, factor=10.0):
     )
 
 
-def _fit(frame, features=FEATURES, options=QUICK) -> Fitted:
+def _fit(frame, features=FEATURES, options=QUICK) -> LinearFit:
     fitted = fit_linear(frame, features, options)
-    assert isinstance(fitted, Fitted)
+    assert isinstance(fitted, LinearFit)
     return fitted
 
 
@@ -69,7 +68,7 @@ def _values(fitted):
 
 def test_coefficients_and_counts():
     fitted = _fit(_frame())
-    assert fitted.parts[0].intercept == pytest.approx(2000, rel=0.01)
+    assert fitted.regimes[0].intercept == pytest.approx(2000, rel=0.01)
     assert _values(fitted) == pytest.approx({"prefill": 10, "decode": 50}, rel=0.02)
     assert (fitted.rows_train, fitted.rows_used, fitted.rows_holdout) == (210, 210, 90)
 
@@ -77,7 +76,7 @@ def test_coefficients_and_counts():
 def test_what_was_seen_is_the_range_of_the_training_rows():
     frame = _frame()
     train = frame.head(210)
-    terms = {t.feature.name: t.seen for t in _fit(frame).terms}
+    terms = {t.feature.name: t.training_range for t in _fit(frame).terms}
     assert terms["prefill"] == (train["prefill"].min(), train["prefill"].max())
 
 
@@ -105,7 +104,7 @@ def test_a_tail_that_is_the_signal_stays():
 def test_gaps_leave_both_parts():
     gaps = pl.when(pl.col("ts_ns") % 10_000 == 0).then(pl.lit("idle_gap"))
     frame = _frame().drop("split", "holdout_from_ns").with_columns(excluded_because=gaps)
-    fitted = _fit(rules.split_by_time(frame))
+    fitted = _fit(splits.split_by_time(frame))
     assert fitted.rows_used + fitted.rows_holdout == 270
 
 
@@ -133,7 +132,7 @@ def test_errors_are_given_for_groups_of_held_out_rows():
         groups=(("small", small), ("large", ~small), ("none", pl.col("decode") > 99)), reference=False
     )
     frame = _frame()
-    by = _fit(frame, options=options).validation.by
+    by = _fit(frame, options=options).validation.by_group
     assert {name: m.n for name, m in by.items()} == {
         "small": frame.tail(90).filter(small).height,
         "large": frame.tail(90).filter(~small).height,
@@ -168,7 +167,7 @@ def test_a_prediction_interval_knows_the_outliers_that_did_not_train():
     rows = range(7, 300, 20)
     fitted = _fit(_spoiled(_frame(), rows))
     assert fitted.rows_used < 210
-    assert fitted.parts[0].band.high > 9
+    assert fitted.regimes[0].prediction_interval.high > 9
     assert fitted.validation.interval_coverage_pct > 97
 
 
@@ -178,7 +177,9 @@ def test_prediction_intervals_are_of_the_rows_the_error_is_measured_on():
     noise = pl.Series(np.random.default_rng(7).normal(0, 200, 300))
     frame = _frame(kind=kind).with_columns(y=pl.col("y") + kind * noise)
     quiet, loud = (
-        _fit(frame, options=FitOptions(reference=False, judge=pl.col("kind") == k)).parts[0].band
+        _fit(frame, options=FitOptions(reference=False, eval_filter=pl.col("kind") == k))
+        .regimes[0]
+        .prediction_interval
         for k in (0, 1)
     )
     assert (loud.high - loud.low) > 4 * (quiet.high - quiet.low)
@@ -187,13 +188,17 @@ def test_prediction_intervals_are_of_the_rows_the_error_is_measured_on():
 def test_a_feature_that_is_mostly_unknown_is_left_out():
     fitted = _fit(_frame(decode=pl.lit(None, pl.Int64)))
     assert _values(fitted).keys() == {"prefill"}
-    assert [(x.feature, x.reason) for x in fitted.left_out] == [("decode", "not known in these runs")]
+    assert [(x.feature, x.reason) for x in fitted.features_left_out] == [
+        ("decode", "not known in these runs")
+    ]
 
 
 def test_a_share_of_unknown_values_says_how_large():
     unknown = pl.when(pl.col("ts_ns") % 10_000 != 0).then("decode")
     fitted = _fit(_frame(decode=unknown))
-    assert [(x.feature, x.reason) for x in fitted.left_out] == [("decode", "not known on 10 % of the rows")]
+    assert [(x.feature, x.reason) for x in fitted.features_left_out] == [
+        ("decode", "not known on 10 % of the rows")
+    ]
 
 
 def test_a_few_unknown_values_cost_training_rows_but_no_held_out_ones():
@@ -208,7 +213,7 @@ def test_a_feature_the_lasso_emptied_is_named(penalty):
     penalty("lasso", 0.5)
     noise = np.random.default_rng(5).standard_normal(300)
     fitted = _fit(_frame(noise=noise), [*FEATURES, FeatureColumn("noise", "us")])
-    assert ("noise", "set to zero by the Lasso") in [(x.feature, x.reason) for x in fitted.left_out]
+    assert ("noise", "set to zero by the Lasso") in [(x.feature, x.reason) for x in fitted.features_left_out]
     assert "prefill" in _values(fitted)
 
 
@@ -219,7 +224,9 @@ def test_costs_that_can_only_add_are_not_below_zero():
     )
     assert _values(free)["decode"] < 0
     assert _values(bound).keys() == {"prefill"}
-    assert [(x.feature, x.reason) for x in bound.left_out] == [("decode", "not above zero in these runs")]
+    assert [(x.feature, x.reason) for x in bound.features_left_out] == [
+        ("decode", "not above zero in these runs")
+    ]
 
 
 @pytest.mark.parametrize(("rows", "reason"), [(41, "29 training and 12"), (13, "10 training and 3")])
@@ -236,11 +243,11 @@ def test_thirty_training_rows_are_enough():
 def test_two_runs_are_one_model_split_each_by_its_own_time():
     late = _frame(seed=1).with_columns(run_id=pl.lit("q"), ts_ns=pl.col("ts_ns") + 10**15)
     both = pl.concat([_frame(), late]).drop("split", "holdout_from_ns")
-    fitted = _fit(rules.split_by_time(both))
+    fitted = _fit(splits.split_by_time(both))
     assert (fitted.rows_used, fitted.rows_holdout) == (420, 180)
 
 
 def test_no_feature_at_all_is_a_level():
     fitted = _fit(_frame(), [])
     assert fitted.terms == ()
-    assert fitted.parts[0].intercept == pytest.approx(_frame().head(210)["y"].mean(), rel=0.02)
+    assert fitted.regimes[0].intercept == pytest.approx(_frame().head(210)["y"].mean(), rel=0.02)

@@ -84,7 +84,10 @@ class Process:
         command = [sys.executable, "-m", "tracefit.cli", "receive", "--out", str(out)]
         ports = ["--grpc-port", "0", "--http-port", "0"]
         self.popen = subprocess.Popen(
-            [*command, *ports, *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, *ports, *map(str, arguments)],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         first = self.popen.stderr.readline()
         found = re.findall(r":(\d+) \(", first)
@@ -130,10 +133,23 @@ async def running(out, *, options=None, store=None, limits=None, token=None, pri
         await writing
 
 
+async def until(condition):
+    """Let the event loop go on until a condition holds."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - what is waited for is inside the receiver
+            await asyncio.sleep(0)
+
+
 @pytest.fixture(scope="session")
 def lib():
     """Return the helpers of these tests."""
     sdk = runpy.run_path(str(Path(__file__).with_name("sdk_spans.py")))["sdk_spans"]
     return SimpleNamespace(
-        records=records, span_ids=span_ids, request=request, running=running, sdk_spans=sdk, pairs=pairs
+        records=records,
+        span_ids=span_ids,
+        request=request,
+        running=running,
+        until=until,
+        sdk_spans=sdk,
+        pairs=pairs,
     )

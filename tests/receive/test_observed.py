@@ -30,7 +30,13 @@ def test_ttft_is_from_arrival_to_the_first_token(traces):
 
 
 def test_stock_servers_say_their_ttft_themselves(traces):
-    traces.span("vllm.llm_engine", "llm_request", (1, 1, 0), [], attributes={"gen_ai.latency.time_to_first_token": 0.25})
+    traces.span(
+        "vllm.llm_engine",
+        "llm_request",
+        (1, 1, 0),
+        [],
+        attributes={"gen_ai.latency.time_to_first_token": 0.25},
+    )
     observed = observe(traces)
     assert (list(observed.ttft_s), observed.requests) == ([0.25], 1)
 
@@ -97,7 +103,9 @@ def test_rates_are_those_of_the_last_ten_seconds(monkeypatch):
 
 
 def test_the_view_shows_what_there_is(traces):
-    observed = observe(traces.steps(traces.summary(1, 1000), traces.summary(2, 10_000), dropped=7).request(1, 0, step=1))
+    observed = observe(
+        traces.steps(traces.summary(1, 1000), traces.summary(2, 10_000), dropped=7).request(1, 0, step=1)
+    )
     text = io.StringIO()
     Console(file=text, width=80).print(live_table(observed))
     shown = dict(line.rstrip().split("  ", 1) for line in text.getvalue().splitlines())

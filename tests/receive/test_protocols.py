@@ -15,7 +15,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.logs.v1 import logs_service_pb2, logs_service_pb2_grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 from tracefit.errors import UsageError
 from tracefit.receive.options import Limits, ReceiveOptions, Rotation, Token
@@ -164,7 +164,10 @@ def test_grpc_refuses_other_signals_politely(lib, tmp_path):
     def both(port):
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             calls = (
-                (metrics_service_pb2_grpc.MetricsServiceStub, metrics_service_pb2.ExportMetricsServiceRequest),
+                (
+                    metrics_service_pb2_grpc.MetricsServiceStub,
+                    metrics_service_pb2.ExportMetricsServiceRequest,
+                ),
                 (logs_service_pb2_grpc.LogsServiceStub, logs_service_pb2.ExportLogsServiceRequest),
             )
             for stub, message in calls:
@@ -190,8 +193,16 @@ def test_what_is_no_request_is_not_worth_sending_again(lib, tmp_path, body):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b'{"resourceSpans": 1}', b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xy"}]}]}]}']
-    + [b"[" * 100_000, b'{"resourceSpans": [{"resource": 7}]}', b'{"a": ' + b"9" * 10_000 + b"}", b"\xff"],
+    [
+        b"",
+        b"[]",
+        b'{"resourceSpans": 1}',
+        b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xy"}]}]}]}',
+        b"[" * 100000,
+        b'{"resourceSpans": [{"resource": 7}]}',
+        b'{"a": ' + b"9" * 10000 + b"}",
+        b"\xff",
+    ],
 )
 def test_json_that_is_no_request_is_refused_in_a_line(lib, tmp_path, body):
     code, _, content = sent_over_http(lib, tmp_path, body, JSON)
@@ -267,9 +278,10 @@ def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
     async def main():
         async with lib.running(tmp_path, limits=limits) as at:
             _, writer = await asyncio.open_connection("127.0.0.1", at.http_port)
-            writer.write(b"POST /v1/traces HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{")
-            while not at.intake._places.locked():
-                await asyncio.sleep(0)
+            writer.write(
+                b"POST /v1/traces HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+            )
+            await lib.until(at.intake._places.locked)
             over_http = await in_thread(post, at.http_port, b"{}", JSON)
             over_grpc = await in_thread(export, at.grpc_port, lib.request(1))
             writer.write(b"        ")
@@ -315,7 +327,7 @@ def test_servers_have_a_limit(lib, tmp_path):
     assert sorted(path.name for path in (tmp_path / "vllm").iterdir()) == ["a", "b"]
 
 
-TOKEN = "a-token-of-some-length"
+TOKEN = "a-token-of-some-length"  # noqa: S105
 
 
 @pytest.fixture
@@ -425,8 +437,7 @@ def test_a_slow_disk_stops_the_senders_not_the_memory(lib, tmp_path, monkeypatch
     async def main():
         async with lib.running(tmp_path, store=store, limits=limits) as at:
             first = asyncio.ensure_future(in_thread(export, at.grpc_port, lib.request(*range(1, 100))))
-            while at.intake._pending_bytes <= limits.pending_bytes:
-                await asyncio.sleep(0.001)
+            await lib.until(lambda: at.intake._pending_bytes > limits.pending_bytes)
             refused = await in_thread(export, at.grpc_port, lib.request(1000))
             over_http = await in_thread(post, at.http_port, b"{}", JSON)
             gate.set()

@@ -52,14 +52,20 @@ def send(kind, receiver, spans, connections=1):
 
 
 def ids(spans):
-    return sorted((s.context.trace_id.to_bytes(16, "big"), s.context.span_id.to_bytes(8, "big")) for s in spans)
+    return sorted(
+        (s.context.trace_id.to_bytes(16, "big"), s.context.span_id.to_bytes(8, "big")) for s in spans
+    )
 
 
 @pytest.fixture(scope="module")
 def run():
     """A run of two processes, as newer SDKs have it: events dropped, requests preempted and aborted."""
     options = SynthOptions(
-        name="vllm-synth", requests=150, step_sampling=0.5, rich_sampling=0.2, num_blocks=600,
+        name="vllm-synth",
+        requests=150,
+        step_sampling=0.5,
+        rich_sampling=0.2,
+        num_blocks=600,
         instance_ids="process",
     )
     return synth(options)
@@ -86,14 +92,18 @@ def test_the_tables_are_those_of_the_same_spans_in_a_file(lib, start, tmp_path, 
     received = tables(tmp_path / "received", tmp_path / "tables")
     for name in TABLES:
         expected = of_a_file[name]
-        assert received[name].drop("settings", strict=False).equals(expected.drop("settings", strict=False)), name
+        assert (
+            received[name].drop("settings", strict=False).equals(expected.drop("settings", strict=False))
+        ), name
     assert of_a_file["journey_events"].height > 500
     assert settings(received) == settings(of_a_file)
 
 
 def settings(found):
     (text,) = found["runs"]["settings"].unique().to_list()
-    return pl.Series([text]).str.json_decode(infer_schema_length=None).struct.unnest().drop("other").to_dicts()
+    return (
+        pl.Series([text]).str.json_decode(infer_schema_length=None).struct.unnest().drop("other").to_dicts()
+    )
 
 
 def test_the_two_processes_of_a_server_are_one_run(lib, start, tmp_path, new_traces):

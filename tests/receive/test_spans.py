@@ -14,7 +14,6 @@ from tracefit.receive.spans import PrivacyFilter, RequestError, Sender, protobuf
 from tracefit.receive.store import TraceStore
 from tracefit.tables.store import TableStore
 
-
 HIDDEN = b"\xfa\x7f\x06SECRET"
 """A field that OTLP does not have."""
 
@@ -135,7 +134,9 @@ def test_a_sender_without_a_name_has_a_folder_too(lib):
     assert part.sender == Sender("unknown", "")
 
 
-@pytest.mark.parametrize("spelling", [("resourceSpans", "scopeSpans", "traceId"), ("resource_spans", "scope_spans", "trace_id")])
+@pytest.mark.parametrize(
+    "spelling", [("resourceSpans", "scopeSpans", "traceId"), ("resource_spans", "scope_spans", "trace_id")]
+)
 def test_json_and_protobuf_say_the_same(spelling):
     resource, scope, trace_id = spelling
     span = {trace_id: "AB" * 16, "name": "x", "links": [{"traceId": "zz"}], "droppedEventsCount": 3}

@@ -62,7 +62,7 @@ def test_the_forest_is_effects_over_the_range_seen(drawn):
     (series,) = figure.panels[0].series
     assert figure.categories == tuple(t.feature for t in model.terms)
     for k, term in enumerate(model.terms):
-        width = (term.seen[1] - term.seen[0]) / 1000
+        width = (term.training_range[1] - term.training_range[0]) / 1000
         assert series.x[k] == pytest.approx(term.value * width)
         assert (series.low[k], series.high[k]) == pytest.approx(tuple(e * width for e in term.ci95))
 
@@ -72,8 +72,8 @@ def test_errors_stand_beside_baseline_reference_and_kinds(drawn):
     shown = dict(zip(figures["errors"].categories, figures["errors"].panels[0].series[0].x, strict=True))
     assert shown["this model"] == pytest.approx(entry.holdout.mae / 1000)
     assert shown["baseline: training median"] == pytest.approx(entry.baseline.mae / 1000)
-    assert shown["reference: boosted trees"] == pytest.approx(entry.reference.mae / 1000)
-    for kind, metrics in entry.by.items():
+    assert shown["reference: boosted trees"] == pytest.approx(entry.gradient_boosting.mae / 1000)
+    for kind, metrics in entry.by_group.items():
         assert shown[f"this model, {kind.replace('_', ' ')} ({metrics.n:,})"] == pytest.approx(
             metrics.mae / 1000
         )
@@ -81,7 +81,7 @@ def test_errors_stand_beside_baseline_reference_and_kinds(drawn):
 
 def test_residuals_are_drawn_against_the_strongest_features(drawn):
     figures, model, _, _ = drawn("beta.cycle_time")
-    effects = {t.feature: abs(t.value) * (t.seen[1] - t.seen[0]) for t in model.terms}
+    effects = {t.feature: abs(t.value) * (t.training_range[1] - t.training_range[0]) for t in model.terms}
     strongest = sorted(effects, key=effects.get)[-2:]
     titles = {f.title for f in figures.values() if "residuals against" in f.title}
     assert titles == {f"beta.cycle_time: residuals against {name}" for name in strongest}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tracefit.commands.results import IngestResult, ModelSummary, RunSummary, TrainResult
 from tracefit.reports.summary import ingest_text, train_text
+from tracefit.results.ingestion import IngestResult, RunSummary
+from tracefit.results.training import ModelSummary, TrainResult
 
 RUN = RunSummary("busy", "scope", 1, 1000, 1416, 3, 2, 5, 9536, 1, 1, 6764, 674)
 MODEL = ModelSummary("beta.cycle_time", "scope", 2.345, 1859.4, 4728.0, None, 0.6067, 4436, 2019)

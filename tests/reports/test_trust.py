@@ -23,7 +23,7 @@ def _said(**facts):
         train=ERRORS,
         holdout=ERRORS,
         baseline=ERRORS,
-        reference=None,
+        gradient_boosting=None,
         skill=0,
         **facts,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tracefit.server.architecture import LatentAttention, ModelArchitecture, slug_of
@@ -47,7 +47,6 @@ def test_step_without_tokens_reads_no_weights(dense, moe):
     assert moe.expected_experts(0) == dense.expected_experts(7) == 0
 
 
-@settings(deadline=None)
 @given(
     experts=st.integers(1, 512),
     share=st.floats(0.001, 1.0),

@@ -102,8 +102,8 @@ def predict(
 
         loaded, features = load(*models), parse_features(feature or [])
         if rows is not None:
-            answers = predict_file(loaded, rows, of=of, scope=scope, out=out)
-            show(answers, rows_text(answers), as_json=json, quiet=quiet)
+            predicted = predict_file(loaded, rows, of=of, scope=scope, out=out)
+            show(predicted, rows_text(predicted), as_json=json, quiet=quiet)
         elif prompt is not None:
             request = loaded.predict_request(
                 scope=scope,

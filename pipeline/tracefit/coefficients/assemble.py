@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.fit.boundary import FittedBoundary
-    from tracefit.fit.parts import FittedPart
-    from tracefit.fit.scope import FittedModel, FittedScope
-    from tracefit.fit.train import Fitted
+    from tracefit.fit.linear import FittedRegime
+    from tracefit.fit.results import FittedModel, FittedScope, LinearFit
     from tracefit.server.context import Scope
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
@@ -66,14 +65,14 @@ def coefficient_file(kind: Kind, scopes: Sequence[FittedScope], made_by: cf.Prov
 
 
 def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel | cf.RegimesModel | cf.BoundaryModel:
-    fitted, first = model.fitted, model.fitted.parts[0]
+    fitted, first = model.fitted, model.fitted.regimes[0]
     common = {
         "name": model.name,
         "scope_id": scope.scope.scope_id,
         "target": cf.Target(name=model.target, definition=model.definition, source=model.source),
         "estimator": _estimator(fitted, first),
         "features_left_out": tuple(
-            cf.FeatureLeftOut(feature=x.feature, reason=x.reason) for x in fitted.left_out
+            cf.FeatureLeftOut(feature=x.feature, reason=x.reason) for x in fitted.features_left_out
         ),
         "training": _training(scope, fitted),
         "validation": entry(model),
@@ -84,19 +83,19 @@ def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel | cf.Regime
     }
     if model.boundary is not None:
         return _boundary(common, model.boundary, first)
-    if len(fitted.parts) == 1:
+    if len(fitted.regimes) == 1:
         return cf.LinearModel(**common, intercept=_intercept(first), terms=_terms(first))
-    return cf.RegimesModel(form="regimes", **common, regimes=tuple(_regime(part) for part in fitted.parts))
+    return cf.RegimesModel(form="regimes", **common, regimes=tuple(_regime(part) for part in fitted.regimes))
 
 
-def _formulas(fitted: Fitted) -> list[str]:
+def _formulas(fitted: LinearFit) -> list[str]:
     """Formulas of a model's terms, and the names its conditions compare."""
-    compared = [c for part in fitted.parts for c in part.regime.any_of]
+    compared = [c for part in fitted.regimes for c in part.regime.any_of]
     names = [n for c in compared for n in (c.feature, c.feature2) if n]
     return [*(t.feature.formula or t.feature.name for t in fitted.terms), *names]
 
 
-def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedPart) -> cf.BoundaryModel:
+def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegime) -> cf.BoundaryModel:
     slope = fitted.work_us_per_prompt_token
     terms = (cf.Term(feature="prompt_tokens", unit="us/token", value=slope),) if slope else ()
     return cf.BoundaryModel(
@@ -116,18 +115,18 @@ def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedPart
     )
 
 
-def _intercept(part: FittedPart) -> cf.Number:
+def _intercept(part: FittedRegime) -> cf.Number:
     return cf.Number(value=part.intercept, ci95=part.intercept_ci95)
 
 
-def _terms(part: FittedPart) -> tuple[cf.Term, ...]:
+def _terms(part: FittedRegime) -> tuple[cf.Term, ...]:
     return tuple(
         cf.Term(
             feature=t.feature.name,
             unit=t.feature.unit,
             value=t.value,
             ci95=t.ci95,
-            seen=t.seen,
+            training_range=t.training_range,
             formula=t.feature.formula,
             sign=t.feature.sign,
         )
@@ -135,7 +134,7 @@ def _terms(part: FittedPart) -> tuple[cf.Term, ...]:
     )
 
 
-def _regime(part: FittedPart) -> cf.Regime:
+def _regime(part: FittedRegime) -> cf.Regime:
     any_of = tuple(
         cf.Comparison(feature=c.feature, op=c.op, value=c.value, feature2=c.feature2)
         for c in part.regime.any_of
@@ -144,7 +143,7 @@ def _regime(part: FittedPart) -> cf.Regime:
     return cf.Regime(name=part.regime.name, when=when, intercept=_intercept(part), terms=_terms(part))
 
 
-def _estimator(fitted: Fitted, part: FittedPart) -> cf.Estimator:
+def _estimator(fitted: LinearFit, part: FittedRegime) -> cf.Estimator:
     return cf.Estimator(
         name="huber_linear",
         penalty=part.choice.penalty,
@@ -156,7 +155,7 @@ def _estimator(fitted: Fitted, part: FittedPart) -> cf.Estimator:
     )
 
 
-def _training(scope: FittedScope, fitted: Fitted) -> cf.Training:
+def _training(scope: FittedScope, fitted: LinearFit) -> cf.Training:
     rows = fitted.rows
     ranges = (
         rows.group_by("run_id", "server")

@@ -6,21 +6,26 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import polars as pl
-
 from tracefit.coefficients import evaluation as ev
-from tracefit.fit.bands import LEVEL_PCT
+from tracefit.fit.metrics import LEVEL_PCT
+from tracefit.fit.splits import counted
 
 if TYPE_CHECKING:
-    from tracefit.fit.load import ErrorOverLoad, LoadExtrapolation
-    from tracefit.fit.metrics import Metrics
-    from tracefit.fit.parts import FittedPart
-    from tracefit.fit.scope import FittedModel
-    from tracefit.fit.train import Fitted
-    from tracefit.fit.validate import Classified, EquationErrors
+    import polars as pl
+
+    from tracefit.fit.linear import FittedRegime
+    from tracefit.fit.results import (
+        Classifier,
+        EquationErrors,
+        ErrorOverLoad,
+        FittedModel,
+        LinearFit,
+        LoadExtrapolation,
+        Metrics,
+    )
 
 
-def exclusions(fitted: Fitted) -> dict[str, int]:
+def exclusions(fitted: LinearFit) -> dict[str, int]:
     """Count the rows that were left out, by reason, in name order."""
     return reasons(fitted.rows)
 
@@ -44,8 +49,8 @@ def entry(model: FittedModel) -> ev.Entry:
         train=metrics_entry(v.train),
         holdout=metrics_entry(v.holdout),
         baseline=metrics_entry(v.baseline),
-        reference=metrics_entry(v.reference) if v.reference else None,
-        by={name: metrics_entry(m) for name, m in v.by.items()},
+        gradient_boosting=metrics_entry(v.reference) if v.reference else None,
+        by_group={name: metrics_entry(m) for name, m in v.by_group.items()},
         by_phase=tuple(
             ev.StepPhaseEntry(
                 run_id=p.run_id,
@@ -57,15 +62,15 @@ def entry(model: FittedModel) -> ev.Entry:
             for p in model.by_phase
         ),
         by_load={name: metrics_entry(m) for name, m in v.by_load.items()},
-        held_out_equations=_equation_errors(v.equations),
-        error_over_load=_over_load(model.over_load),
+        held_out_equations=_equation_errors(v.held_out_equations),
+        error_over_load=_over_load(model.error_over_load),
         load_extrapolation=_extrapolation(model.load_extrapolation),
         candidates=tuple(
             ev.CandidateEntry(
                 name=c.name,
                 features=c.features,
-                inside_mae=c.inside,
-                beyond_mae=c.beyond,
+                inside_mae=c.inside_mae,
+                beyond_mae=c.beyond_mae,
                 chosen=c.chosen,
                 reason=c.reason,
             )
@@ -76,15 +81,15 @@ def entry(model: FittedModel) -> ev.Entry:
         extrapolated=v.extrapolated,
         prediction_intervals=_prediction_intervals(model),
         interval_coverage_pct=v.interval_coverage_pct,
-        collinearity=tuple(_collinearity(part) for part in fitted.parts),
+        collinearity=tuple(_collinearity(part) for part in fitted.regimes),
         learning_curve=tuple(
             ev.LearningPointEntry(share=p.share, rows=p.rows, mae=p.mae, mape_pct=p.mape_pct)
             for p in v.learning_curve
         ),
-        equations=_equations(fitted.rows),
+        rows_by_source=_equations(fitted.rows),
         classifier=_classifier(v.classifier),
-        right_boundary_pct=_percent(boundary.right_boundary) if boundary else None,
-        right_boundary_without_work_pct=_percent(boundary.right_boundary_without_work) if boundary else None,
+        boundary_accuracy_pct=boundary.boundary_accuracy_pct if boundary else None,
+        boundary_accuracy_without_work_pct=boundary.boundary_accuracy_without_work_pct if boundary else None,
         bursts=tuple(ev.BurstEntry(**dataclasses.asdict(b)) for b in boundary.bursts) if boundary else (),
         skill=v.skill,
     )
@@ -105,9 +110,9 @@ def _over_load(found: ErrorOverLoad | None) -> ev.ErrorOverLoadEntry | None:
         return None
     return ev.ErrorOverLoadEntry(
         load=found.load,
-        training_range=found.trained,
+        training_range=found.training_range,
         bins=tuple(
-            ev.LoadBinEntry(low=b.low, high=b.high, holdout=metrics_entry(b.errors)) for b in found.bins
+            ev.LoadBinEntry(low=b.low, high=b.high, holdout=metrics_entry(b.holdout)) for b in found.bins
         ),
     )
 
@@ -119,34 +124,30 @@ def _extrapolation(found: LoadExtrapolation | None) -> ev.LoadExtrapolationEntry
         **dataclasses.asdict(found.errors),
         load=found.load,
         cut=found.cut,
-        reference=metrics_entry(found.reference) if found.reference else None,
+        gradient_boosting=metrics_entry(found.reference) if found.reference else None,
     )
 
 
 def _prediction_intervals(model: FittedModel) -> tuple[ev.PredictionInterval, ...]:
-    bands = [(part.regime.name, part.band) for part in model.fitted.parts]
+    bands = [(part.regime.name, part.prediction_interval) for part in model.fitted.regimes]
     if model.boundary is not None:
-        bands = [("all", model.boundary.band)]
+        bands = [("all", model.boundary.prediction_interval)]
     return tuple(
         ev.PredictionInterval(regime=name, level_pct=LEVEL_PCT, kind=band.kind, low=band.low, high=band.high)
         for name, band in bands
     )
 
 
-def _collinearity(part: FittedPart) -> ev.CollinearityEntry:
+def _collinearity(part: FittedRegime) -> ev.CollinearityEntry:
     names = [term.feature.name for term in part.terms]
     return ev.CollinearityEntry(
         regime=part.regime.name,
         condition_number=part.collinearity.condition_number,
-        variance_inflation=dict(zip(names, part.collinearity.inflation, strict=True)),
+        variance_inflation=dict(zip(names, part.collinearity.variance_inflation, strict=True)),
     )
 
 
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
-
-
-def _classifier(classified: Classified | None) -> ev.Classifier | None:
+def _classifier(classified: Classifier | None) -> ev.Classifier | None:
     if classified is None:
         return None
     counts = dataclasses.asdict(classified)
@@ -156,5 +157,5 @@ def _classifier(classified: Classified | None) -> ev.Classifier | None:
 def _equations(rows: pl.DataFrame) -> dict[str, int]:
     if "source" not in rows.columns:
         return {}
-    used = rows.filter((pl.col("split") == "train") & pl.col("excluded_because").is_null())
+    used = counted(rows, "train")
     return dict(sorted(used.group_by("source").len().iter_rows()))

@@ -12,18 +12,22 @@ import polars as pl
 from tracefit.coefficients import evaluation as ev
 from tracefit.coefficients import verdicts
 from tracefit.coefficients.entries import entry, exclusions, metrics_entry, reasons
-from tracefit.fit.distribution import PERCENTS
-from tracefit.fit.frames import counted
-from tracefit.fit.train import judged_rows
+from tracefit.fit.metrics import PERCENTS
+from tracefit.fit.splits import counted, evaluation_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tracefit.fit.across import AcrossResult, LeftOutErrors
-    from tracefit.fit.distribution import Distribution
-    from tracefit.fit.latency import Latency, LatencyErrors
-    from tracefit.fit.scope import FittedModel, FittedScope
-    from tracefit.fit.summed import SummedTime
+    from tracefit.fit.results import (
+        AcrossResult,
+        Distribution,
+        FittedModel,
+        FittedScope,
+        Latency,
+        LatencyErrors,
+        LeftOutErrors,
+        SummedTime,
+    )
 
 
 def evaluate(
@@ -78,7 +82,7 @@ def _across(one: LeftOutErrors) -> ev.AcrossEntry:
         rows_used=one.rows_used,
         errors=metrics_entry(v.holdout),
         baseline=metrics_entry(v.baseline),
-        reference=metrics_entry(v.reference) if v.reference else None,
+        gradient_boosting=metrics_entry(v.reference) if v.reference else None,
         skill=v.skill,
         interval_coverage_pct=v.interval_coverage_pct,
     )
@@ -155,8 +159,8 @@ def _by_run(model: FittedModel) -> Iterator[tuple[str, pl.DataFrame]]:
 def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
     kept = rows.filter(pl.col("excluded_because").is_null())
     # A mean over an interval is no step: no error is measured on it, unless single steps are too few.
-    judge, every = model.recipe.options.judge, counted(model.fitted.rows, "holdout")
-    are_single = judge is not None and judged_rows(every, judge).height < every.height
+    judge, every = model.recipe.options.eval_filter, counted(model.fitted.rows, "holdout")
+    are_single = judge is not None and evaluation_rows(every, judge).height < every.height
     judged = kept.filter(judge) if judge is not None and are_single else kept
     return ev.RowsEntry(
         model=model.name,
@@ -170,7 +174,9 @@ def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
 def _summed(summed: SummedTime | None) -> ev.SummedEntry | None:
     if summed is None:
         return None
-    return ev.SummedEntry(**dataclasses.asdict(summed), bias_pct=summed.bias_pct, drifting=summed.drifting)
+    fields = dataclasses.asdict(summed)
+    fields["bias_2sd_pct"] = fields.pop("two_sd_pct")
+    return ev.SummedEntry(**fields, bias_pct=summed.bias_pct, drifting=summed.drifting)
 
 
 _LATENCIES = {
@@ -217,7 +223,7 @@ def _distribution(name: str, found: Distribution) -> ev.DistributionEntry | None
 def _latency_errors(errors: LatencyErrors) -> dict[str, ev.MetricsEntry]:
     return {
         "teacher_forced": metrics_entry(errors.teacher_forced),
-        "hindsight": metrics_entry(errors.hindsight),
+        "refit_on_holdout": metrics_entry(errors.refit_on_holdout),
         "averages_only": metrics_entry(errors.averages_only),
         "baseline": metrics_entry(errors.baseline),
     }
@@ -243,11 +249,11 @@ def _timeline(scope: FittedScope) -> ev.TimelineEntry:
         median_cycle_us=scope.cover.median_cycle_us,
         median_duration_us=scope.cover.median_duration_us,
         beta_target_source=scope.choice.source if scope.choice else None,
-        beta_target_because=scope.choice.because if scope.choice else None,
+        beta_target_reason=scope.choice.reason if scope.choice else None,
         execution_lag_steps=max(tables.lags.values(), default=0),
         clock_checked_events=_sum(tables.clock_checks, "events"),
         clock_disagreements=_sum(tables.clock_checks, "disagreeing"),
-        moved_events=_sum(runs.unique("run_id"), "moved_events"),
+        clock_corrected_events=_sum(runs.unique("run_id"), "moved_events"),
         dropped_events=_sum(runs, "dropped_events"),
     )
 

@@ -85,11 +85,11 @@ class SummedEntry(_Part):
     predicted_us: float
     actual_us: float
     bias_pct: float
-    two_sd_pct: float = Field(
+    bias_2sd_pct: float = Field(
         description="two standard deviations of bias_pct, by bootstrap over blocks of time"
     )
     blocks: int
-    furthest_pct: float = Field(
+    max_contribution_pct: float = Field(
         description="what the one step or interval furthest off has of bias_pct, in percentage points"
     )
     speed_change_pct: float | None = Field(
@@ -123,8 +123,8 @@ class LoadExtrapolationEntry(MetricsEntry):
 
     load: str = Field(description="running_tokens (in the caches of the batch), or batch_requests")
     cut: float = Field(description="the load that the lower half does not exceed")
-    reference: MetricsEntry | None = Field(
-        default=None, description="gradient boosting on the same features and rows"
+    gradient_boosting: MetricsEntry | None = Field(
+        default=None, description="boosted trees on the same features and rows"
     )
 
 
@@ -175,10 +175,12 @@ class Entry(_Part):
     train: MetricsEntry
     holdout: MetricsEntry
     baseline: MetricsEntry = Field(description="the training median on the hold-out")
-    reference: MetricsEntry | None = Field(
-        description="gradient boosting on the same features and rows, hold-out"
+    gradient_boosting: MetricsEntry | None = Field(
+        description="boosted trees on the same features and rows, hold-out"
     )
-    by: dict[str, MetricsEntry] = Field(default_factory=dict, description="hold-out errors by kind of row")
+    by_group: dict[str, MetricsEntry] = Field(
+        default_factory=dict, description="hold-out errors by kind of row"
+    )
     by_phase: tuple[StepPhaseEntry, ...] = Field(
         default=(), description="hold-out errors of step times by workload phase"
     )
@@ -207,14 +209,14 @@ class Entry(_Part):
     )
     collinearity: tuple[CollinearityEntry, ...] = ()
     learning_curve: tuple[LearningPointEntry, ...] = ()
-    equations: dict[str, int] = Field(
+    rows_by_source: dict[str, int] = Field(
         default_factory=dict, description="training rows by kind: adjacent, interval, duration"
     )
-    right_boundary_pct: float | None = Field(
+    boundary_accuracy_pct: float | None = Field(
         default=None,
         description="hold-out requests that get the right step boundary, of those whose step is known",
     )
-    right_boundary_without_work_pct: float | None = Field(
+    boundary_accuracy_without_work_pct: float | None = Field(
         default=None, description="the same with zero API work"
     )
     bursts: tuple[BurstEntry, ...] = Field(
@@ -249,7 +251,7 @@ class TimelineEntry(_Part):
     median_cycle_us: float | None = None
     median_duration_us: float | None = None
     beta_target_source: str | None = None
-    beta_target_because: str | None = None
+    beta_target_reason: str | None = None
     execution_lag_steps: int = Field(
         default=0, description="1 where scheduling runs a step ahead of execution"
     )
@@ -260,7 +262,7 @@ class TimelineEntry(_Part):
         default=0,
         description="of these, the ones stamped before their step began or after it must have ended",
     )
-    moved_events: int = Field(
+    clock_corrected_events: int = Field(
         default=0, description="API events of another host's clock, moved to the engine core's by wall clock"
     )
     dropped_events: int
@@ -280,7 +282,7 @@ class LatencyErrorsEntry(_Part):
     teacher_forced: MetricsEntry = Field(
         description="the real batches and the real waits; step times and overheads predicted"
     )
-    hindsight: MetricsEntry = Field(
+    refit_on_holdout: MetricsEntry = Field(
         description="teacher-forced, with the terms of the step time fitted on the held-out steps themselves: what no "
         "coefficients mend; where it is much smaller, the machine or the load has changed since the training part"
     )
@@ -446,8 +448,8 @@ class AcrossEntry(_Part):
     rows_used: int
     errors: MetricsEntry
     baseline: MetricsEntry = Field(description="the training median on what was left out")
-    reference: MetricsEntry | None = Field(
-        description="gradient boosting on the same features and rows, on what was left out"
+    gradient_boosting: MetricsEntry | None = Field(
+        description="boosted trees on the same features and rows, on what was left out"
     )
     skill: float | None
     interval_coverage_pct: float | None
@@ -457,7 +459,7 @@ class Evaluation(_Part):
     """evaluation.json."""
 
     schema_: Literal["tracefit/evaluation"] = Field(default=EVALUATION_SCHEMA, alias="schema")
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     ingest: IngestEntry
     scopes: tuple[ScopeEvaluation, ...]
     across: tuple[AcrossEntry, ...] = Field(

@@ -1,25 +1,27 @@
-"""Reading and writing the published JSON files: same content, same bytes; damaged or hostile content, one line."""
+"""Read and write the published JSON files: same content, same bytes; a damaged file is one line.
+
+Files of version 1 are read too: `_upgrade` renames their keys to those of version 2, nothing else changed.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.model import CoefficientFile
 from tracefit.errors import UsageError
+from tracefit.server.documents import parse_json_object, read_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 """Thousands of models fit; what Python makes of so much JSON at worst still fits in memory."""
 
-MAX_VALUES = 500_000
-"""Values a file may hold, keys and brackets not counted."""
-
-MAX_NESTING = 64
 MAX_PLACE_CHARS = 200
 MAX_MESSAGE_CHARS = 300
 DIGITS = 9
@@ -72,73 +74,135 @@ def read_evaluation(path: str | Path) -> Evaluation:
     return _read(Path(path), Evaluation)
 
 
-def _read(path: Path, kind: type[_Document]) -> _Document:
+def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
+    """Read a published file as plain JSON with the keys of the newest version, its values not checked.
+
+    Args:
+        path: The file.
+        kind: `CoefficientFile` or `Evaluation`.
+
+    Raises:
+        UsageError: The file is missing, too large, not JSON, of another kind or of an unknown version.
+    """
     where = str(path)
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UsageError(f"larger than {MAX_FILE_BYTES >> 20} MiB", where=where)
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"cannot be read ({error.strerror})", where=where) from error
-    except UnicodeDecodeError as error:
-        raise UsageError("is not UTF-8 text", where=where) from error
-    _check_size(text, where)
-    try:
-        plain = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        detail = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise UsageError(f"is not valid JSON: {detail}", where=where) from error
-    schema = kind.model_fields["schema_"].default
-    hint = f"see schemas/{schema.removeprefix('tracefit/')}.schema.json"
-    _check_version(plain, kind, where, hint)
+    content = read_bytes(Path(path), limit_bytes=MAX_FILE_BYTES)
+    plain = dict(parse_json_object(content, where=where, limit_bytes=MAX_FILE_BYTES, strict=True))
+    _check_version(plain, kind, where)
+    return _upgrade(plain, kind) if plain["version"] == 1 else plain
+
+
+def _read(path: Path, kind: type[_Document]) -> _Document:
+    plain = read_plain(path, kind)
     try:
         return kind.model_validate(plain)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])[:MAX_PLACE_CHARS] or "document"
-        raise UsageError(f"{place}: {first['msg'][:MAX_MESSAGE_CHARS]}", where=where, hint=hint) from error
+        message = f"{place}: {first['msg'][:MAX_MESSAGE_CHARS]}"
+        raise UsageError(message, where=str(path), hint=_schema_hint(kind)) from error
 
 
-def _check_size(text: str, where: str) -> None:
-    """Refuse what would cost too much to parse, from counts of characters alone."""
-    if max(text.count(mark) for mark in ",[{") > MAX_VALUES:
-        raise UsageError(f"holds more than {MAX_VALUES:,} values", where=where)
-    depth = 0
-    for match in _BRACKETS.finditer(text):
-        depth += 1 if match[0] in "[{" else -1 if match[0] in "]}" else 0
-        if depth > MAX_NESTING:
-            raise UsageError("is not valid JSON: nested too deep", where=where)
+def _schema_hint(kind: type[BaseModel]) -> str:
+    return f"see schemas/{kind.model_fields['schema_'].default.removeprefix('tracefit/')}.schema.json"
 
 
-_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
-"""Brackets; strings are matched whole, so that what is in them does not count."""
-
-
-def _check_version(plain: object, kind: type[BaseModel], where: str, hint: str) -> None:
+def _check_version(plain: dict[str, Any], kind: type[BaseModel], where: str) -> None:
     """Say first what most likely is the matter with a file of another kind or of a later tracefit."""
-    fields = kind.model_fields
-    if not isinstance(plain, dict):
-        raise UsageError("document: is no JSON object", where=where, hint=hint)
-    name, version = plain.get("schema"), plain.get("version")
-    known = fields["version"].default
+    fields, hint = kind.model_fields, _schema_hint(kind)
+    name, version, newest = plain.get("schema"), plain.get("version"), fields["version"].default
     if name != fields["schema_"].default:
         what = str(name)[:MAX_PLACE_CHARS] if isinstance(name, str) else "not given"
         raise UsageError(f"schema: is {what}, not {fields['schema_'].default}", where=where, hint=hint)
-    if isinstance(version, bool) or not isinstance(version, int) or version != known:
-        said = str(version)[:MAX_PLACE_CHARS]
+    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= newest:
         raise UsageError(
-            f"version: {said!r} is not one this tracefit reads ({known})",
+            f"version: {str(version)[:MAX_PLACE_CHARS]!r} is not one this tracefit reads (1 to {newest})",
             where=where,
             hint=f"use the tracefit that wrote it; {hint}",
         )
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = dict(pairs)
-    if len(keys) != len(pairs):
-        raise ValueError("an object has the same key twice")
-    return keys
+# -- version 1 -------------------------------------------------------------------------------------------
+
+_ENTRY = {
+    "reference": "gradient_boosting",
+    "by": "by_group",
+    "equations": "rows_by_source",
+    "right_boundary_pct": "boundary_accuracy_pct",
+    "right_boundary_without_work_pct": "boundary_accuracy_without_work_pct",
+}
+_SUMMED = {"two_sd_pct": "bias_2sd_pct", "furthest_pct": "max_contribution_pct"}
+_TIMELINE = {"beta_target_because": "beta_target_reason", "moved_events": "clock_corrected_events"}
+_LATENCY = {"hindsight": "refit_on_holdout"}
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number JSON knows")
+def _upgrade(plain: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
+    """Return a document of version 1 with the keys of version 2; what has another shape is left to validation.
+
+    Keys are renamed where they stand, not everywhere: the names of models, scopes and regimes are keys too.
+    """
+    if kind is CoefficientFile:
+        models = _each(plain.get("models"), _upgrade_model)
+        return {**plain, "version": 2, "models": models}
+    across = _each(plain.get("across", []), lambda one: _renamed(one, {"reference": "gradient_boosting"}))
+    return {**plain, "version": 2, "scopes": _each(plain.get("scopes"), _upgrade_scope), "across": across}
+
+
+def _upgrade_model(model: dict[str, Any]) -> dict[str, Any]:
+    upgraded = _with_terms(model)
+    for part in ("work", "without_clock", "expectation"):
+        if isinstance(model.get(part), dict):
+            upgraded[part] = _with_terms(model[part])
+    if "regimes" in model:
+        upgraded["regimes"] = _each(model["regimes"], _with_terms)
+    if isinstance(model.get("validation"), dict):
+        upgraded["validation"] = _upgrade_entry(model["validation"])
+    return upgraded
+
+
+def _with_terms(form: dict[str, Any]) -> dict[str, Any]:
+    if "terms" not in form:
+        return dict(form)
+    return {**form, "terms": _each(form["terms"], lambda term: _renamed(term, {"seen": "training_range"}))}
+
+
+def _upgrade_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    upgraded = _renamed(entry, _ENTRY)
+    load = entry.get("load_extrapolation")
+    if isinstance(load, dict):
+        upgraded["load_extrapolation"] = _renamed(load, {"reference": "gradient_boosting"})
+    return upgraded
+
+
+def _upgrade_scope(scope: dict[str, Any]) -> dict[str, Any]:
+    upgraded = dict(scope)
+    if isinstance(scope.get("models"), dict):
+        upgraded["models"] = _each_value(scope["models"], _upgrade_entry)
+    if isinstance(scope.get("latency"), dict):
+        upgraded["latency"] = _each_value(scope["latency"], _upgrade_latency)
+    for key, names in (("summed_step_time", _SUMMED), ("timeline", _TIMELINE)):
+        if isinstance(scope.get(key), dict):
+            upgraded[key] = _renamed(scope[key], names)
+    return upgraded
+
+
+def _upgrade_latency(latency: dict[str, Any]) -> dict[str, Any]:
+    upgraded = _renamed(latency, _LATENCY)
+    if isinstance(latency.get("by_run"), dict):
+        upgraded["by_run"] = _each_value(latency["by_run"], lambda run: _renamed(run, _LATENCY))
+    if "by_phase" in latency:
+        upgraded["by_phase"] = _each(latency["by_phase"], lambda phase: _renamed(phase, _LATENCY))
+    return upgraded
+
+
+def _renamed(part: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in part.items()}
+
+
+def _each(items: Any, upgrade: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    if not isinstance(items, list):
+        return items
+    return [upgrade(item) if isinstance(item, dict) else item for item in items]
+
+
+def _each_value(items: dict[str, Any], upgrade: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    return {key: upgrade(item) if isinstance(item, dict) else item for key, item in items.items()}

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from tracefit.coefficients.evaluation import Entry
 
 FILE_SCHEMA: Literal["tracefit/coefficients"] = "tracefit/coefficients"
-FILE_VERSION: Literal[1] = 1
+FILE_VERSION: Literal[2] = 2
 
 MAX_TERMS = 1000
 MAX_FORMULA_CHARS = 400
@@ -62,7 +62,9 @@ class Term(Strict):
     sign: Literal["non_negative"] | None = Field(
         default=None, description="what physics says of the value: no load can make it negative"
     )
-    seen: Interval | None = Field(default=None, description="smallest and largest value in the training rows")
+    training_range: Interval | None = Field(
+        default=None, description="smallest and largest value in the training rows"
+    )
     formula: str | None = Field(
         default=None,
         max_length=MAX_FORMULA_CHARS,
@@ -72,8 +74,8 @@ class Term(Strict):
     @model_validator(mode="after")
     def _has_ordered_ranges(self) -> Self:
         _check_interval(self.value, self.ci95)
-        if self.seen is not None and self.seen[0] > self.seen[1]:
-            raise ValueError(f"seen of {self.feature} begins above its end")
+        if self.training_range is not None and self.training_range[0] > self.training_range[1]:
+            raise ValueError(f"training_range of {self.feature} begins above its end")
         return self
 
 
@@ -118,7 +120,7 @@ class Comparison(Strict):
 
 
 class Condition(Strict):
-    """True if any / all of the comparisons hold; an empty `all` is true."""
+    """True if any / all of the comparisons hold; an empty `any` is false, an empty `all` true; null does not hold."""
 
     any: tuple[Comparison, ...] | None = Field(default=None, max_length=100)
     all: tuple[Comparison, ...] | None = Field(default=None, max_length=100)
@@ -283,6 +285,11 @@ class BoundaryModel(_ModelBase):
 
 
 Model = Annotated[LinearModel | RegimesModel | BoundaryModel, Field(discriminator="form")]
+LinearForm = LinearModel | Linear | Work | Regime
+"""Anything that is an intercept and a sum of terms."""
+
+STEP_MODELS = ("beta.cycle_time", "beta.duration")
+"""Names of models of step times, the one to prefer first."""
 
 
 class NotFitted(Strict):
@@ -298,7 +305,7 @@ class CoefficientFile(Strict):
     """alpha.json or beta.json."""
 
     schema_: Literal["tracefit/coefficients"] = Field(default=FILE_SCHEMA, alias="schema")
-    version: Literal[1] = FILE_VERSION
+    version: Literal[2] = FILE_VERSION
     kind: Literal["alpha", "beta"]
     models: tuple[Model, ...] = Field(max_length=10_000)
     not_fitted: tuple[NotFitted, ...] = ()

@@ -1,100 +1,408 @@
-"""Evaluate a model of a coefficient file, in plain Python: no numpy, no polars."""
+"""Predict steps and requests from the models of one scope, in plain Python: neither numpy nor polars is imported.
+
+A prediction is a number, the interval that nine of ten held-out rows kept to, what had to be assumed, and where the
+input leaves the training range. `predict_frames` does the same for the rows of a frame.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.model import (
-    BoundaryModel,
-    Comparison,
-    Condition,
-    Linear,
-    Model,
-    Number,
-    Operator,
-    RegimesModel,
-    Term,
-    Work,
+from tracefit.coefficients.compiled import CompiledModel, expected_at_boundary, line_value
+from tracefit.coefficients.model import STEP_MODELS, BoundaryModel
+from tracefit.coefficients.workload import (
+    REQUEST_COLUMNS,
+    STEP_COLUMNS,
+    RequestInput,
+    StepInput,
+    server_constants,
 )
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
+
+    from tracefit.coefficients.model import LinearForm, Model, Term
+
+MAX_PREFILL_STEPS = 10_000
+INTERVAL_ROWS = 20
+"""Fewer held-out rows than this do not make an interval of their own."""
 
 
-def predict(
-    model: Model | Linear | Work,
-    features: Mapping[str, float],
-    step_starts: Sequence[float] | None = None,
+# -- what a prediction says ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedDuration:
+    """A predicted duration.
+
+    Attributes:
+        value_us: The prediction.
+        low_us: Lower end of the interval that nine of ten held-out rows kept to; null without a validation.
+        high_us: Its upper end; null also where held-out errors leave it open.
+    """
+
+    value_us: float
+    low_us: float | None = None
+    high_us: float | None = None
+
+    def __add__(self, other: PredictedDuration) -> PredictedDuration:
+        """Add durations; ends add up, as if both were off to the same side."""
+        return PredictedDuration(
+            self.value_us + other.value_us,
+            _sum(self.low_us, other.low_us),
+            _sum(self.high_us, other.high_us),
+        )
+
+    def times(self, count: float) -> PredictedDuration:
+        """Return so many of this duration, all off to the same side."""
+        low, high = (None if end is None else count * end for end in (self.low_us, self.high_us))
+        return PredictedDuration(count * self.value_us, low, high)
+
+
+def _sum(left: float | None, right: float | None) -> float | None:
+    return None if left is None or right is None else left + right
+
+
+def interval_about(value_us: float, p90_ape_pct: float | None) -> PredictedDuration:
+    """Put the interval around a prediction p that |p - actual| / actual <= q on nine of ten held-out rows gives.
+
+    It is p/(1 + q) to p/(1 - q), open above where q is 1 or more.
+    """
+    if p90_ape_pct is None:
+        return PredictedDuration(value_us)
+    q = p90_ape_pct / 100
+    return PredictedDuration(value_us, value_us / (1 + q), value_us / (1 - q) if q < 1 else None)
+
+
+def p90_ape_pct(model: Model, group: str | None) -> float | None:
+    """Return the 90th percentile of the held-out errors, of the group of rows like the input where it is large enough."""
+    if model.validation is None:
+        return None
+    of_group = model.validation.by_group.get(group) if group else None
+    enough = of_group is not None and of_group.n >= INTERVAL_ROWS
+    found = of_group if of_group is not None and enough else model.validation.holdout
+    return found.p90_ape_pct
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrediction:
+    """A predicted step.
+
+    Attributes:
+        scope_id: Whose model predicts.
+        model: Its name.
+        step: The step's time.
+        features: What the model was evaluated on.
+        assumed: What the input leaves open, and what stands in.
+        out_of_range: Where the input leaves the training range.
+    """
+
+    scope_id: str | None
+    model: str
+    step: PredictedDuration
+    features: tuple[tuple[str, float], ...]
+    assumed: tuple[str, ...] = ()
+    out_of_range: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPrediction:
+    """A predicted request. Durations that the files have no model for are null, and what needs them too.
+
+    Attributes:
+        scope_id: Whose models predict.
+        admission: ARRIVED to QUEUED.
+        queue_wait: QUEUED to first SCHEDULED.
+        prefill: First SCHEDULED to FIRST_TOKEN.
+        itl: Time of a decode step.
+        departure: FINISHED to DEPARTED.
+        ttft: admission + queue wait + prefill.
+        e2e: ttft + (output tokens - 1) * itl, ARRIVED to FINISHED.
+        prefill_steps: Steps the prompt takes.
+        assumed: What the input leaves open, and what stands in.
+        out_of_range: Where the input leaves the training range.
+    """
+
+    scope_id: str | None
+    admission: PredictedDuration | None
+    queue_wait: PredictedDuration | None
+    prefill: PredictedDuration
+    itl: PredictedDuration
+    departure: PredictedDuration | None
+    ttft: PredictedDuration | None
+    e2e: PredictedDuration | None
+    prefill_steps: int
+    assumed: tuple[str, ...] = ()
+    out_of_range: tuple[str, ...] = ()
+
+
+# -- one row of one model --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a model predicts for a row, from which features, and how far to trust it."""
+
+    interval: PredictedDuration
+    features: dict[str, float]
+    assumed: tuple[str, ...]
+    out_of_range: tuple[str, ...]
+
+
+def stand_ins(terms: Iterable[Term]) -> dict[str, float]:
+    """Return the middle of the training range of every feature that has one."""
+    ranges = ((t.feature, t.training_range) for t in terms)
+    return {feature: (seen[0] + seen[1]) / 2 for feature, seen in ranges if seen is not None}
+
+
+def predict_row(
+    compiled: CompiledModel,
+    given: Mapping[str, float | None],
     *,
-    api_wait_us: float = 0.0,
-) -> float:
-    """Return the prediction in the target's unit, clipped at 0.
+    stand_in: bool = False,
+    cycle_us: float | None = None,
+) -> Prediction:
+    """Predict one row; a boundary model as for a consumer who does not know step starts.
 
     Args:
-        model: A model of any form, or a linear part of one.
-        features: Raw feature values by name.
-        step_starts: For a boundary model: when the next steps start, in us after the event, in order; empty when the
-            engine is idle, null when nobody knows.
-        api_wait_us: For a boundary model with a `queue`, and step starts: work left on the events before, when this one
-            comes.
+        compiled: The model.
+        given: Its features, or what they are computed from; null is unknown.
+        stand_in: Let the middle of the training range stand in for a feature of a term that is not known, and say so.
+        cycle_us: For a boundary model: time of the steps that run. Then, or if `given` has a batch of 0, the work is
+            what is predicted, and the boundary is expected after it.
 
     Raises:
-        UsageError: A feature the model needs is missing, or no regime's condition holds.
+        UsageError: A feature is not known and nothing stands in for it, or no regime's condition holds.
     """
-    if isinstance(model, RegimesModel):
-        for regime in model.regimes:
-            if holds(regime.when, features):
-                return _linear(regime.intercept, regime.terms, features)
-        raise UsageError(f"no regime of {model.name} holds for these features")
-    if isinstance(model, BoundaryModel):
-        if step_starts is None:
-            return predict(model.without_clock, features)
-        work = predict(model.work, features) + (api_wait_us if model.queue else 0.0)
-        waited = (start + model.offset.value for start in step_starts if start >= work)
-        return max(next(waited, work), 0.0)
-    return _linear(model.intercept, model.terms, features)
+    model = compiled.model
+    if isinstance(model, BoundaryModel) and (cycle_us is not None or given.get("batch") == 0):
+        found = _predict_form(compiled, "idle_engine", model.work, given, stand_in=False)
+        if cycle_us is None:
+            return found
+        interval = PredictedDuration(*expected_at_boundary(model, found.interval.value_us, cycle_us))
+        return Prediction(interval, found.features, found.assumed, found.out_of_range)
+    compiled.require(compiled.compared, given)
+    group, form = compiled.active(compiled.formulas.row(given, compiled.compared))
+    return _predict_form(compiled, _group(compiled, group, given), form, given, stand_in=stand_in)
 
 
-def _linear(intercept: Number, terms: Iterable[Term], features: Mapping[str, float]) -> float:
-    total = intercept.value + sum(term.value * _feature(features, term.feature) for term in terms)
-    return max(total, 0.0)
+def _group(compiled: CompiledModel, form: str, given: Mapping[str, float | None]) -> str | None:
+    """Return the group of held-out rows that a row belongs to: its regime, or whether its step prefills."""
+    if form != "line":
+        return form
+    known = not compiled.formulas.missing(["prefill_tokens"], given)
+    prefill = compiled.formulas.row(given, ["prefill_tokens"])["prefill_tokens"] if known else None
+    return None if prefill is None else "mixed" if prefill > 0 else "decode_only"
 
 
-def _feature(features: Mapping[str, float], name: str) -> float:
-    if name not in features:
-        raise UsageError(
-            f"feature {name} is needed and not given", hint=f"given: {', '.join(sorted(features))}"
+def _predict_form(
+    compiled: CompiledModel,
+    group: str | None,
+    form: LinearForm,
+    given: Mapping[str, float | None],
+    *,
+    stand_in: bool,
+) -> Prediction:
+    model, formulas = compiled.model, compiled.formulas
+    middles = stand_ins(form.terms) if stand_in else {}
+    names = [t.feature for t in form.terms]
+    found = formulas.row(given, [n for n in names if not formulas.missing([n], given)])
+    values, assumed, out_of_range = dict[str, float](), list[str](), list[str]()
+    for term in form.terms:
+        value = found.get(term.feature)
+        if value is None and term.feature in middles:
+            value = middles[term.feature]
+            assumed.append(
+                f"{term.feature} {value:g}: does not follow from the input, the middle of its training range"
+            )
+        if value is not None:
+            values[term.feature] = value
+            out_of_range += _out_of_range(model.name, term, value)
+    predicted = line_value(form, {n: values.get(n) for n in names})
+    if predicted is None:
+        unknown = formulas.inputs([n for n in names if n not in values], given)
+        known = [n for n, v in given.items() if v is not None]
+        raise compiled.lacks(sorted(unknown - set(known)), known)
+    interval = interval_about(predicted, p90_ape_pct(model, group))
+    return Prediction(interval, values, tuple(assumed), tuple(out_of_range))
+
+
+def _out_of_range(model: str, term: Term, value: float) -> list[str]:
+    """Say that a value is outside the training range of a term, if it is."""
+    if term.training_range is None or term.training_range[0] <= value <= term.training_range[1]:
+        return []
+    low, high = term.training_range
+    return [f"{model}: {term.feature} {value:g} is outside {low:g} to {high:g}, the training range"]
+
+
+# -- steps and requests of one scope ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScopeModels:
+    """The models of one scope by name."""
+
+    scope_id: str | None
+    models: Mapping[str, Model]
+    _compiled: dict[str, CompiledModel] = field(default_factory=dict, repr=False, compare=False)
+
+    def require(self, name: str) -> Model:
+        """Return a model by name.
+
+        Raises:
+            UsageError: It is not there.
+        """
+        if name not in self.models:
+            raise UsageError(
+                f"no model {name} of scope {self.scope_id}",
+                hint=f"there are: {', '.join(sorted(self.models))}",
+            )
+        return self.models[name]
+
+    def compiled(self, model: Model) -> CompiledModel:
+        """Return a model of the scope compiled for inputs as `workload` describes them; each is compiled once."""
+        if model.name not in self._compiled:
+            columns = STEP_COLUMNS if model.name.startswith("beta.") else REQUEST_COLUMNS
+            self._compiled[model.name] = CompiledModel(model, columns)
+        return self._compiled[model.name]
+
+    @property
+    def step_model(self) -> Model:
+        """The model of step times."""
+        found = next((n for n in STEP_MODELS if n in self.models), STEP_MODELS[0])
+        return self.require(found)
+
+    @property
+    def server(self) -> dict[str, float | None]:
+        """Settings of the server by name, null where not known."""
+        scope = next((m.scope for m in self.models.values() if m.scope is not None), None)
+        return server_constants(scope)
+
+    def setting(self, name: str) -> object:
+        """Return any setting of the server as the files have it."""
+        scopes = (m.scope for m in self.models.values() if m.scope is not None)
+        return next((s.settings.get(name) for s in scopes), None)
+
+    def known_settings(self, compiled: CompiledModel) -> dict[str, float | None]:
+        """Return the settings of the server; one that is not known leaves its name to the model's own formula for it."""
+        return {n: v for n, v in self.server.items() if v is not None or n not in compiled.formulas.nodes}
+
+    def step(self, described: StepInput, *, stand_in: bool = False) -> StepPrediction:
+        """Predict a step.
+
+        Raises:
+            UsageError: There is no model of step times, or a feature it needs is not known.
+        """
+        compiled = self.compiled(self.step_model)
+        given = {**self.known_settings(compiled), **described.inputs(), **described.features}
+        found = predict_row(compiled, given, stand_in=stand_in)
+        return StepPrediction(
+            self.scope_id,
+            compiled.model.name,
+            found.interval,
+            tuple(found.features.items()),
+            found.assumed,
+            found.out_of_range,
         )
-    return float(features[name])
+
+    def request(self, described: RequestInput) -> RequestPrediction:
+        """Predict a request: overheads, queue wait, the steps of its prompt, and its decode steps.
+
+        Raises:
+            UsageError: The input makes no sense, or there is no model of step times.
+        """
+        return _RequestPredictor(self, described).predict()
+
+    def beside(self, batch: float) -> float:
+        """Return how many requests run beside one that runs: of a full batch one has to go first."""
+        slots = self.server["max_num_seqs"]
+        return batch if slots is None else max(min(batch, slots - 1), 0.0)
+
+    def budget(self, batch: float) -> float | None:
+        """Return the prompt tokens that a step has room for beside `batch` decodes; null where nothing cuts prompts."""
+        limit = self.server["max_num_batched_tokens"]
+        if limit is None or self.setting("enable_chunked_prefill") is False:
+            return None
+        return max(limit - batch, 1.0)
 
 
-def holds(condition: Condition, features: Mapping[str, float]) -> bool:
-    """Tell whether a regime's condition holds."""
-    if condition.any is not None and not any(_compare(c, features) for c in condition.any):
-        return False
-    return all(_compare(c, features) for c in condition.all or ())
+class _RequestPredictor:
+    """One prediction of a request, and what it collects on the way: assumptions, and inputs out of range."""
 
+    def __init__(self, models: ScopeModels, described: RequestInput) -> None:
+        self.models, self.described = models, described
+        self.inputs, said = described.inputs(models.server)
+        self.assumed, self.out_of_range = list(said), list[str]()
 
-def _compare(comparison: Comparison, features: Mapping[str, float]) -> bool:
-    left = _feature(features, comparison.feature)
-    if comparison.feature2 is not None:
-        right = _feature(features, comparison.feature2)
-    else:
-        right = comparison.value if comparison.value is not None else 0.0
-    return compare(left, comparison.op, right)
+    def predict(self) -> RequestPrediction:
+        described, models, inputs = self.described, self.models, self.inputs
+        batch, context = inputs["batch"] or 0.0, inputs["context"] or 0.0
+        cycle = self._step(batch, context) if batch else None
+        cycle_us = cycle.value_us if cycle is not None else None
+        inputs["decode_cycle_us"] = cycle_us
+        # The request decodes with the others, halfway through its output on average.
+        own = described.prompt_tokens + described.output_tokens / 2
+        beside = models.beside(batch)
+        itl = self._step(beside + 1, (beside * context + own) / (beside + 1))
+        prefill, steps = self._prefill(beside, context)
+        if models.setting("async_scheduling") is True and cycle is not None:
+            prefill = prefill + cycle
+            self.assumed.append("scheduling runs a step ahead: the prompt waits one cycle more")
+        admission = self._overhead("admission", inputs, cycle_us)
+        wait = self._overhead("queue_wait", inputs, cycle_us)
+        departure = self._overhead("departure", {**inputs, "batch": beside + 1}, cycle_us)
+        if wait is not None and described.queue and not self._depends_on_queue("alpha.queue_wait"):
+            self.out_of_range.append(
+                "alpha.queue_wait: nothing in it depends on the queue, no request waited in training"
+            )
+        ttft = None if admission is None or wait is None else admission + wait + prefill
+        e2e = None if ttft is None else ttft + itl.times(described.output_tokens - 1)
+        notes = (tuple(dict.fromkeys(texts)) for texts in (self.assumed, self.out_of_range))
+        return RequestPrediction(
+            models.scope_id, admission, wait, prefill, itl, departure, ttft, e2e, steps, *notes
+        )
 
+    def _note(self, found: Prediction | StepPrediction) -> None:
+        self.assumed += found.assumed
+        self.out_of_range += found.out_of_range
 
-def compare(left: float, op: Operator, right: float) -> bool:
-    """Compare two numbers."""
-    match op:
-        case "<":
-            return left < right
-        case "<=":
-            return left <= right
-        case ">":
-            return left > right
-        case ">=":
-            return left >= right
-        case "==":
-            return left == right
+    def _step(
+        self, decoding: float, context: float, prefill: float = 0, done: float = 0
+    ) -> PredictedDuration:
+        step = StepInput(decoding, context, prefill, prefill_done=done, features=self.described.features)
+        found = self.models.step(step, stand_in=True)
+        self._note(found)
+        return found.step
+
+    def _prefill(self, beside: float, context: float) -> tuple[PredictedDuration, int]:
+        """Add up the steps of the prompt, cut by what running requests leave of the token budget."""
+        total, done = PredictedDuration(0.0, 0.0, 0.0), self.described.cached
+        left = self.described.prompt_tokens - done
+        budget = self.models.budget(beside) or left
+        count = math.ceil(left / budget)
+        if count > MAX_PREFILL_STEPS:
+            raise UsageError(f"the prompt takes more than {MAX_PREFILL_STEPS:,} steps", where="prompt")
+        for i in range(count):
+            tokens = min(budget, left - i * budget)
+            total, done = total + self._step(beside, context, tokens, done), done + tokens
+        return total, count
+
+    def _overhead(
+        self, name: str, inputs: Mapping[str, float | None], cycle_us: float | None
+    ) -> PredictedDuration | None:
+        model = self.models.models.get(f"alpha.{name}")
+        if model is None:
+            self.assumed.append(f"no model alpha.{name}: left out with what needs it")
+            return None
+        compiled = self.models.compiled(model)
+        given = {**self.models.known_settings(compiled), **inputs, **self.described.features}
+        found = predict_row(compiled, given, stand_in=True, cycle_us=cycle_us)
+        self._note(found)
+        return found.interval
+
+    def _depends_on_queue(self, name: str) -> bool:
+        compiled = self.models.compiled(self.models.models[name])
+        return "queue" in compiled.inputs

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.errors import UsageError, did_you_mean
-from tracefit.fit.rows import FEW_ROWS
+from tracefit.fit.splits import FEW_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

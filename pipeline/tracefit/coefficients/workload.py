@@ -69,7 +69,7 @@ REQUEST_COLUMNS: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class StepQuestion:
+class StepInput:
     """A step: who decodes, and what is prefilled beside it.
 
     Attributes:
@@ -109,7 +109,7 @@ class StepQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestQuestion:
+class RequestInput:
     """A request and what it finds when it arrives.
 
     Attributes:

@@ -4,38 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.frames import predict_rows
+from tracefit.coefficients.compiled import CompiledModel, terms_of
+from tracefit.coefficients.diff import coefficient_diffs, prediction_diffs
 from tracefit.coefficients.model import BoundaryModel
 from tracefit.coefficients.models import Models, load
-from tracefit.coefficients.shared import Change, Shift, changes, shifts
-from tracefit.coefficients.values import columns_of, terms_of
+from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.commands.timelines import write_timelines
 from tracefit.commands.train import load_scope, scopes_of
 from tracefit.errors import DataError, UsageError
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
-from tracefit.fit import rows as rules
-from tracefit.fit.boundary import admission_with_clock
-from tracefit.fit.bursts import api_waits
-from tracefit.fit.frames import request_frame, step_frame
-from tracefit.fit.metrics import Metrics, measure
+from tracefit.fit import splits
+from tracefit.fit.boundary import admission_with_clock, api_waits
+from tracefit.fit.metrics import measure
+from tracefit.fit.splits import MIN_TRAIN_ROWS, request_frame, step_frame
+from tracefit.results.comparison import CompareResult, Drift, ModelComparison, Verdict
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from tracefit.coefficients.model import Model
-    from tracefit.coefficients.models import ScopeModels
+    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.metrics import Vector
-    from tracefit.fit.scope import ScopeTables
+    from tracefit.fit.results import Metrics
     from tracefit.server.context import Scope
-
-Verdict = Literal["good", "drifted", "unknown"]
-
-MIN_ROWS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,73 +46,6 @@ class Tolerance:
 
     factor: float = 1.5
     slack_pct: float = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelComparison:
-    """One model in two files."""
-
-    model: str
-    scope_id: str | None
-    changes: tuple[Change, ...]
-    shifts: tuple[Shift, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """One model of an old file on new traces.
-
-    Attributes:
-        model: Its name.
-        scope_id: Its scope.
-        rows: Rows of the new traces it was judged on; nothing but idle gaps is left out.
-        then_mape_pct: Held-out error it was published with.
-        now_mape_pct: Error on the new traces.
-        then_mae_us: Mean absolute error then.
-        now_mae_us: And now.
-        now_bias_pct: 100 * (sum predicted - sum actual) / sum actual on the new traces.
-        limit_pct: The error above which it counts as drifted.
-        verdict: good, drifted, or unknown where the new traces cannot tell.
-        because: Why it is unknown.
-    """
-
-    model: str
-    scope_id: str | None
-    rows: int
-    then_mape_pct: float | None
-    now_mape_pct: float | None
-    then_mae_us: float | None
-    now_mae_us: float | None
-    now_bias_pct: float | None
-    limit_pct: float | None
-    verdict: Verdict
-    because: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CompareResult:
-    """Differences of two files, or the drift of one.
-
-    Attributes:
-        first: The first file or folder.
-        second: The second, or the tables.
-        models: Models that both files have.
-        drift: Every model on the new traces, where the second is tables.
-        verdict: Of the drift check: drifted if any model is, good if one is and none drifted; null for two files.
-        notes: What could not be compared, and why.
-    """
-
-    first: Path
-    second: Path
-    models: tuple[ModelComparison, ...] = ()
-    drift: tuple[Drift, ...] = ()
-    verdict: Verdict | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def exit_code(self) -> int:
-        """0; 1 where the old file has drifted or the new traces cannot tell."""
-        return 1 if self.verdict in ("drifted", "unknown") else 0
 
 
 def compare(
@@ -150,10 +80,12 @@ def compare(
             if name not in right.models:
                 notes.append(f"{name} of {scope_id}: only in {one}")
                 continue
-            moved, said = shifts(model, right.models[name])
+            moved, said = prediction_diffs(model, right.models[name])
             notes += said
             compared.append(
-                ModelComparison(name, scope_id, tuple(changes(model, right.models[name])), tuple(moved))
+                ModelComparison(
+                    name, scope_id, tuple(coefficient_diffs(model, right.models[name])), tuple(moved)
+                )
             )
     if not compared:
         raise DataError(
@@ -189,7 +121,7 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
         scope, members = here[scope_id]
         loaded = load_scope(store, runs.filter(pl.col("run_id").is_in(members)), scope, members)
         models: ScopeModels = old.scope(scope_id)
-        found += [_judge(m, scope, loaded, tolerance) for m in models.models.values()]
+        found += [_drift_of(m, scope, loaded, tolerance) for m in models.models.values()]
     if not found:
         raise DataError(
             f"no run of scope {', '.join(wanted)} is here",
@@ -201,24 +133,24 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
     return CompareResult(one, tables, drift=tuple(found), verdict=verdict, notes=tuple(notes))
 
 
-def _judge(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
+def _drift_of(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
     then = model.validation.holdout if model.validation else None
     base = (then.mape_pct if then else None, then.mae if then else None)
     try:
-        rows, told = _told(model, scope, tables)
+        rows, predicted = _predicted(model, scope, tables)
     except (UsageError, DataError) as error:
         return Drift(
             model.name, model.scope_id, 0, base[0], None, base[1], None, None, None, "unknown", error.line()
         )
-    known = np.isfinite(told)
-    now: Metrics = measure(rows["y"].to_numpy().astype(float)[known], told[known])
+    known = np.isfinite(predicted)
+    now: Metrics = measure(rows["y"].to_numpy().astype(float)[known], predicted[known])
     limit = None if base[0] is None else max(tolerance.factor * base[0], base[0] + tolerance.slack_pct)
     verdict: Verdict = "unknown"
-    because = None
-    if now.n < MIN_ROWS:
-        because = f"{now.n} rows are fewer than {MIN_ROWS}"
+    reason = None
+    if now.n < MIN_TRAIN_ROWS:
+        reason = f"{now.n} rows are fewer than {MIN_TRAIN_ROWS}"
     elif limit is None or now.mape_pct is None:
-        because = "the file states no held-out error"
+        reason = "the file states no held-out error"
     else:
         verdict = "drifted" if now.mape_pct > limit else "good"
     return Drift(
@@ -232,12 +164,12 @@ def _judge(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolerance
         now.bias_pct,
         limit,
         verdict,
-        because,
+        reason,
     )
 
 
-def _told(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.DataFrame, Vector]:
-    """Return the new rows a model is judged on, and its predictions for them (NaN where it has none)."""
+def _predicted(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.DataFrame, Vector]:
+    """Return the new rows a model is evaluated on, and its predictions for them (NaN where it has none)."""
     features = FeatureSet(
         "file",
         tuple({t.feature: Feature(t.feature, "", t.formula or t.feature) for t in terms_of(model)}.values()),
@@ -248,12 +180,12 @@ def _told(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.DataFrame
         timeline = training.with_roofline(tables.timeline, scope.context)
         rows = _all_new(step_frame(tables, timeline, features, constants, source))
         single = rows.filter(pl.col("source") != "interval")
-        rows = single if single.height >= MIN_ROWS else rows
+        rows = single if single.height >= MIN_TRAIN_ROWS else rows
     else:
         rows = _all_new(request_frame(tables, model.name.removeprefix("alpha."), features, constants))
-    lacking = sorted(c for c in columns_of(model) if c not in rows.columns)
-    answered = predict_rows(model, rows if not lacking else rows.with_columns(_nulls(model, lacking)))
-    told = answered["predicted_us"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
+    lacking = sorted(c for c in CompiledModel(model).inputs if c not in rows.columns)
+    with_predictions = predict_rows(model, rows if not lacking else rows.with_columns(_nulls(model, lacking)))
+    predicted = with_predictions["predicted_us"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
     if isinstance(model, BoundaryModel):
         slope = {t.feature: t.value for t in model.work.terms}.get("prompt_tokens", 0.0)
         work = model.work.intercept.value + slope * rows["prompt_tokens"].fill_null(0).to_numpy().astype(
@@ -261,8 +193,8 @@ def _told(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.DataFrame
         )
         done = work + api_waits(rows, work) if model.queue else work
         by_clock, known = admission_with_clock(rows, tables.timeline, done, model.offset.value)
-        told = np.where(known, by_clock, told)
-    return rows, np.asarray(told, dtype=float)
+        predicted = np.where(known, by_clock, predicted)
+    return rows, np.asarray(predicted, dtype=float)
 
 
 def _nulls(model: Model, lacking: list[str]) -> list[pl.Expr]:
@@ -273,4 +205,4 @@ def _nulls(model: Model, lacking: list[str]) -> list[pl.Expr]:
 
 def _all_new(rows: pl.DataFrame) -> pl.DataFrame:
     """Return every row but idle gaps and epoch boundaries: the old file was trained on none of them."""
-    return rows.filter(~pl.col("excluded_because").is_in(rules.ALWAYS).fill_null(value=False))
+    return rows.filter(~pl.col("excluded_because").is_in(splits.ALWAYS).fill_null(value=False))

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import polars as pl
 
 from tracefit.features.training import ALPHA_TARGETS
-from tracefit.fit import rows as rules
-from tracefit.fit.options import COVERED_SHARE
-from tracefit.fit.rows import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.fit import splits
+from tracefit.fit.inputs import COVERED_SHARE
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.results.inspection import Allowance
+from tracefit.server.tracing import JOURNEY_FLAGS, SNAPSHOT_FLAG, STEP_FLAGS
+from tracefit.tables.keys import SERVER
 from tracefit.tables.runs import step_counters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from tracefit.results.inspection import Allowed
     from tracefit.tables.store import TableStore
-
-Verdict = Literal["yes", "limited", "no"]
-
-STEP_FLAGS = "--step-tracing-enabled --step-tracing-sample-rate 1.0"
-JOURNEY_FLAGS = "--enable-journey-tracing --journey-tracing-sample-rate 1.0"
-SNAPSHOT_FLAG = "--step-tracing-rich-subsample-rate 1.0"
-
-
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """One thing that may or may not be trained, or known, from the traces, and why."""
-
-    what: str
-    verdict: Verdict
-    because: str
-    trains: bool = False
-    """Whether a model is fitted on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +74,7 @@ def gather(store: TableStore, run_id: str) -> Evidence:
     """Count what the tables of one run hold."""
     steps, timeline = store.read("steps", [run_id]), store.read("timeline", [run_id])
     requests, journeys = store.read("requests", [run_id]), store.read("journey_events", [run_id])
-    ends = rules.warm_up_ends(step_counters(steps, journeys))
+    ends = splits.warm_up_ends(step_counters(steps, journeys))
     adjacent = timeline.filter((pl.col("cycle_source") == "adjacent") & ~pl.col("idle_after"))
     cycles = timeline.filter(pl.col("cycle_us").is_not_null())
     compared = timeline["journey_agrees"].drop_nulls()
@@ -122,10 +109,10 @@ def _waits(requests: pl.DataFrame, target: str, ends: pl.DataFrame) -> Rows:
 
 def _rows(frame: pl.DataFrame, time: str, step: str, warm_up_ends: pl.DataFrame, *, idle: pl.Expr) -> Rows:
     """Split rows as training does, and count those it would use."""
-    because = pl.when(idle).then(pl.lit(rules.IDLE_GAP)).otherwise(pl.lit(None, pl.String))
-    marked = frame.with_columns(ts_ns=pl.col(time), excluded_because=because)
-    split = rules.split_by_time(marked).join(warm_up_ends, on=[*rules.SERVER, "epoch"], how="left")
-    split = rules.mark(split, rules.WARM_UP, pl.col(step) < pl.col("warm_up_until"))
+    reason = pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise(pl.lit(None, pl.String))
+    marked = frame.with_columns(ts_ns=pl.col(time), excluded_because=reason)
+    split = splits.split_by_time(marked).join(warm_up_ends, on=[*SERVER, "epoch"], how="left")
+    split = splits.mark(split, splits.WARM_UP, pl.col(step) < pl.col("warm_up_until"))
     kept = split.filter(pl.col("excluded_because").is_null())
     return Rows(
         *(int((kept["split"] == part).sum()) for part in ("train", "holdout")),
@@ -170,8 +157,8 @@ def _durations(e: Evidence) -> Allowance:
     share = e.covered_us / e.busy_us
     if share >= COVERED_SHARE:
         return Allowance(name, "yes", f"covers {100 * share:.1f} % of busy time: it is the step time")
-    because = f"covers {100 * share:.1f} % of busy time: it is the time inside schedule(), not the step"
-    return Allowance(name, "no", because)
+    reason = f"covers {100 * share:.1f} % of busy time: it is the time inside schedule(), not the step"
+    return Allowance(name, "no", reason)
 
 
 def _composition(e: Evidence) -> Allowance:
@@ -192,7 +179,7 @@ def _context(e: Evidence) -> Allowance:
         return Allowance(
             name, "no", f"no complete journeys and no whole sets of snapshots; start with {flags}"
         )
-    verdict: Verdict = "yes" if e.steps_with_context == e.timeline_steps else "limited"
+    verdict: Allowed = "yes" if e.steps_with_context == e.timeline_steps else "limited"
     return Allowance(name, verdict, f"known on {_share(e.steps_with_context, e.timeline_steps)} of steps")
 
 

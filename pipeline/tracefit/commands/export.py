@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,20 +11,21 @@ import polars as pl
 
 from tracefit.coefficients.models import load
 from tracefit.commands.train import load_scope, scopes_of
-from tracefit.commands.writing import write_bytes
 from tracefit.consumers.blis import to_blis, to_blis_registry
 from tracefit.consumers.dynamo import to_dynamo
 from tracefit.consumers.llmd_sim import to_llmd_sim
-from tracefit.consumers.source import OUT, Export, HeldOut, Source
+from tracefit.consumers.source import OUT, Export, Source
 from tracefit.consumers.table import to_csv
 from tracefit.consumers.wva import to_wva
 from tracefit.errors import DataError, UsageError, did_you_mean
+from tracefit.results.exports import ExportResult
+from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tracefit.coefficients.models import ScopeModels
+    from tracefit.coefficients.predict import ScopeModels
 
 _FITTED: Mapping[str, Callable[[Source], Export]] = {
     "blis": to_blis,
@@ -38,18 +39,6 @@ _VERSIONED = ("llm-d-inference-sim",)
 _MOST_DIGITS = 6
 _BELOW_STEPS = "its tables are per operator, below what a trace of steps can tell"
 _REFUSED = dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS)
-
-
-@dataclass(frozen=True, slots=True)
-class ExportResult:
-    """What was written for a consumer, and how well exactly that does on the hold-out."""
-
-    consumer: str
-    scope_id: str | None
-    files: tuple[Path, ...]
-    errors: tuple[HeldOut, ...]
-    notes: tuple[str, ...]
-    usage: str
 
 
 def export(
@@ -88,7 +77,7 @@ def export(
     else:
         made = _FITTED[to](replace(_source(chosen, Path(models), tables), consumer_version=version))
     paths = {Path(out) / name: content for name, content in made.files.items()}
-    write_bytes({p: c if isinstance(c, bytes) else c.encode() for p, c in paths.items()})
+    write_files(paths)
     folder = shlex.quote(str(out))
     usage, *notes = (text.replace(OUT, folder) for text in (made.usage, *made.notes))
     return ExportResult(to, chosen.scope_id, tuple(paths), made.errors, tuple(notes), usage)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tracefit.commands.results import Progress, Silent, SynthResult
+from tracefit.progress import NullProgress, Progress
+from tracefit.results.training import SynthResult
 from tracefit.synth import SynthOptions, synth, write_run
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def generate(
     Raises:
         UsageError: An option is out of range, or the folder cannot be written.
     """
-    (progress or Silent()).stage(f"generating {options.name}")
+    (progress or NullProgress()).stage(f"generating {options.name}")
     run = synth(options)
     first = write_run(run, Path(out), formats=formats, compress=compress)
     twins = [first.with_name(f"{first.name}-proto")] if len(set(formats)) > 1 else []

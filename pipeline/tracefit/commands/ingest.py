@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from tracefit import memory
 from tracefit._version import __version__
 from tracefit.commands.reading import KnownFiles, Reading, content_hash, options_hash, resolve_run_id
-from tracefit.commands.results import IngestResult, Progress, RunSummary, Silent
 from tracefit.commands.timelines import SMALL_RUN_ROWS, write_timelines
 from tracefit.engines.local import available_cores
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.inputs.blocks import Limits
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
+from tracefit.progress import NullProgress, Progress
+from tracefit.results.ingestion import IngestResult, RunSummary
 from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of, settings_to_json
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name
 from tracefit.tables import dialects, schema
@@ -122,7 +123,7 @@ def ingest(
             inputs,
             out,
             server or ServerOptions(),
-            progress or Silent(),
+            progress or NullProgress(),
             options=options or IngestOptions(),
             workers=workers,
         )

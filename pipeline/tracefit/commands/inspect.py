@@ -1,19 +1,26 @@
-"""What is in traces, before anything is fitted: facts, health of the journeys, and what that allows."""
+"""Inspect traces before anything is fitted: facts, health of the journeys, and what can be trained."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracefit.commands.evidence import Allowance, Evidence, allowances, gather, total
+from tracefit.commands.evidence import Evidence, allowances, gather, total
 from tracefit.commands.ingest import ServerOptions, ingest_inputs
-from tracefit.commands.results import EXIT_DONE, Progress, Silent
 from tracefit.commands.timelines import write_timelines
 from tracefit.inputs.discovery import open_inputs
 from tracefit.inputs.formats import inspect_file
+from tracefit.progress import NullProgress, Progress
+from tracefit.results.inspection import (
+    FileShape,
+    Inspection,
+    RunFacts,
+    ScopeFacts,
+    ScopeSpans,
+    ServerFacts,
+)
 from tracefit.server.context import context_from_json, scope_of
 from tracefit.tables.dialects import dialect_of
 from tracefit.tables.health import Check, health_checks
@@ -28,125 +35,46 @@ if TYPE_CHECKING:
     from tracefit.inputs.files import TraceFile
     from tracefit.server.context import RunContext
 
-EXIT_NOTHING = 1
-
-
-@dataclass(frozen=True, slots=True)
-class FileShape:
-    """One trace file: its name, size as stored, compression and shape in words."""
-
-    name: str
-    bytes: int
-    compression: str
-    shape: str
-
-    @classmethod
-    def of(cls, file: TraceFile) -> FileShape:
-        """Return what the head of a file shows.
-
-        Raises:
-            UsageError: The file cannot be read.
-        """
-        contents = inspect_file(file)
-        return cls(file.name.rpartition("/")[2], file.size, contents.compression or "none", str(contents))
-
-
-@dataclass(frozen=True, slots=True)
-class ScopeSpans:
-    """Spans of one instrumentation scope, and the dialect it speaks; `lifecycle` spans are told by their names."""
-
-    scope: str
-    spans: int
-    dialect: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """One server of a run; sampling rates are estimates, null where nothing tells."""
-
-    server: str
-    epochs: int
-    spans: int
-    requests: int
-    steps: int
-    dropped_events: int
-    step_sampling: float | None
-    journey_sampling: float | None
-    snapshot_sampling: float | None
-    first_unix_ns: int | None
-    last_unix_ns: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """One run as it was read; `files` is empty when tables were inspected."""
-
-    run_id: str
-    scope_id: str
-    bytes: int
-    files: tuple[FileShape, ...]
-    services: tuple[str, ...]
-    scopes: tuple[ScopeSpans, ...]
-    other_spans: int
-    servers: tuple[ServerFacts, ...]
-    events: dict[str, int]
-    rejects: int
-    duplicate_spans: int
-    checks: tuple[Check, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ScopeFacts:
-    """What the runs of one scope allow together: models are fitted per scope."""
-
-    scope_id: str
-    runs: tuple[str, ...]
-    allows: tuple[Allowance, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """Everything `inspect` found."""
-
-    runs: tuple[RunFacts, ...]
-    scopes: tuple[ScopeFacts, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """0, or 1 when nothing can be trained."""
-        trains = any(a.trains for scope in self.scopes for a in scope.allows)
-        return EXIT_DONE if trains else EXIT_NOTHING
-
 
 def inspect(
     paths: Iterable[str | Path], *, server: ServerOptions | None = None, progress: Progress | None = None
 ) -> Inspection:
-    """Look into traces or tables without fitting anything.
+    """Describe traces or tables without fitting anything.
 
     Args:
         paths: Run folders, folders of run folders or trace files; or a single tables folder that `ingest` wrote.
         server: What is known about the server beyond the run's files; of no effect on tables.
-        progress: Told of what is going on.
+        progress: Receives reports on the progress.
 
     Raises:
         UsageError: A path, a configuration file or an option is wrong.
         DataError: A run holds no vLLM spans at all.
     """
     paths = list(paths)
-    told = progress or Silent()
+    progress = progress or NullProgress()
     if len(paths) == 1 and _is_tables(paths[0]):
         store = TableStore(paths[0]).require()
         write_timelines(store, store.runs())
-        return _inspect_tables(store, {}, told)
+        return _inspect_tables(store, {}, progress)
     with tempfile.TemporaryDirectory(prefix="tracefit-inspect-") as scratch, open_inputs(paths) as inputs:
-        result = ingest_inputs(inputs, scratch, server or ServerOptions(), told)
+        result = ingest_inputs(inputs, scratch, server or ServerOptions(), progress)
         write_timelines(TableStore(scratch), [run.run_id for run in result.runs])
         # Runs are ingested in the order they are found; of two with one name the second has a number by now.
         files = {
-            run.run_id: tuple(FileShape.of(file) for file in source.trace_files)
+            run.run_id: tuple(_file_shape(file) for file in source.trace_files)
             for run, source in zip(result.runs, inputs.runs, strict=True)
         }
-        return _inspect_tables(TableStore(scratch), files, told)
+        return _inspect_tables(TableStore(scratch), files, progress)
+
+
+def _file_shape(file: TraceFile) -> FileShape:
+    """Describe a file by its first bytes.
+
+    Raises:
+        UsageError: The file cannot be read.
+    """
+    contents = inspect_file(file)
+    return FileShape(file.name.rpartition("/")[2], file.size, contents.compression or "none", str(contents))
 
 
 def _is_tables(path: str | Path) -> bool:
@@ -162,12 +90,14 @@ def _scopes(spans: pl.DataFrame) -> tuple[ScopeSpans, ...]:
     return tuple(ScopeSpans(scope, count, dialect) for (scope, dialect), count in found.items())
 
 
-def _inspect_tables(store: TableStore, files: dict[str, tuple[FileShape, ...]], told: Progress) -> Inspection:
+def _inspect_tables(
+    store: TableStore, files: dict[str, tuple[FileShape, ...]], progress: Progress
+) -> Inspection:
     facts: list[RunFacts] = []
     contexts: dict[str, RunContext] = {}
     evidence: dict[str, list[Evidence]] = {}
     for run_id in store.runs():
-        told.stage(f"inspecting {run_id}")
+        progress.stage(f"inspecting {run_id}")
         rows = store.read("runs", [run_id])
         first = rows.row(0, named=True)
         place = f"{store.root}/runs/run_id={run_id}"

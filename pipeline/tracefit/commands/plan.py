@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.commands.ingest import IngestOptions
 from tracefit.commands.reading import KnownFiles, options_hash, resolve_run_id
 from tracefit.inputs.discovery import RunSource, open_inputs
 from tracefit.inputs.formats import inspect_file
+from tracefit.results.ingestion import IngestPlan, PlannedFile
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
@@ -17,42 +17,6 @@ if TYPE_CHECKING:
 
     from tracefit.inputs.files import TraceFile
     from tracefit.tables.rows import RowOptions
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
-    """One trace file: what it is, and how much of it the tables do not have yet.
-
-    Attributes:
-        run_id: The run it would belong to.
-        file: Its name.
-        shape: What its records are and how they lie, in words.
-        compression: gzip or zstd; null for none.
-        bytes: Its size.
-        status: `new`, `grown` (or changed), or `known` (nothing is).
-        bytes_to_read: Bytes that would be decoded.
-    """
-
-    run_id: str
-    file: str
-    shape: str
-    compression: str | None
-    bytes: int
-    status: Literal["new", "grown", "known"]
-    bytes_to_read: int
-
-
-@dataclass(frozen=True, slots=True)
-class IngestPlan:
-    """What an ingest would read.
-
-    Attributes:
-        files: Trace files, run by run.
-        left_out: Other files, each with the reason.
-    """
-
-    files: tuple[PlannedFile, ...]
-    left_out: tuple[str, ...] = ()
 
 
 def plan_ingest(

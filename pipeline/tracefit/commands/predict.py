@@ -1,13 +1,13 @@
-"""Ask coefficient files: one step or request, or every row of a file."""
+"""Predict every row of a file from coefficient files."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
+from tracefit.results.predictions import RowPredictions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -16,29 +16,10 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.models import Models
 
-Of = Literal["step", "request"]
-
-
-@dataclass(frozen=True, slots=True)
-class RowsAnswer:
-    """Predictions for the rows of a file.
-
-    Attributes:
-        rows: How many.
-        outside: How many of them leave the training range; null where that is not told per row.
-        out: The file they were written to, or null.
-        predictions: The rows with their predictions, where no file was asked for.
-    """
-
-    rows: int
-    outside: int | None
-    out: Path | None
-    predictions: tuple[dict[str, object], ...] = ()
-
 
 def predict_file(
     models: Models, rows: str | Path, *, of: str = "step", scope: str | None = None, out: Path | None = None
-) -> RowsAnswer:
+) -> RowPredictions:
     """Predict every row of a CSV, Parquet or NDJSON file.
 
     Args:
@@ -53,18 +34,20 @@ def predict_file(
     """
     frame = _read(Path(rows))
     if of == "step":
-        told = models.predict_step(frame, scope=scope)
+        predicted = models.predict_step(frame, scope=scope)
     elif of == "request":
-        told = models.predict_request(frame, scope=scope)
+        predicted = models.predict_request(frame, scope=scope)
     else:
-        from tracefit.coefficients.frames import predict_rows
+        from tracefit.coefficients.predict_frames import predict_rows
 
-        told = predict_rows(models.model(of, scope), frame)
-    outside = told.height - told["outside"].null_count() if "outside" in told.columns else None
+        predicted = predict_rows(models.model(of, scope), frame)
+    outside = predicted.height - predicted["out_of_range"].null_count() if of != "request" else None
     if out is not None:
-        _write(told, out)
-        return RowsAnswer(told.height, outside, out)
-    return RowsAnswer(told.height, outside, None, tuple(_plain(row) for row in told.iter_rows(named=True)))
+        _write(predicted, out)
+        return RowPredictions(predicted.height, outside, out)
+    return RowPredictions(
+        predicted.height, outside, None, tuple(_plain(row) for row in predicted.iter_rows(named=True))
+    )
 
 
 def _plain(row: dict[str, object]) -> dict[str, object]:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from tracefit.commands.results import Progress
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
+    from tracefit.progress import Progress
     from tracefit.tables.rows import RowOptions
 
 BYTES_PER_WORKER = 64 << 20

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import yaml
 
 from tracefit.commands.ingest import ServerOptions
-from tracefit.commands.results import Progress, ReceivedFrom, ReceiveResult, Silent
 from tracefit.errors import UsageError
+from tracefit.progress import NullProgress, Progress
 from tracefit.receive.intake import Intake
 from tracefit.receive.observed import Observed
 from tracefit.receive.options import ReceiveOptions, Token
 from tracefit.receive.spans import PrivacyFilter
 from tracefit.receive.store import TraceStore
+from tracefit.results.receiving import ReceivedFrom, ReceiveResult
 from tracefit.server.context import read_context
 from tracefit.server.settings import ServerSettings, merge
 from tracefit.server.settings_sources import read_settings
@@ -82,7 +83,7 @@ def receive(
         store = TraceStore(root.resolve(), rotation=options.rotation, configs=configs)
     except OSError as error:
         raise UsageError(f"cannot be written ({error.strerror})", where=str(out)) from error
-    receiver = _Receiver(store, options, token, progress or Silent())
+    receiver = _Receiver(store, options, token, progress or NullProgress())
     asyncio.run(receiver.run(live=live, listening=listening or (lambda _: None)))
     return receiver.result(root)
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.coefficients.columns import features_of
+from tracefit.coefficients.compiled import CompiledModel
 from tracefit.coefficients.files import read_coefficients, read_evaluation
-from tracefit.commands.results import Progress, Silent
-from tracefit.commands.writing import write_texts
 from tracefit.errors import UsageError
+from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import Figures, build_report
 from tracefit.reports.figures import model_figures
 from tracefit.reports.html import html_page
 from tracefit.reports.latency_figures import LATENCIES, latency_figures
 from tracefit.reports.markdown import markdown_text
 from tracefit.reports.run_figures import TIMELINE_COLUMNS, engine_figure
+from tracefit.results.training import ReportResult
+from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
@@ -42,15 +42,6 @@ _ROW_COLUMNS = frozenset(
 """What figures need of training rows beside the features of the models."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReportResult:
-    """Where the report is."""
-
-    files: tuple[Path, ...]
-    verdicts: dict[str, dict[str, str]]
-    """scope_id to use to verdict."""
-
-
 def report(
     folder: str | Path,
     *,
@@ -70,7 +61,7 @@ def report(
         UsageError: A file is missing or not of the published shape, or the report cannot be written.
     """
     folder = Path(folder)
-    (progress or Silent()).stage("drawing the report")
+    (progress or NullProgress()).stage("drawing the report")
     evaluation = read_evaluation(folder / "evaluation.json")
     models = folder / "models" if (folder / "models").is_dir() else folder
     alpha, beta = (read_coefficients(models / f"{kind}.json") for kind in ("alpha", "beta"))
@@ -80,7 +71,7 @@ def report(
     made = report_of(evaluation, alpha, beta, store if store.runs() else None)
     place = Path(out or folder)
     texts = report_texts(made, place)
-    write_texts(texts)
+    write_files(texts)
     return ReportResult(tuple(texts), _verdicts(evaluation)), made
 
 
@@ -140,7 +131,7 @@ class _Rows:
             )
         self.scope, self.runs, self.store = scope, list(scope.runs), store
         mine = pl.col("scope_id") == scope.scope_id
-        columns = sorted(_ROW_COLUMNS.union(*(features_of(m) for m in models)))
+        columns = sorted(_ROW_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
         self.steps = store.read("beta_training", self.runs, columns).filter(mine)
         self.waits = store.read("alpha_training", self.runs, columns).filter(mine)
         self.requests = store.read("requests", self.runs, [f"{name}_us" for name in LATENCIES])

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest
-from tracefit.commands.results import Progress, RunResult
 from tracefit.commands.train import TrainOptions, train
+from tracefit.results.training import RunResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from tracefit.progress import Progress
 
 
 def run(

@@ -9,7 +9,7 @@ import polars as pl
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.fit.scope import FittedScope
+    from tracefit.fit.results import FittedScope
 
 
 def sample_tables(scopes: Sequence[FittedScope]) -> dict[str, str]:

@@ -13,27 +13,23 @@ from tracefit.coefficients import assemble, evaluate
 from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.commands.report import report_of, report_texts
-from tracefit.commands.results import (
-    LatencySummary,
-    ModelSummary,
-    Progress,
-    Silent,
-    TrainResult,
-)
 from tracefit.commands.samples import sample_tables
 from tracefit.commands.timelines import engine_limits, write_timelines
-from tracefit.commands.writing import write_texts
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
-from tracefit.features.training import ENGINE, WORKLOAD_COLUMNS
+from tracefit.features.training import WORKLOAD_COLUMNS
 from tracefit.fit.across import fit_across
-from tracefit.fit.options import BetaTarget, ScopeOptions
-from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, Overload, find_overloads, runs_to_fit
-from tracefit.fit.scope import FittedModel, FittedScope, Missing, ScopeTables, fit_scope
+from tracefit.fit.inputs import BetaTarget, ScopeOptions, ScopeTables
+from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads, runs_to_fit
+from tracefit.fit.scope import fit_scope
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
+from tracefit.progress import NullProgress, Progress
+from tracefit.results.training import LatencySummary, ModelSummary, TrainResult
 from tracefit.server.context import Scope, context_from_json, scope_of
 from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
+from tracefit.tables.disk import write_files
+from tracefit.tables.keys import ENGINE
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
@@ -42,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.coefficients.evaluation import Evaluation
-    from tracefit.fit.latency import Latency
+    from tracefit.fit.results import FittedModel, FittedScope, Latency, Missing, Overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +94,7 @@ def train(
         DataError: Not a single model can be fitted; nothing is written.
     """
     options = options or TrainOptions()
-    told = progress or Silent()
+    told = progress or NullProgress()
     store = TableStore(tables).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
     scopes = fit_runs(store, runs, options, told)
@@ -138,7 +134,7 @@ def train(
     # From the files' own numbers, so that `report` makes the same one later.
     made = report_of(as_published(evaluation), as_published(alpha), as_published(beta), store)
     texts |= report_texts(made, report)
-    write_texts(texts)
+    write_files(texts)
     return replace(result, files=tuple(texts))
 
 
@@ -325,8 +321,14 @@ def _training_part(kind: str, frame: pl.DataFrame | None, run_id: str, scope: Fi
 
 def _offered(model: FittedModel) -> list[str]:
     fitted = model.fitted
-    compared = [n for part in fitted.parts for c in part.regime.any_of for n in (c.feature, c.feature2) if n]
-    return [*(t.feature.name for t in fitted.terms), *(x.feature for x in fitted.left_out), *compared]
+    compared = [
+        n for part in fitted.regimes for c in part.regime.any_of for n in (c.feature, c.feature2) if n
+    ]
+    return [
+        *(t.feature.name for t in fitted.terms),
+        *(x.feature for x in fitted.features_left_out),
+        *compared,
+    ]
 
 
 def _what_is_missing(scope: FittedScope, missing: Missing) -> str:

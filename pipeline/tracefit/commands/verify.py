@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit._version import __version__
 from tracefit.coefficients import assemble
-from tracefit.coefficients.files import read_coefficients, to_json
-from tracefit.commands.results import Progress, Silent
+from tracefit.coefficients.files import read_coefficients, read_plain, to_json
+from tracefit.coefficients.model import CoefficientFile
 from tracefit.commands.train import TrainOptions, fit_runs
 from tracefit.errors import DataError, TracefitError
+from tracefit.progress import NullProgress, Progress
+from tracefit.results.verification import Difference, VerifyResult
 from tracefit.server.documents import read_bytes
 from tracefit.tables.store import TableStore
 
@@ -23,50 +25,13 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.model import CoefficientFile, Provenance
+    from tracefit.coefficients.model import Provenance
 
 RELATIVE = 1e-6
 """On which machines agree."""
 
 _SMALLEST = 1e-9
 MOST_SHOWN = 50
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A value that the refit does not confirm: where in the file, what it says, what came out."""
-
-    place: str
-    in_file: str
-    refitted: str
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyResult:
-    """Whether a coefficient file is what its inputs give.
-
-    Attributes:
-        file: The file.
-        verified: Every number confirmed.
-        numbers: Numbers that were compared.
-        inputs: Inputs that differ from those the file was made from.
-        differing: Values that were not confirmed.
-        differences: The first of them.
-        notes: What else differs: program and library versions.
-    """
-
-    file: Path
-    verified: bool
-    numbers: int
-    inputs: tuple[str, ...]
-    differing: int
-    differences: tuple[Difference, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """0, or 1 where the file is not confirmed."""
-        return 0 if self.verified else 1
 
 
 def verify(
@@ -89,7 +54,7 @@ def verify(
         DataError: The file does not say how it was made.
     """
     path = Path(file)
-    document, plain = read_coefficients(path), json.loads(path.read_text(encoding="utf-8-sig"))
+    document, plain = read_coefficients(path), read_plain(path, CoefficientFile)
     made_by = document.provenance
     if made_by is None or not any(m.training for m in document.models):
         raise DataError("does not say how it was made: no provenance or no training", where=str(path))
@@ -102,7 +67,7 @@ def verify(
     lacking = set(run_ids) - set(runs["run_id"])
     if lacking or any(text.startswith("features ") for text in inputs):
         return VerifyResult(path, False, 0, tuple(inputs), 0, (), tuple(notes))
-    scopes = fit_runs(store, runs, options, progress or Silent())
+    scopes = fit_runs(store, runs, options, progress or NullProgress())
     again = json.loads(to_json(assemble.coefficient_file(document.kind, scopes, made_by)))
     compared = list(_compare(_by_name(plain), _by_name(again), ""))
     found = [d for d in compared if d is not None]

@@ -29,7 +29,6 @@ from tracefit.consumers.source import (
     flags,
     held_out,
     kv_blocks,
-    matrix,
     model_name,
     number,
     train_and_holdout,
@@ -38,7 +37,9 @@ from tracefit.consumers.source import (
 from tracefit.errors import DataError
 from tracefit.features.sets import FeatureSet
 from tracefit.fit.boundary import admission_with_clock
-from tracefit.fit.frames import request_frame
+from tracefit.fit.linear import matrix
+from tracefit.fit.splits import request_frame
+from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
     from tracefit.server.hardware import Gpu
@@ -198,9 +199,8 @@ def _server_flags(source: Source) -> str:
 def _traced_requests(source: Source) -> pl.DataFrame:
     """Return the requests of the engine with most of them: us since the first arrived, lengths, first token, end."""
     stamped = source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
-    engine = ["run_id", "server", "epoch"]
-    largest = stamped.group_by(engine).len().sort("len", *engine, descending=[True, False, False, False])
-    rows = stamped.join(largest.head(1), on=engine).sort("arrival_ns").tail(MOST_TRACED)
+    largest = stamped.group_by(ENGINE).len().sort("len", *ENGINE, descending=[True, False, False, False])
+    rows = stamped.join(largest.head(1), on=ENGINE).sort("arrival_ns").tail(MOST_TRACED)
     ended = pl.coalesce("departed_ns", "aborted_ns", "finished_ns", "first_token_ns")
     begin = pl.col("arrival_ns").min()
     return rows.select(

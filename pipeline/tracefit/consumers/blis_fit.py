@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.frames import predict_steps
+from tracefit.coefficients.predict_frames import predict_steps
 from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
 from tracefit.consumers.blis_roofline import (
     BLIS_COLUMNS,
@@ -27,15 +27,15 @@ from tracefit.consumers.source import (
     Source,
     held_out,
     kv_blocks,
-    matrix,
     train_and_holdout,
     written,
 )
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import Feature, FeatureSet
-from tracefit.fit.estimators import HUBER
-from tracefit.fit.frames import step_frame
-from tracefit.fit.nonnegative import fit_nonnegative
+from tracefit.fit.estimators import HUBER, fit_nonnegative
+from tracefit.fit.linear import matrix
+from tracefit.fit.splits import step_frame
+from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +49,6 @@ _NAMES = list(BLIS_TERMS)
 _CONSTANT = _NAMES.index("blis_one")
 _REQUESTS = _NAMES.index("blis_requests")
 _DECODE_KV = _NAMES.index("blis_decode_kv_us")
-_ENGINE = ["run_id", "server", "epoch"]
 ALL_JOURNEYS = 0.99
 """Journey sampling below which a replay would lack load."""
 
@@ -201,9 +200,7 @@ def _steps(source: Source) -> _Steps:
     x, y = matrix(train, _NAMES), train["y"].to_numpy().astype(float)
     # In one scope whatever does not vary is one number: BLIS's constant of a step takes it.
     varies = np.array([i == _CONSTANT or np.ptp(x[:, i]) > 0 for i in range(len(_NAMES))])
-    ends = (
-        rows.drop_nulls("holdout_from_ns").group_by("run_id", "server").agg(pl.col("holdout_from_ns").first())
-    )
+    ends = rows.drop_nulls("holdout_from_ns").group_by(SERVER).agg(pl.col("holdout_from_ns").first())
     return _Steps(train, held, x, y, varies, ends)
 
 
@@ -273,7 +270,7 @@ def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Itera
     blis = rates.constant + slots * (rates.request + rates.decode_request + rates.context_token * context)
     asked = pl.DataFrame({"batch": [float(slots)], "context": [context]})
     try:
-        predicted = predict_steps(source.models.step_model, asked, source.models.server)["predicted_us"][0]
+        predicted = predict_steps(source.models, asked)["predicted_us"][0]
     except UsageError:  # a feature set of the user's own that a described step does not hold
         return
     if predicted and abs(blis / predicted - 1) > DEPARTS:
@@ -341,8 +338,8 @@ def _engines(source: Source, ends: pl.DataFrame) -> tuple[list[_EngineRequests],
         return [], "journeys of all requests would let their replay choose"
     stamps = ("arrival_ns", "first_token_ns", "prompt_tokens")
     rows = source.tables.requests.filter(pl.all_horizontal(pl.col(stamps).is_not_null()))
-    rows = rows.join(ends, on=["run_id", "server"]).sort(*_ENGINE, "arrival_ns", maintain_order=True)
-    engines = [_engine(part) for _, part in rows.group_by(_ENGINE, maintain_order=True)]
+    rows = rows.join(ends, on=SERVER).sort(*ENGINE, "arrival_ns", maintain_order=True)
+    engines = [_engine(part) for _, part in rows.group_by(ENGINE, maintain_order=True)]
     if sum(int(e.training().counts.sum()) for e in engines) < MIN_REQUESTS:
         return [], f"fewer than {MIN_REQUESTS} training requests to replay"
     return engines, None

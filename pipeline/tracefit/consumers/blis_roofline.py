@@ -28,12 +28,12 @@ import polars as pl
 
 from tracefit.errors import DataError, UsageError
 from tracefit.server.serving import check_parallelism
+from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
     from tracefit.server.architecture import ModelArchitecture
     from tracefit.server.hardware import Gpu
 
-ENGINE = ["run_id", "server", "epoch"]
 
 BLIS_COLUMNS = (
     "num_prefill_reqs",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.frames import predict_steps
+from tracefit.coefficients.predict_frames import predict_steps
 from tracefit.consumers.source import (
     OUT,
     Export,
@@ -27,7 +27,7 @@ from tracefit.consumers.source import (
     worse_than_baseline,
 )
 from tracefit.features.sets import Feature, FeatureSet
-from tracefit.fit.frames import step_frame
+from tracefit.fit.splits import step_frame
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +56,7 @@ def to_dynamo(source: Source) -> Export:
     train, held = train_and_holdout(rows, list(_COLUMNS), "step times")
     beside = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") > 0)).height
     alone = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") == 0)).height
-    constant = float(_ask(source, pl.DataFrame({"batch": [0.0]}))[0]) if beside > alone else 0.0
+    constant = float(_predicted_ms(source, pl.DataFrame({"batch": [0.0]}))[0]) if beside > alone else 0.0
     grids = _grids(source, train, constant)
     said = (
         "leaves the constant of a step to decode_itl"
@@ -108,8 +108,8 @@ def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str,
     context = np.geomspace(low, max(high, low + 1), POINTS)
     batch = active[:, None] / context[None, :]
     asked = pl.DataFrame({"batch": batch.ravel(), "context": np.broadcast_to(context, batch.shape).ravel()})
-    itl = _ask(source, asked)
-    ttft = np.maximum(_ask(source, pl.DataFrame({"prefill": isl})) - constant_ms, 0.0)
+    itl = _predicted_ms(source, asked)
+    ttft = np.maximum(_predicted_ms(source, pl.DataFrame({"prefill": isl})) - constant_ms, 0.0)
     return {
         "prefill_isl": isl,
         "prefill_ttft_ms": ttft,
@@ -119,9 +119,8 @@ def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str,
     }
 
 
-def _ask(source: Source, described: pl.DataFrame) -> Vector:
-    told = predict_steps(source.models.step_model, described, source.models.server)
-    return told["predicted_us"].to_numpy() / 1e3
+def _predicted_ms(source: Source, described: pl.DataFrame) -> Vector:
+    return predict_steps(source.models, described)["predicted_us"].to_numpy() / 1e3
 
 
 def _npz(arrays: Mapping[str, Vector | Matrix]) -> bytes:

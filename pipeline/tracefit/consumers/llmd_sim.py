@@ -28,12 +28,13 @@ from tracefit.consumers.source import (
     written,
 )
 from tracefit.errors import DataError
-from tracefit.fit import rows as rules
-from tracefit.fit.nonnegative import fit_nonnegative
+from tracefit.fit import splits
+from tracefit.fit.estimators import fit_nonnegative
+from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
+    from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.metrics import Vector
-    from tracefit.fit.scope import ScopeTables
 
 MOST_SPREAD = 0.3
 """The simulator refuses a standard deviation above this share of its mean."""
@@ -43,8 +44,6 @@ UNBOUNDED_FROM = (0, 10, 0)
 
 NEWEST = (0, 10, 0)
 """The version files are written for where none is given."""
-
-ENGINE = ["run_id", "server", "epoch"]
 
 
 def to_llmd_sim(source: Source) -> Export:
@@ -182,7 +181,7 @@ def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
 def _target(rows: pl.DataFrame, target: str) -> pl.DataFrame:
     known = rows.filter((pl.col(target) > 0) & pl.col("ts_ns").is_not_null())
     known = known.with_columns(y=pl.col(target).cast(pl.Float64), excluded_because=pl.lit(None, pl.String))
-    return rules.split_by_time(known)
+    return splits.split_by_time(known)
 
 
 def _y(rows: pl.DataFrame) -> Vector:

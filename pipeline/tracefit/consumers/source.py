@@ -10,22 +10,20 @@ import numpy as np
 import polars as pl
 
 from tracefit.errors import DataError
-from tracefit.fit.frames import counted
 from tracefit.fit.metrics import measure
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted
+from tracefit.server.tracing import JOURNEY_FLAGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tracefit.coefficients.models import ScopeModels
+    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.metrics import Vector
-    from tracefit.fit.scope import ScopeTables
     from tracefit.server.context import Scope
 
 OUT = "{out}"
 """Stands for the folder of an export in its `usage` and its notes until that is known."""
-
-MIN_TRAIN_ROWS = 30
-MIN_HOLDOUT_ROWS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tupl
         lacking = ", ".join(unknown) if rows.height else "no row has both ends"
         raise DataError(
             f"{what}: not known in these runs ({lacking})",
-            hint="journeys of every request would tell: --enable-journey-tracing --journey-tracing-sample-rate 1.0",
+            hint=f"journeys of every request would tell: {JOURNEY_FLAGS}",
         )
     known = rows.drop_nulls(["y", *columns])
     train, held = counted(known, "train"), counted(known, "holdout")
@@ -125,11 +123,6 @@ def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tupl
             hint=f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed: trace a longer run",
         )
     return train, held
-
-
-def matrix(rows: pl.DataFrame, columns: list[str]) -> Vector:
-    """Return columns as an array of shape (n, n_columns)."""
-    return rows.select(pl.col(c).cast(pl.Float64) for c in columns).to_numpy()
 
 
 def number(value: float) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tracefit.coefficients.model import Condition, Linear, Model, Number, Regime, Term, Work
-    from tracefit.coefficients.models import ScopeModels
+    from tracefit.coefficients.predict import ScopeModels
 
 _HEAD = (
     "scope_id",
@@ -69,7 +69,11 @@ def _part(
         yield (
             name,
             condition,
-            [*_number(term.feature, term.unit, term)[:5], *(term.seen or ("", "")), term.formula or ""],
+            [
+                *_number(term.feature, term.unit, term)[:5],
+                *(term.training_range or ("", "")),
+                term.formula or "",
+            ],
         )
 
 

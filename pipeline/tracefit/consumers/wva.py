@@ -20,7 +20,6 @@ from tracefit.consumers.source import (
     Source,
     commented,
     held_out,
-    matrix,
     number,
     train_and_holdout,
     worse_than_baseline,
@@ -28,9 +27,11 @@ from tracefit.consumers.source import (
 )
 from tracefit.errors import DataError
 from tracefit.features.sets import Feature, FeatureSet
-from tracefit.fit import rows as rules
-from tracefit.fit.frames import step_frame
-from tracefit.fit.nonnegative import fit_nonnegative
+from tracefit.fit import splits
+from tracefit.fit.estimators import fit_nonnegative
+from tracefit.fit.linear import matrix
+from tracefit.fit.splits import counted, step_frame
+from tracefit.tables.keys import SERVER
 
 _REQUESTS = "num_prefill_reqs + num_decode_reqs"
 _STEP = FeatureSet(
@@ -44,8 +45,6 @@ _STEP = FeatureSet(
 )
 STRETCH_REQUESTS = 20
 """Requests whose mean input and output stand for a stretch of the run."""
-
-_SERVER = ["run_id", "server"]
 
 
 def to_wva(source: Source) -> Export:
@@ -99,14 +98,14 @@ def to_wva(source: Source) -> Export:
 
 def _stretches(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
     """Cut each server's hold-out into stretches of a number of requests: mean cycle in ms, batch, t_C and t_M."""
-    steps = rows.filter((pl.col("split") == "holdout") & pl.col("excluded_because").is_null())
+    steps = counted(rows, "holdout")
     requests = source.tables.requests.filter(
         pl.col("first_scheduled_ns").is_not_null() & (pl.col("output_tokens") > 0)
-    ).sort(*_SERVER, "first_scheduled_ns")
-    begins = steps.group_by(_SERVER).agg(from_ns=pl.col("ts_ns").min())
-    held = requests.join(begins, on=_SERVER).filter(pl.col("first_scheduled_ns") >= pl.col("from_ns"))
-    held = held.with_columns(stretch=pl.int_range(pl.len()).over(_SERVER) // STRETCH_REQUESTS)
-    means = held.group_by(*_SERVER, "stretch").agg(
+    ).sort(*SERVER, "first_scheduled_ns")
+    begins = steps.group_by(SERVER).agg(from_ns=pl.col("ts_ns").min())
+    held = requests.join(begins, on=SERVER).filter(pl.col("first_scheduled_ns") >= pl.col("from_ns"))
+    held = held.with_columns(stretch=pl.int_range(pl.len()).over(SERVER) // STRETCH_REQUESTS)
+    means = held.group_by(*SERVER, "stretch").agg(
         begin_ns=pl.col("first_scheduled_ns").min(),
         n=pl.len(),
         tokens_in=pl.col("prompt_tokens").mean(),
@@ -114,11 +113,11 @@ def _stretches(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
     )
     means = means.filter(pl.col("n") == STRETCH_REQUESTS).sort("begin_ns")
     at = steps.sort("ts_ns").join_asof(
-        means, left_on="ts_ns", right_on="begin_ns", by=_SERVER, check_sortedness=False
+        means, left_on="ts_ns", right_on="begin_ns", by=SERVER, check_sortedness=False
     )
     found = (
         at.drop_nulls("stretch")
-        .group_by(*_SERVER, "stretch")
+        .group_by(*SERVER, "stretch")
         .agg(
             pl.col("tokens_in", "tokens_out").first(),
             # A row that is a mean over an interval stands for its steps.
@@ -156,7 +155,7 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
     asked = requests_under_load(source.tables).filter(
         (pl.col("prefill_us") > 0) & pl.col("ts_ns").is_not_null()
     )
-    asked = rules.split_by_time(
+    asked = splits.split_by_time(
         asked.with_columns(
             y=pl.col("prefill_us") / 1e3,
             work=pl.col("uncached_tokens") * pl.col("running_start").clip(lower_bound=1),

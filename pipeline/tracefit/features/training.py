@@ -9,13 +9,13 @@ import polars as pl
 
 from tracefit.features.roofline import ROOFLINE_TERMS, WORK_TERMS, add_roofline, add_work
 from tracefit.features.sets import FeatureSet, add_features
+from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tracefit.server.context import RunContext
 
-ENGINE = ["run_id", "server", "epoch"]
 
 STATE_COLUMNS = (
     "running_depth",
@@ -284,9 +284,9 @@ ARRIVAL_WINDOW_S = 10.0
 def _with_workload(rows: pl.DataFrame) -> pl.DataFrame:
     """Add what the request brings and the load it comes in: prefix hits, and arrivals per second before its own."""
     hits = pl.col("cached_prompt_tokens") / pl.col("prompt_tokens")
-    ordered = rows.sort("run_id", "server", "arrival_ns", nulls_last=True)
+    ordered = rows.sort(*SERVER, "arrival_ns", nulls_last=True)
     times = ordered["arrival_ns"].to_numpy()
-    servers = ordered.select(pl.struct("run_id", "server").rank("dense")).to_series().to_numpy()
+    servers = ordered.select(pl.struct(SERVER).rank("dense")).to_series().to_numpy()
     rate = np.full(ordered.height, np.nan)
     for server in np.unique(servers):
         mine = np.flatnonzero((servers == server) & ~np.isnan(times.astype(float)))

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import polars as pl
 from threadpoolctl import threadpool_limits
 
 from tracefit.features import training
 from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
-from tracefit.fit import rows as rules
+from tracefit.fit import splits
 from tracefit.fit.boundary import fit_boundary
-from tracefit.fit.frames import step_frame
+from tracefit.fit.inputs import NON_NEGATIVE
+from tracefit.fit.results import AcrossResult, LeftOutErrors, LeftOutKind, LinearFit, TooFewRows
 from tracefit.fit.scope import STEP_TIMES, beta_options, columns_of
-from tracefit.fit.signs import NON_NEGATIVE
-from tracefit.fit.train import Fitted, TooFewRows, fit_linear, fit_regimes
+from tracefit.fit.splits import counted, step_frame
+from tracefit.fit.train import fit_linear, fit_regimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tracefit.fit.options import ScopeOptions
-    from tracefit.fit.parts import FeatureColumn
-    from tracefit.fit.scope import FittedModel, FittedScope
-    from tracefit.fit.validate import Validation
-
-Kind = Literal["run", "model", "gpu"]
+    from tracefit.fit.inputs import ScopeOptions
+    from tracefit.fit.linear import FeatureColumn
+    from tracefit.fit.results import FittedModel, FittedScope, Validation
 
 _ONE_SCOPE = "the others are one scope, which cannot tell reading the weights from a constant; trace two models or sizes"
 
@@ -47,39 +45,6 @@ POOLED = FeatureSet(
 is a byte. Their coefficients speak about any model on any GPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOutErrors:
-    """Errors on all rows of what was left out, of a model fitted on the training rows of the rest.
-
-    Attributes:
-        kind: What was left out: one run of a scope, or all scopes of a model or GPU.
-        left_out: Its name.
-        model: Name of the fitted model.
-        scope_id: The scope of a run; null where models or GPUs are left out.
-        feature_set: What the model was offered.
-        trained_on: The runs, models or GPUs it was fitted on.
-        rows_used: Rows it was fitted on.
-        validation: All but `train` on what was left out.
-    """
-
-    kind: Kind
-    left_out: str
-    model: str
-    scope_id: str | None
-    feature_set: str
-    trained_on: tuple[str, ...]
-    rows_used: int
-    validation: Validation
-
-
-@dataclass(frozen=True, slots=True)
-class AcrossResult:
-    """What could be left out and how it went; what could not be left out, or not be told."""
-
-    errors: tuple[LeftOutErrors, ...]
-    notes: tuple[str, ...]
-
-
 @threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
 def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossResult:
     """Leave out every run of a scope in turn, every model and every GPU.
@@ -95,7 +60,10 @@ def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossRe
     notes = [] if errors else ["leave-one-run-out: no scope has two runs"]
     frames, unknown = _pooled_frames(scopes)
     notes += unknown
-    groups: tuple[tuple[Kind, str], ...] = (("model", "leave-one-model-out"), ("gpu", "leave-one-GPU-out"))
+    groups: tuple[tuple[LeftOutKind, str], ...] = (
+        ("model", "leave-one-model-out"),
+        ("gpu", "leave-one-GPU-out"),
+    )
     for kind, title in groups:
         found, note = _leave_groups(kind, title, frames, options)
         errors += found
@@ -109,7 +77,7 @@ def _runs_of(scope: FittedScope) -> Iterator[LeftOutErrors]:
         for run in runs if len(runs) > 1 else ():
             rows = _leave_out(model.fitted.rows, pl.col("run_id") == run)
             fitted = fit_regimes(rows, list(model.recipe.regimes), model.recipe.options)
-            if isinstance(fitted, Fitted):
+            if isinstance(fitted, LinearFit):
                 yield LeftOutErrors(
                     kind="run",
                     left_out=run,
@@ -122,14 +90,14 @@ def _runs_of(scope: FittedScope) -> Iterator[LeftOutErrors]:
                 )
 
 
-def _validation(scope: FittedScope, model: FittedModel, fitted: Fitted) -> Validation:
+def _validation(scope: FittedScope, model: FittedModel, fitted: LinearFit) -> Validation:
     boundary = fit_boundary(fitted, scope.tables.timeline) if model.boundary else None
     return boundary.validation if boundary else fitted.validation
 
 
 def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
     """Hold out all rows that `left_out` tells, whatever their training part lost; others keep their training part."""
-    always = pl.when(pl.col("excluded_because").is_in(rules.ALWAYS)).then("excluded_because")
+    always = pl.when(pl.col("excluded_because").is_in(splits.ALWAYS)).then("excluded_because")
     return rows.filter(left_out | (pl.col("split") == "train")).with_columns(
         split=pl.when(left_out).then(pl.lit("holdout")).otherwise(pl.lit("train")),
         excluded_because=pl.when(left_out).then(always).otherwise("excluded_because"),
@@ -140,7 +108,7 @@ def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
 class _Pooled:
     """The step times of one scope with features that compare across scopes."""
 
-    names: dict[Kind, str]
+    names: dict[LeftOutKind, str]
     rows: pl.DataFrame
 
 
@@ -157,16 +125,16 @@ def _pooled_frames(scopes: Sequence[FittedScope]) -> tuple[list[_Pooled], list[s
         timeline = training.with_roofline(scope.tables.timeline, context)
         constants = training.constants_of(context)
         rows = step_frame(scope.tables, timeline, POOLED, constants, scope.choice.source)
-        used = rows.filter((pl.col("split") == "train") & pl.col("excluded_because").is_null())
+        used = counted(rows, "train")
         if used.height:
             scale = pl.lit(used["y"].median(), pl.Float64)
-            names: dict[Kind, str] = {"model": context.architecture.slug, "gpu": context.gpu.slug}
+            names: dict[LeftOutKind, str] = {"model": context.architecture.slug, "gpu": context.gpu.slug}
             frames.append(_Pooled(names, rows.with_columns(row_scale_us=scale)))
     return frames, notes
 
 
 def _leave_groups(
-    kind: Kind, title: str, frames: Sequence[_Pooled], options: ScopeOptions
+    kind: LeftOutKind, title: str, frames: Sequence[_Pooled], options: ScopeOptions
 ) -> tuple[list[LeftOutErrors], list[str]]:
     names = sorted({frame.names[kind] for frame in frames})
     if len(names) < 2:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.fit.bands import Band, band_of, covered_pct
-from tracefit.fit.bursts import Burst, api_waits, find_bursts, mark_bursts
 from tracefit.fit.estimators import RobustLinear
-from tracefit.fit.frames import counted
-from tracefit.fit.metrics import Metrics, Vector, measure, skill
-from tracefit.fit.parts import predict_parts
+from tracefit.fit.linear import predict_regimes
+from tracefit.fit.metrics import Vector, coverage_pct, measure, prediction_interval, skill
+from tracefit.fit.results import Burst, Metrics, PredictionInterval, Validation
+from tracefit.fit.splits import MIN_TRAIN_ROWS, counted
 from tracefit.fit.step_clock import (
     Flags,
     StepClock,
@@ -28,13 +27,98 @@ from tracefit.fit.step_clock import (
     step_clock,
     true_boundary,
 )
-from tracefit.fit.validate import WITHIN_PCT, Validation, reference
+from tracefit.fit.validate import WITHIN_PCT, reference
+from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
     from tracefit.fit.estimators import NDArrayInt
-    from tracefit.fit.train import Fitted
+    from tracefit.fit.metrics import Vector
+    from tracefit.fit.results import LinearFit
 
-MIN_ROWS = 30
+REQUESTS_AHEAD = 5.0
+"""A request is part of a burst when the API process has work of five requests or more to do before its own."""
+
+QUICKEST_SHARE = 0.05
+"""The 5th percentile of admissions in the training part stands for the API work: little of it is a wait for a step."""
+
+APART_S = 1.0
+"""Requests of one burst come within a second of each other."""
+
+
+def requests_ahead(arrivals_us: Vector, work_us: float) -> Vector:
+    """Return the work ahead of each request in a process that works on one after the other, in requests.
+
+    Args:
+        arrivals_us: Sorted, shape (n,).
+        work_us: Work per request.
+    """
+    return _waits(arrivals_us, np.full(len(arrivals_us), work_us)) / work_us
+
+
+def api_waits(rows: pl.DataFrame, work_us: Vector) -> Vector:
+    """Return how long each request waits for the API process of its server, in us, shape (n,).
+
+    Args:
+        rows: All admission rows of their servers: columns run_id, server, ts_ns (ARRIVED), in any order.
+        work_us: API work of each, shape (n,).
+    """
+    numbered = rows.select(*SERVER, "ts_ns").with_row_index("row")
+    waits = np.zeros(rows.height)
+    for _, part in numbered.sort("ts_ns", maintain_order=True).group_by(SERVER):
+        mine = part["row"].to_numpy()
+        since = ((part["ts_ns"] - part["ts_ns"].min()) / 1e3).to_numpy()
+        waits[mine] = _waits(since, work_us[mine])
+    return waits
+
+
+def _waits(arrivals_us: Vector, work_us: Vector) -> Vector:
+    """Return the waits for a process that works on one after the other (Lindley 1952), arrivals sorted.
+
+    Work on request i starts at s_i = max(a_i, s_{i-1} + w_{i-1}) = W_i + max over j <= i of (a_j - W_j), with W_i the work
+    on all before i.
+    """
+    before = np.cumsum(work_us) - work_us
+    return np.asarray(before + np.maximum.accumulate(arrivals_us - before) - arrivals_us)
+
+
+def mark_bursts(rows: pl.DataFrame) -> pl.DataFrame:
+    """Add `in_burst` to the admission rows of requests.
+
+    Args:
+        rows: Columns run_id, server, ts_ns (ARRIVED), y (us), split.
+    """
+    work = rows.filter((pl.col("split") == "train") & (pl.col("y") > 0))["y"].quantile(QUICKEST_SHARE)
+    if work is None:
+        return rows.with_columns(in_burst=pl.lit(value=False))
+    parts = []
+    for _, part in rows.with_row_index("_row").group_by(SERVER, maintain_order=True):
+        ordered = part.sort("ts_ns")
+        since = ((ordered["ts_ns"] - ordered["ts_ns"].min()) / 1e3).to_numpy()
+        ahead = requests_ahead(since, work)
+        parts.append(ordered.with_columns(in_burst=pl.Series(ahead >= REQUESTS_AHEAD)))
+    return pl.concat(parts).sort("_row").drop("_row")
+
+
+def find_bursts(rows: pl.DataFrame) -> tuple[Burst, ...]:
+    """Name the bursts of every server, from rows that `mark_bursts` marked."""
+    if not rows.height:
+        return ()
+    seconds = (pl.col("ts_ns") - pl.col("ts_ns").min().over(SERVER)) / 1e9
+    marked = rows.with_columns(at_s=seconds).filter("in_burst").sort(*SERVER, "at_s")
+    apart = (pl.col("at_s").diff().over(SERVER) > APART_S).fill_null(value=False)
+    bursts = (
+        marked.with_columns(burst=apart.cast(pl.Int64).cum_sum().over(SERVER))
+        .group_by(*SERVER, "burst", maintain_order=True)
+        .agg(
+            from_s=pl.col("at_s").min(),
+            to_s=pl.col("at_s").max(),
+            requests=pl.len(),
+            holdout_requests=(pl.col("split") == "holdout").sum(),
+        )
+    )
+    return tuple(Burst(**row) for row in bursts.drop("burst").to_dicts())
+
+
 MIN_IDLE_ROWS = 20
 GRID_US = 50.0
 MOST_WORK_US = 20_000.0
@@ -52,8 +136,8 @@ class FittedBoundary:
         offset_us: QUEUED less the step start it comes before.
         residual_us: What is left of a step in progress at any time of it, on the average: E[c^2] / (2 E[c]) of cycles c.
         busy_share: Share of the time in which a step is in progress.
-        right_boundary: Share of held-out requests in a known step that get the right boundary.
-        right_boundary_without_work: The same with zero API work.
+        boundary_accuracy_pct: Held-out requests in a known step that get the right boundary, in percent.
+        boundary_accuracy_without_work_pct: The same with zero API work.
         rows_with_clock: Held-out requests whose boundary the step clock knows.
         without_clock: The linear model for consumers without a step clock, and its own validation.
     """
@@ -63,13 +147,13 @@ class FittedBoundary:
     offset_us: float
     residual_us: float
     busy_share: float
-    right_boundary: float | None
-    right_boundary_without_work: float | None
+    boundary_accuracy_pct: float | None
+    boundary_accuracy_without_work_pct: float | None
     rows_with_clock: int
-    without_clock: Fitted
+    without_clock: LinearFit
     validation: Validation
     """Errors with the clock; `by` holds those without it."""
-    band: Band
+    prediction_interval: PredictionInterval
     """Prediction interval with the clock, told by the training rows: three numbers do not fit themselves to their noise."""
 
     bursts: tuple[Burst, ...]
@@ -95,7 +179,7 @@ class FittedBoundary:
         return _predict(self, _with_done(self, rows), *clocks)
 
 
-def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | None:
+def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | None:
     """Fit the API work on the training rows of a linear admission fit; null where the clock knows too little.
 
     The constant is the amount of work that finds the right boundary for most training requests (the middle of the
@@ -108,13 +192,13 @@ def fit_boundary(linear: Fitted, timeline: pl.DataFrame) -> FittedBoundary | Non
     clock = step_clock(timeline)
     marked = mark_bursts(linear.rows)
     train = counted(marked, "train")
-    if int((true_boundary(train, clock) >= 0).sum()) < MIN_ROWS:
+    if int((true_boundary(train, clock) >= 0).sum()) < MIN_TRAIN_ROWS:
         return None
     alone = train.filter(~pl.col("in_burst"))
-    told = alone if alone.height >= MIN_ROWS else train
+    told = alone if alone.height >= MIN_TRAIN_ROWS else train
     per_token, idle_work = _work_of_idle(told, clock)
     work, offset = _constants(told, clock, per_token, idle_work)
-    band = Band("difference", 0.0, 0.0)
+    band = PredictionInterval("difference", 0.0, 0.0)
     residual, busy_share = mean_residual(timeline, train)
     fitted = FittedBoundary(
         work,
@@ -143,7 +227,7 @@ def _constants(
     truth = true_boundary(train, clock)
     known = truth >= 0
     offset = _offset(train, clock, truth, known) if known.any() else 0.0
-    if idle_work is not None and int(known.sum()) < MIN_ROWS:
+    if idle_work is not None and int(known.sum()) < MIN_TRAIN_ROWS:
         return idle_work, offset
     grid = np.arange(0.0, MOST_WORK_US, GRID_US)
     shares = _right_shares(train, clock, truth, slope, grid)
@@ -228,8 +312,8 @@ def mean_residual(timeline: pl.DataFrame, train: pl.DataFrame) -> tuple[float, f
     A moment of busy time falls into a cycle with a chance in proportion to its length, and half of it is left. Of a
     cycle that holds idle time a median cycle was busy.
     """
-    ends = train.group_by("run_id", "server").agg(until_ns=pl.col("holdout_from_ns").first())
-    told = timeline.filter(pl.col("cycle_us").is_not_null()).join(ends, on=["run_id", "server"])
+    ends = train.group_by(SERVER).agg(until_ns=pl.col("holdout_from_ns").first())
+    told = timeline.filter(pl.col("cycle_us").is_not_null()).join(ends, on=SERVER)
     told = told.filter(pl.col("ts_start_ns") < pl.col("until_ns"))
     cycle, steps = told["cycle_us"].to_numpy(), told["interval_steps"].to_numpy().astype(float)
     idle = told["idle_after"].fill_null(value=False).to_numpy()
@@ -255,7 +339,9 @@ def _work_us(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
 def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clock: StepClock, between: StepClock) -> Vector:
     done = rows["done_us"].to_numpy()
     until, known = _until_boundary(rows, clock, between, done)
-    predicted = np.where(meets_idle(rows, clock, done), done, predict_parts(fitted.without_clock.parts, rows))
+    predicted = np.where(
+        meets_idle(rows, clock, done), done, predict_regimes(fitted.without_clock.regimes, rows)
+    )
     return np.asarray(np.maximum(np.where(known, until + fitted.offset_us, predicted), 0.0))
 
 
@@ -270,13 +356,13 @@ def _validated(
     truth = true_boundary(held, clock)
     known = truth >= 0
     right, without = (
-        float(np.mean(boundary_of(held, clock, w)[known] == truth[known])) if known.any() else None
+        100 * float(np.mean(boundary_of(held, clock, w)[known] == truth[known])) if known.any() else None
         for w in (held["done_us"].to_numpy(), np.zeros(len(y)))
     )
     told = _predict(fitted, held, clock, between)
     told_train, y_train = _predict(fitted, train, clock, between), train["y"].to_numpy().astype(float)
-    band = band_of(told_train, y_train)
-    low, high = band.around(told)
+    band = prediction_interval(told_train, y_train)
+    low, high = band.limits(told)
     linear = fitted.without_clock
     measured = measure(y, told)
     by: dict[str, Metrics] = {
@@ -296,17 +382,17 @@ def _validated(
         train=measure(y_train, told_train),
         holdout=measured,
         reference=reference(train, held, names) if linear.validation.reference else None,
-        by=by,
+        by_group=by,
         within_5_pct=100 * float((np.abs(told - y) <= WITHIN_PCT / 100 * np.abs(y)).mean()),
         skill=skill(measured, linear.validation.baseline),
-        interval_coverage_pct=covered_pct(low, y, high),
+        interval_coverage_pct=coverage_pct(low, y, high),
         learning_curve=(),
     )
     return replace(
         fitted,
-        right_boundary=right,
-        right_boundary_without_work=without,
+        boundary_accuracy_pct=right,
+        boundary_accuracy_without_work_pct=without,
         rows_with_clock=int(known.sum()),
         validation=validation,
-        band=band,
+        prediction_interval=band,
     )

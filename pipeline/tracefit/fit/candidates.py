@@ -1,58 +1,36 @@
-"""Which form a model takes: every candidate is fitted inside the training part alone, and judged inside and beyond its load."""
+"""Choosing between candidate models: feature sets of step times, and forms of a request's wait.
+
+Every candidate is fitted on a part of the training rows and evaluated on the rest of them. The hold-out takes no part.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
+import polars as pl
 
-from tracefit.fit.load import LOAD, error_beyond
-from tracefit.fit.parts import matrix
+from tracefit.fit import splits
+from tracefit.fit.boundary import fit_boundary
+from tracefit.fit.extrapolation import LOAD, error_beyond
+from tracefit.fit.linear import matrix
+from tracefit.fit.results import Candidate, LinearFit
 from tracefit.fit.select import CANDIDATES, FOLDS, choose_penalty
-from tracefit.fit.train import training_design
+from tracefit.fit.train import fit_regimes, training_design
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import polars as pl
-
-    from tracefit.fit.options import FitOptions
-    from tracefit.fit.parts import FeatureColumn
+    from tracefit.fit.inputs import FitOptions
+    from tracefit.fit.linear import FeatureColumn, Regime
 
 TIE = 0.02
 """Candidates whose errors are this close to the best one's are as good: the one with the fewest features is chosen."""
 
-RULE = (
+SET_RULE = (
     "smallest geometric mean of the error inside the training load (blocks of time left out in turn) and the error beyond "
     "it (fitted on the lower half of the load, judged on the upper half); within 2 % of it the fewest features"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A form that was tried, with mean absolute errors in us on training rows it was not fitted on.
-
-    Attributes:
-        name: Feature set or form.
-        features: Features it had to go on.
-        inside: Error inside the training load: blocks of time left out in turn.
-        beyond: Error beyond it: fitted on the lower half of the load, judged on the upper; null of too few rows.
-        chosen: It is the one that was fitted.
-        reason: Why it was chosen, or was not.
-    """
-
-    name: str
-    features: int
-    inside: float
-    beyond: float | None
-    chosen: bool = False
-    reason: str = ""
-
-    @property
-    def score(self) -> float:
-        """Geometric mean of both errors."""
-        return self.inside if self.beyond is None else float(np.sqrt(self.inside * self.beyond))
 
 
 def try_features(
@@ -89,7 +67,7 @@ def try_features(
 
 
 def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Mark the candidate to fit and say why: see `RULE`."""
+    """Mark the candidate to fit and say why: see `SET_RULE`."""
     best = min(candidates, key=lambda c: c.score)
     close = [c for c in candidates if c.score <= best.score * (1 + TIE)]
     winner = min(close, key=lambda c: (c.features, c.score))
@@ -101,7 +79,7 @@ def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 def _reason(candidate: Candidate, *, best: Candidate, winner: Candidate) -> str:
     if candidate is winner:
         if winner is best:
-            beyond = " and beyond" if winner.beyond is not None else ""
+            beyond = " and beyond" if winner.beyond_mae is not None else ""
             return f"smallest error inside{beyond} the training load"
         return f"within {100 * TIE:.0f} % of {best.name} with fewer features"
     if candidate.score <= best.score * (1 + TIE):
@@ -109,9 +87,94 @@ def _reason(candidate: Candidate, *, best: Candidate, winner: Candidate) -> str:
     worse = [
         f"{100 * (own / other - 1):.0f} % worse {where}"
         for where, own, other in (
-            ("inside", candidate.inside, winner.inside),
-            ("beyond", candidate.beyond, winner.beyond),
+            ("inside", candidate.inside_mae, winner.inside_mae),
+            ("beyond", candidate.beyond_mae, winner.beyond_mae),
         )
         if own is not None and other and own > other * (1 + TIE / 2)
     ]
     return f"{' and '.join(worse) or 'worse'} than {winner.name}"
+
+
+MIN_GAIN = 0.05
+"""Least share of the error that another form must remove to take the place of the one that the engine's laws give."""
+
+CLOCK_US = 1.0
+"""A difference of errors that no stamp tells."""
+
+FORM_RULE = (
+    "by the mean absolute error on the last 30 % of the training rows in time, fitted on those before; the form that the "
+    "engine's laws give unless another is better by more than 5 %"
+)
+
+BOUNDARY, LINE, REGIMES = "step_boundary", "line", "regimes"
+
+_BOUNDARY_NUMBERS = 2
+"""What the step boundary is fitted by: the API work and the offset of the stamp."""
+
+
+def choose_form(lawful: Candidate, other: Candidate) -> tuple[Candidate, ...]:
+    """Mark the form to fit and say why, by `FORM_RULE`.
+
+    Args:
+        lawful: The form that the engine's laws give.
+        other: The other one.
+    """
+    gain = 1 - other.inside_mae / lawful.inside_mae if lawful.inside_mae else 0.0
+    clearly = gain > MIN_GAIN and lawful.inside_mae - other.inside_mae > CLOCK_US
+    winner, loser = (other, lawful) if clearly else (lawful, other)
+    if winner is other:
+        why = f"removes {100 * gain:.0f} % of the error of {lawful.name}"
+    elif gain > 0:
+        why = f"{other.name} removes only {100 * gain:.1f} % of its error"
+    else:
+        why = "smallest error"
+    beaten = f"error {loser.inside_mae:.4g} us, where {winner.name} has {winner.inside_mae:.4g} us"
+    return tuple(
+        replace(c, chosen=c is winner, reason=why if c is winner else beaten) for c in (lawful, other)
+    )
+
+
+def inner_rows(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the training rows of a frame as a frame of their own, its last 30 % in time held out."""
+    trained = rows.filter(pl.col("split") == "train").drop("split", "holdout_from_ns")
+    return splits.split_by_time(trained)
+
+
+def try_regimes(
+    rows: pl.DataFrame, name: str, regimes: list[Regime], options: FitOptions
+) -> Candidate | None:
+    """Measure a line or a line per regime; null of too few rows.
+
+    Args:
+        rows: As `inner_rows` returns them.
+        name: Name of the form.
+        regimes: As for `fit_regimes`.
+        options: How it would be fitted.
+    """
+    fitted = _fit(rows, regimes, options)
+    if fitted is None or fitted.validation.holdout.mae is None:
+        return None
+    return Candidate(name, len(fitted.terms), fitted.validation.holdout.mae, None)
+
+
+def try_boundary(
+    rows: pl.DataFrame, regimes: list[Regime], options: FitOptions, timeline: pl.DataFrame
+) -> Candidate | None:
+    """Measure API work and the step boundary after it; null of too few rows, or where the step clock knows too little.
+
+    Args:
+        rows: As `inner_rows` returns them.
+        regimes: The line that speaks for requests whose boundary the step clock does not know.
+        options: How it would be fitted.
+        timeline: The `timeline` table.
+    """
+    fitted = _fit(rows, regimes, options)
+    boundary = fit_boundary(fitted, timeline) if fitted else None
+    if boundary is None or boundary.validation.holdout.mae is None:
+        return None
+    return Candidate(BOUNDARY, _BOUNDARY_NUMBERS, boundary.validation.holdout.mae, None)
+
+
+def _fit(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) -> LinearFit | None:
+    fitted = fit_regimes(rows, regimes, replace(options, reference=False))
+    return fitted if isinstance(fitted, LinearFit) else None

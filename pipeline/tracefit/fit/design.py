@@ -1,4 +1,4 @@
-"""The training rows of one linear model as arrays."""
+"""Training rows of one linear model as arrays, with the weight of each row, and the rows that are outliers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.fit import rows as rules
-from tracefit.fit.parts import FeatureColumn, matrix, target_of
-from tracefit.fit.select import LeftOut, time_blocks, usable_features
-from tracefit.fit.weights import interval_weights, noise_weights
+from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.linear import FeatureColumn, matrix, target_of
+from tracefit.fit.select import time_blocks, usable_features
+from tracefit.statistics import robust_sd
+from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
     from tracefit.fit.estimators import NDArrayInt
     from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.results import FeatureLeftOut
 
 BLOCK_ROWS = 10
 FEWEST_BLOCKS, MOST_BLOCKS = 10, 50
@@ -55,7 +57,7 @@ class Design:
         return time_blocks(self.run, self.time, _PERMILLE) >= round((1 - share) * _PERMILLE)
 
 
-def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design, list[LeftOut]]:
+def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design, list[FeatureLeftOut]]:
     """Return the rows as arrays of the features that say something, and the other features with reasons.
 
     Args:
@@ -75,5 +77,92 @@ def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design
     if "row_scale_us" in used.columns:
         scale = matrix(used, ["row_scale_us"])[:, 0] ** 2
         counts, weights = counts / scale, weights / scale
-    run = used.select(pl.struct(rules.SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
+    run = used.select(pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
     return Design([features[k] for k in kept], x, y, weights, counts, run, used["ts_ns"].to_numpy()), left
+
+
+_SURE = 2.0
+"""Noise grows with the time of a step where its exponent is so many standard errors above zero."""
+
+_LEAST_SHARE, _MOST_SHARE = 0.1, 3.0
+"""Noise is taken to grow between these multiples of the median time."""
+
+_LOG_SPREAD = 1.1107
+"""Standard deviation of the logarithm of the size of a normal deviate: pi / sqrt(8)."""
+
+
+def interval_weights(x: Matrix, y: Vector, steps: Vector, sd: Vector) -> Vector:
+    """Return inverse variances of mean cycles: 1 / (s^2 / n + sd^2), up to a factor; shape (n_rows,).
+
+    `s`, the spread of a single cycle about the model, comes from a first robust fit weighted by n.
+
+    Args:
+        x: Features, means over the steps of each interval.
+        y: Mean cycles.
+        steps: Steps of each interval (n).
+        sd: Standard deviation of each mean cycle that comes from its two ends' clocks.
+    """
+    if np.all(steps == steps[0]) and not np.any(sd):
+        return np.ones(len(y))
+    residual = (y - RobustLinear().fit(x, y, steps).predict(x)) * np.sqrt(steps)
+    spread = robust_sd(residual)
+    variance = spread**2 / steps + sd**2
+    least = float(variance[variance > 0].min(initial=np.inf))
+    weights = 1 / np.maximum(variance, least if np.isfinite(least) else 1.0)
+    return np.asarray(weights / weights.mean())
+
+
+def noise_exponent(residual: Vector, predicted: Vector) -> float:
+    """Return g of noise whose spread goes with predicted**g, from 0 (the same for all rows) to 1 (a share of the time).
+
+    The slope of log |residual| over log predicted; 0 where it is not surely above (Harvey 1976). A step's noise is a share
+    of its time where the machine's speed varies: the short steps tell the constant then, which the long ones drown.
+
+    Args:
+        residual: Shape (n,), of rows that would be equally noisy.
+        predicted: Shape (n,).
+    """
+    known = (residual != 0) & (predicted > 0)
+    size, time = np.log(np.abs(residual[known])), np.log(predicted[known])
+    about = time - time.mean() if time.size else time
+    spread = float(about @ about)
+    if spread <= 0:
+        return 0.0
+    slope = float(about @ size) / spread
+    return min(slope, 1.0) if slope > _SURE * _LOG_SPREAD / np.sqrt(spread) else 0.0
+
+
+def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
+    """Return weights times the inverse variance of noise that grows with the time of a step, mean 1; shape (n_rows,).
+
+    Args:
+        x: Features.
+        y: Times.
+        weights: Inverse variances but for that, up to a factor.
+    """
+    predicted = RobustLinear().fit(x, y, weights).predict(x)
+    exponent = noise_exponent((y - predicted) * np.sqrt(weights), predicted)
+    if exponent == 0:
+        return weights
+    # No step is so short that it alone tells the constant, and none so long that it says nothing.
+    middle = float(np.median(predicted))
+    within = np.clip(predicted, _LEAST_SHARE * middle, _MOST_SHARE * middle)
+    both = weights * within ** (-2 * exponent)
+    return np.asarray(both / both.mean())
+
+
+OUTLIER_SPREADS = 8.0
+OUTLIER_FACTOR = 3.0
+"""A training row is an outlier when its residual from a first robust fit is more than 8 robust standard deviations from
+the median residual, and it is more than a factor of 3 away from the fit: never more than half of the rows."""
+
+
+def outliers(x: Vector, y: Vector) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Find the outliers among training rows; shape (n,)."""
+    fitted = RobustLinear().fit(x, y).predict(x)
+    residual = y - fitted
+    # From the middle, which most rows are near: a fit can pass by all of them, where most are the same to the last digit.
+    away = np.abs(residual - np.median(residual))
+    floor = np.maximum(fitted, 1e-9)
+    far = away > OUTLIER_SPREADS * robust_sd(residual)
+    return np.asarray(far & ((y > OUTLIER_FACTOR * floor) | (y * OUTLIER_FACTOR < floor)))

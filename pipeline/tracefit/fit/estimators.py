@@ -1,15 +1,20 @@
-"""The linear estimator: Ridge, Lasso or elastic net made robust by Huber weights, with intervals."""
+"""Estimators: a robust linear model with Ridge, Lasso or elastic-net penalty, and non-negative least squares.
+
+Both reweight rows by Huber's weights, so that the one step in a hundred that hits a hiccup pulls with bounded force.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
+from scipy.optimize import nnls
 from scipy.special import stdtrit
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
 from tracefit.fit.solvers import Penalty, Positive, bounds_of, line, moments, ridge_share
+from tracefit.statistics import robust_sd
 
 if TYPE_CHECKING:
     from tracefit.fit.metrics import Matrix, Vector
@@ -19,7 +24,6 @@ HUBER = 1.345
 
 _ROUNDS = 30
 _SETTLED = 1e-6
-_NORMAL_MAD = 1.4826
 _FLAT = 0.05
 """Slope of a row's pull beyond the bend: zero in truth, which would let a feature that only such rows carry look certain."""
 
@@ -102,8 +106,7 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
 
 def huber_weights(residual: Vector, huber: float) -> Vector:
     """Return weights in (0, 1]: 1 within `huber` robust standard deviations, huber/|u| beyond; shape (n,)."""
-    centered = np.abs(residual - np.median(residual))
-    spread = _NORMAL_MAD * float(np.median(centered))
+    spread = robust_sd(residual)
     if spread <= 0 or not np.isfinite(huber):
         return np.ones(len(residual))
     return np.minimum(1.0, huber / np.maximum(np.abs(residual) / spread, 1e-12))
@@ -123,7 +126,7 @@ def confidence_intervals(
     Args:
         x: Raw features, shape (n, n_features).
         y: Targets, shape (n,).
-        model: Fitted on exactly these rows.
+        model: LinearFit on exactly these rows.
         blocks: Shape (n,), the time block of each row.
         level: Coverage aimed at.
     """
@@ -161,3 +164,37 @@ def confidence_intervals(
 
 Interval = tuple[float, float]
 NDArrayInt = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+ROUNDS = 10
+
+
+def fit_nonnegative(x: Matrix, y: Vector, weights: Vector | None = None, *, huber: float = HUBER) -> Vector:
+    """Minimise sum_i w_i h_i (y_i - x_i.a)^2 over a >= 0, h_i Huber's weights; no intercept but a column of ones.
+
+    Args:
+        x: Terms, shape (n, n_terms), none of them negative.
+        y: Targets, shape (n,).
+        weights: Shape (n,); equal if not given.
+        huber: Tuning constant of the Huber weights; infinity for a fit of the mean, tails and all.
+
+    Returns:
+        Coefficients, shape (n_terms,); 0 for a term that is 0 on every row.
+    """
+    given = np.ones(len(y)) if weights is None else weights
+    scale = x.max(axis=0, initial=0.0)
+    scale = np.where(scale > 0, scale, 1.0)
+    bent = np.ones(len(y))
+    found = np.zeros(x.shape[1])
+    for _ in range(ROUNDS):
+        root = np.sqrt(given * bent)
+        found, _norm = nnls((x / scale) * root[:, None], y * root)
+        bent = huber_weights(y - (x / scale) @ found, huber)
+    return np.asarray(found / scale)
+
+
+def balanced(group: NDArrayInt) -> Vector:
+    """Return weights that give every group the same say, whatever its rows; shape (n,), mean 1."""
+    _, index, counts = np.unique(group, return_inverse=True, return_counts=True)
+    weights = 1.0 / counts[index]
+    return np.asarray(weights / weights.mean())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,21 +10,29 @@ import polars as pl
 
 from tracefit.features import training
 from tracefit.features.sets import add_features
-from tracefit.fit.averages import averages_of, averages_only
-from tracefit.fit.composition import ENGINE, REQUEST, SERVER, teacher_forced
-from tracefit.fit.distribution import Distribution, distribution
-from tracefit.fit.hindsight import in_hindsight
-from tracefit.fit.metrics import NO_ROWS, Metrics, Vector, measure
-from tracefit.fit.parts import predict_parts
+from tracefit.fit.composition import REQUEST, averages_of, averages_only, teacher_forced
+from tracefit.fit.holdout import refit_on_holdout
+from tracefit.fit.linear import predict_regimes
+from tracefit.fit.metrics import Vector, distribution, measure
 from tracefit.fit.phases import phases_of_servers
+from tracefit.fit.results import (
+    NO_ROWS,
+    ComposedLatencies,
+    Latency,
+    LatencyErrors,
+    Metrics,
+    PhaseErrors,
+)
+from tracefit.fit.splits import counted
+from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.features.sets import FeatureSet
-    from tracefit.fit.phases import Phase, ServerPhases
-    from tracefit.fit.scope import FittedModel, ScopeTables
-    from tracefit.fit.train import Fitted
+    from tracefit.fit.inputs import ScopeTables
+    from tracefit.fit.phases import ServerPhases
+    from tracefit.fit.results import FittedModel, LinearFit
     from tracefit.server.context import Scope
 
 CUT_OFF = ("aborted", "error", "ignored")
@@ -41,48 +49,6 @@ MEASURED = {
 
 _WHOLE = ("itl", "e2e", "client", "execution")
 """Latencies of a request that was not cut off."""
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyErrors:
-    """Errors of one latency over one group of requests; each over the requests it has a prediction for."""
-
-    teacher_forced: Metrics
-    hindsight: Metrics
-    """Teacher-forced, the step times' model fitted on the held-out steps themselves: what no coefficients mend."""
-    averages_only: Metrics
-    baseline: Metrics
-    """The training median."""
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseErrors:
-    """Errors over the held-out requests of one workload phase of one server."""
-
-    run_id: str
-    server: str
-    phase: Phase
-    errors: LatencyErrors
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """One latency: errors over all held-out requests, per run, per phase; requests without a prediction by reason."""
-
-    overall: LatencyErrors
-    by_run: Mapping[str, LatencyErrors]
-    by_phase: tuple[PhaseErrors, ...]
-    left_out: Mapping[str, int]
-    distribution: Distribution
-    """Of the measured latency and of `forced_…` and `mean_…`, what each way predicts."""
-
-
-@dataclass(frozen=True, slots=True)
-class ComposedLatencies:
-    """All latencies of one scope, or why there are none."""
-
-    latencies: Mapping[str, Latency]
-    missing: str | None = None
 
 
 def compose_latencies(
@@ -178,33 +144,33 @@ def _predicted_steps(
     filling = rows.filter(empty & in_training & ~pl.col("idle_after") & (pl.col("interval_steps") == 1))
     empty_us = filling["cycle_us"].median()
     known = pl.col("is_empty").is_not_null()
-    later = replace(beta.fitted, parts=in_hindsight(beta.fitted))
+    later = replace(beta.fitted, regimes=refit_on_holdout(beta.fitted))
     filled = pl.when(empty).then(pl.lit(empty_us or 0.0)).when(known)
     return rows.select(
         *tables.timeline.columns,
         "in_training",
         predicted_us=filled.then(pl.Series(_step_times(beta.fitted, rows))),
-        hindsight_us=filled.then(pl.Series(_step_times(later, rows))),
+        refit_us=filled.then(pl.Series(_step_times(later, rows))),
     )
 
 
 def _forced(requests: pl.DataFrame, steps: pl.DataFrame, tables: ScopeTables) -> pl.DataFrame:
-    """Compose the requests of the steps as predicted; add hindsight_prefill_us and hindsight_decode_us, of hindsight."""
+    """Compose the requests of the steps as predicted; add refit_prefill_us and refit_decode_us, of hindsight."""
     waits, lags = tables.requeue_waits, tables.lags
-    later = teacher_forced(requests, steps.with_columns(predicted_us="hindsight_us"), waits, lags)
+    later = teacher_forced(requests, steps.with_columns(predicted_us="refit_us"), waits, lags)
     return teacher_forced(requests, steps, waits, lags).with_columns(
-        hindsight_prefill_us=later["forced_prefill_us"], hindsight_decode_us=later["forced_decode_us"]
+        refit_prefill_us=later["forced_prefill_us"], refit_decode_us=later["forced_decode_us"]
     )
 
 
-def _step_times(beta: Fitted, rows: pl.DataFrame) -> Vector:
+def _step_times(beta: LinearFit, rows: pl.DataFrame) -> Vector:
     """Predict steps; a feature nobody knows is in the middle of the training rows, as where the model was fitted."""
     names = sorted({t.feature.name for t in beta.terms})
     middle = beta.rows.filter(pl.col("split") == "train").select(
         pl.col(n).cast(pl.Float64).median() for n in names
     )
     filled = [pl.col(n).cast(pl.Float64).fill_nan(None).fill_null(middle[n].item() or 0.0) for n in names]
-    return predict_parts(beta.parts, rows.with_columns(filled))
+    return predict_regimes(beta.regimes, rows.with_columns(filled))
 
 
 def _with_overheads(
@@ -220,7 +186,7 @@ def _with_overheads(
         predicted = (
             model.boundary.predict(told, tables.timeline)
             if model.boundary
-            else predict_parts(model.fitted.parts, told)
+            else predict_regimes(model.fitted.regimes, told)
         )
         keyed = told.select(*REQUEST, pl.Series(column, predicted)).drop_nulls("core_request_id")
         rows = rows.join(keyed.unique(REQUEST), on=REQUEST, how="left", maintain_order="left")
@@ -266,9 +232,8 @@ def _with_averages(
 def _mean_prediction(model: FittedModel | None, run: str) -> float | None:
     if model is None:
         return None
-    trained = (pl.col("split") == "train") & pl.col("excluded_because").is_null()
-    used = model.fitted.rows.filter(trained & (pl.col("run_id") == run))
-    return float(predict_parts(model.fitted.parts, used).mean()) if used.height else None
+    used = counted(model.fitted.rows, "train").filter(pl.col("run_id") == run)
+    return float(predict_regimes(model.fitted.regimes, used).mean()) if used.height else None
 
 
 def _expected_admission(model: FittedModel | None, rows: pl.DataFrame, run: str) -> pl.Series | None:
@@ -280,12 +245,12 @@ def _expected_admission(model: FittedModel | None, rows: pl.DataFrame, run: str)
     return None if mean is None else pl.Series(np.full(rows.height, mean))
 
 
-_FORCED = ("forced", "hindsight")
+_FORCED = ("forced", "refit")
 """Ways whose batches and waits are the real ones: they differ in the step times alone."""
 
 
 def _composed(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add to each request what each way predicts of each latency: forced_ttft, hindsight_ttft, mean_ttft, ..."""
+    """Add to each request what each way predicts of each latency: forced_ttft, refit_ttft, mean_ttft, ..."""
     decoded = pl.col("output_tokens") - 1
     several = pl.when(decoded > 0)
     mean_decode = several.then(decoded * pl.col("mean_itl_us")).when(decoded == 0).then(0.0)
@@ -298,7 +263,7 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
         mean_itl=several.then("mean_itl_us"),
         mean_prefill=pl.col("mean_prefill_us"),
         mean_execution=pl.col("mean_prefill_us") + mean_decode,
-        hindsight_departure_us="forced_departure_us",
+        refit_departure_us="forced_departure_us",
     )
     for way in _FORCED:
         prefill, decode = pl.col(f"{way}_prefill_us"), pl.col(f"{way}_decode_us")
@@ -357,8 +322,8 @@ def _groups(rows: pl.DataFrame, by: list[str]) -> Iterator[tuple[tuple[Any, ...]
 def _errors(rows: pl.DataFrame, name: str, median: float | None) -> LatencyErrors:
     actual = rows["actual"].to_numpy().astype(float)
     baseline = NO_ROWS if median is None else measure(actual, np.full(len(actual), median))
-    forced, hindsight, mean = (_against(rows, f"{way}_{name}") for way in (*_FORCED, "mean"))
-    return LatencyErrors(forced, hindsight, mean, baseline)
+    forced, refit, mean = (_against(rows, f"{way}_{name}") for way in (*_FORCED, "mean"))
+    return LatencyErrors(forced, refit, mean, baseline)
 
 
 def _against(rows: pl.DataFrame, column: str) -> Metrics:

@@ -1,46 +1,24 @@
-"""Error metrics of a prediction, as every report and file of tracefit states them."""
+"""How far predictions are from what was measured: error metrics, quantiles and prediction intervals.
+
+Every report and file of tracefit states errors as this module computes them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tracefit.fit.results import NO_ROWS, Distribution, Metrics, PredictionInterval
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import polars as pl
+
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """Errors over `n` rows; percentages in percent, `mae` and `rmse` in the target's unit.
-
-    Attributes:
-        n: Rows.
-        mape_pct: Mean of |predicted - actual| / actual.
-        mdape_pct: Median of the same.
-        mae: Mean absolute error.
-        rmse: Root mean squared error.
-        r2: 1 - residual / total sum of squares; null for a constant target.
-        bias_pct: 100 * (sum predicted - sum actual) / sum actual.
-        p90_ape_pct: 90th percentile of the absolute percentage error.
-        p99_ape_pct: 99th percentile of it.
-        zero_targets: Rows with a target of zero, which percentage errors leave out.
-    """
-
-    n: int
-    mape_pct: float | None
-    mdape_pct: float | None
-    mae: float | None
-    rmse: float | None
-    r2: float | None
-    bias_pct: float | None
-    p90_ape_pct: float | None
-    p99_ape_pct: float | None
-    zero_targets: int = 0
-
-
-NO_ROWS = Metrics(0, None, None, None, None, None, None, None, None)
 
 
 def measure(actual: Vector, predicted: Vector) -> Metrics:
@@ -77,3 +55,60 @@ def skill(model: Metrics, baseline: Metrics) -> float | None:
     if model.mae is None or not baseline.mae:
         return None
     return 1 - model.mae / baseline.mae
+
+
+PERCENTS: tuple[int, ...] = (*range(0, 100, 5), 99, 100)
+
+
+def distribution(rows: pl.DataFrame, measured: str, predicted: Sequence[str]) -> Distribution:
+    """Return quantiles of a column and of its predictions, over the rows where all are known.
+
+    A prediction that no row has is left out and takes no row with it. Predictions are clipped at 0, as everywhere.
+
+    Args:
+        rows: What was held out.
+        measured: Column that was measured.
+        predicted: Columns that predict it.
+    """
+    there = [name for name in predicted if rows[name].count()]
+    known = rows.drop_nulls([measured, *there])
+    if not known.height or not there:
+        return Distribution(0, (), {})
+    told = {name: _quantiles(known[name].clip(lower_bound=0)) for name in there}
+    return Distribution(known.height, _quantiles(known[measured]), told)
+
+
+def _quantiles(column: pl.Series) -> tuple[float, ...]:
+    return tuple(float(column.quantile(p / 100, "linear") or 0.0) for p in PERCENTS)
+
+
+LEVEL_PCT = 95.0
+
+
+def prediction_interval(predicted: Vector, actual: Vector) -> PredictionInterval:
+    """Return the limits that 2.5 % of rows are below and above, as conformal quantiles at k / (n + 1) (Vovk et al. 2005).
+
+    Ratios or differences, whichever make the narrower intervals over these rows: the noise of step times grows with the
+    step, that of a wait may not.
+
+    Args:
+        predicted: Out-of-sample predictions, shape (n,).
+        actual: What was measured, shape (n,).
+    """
+    tail = (1 - LEVEL_PCT / 100) / 2
+    differences = _limits(actual - predicted, tail)
+    if (predicted > 0).all():
+        ratios = _limits(actual / predicted, tail)
+        if (ratios[1] - ratios[0]) * float(predicted.mean()) < differences[1] - differences[0]:
+            return PredictionInterval("ratio", *ratios)
+    return PredictionInterval("difference", *differences)
+
+
+def _limits(values: Vector, tail: float) -> tuple[float, float]:
+    low, high = np.quantile(values, [tail, 1 - tail], method="weibull")
+    return float(low), float(high)
+
+
+def coverage_pct(low: Vector, actual: Vector, high: Vector) -> float:
+    """Return the share of rows within their limits, in percent."""
+    return 100 * float(np.mean((actual >= low) & (actual <= high)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import polars as pl
+
+from tracefit.fit.results import Overload, QueueStretch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,30 +28,6 @@ _FAILED = ("aborted", "error")
 REQUEST_COLUMNS = ("run_id", "server", "finish_status", "num_preemptions", "queued_ns", "first_scheduled_ns")
 STEP_COLUMNS = ("run_id", "server", "ts_start_ns", "waiting_depth", "num_preempted")
 """What the rules look at."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStretch:
-    """A stretch of one server's time in which its queue did not empty; on the engine's clock."""
-
-    server: str
-    from_ns: int
-    to_ns: int
-    peak: int
-    """The most requests that waited at once."""
-    share: float
-    """Of the run's time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overload:
-    """A run that was overloaded, the rules that say so, and whether models were fitted on it nevertheless."""
-
-    run_id: str
-    reasons: tuple[str, ...]
-    trained_on: bool = False
-    queued: tuple[QueueStretch, ...] = ()
-    """Stretches with a queue that broke the rule on queues."""
 
 
 def find_overloads(

@@ -1,4 +1,7 @@
-"""Workload phases of a run: stretches of time in which requests arrive at one rate."""
+"""Workload phases of a run: stretches of time in which requests arrive at one rate, and errors within each.
+
+A model that is right on average over a run may be wrong in each of its loads.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from tracefit.fit.linear import predict_regimes, target_of
+from tracefit.fit.metrics import measure
+from tracefit.fit.results import Phase, StepPhase
+from tracefit.fit.splits import counted, evaluation_rows
+from tracefit.tables.keys import SERVER
+
 if TYPE_CHECKING:
     from tracefit.fit.estimators import NDArrayInt
     from tracefit.fit.metrics import Vector
+    from tracefit.fit.results import LinearFit
 
-SERVER = ["run_id", "server"]
 LEAST_REQUESTS = 30
 LEAST_SECONDS = 5.0
 MOST_CUTS_DEEP = 4
 GAIN_PER_LOG = 3.0
 """A change of rate must explain the arrivals better than none by 3 log(n) in log-likelihood."""
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A stretch of time, in seconds after the first arrival, and its arrivals per second."""
-
-    from_s: float
-    to_s: float
-    arrivals_per_s: float
-    requests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +107,39 @@ def _cuts(arrivals_s: Vector, first: int, last: int, deep: int) -> list[int]:
 
 def _likelihood(count: Vector, seconds: Vector) -> Vector:
     return np.asarray(count * np.log(count / seconds))
+
+
+def errors_by_phase(
+    fitted: LinearFit, requests: pl.DataFrame, eval_filter: pl.Expr | None = None
+) -> tuple[StepPhase, ...]:
+    """Measure a model of step times on the held-out rows of each phase; nothing of servers without requests.
+
+    Args:
+        fitted: The model.
+        requests: The `requests` table: a phase is a stretch in which they arrive at one rate.
+        eval_filter: Held-out rows to measure the error on, as for the fit.
+    """
+    phases = phases_of_servers(requests.select(*SERVER, at_ns=pl.coalesce("arrival_ns", "queued_ns")))
+    median = float(np.median(target_of(counted(fitted.rows, "train"))))
+    held = (
+        evaluation_rows(counted(fitted.rows, "holdout"), eval_filter)
+        .drop_nulls("ts_ns")
+        .sort(*SERVER, "ts_ns")
+    )
+    found = []
+    for (run, server), rows in held.group_by(SERVER, maintain_order=True):
+        if (of := phases.get((str(run), str(server)))) is None:
+            continue
+        told = rows.with_columns(phase=of.numbers(rows["ts_ns"]))
+        for (number,), part in told.group_by("phase", maintain_order=True):
+            actual = target_of(part)
+            found.append(
+                StepPhase(
+                    str(run),
+                    str(server),
+                    of.phases[int(str(number))],
+                    measure(actual, predict_regimes(fitted.regimes, part)),
+                    measure(actual, np.full(len(actual), median)),
+                )
+            )
+    return tuple(found)

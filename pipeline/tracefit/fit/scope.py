@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import polars as pl
 from threadpoolctl import threadpool_limits
@@ -17,143 +17,45 @@ from tracefit.features.sets import (
     Feature,
     FeatureSet,
 )
-from tracefit.fit import forms
+from tracefit.fit import candidates as forms
 from tracefit.fit.boundary import FittedBoundary, fit_boundary
-from tracefit.fit.candidates import RULE, Candidate, choose, try_features
-from tracefit.fit.frames import request_frame, step_frame
-from tracefit.fit.latency import ComposedLatencies, compose_latencies
-from tracefit.fit.load import (
+from tracefit.fit.candidates import SET_RULE, choose, try_features
+from tracefit.fit.extrapolation import (
     LOAD_FEATURES,
-    ErrorOverLoad,
-    LoadExtrapolation,
+    beyond_training,
     error_over_load,
     load_extrapolation,
     with_load,
 )
-from tracefit.fit.options import COVERED_SHARE, BetaTarget, FitOptions, ScopeOptions
-from tracefit.fit.parts import Comparison, FeatureColumn, Regime
-from tracefit.fit.ranges import beyond_training
+from tracefit.fit.holdout import summed_holdout
+from tracefit.fit.inputs import COVERED_SHARE, NON_NEGATIVE, BetaTarget, FitOptions, ScopeOptions
+from tracefit.fit.latency import compose_latencies
+from tracefit.fit.linear import Comparison, FeatureColumn, Regime
+from tracefit.fit.phases import errors_by_phase
+from tracefit.fit.results import (
+    Candidate,
+    DurationCover,
+    FittedModel,
+    FittedScope,
+    Missing,
+    Recipe,
+    TargetChoice,
+    TooFewRows,
+)
 from tracefit.fit.select import MAX_PRODUCT_VIF, MAX_VIF
-from tracefit.fit.signs import NON_NEGATIVE
-from tracefit.fit.step_phases import StepPhase, errors_by_phase
-from tracefit.fit.summed import SummedTime, summed_holdout
-from tracefit.fit.train import Fitted, TooFewRows, fit_regimes, mark_outliers
+from tracefit.fit.splits import request_frame, step_frame
+from tracefit.fit.train import fit_regimes, mark_outliers
+from tracefit.server.tracing import JOURNEY_FLAGS, STEP_FLAGS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.fit.overload import Overload
-    from tracefit.fit.validate import Validation
+    from tracefit.fit.inputs import ScopeTables
     from tracefit.server.context import Scope
 
 STEP_TIMES = "beta.cycle_time"
 
-_STEP_FLAGS = "--step-tracing-enabled --step-tracing-sample-rate 1.0"
-_JOURNEY_FLAGS = "--enable-journey-tracing --journey-tracing-sample-rate 1.0"
 _REGIME_BY_STEP = pl.col("first_scheduled_step") > pl.col("queued_step") + 1
-
-
-@dataclass(frozen=True, slots=True)
-class ScopeTables:
-    """The tables of the runs of one scope."""
-
-    runs: pl.DataFrame
-    timeline: pl.DataFrame
-    sampled_steps: int
-    requests: pl.DataFrame
-    queue: pl.DataFrame | None
-    """What each request found when it was queued; null where journeys are not complete."""
-    counters: pl.DataFrame
-    """run_id, server, epoch, first_step, last_step."""
-    lags: Mapping[tuple[str, str], int]
-    """(run_id, server) to steps that scheduling runs ahead of execution."""
-    requeue_waits: pl.DataFrame
-    """`timeline.requeue_waits`: which steps a preempted request waited through."""
-    clock_checks: pl.DataFrame
-    """run_id, server, events, disagreeing: engine core events held against the starts of their steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class DurationCover:
-    """What `step.duration_us` covers of the time the engine was busy, over consecutive sampled steps."""
-
-    share: float | None
-    median_cycle_us: float | None
-    median_duration_us: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class TargetChoice:
-    """Where beta's target comes from, and why."""
-
-    source: Literal["clock", "duration"]
-    because: str
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A model that was not fitted, and what would give it."""
-
-    name: str
-    reason: str
-    remedy: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What to fit anew on other rows of the same kind."""
-
-    regimes: tuple[Regime, ...]
-    options: FitOptions
-
-
-@dataclass(frozen=True, slots=True)
-class FittedModel:
-    """A fitted model under its published name."""
-
-    name: str
-    target: str
-    definition: str
-    source: str
-    fitted: Fitted
-    feature_set: str
-    recipe: Recipe
-    notes: tuple[str, ...] = ()
-    by_phase: tuple[StepPhase, ...] = ()
-    """Errors of step times in each workload phase."""
-    candidates: tuple[Candidate, ...] = ()
-    """Every form that was tried, where one was chosen."""
-    feature_definitions: FeatureSet | None = None
-    """Of step times: the features the model was offered, ratios chosen."""
-    over_load: ErrorOverLoad | None = None
-    load_extrapolation: LoadExtrapolation | None = None
-    boundary: FittedBoundary | None = None
-    """With it the model is API work and the step clock; `fitted` is what to use without a clock."""
-
-    @property
-    def validation(self) -> Validation:
-        """Errors of the model in its published form."""
-        return self.boundary.validation if self.boundary else self.fitted.validation
-
-
-@dataclass(frozen=True, slots=True)
-class FittedScope:
-    """All results of one scope."""
-
-    scope: Scope
-    tables: ScopeTables
-    cover: DurationCover
-    choice: TargetChoice | None
-    models: tuple[FittedModel, ...]
-    missing: tuple[Missing, ...]
-    alpha_rows: pl.DataFrame | None
-    beta_rows: pl.DataFrame | None
-    composed: ComposedLatencies
-    summed: SummedTime | None
-    """Step times of beta's hold-out, summed."""
-    notes: tuple[str, ...] = field(default=())
-    overloads: tuple[Overload, ...] = ()
-    """Overloaded runs of the scope; `tables` hold those of them that were trained on."""
 
 
 @threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
@@ -244,7 +146,7 @@ def _fit_beta(
     wanted = options.beta_target
     name = "beta.duration" if wanted == "duration" else STEP_TIMES
     if not tables.timeline.height:
-        return None, Missing(name, "the traces hold no step events", f"start the server with {_STEP_FLAGS}")
+        return None, Missing(name, "the traces hold no step events", f"start the server with {STEP_FLAGS}")
     choice = choose_target(cover, wanted)
     if scope.context.gpu is not None and len(sets) > 1:
         # With a GPU amounts of work are times: the roofline says the same of them.
@@ -272,16 +174,16 @@ def _fit_beta(
         chosen.features.name,
         recipe,
         notes=(*_choice_note(chosen), *beyond_training(result.terms, tables.timeline)),
-        by_phase=errors_by_phase(result, tables.requests, how.judge),
+        by_phase=errors_by_phase(result, tables.requests, how.eval_filter),
         candidates=chosen.candidates,
         feature_definitions=chosen.features,
-        over_load=error_over_load(result, load, how),
+        error_over_load=error_over_load(result, load, how),
         load_extrapolation=load_extrapolation(result, columns_of(chosen.features), load, how),
     )
 
 
 def _choice_note(chosen: _ChosenSet) -> tuple[str, ...]:
-    return (f"feature set {chosen.features.name} chosen: {RULE}",) if chosen.candidates else ()
+    return (f"feature set {chosen.features.name} chosen: {SET_RULE}",) if chosen.candidates else ()
 
 
 def beta_options(options: ScopeOptions) -> FitOptions:
@@ -291,7 +193,7 @@ def beta_options(options: ScopeOptions) -> FitOptions:
     single = pl.col("source") != "interval"
     return FitOptions(
         groups=(("decode_only", ~mixed), ("mixed", mixed)),
-        judge=single,
+        eval_filter=single,
         reference=options.reference,
         # A step takes no less than nothing, whatever it carries.
         signs=options.signs(intercept=True),
@@ -420,10 +322,10 @@ def _fit_alpha(
 ) -> FittedModel | Missing:
     name = f"alpha.{target}"
     if not tables.requests.height:
-        return Missing(name, "the traces hold no journeys", f"start the server with {_JOURNEY_FLAGS}")
+        return Missing(name, "the traces hold no journeys", f"start the server with {JOURNEY_FLAGS}")
     if (tables.requests["dialect"].is_in(_WITHOUT_EVENTS)).all() and not _is_told(tables.requests, target):
         return Missing(
-            name, "the spans of these requests do not tell", f"start the server with {_JOURNEY_FLAGS}"
+            name, "the spans of these requests do not tell", f"start the server with {JOURNEY_FLAGS}"
         )
     rows = request_frame(tables, target, features, constants)
     if target == "queue_wait":
@@ -474,7 +376,7 @@ def _one_of(lawful: Candidate | None, other: Candidate | None) -> tuple[Candidat
 
 
 def _form_note(tried: tuple[Candidate, ...]) -> tuple[str, ...]:
-    return tuple(f"form {c.name} chosen: {c.reason} ({forms.RULE})" for c in tried if c.chosen)
+    return tuple(f"form {c.name} chosen: {c.reason} ({forms.FORM_RULE})" for c in tried if c.chosen)
 
 
 _QUEUED_AT_ONCE = "ARRIVED to QUEUED"
@@ -518,7 +420,7 @@ def _fit_wait(
     how = FitOptions(
         drop_outliers=False,
         groups=groups,
-        truth=_REGIME_BY_STEP,
+        label=_REGIME_BY_STEP,
         reference=options.reference,
         signs=options.signs(),
     )

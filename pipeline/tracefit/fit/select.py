@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tracefit.fit.estimators import NDArrayInt, RobustLinear
+from tracefit.fit.results import Collinearity, FeatureLeftOut, PenaltyChoice
 from tracefit.fit.solvers import Penalty, Positive, line, moments
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ MAX_VIF = 10.0
 """A feature whose variance inflation against those before it exceeds this says nothing new."""
 
 MAX_PRODUCT_VIF = 100.0
-"""The same for a product of features: a square always resembles its root, and is offered only where it pays."""
+"""The same for a product of features: a square always resembles its root, and is offered only where it improves."""
 
 MIN_VARIED_ROWS = 20
 """A coefficient that fewer rows than this speak for is a coefficient of those rows."""
@@ -44,29 +44,9 @@ CANDIDATES: tuple[tuple[Penalty, float], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A feature that is not in the model, and why."""
-
-    feature: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A penalty chosen by time-blocked cross-validation; `score` is its mean absolute error over the folds."""
-
-    penalty: Penalty
-    strength: float
-    score: float
-    folds: int
-    fold_scores: tuple[float, ...] = ()
-    """Every fold's share of the score, in order: they sum to it."""
-
-
 def usable_features(
     x: Matrix, names: list[str], limits: list[float] | None = None
-) -> tuple[list[int], list[LeftOut]]:
+) -> tuple[list[int], list[FeatureLeftOut]]:
     """Keep, in the order declared, features that are known, vary and are not a mix of those before them.
 
     Args:
@@ -78,7 +58,7 @@ def usable_features(
         Kept column indices, and the others with reasons.
     """
     kept: list[int] = []
-    left: list[LeftOut] = []
+    left: list[FeatureLeftOut] = []
     # Columns of length 1: `basis` spans what the kept features tell, the constant first; `kept_units` are they themselves.
     basis = np.empty((len(x), len(names) + 1), order="F")
     basis[:, 0] = 1 / np.sqrt(max(len(x), 1))
@@ -97,7 +77,7 @@ def usable_features(
                 alike = np.abs(unit @ kept_units[:, : len(kept)])
                 reason = _collinear(names[kept[int(np.argmax(alike))]], share)
         if reason is not None:
-            left.append(LeftOut(name, reason))
+            left.append(FeatureLeftOut(name, reason))
             continue
         basis[:, len(kept) + 1] = rest / np.linalg.norm(rest)
         kept_units[:, len(kept)] = unit
@@ -124,20 +104,6 @@ def _unfit(column: Vector) -> str | None:
 def _collinear(nearest: str, share: float) -> str:
     inflation = "infinite" if share < 1e-10 else f"{1 / share:.0f}"
     return f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
-
-
-@dataclass(frozen=True, slots=True)
-class Collinearity:
-    """How much the features of a model tell of each other.
-
-    Attributes:
-        condition_number: Largest by smallest singular value of the standardised features (Belsley, Kuh and Welsch
-            1980); 1 is none, above 30 is trouble. Null of no feature.
-        inflation: Per feature, how much wider the variance of its coefficient is than without the others; 1 is none.
-    """
-
-    condition_number: float | None
-    inflation: tuple[float, ...]
 
 
 def collinearity(x: Matrix) -> Collinearity:
@@ -178,7 +144,7 @@ def choose_penalty(
     *,
     positive: Positive = False,
     counts: Vector | None = None,
-) -> Choice:
+) -> PenaltyChoice:
     """Choose penalty and strength by leave-one-time-block-out error on the training rows.
 
     Within a fold all candidates share the Huber weights of the first one's fit: the rows that count are the same for
@@ -193,7 +159,7 @@ def choose_penalty(
     folds = [f for f in np.unique(blocks) if 0 < np.sum(blocks == f) < len(y)]
     if not folds:
         penalty, strength = candidates[0]
-        return Choice(penalty, strength, float("nan"), 0)
+        return PenaltyChoice(penalty, strength, float("nan"), 0)
     shares = []
     for fold in folds:
         test = blocks == fold
@@ -209,10 +175,10 @@ def choose_penalty(
         if error < errors[best] * (1 - _TIE):
             best = index
     chosen = tuple(float(share) for share in by_fold[:, best])
-    return Choice(*candidates[best], float(errors[best]), len(folds), chosen)
+    return PenaltyChoice(*candidates[best], float(errors[best]), len(folds), chosen)
 
 
-def pays(simple: Choice, richer: Choice) -> bool:
+def improves(simple: PenaltyChoice, richer: PenaltyChoice) -> bool:
     """Tell whether a richer model is worth its terms: better by a standard error over the folds, and by 5 % at least.
 
     Args:
@@ -226,8 +192,13 @@ def pays(simple: Choice, richer: Choice) -> bool:
     return bool(gains.sum() > max(error, WORTH * simple.score))
 
 
-def harms(
-    x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: Choice, counts: Vector | None = None
+def is_worse_than_constant(
+    x: Matrix,
+    y: Vector,
+    blocks: NDArrayInt,
+    weights: Vector,
+    choice: PenaltyChoice,
+    counts: Vector | None = None,
 ) -> bool:
     """Tell whether the features predict left-out blocks of time clearly worse than a constant does.
 
@@ -259,7 +230,7 @@ def _fold_predictions(
 
 
 def out_of_fold(
-    x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: Choice, *, positive: Positive
+    x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: PenaltyChoice, *, positive: Positive
 ) -> Vector:
     """Predict each time block by a model fitted on the others, clipped at 0, shape (n,); one block by itself."""
     predicted = np.zeros(len(y))

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from tracefit.tables.keys import ENGINE
+
 if TYPE_CHECKING:
     from tracefit.fit.estimators import NDArrayInt
     from tracefit.fit.metrics import Vector
 
-ENGINE = ["run_id", "server", "epoch"]
 SPREADS = 3.0
 """An estimated start is believed to within three standard deviations."""
 

@@ -2,91 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
-from tracefit.fit import rows as rules
-from tracefit.fit.bands import Band, band_of
-from tracefit.fit.design import Design, design_of
+from tracefit.fit import splits
+from tracefit.fit.design import Design, design_of, outliers
 from tracefit.fit.estimators import HUBER, RobustLinear, confidence_intervals
-from tracefit.fit.learning import learning_curve
-from tracefit.fit.outliers import outliers
-from tracefit.fit.parts import (
+from tracefit.fit.inputs import NON_NEGATIVE
+from tracefit.fit.linear import (
     FeatureColumn,
-    FittedPart,
-    FittedTerm,
+    FittedRegime,
     Regime,
     linear_terms,
     matrix,
     target_of,
     which,
 )
-from tracefit.fit.rows import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.fit.metrics import prediction_interval
+from tracefit.fit.results import FeatureLeftOut, LinearFit, PredictionInterval, TooFewRows
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
-    LeftOut,
     choose_penalty,
     collinearity,
-    harms,
+    is_worse_than_constant,
     out_of_fold,
     usable_features,
 )
-from tracefit.fit.signs import NON_NEGATIVE
 from tracefit.fit.solvers import bounds_of
-from tracefit.fit.validate import Validation, equation_errors, validate
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
+from tracefit.fit.validate import equation_errors, learning_curve, validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tracefit.fit.inputs import FitOptions
     from tracefit.fit.metrics import Vector
-    from tracefit.fit.options import FitOptions
 
 MAX_UNKNOWN_SHARE = 0.05
 _SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """A fitted model with its validation: one part, or one per regime, the first whose condition holds speaking."""
-
-    parts: tuple[FittedPart, ...]
-    huber: float
-    rows_train: int
-    rows_used: int
-    rows_holdout: int
-    validation: Validation
-    rows: pl.DataFrame
-    """The training frame with `excluded_because` as the fit left it."""
-
-    @property
-    def terms(self) -> tuple[FittedTerm, ...]:
-        """Terms of all parts."""
-        return tuple(t for part in self.parts for t in part.terms)
-
-    @property
-    def left_out(self) -> tuple[LeftOut, ...]:
-        """Features left out of all parts; with several, the regime's name leads the reason."""
-        many = len(self.parts) > 1
-        return tuple(
-            LeftOut(x.feature, f"{part.regime.name}: {x.reason}" if many else x.reason)
-            for part in self.parts
-            for x in part.left_out
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TooFewRows:
-    """Why nothing was fitted."""
-
-    reason: str
-    rows: pl.DataFrame
-
-
-def fit_linear(rows: pl.DataFrame, features: list[FeatureColumn], options: FitOptions) -> Fitted | TooFewRows:
+def fit_linear(
+    rows: pl.DataFrame, features: list[FeatureColumn], options: FitOptions
+) -> LinearFit | TooFewRows:
     """Fit a robust linear model on the training rows of a frame and measure it on the held-out ones.
 
     Args:
@@ -97,7 +59,7 @@ def fit_linear(rows: pl.DataFrame, features: list[FeatureColumn], options: FitOp
     return fit_regimes(rows, [Regime("all", (), tuple(features))], options)
 
 
-def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) -> Fitted | TooFewRows:
+def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) -> LinearFit | TooFewRows:
     """Fit one robust linear model per regime and measure them together on the held-out rows.
 
     A regime with too few training rows is not fitted; its rows fall to the next one.
@@ -109,21 +71,21 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
     """
     features = list({f.name: f for regime in regimes for f in regime.features}.values())
     rows, known, unknown = _drop_unknown(rows, features)
-    used = _counted(rows, "train")
+    used = counted(rows, "train")
     if options.drop_outliers and used.height >= MIN_TRAIN_ROWS:
         rows = _mark_outliers(rows, used, known)
-        used = _counted(rows, "train")
-    holdout = _counted(rows, "holdout")
-    aside = rows.filter((pl.col("split") == "train") & (pl.col("excluded_because") == rules.OUTLIER))
+        used = counted(rows, "train")
+    holdout = counted(rows, "holdout")
+    aside = rows.filter((pl.col("split") == "train") & (pl.col("excluded_because") == splits.OUTLIER))
     parts, designs = _fit_parts(used, aside, regimes, {f.name for f in known}, unknown, options)
     if not parts or holdout.height < MIN_HOLDOUT_ROWS:
         have = f"{used.height} training and {holdout.height} held-out rows"
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
         return TooFewRows(f"{have}, {need}", rows)
-    judged = judged_rows(holdout, options.judge)
+    judged = evaluation_rows(holdout, options.eval_filter)
     curve = learning_curve(parts, designs, judged, fewest=MIN_TRAIN_ROWS)
-    return Fitted(
-        parts=tuple(parts),
+    return LinearFit(
+        regimes=tuple(parts),
         huber=HUBER,
         rows_train=int((rows["split"] == "train").sum()),
         rows_used=used.height,
@@ -131,7 +93,7 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
         validation=replace(
             validate(parts, used, judged, options),
             learning_curve=curve,
-            equations=equation_errors(parts, holdout),
+            held_out_equations=equation_errors(parts, holdout),
         ),
         rows=rows,
     )
@@ -145,12 +107,12 @@ def training_design(
     Of very many training rows `select.ENOUGH_ROWS` are taken, evenly over the rows as they come.
     """
     rows, known, _ = _drop_unknown(rows, list(features))
-    used = _counted(rows, "train")
+    used = counted(rows, "train")
     used = used.gather_every(max(1, -(-used.height // ENOUGH_ROWS)))
     if used.height < MIN_TRAIN_ROWS:
         return None
     if options.drop_outliers:
-        used = _counted(_mark_outliers(used, used, known), "train")
+        used = counted(_mark_outliers(used, used, known), "train")
     if used.height < MIN_TRAIN_ROWS:
         return None
     data, _ = design_of(used, known)
@@ -162,7 +124,7 @@ def training_design(
 def mark_outliers(rows: pl.DataFrame, features: Sequence[FeatureColumn], options: FitOptions) -> pl.DataFrame:
     """Mark the training rows that a fit of these features would leave out as outliers."""
     filled, known, _ = _drop_unknown(rows, list(features))
-    used = _counted(filled, "train")
+    used = counted(filled, "train")
     if not options.drop_outliers or used.height < MIN_TRAIN_ROWS:
         return rows
     return rows.with_columns(_mark_outliers(filled, used, known)["excluded_because"])
@@ -173,10 +135,10 @@ def _fit_parts(
     aside: pl.DataFrame,
     regimes: list[Regime],
     known: set[str],
-    unknown: list[LeftOut],
+    unknown: list[FeatureLeftOut],
     options: FitOptions,
-) -> tuple[list[FittedPart], list[Design]]:
-    parts: list[FittedPart] = []
+) -> tuple[list[FittedRegime], list[Design]]:
+    parts: list[FittedRegime] = []
     designs: list[Design] = []
     rest = used
     for regime in regimes:
@@ -187,7 +149,7 @@ def _fit_parts(
         columns = [f for f in regime.features if f.name in known]
         lacking = [x for x in unknown if x.feature in {f.name for f in regime.features}]
         part, design = _fit_part(mine, aside.filter(regime.holds()), regime, columns, options)
-        parts.append(replace(part, left_out=(*lacking, *part.left_out)))
+        parts.append(replace(part, features_left_out=(*lacking, *part.features_left_out)))
         designs.append(design)
     # The last part speaks for all rows that are left, whatever condition it was fitted under.
     if parts and parts[-1].regime.any_of:
@@ -201,84 +163,72 @@ def _fit_part(
     regime: Regime,
     features: list[FeatureColumn],
     options: FitOptions,
-) -> tuple[FittedPart, Design]:
+) -> tuple[FittedRegime, Design]:
     """Fit one part on the rows it speaks for; `aside` are those of them that are left out as outliers."""
     data, left = design_of(used, features)
     positive, folds = options.signs.of(data.columns), data.folds(FOLDS)
     choice = choose_penalty(data.x, data.y, folds, data.weights, positive=positive, counts=data.counts)
-    if harms(data.x, data.y, folds, data.weights, choice, data.counts):
+    if is_worse_than_constant(data.x, data.y, folds, data.weights, choice, data.counts):
         reason = "predicts left-out blocks of time worse than a constant"
-        misleading = [LeftOut(c.name, reason) for c in data.columns]
+        misleading = [FeatureLeftOut(c.name, reason) for c in data.columns]
         part, level = _fit_part(used, aside, regime, [], options)
-        return replace(part, left_out=(*left, *misleading, *part.left_out)), level
+        return replace(part, features_left_out=(*left, *misleading, *part.features_left_out)), level
     model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(data.x, data.y, data.weights)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, data.blocks())
     bounds, _ = bounds_of(positive, len(data.columns))
     penalized = f"set to zero by the {_SPELLED[choice.penalty]}"
     fitted = zip(data.columns, model.coef_, bounds, strict=True)
     zeroed = [
-        LeftOut(c.name, "not above zero in these runs" if bound else penalized)
+        FeatureLeftOut(c.name, "not above zero in these runs" if bound else penalized)
         for c, value, bound in fitted
         if value == 0
     ]
     terms = linear_terms(data.columns, model.coef_, data.x, intervals)
     told = [data.columns.index(t.feature) for t in terms]
-    part = FittedPart(
+    part = FittedRegime(
         regime=regime,
         intercept=model.intercept_,
         intercept_ci95=intercept_ci,
         terms=terms,
-        left_out=(*left, *zeroed),
+        features_left_out=(*left, *zeroed),
         choice=choice,
         rows_used=used.height,
         collinearity=collinearity(data.x[:, told]),
-        band=Band("difference", 0.0, 0.0),
+        prediction_interval=PredictionInterval("difference", 0.0, 0.0),
         signs=options.signs,
     )
     if part.least <= 0 and options.signs.intercept and options.signs != NON_NEGATIVE:
         # Terms of either sign can run below zero within the ranges they were trained in: costs that only add cannot.
         return _fit_part(used, aside, regime, features, replace(options, signs=NON_NEGATIVE))
     unseen = out_of_fold(data.x, data.y, folds, data.weights, choice, positive=positive)
-    return replace(part, band=_band(part, used, unseen, aside, options.judge)), data
+    return replace(part, prediction_interval=_band(part, used, unseen, aside, options.eval_filter)), data
 
 
 def _band(
-    part: FittedPart, used: pl.DataFrame, unseen: Vector, aside: pl.DataFrame, judge: pl.Expr | None
-) -> Band:
+    part: FittedRegime, used: pl.DataFrame, unseen: Vector, aside: pl.DataFrame, eval_filter: pl.Expr | None
+) -> PredictionInterval:
     """Return the prediction interval of rows like those the error is measured on, outliers among them."""
     predicted = np.concatenate([unseen, part.predict(aside)])
     actual = np.concatenate([target_of(used), target_of(aside)])
-    if judge is not None:
-        wanted = np.concatenate([which(frame, judge) for frame in (used, aside)])
+    if eval_filter is not None:
+        wanted = np.concatenate([which(frame, eval_filter) for frame in (used, aside)])
         if wanted.sum() >= MIN_TRAIN_ROWS:
             predicted, actual = predicted[wanted], actual[wanted]
-    return band_of(predicted, actual)
-
-
-def _counted(rows: pl.DataFrame, split: str) -> pl.DataFrame:
-    return rows.filter((pl.col("split") == split) & pl.col("excluded_because").is_null())
-
-
-def judged_rows(holdout: pl.DataFrame, judge: pl.Expr | None) -> pl.DataFrame:
-    """Return the held-out rows the error is measured on: those `judge` asks for, all if they are fewer than 100."""
-    if judge is None:
-        return holdout
-    wanted = holdout.filter(judge)
-    return wanted if wanted.height >= rules.FEW_ROWS else holdout
+    return prediction_interval(predicted, actual)
 
 
 def _drop_unknown(
     rows: pl.DataFrame, features: list[FeatureColumn]
-) -> tuple[pl.DataFrame, list[FeatureColumn], list[LeftOut]]:
+) -> tuple[pl.DataFrame, list[FeatureColumn], list[FeatureLeftOut]]:
     """Drop features that too many rows lack; of the few rows that lack another, training rows are left out."""
     counted = rows.filter(pl.col("excluded_because").is_null())
     lacking = {f.name: _null_share(counted[f.name]) for f in features}
     kept = [f for f in features if lacking[f.name] <= MAX_UNKNOWN_SHARE]
-    left = [LeftOut(f.name, _unknown_reason(lacking[f.name])) for f in features if f not in kept]
+    left = [FeatureLeftOut(f.name, _unknown_reason(lacking[f.name])) for f in features if f not in kept]
     if not kept:
         return rows, kept, left
     any_null = pl.any_horizontal(pl.col(f.name).is_null() for f in kept)
-    rows = rules.mark(rows, rules.UNKNOWN_FEATURES, any_null)
+    rows = splits.mark(rows, splits.UNKNOWN_FEATURES, any_null)
     trained = pl.col("split") == "train"
     medians = [pl.col(f.name).fill_null(pl.col(f.name).filter(trained).median()) for f in kept]
     # A held-out row is never left out for a feature nobody knows: the middle of the range stands in for it.
@@ -300,4 +250,4 @@ def _mark_outliers(rows: pl.DataFrame, used: pl.DataFrame, features: list[Featur
     flags = np.zeros(rows.height, dtype=bool)
     is_used = (rows["split"] == "train") & rows["excluded_because"].is_null()
     flags[np.flatnonzero(is_used.to_numpy())] = far
-    return rules.mark(rows, rules.OUTLIER, pl.lit(pl.Series("far", flags)))
+    return splits.mark(rows, splits.OUTLIER, pl.lit(pl.Series("far", flags)))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.kv.events import ENGINE, GPU, build_kv_events, transfers
+from tracefit.kv.events import GPU, build_kv_events, transfers
 from tracefit.tables import schema
+from tracefit.tables.keys import ENGINE
 from tracefit.tables.runs import COMPLETE_SHARE
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import polars as pl
 
 from tracefit.tables import schema
+from tracefit.tables.keys import ENGINE
 
-ENGINE = ["run_id", "server", "epoch"]
 GPU = "GPU"
 """The medium of the engine's own cache; events without one mean it too."""
 

@@ -38,7 +38,7 @@ def across_parts(evaluation: Evaluation) -> list[Part]:
 
 
 def _row(one: AcrossEntry) -> tuple[str, ...]:
-    e, reference = one.errors, one.reference.mae if one.reference else None
+    e, reference = one.errors, one.gradient_boosting.mae if one.gradient_boosting else None
     return (
         f"{one.kind} `{one.left_out}`",
         f"`{one.model}`",

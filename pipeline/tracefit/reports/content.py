@@ -128,19 +128,21 @@ _ERRORS = ("model", *ERRORS, "baseline MAE", "reference MAE")
 def _errors(scope: ScopeEvaluation) -> Table:
     rows = []
     for name, entry in scope.models.items():
-        reference = entry.reference.mae if entry.reference else None
+        reference = entry.gradient_boosting.mae if entry.gradient_boosting else None
         rows.append((f"`{name}`", *metrics(entry.holdout), number(entry.baseline.mae), number(reference)))
-        rows += [(f"`{name}`, {kind.replace('_', ' ')}", *metrics(m), "", "") for kind, m in entry.by.items()]
+        rows += [
+            (f"`{name}`, {kind.replace('_', ' ')}", *metrics(m), "", "") for kind, m in entry.by_group.items()
+        ]
     return table(_ERRORS, rows)
 
 
 def _ranges(models: dict[str, AnyModel]) -> list[Part]:
     """Say what the models have seen: outside of it a prediction is an extrapolation."""
     rows = [
-        (f"`{name}`{regime}", f"`{t.feature}`", interval(t.seen))
+        (f"`{name}`{regime}", f"`{t.feature}`", interval(t.training_range))
         for name, model in models.items()
         for regime, t in _all_terms(model)
-        if t.seen is not None
+        if t.training_range is not None
     ]
     if not rows:
         return []

@@ -110,11 +110,11 @@ def clock_parts(t: TimelineEntry) -> list[Part]:
             "events that disagree with the step clock",
             f"{count(t.clock_disagreements)} of {count(t.clock_checked_events)}",
         ),
-        ("API events moved from another host's clock", count(t.moved_events)),
+        ("API events moved from another host's clock", count(t.clock_corrected_events)),
     ]
     parts: list[Part] = ["### What `step.duration_us` covers, and the step clock"]
-    if t.beta_target_because:
-        parts.append(f"Step times come from the {t.beta_target_source}: {t.beta_target_because}.")
+    if t.beta_target_reason:
+        parts.append(f"Step times come from the {t.beta_target_source}: {t.beta_target_reason}.")
     parts.append(table(("what", "value"), rows))
     if t.execution_lag_steps:
         parts.append(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.coefficients.columns import features_of, holds, prediction
+from tracefit.coefficients.compiled import CompiledModel, holds_expression
 from tracefit.coefficients.model import RegimesModel, Term
-from tracefit.fit.rows import FEW_ROWS
+from tracefit.fit.splits import FEW_ROWS
 from tracefit.reports.cells import count, number
 from tracefit.reports.model import Band, Figure, Panel, Series, Table
 from tracefit.reports.models import AnyModel, terms_of
@@ -42,8 +42,9 @@ def model_figures(
         _errors(name, model.name, entry),
         _over_load(name, model.name, entry.error_over_load),
     ]
-    if rows is not None and features_of(model) <= set(rows.columns):
-        kept = _predicted(model, rows)
+    compiled = CompiledModel(model)
+    if rows is not None and compiled.columns_with_clock <= set(rows.columns):
+        kept = _predicted(compiled, rows)
         held = kept.filter(pl.col("split") == "holdout")
         if held.height:
             figures += [
@@ -58,21 +59,24 @@ def _clean(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()
 
 
-def _predicted(model: AnyModel, rows: pl.DataFrame) -> pl.DataFrame:
+def _predicted(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame:
     """Rows that count, with the prediction and the measurement in ms."""
+    model = compiled.model
     kept = rows.filter(pl.col("excluded_because").is_null())
     if "source" in kept.columns:
         # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
         single = kept.filter(pl.col("source") != "interval")
         kept = single if single.filter(pl.col("split") == "holdout").height >= FEW_ROWS else kept
     start = pl.col("ts_ns").min().over("run_id", "server")
-    drawn = {"run_id", "server", "ts_ns", "split", *features_of(model)}
+    drawn = {"run_id", "server", "ts_ns", "split", *compiled.columns_with_clock}
     kept = kept.select(
         *(c for c in kept.columns if c in drawn),
-        predicted_ms=prediction(model) / US_PER_MS,
+        predicted_ms=compiled.expression_with_clock() / US_PER_MS,
         measured_ms=pl.col("y") / US_PER_MS,
         at_s=(pl.col("ts_ns") - start) / 1e9,
-        first_regime=holds(model.regimes[0].when) if isinstance(model, RegimesModel) else pl.lit(value=True),
+        first_regime=holds_expression(model.regimes[0].when)
+        if isinstance(model, RegimesModel)
+        else pl.lit(value=True),
     )
     # To a nanosecond, as clocks tell it: rounding errors of arithmetic are no residuals.
     residual = (pl.col("measured_ms") - pl.col("predicted_ms")).round(6)
@@ -97,10 +101,10 @@ def _terms(model: AnyModel) -> list[tuple[str, Term]]:
 
 def _forest(name: str, model: AnyModel) -> Figure | None:
     """Draw what each term adds between the smallest and the largest value it was trained on."""
-    drawn = [(f"{prefix}{t.feature}", t) for prefix, t in _terms(model) if t.seen is not None]
+    drawn = [(f"{prefix}{t.feature}", t) for prefix, t in _terms(model) if t.training_range is not None]
     if not drawn:
         return None
-    ranges = [t.seen[1] - t.seen[0] if t.seen else 0.0 for _, t in drawn]
+    ranges = [t.training_range[1] - t.training_range[0] if t.training_range else 0.0 for _, t in drawn]
     values = [t.value * r / US_PER_MS for (_, t), r in zip(drawn, ranges, strict=True)]
     ends = [
         tuple(sorted(v * r / US_PER_MS for v in (t.ci95 or (t.value, t.value))))
@@ -129,8 +133,8 @@ def _errors(name: str, model_name: str, entry: Entry) -> Figure | None:
     found = [
         ("this model", entry.holdout.mae),
         ("baseline: training median", entry.baseline.mae),
-        ("reference: boosted trees", entry.reference.mae if entry.reference else None),
-        *((f"this model, {kind.replace('_', ' ')} ({m.n:,})", m.mae) for kind, m in entry.by.items()),
+        ("reference: boosted trees", entry.gradient_boosting.mae if entry.gradient_boosting else None),
+        *((f"this model, {kind.replace('_', ' ')} ({m.n:,})", m.mae) for kind, m in entry.by_group.items()),
     ]
     known = [(label, mae / US_PER_MS) for label, mae in found if mae is not None]
     if not known:
@@ -266,9 +270,9 @@ def _lower(text: str) -> str:
 def _over_features(name: str, model: AnyModel, held: pl.DataFrame, points: int) -> list[Figure]:
     """Draw residuals against the terms that move the prediction most."""
     effects = {
-        t.feature: abs(t.value) * (t.seen[1] - t.seen[0])
+        t.feature: abs(t.value) * (t.training_range[1] - t.training_range[0])
         for _, t in _terms(model)
-        if t.seen is not None and t.feature in held.columns
+        if t.training_range is not None and t.feature in held.columns
     }
     strong = sorted(effects, key=lambda f: -effects[f])[:_STRONG]
     return [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tracefit.reports.text import columns, indented
 
 if TYPE_CHECKING:
-    from tracefit.commands.inspect import Inspection, RunFacts, ScopeFacts, ServerFacts
+    from tracefit.results.inspection import Inspection, RunFacts, ScopeFacts, ServerFacts
     from tracefit.tables.health import Check
 
 
@@ -84,6 +84,6 @@ def _check(check: Check) -> tuple[str, ...]:
 
 
 def _scope(scope: ScopeFacts) -> str:
-    rows = [(a.what, a.verdict, a.because) for a in scope.allows]
+    rows = [(a.what, a.verdict, a.reason) for a in scope.allows]
     head = f"scope {scope.scope_id} ({', '.join(scope.runs)}) allows"
     return "\n".join([head, indented(columns(None, rows, left={0, 1, 2}))])

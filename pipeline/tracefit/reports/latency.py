@@ -27,7 +27,7 @@ _TITLES = {
     "prefill": "prefill",
     "execution": "execution",
 }
-_WAYS = ("teacher_forced", "hindsight", "averages_only", "baseline")
+_WAYS = ("teacher_forced", "refit_on_holdout", "averages_only", "baseline")
 _GROUPED = ("ttft", "itl", "e2e")
 
 _PREAMBLE = (
@@ -64,8 +64,8 @@ def summed_line(entry: SummedEntry) -> str:
     """Say how far the sum of the hold-out's step times is off, and how sure that is."""
     return (
         f"**Step times of the hold-out summed:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
-        f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.two_sd_pct:.2f} %, "
-        f"by bootstrap over {entry.blocks} blocks of time); the one step or interval furthest off has {entry.furthest_pct:+.2f} "
+        f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.bias_2sd_pct:.2f} %, "
+        f"by bootstrap over {entry.blocks} blocks of time); the one step or interval furthest off has {entry.max_contribution_pct:+.2f} "
         f"points of it.{_drift(entry)}"
     )
 

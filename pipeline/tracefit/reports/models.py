@@ -63,10 +63,10 @@ def model_parts(name: str, entry: Entry, model: AnyModel, left_out: dict[str, in
 
 
 def _facts(entry: Entry, model: AnyModel, left_out: dict[str, int]) -> Iterator[str]:
-    if entry.right_boundary_pct is not None:
+    if entry.boundary_accuracy_pct is not None:
         yield (
-            f"**Right step boundary:** {number(entry.right_boundary_pct)} % of held-out requests whose step is known "
-            f"({number(entry.right_boundary_without_work_pct)} % with zero API work)."
+            f"**Right step boundary:** {number(entry.boundary_accuracy_pct)} % of held-out requests whose step is known "
+            f"({number(entry.boundary_accuracy_without_work_pct)} % with zero API work)."
         )
     if entry.classifier is not None:
         accuracy = number(entry.classifier.balanced_accuracy)
@@ -87,8 +87,8 @@ def _facts(entry: Entry, model: AnyModel, left_out: dict[str, int]) -> Iterator[
             f"**In-sample MAPE,** for comparison with the hold-out's {number(entry.holdout.mape_pct)} %: "
             f"{number(entry.train.mape_pct)} %."
         )
-    if entry.equations:
-        yield f"**Equations trained on:** {reasons(entry.equations)}."
+    if entry.rows_by_source:
+        yield f"**Equations trained on:** {reasons(entry.rows_by_source)}."
 
 
 def terms_of(model: LinearModel | BoundaryModel) -> tuple[Term, ...]:
@@ -135,7 +135,10 @@ def _condition(when: Condition) -> str:
 
 def _terms(intercept: Number, terms: Iterable[Term]) -> Table:
     rows: list[tuple[str, ...]] = [("intercept", "us", number(intercept.value), interval(intercept.ci95), "")]
-    rows += [(f"`{t.feature}`", t.unit, number(t.value), interval(t.ci95), interval(t.seen)) for t in terms]
+    rows += [
+        (f"`{t.feature}`", t.unit, number(t.value), interval(t.ci95), interval(t.training_range))
+        for t in terms
+    ]
     return table(("term", "unit", "value", "95 % interval", "seen"), rows)
 
 

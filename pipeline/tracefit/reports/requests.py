@@ -11,7 +11,7 @@ from tracefit.reports.text import columns
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tracefit.commands.requests import Quantiles, RequestGroup, RequestSummary
+    from tracefit.results.requests import Quantiles, RequestGroup, RequestSummary
 
 _METRICS = ("ttft", "itl", "e2e", "queue")
 _POINTS = ("p50", "p90", "p99")

@@ -10,17 +10,16 @@ from tracefit.reports.text import columns
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tracefit.commands.plan import IngestPlan
-    from tracefit.commands.results import (
-        IngestResult,
+    from tracefit.features.sets import FeatureSet
+    from tracefit.results.ingestion import IngestPlan, IngestResult
+    from tracefit.results.receiving import ReceiveResult
+    from tracefit.results.training import (
         LatencySummary,
         ModelSummary,
-        ReceiveResult,
         RunResult,
         SynthResult,
         TrainResult,
     )
-    from tracefit.features.sets import FeatureSet
 
 
 def ingest_text(result: IngestResult) -> str:

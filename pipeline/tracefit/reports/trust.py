@@ -83,7 +83,9 @@ def _beyond_load(entry: Entry) -> str:
     found, inside = entry.load_extrapolation, entry.by_load.get("inside")
     if found is None:
         return ""
-    beside = f", gradient boosting {number(found.reference.mape_pct)} %" if found.reference else ""
+    beside = (
+        f", gradient boosting {number(found.gradient_boosting.mape_pct)} %" if found.gradient_boosting else ""
+    )
     within = (
         f" On the hold-out inside the training ranges it is {number(inside.mape_pct)} %." if inside else ""
     )

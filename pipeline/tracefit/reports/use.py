@@ -9,45 +9,52 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tracefit.coefficients.answers import RequestAnswer, Span, StepAnswer
-    from tracefit.commands.compare import CompareResult
-    from tracefit.commands.export import ExportResult
-    from tracefit.commands.predict import RowsAnswer
-    from tracefit.commands.verify import VerifyResult
+    from tracefit.coefficients.predict import PredictedDuration, RequestPrediction, StepPrediction
+    from tracefit.results.comparison import CompareResult
+    from tracefit.results.exports import ExportResult
+    from tracefit.results.predictions import RowPredictions
+    from tracefit.results.verification import VerifyResult
 
 _RANGE_NOTE = "90 % range: where nine of ten held-out measurements lay about their prediction"
 
 
-def step_text(answer: StepAnswer) -> str:
+def step_text(predicted: StepPrediction) -> str:
     """Say how long a step takes."""
-    rows = [("step", answer.step)]
-    return "\n".join([*_spans(answer.scope_id, rows), *_notes(answer.assumed, answer.outside)])
+    rows = [("step", predicted.step)]
+    return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
 
 
-def request_text(answer: RequestAnswer) -> str:
+def request_text(predicted: RequestPrediction) -> str:
     """Say how long a request takes, part by part."""
     rows = [
-        ("admission", answer.admission),
-        ("queue wait", answer.queue_wait),
-        (f"prefill ({answer.prefill_steps:,} step{'s' * (answer.prefill_steps > 1)})", answer.prefill),
-        ("TTFT", answer.ttft),
-        ("ITL", answer.itl),
-        ("E2E", answer.e2e),
-        ("departure, after E2E", answer.departure),
+        ("admission", predicted.admission),
+        ("queue wait", predicted.queue_wait),
+        (
+            f"prefill ({predicted.prefill_steps:,} step{'s' * (predicted.prefill_steps > 1)})",
+            predicted.prefill,
+        ),
+        ("TTFT", predicted.ttft),
+        ("ITL", predicted.itl),
+        ("E2E", predicted.e2e),
+        ("departure, after E2E", predicted.departure),
     ]
-    return "\n".join([*_spans(answer.scope_id, rows), *_notes(answer.assumed, answer.outside)])
+    return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
 
 
-def rows_text(answer: RowsAnswer) -> str:
+def rows_text(predicted: RowPredictions) -> str:
     """Give the predicted rows as CSV, or say where they are."""
-    if answer.out is not None:
-        outside = "" if answer.outside is None else f", {answer.outside:,} outside the training range"
-        return f"{answer.rows:,} rows{outside}\nwrote   {answer.out}"
+    if predicted.out is not None:
+        outside = (
+            ""
+            if predicted.out_of_range is None
+            else f", {predicted.out_of_range:,} outside the training range"
+        )
+        return f"{predicted.rows:,} rows{outside}\nwrote   {predicted.out}"
     text = io.StringIO()
-    if answer.predictions:
-        writer = csv.DictWriter(text, list(answer.predictions[0]), lineterminator="\n")
+    if predicted.predictions:
+        writer = csv.DictWriter(text, list(predicted.predictions[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(answer.predictions)
+        writer.writerows(predicted.predictions)
     return text.getvalue()
 
 
@@ -125,7 +132,7 @@ def compare_text(result: CompareResult) -> str:
             for d in result.drift
         ]
         lines += [*_table(head, rows), ""]
-        lines += [f"{d.model}: cannot tell: {d.because}" for d in result.drift if d.because]
+        lines += [f"{d.model}: cannot tell: {d.reason}" for d in result.drift if d.reason]
         lines.append(f"verdict: {_VERDICTS[result.verdict]}")
     return "\n".join([*lines, *(f"note: {text}" for text in result.notes)])
 
@@ -165,13 +172,13 @@ def _figure(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _spans(scope_id: str | None, rows: Iterable[tuple[str, Span | None]]) -> list[str]:
+def _spans(scope_id: str | None, rows: Iterable[tuple[str, PredictedDuration | None]]) -> list[str]:
     table = [(name, *(_ms(s, end) for end in ("value_us", "low_us", "high_us"))) for name, s in rows]
     body = [f"{name:<22}{value:>12}  {low:>12} to {high}" for name, value, low, high in table]
     return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}  {'90 % range':>12}", *body, "", _RANGE_NOTE]
 
 
-def _ms(found: Span | None, end: str) -> str:
+def _ms(found: PredictedDuration | None, end: str) -> str:
     if found is None:
         return "-"
     value = getattr(found, end)

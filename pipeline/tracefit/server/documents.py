@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,6 +27,12 @@ Document: TypeAlias = Mapping[str, object]
 
 MAX_DOCUMENT_BYTES = 8 * 1024 * 1024
 MAX_NESTING = 64
+MAX_JSON_VALUES = 500_000
+"""Values a JSON file may hold: what Python makes of so many still fits in memory."""
+
+_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
+"""Brackets; strings are matched whole, so that what is in them does not count."""
+
 MAX_INTEGER = 2**53  # beyond this a JSON number is no longer exact for other readers
 _EXCERPT_CHARS = 40
 
@@ -80,7 +87,9 @@ def as_text(content: bytes | str, *, where: str, limit_bytes: int = MAX_DOCUMENT
         raise UsageError(f"is not UTF-8 text (byte {error.start})", where=where) from None
 
 
-def parse_json_object(content: bytes | str, *, where: str) -> Document:
+def parse_json_object(
+    content: bytes | str, *, where: str, limit_bytes: int = MAX_DOCUMENT_BYTES, strict: bool = False
+) -> Document:
     """Decode a JSON file whose top level is an object.
 
     `NaN` and `Infinity` are let through here, since published configs carry them in keys nobody reads; a
@@ -89,13 +98,20 @@ def parse_json_object(content: bytes | str, *, where: str) -> Document:
     Args:
         content: JSON text.
         where: Name of the source, for the error.
+        limit_bytes: Largest size accepted, in bytes (characters for text).
+        strict: Also refuse `NaN`, `Infinity` and a key that an object has twice.
 
     Raises:
         UsageError: Not JSON, nested too deeply, too large, or not an object.
     """
-    text = as_text(content, where=where)
+    text = as_text(content, where=where, limit_bytes=limit_bytes)
+    _check_json_size(text, where=where)
     try:
-        value = json.loads(text)
+        value = json.loads(
+            text,
+            object_pairs_hook=_no_duplicates if strict else None,
+            parse_constant=_no_constant if strict else None,
+        )
     except RecursionError:
         raise UsageError("is nested too deeply", where=where) from None
     except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
@@ -103,6 +119,28 @@ def parse_json_object(content: bytes | str, *, where: str) -> Document:
     if not isinstance(value, dict):
         raise UsageError(f"holds {kind_of(value)} where an object was expected", where=where)
     return value
+
+
+def _check_json_size(text: str, *, where: str) -> None:
+    """Refuse what would cost too much to parse, from counts of characters alone."""
+    if max(text.count(mark) for mark in ",[{") > MAX_JSON_VALUES:
+        raise UsageError(f"is not JSON of fewer than {MAX_JSON_VALUES:,} values", where=where)
+    depth = 0
+    for match in _BRACKETS.finditer(text):
+        depth += 1 if match[0] in "[{" else -1 if match[0] in "]}" else 0
+        if depth > MAX_NESTING:
+            raise UsageError("is nested too deeply", where=where)
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return keys
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number JSON knows")
 
 
 def parse_yaml_object(content: bytes | str, *, where: str) -> Document:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 SCRATCH_PREFIX = ".writing-"
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
@@ -115,6 +115,17 @@ def write_whole(path: Path, data: bytes) -> None:
             os.fsync(stream.fileno())
         unfinished.replace(path)
     sync_folder(path.parent)
+
+
+def write_files(contents: Mapping[Path, bytes | str]) -> None:
+    """Write files so that each is there whole or not at all; text as UTF-8.
+
+    Raises:
+        UsageError: A file cannot be written.
+    """
+    for path, content in contents.items():
+        with disk_errors(path):
+            write_whole(path, content.encode() if isinstance(content, str) else content)
 
 
 def sync_folder(folder: Path) -> None:

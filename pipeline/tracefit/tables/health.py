@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from tracefit.tables.keys import ENGINE
+
 CUT_OFF = ("aborted", "error", "ignored")
 """Finish statuses of requests that need not have produced a token."""
 
 _SPAN = ["trace_id", "span_id"]
-_STEP = ["run_id", "server", "epoch", "step_id"]
+_STEP = [*ENGINE, "step_id"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def _preemptions(journeys: pl.DataFrame) -> Check:
 
 
 def _steps_in_order(steps: pl.DataFrame) -> Check:
-    earlier = pl.col("ts_start_ns").shift(1).over(_STEP[:3])
+    earlier = pl.col("ts_start_ns").shift(1).over(ENGINE)
     ordered = steps.sort(_STEP)
     return _check(
         "step starts in order", ordered, {"before the step before": pl.col("ts_start_ns") < earlier}

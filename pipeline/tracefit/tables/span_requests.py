@@ -10,6 +10,7 @@ import polars as pl
 from tracefit.tables import dialects, schema
 from tracefit.tables.dialects import SPELLINGS, Spelling
 from tracefit.tables.durations import as_us, with_durations
+from tracefit.tables.keys import ENGINE
 
 _RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.dialect != "journey")
 _FROM_API = {
@@ -21,7 +22,7 @@ _TEXT = ("request_id", "route", "model")
 _DURATIONS = tuple(c.name for c in schema.REQUESTS.columns if c.unit == "us")
 
 _KEY = ["trace_id", "owner"]
-_IDS = ("run_id", "server", "epoch", "trace_id")
+_IDS = (*ENGINE, "trace_id")
 
 
 _SPAN = (

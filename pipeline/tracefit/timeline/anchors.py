@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.timeline.engines import ENGINE, position
+from tracefit.statistics import robust_sd_expr
+from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.timeline.engines import position
 
-SERVER = ["run_id", "server"]
 _INSIDE = ("SCHEDULED", "PREEMPTED")
 _UPDATE = ("FIRST_TOKEN", "FINISHED")
 _UNKNOWN_SD_US = 200.0
 _LEAST_SD_US = 10.0
-_NORMAL_MAD = 1.4826
 _LAG_EVENTS = 20
 _ENOUGH_STEPS = 5
 _FAR_SD = 4.0
@@ -163,7 +163,7 @@ def _distances(events: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
     """Median distance of events after starts, and its robust spread, per server with enough steps that have both."""
     both = events.join(starts.select("position", start="at"), on="position", how="inner")
     distance = (pl.col("at") - pl.col("start")).cast(pl.Float64)
-    spread = (distance - distance.median()).abs().median() * _NORMAL_MAD / 1e3
+    spread = robust_sd_expr(distance) / 1e3
     told = both.group_by("server_number").agg(steps=pl.len(), offset_ns=distance.median(), sd_us=spread)
     return told.filter(pl.col("steps") >= _ENOUGH_STEPS).drop("steps")
 

@@ -8,9 +8,10 @@ import numpy as np
 import polars as pl
 
 from tracefit.tables import schema
-from tracefit.timeline.anchors import SERVER, execution_lags, step_starts
+from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.timeline.anchors import execution_lags, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
-from tracefit.timeline.engines import ENGINE, StepAxis, lay_out, pile, position
+from tracefit.timeline.engines import StepAxis, lay_out, pile, position
 from tracefit.timeline.segments import core_events, running_segments, waiting_segments
 
 _COUNTS = (

@@ -8,7 +8,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-ENGINE = ["run_id", "server", "epoch"]
+from tracefit.tables.keys import ENGINE, SERVER
+
 MAX_STEPS = 20_000_000
 """Most steps laid out; counters that claim more are not believed."""
 
@@ -68,7 +69,7 @@ def lay_out(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFrame
     engines = engines.with_columns(
         offset=count.cum_sum() - count,
         engine=pl.int_range(pl.len(), dtype=pl.Int64),
-        server_number=pl.struct("run_id", "server").rank("dense").cast(pl.Int64),
+        server_number=pl.struct(SERVER).rank("dense").cast(pl.Int64),
     )
     size = int(engines.select(count.sum()).item() or 0)
     return StepAxis(engines, size) if size <= MAX_STEPS else StepAxis(engines.clear(), 0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.timeline.engines import ENGINE
+from tracefit.tables.keys import ENGINE
 from tracefit.timeline.segments import REQUEST, core_events
 
 if TYPE_CHECKING:

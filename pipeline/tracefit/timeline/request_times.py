@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
+from tracefit.tables.keys import ENGINE, SERVER
 from tracefit.timeline.anchors import execution_lags
-from tracefit.timeline.engines import ENGINE
 
 _REQUEST = [*ENGINE, "trace_id", "core_request_id"]
 _TIMES = ("steps", "steps_timed", "scheduler_us", "model_execute_us")
@@ -74,8 +74,8 @@ def _stays(journeys: pl.DataFrame) -> pl.DataFrame:
 
 
 def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame) -> pl.DataFrame:
-    lag = lags.select("run_id", "server", lag="execution_lag_steps")
-    rows = stays.join(lag, on=["run_id", "server"], how="left").with_columns(pl.col("lag").fill_null(0))
+    lag = lags.select(*SERVER, lag="execution_lag_steps")
+    rows = stays.join(lag, on=SERVER, how="left").with_columns(pl.col("lag").fill_null(0))
     rows = rows.with_columns(
         before=pl.col("first_step") - 1,
         starts=pl.col("first_step") + pl.col("lag"),

@@ -6,13 +6,12 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit import rows as rules
-from tracefit.fit.hindsight import in_hindsight
-from tracefit.fit.options import FitOptions
-from tracefit.fit.parts import Comparison, FeatureColumn, Regime, predict_parts
-from tracefit.fit.select import Choice
-from tracefit.fit.signs import ANY_SIGN, NON_NEGATIVE
-from tracefit.fit.train import Fitted, fit_linear, fit_regimes
+from tracefit.fit import splits
+from tracefit.fit.holdout import refit_on_holdout
+from tracefit.fit.inputs import ANY_SIGN, NON_NEGATIVE, FitOptions
+from tracefit.fit.linear import Comparison, FeatureColumn, Regime, predict_regimes
+from tracefit.fit.results import LinearFit, PenaltyChoice
+from tracefit.fit.train import fit_linear, fit_regimes
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
 QUICK = FitOptions(reference=False)
@@ -23,7 +22,9 @@ FROM = 210
 @pytest.fixture(autouse=True)
 def penalty(monkeypatch):
     """Spare these tests the search for a penalty."""
-    monkeypatch.setattr("tracefit.fit.train.choose_penalty", lambda *_, **__: Choice("ridge", 1e-8, 0.0, 5))
+    monkeypatch.setattr(
+        "tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-8, 0.0, 5)
+    )
 
 
 def _frame(*, late=1.0, steps=1, **columns):
@@ -45,12 +46,12 @@ def _frame(*, late=1.0, steps=1, **columns):
     ).with_columns(**columns)
     machine = np.where(np.arange(ROWS) >= FROM, late, 1.0)
     law = 2000 + 10 * pl.col("prefill") + 50 * pl.col("decode") + pl.Series(rng.normal(0, 20, ROWS))
-    return rules.split_by_time(frame.with_columns(y=law * pl.Series(machine)))
+    return splits.split_by_time(frame.with_columns(y=law * pl.Series(machine)))
 
 
 def _fit(frame, options=QUICK):
     fitted = fit_linear(frame, FEATURES, options)
-    assert isinstance(fitted, Fitted)
+    assert isinstance(fitted, LinearFit)
     return fitted
 
 
@@ -60,10 +61,10 @@ def _values(part):
 
 def test_terms_are_those_of_the_held_out_rows():
     fitted = _fit(_frame(late=0.8))
-    (part,) = in_hindsight(fitted)
+    (part,) = refit_on_holdout(fitted)
     assert part.intercept == pytest.approx(1600, rel=0.02)
     assert _values(part) == pytest.approx({"prefill": 8, "decode": 40}, rel=0.03)
-    assert _values(fitted.parts[0]) == pytest.approx({"prefill": 10, "decode": 50}, rel=0.03)
+    assert _values(fitted.regimes[0]) == pytest.approx({"prefill": 10, "decode": 50}, rel=0.03)
 
 
 def test_rows_left_out_of_the_hold_out_have_no_say():
@@ -72,9 +73,9 @@ def test_rows_left_out_of_the_hold_out_have_no_say():
     frame = _frame(late=0.8)
     frame = frame.with_columns(
         y=pl.when(idle).then(pl.col("y") * 100).otherwise("y"),
-        excluded_because=pl.when(idle).then(pl.lit(rules.IDLE_GAP)).otherwise("excluded_because"),
+        excluded_because=pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise("excluded_because"),
     )
-    (part,) = in_hindsight(_fit(frame))
+    (part,) = refit_on_holdout(_fit(frame))
     assert _values(part) == pytest.approx({"prefill": 8, "decode": 40}, rel=0.05)
 
 
@@ -82,8 +83,8 @@ def test_a_term_the_held_out_rows_cannot_tell_keeps_its_value():
     """No prompt comes in the hold-out: its coefficient stays, and what predicts prompts does too."""
     prompts = pl.when(pl.int_range(pl.len()) < FROM).then("prefill").otherwise(100)
     fitted = _fit(_frame(prefill=prompts))
-    (part,) = in_hindsight(fitted)
-    assert _values(part)["prefill"] == _values(fitted.parts[0])["prefill"]
+    (part,) = refit_on_holdout(fitted)
+    assert _values(part)["prefill"] == _values(fitted.regimes[0])["prefill"]
     assert _values(part)["decode"] == pytest.approx(50, rel=0.03)
     assert part.intercept == pytest.approx(2000, rel=0.02)
 
@@ -94,7 +95,7 @@ def test_what_may_not_be_negative_is_not_in_hindsight_either():
         y=pl.when(pl.col("split") == "holdout").then(pl.col("y") - 70 * pl.col("decode")).otherwise("y")
     )
     (free,), (bound,) = (
-        in_hindsight(_fit(frame, FitOptions(reference=False, signs=signs)))
+        refit_on_holdout(_fit(frame, FitOptions(reference=False, signs=signs)))
         for signs in (ANY_SIGN, NON_NEGATIVE)
     )
     assert _values(free)["decode"] == pytest.approx(-20, rel=0.1)
@@ -113,10 +114,10 @@ def test_regimes_are_fitted_apart_and_one_of_too_few_rows_stays():
         Regime("decode", (), (FEATURES[1],)),
     ]
     fitted = fit_regimes(frame, regimes, QUICK)
-    assert isinstance(fitted, Fitted)
-    mixed_part, decode_part = in_hindsight(fitted)
-    assert mixed_part == fitted.parts[0]
-    assert decode_part.intercept != fitted.parts[1].intercept
+    assert isinstance(fitted, LinearFit)
+    mixed_part, decode_part = refit_on_holdout(fitted)
+    assert mixed_part == fitted.regimes[0]
+    assert decode_part.intercept != fitted.regimes[1].intercept
     quiet = frame.filter((pl.col("split") == "holdout") & (pl.col("prefill") == 0))
-    predicted = predict_parts((mixed_part, decode_part), quiet)
+    predicted = predict_regimes((mixed_part, decode_part), quiet)
     assert np.mean(predicted) == pytest.approx(quiet["y"].mean(), rel=0.02)

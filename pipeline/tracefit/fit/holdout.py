@@ -1,22 +1,31 @@
-"""Step times of the hold-out summed: what a simulation of the whole run would be off by."""
+"""Step times of the hold-out: their sum, whether the machine drifted, and the model refitted on them.
+
+The sum is what a simulation of the whole run would be off by. An error that a refit on the held-out rows does not
+remove is not one of the coefficients: the batch does not determine it. What the refit removes is what changed since the
+training part, the level of the machine above all.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
-from tracefit.fit.frames import counted
-from tracefit.fit.parts import predict_parts, target_of
-from tracefit.fit.rows import MIN_HOLDOUT_ROWS, SERVER
+from tracefit.fit.design import design_of
+from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.linear import active_regime, linear_terms, matrix, predict_regimes, target_of
+from tracefit.fit.results import SummedTime
 from tracefit.fit.select import time_blocks
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted
+from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
     from tracefit.fit.estimators import NDArrayInt
+    from tracefit.fit.linear import FittedRegime
     from tracefit.fit.metrics import Vector
-    from tracefit.fit.train import Fitted
+    from tracefit.fit.results import LinearFit
 
 FEWEST_BLOCKS = 10
 """Fewer tell no variance: where the hold-out is too short for them, its blocks are shorter than the rule says."""
@@ -27,38 +36,6 @@ MOST_BLOCKS = 1_000
 RESAMPLES = 2_000
 
 _TENTHS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class SummedTime:
-    """Sum of step times over the held-out rows.
-
-    Attributes:
-        predicted_us: Sum predicted.
-        actual_us: Sum measured.
-        two_sd_pct: Two standard deviations of the bias in percent, by block bootstrap.
-        blocks: Blocks of time it was resampled by.
-        furthest_pct: What the one row furthest off has of the bias, in percentage points: a hiccup, where it is much.
-        speed_change_pct: How much longer steps of equal batches take in the hold-out than in the training part; null where
-            too few are alike.
-    """
-
-    predicted_us: float
-    actual_us: float
-    two_sd_pct: float
-    blocks: int
-    furthest_pct: float
-    speed_change_pct: float | None = None
-
-    @property
-    def drifting(self) -> bool:
-        """Whether the sum is off by more than chance: the machine, or what it did, changed after the training part."""
-        return abs(self.bias_pct) > self.two_sd_pct
-
-    @property
-    def bias_pct(self) -> float:
-        """Predicted less measured, in percent of measured."""
-        return 100 * (self.predicted_us / self.actual_us - 1)
 
 
 def summed_time(predicted_us: Vector, actual_us: Vector, blocks: NDArrayInt) -> SummedTime | None:
@@ -114,7 +91,7 @@ def block_length(series: Vector) -> int:
     return max(1, int(np.ceil(min(length, 3 * np.sqrt(n), n / 3))))
 
 
-def summed_holdout(beta: Fitted) -> SummedTime | None:
+def summed_holdout(beta: LinearFit) -> SummedTime | None:
     """Sum the step times of beta's held-out rows, an interval as all of its steps.
 
     Blocks are contiguous in the time of a server, as long as `block_length` says of the residuals of the training rows: the
@@ -133,7 +110,7 @@ def summed_holdout(beta: Fitted) -> SummedTime | None:
     return None if summed is None else replace(summed, speed_change_pct=speed_change_pct(beta))
 
 
-def speed_change_pct(beta: Fitted) -> float | None:
+def speed_change_pct(beta: LinearFit) -> float | None:
     """Return how much longer steps of equal batches take in the hold-out than in the training part, in percent.
 
     Batches are equal as far as the model tells them: rows in tenths of its predictions. Within each tenth the medians of
@@ -141,7 +118,7 @@ def speed_change_pct(beta: Fitted) -> float | None:
     tenths count by the rows that both parts have in them. Null where no tenth has 10 rows of either.
     """
     used, held = counted(beta.rows, "train"), counted(beta.rows, "holdout")
-    predicted = [predict_parts(beta.parts, rows) for rows in (used, held)]
+    predicted = [predict_regimes(beta.regimes, rows) for rows in (used, held)]
     if not all(p.size and (p > 0).all() for p in predicted):
         return None
     before, after = (target_of(rows) / p for rows, p in zip((used, held), predicted, strict=True))
@@ -157,7 +134,7 @@ def speed_change_pct(beta: Fitted) -> float | None:
     return 100 * (float(np.average(ratios, weights=rows)) - 1) if rows else None
 
 
-def _training_block_length(beta: Fitted) -> int:
+def _training_block_length(beta: LinearFit) -> int:
     lengths = [1]
     for _, rows in counted(beta.rows, "train").sort("ts_ns").group_by(SERVER):
         predicted, actual = _summands(beta, rows)
@@ -165,7 +142,35 @@ def _training_block_length(beta: Fitted) -> int:
     return max(lengths)
 
 
-def _summands(beta: Fitted, rows: pl.DataFrame) -> tuple[Vector, Vector]:
+def _summands(beta: LinearFit, rows: pl.DataFrame) -> tuple[Vector, Vector]:
     """Return predicted and measured time of each row's steps."""
     steps = rows["interval_steps"].to_numpy().astype(float)
-    return predict_parts(beta.parts, rows) * steps, rows["y"].to_numpy() * steps
+    return predict_regimes(beta.regimes, rows) * steps, rows["y"].to_numpy() * steps
+
+
+def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
+    """Fit the parts of a model anew on its held-out rows, with the estimator, the penalty and the signs it was trained with.
+
+    A term that the held-out rows cannot tell (constant, or a mix of others) keeps its value; so does a part that fewer of
+    them than a fit needs speak for.
+
+    Args:
+        fitted: The model.
+    """
+    held = counted(fitted.rows, "holdout")
+    speaker = active_regime(fitted.regimes, held)
+    return tuple(
+        _refitted(part, held.filter(pl.Series(speaker == index))) for index, part in enumerate(fitted.regimes)
+    )
+
+
+def _refitted(part: FittedRegime, held: pl.DataFrame) -> FittedRegime:
+    if held.height < MIN_TRAIN_ROWS:
+        return part
+    data, _ = design_of(held, [t.feature for t in part.terms])
+    untold = [t for t in part.terms if t.feature not in data.columns]
+    kept_us = matrix(held, [t.feature.name for t in untold]) @ np.array([t.value for t in untold])
+    model = RobustLinear(part.choice.penalty, part.choice.strength, positive=part.signs.of(data.columns))
+    model.fit(data.x, data.y - kept_us, data.weights)
+    terms = (*linear_terms(data.columns, model.coef_, data.x), *untold)
+    return replace(part, intercept=model.intercept_, terms=terms)

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
+from tracefit.fit.inputs import ANY_SIGN, Signs
 from tracefit.fit.select import MAX_VIF
-from tracefit.fit.signs import ANY_SIGN, Signs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.features.sets import Sign
-    from tracefit.fit.bands import Band
     from tracefit.fit.estimators import NDArrayInt
     from tracefit.fit.metrics import Matrix, Vector
-    from tracefit.fit.select import Choice, Collinearity, LeftOut
+    from tracefit.fit.results import Collinearity, FeatureLeftOut, PenaltyChoice, PredictionInterval
 
 Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
@@ -43,7 +42,7 @@ class FittedTerm:
     feature: FeatureColumn
     value: float
     ci95: tuple[float, float] | None
-    seen: tuple[float, float]
+    training_range: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +75,27 @@ class Regime:
 
 
 @dataclass(frozen=True, slots=True)
-class FittedPart:
+class FittedRegime:
     """One linear model: the whole of a linear fit, or one regime of a fit by regimes."""
 
     regime: Regime
     intercept: float
     intercept_ci95: tuple[float, float] | None
     terms: tuple[FittedTerm, ...]
-    left_out: tuple[LeftOut, ...]
-    choice: Choice
+    features_left_out: tuple[FeatureLeftOut, ...]
+    choice: PenaltyChoice
     rows_used: int
     collinearity: Collinearity
-    band: Band
+    prediction_interval: PredictionInterval
     signs: Signs = ANY_SIGN
     """The signs that were in force."""
 
     @property
     def least(self) -> float:
         """Smallest value, not clipped, that any features within the ranges of the training rows give."""
-        return self.intercept + sum(min(t.value * t.seen[0], t.value * t.seen[1]) for t in self.terms)
+        return self.intercept + sum(
+            min(t.value * t.training_range[0], t.value * t.training_range[1]) for t in self.terms
+        )
 
     def predict(self, rows: pl.DataFrame) -> Vector:
         """Predict the rows of a training frame, clipped at 0; shape (n,)."""
@@ -104,16 +105,16 @@ class FittedPart:
         return np.asarray(np.maximum(values, 0.0))
 
 
-def predict_parts(parts: Sequence[FittedPart], rows: pl.DataFrame) -> Vector:
+def predict_regimes(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> Vector:
     """Predict rows, each by the first part whose condition holds; shape (n,)."""
-    speaker = speakers(parts, rows)
+    speaker = active_regime(parts, rows)
     predicted = np.zeros(rows.height)
     for index, part in enumerate(parts):
         predicted = np.where(speaker == index, part.predict(rows), predicted)
     return predicted
 
 
-def speakers(parts: Sequence[FittedPart], rows: pl.DataFrame) -> NDArrayInt:
+def active_regime(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> NDArrayInt:
     """Return the index of the part that speaks for each row; shape (n,)."""
     speaker = np.full(rows.height, len(parts) - 1)
     for index in reversed(range(len(parts) - 1)):

@@ -1,35 +1,35 @@
-"""The load of a step, and models held to loads they were not fitted on: what a capacity planner asks about."""
+"""Models beyond the loads they were fitted on: what a capacity planner asks about.
+
+The load of a step is the tokens in the caches of its batch, or the requests of the batch where tokens are not known.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from tracefit.features.sets import Feature
-from tracefit.fit import rows as rules
+from tracefit.fit import splits
 from tracefit.fit.design import design_of
 from tracefit.fit.estimators import RobustLinear
-from tracefit.fit.frames import counted
-from tracefit.fit.metrics import Metrics, measure
-from tracefit.fit.parts import matrix, predict_parts, target_of
-from tracefit.fit.rows import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.fit.linear import matrix, predict_regimes, target_of
+from tracefit.fit.metrics import measure
+from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation
 from tracefit.fit.select import CANDIDATES, FOLDS, choose_penalty, usable_features
-from tracefit.fit.train import judged_rows
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
 from tracefit.fit.validate import reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tracefit.fit.design import Design
+    from tracefit.fit.inputs import FitOptions, Signs
+    from tracefit.fit.linear import FeatureColumn, FittedTerm
     from tracefit.fit.metrics import Matrix, Vector
-    from tracefit.fit.options import FitOptions
-    from tracefit.fit.parts import FeatureColumn
-    from tracefit.fit.signs import Signs
+    from tracefit.fit.results import LinearFit
     from tracefit.fit.solvers import Flags, Penalty
-    from tracefit.fit.train import Fitted
 
 LOAD = "load"
 RUNNING_TOKENS, BATCH_REQUESTS = "running_tokens", "batch_requests"
@@ -46,41 +46,6 @@ LOWER_SHARE = 0.5
 
 MAX_UNKNOWN_SHARE = 0.05
 BINS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class LoadExtrapolation:
-    """A fitted form trained on the lower half of the load of all rows, and judged on the upper half.
-
-    Attributes:
-        load: What load is measured by.
-        cut: Load that half of the rows do not exceed.
-        errors: Errors on the upper half.
-        reference: Gradient boosting on the same features and rows.
-    """
-
-    load: str
-    cut: float
-    errors: Metrics
-    reference: Metrics | None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadBin:
-    """Errors on the held-out rows of one range of load."""
-
-    low: float
-    high: float
-    errors: Metrics
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorOverLoad:
-    """Errors on held-out rows in groups of equal size by load, and the loads that were trained on."""
-
-    load: str
-    trained: tuple[float, float]
-    bins: tuple[LoadBin, ...]
 
 
 def with_load(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
@@ -147,7 +112,7 @@ def _fitted_below(
 
 
 def load_extrapolation(
-    fitted: Fitted, features: Sequence[FeatureColumn], load: str, options: FitOptions
+    fitted: LinearFit, features: Sequence[FeatureColumn], load: str, options: FitOptions
 ) -> LoadExtrapolation | None:
     """Fit the form of a model on the lower half of the load of a whole run and measure it on the upper half.
 
@@ -159,13 +124,13 @@ def load_extrapolation(
         load: What load is measured by.
         options: How it was fitted.
     """
-    rows = fitted.rows.filter(~pl.col("excluded_because").is_in(rules.ALWAYS).fill_null(value=False))
+    rows = fitted.rows.filter(~pl.col("excluded_because").is_in(splits.ALWAYS).fill_null(value=False))
     kept = rows.filter(pl.col("excluded_because").is_null() | (pl.col("split") == "holdout"))
     cut = load_cut(kept[LOAD].to_numpy())
     if cut is None:
         return None
     used = kept.filter(pl.col(LOAD) <= cut)
-    above = judged_rows(rows.filter(pl.col(LOAD) > cut), options.judge)
+    above = evaluation_rows(rows.filter(pl.col(LOAD) > cut), options.eval_filter)
     offered = [f for f in features if f.name in rows.columns and not rows[f.name].null_count()]
     data, _ = design_of(used, offered)
     if not data.columns or above.height < MIN_HOLDOUT_ROWS:
@@ -180,7 +145,7 @@ def load_extrapolation(
     )
 
 
-def error_over_load(fitted: Fitted, load: str, options: FitOptions) -> ErrorOverLoad | None:
+def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorOverLoad | None:
     """Measure a model on held-out rows in groups of equal size by load; null of no rows.
 
     Args:
@@ -188,16 +153,44 @@ def error_over_load(fitted: Fitted, load: str, options: FitOptions) -> ErrorOver
         load: What load is measured by.
         options: How it was fitted.
     """
-    used, held = counted(fitted.rows, "train"), judged_rows(counted(fitted.rows, "holdout"), options.judge)
+    used, held = (
+        counted(fitted.rows, "train"),
+        evaluation_rows(counted(fitted.rows, "holdout"), options.eval_filter),
+    )
     if not used.height or not held.height:
         return None
     held = held.sort(LOAD)
-    loads, actual, predicted = held[LOAD].to_numpy(), target_of(held), predict_parts(fitted.parts, held)
+    loads, actual, predicted = held[LOAD].to_numpy(), target_of(held), predict_regimes(fitted.regimes, held)
     groups = np.array_split(np.arange(held.height), min(BINS, held.height // MIN_HOLDOUT_ROWS or 1))
     return ErrorOverLoad(
         load=load,
-        trained=(float(used[LOAD].to_numpy().min()), float(used[LOAD].to_numpy().max())),
+        training_range=(float(used[LOAD].to_numpy().min()), float(used[LOAD].to_numpy().max())),
         bins=tuple(
             LoadBin(float(loads[g[0]]), float(loads[g[-1]]), measure(actual[g], predicted[g])) for g in groups
         ),
     )
+
+
+def beyond_training(terms: Sequence[FittedTerm], steps: pl.DataFrame) -> tuple[str, ...]:
+    """Name the features that some step has by more than twice as much as any training row.
+
+    Step times are known of few steps where few are sampled: the longest prompts may be among the others.
+
+    Args:
+        terms: The terms of a model of step times.
+        steps: Every known step; features it has no column of are not looked at.
+    """
+    notes = []
+    for term in terms:
+        name, (_, seen) = term.feature.name, term.training_range
+        if name not in steps.columns:
+            continue
+        values = steps[name].drop_nulls()
+        most = values.max()
+        if isinstance(most, int | float) and most > 2 * max(seen, 0.0):
+            share = 100 * int((values > seen).sum()) / len(values)
+            notes.append(
+                f"{name} is up to {seen:g} in the training rows and up to {most:g} in the runs' steps ({share:.2g} % are "
+                "beyond): its coefficient says nothing of those"
+            )
+    return tuple(notes)

@@ -1,4 +1,4 @@
-"""Two models of the same thing: number by number, and what they predict where both were trained."""
+"""Compare two models of the same thing: coefficient by coefficient, and by what they predict where both were trained."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.frames import predict_rows
+from tracefit.coefficients.compiled import CompiledModel, linear_forms
 from tracefit.coefficients.model import (  # the schema of what compare prints needs Interval when it runs
     BoundaryModel,
     Interval,
+    LinearForm,
     LinearModel,
-    RegimesModel,
 )
-from tracefit.coefficients.values import columns_of
+from tracefit.coefficients.predict_frames import predict_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.coefficients.model import Linear, Model, Number, Regime, Term, Work
+    from tracefit.coefficients.model import Model, Number, Term
 
-QUESTIONS = 2000
+POINTS = 2000
+"""Points of the shared training range at which two models are compared."""
+
 _SAME_COUNT = {"decode_tokens": "num_decode_reqs", "num_decode_reqs": "decode_tokens"}
-"""A decoding request has one token: where only one of the two is told, it tells the other."""
+"""A decoding request computes one token: where only one of the two is known, it stands for the other."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class CoefficientDiff:
     """One coefficient in two files.
 
     Attributes:
-        part: Regime, or part of the model.
+        part: Regime, or linear form of the model.
         term: Feature, `intercept` or `offset`.
         unit: Of the values.
         first: Value in the first file, null where it has none.
@@ -53,12 +55,12 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Shift:
+class PredictionDiff:
     """How predictions of one part differ over the range both files were trained on, second less first.
 
     Attributes:
-        part: Regime, or part of the model.
-        questions: Points of the shared range that were asked about.
+        part: Regime, or linear form of the model.
+        points: Points of the shared range at which both predict.
         first_us: Mean prediction of the first file.
         mean_us: Mean difference.
         low_us: Largest decrease.
@@ -67,7 +69,7 @@ class Shift:
     """
 
     part: str
-    questions: int
+    points: int
     first_us: float
     mean_us: float
     low_us: float
@@ -75,24 +77,15 @@ class Shift:
     ranges: dict[str, Interval]
 
 
-def parts_of(model: Model) -> dict[str, LinearModel | Linear | Regime | Work]:
-    """Return the linear parts of a model by name."""
-    if isinstance(model, RegimesModel):
-        return {regime.name: regime for regime in model.regimes}
-    if isinstance(model, BoundaryModel):
-        return {"work": model.work, "without_clock": model.without_clock}
-    return {"line": model}
-
-
-def changes(first: Model, second: Model) -> list[Change]:
+def coefficient_diffs(first: Model, second: Model) -> list[CoefficientDiff]:
     """Compare two models coefficient by coefficient, parts by their names."""
     left, right = _numbers(first), _numbers(second)
-    return [_change(*key, left.get(key), right.get(key)) for key in dict.fromkeys([*left, *right])]
+    return [_coefficient_diff(*key, left.get(key), right.get(key)) for key in dict.fromkeys([*left, *right])]
 
 
 def _numbers(model: Model) -> dict[tuple[str, str, str], Number | Term]:
     found: dict[tuple[str, str, str], Number | Term] = {}
-    for name, part in parts_of(model).items():
+    for name, part in linear_forms(model).items():
         found[name, "intercept", "us"] = part.intercept
         found |= {(name, t.feature, t.unit): t for t in part.terms}
     if isinstance(model, BoundaryModel):
@@ -100,68 +93,67 @@ def _numbers(model: Model) -> dict[tuple[str, str, str], Number | Term]:
     return found
 
 
-def _change(
+def _coefficient_diff(
     part: str, term: str, unit: str, first: Number | Term | None, second: Number | Term | None
-) -> Change:
+) -> CoefficientDiff:
     a, b = (x.ci95 if x is not None else None for x in (first, second))
     apart = None if a is None or b is None else a[1] < b[0] or b[1] < a[0]
-    values = (None if x is None else x.value for x in (first, second))
-    one, other = values
-    return Change(part, term, unit, one, a, other, b, apart)
+    one, other = (None if x is None else x.value for x in (first, second))
+    return CoefficientDiff(part, term, unit, one, a, other, b, apart)
 
 
-def shifts(first: Model, second: Model) -> tuple[list[Shift], list[str]]:
+def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff], list[str]]:
     """Compare what the parts of two models predict over their shared training range.
 
     Returns:
-        One shift per part that both have and whose columns have a known range, and why others have none.
+        One difference per part that both have and whose columns have a known range, and why others have none.
     """
-    found: list[Shift] = []
-    said: list[str] = []
-    left, right = parts_of(first), parts_of(second)
+    found: list[PredictionDiff] = []
+    notes: list[str] = []
+    left, right = linear_forms(first), linear_forms(second)
     for name in left:
         if name not in right:
-            said.append(f"{first.name}, {name}: only in the first file")
+            notes.append(f"{first.name}, {name}: only in the first file")
             continue
         lines = _line(first, left[name]), _line(second, right[name])
-        shift = _shift(name, *lines)
-        if isinstance(shift, Shift):
-            found.append(shift)
+        diff = _prediction_diff(name, *lines)
+        if isinstance(diff, PredictionDiff):
+            found.append(diff)
         else:
-            said.append(f"{first.name}, {name}: {shift}")
-    said += [f"{first.name}, {name}: only in the second file" for name in right if name not in left]
-    return found, said
+            notes.append(f"{first.name}, {name}: {diff}")
+    notes += [f"{first.name}, {name}: only in the second file" for name in right if name not in left]
+    return found, notes
 
 
-def _line(model: Model, part: LinearModel | Linear | Regime | Work) -> LinearModel:
+def _line(model: Model, part: LinearForm) -> LinearModel:
     return LinearModel(
         name=model.name, intercept=part.intercept, terms=part.terms, definitions=model.definitions
     )
 
 
-def _shift(name: str, first: LinearModel, second: LinearModel) -> Shift | str:
+def _prediction_diff(name: str, first: LinearModel, second: LinearModel) -> PredictionDiff | str:
     ranges: dict[str, Interval] = {}
     for term in (*first.terms, *second.terms):
-        if term.seen is not None:
-            low, high = ranges.get(term.feature, term.seen)
-            ranges[term.feature] = (max(low, term.seen[0]), min(high, term.seen[1]))
+        if term.training_range is not None:
+            low, high = ranges.get(term.feature, term.training_range)
+            ranges[term.feature] = (max(low, term.training_range[0]), min(high, term.training_range[1]))
     empty = sorted(n for n, (low, high) in ranges.items() if low > high)
     if empty:
         return f"the training ranges of {', '.join(empty)} do not meet"
-    columns = columns_of(first) | columns_of(second)
+    columns = CompiledModel(first).inputs | CompiledModel(second).inputs
     lacking = sorted(c for c in columns if c not in ranges and _SAME_COUNT.get(c) not in ranges)
     if lacking:
         return f"no training range is known of {', '.join(lacking)}"
-    asked = _questions(columns, ranges)
-    told = [predict_rows(m, asked).select("predicted_us", "outside") for m in (first, second)]
-    both = told[0]["outside"].is_null() & told[1]["outside"].is_null()
+    points = _points(columns, ranges)
+    predicted = [predict_rows(m, points).select("predicted_us", "out_of_range") for m in (first, second)]
+    both = predicted[0]["out_of_range"].is_null() & predicted[1]["out_of_range"].is_null()
     if not both.any():
         return "no point lies in the training ranges of both"
-    before, after = (t.filter(both)["predicted_us"].to_numpy() for t in told)
+    before, after = (p.filter(both)["predicted_us"].to_numpy() for p in predicted)
     difference = after - before
-    return Shift(
+    return PredictionDiff(
         part=name,
-        questions=len(before),
+        points=len(before),
         first_us=float(before.mean()),
         mean_us=float(difference.mean()),
         low_us=float(difference.min()),
@@ -170,17 +162,15 @@ def _shift(name: str, first: LinearModel, second: LinearModel) -> Shift | str:
     )
 
 
-def _questions(columns: set[str], ranges: Mapping[str, Interval]) -> pl.DataFrame:
+def _points(columns: set[str], ranges: Mapping[str, Interval]) -> pl.DataFrame:
     """Return points spread over the ranges, corners of single columns included, the same ones every time."""
     rng = np.random.default_rng(0)
     free = sorted(c for c in columns if c in ranges)
     points = {
-        c: rng.uniform(*ranges[c], QUESTIONS)
-        if ranges[c][0] < ranges[c][1]
-        else np.full(QUESTIONS, ranges[c][0])
+        c: rng.uniform(*ranges[c], POINTS) if ranges[c][0] < ranges[c][1] else np.full(POINTS, ranges[c][0])
         for c in free
     }
-    ends = rng.integers(0, 4, (QUESTIONS, max(len(free), 1)))
+    ends = rng.integers(0, 4, (POINTS, max(len(free), 1)))
     for i, c in enumerate(free):
         points[c] = np.where(
             ends[:, i] == 0, ranges[c][0], np.where(ends[:, i] == 1, ranges[c][1], points[c])

@@ -1,0 +1,389 @@
+"""The one evaluator of a model file: a model is compiled once, then evaluated for a row or for a frame.
+
+Formulas become expression nodes (`features.expressions`) in the order in which they build on each other. Sums of terms,
+conditions and the boundary rule are written here once, over "the value of a name": a number for a row, a polars column
+for a frame. The contract is the same for both:
+
+- An empty `any` is false, an empty `all` is true.
+- A feature that is known by name but not by value (null) is unknown: a comparison with it does not hold, a sum with it
+  is unknown too.
+- A feature that is neither given nor computable is an error that names what is missing.
+
+polars is imported only where a frame is evaluated: a single row is evaluated without it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING, Any
+
+from tracefit.coefficients.model import BoundaryModel, LinearForm, RegimesModel
+from tracefit.errors import UsageError
+from tracefit.features.expressions import evaluate, names_in, parse_formula, to_polars
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    import polars as pl
+
+    from tracefit.coefficients.model import Comparison, Condition, Model, Term
+    from tracefit.features.expressions import Node
+
+MAX_NAMES_SHOWN = 40
+STEP_RESIDUAL = "step_residual_us"
+"""Column of a training frame: time from a request's arrival to the next known step start; null when the engine is idle."""
+
+_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+}
+
+
+# -- what a model consists of ----------------------------------------------------------------------------
+
+
+def linear_forms(model: Model | LinearForm) -> dict[str, LinearForm]:
+    """Return the linear forms of a model by name: one per regime, or `work` and `without_clock`, or `line`."""
+    if isinstance(model, RegimesModel):
+        return {regime.name: regime for regime in model.regimes}
+    if isinstance(model, BoundaryModel):
+        return {"work": model.work, "without_clock": model.without_clock}
+    return {"line": model}
+
+
+def terms_of(model: Model) -> list[Term]:
+    """Return the terms of all linear forms of a model, those for consumers without a step clock too."""
+    return [term for form in linear_forms(model).values() for term in form.terms]
+
+
+def _comparisons(model: Model) -> Iterator[Comparison]:
+    for regime in model.regimes if isinstance(model, RegimesModel) else ():
+        yield from regime.when.any or ()
+        yield from regime.when.all or ()
+
+
+def _formula_texts(model: Model) -> dict[str, str]:
+    """Return name to formula: the model's definitions, and features whose formula is not just their own name."""
+    features = {t.feature: t.formula for t in terms_of(model) if t.formula and t.formula != t.feature}
+    return {**model.definitions, **features}
+
+
+# -- formulas --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Formulas:
+    """Parsed formulas by name, each after those it builds on.
+
+    What is given by name is taken as it is, null included; its formula is not looked at.
+    """
+
+    nodes: Mapping[str, Node]
+
+    @classmethod
+    def parse(cls, texts: Mapping[str, str], *, where: str) -> Formulas:
+        """Parse formulas.
+
+        Args:
+            texts: Name to formula.
+            where: What they belong to, for errors.
+
+        Raises:
+            UsageError: A formula is wrong, or formulas build on each other in a circle.
+        """
+        nodes = {name: parse_formula(text, where=f"{where}, {name}") for name, text in texts.items()}
+        inner = {name: names_in(node) & nodes.keys() for name, node in nodes.items()}
+        try:
+            order = list(TopologicalSorter(inner).static_order())
+        except CycleError as error:
+            raise UsageError("is defined by itself", where=f"{where}, {error.args[1][0]}") from None
+        return cls({name: nodes[name] for name in order})
+
+    def _used(self, names: Iterable[str], given: Collection[str]) -> set[str]:
+        """Return the names themselves and everything they are computed from, where `given` is taken as it is."""
+        found: set[str] = set()
+        wanted = set(names)
+        while wanted:
+            found |= wanted
+            computed = (names_in(self.nodes[n]) for n in wanted if n in self.nodes and n not in given)
+            wanted = set().union(*computed) - found
+        return found
+
+    def inputs(self, names: Iterable[str], given: Collection[str] = ()) -> set[str]:
+        """Return the names that others come down to: those that are given, or have no formula."""
+        return {n for n in self._used(names, given) if n in given or n not in self.nodes}
+
+    def missing(self, names: Iterable[str], given: Collection[str]) -> list[str]:
+        """Return the names that would have to be given as well, sorted."""
+        return sorted(self.inputs(names, given) - set(given))
+
+    def row(self, given: Mapping[str, float | None], names: Iterable[str]) -> dict[str, float | None]:
+        """Compute names of one row; all of them must be computable."""
+        used = self._used(names, given)
+        values = {n: None if (v := given[n]) is None else float(v) for n in used if n in given}
+        for name, node in self.nodes.items():
+            if name in used and name not in given:
+                values[name] = evaluate(node, values)
+        return values
+
+    def frame(self, rows: pl.DataFrame, names: Iterable[str]) -> pl.DataFrame:
+        """Add columns to a frame: those of the names, and of what these build on, that can be computed.
+
+        Raises:
+            UsageError: A column that is needed does not hold numbers.
+        """
+        import polars as pl
+
+        columns = set(rows.columns)
+        used = self._used(names, columns)
+        numbers = {
+            name for name, kind in rows.schema.items() if kind.is_numeric() or kind in (pl.Boolean, pl.Null)
+        }
+        if wrong := sorted(used & columns - numbers):
+            raise UsageError("is not a column of numbers", where=wrong[0])
+        for name, node in self.nodes.items():
+            if name in used and name not in columns and names_in(node) <= columns:
+                # One column after the other: a definition that others use many times is computed once.
+                rows = rows.with_columns(to_polars(node, {}).alias(name))
+                columns.add(name)
+        return rows
+
+
+# -- sums, conditions and the boundary rule --------------------------------------------------------------
+
+
+def _sum(form: LinearForm, start: Any, value_of: Callable[[str], Any]) -> Any:
+    """Return intercept + sum of value * feature, over numbers or polars columns."""
+    total = start
+    for term in form.terms:
+        total = total + term.value * value_of(term.feature)
+    return total
+
+
+def line_value(form: LinearForm, values: Mapping[str, float | None]) -> float | None:
+    """Return a linear form of one row, clipped at 0; null where a feature is unknown."""
+    if any(values[t.feature] is None for t in form.terms):
+        return None
+    return max(float(_sum(form, form.intercept.value, values.__getitem__)), 0.0)
+
+
+def line_expression(form: LinearForm) -> pl.Expr:
+    """Return a linear form as a polars expression, clipped at 0; null where a feature is null."""
+    import polars as pl
+
+    if not form.terms:
+        return pl.lit(max(form.intercept.value, 0.0))
+    return pl.Expr.clip(_sum(form, pl.lit(form.intercept.value), pl.col), lower_bound=0.0)
+
+
+def _holds(condition: Condition, values: Mapping[str, float | None]) -> bool:
+    """Tell whether a condition holds for one row: an empty `any` is false, an empty `all` true, null does not hold."""
+
+    def one(c: Comparison) -> bool:
+        left = values[c.feature]
+        right = values[c.feature2] if c.feature2 else c.value
+        return left is not None and right is not None and bool(_COMPARE[c.op](left, right))
+
+    return (condition.any is None or any(map(one, condition.any))) and all(map(one, condition.all or ()))
+
+
+def holds_expression(condition: Condition) -> pl.Expr:
+    """Return a condition as a polars expression, never null: an empty `any` is false, an empty `all` true."""
+    import polars as pl
+
+    def one(c: Comparison) -> pl.Expr:
+        right = pl.col(c.feature2) if c.feature2 else pl.lit(c.value)
+        return pl.Expr.fill_null(_COMPARE[c.op](pl.col(c.feature), right), value=False)
+
+    some = [one(c) for c in condition.any or ()]
+    holds = pl.lit(condition.any is None) if not some else pl.any_horizontal(some)
+    return pl.all_horizontal([holds, *(one(c) for c in condition.all or ())])
+
+
+# -- the model -------------------------------------------------------------------------------------------
+
+
+class CompiledModel:
+    """A model that is ready to be evaluated."""
+
+    def __init__(self, model: Model, columns: Mapping[str, str] | None = None) -> None:
+        """Compile a model.
+
+        Args:
+            model: The model.
+            columns: Formulas of table columns, see `workload`; those of the model win.
+
+        Raises:
+            UsageError: A formula is wrong, or formulas build on each other in a circle.
+        """
+        self.model = model
+        self.formulas = Formulas.parse({**(columns or {}), **_formula_texts(model)}, where=model.name)
+        self.compared = tuple(
+            dict.fromkeys(n for c in _comparisons(model) for n in (c.feature, c.feature2) if n)
+        )
+        self.features = tuple(dict.fromkeys([*(t.feature for t in terms_of(model)), *self.compared]))
+
+    @property
+    def inputs(self) -> set[str]:
+        """Names the model needs to be given: what its formulas come down to."""
+        return self.formulas.inputs(self.features)
+
+    def require(self, names: Iterable[str], given: Collection[str]) -> None:
+        """Check that names can be computed from what is given.
+
+        Raises:
+            UsageError: They cannot; the line names what is missing.
+        """
+        missing = self.formulas.missing(names, given)
+        if missing:
+            raise self.lacks(missing, given)
+
+    def lacks(self, missing: Iterable[str], given: Iterable[str]) -> UsageError:
+        """Return the error of a model that is not given all it needs."""
+        return UsageError(
+            f"{self.model.name} needs {', '.join(missing)}, which is not given",
+            hint=f"given: {', '.join(sorted(given)[:MAX_NAMES_SHOWN])}",
+        )
+
+    # -- one row
+
+    def active(self, values: Mapping[str, float | None]) -> tuple[str, LinearForm]:
+        """Return the linear form that predicts a row, and its name; of a boundary model the one without a step clock.
+
+        Args:
+            values: Value of each compared name.
+
+        Raises:
+            UsageError: No regime's condition holds.
+        """
+        if isinstance(self.model, RegimesModel):
+            for regime in self.model.regimes:
+                if _holds(regime.when, values):
+                    return regime.name, regime
+            raise UsageError(f"no regime of {self.model.name} holds for these features")
+        name, form = list(linear_forms(self.model).items())[-1]
+        return name, form
+
+    def predict(
+        self,
+        given: Mapping[str, float | None],
+        step_starts: Sequence[float] | None = None,
+        *,
+        api_wait_us: float = 0.0,
+    ) -> float | None:
+        """Predict one row in the target's unit, clipped at 0; null where a feature of the active form is unknown.
+
+        Args:
+            given: Features or what they are computed from, by name; null is unknown.
+            step_starts: For a boundary model: when the next steps start, in us after the event, in order; empty when the
+                engine is idle, null when nobody knows.
+            api_wait_us: For a boundary model with a `queue`, and step starts: work left on the events before, when this
+                one comes.
+
+        Raises:
+            UsageError: A feature is neither given nor computable, or no regime's condition holds.
+        """
+        model = self.model
+        if isinstance(model, BoundaryModel) and step_starts is not None:
+            self.require([t.feature for t in model.work.terms], given)
+            work = line_value(model.work, self.formulas.row(given, [t.feature for t in model.work.terms]))
+            if work is None:
+                return None
+            done = work + (api_wait_us if model.queue else 0.0)
+            after = (start for start in step_starts if start >= done)
+            return at_boundary(model, done, next(after, None))
+        self.require(self.features, given)
+        values = self.formulas.row(given, self.features)
+        return line_value(self.active(values)[1], values)
+
+    # -- a frame
+
+    def computed(self, rows: pl.DataFrame, also: Iterable[str] = ()) -> pl.DataFrame:
+        """Return the rows with a column for every feature, as floats.
+
+        Args:
+            rows: The features, or the columns they are computed from.
+            also: Names that are computed too, where they can be.
+
+        Raises:
+            UsageError: A column is missing, or does not hold numbers.
+        """
+        import polars as pl
+
+        self.require(self.features, rows.columns)
+        found = self.formulas.frame(rows, [*self.features, *also])
+        names = dict.fromkeys([*self.features, *(n for n in also if n in found.columns)])
+        return found.with_columns(pl.col(n).cast(pl.Float64) for n in names)
+
+    def by_regime(self, values: Sequence[pl.Expr]) -> pl.Expr:
+        """Choose among expressions, one per linear form that may be active, as `active` does; null where none is."""
+        import polars as pl
+
+        if not isinstance(self.model, RegimesModel):
+            return values[-1]
+        chosen: pl.Expr = pl.lit(None)
+        for regime, value in reversed(list(zip(self.model.regimes, values, strict=True))):
+            chosen = pl.when(holds_expression(regime.when)).then(value).otherwise(chosen)
+        return chosen
+
+    def expression(self) -> pl.Expr:
+        """Return the model over columns of its features, clipped at 0; a boundary model as without a step clock.
+
+        The prediction is null where a feature of the active form is null, or no regime's condition holds.
+        """
+        return self.by_regime([line_expression(form) for form in linear_forms(self.model).values()])
+
+    def expression_with_clock(self) -> pl.Expr:
+        """Return the model over a training frame: of a boundary model the next known step start counts alone.
+
+        The column `STEP_RESIDUAL` tells that start; the prediction is null where the work runs past it.
+        """
+        import polars as pl
+
+        model = self.model
+        if not isinstance(model, BoundaryModel):
+            return self.expression()
+        work, residual = line_expression(model.work), pl.col(STEP_RESIDUAL)
+        waited = pl.when(residual >= work).then((residual + model.offset.value).clip(lower_bound=0.0))
+        return pl.when(residual.is_null()).then(work).otherwise(waited)
+
+    @property
+    def columns_with_clock(self) -> set[str]:
+        """Names of the columns that `expression_with_clock` needs."""
+        if isinstance(self.model, BoundaryModel):
+            return {STEP_RESIDUAL, *(t.feature for t in self.model.work.terms)}
+        return set(self.features)
+
+
+def at_boundary(model: BoundaryModel, done_us: float, boundary_us: float | None) -> float:
+    """Return the admission of a request: the boundary after its work plus the offset, clipped at 0.
+
+    Args:
+        model: The boundary model.
+        done_us: From the event to the end of the work.
+        boundary_us: From the event to the first step start at or after that end; null when the engine is idle.
+    """
+    return max(done_us if boundary_us is None else boundary_us + model.offset.value, 0.0)
+
+
+def expected_at_boundary(model: BoundaryModel, work_us: float, cycle_us: float) -> tuple[float, float, float]:
+    """Return expected, smallest and largest admission where steps of `cycle_us` run and their starts are not known.
+
+    The boundary comes at any time of a step alike: half a step later on average, a whole one at most.
+    """
+    soonest = max(work_us + model.offset.value, 0.0)
+    return soonest + cycle_us / 2, soonest, soonest + cycle_us
+
+
+def expected_expression(model: BoundaryModel, cycle_us: pl.Expr, *, idle: pl.Expr) -> pl.Expr:
+    """Return `expected_at_boundary` as a polars expression; the work alone where the engine is idle."""
+    import polars as pl
+
+    work = line_expression(model.work)
+    soonest = (work + model.offset.value).clip(lower_bound=0.0)
+    return pl.when(idle).then(work).otherwise(soonest + cycle_us / 2)

@@ -1,0 +1,522 @@
+"""Results of a fit as plain data: what was fitted, how well it does, and what is missing.
+
+Nothing here computes: the modules that do import this one, and the coefficient and evaluation files publish it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import polars as pl
+
+if TYPE_CHECKING:
+    from tracefit.features.sets import FeatureSet
+    from tracefit.fit.boundary import FittedBoundary
+    from tracefit.fit.inputs import FitOptions, ScopeTables
+    from tracefit.fit.linear import FittedRegime, FittedTerm, Regime
+    from tracefit.fit.metrics import Vector
+    from tracefit.fit.solvers import Penalty
+    from tracefit.server.context import Scope
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Errors over `n` rows; percentages in percent, `mae` and `rmse` in the target's unit.
+
+    Attributes:
+        n: Rows.
+        mape_pct: Mean of |predicted - actual| / actual.
+        mdape_pct: Median of the same.
+        mae: Mean absolute error.
+        rmse: Root mean squared error.
+        r2: 1 - residual / total sum of squares; null for a constant target.
+        bias_pct: 100 * (sum predicted - sum actual) / sum actual.
+        p90_ape_pct: 90th percentile of the absolute percentage error.
+        p99_ape_pct: 99th percentile of it.
+        zero_targets: Rows with a target of zero, which percentage errors leave out.
+    """
+
+    n: int
+    mape_pct: float | None
+    mdape_pct: float | None
+    mae: float | None
+    rmse: float | None
+    r2: float | None
+    bias_pct: float | None
+    p90_ape_pct: float | None
+    p99_ape_pct: float | None
+    zero_targets: int = 0
+
+
+NO_ROWS = Metrics(0, None, None, None, None, None, None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Quantiles at `PERCENTS` of a measured column and of its predictions, over rows that have all of them."""
+
+    rows: int
+    measured: tuple[float, ...]
+    predicted: Mapping[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureLeftOut:
+    """A feature that is not in the model, and why."""
+
+    feature: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyChoice:
+    """A penalty chosen by time-blocked cross-validation; `score` is its mean absolute error over the folds."""
+
+    penalty: Penalty
+    strength: float
+    score: float
+    folds: int
+    fold_scores: tuple[float, ...] = ()
+    """Every fold's share of the score, in order: they sum to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collinearity:
+    """How much the features of a model tell of each other.
+
+    Attributes:
+        condition_number: Largest by smallest singular value of the standardised features (Belsley, Kuh and Welsch
+            1980); 1 is none, above 30 is trouble. Null of no feature.
+        variance_inflation: Per feature, how much wider the variance of its coefficient is than without the others; 1 is none.
+    """
+
+    condition_number: float | None
+    variance_inflation: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionInterval:
+    """Limits of a 95 % prediction interval: factors on a prediction, or differences from it in the target's unit."""
+
+    kind: Literal["ratio", "difference"]
+    low: float
+    high: float
+
+    def limits(self, predicted: Vector) -> tuple[Vector, Vector]:
+        """Return the lower and upper limits of predictions; shape (n,) each, not below zero."""
+        if self.kind == "ratio":
+            return predicted * self.low, predicted * self.high
+        return np.maximum(predicted + self.low, 0.0), np.maximum(predicted + self.high, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LearningPoint:
+    """Hold-out error of the model trained on the latest `rows` training rows."""
+
+    share: float
+    rows: int
+    mae: float
+    mape_pct: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """How a regime's condition did on the held-out rows; the first regime is the positive one."""
+
+    balanced_accuracy: float | None
+    true_positive: int
+    false_negative: int
+    false_positive: int
+    true_negative: int
+
+
+@dataclass(frozen=True, slots=True)
+class EquationErrors:
+    """Errors of step times on every held-out equation: single steps, and intervals by their mean.
+
+    Attributes:
+        rows_by_source: Held-out equations by kind.
+        per_equation: Each equation counts once.
+        per_step: Each equation counts as many times as it has steps.
+    """
+
+    rows_by_source: dict[str, int]
+    per_equation: Metrics
+    per_step: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Errors of one model and of what stands beside it; all but `train` on the hold-out."""
+
+    train: Metrics
+    holdout: Metrics
+    baseline: Metrics
+    reference: Metrics | None
+    by_group: dict[str, Metrics]
+    within_5_pct: float | None
+    extrapolated_rows: int
+    extrapolated: dict[str, int]
+    """Held-out rows with a feature outside the range of its part's training rows, by feature."""
+    interval_coverage_pct: float
+    """Share of held-out rows within their 95 % prediction interval."""
+    by_load: dict[str, Metrics]
+    """Errors on held-out rows `inside` and `outside` the ranges of the training rows."""
+    skill: float | None
+    classifier: Classifier | None = None
+    learning_curve: tuple[LearningPoint, ...] = ()
+    held_out_equations: EquationErrors | None = None
+    """Of step times whose hold-out holds intervals."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFit:
+    """A fitted model with its validation: one part, or one per regime, the first whose condition holds speaking."""
+
+    regimes: tuple[FittedRegime, ...]
+    huber: float
+    rows_train: int
+    rows_used: int
+    rows_holdout: int
+    validation: Validation
+    rows: pl.DataFrame
+    """The training frame with `excluded_because` as the fit left it."""
+
+    @property
+    def terms(self) -> tuple[FittedTerm, ...]:
+        """Terms of all parts."""
+        return tuple(t for part in self.regimes for t in part.terms)
+
+    @property
+    def features_left_out(self) -> tuple[FeatureLeftOut, ...]:
+        """Features left out of all parts; with several, the regime's name leads the reason."""
+        many = len(self.regimes) > 1
+        return tuple(
+            FeatureLeftOut(x.feature, f"{part.regime.name}: {x.reason}" if many else x.reason)
+            for part in self.regimes
+            for x in part.features_left_out
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TooFewRows:
+    """Why nothing was fitted."""
+
+    reason: str
+    rows: pl.DataFrame
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of time, in seconds after the first arrival, and its arrivals per second."""
+
+    from_s: float
+    to_s: float
+    arrivals_per_s: float
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPhase:
+    """Errors on the held-out steps that began in one phase of one server, and those of the training median."""
+
+    run_id: str
+    server: str
+    phase: Phase
+    holdout: Metrics
+    baseline: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A form that was tried, with mean absolute errors in us on training rows it was not fitted on.
+
+    Attributes:
+        name: Feature set or form.
+        features: Features it had to go on.
+        inside_mae: Error inside the training load: blocks of time left out in turn.
+        beyond_mae: Error beyond it: fitted on the lower half of the load, judged on the upper; null of too few rows.
+        chosen: It is the one that was fitted.
+        reason: Why it was chosen, or was not.
+    """
+
+    name: str
+    features: int
+    inside_mae: float
+    beyond_mae: float | None
+    chosen: bool = False
+    reason: str = ""
+
+    @property
+    def score(self) -> float:
+        """Geometric mean of both errors."""
+        return (
+            self.inside_mae if self.beyond_mae is None else float(np.sqrt(self.inside_mae * self.beyond_mae))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadExtrapolation:
+    """A fitted form trained on the lower half of the load of all rows, and judged on the upper half.
+
+    Attributes:
+        load: What load is measured by.
+        cut: Load that half of the rows do not exceed.
+        errors: Errors on the upper half.
+        reference: Gradient boosting on the same features and rows.
+    """
+
+    load: str
+    cut: float
+    errors: Metrics
+    reference: Metrics | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBin:
+    """Errors on the held-out rows of one range of load."""
+
+    low: float
+    high: float
+    holdout: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorOverLoad:
+    """Errors on held-out rows in groups of equal size by load, and the loads that were trained on."""
+
+    load: str
+    training_range: tuple[float, float]
+    bins: tuple[LoadBin, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """A burst on one server, in seconds after the server's first request."""
+
+    run_id: str
+    server: str
+    from_s: float
+    to_s: float
+    requests: int
+    holdout_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class DurationCover:
+    """What `step.duration_us` covers of the time the engine was busy, over consecutive sampled steps."""
+
+    share: float | None
+    median_cycle_us: float | None
+    median_duration_us: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetChoice:
+    """Where beta's target comes from, and why."""
+
+    source: Literal["clock", "duration"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A model that was not fitted, and what would give it."""
+
+    name: str
+    reason: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to fit anew on other rows of the same kind."""
+
+    regimes: tuple[Regime, ...]
+    options: FitOptions
+
+
+@dataclass(frozen=True, slots=True)
+class FittedModel:
+    """A fitted model under its published name."""
+
+    name: str
+    target: str
+    definition: str
+    source: str
+    fitted: LinearFit
+    feature_set: str
+    recipe: Recipe
+    notes: tuple[str, ...] = ()
+    by_phase: tuple[StepPhase, ...] = ()
+    """Errors of step times in each workload phase."""
+    candidates: tuple[Candidate, ...] = ()
+    """Every form that was tried, where one was chosen."""
+    feature_definitions: FeatureSet | None = None
+    """Of step times: the features the model was offered, ratios chosen."""
+    error_over_load: ErrorOverLoad | None = None
+    load_extrapolation: LoadExtrapolation | None = None
+    boundary: FittedBoundary | None = None
+    """With it the model is API work and the step clock; `fitted` is what to use without a clock."""
+
+    @property
+    def validation(self) -> Validation:
+        """Errors of the model in its published form."""
+        return self.boundary.validation if self.boundary else self.fitted.validation
+
+
+@dataclass(frozen=True, slots=True)
+class SummedTime:
+    """Sum of step times over the held-out rows.
+
+    Attributes:
+        predicted_us: Sum predicted.
+        actual_us: Sum measured.
+        two_sd_pct: Two standard deviations of the bias in percent, by block bootstrap.
+        blocks: Blocks of time it was resampled by.
+        max_contribution_pct: What the one row furthest off has of the bias, in percentage points: a hiccup, where it is much.
+        speed_change_pct: How much longer steps of equal batches take in the hold-out than in the training part; null where
+            too few are alike.
+    """
+
+    predicted_us: float
+    actual_us: float
+    two_sd_pct: float
+    blocks: int
+    max_contribution_pct: float
+    speed_change_pct: float | None = None
+
+    @property
+    def drifting(self) -> bool:
+        """Whether the sum is off by more than chance: the machine, or what it did, changed after the training part."""
+        return abs(self.bias_pct) > self.two_sd_pct
+
+    @property
+    def bias_pct(self) -> float:
+        """Predicted less measured, in percent of measured."""
+        return 100 * (self.predicted_us / self.actual_us - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyErrors:
+    """Errors of one latency over one group of requests; each over the requests it has a prediction for."""
+
+    teacher_forced: Metrics
+    refit_on_holdout: Metrics
+    """Teacher-forced, the step times' model fitted on the held-out steps themselves: what no coefficients mend."""
+    averages_only: Metrics
+    baseline: Metrics
+    """The training median."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseErrors:
+    """Errors over the held-out requests of one workload phase of one server."""
+
+    run_id: str
+    server: str
+    phase: Phase
+    errors: LatencyErrors
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """One latency: errors over all held-out requests, per run, per phase; requests without a prediction by reason."""
+
+    overall: LatencyErrors
+    by_run: Mapping[str, LatencyErrors]
+    by_phase: tuple[PhaseErrors, ...]
+    left_out: Mapping[str, int]
+    distribution: Distribution
+    """Of the measured latency and of `forced_…` and `mean_…`, what each way predicts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedLatencies:
+    """All latencies of one scope, or why there are none."""
+
+    latencies: Mapping[str, Latency]
+    missing: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStretch:
+    """A stretch of one server's time in which its queue did not empty; on the engine's clock."""
+
+    server: str
+    from_ns: int
+    to_ns: int
+    peak: int
+    """The most requests that waited at once."""
+    share: float
+    """Of the run's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overload:
+    """A run that was overloaded, the rules that say so, and whether models were fitted on it nevertheless."""
+
+    run_id: str
+    reasons: tuple[str, ...]
+    trained_on: bool = False
+    queued: tuple[QueueStretch, ...] = ()
+    """Stretches with a queue that broke the rule on queues."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedScope:
+    """All results of one scope."""
+
+    scope: Scope
+    tables: ScopeTables
+    cover: DurationCover
+    choice: TargetChoice | None
+    models: tuple[FittedModel, ...]
+    missing: tuple[Missing, ...]
+    alpha_rows: pl.DataFrame | None
+    beta_rows: pl.DataFrame | None
+    composed: ComposedLatencies
+    summed: SummedTime | None
+    """Step times of beta's hold-out, summed."""
+    notes: tuple[str, ...] = field(default=())
+    overloads: tuple[Overload, ...] = ()
+    """Overloaded runs of the scope; `tables` hold those of them that were trained on."""
+
+
+LeftOutKind = Literal["run", "model", "gpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutErrors:
+    """Errors on all rows of what was left out, of a model fitted on the training rows of the rest.
+
+    Attributes:
+        kind: What was left out: one run of a scope, or all scopes of a model or GPU.
+        left_out: Its name.
+        model: Name of the fitted model.
+        scope_id: The scope of a run; null where models or GPUs are left out.
+        feature_set: What the model was offered.
+        trained_on: The runs, models or GPUs it was fitted on.
+        rows_used: Rows it was fitted on.
+        validation: All but `train` on what was left out.
+    """
+
+    kind: LeftOutKind
+    left_out: str
+    model: str
+    scope_id: str | None
+    feature_set: str
+    trained_on: tuple[str, ...]
+    rows_used: int
+    validation: Validation
+
+
+@dataclass(frozen=True, slots=True)
+class AcrossResult:
+    """What could be left out and how it went; what could not be left out, or not be told."""
+
+    errors: tuple[LeftOutErrors, ...]
+    notes: tuple[str, ...]

@@ -1,0 +1,142 @@
+"""Training frames: which rows train, which are held out, and which are left out of what, by the published rules.
+
+Hold-out rows lose idle gaps and epoch boundaries, nothing else: an error without its hiccups is not the error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.features import training
+from tracefit.features.sets import FeatureSet, add_features
+from tracefit.tables.keys import SERVER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tracefit.fit.inputs import ScopeTables
+
+TRAIN_SHARE = 0.7
+WARM_UP_STEPS = 20
+WARM_UP_SHARE = 0.01
+
+IDLE_GAP = "idle_gap"
+EPOCH_BOUNDARY = "epoch_boundary"
+WARM_UP = "warm_up"
+OUTLIER = "outlier"
+PREEMPTION_HEAVY = "preemption_heavy"
+UNKNOWN_FEATURES = "unknown_features"
+
+ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY)
+"""Reasons that apply to both parts."""
+
+MIN_TRAIN_ROWS = 30
+MIN_HOLDOUT_ROWS = 10
+"""Nothing is fitted on fewer rows, or judged on fewer."""
+
+FEW_ROWS = 100
+"""An error from fewer rows is a guess: of so few single steps intervals are judged too, and a verdict says so."""
+
+
+def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
+    """Add `split`: the first 70 % of each server's rows in time train, the rest is held out.
+
+    Rows that are left out of both parts do not move the boundary; they carry the part their time falls in.
+
+    Args:
+        rows: Columns run_id, server, ts_ns, excluded_because.
+    """
+    counted = ~pl.col("excluded_because").is_in(ALWAYS).fill_null(value=False)
+    boundary = (
+        rows.filter(counted)
+        .sort(*SERVER, "ts_ns")
+        .group_by(SERVER)
+        .agg(
+            holdout_from_ns=pl.col("ts_ns").get(
+                (pl.len() * TRAIN_SHARE).ceil().cast(pl.Int64).clip(0, pl.len() - 1)
+            )
+        )
+    )
+    held_out = pl.col("ts_ns") >= pl.col("holdout_from_ns")
+    joined = rows.join(boundary, on=SERVER, how="left", maintain_order="left")
+    split = pl.when(held_out.fill_null(value=False)).then(pl.lit("holdout")).otherwise(pl.lit("train"))
+    return joined.with_columns(split=split)
+
+
+def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr, *, train_only: bool = True) -> pl.DataFrame:
+    """Mark rows that meet `condition` with `reason`, unless they are marked already."""
+    free = pl.col("excluded_because").is_null() & condition.fill_null(value=False)
+    if train_only:
+        free = free & (pl.col("split") == "train")
+    because = pl.when(free).then(pl.lit(reason)).otherwise("excluded_because")
+    return rows.with_columns(excluded_because=because)
+
+
+def warm_up_ends(counters: pl.DataFrame) -> pl.DataFrame:
+    """Return the first step id after warm-up of each epoch: 1 % of the epoch's steps or 20, whichever is more.
+
+    Args:
+        counters: run_id, server, epoch, first_step, last_step.
+    """
+    steps = pl.col("last_step") - pl.col("first_step") + 1
+    length = pl.max_horizontal((steps * WARM_UP_SHARE).ceil().cast(pl.Int64), pl.lit(WARM_UP_STEPS))
+    return counters.select(*SERVER, "epoch", warm_up_until=pl.col("first_step") + length)
+
+
+def step_frame(
+    tables: ScopeTables,
+    timeline: pl.DataFrame,
+    features: FeatureSet,
+    constants: Mapping[str, float | None],
+    source: str,
+) -> pl.DataFrame:
+    """One row per step or interval of known time, split by time, warm-up and preemption-heavy rows marked.
+
+    Args:
+        tables: Tables of one scope.
+        timeline: Its timeline, with whatever columns the features need.
+        features: What a model is offered.
+        constants: What is the same for every row.
+        source: `clock` or `duration`, see `training.beta_rows`.
+    """
+    rows = training.beta_rows(timeline, features, constants, tables.lags, source)
+    rows = mark_warm_up(split_by_time(rows), tables.counters, "step_id")
+    return mark(rows, PREEMPTION_HEAVY, pl.col("preemption_heavy"))
+
+
+def request_frame(
+    tables: ScopeTables, target: str, features: FeatureSet, constants: Mapping[str, float | None]
+) -> pl.DataFrame:
+    """One row per request whose `target` is known, split by time, warm-up marked.
+
+    Args:
+        tables: Tables of one scope.
+        target: queue_wait, admission or departure.
+        features: What a model is offered.
+        constants: What is the same for every row.
+    """
+    rows = training.alpha_rows(tables.requests, tables.timeline, tables.queue, target)
+    rows = split_by_time(add_features(rows, features, constants))
+    return mark_warm_up(rows, tables.counters, "at_step")
+
+
+def mark_warm_up(rows: pl.DataFrame, counters: pl.DataFrame, step: str) -> pl.DataFrame:
+    """Mark training rows of an epoch's warm-up; `step` is the column that says when a row began."""
+    ends = warm_up_ends(counters)
+    joined = rows.join(ends, on=[*SERVER, "epoch"], how="left", maintain_order="left")
+    return mark(joined, WARM_UP, pl.col(step) < pl.col("warm_up_until"))
+
+
+def counted(rows: pl.DataFrame, split: str) -> pl.DataFrame:
+    """Return the rows of a part that are not left out."""
+    return rows.filter((pl.col("split") == split) & pl.col("excluded_because").is_null())
+
+
+def evaluation_rows(holdout: pl.DataFrame, eval_filter: pl.Expr | None) -> pl.DataFrame:
+    """Return the held-out rows the error is measured on: those `eval_filter` asks for, all if they are fewer than 100."""
+    if eval_filter is None:
+        return holdout
+    wanted = holdout.filter(eval_filter)
+    return wanted if wanted.height >= FEW_ROWS else holdout

@@ -1,0 +1,28 @@
+"""Statistics that several rooms need: the robust standard deviation, for arrays and for columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import polars as pl
+    from numpy.typing import NDArray
+
+_SD_PER_MAD = 1.4826
+"""Standard deviation over median absolute deviation of a normal distribution: 1 / Phi^-1(3/4)."""
+
+
+def robust_sd(values: NDArray[np.float64]) -> float:
+    """Return 1.4826 times the median absolute deviation from the median, in the unit of `values` of shape (n,).
+
+    Half of the values can be arbitrarily wrong without moving it far (Hampel 1974). It is 0 where more than half of them
+    are equal.
+    """
+    return _SD_PER_MAD * float(np.median(np.abs(values - np.median(values))))
+
+
+def robust_sd_expr(column: pl.Expr) -> pl.Expr:
+    """Return `robust_sd` of a column, or of each group of it, as an expression."""
+    return (column - column.median()).abs().median() * _SD_PER_MAD

@@ -1,0 +1,219 @@
+"""The one evaluator: models written by hand, their predictions by hand, the same for a row and for a frame."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import polars as pl
+import pytest
+from pydantic import TypeAdapter
+
+from tracefit.coefficients.compiled import CompiledModel
+from tracefit.coefficients.model import Model
+from tracefit.coefficients.predict_frames import predict_rows
+from tracefit.errors import UsageError
+
+
+def _linear(intercept, formulas=None, **terms):
+    formulas = formulas or {}
+    return {
+        "intercept": {"value": intercept},
+        "terms": [
+            {"feature": f, "unit": "us", "value": v, "formula": formulas.get(f)} for f, v in terms.items()
+        ],
+    }
+
+
+def _model(**fields):
+    return TypeAdapter(Model).validate_python({"name": "m", "scope_id": "s", **fields})
+
+
+def _line(intercept, formulas=None, **terms):
+    return _model(form="linear", **_linear(intercept, formulas, **terms))
+
+
+def _regimes(when, *, otherwise=True):
+    queued = {"name": "queued", "when": when, **_linear(5000.0)}
+    free = {"name": "free", "when": {"all": []}, **_linear(197.0)}
+    return _model(form="regimes", regimes=[queued, *([free] if otherwise else [])])
+
+
+def _row(model, features):
+    return CompiledModel(model).predict(features)
+
+
+def _frame(model, features):
+    columns = {name: pl.Series([value], dtype=pl.Float64) for name, value in features.items()}
+    return predict_rows(model, pl.DataFrame(columns))["predicted_us"][0]
+
+
+both = pytest.mark.parametrize("predict", [_row, _frame], ids=["row", "frame"])
+
+
+@both
+@pytest.mark.parametrize(("a", "b", "expected"), [(0, 0, 2000), (7, 3, 1950), (0, 50, 0), (0, 51, 0)])
+def test_a_line_is_the_intercept_and_the_terms_clipped_at_zero(predict, a, b, expected):
+    assert predict(_line(2000.0, a=10.0, b=-40.0), {"a": a, "b": b, "unused": 9}) == expected
+
+
+@both
+def test_a_constant_below_zero_is_clipped_too(predict):
+    assert predict(_line(-5.0), {"unused": 1}) == 0
+
+
+@both
+def test_a_feature_that_is_missing_is_an_error_that_names_it(predict):
+    with pytest.raises(UsageError, match="m needs b, which is not given"):
+        predict(_line(0.0, a=1.0, b=1.0), {"a": 1})
+    with pytest.raises(UsageError, match="m needs x, y, which is not given"):
+        predict(_line(0.0, {"f": "min(x, y) + a"}, f=1.0), {"a": 1})
+    with pytest.raises(UsageError, match="m needs slots, which is not given"):
+        predict(_regimes({"any": [SMALL]}), {"a": 1})
+
+
+@both
+def test_a_sum_with_something_unknown_is_unknown(predict):
+    assert predict(_line(5.0, a=1.0, b=1.0), {"a": 1, "b": None}) is None
+    assert predict(_line(5.0, {"f": "a * b"}, f=1.0), {"a": 1, "b": None}) is None
+
+
+@both
+def test_what_is_given_wins_over_its_formula(predict):
+    model = _line(0.0, {"f": "a + missing"}, f=2.0)
+    assert predict(model, {"f": 3}) == 6
+
+
+@both
+def test_formulas_build_on_definitions_and_on_each_other(predict):
+    """f = 2 * d = 2 * (a + 3) = 10, g = f / 5 = 2."""
+    definitions = {"f": "2 * d", "d": "a + c", "c": "3"}
+    model = _model(form="linear", definitions=definitions, **_linear(1.0, {"g": "f / 5"}, g=7.0))
+    assert predict(model, {"a": 2}) == 15
+
+
+@pytest.mark.parametrize("definitions", [{"d": "d + 1"}, {"d": "e", "e": "d"}])
+def test_a_circle_of_formulas_is_refused_when_the_model_is_compiled(definitions):
+    with pytest.raises(UsageError, match="is defined by itself"):
+        CompiledModel(_model(form="linear", definitions=definitions, **_linear(0.0, d=1.0)))
+
+
+def test_a_frame_column_that_holds_no_numbers_is_named():
+    with pytest.raises(UsageError, match="a: is not a column of numbers"):
+        predict_rows(_line(0.0, a=1.0), pl.DataFrame({"a": ["x"]}))
+
+
+# -- conditions ------------------------------------------------------------------------------------------
+
+SMALL = {"feature": "slots", "op": "<=", "value": 0}
+BLOCKS = {"feature": "demand", "op": ">", "feature2": "blocks"}
+
+
+@both
+@pytest.mark.parametrize(
+    ("when", "slots", "demand", "queued"),
+    [
+        ({"any": [SMALL, BLOCKS]}, 0, 5, True),
+        ({"any": [SMALL, BLOCKS]}, 3, 11, True),
+        ({"any": [SMALL, BLOCKS]}, 3, 10, False),
+        ({"all": [SMALL, BLOCKS]}, 0, 11, True),
+        ({"all": [SMALL, BLOCKS]}, 0, 10, False),
+        ({"all": []}, 3, 5, True),
+        ({"any": []}, 0, 11, False),
+        ({"any": [], "all": []}, 0, 11, False),
+        ({"any": [], "all": [SMALL]}, 0, 11, False),
+        ({"any": [SMALL], "all": []}, 0, 11, True),
+        ({"any": [BLOCKS], "all": [SMALL]}, 3, 11, False),
+        ({"any": [SMALL, BLOCKS]}, None, 11, True),
+        ({"any": [SMALL, BLOCKS]}, None, 10, False),
+        ({"all": [SMALL, BLOCKS]}, None, 11, False),
+        ({"any": [SMALL]}, None, 11, False),
+        ({"any": [BLOCKS]}, 0, None, False),
+    ],
+)
+def test_the_first_regime_whose_condition_holds_is_active(predict, when, slots, demand, queued):
+    """An empty `any` is false, an empty `all` true, and a comparison with something unknown does not hold."""
+    features = {"slots": slots, "demand": demand, "blocks": 10}
+    assert predict(_regimes(when), features) == (5000 if queued else 197)
+
+
+@both
+@pytest.mark.parametrize(
+    ("op", "holds"),
+    [
+        ("<", (True, False, False)),
+        ("<=", (True, True, False)),
+        ("==", (False, True, False)),
+        (">", (False, False, True)),
+        (">=", (False, True, True)),
+    ],
+)
+def test_comparisons_mean_what_they_say(predict, op, holds):
+    model = _regimes({"all": [{"feature": "x", "op": op, "value": 2}]})
+    assert [predict(model, {"x": x}) == 5000 for x in (1, 2, 3)] == list(holds)
+
+
+def test_a_row_that_no_regime_holds_for_is_an_error_and_null_in_a_frame():
+    model = _regimes({"all": [SMALL]}, otherwise=False)
+    with pytest.raises(UsageError, match="no regime of m"):
+        _row(model, {"slots": 1})
+    assert _frame(model, {"slots": 1}) is None
+    assert _frame(model, {"slots": 0}) == 5000
+
+
+@pytest.mark.parametrize(
+    "when", [{}, {"any": [{"feature": "x", "op": "<"}]}, {"any": [SMALL | {"feature2": "x"}]}]
+)
+def test_a_condition_that_says_nothing_or_too_much_is_refused(when):
+    with pytest.raises(ValueError, match="needs"):
+        _regimes(when)
+
+
+# -- the boundary rule -----------------------------------------------------------------------------------
+
+
+def _boundary(intercept=1400.0, offset=-30.0, **more):
+    return _model(
+        form="boundary",
+        boundary="step_start",
+        work=_linear(intercept, prompt_tokens=0.4),
+        offset={"value": offset},
+        without_clock={"form": "linear", "intercept": {"value": 9315.0}, "terms": []},
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [((500, 1439, 9000, 18_000), 8970), ((500, 1440, 9000), 1410), ((), 1440), (None, 9315)],
+)
+def test_a_boundary_is_the_first_step_start_after_the_work(starts, expected):
+    """The work of 100 prompt tokens is 1,400 + 40 us; without step starts the line for that is used."""
+    assert CompiledModel(_boundary()).predict({"prompt_tokens": 100}, starts) == expected
+
+
+@pytest.mark.parametrize(("queue", "expected"), [("one_at_a_time", 8970), (None, 1410)])
+def test_work_left_on_the_requests_before_comes_first_where_the_model_has_a_queue(queue, expected):
+    """1,440 us of its own and 600 us of those before: past the start at 1,440, the one at 9,000 is next."""
+    compiled = CompiledModel(_boundary(queue=queue))
+    assert compiled.predict({"prompt_tokens": 100}, (500, 1440, 9000), api_wait_us=600) == expected
+
+
+def test_a_frame_takes_the_next_step_start_alone():
+    """Work 1,440 us: 3,000 to the boundary waits for it; idle is the work alone; 900 us is past it: unknown."""
+    rows = pl.DataFrame({"step_residual_us": [3000.0, None, 900.0], "prompt_tokens": [100.0] * 3})
+    compiled = CompiledModel(_boundary())
+    assert rows.select(compiled.expression_with_clock()).to_series().to_list() == [2970.0, 1440.0, None]
+    assert compiled.columns_with_clock == {"step_residual_us", "prompt_tokens"}
+
+
+def test_a_row_is_evaluated_without_polars_and_numpy(small):
+    code = (
+        "import sys, tracefit\n"
+        f"models = tracefit.load({str(small)!r})\n"
+        "models.predict_request(prompt_tokens=50, output_tokens=11, queue=3)\n"
+        "models.predict_step(batch=4)\n"
+        "print(sorted({'polars', 'numpy', 'sklearn', 'pyarrow'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

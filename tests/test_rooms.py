@@ -1,0 +1,84 @@
+"""Rooms of the package know only the rooms to their left, and no import runs in a circle.
+
+Every import counts: those inside functions and those for type checkers too.
+"""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "pipeline" / "tracefit"
+
+ORDER = (
+    ("_version", "errors", "progress", "memory"),
+    ("inputs",),
+    ("otlp",),
+    ("tables",),
+    ("kv", "timeline"),
+    ("server",),
+    ("features",),
+    ("fit",),
+    ("coefficients",),
+    ("consumers",),
+    ("engines",),
+    ("results",),
+    ("reports",),
+    ("synth",),
+    ("commands",),
+    ("__init__", "schemas", "options"),
+    ("console",),
+    ("cli",),
+)
+"""From left to right, as DESIGN draws them; rooms in one place know nothing of each other."""
+
+PLACES = {room: place for place, rooms in enumerate(ORDER) for room in rooms}
+MODULES = {
+    ".".join(("tracefit", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def _imported(module):
+    """Return the modules of the package that a module imports."""
+    names = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    modules = names & MODULES.keys()
+    # `from tracefit.cli import models` needs the module, not what the room's __init__ imports in turn.
+    return modules - {m for m in modules if any(other.startswith(f"{m}.") for other in modules)} - {module}
+
+
+def _room(module):
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+IMPORTS = {module: _imported(module) for module in MODULES}
+
+
+def test_every_room_has_a_place():
+    assert {_room(module) for module in MODULES} == PLACES.keys()
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_room_knows_only_rooms_to_its_left(module):
+    own = _room(module)
+    known = {_room(other) for other in IMPORTS[module]} - {own}
+    assert {room for room in known if PLACES[room] >= PLACES[own]} == set()
+
+
+@pytest.mark.parametrize("room", sorted(PLACES))
+def test_no_import_runs_in_a_circle(room):
+    """Between rooms there is none, by their order; so each room is looked at alone."""
+    own = {m for m in MODULES if _room(m) == room}
+    try:
+        TopologicalSorter({m: IMPORTS[m] & own for m in own}).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
