@@ -90,16 +90,17 @@ def measure(receiver: Receiver, name: str, senders: list[Callable[[], int]], sec
         while time.perf_counter() < stop_at:
             sent[number] += senders[number]()
 
-    cpu, start = receiver.cpu_seconds(), time.perf_counter()
+    cpu, own, start = receiver.cpu_seconds(), time.process_time(), time.perf_counter()
     threads = [threading.Thread(target=send, args=(n,)) for n in range(len(senders))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     taken, used = time.perf_counter() - start, receiver.cpu_seconds() - cpu
-    rate = sum(sent) / taken
+    rate, per_sender = sum(sent) / taken, sum(sent) / (time.process_time() - own)
     print(
-        f"{name:<44} {len(senders):>3} connections {rate:>9,.0f} spans/s  {sum(sent) / used:>9,.0f} per core-second"
+        f"{name:<44} {len(senders):>3} connections {rate:>9,.0f} spans/s  {sum(sent) / used:>9,.0f} per core-second of it"
+        f" {per_sender:>9,.0f} of the senders"
         f"  {used / taken:>5.0%} of a core  peak {receiver.peak_mib()} MiB"
     )
 

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
@@ -349,3 +350,20 @@ def test_a_configuration_that_is_there_stays(lib, tmp_path):
     (tmp_path / "vllm" / "exp-config.yaml").write_text("model: mine\n")
     store_at(tmp_path).commit([part(lib, 1)])
     assert (tmp_path / "vllm" / "exp-config.yaml").read_text() == "model: mine\n"
+
+
+def test_a_file_that_is_there_is_never_written_again(lib, tmp_path, monkeypatch):
+    """Two receivers on one folder, started in the same millisecond."""
+
+    class StoppedClock:
+        @staticmethod
+        def now(_):
+            return datetime(2026, 2, 3, tzinfo=UTC)
+
+    monkeypatch.setattr("tracefit.receive.store.datetime", StoppedClock)
+    stores = [store_at(tmp_path), store_at(tmp_path)]
+    for number, store in enumerate(stores, 1):
+        assert store.commit([part(lib, number)]) == {}
+    names = [path.name for store in stores for path in store.files]
+    assert names == ["traces-2026-02-03T00-00-00.000Z-1.binpb", "traces-2026-02-03T00-00-00.000Z-2.binpb"]
+    assert numbers_in(lib, tmp_path) == [1, 2]
