@@ -127,6 +127,7 @@ def test_a_connection_carries_many_requests_after_a_refused_one_too(lib, tmp_pat
             answer = connection.getresponse()
             answer.read()
             codes.append(answer.status)
+            assert connection.sock is not None, "closed after this answer"
         connection.close()
         return codes
 

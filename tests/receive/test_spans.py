@@ -94,17 +94,25 @@ def test_other_spans_are_counted_as_in_a_file(secret, tmp_path):
     assert counted[0] == counted[1]
 
 
-def test_attributes_are_known_however_they_are_encoded():
-    """The value before the key, a length of two bytes, an empty attribute: protobuf allows all of them."""
-    value = b"\x12\x03\x0a\x01x"
-    encoded = [value + b"\x0a\x11gen_ai.request.id", b"\x0a\x91\x00gen_ai.request.id" + value, b"", b"\x0a"]
-    attributes = b"".join(b"\x4a" + bytes([len(one)]) + one for one in encoded[:3])
-    span = b"\x12" + bytes([len(attributes)]) + attributes
-    scope = b"\x0a\x0a\x0a\x08vllm.api" + span
-    body = b"\x0a" + bytes([len(scope) + 2]) + b"\x12" + bytes([len(scope)]) + scope
-    _, data = written(body)
-    (found,) = data.resource_spans[0].scope_spans[0].spans
-    assert keys(found.attributes) == ["gen_ai.request.id", "gen_ai.request.id"]
+VALUE = b"\x12\x03\x0a\x01x"
+
+
+@pytest.mark.parametrize(
+    ("encoded", "found"),
+    [
+        ([VALUE + b"\x0a\x11gen_ai.request.id"], 1),  # the value before the key
+        ([b"\x0a\x91\x00gen_ai.request.id" + VALUE], 1),  # a length of two bytes
+        ([b"", b"\x0a\x11gen_ai.request.id" + VALUE], 1),  # an empty attribute before it
+        ([b"\x0a\x11gen_ai.request.iD" + VALUE], 0),
+    ],
+)
+def test_attributes_are_known_however_they_are_encoded(encoded, found):
+    """Protobuf allows all of them."""
+    span = b"".join(b"\x4a" + bytes([len(one)]) + one for one in encoded)
+    scope = b"\x0a\x0a\x0a\x08vllm.api\x12" + bytes([len(span)]) + span
+    _, data = written(b"\x0a" + bytes([len(scope) + 2]) + b"\x12" + bytes([len(scope)]) + scope)
+    (span,) = data.resource_spans[0].scope_spans[0].spans
+    assert keys(span.attributes) == ["gen_ai.request.id"] * found
 
 
 @pytest.mark.parametrize("attribute", [b"\x0a", b"\x0a\x05ab", b"\xff", b"\x0a\x02\xff\xfe"])
