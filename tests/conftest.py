@@ -24,14 +24,13 @@ import pytest
 from google.protobuf import json_format
 from hypothesis import HealthCheck, Phase, settings
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
-from sklearn.dummy import DummyRegressor
 
 from tracefit.commands.ingest import ingest
 from tracefit.commands.run import run
-from tracefit.fit.results import PenaltyChoice
+from tracefit.commands.train import TrainOptions
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu
-from tracefit.server.model_config import parse_architecture, read_architecture
+from tracefit.server.model_config import parse_architecture
 from tracefit.tables.store import TableStore
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
@@ -348,30 +347,17 @@ def tables_of(tmp_path):
     return of
 
 
-def _spare_search(patch) -> None:
-    patch.setattr("tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-8, 1.0, 5))
-
-
 @pytest.fixture
-def no_search(monkeypatch) -> None:
-    """Spare a test the search for a penalty, which takes seconds and has tests of its own."""
-    _spare_search(monkeypatch)
-
-
-@pytest.fixture
-def quick(monkeypatch, no_search) -> None:
-    """Spare a test the boosted reference too, where its errors do not matter."""
-    boosting = "tracefit.fit.validate.HistGradientBoostingRegressor"
-    monkeypatch.setattr(boosting, lambda **_: DummyRegressor(strategy="median"))
+def quick() -> TrainOptions:
+    """Return options that spare a test half of the training: the search for a feature set and the boosted reference."""
+    return TrainOptions(fast=True, features="batch")
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> Path:
     """Return what the main job leaves of one busy run: tables, models, evaluation, report."""
     root = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        _spare_search(patch)
-        run([Traces().load().write(root / "busy")], root / "out")
+    run([Traces().load().write(root / "busy")], root / "out")
     return root / "out"
 
 
@@ -389,7 +375,7 @@ class Parse(Protocol):
 @pytest.fixture
 def load() -> Load:
     """Read one of the published configs by name."""
-    return lambda name: read_architecture(CONFIGS / f"{name}.json")
+    return lambda name: parse_architecture((CONFIGS / f"{name}.json").read_bytes(), where=name)
 
 
 @pytest.fixture

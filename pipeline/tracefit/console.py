@@ -1,50 +1,50 @@
-"""What the command line says and where: progress, logs and errors on stderr, results on stdout."""
+"""Output of the command line: progress, logs and errors on stderr, results on stdout."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
+import errno
+import io
 import json
 import logging
+import os
 import sys
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import typer
 from typer.exceptions import TyperException
 
-from tracefit.errors import TracefitError, printable
+from tracefit.errors import TracefitError, UsageError, printable
 from tracefit.options import file_in_use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from rich.progress import Progress, TaskID
 
-INTERRUPTED = 130
+INTERRUPTED, SIGPIPE = 130, 141
+"""Exit codes of commands that a signal ended, as a shell has them."""
 _log = logging.getLogger("tracefit")
 
 
-class LogLevel(StrEnum):
-    """How much is logged."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
+LogLevel = Literal["debug", "info", "warning", "error"]
+"""How much is logged."""
 
 
 class _Stderr(logging.Handler):
     """One line per record, on whatever stderr is by then."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(f"{record.levelname.lower()}: {record.getMessage()}\n")
+        _on_stderr(f"{record.levelname.lower()}: {record.getMessage()}\n")
 
 
 def set_log_level(level: LogLevel) -> None:
     """Log records of this level and above on stderr."""
-    _log.setLevel(level.value.upper())
+    _log.setLevel(level.upper())
     if not _log.handlers:
         _log.addHandler(_Stderr())
         _log.propagate = False
@@ -53,12 +53,12 @@ def set_log_level(level: LogLevel) -> None:
 def warn(text: str) -> None:
     """Log a warning."""
     if not _log.handlers:
-        set_log_level(LogLevel.warning)
+        set_log_level("warning")
     _log.warning("%s", printable(text))
 
 
 class Terminal:
-    """Tells a person of progress: a line that changes on a terminal, logs elsewhere, warnings always unless quiet."""
+    """Progress for a person: a changing line on a terminal, logs elsewhere; warnings always, unless quiet."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
@@ -96,7 +96,7 @@ class Terminal:
             warn(text)
 
     def close(self) -> None:
-        """Take the changing line away."""
+        """Remove the changing line."""
         if self._line is not None:
             self._line[0].stop()
             self._line = None
@@ -133,35 +133,95 @@ def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
 
 
 @contextmanager
-def one_line_errors(told: Terminal) -> Iterator[None]:
+def one_line_errors(terminal: Terminal) -> Iterator[None]:
     """Turn errors tracefit raises on purpose into one line and their exit code."""
     try:
         yield
     except TracefitError as error:
-        told.close()
+        terminal.close()
         raise typer.Exit(_fail(error)) from error
+    except BrokenPipeError:
+        # The reader of stdout, such as `head`, has enough. Typer would end with exit code 1.
+        _silence(sys.stdout)
+        raise typer.Exit(SIGPIPE) from None
     except KeyboardInterrupt:
-        told.close()
-        sys.stderr.write("tracefit: interrupted\n")
+        terminal.close()
+        _say("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     finally:
-        told.close()
+        terminal.close()
 
 
 def called(app: typer.Typer) -> int:
-    """Run the program and return its exit code; what is wrong with the command line is one line too."""
+    """Run the program and return its exit code; errors in the command line itself are one line too."""
+    _open_streams()
     try:
-        return int(app(standalone_mode=False, prog_name="tracefit") or 0)
-    except TracefitError as error:
-        return _fail(error)
-    except TyperException as error:
-        if type(error).__name__ == "NoArgsIsHelpError":
-            sys.stdout.write(error.message)
-        else:
-            _say(usage_line(error))
-        return error.exit_code
+        try:
+            _require_working_folder()
+            code = int(app(standalone_mode=False, prog_name="tracefit") or 0)
+        except TracefitError as error:
+            code = _fail(error)
+        except TyperException as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                sys.stdout.write(error.message)
+            else:
+                _say(usage_line(error))
+            code = error.exit_code
+        except (KeyboardInterrupt, typer.Abort):
+            _say("interrupted")
+            code = INTERRUPTED
+        # What cannot be written shows now, not when the interpreter ends, which has an exit code of its own.
+        sys.stdout.flush()
+    except OSError as error:
+        if not _is_stdout(error):
+            raise
+        _silence(sys.stdout)
+        if error.errno == errno.EPIPE:
+            return SIGPIPE  # whoever reads wants no more, as with `| head`
+        return _fail(UsageError(f"cannot be written ({error.strerror})", where="standard output"))
     finally:
-        set_log_level(LogLevel.warning)
+        set_log_level("warning")
+    return code
+
+
+def _is_stdout(error: OSError) -> bool:
+    """Tell a failure to write a result from that of a file, which names it."""
+    return error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)
+
+
+def _open_streams() -> None:
+    """Make streams that take every text: a closed one takes it to nowhere, one that is not Unicode with escapes."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - it is open as long as the program runs
+            setattr(sys, name, nowhere)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _require_working_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError("the working folder is gone", hint="change to one that is there") from error
+
+
+def _silence(stream: TextIO) -> None:
+    """Send what is left in a stream that cannot be written to nowhere, where it cannot fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _on_stderr(text: str) -> None:
+    """Write to stderr; if that cannot be, the exit code alone says how the command ended."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        _silence(sys.stderr)
 
 
 def _fail(error: TracefitError) -> int:
@@ -170,11 +230,11 @@ def _fail(error: TracefitError) -> int:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"tracefit: {line}\n")
+    _on_stderr(f"tracefit: {line}\n")
 
 
 def usage_line(error: TyperException) -> str:
-    """Write what is wrong with the command line in one line: where it was said, what, and what to do."""
+    """Describe an error in the command line in one line: where, what, and what to do."""
     text = error.format_message().strip().rstrip(".")
     close = getattr(error, "possibilities", None)
     if hasattr(error, "option_name"):
@@ -183,7 +243,7 @@ def usage_line(error: TyperException) -> str:
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     where = _source(context, param)
     if close:
-        hint = f"; did you mean {min(close)}?"
+        hint = f"; did you mean {_nearest(getattr(error, 'option_name', ''), close)}?"
     elif "did you mean" in text or context is None:
         hint = ""
     else:
@@ -191,8 +251,13 @@ def usage_line(error: TyperException) -> str:
     return " ".join(f"{where}{text[:1].lower()}{text[1:]}{hint}".split())
 
 
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known option that is most like the one that was written."""
+    return max(known, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
+
+
 def _source(context: Any, param: Any) -> str:
-    """Name the variable or the file that a wrong value comes from; nothing for a flag."""
+    """Name the variable or the file that a wrong value comes from; empty for a flag."""
     if context is None or param is None or param.name is None:
         return ""
     source = context.get_parameter_source(param.name)
@@ -207,7 +272,9 @@ def show(result: Any, text: str, *, as_json: bool, quiet: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(_plain(result), indent=2) + "\n")
     elif not quiet:
-        sys.stdout.write(text.rstrip() + "\n")
+        # Ids in traces and names in coefficient files come from elsewhere: a terminal must not obey them.
+        lines = text.rstrip().split("\n")
+        sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+import msgspec
 from pydantic import TypeAdapter
 
 from tracefit.coefficients.evaluation import Evaluation
@@ -38,7 +39,7 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TABLES_VERSION = 1
 """Of the tables: columns are added within a version, never changed."""
 
-_FILES: dict[str, type[BaseModel]] = {
+_FILES: dict[str, type[BaseModel | msgspec.Struct]] = {
     "coefficients.schema.json": CoefficientFile,
     "evaluation.schema.json": Evaluation,
     "manifest.schema.json": Manifest,
@@ -69,8 +70,12 @@ def schema_texts() -> dict[str, str]:
     return {**files, **results, **tables}
 
 
-def _json_schema(name: str, model: type[BaseModel]) -> dict[str, Any]:
-    return {"$schema": _DIALECT, "$id": f"tracefit/{name}", **model.model_json_schema(by_alias=True)}
+def _json_schema(name: str, model: type[BaseModel | msgspec.Struct]) -> dict[str, Any]:
+    if issubclass(model, msgspec.Struct):
+        schema = msgspec.json.schema(model)
+    else:
+        schema = model.model_json_schema(by_alias=True)
+    return {"$schema": _DIALECT, "$id": f"tracefit/{name}", **schema}
 
 
 def _result_schema(command: str) -> dict[str, Any]:
@@ -109,10 +114,12 @@ def _table_schema(table: Table) -> dict[str, Any]:
     """Describe a row of a table; types of Parquet, units and the order of rows and columns as further keywords."""
     properties = {
         c.name: {
-            "type": [_JSON_TYPES[c.kind], "null"],
+            "type": [_JSON_TYPES[c.kind], "null"] if c.nullable else _JSON_TYPES[c.kind],
             "description": c.doc,
             "column_type": c.kind,
             "unit": c.unit,
+            **({} if c.least is None else {"minimum": c.least, "maximum": c.most}),
+            **({} if c.limit is None else {"limit": c.limit}),
         }
         for c in table.columns
     }
@@ -123,6 +130,7 @@ def _table_schema(table: Table) -> dict[str, Any]:
         "description": table.doc,
         "version": TABLES_VERSION,
         "sorted_by": list(table.key),
+        "rules": [f"{table.name}.{check.column} is not {check.what}" for check in table.checks],
         "further_columns": "features of the models, float64" if table.open_ended else None,
         "type": "object",
         "properties": properties,

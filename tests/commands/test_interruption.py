@@ -180,6 +180,7 @@ def test_a_folder_in_use_is_waited_for(tmp_path, traces):
     assert TableStore(tmp_path / "tables").runs() == ["run"]
 
 
+@pytest.mark.slow
 def test_two_ingests_at_once_lose_nothing(tmp_path, new_traces, contents):
     runs = [new_traces().request(n, 0, step=1).write(tmp_path / f"run{n}") for n in (1, 2)]
     code = "import sys; from tracefit import ingest; ingest([sys.argv[1]], sys.argv[2])"

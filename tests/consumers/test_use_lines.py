@@ -23,8 +23,8 @@ import yaml
 
 import tracefit
 from tracefit.commands.export import export
+from tracefit.consumers.base import flags
 from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
-from tracefit.consumers.source import flags
 from tracefit.synth import SynthOptions, synth, write_run
 
 ROOT = Path(__file__).parents[2]

@@ -90,7 +90,7 @@ def _error_on_every_step(model: Path, full: Path) -> float:
     """Mean absolute error of a written model on the held-out steps of the run that was traced in full."""
     beta = json.loads(model.read_text())["models"][0]
     rows = TableStore(full).read("beta_training")
-    held = rows.filter((pl.col("split") == "holdout") & pl.col("excluded_because").is_null())
+    held = rows.filter((pl.col("split") == "holdout") & pl.col("excluded_reason").is_null())
     terms = [pl.col(t["feature"]) * t["value"] for t in beta["terms"]]
     predicted = pl.sum_horizontal(terms) + beta["intercept"]["value"]
     return float(held.select((predicted - pl.col("y")).abs().mean()).item())

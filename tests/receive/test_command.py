@@ -187,7 +187,7 @@ def test_the_result_as_json(tmp_path):
 
 def test_the_readmes_three_lines_work(lib, start, tmp_path):
     """Generated spans, sent by the SDK's exporter, stand for the server."""
-    text = (ROOT / "README.md").read_text().partition("## What a server must trace")[2]
+    text = (ROOT / "README.md").read_text().partition("## Tracing a server")[2]
     block = re.search(r"```bash\n(.*?)```", text, re.DOTALL)[1].replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in block.splitlines() if line.strip()]
     receive, serve, run = lines

@@ -11,7 +11,7 @@ import yaml
 from typer.main import get_command
 
 from tracefit.cli import app
-from tracefit.server.settings_sources import parse_serve_command
+from tracefit.server.settings import parse_serve_command
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text())

@@ -79,11 +79,11 @@ def receive(
 
     Example: `tracefit receive --out traces/ --model meta-llama/Llama-3.1-8B-Instruct --gpu H100 --live`
     """
-    told = Terminal(quiet=quiet)
-    with one_line_errors(told):
+    terminal = Terminal(quiet=quiet)
+    with one_line_errors(terminal):
         from tracefit.commands.receive import receive as receive_command
         from tracefit.receive.options import ReceiveOptions, parse_duration, parse_rotation
-        from tracefit.reports.summary import receive_text
+        from tracefit.reports.terminal_results import receive_text
 
         def listening(at: Listening) -> None:
             if not quiet:
@@ -110,7 +110,7 @@ def receive(
             options=options,
             live=live,
             listening=listening,
-            progress=told,
+            progress=terminal,
         )
-        told.close()
+        terminal.close()
         show(result, receive_text(result), as_json=json, quiet=quiet)

@@ -20,8 +20,9 @@ from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.ingestion import IngestResult, RunSummary
-from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of, settings_to_json
-from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name
+from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of
+from tracefit.server.documents import excerpt, parse_yaml
+from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_to_json
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import IngestCounts, build_tables
 from tracefit.tables.disk import disk_errors, scratch_folder, sweep
@@ -87,7 +88,7 @@ class IngestOptions:
 
 
 def ingest(
-    paths: Iterable[str | Path],
+    paths: str | Path | Iterable[str | Path],
     out: str | Path,
     *,
     server: ServerOptions | None = None,
@@ -133,7 +134,7 @@ def ingest_inputs(
     inputs: Inputs,
     out: str | Path,
     server: ServerOptions,
-    told: Progress,
+    progress: Progress,
     *,
     options: IngestOptions = IngestOptions(),
     workers: int | None = None,
@@ -145,11 +146,11 @@ def ingest_inputs(
     warnings = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
 
     def waiting() -> None:
-        told.warn(f"{store.root}: another process is writing there; waiting for it")
+        progress.warn(f"{store.root}: another process is writing there; waiting for it")
 
     with disk_errors(store.root), store.lock(waiting):
         sweep(store.root)
-        work = _Work(store, workers or available_cores(), options, told)
+        work = _Work(store, workers or available_cores(), options, progress)
         try:
             summaries = [
                 work.run(source, context, warnings)
@@ -159,7 +160,7 @@ def ingest_inputs(
             _sweep_stage(store)
     write_timelines(store, [s.run_id for s in summaries if _is_small(store, s.run_id)])
     for text in warnings:
-        told.warn(text)
+        progress.warn(text)
     return IngestResult(Path(out), tuple(summaries), tuple(warnings))
 
 
@@ -179,11 +180,11 @@ class _Work:
     store: TableStore
     workers: int
     options: IngestOptions
-    told: Progress
+    progress: Progress
 
     def run(self, source: RunSource, context: RunContext, warnings: list[str]) -> RunSummary:
         """Bring one run's tables up to date."""
-        self.told.stage(f"reading {source.run_id}")
+        self.progress.stage(f"reading {source.run_id}")
         manifest = self.store.manifest()
         run_id = resolve_run_id(manifest, source)
         if run_id != source.run_id:
@@ -197,7 +198,7 @@ class _Work:
             limits=self.options.limits,
             root=self.store.root,
             workers=self.workers,
-            progress=self.told,
+            progress=self.progress,
         )
         read = reading.read(source.trace_files)
         memory.give_back()
@@ -207,7 +208,7 @@ class _Work:
         built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
         if known is None or known.built_from != built_from or not read.all_known:
             run = IngestedRun(source=source.folder, options=options, built_from=built_from, files=read.files)
-            self._build(run_id, source, run, columns)
+            self._build(run_id, source, run, columns, _limits(context))
         self._add_kv_events(run_id, source, context)
         summary = _summary(run_id, context, self.store.read("runs", [run_id]))
         warnings += _warnings_of(run_id, summary)
@@ -219,9 +220,10 @@ class _Work:
         source: RunSource,
         run: IngestedRun,
         columns: dict[str, str | int | None],
+        limits: dict[str, float],
     ) -> None:
         with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
-            self.told.stage(f"writing {run_id}")
+            self.progress.stage(f"writing {run_id}")
             counts = build_tables(
                 run.files,
                 run_id=run_id,
@@ -229,6 +231,7 @@ class _Work:
                 scratch=scratch,
                 write=writer.write,
                 run_columns=columns,
+                limits=limits,
             )
             _require_spans(source, counts)
             self.store.publish(run_id, run, writer.close(), keep=False)
@@ -278,11 +281,18 @@ def _is_small(store: TableStore, run_id: str) -> bool:
 def _require_spans(source: RunSource, counts: IngestCounts) -> None:
     if counts.spans:
         return
-    seen = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
+    if counts.rejects and not counts.other_spans:
+        raise DataError(
+            f"is not OTLP: none of its records can be read as traces ({counts.rejects} rejected)",
+            where=source.name,
+            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them",
+        )
+    found = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
     raise DataError(
-        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({seen})",
+        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({found})",
         where=source.name,
-        hint="start the server with --enable-journey-tracing and --step-tracing-enabled",
+        hint="start stock vLLM with --otlp-traces-endpoint, or inference-sim's fork of vLLM with --enable-journey-tracing "
+        "and --step-tracing-enabled too",
     )
 
 
@@ -298,6 +308,14 @@ def _run_columns(files: Sequence[ReadFile], context: RunContext) -> dict[str, st
     }
 
 
+def _limits(context: RunContext) -> dict[str, float]:
+    """Return the settings that bound what tables can hold; vLLM's defaults, which are assumed, bound nothing."""
+    settings = context.settings
+    names = {c.limit for table in schema.TABLES.values() for c in table.columns if c.limit}
+    known = {name: getattr(settings, name) for name in names if settings.sources.get(name) != "assumed"}
+    return {name: float(value) for name, value in sorted(known.items()) if value is not None}
+
+
 def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary:
     first = runs.row(0, named=True)
     return RunSummary(
@@ -309,6 +327,7 @@ def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary
         other_spans=first["other_spans"],
         duplicate_spans=first["duplicate_spans"],
         rejects=first["rejects"],
+        implausible=sum(json.loads(first["implausible"] or "{}").values()),
         dropped_events=int(runs["dropped_events"].sum()),
         servers=runs.height,
         epochs=int(runs["epochs"].sum()),
@@ -321,6 +340,11 @@ def _warnings_of(run_id: str, run: RunSummary) -> list[str]:
     texts = []
     if run.rejects:
         texts.append(f"{run_id}: {run.rejects} records could not be read; see the rejects table")
+    if run.implausible:
+        texts.append(
+            f"{run_id}: {run.implausible} implausible values were left out; `tracefit inspect` counts them by rule, "
+            "the rejects table lists them"
+        )
     if run.dropped_events:
         texts.append(
             f"{run_id}: the server's SDK dropped {run.dropped_events} events; "
@@ -337,20 +361,16 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
     Raises:
         UsageError: A text without an equals sign, a key that is nearly a known one, or a value that is not YAML.
     """
-    import yaml  # noqa: PLC0415 - settings on the command line are rare
-
     values: dict[str, object] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise UsageError(
-                f"--set {text}: not of the form KEY=VALUE", hint="for example --set max_num_seqs=128"
+                f"--set {excerpt(text)}: not of the form KEY=VALUE",
+                hint="for example --set max_num_seqs=128",
             )
         _require_no_typo(key)
-        try:
-            values[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UsageError(f"--set {text}: the value cannot be read") from error
+        values[key.strip()] = parse_yaml(value, where=f"--set {excerpt(key.strip())}")
     return values
 
 
@@ -359,4 +379,4 @@ def _require_no_typo(key: str) -> None:
     name = canonical_name(key)
     meant = None if name in SETTINGS else did_you_mean(name, SETTINGS, cutoff=0.85)
     if meant:
-        raise UsageError(f"--set {key.strip()}: no such setting", hint=meant)
+        raise UsageError(f"--set {excerpt(key.strip())}: no such setting", hint=meant)

@@ -22,8 +22,7 @@ from tracefit.receive.spans import PrivacyFilter
 from tracefit.receive.store import TraceStore
 from tracefit.results.receiving import ReceivedFrom, ReceiveResult
 from tracefit.server.context import read_context
-from tracefit.server.settings import ServerSettings, merge
-from tracefit.server.settings_sources import read_settings
+from tracefit.server.settings import ServerSettings, merge, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

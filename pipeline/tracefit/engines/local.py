@@ -6,16 +6,13 @@ in the order of the tasks, and are the same whatever the number of workers.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections import deque
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -31,6 +28,7 @@ from tracefit.tables.staging import write_staged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from concurrent.futures import Future, ProcessPoolExecutor
 
     from tracefit.otlp.decode import SpanBatch
 
@@ -120,6 +118,8 @@ def run_tasks(tasks: Iterable[Task], *, workers: int) -> Iterator[tuple[Task, De
 
 
 def _result(task: Task, future: Future[Decoded]) -> tuple[Task, Decoded]:
+    from concurrent.futures.process import BrokenProcessPool  # noqa: PLC0415 - one worker needs no pool
+
     try:
         return task, future.result()
     except BrokenProcessPool as error:
@@ -132,6 +132,9 @@ def _result(task: Task, future: Future[Decoded]) -> tuple[Task, Decoded]:
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """Make a pool whose processes start anew: a forked one would have the locks of polars' threads, and no threads."""
+    import multiprocessing  # noqa: PLC0415 - as above
+    from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415
+
     context = multiprocessing.get_context("spawn")
     with _worker_surroundings(workers):  # the pool starts a process too, which keeps track of its locks
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
@@ -155,9 +158,13 @@ def _worker_surroundings(workers: int) -> Iterator[None]:
     os.environ.update(changed)
     sys.modules["__main__"] = ModuleType("__main__")
     sys.path = [folder for folder in path if folder not in ("", ".", str(Path.cwd()))]
+    # Ctrl-C goes to every process of the terminal. Workers end with this one, which says what happened; they are started
+    # with the signal blocked, for it could come before their first line of code.
+    before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before_mask)
         sys.modules["__main__"], sys.path = main, path
         for name, value in before.items():
             if value is None:
@@ -168,7 +175,10 @@ def _worker_surroundings(workers: int) -> Iterator[None]:
 
 def _end_with_parent() -> None:
     """End this worker when its parent dies: nobody wants the rest, and another process may take over the folder."""
-    parent = multiprocessing.parent_process()
+    from multiprocessing import parent_process  # noqa: PLC0415
+    from multiprocessing.connection import wait  # noqa: PLC0415
+
+    parent = parent_process()
     assert parent is not None  # noqa: S101 - only workers call this
 
     def watch() -> None:

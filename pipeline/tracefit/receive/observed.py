@@ -29,6 +29,7 @@ _ENOUGH_REQUESTS = 50
 """Finished requests after which a kind of span that has not come is missing: a request takes many steps."""
 
 _SPELLED = {spelled: e.event for e in dialects.JOURNEY_EVENTS for spelled in e.spellings}
+_STEP_SCOPES = {s.scope for s in dialects.SPELLINGS if s.event == dialects.STEP_EVENT}
 _STOCK_TTFT = "gen_ai.latency.time_to_first_token"
 
 
@@ -65,9 +66,9 @@ class Observed:
     def add(self, scope: str, span: Any) -> None:
         """Take note of a span of vLLM's, whose attributes are encoded."""
         self.dropped_events += span.dropped_events_count
-        if scope == dialects.CORE_SCOPE:
+        if scope in dialects.CORE_SCOPES:
             self._add_core(span)
-        elif scope == dialects.STEP_SCOPE:
+        elif scope in _STEP_SCOPES:
             self._add_steps(span)
         elif scope in dialects.FRONT_SCOPES and span.name == "llm_request":
             self._add_api(scope, span)
@@ -81,7 +82,7 @@ class Observed:
                 self._match(span.trace_id, "first token", event.time_unix_nano)
 
     def _add_api(self, scope: str, span: Any) -> None:
-        if scope == dialects.API_SCOPE:
+        if scope in dialects.API_SCOPES:
             self._match(span.trace_id, "arrival", span.start_time_unix_nano)
             return
         self.requests += 1

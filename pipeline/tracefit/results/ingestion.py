@@ -21,6 +21,7 @@ class RunSummary:
     other_spans: int
     duplicate_spans: int
     rejects: int
+    implausible: int
     dropped_events: int
     servers: int
     epochs: int
@@ -38,8 +39,8 @@ class IngestResult:
 
     @property
     def exit_code(self) -> int:
-        """0, or 3 when something is in quarantine: rejects, dropped events or duplicates."""
-        troubled = any(r.rejects or r.dropped_events or r.duplicate_spans for r in self.runs)
+        """0, or 3 when something is in quarantine: rejects, implausible values, dropped events or duplicates."""
+        troubled = any(r.rejects or r.implausible or r.dropped_events or r.duplicate_spans for r in self.runs)
         return EXIT_QUARANTINE if troubled else EXIT_DONE
 
 

@@ -49,7 +49,10 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """One run as it was read; `files` is empty when tables were inspected."""
+    """One run as it was read; `files` is empty when tables were inspected.
+
+    `implausible` counts what was left out by the rule it broke.
+    """
 
     run_id: str
     scope_id: str
@@ -61,6 +64,7 @@ class RunFacts:
     servers: tuple[ServerFacts, ...]
     events: dict[str, int]
     rejects: int
+    implausible: dict[str, int]
     duplicate_spans: int
     checks: tuple[Check, ...]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,8 @@ import polars as pl
 
 from tracefit import memory
 from tracefit.tables import dialects, schema
-from tracefit.tables.clocks import on_core_clock
-from tracefit.tables.epochs import MARKS, EpochScanner, in_epoch, marks_of
+from tracefit.tables.clocks import is_off_clock, on_core_clock
+from tracefit.tables.epochs import MARKS, STRAY_STEPS, STRAYS, EpochScanner, in_epoch, marks_of
 from tracefit.tables.external_sort import ExternalSort, SortSpace
 from tracefit.tables.requests import (
     api_requests,
@@ -29,7 +29,7 @@ from tracefit.tables.requests import (
 from tracefit.tables.resolve import Facts, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import RunTally
-from tracefit.tables.span_requests import telling_spans, told_requests
+from tracefit.tables.span_requests import request_spans, requests_from_spans
 from tracefit.tables.staging import RunPart, parts_of, read_staged
 
 if TYPE_CHECKING:
@@ -42,6 +42,10 @@ WINDOW_BYTES = 8 << 20
 """Bytes on disk of the staged parts that are read as one; they are several times that in memory."""
 
 
+_ODD_SHARE = 0.01
+"""A setting that more of a run's rows contradict is not what the server ran with, and bounds nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class IngestCounts:
     """What went through, for the report: nothing is lost without a number here."""
@@ -51,9 +55,11 @@ class IngestCounts:
     duplicate_spans: int = 0
     dropped_attributes: int = 0
     rejects: int = 0
-    moved_events: int = 0
+    clock_corrected_events: int = 0
     """API events whose clock was not the engine core's: moved to it by way of the wall clock."""
     events: tuple[tuple[str, int], ...] = ()
+    implausible: tuple[tuple[str, int], ...] = ()
+    """Rules that rows broke, each with how many did; see `schema.Table.sift`."""
 
 
 def build_tables(
@@ -64,6 +70,7 @@ def build_tables(
     scratch: Path,
     write: Callable[[str, pl.DataFrame], None],
     run_columns: Mapping[str, str | int | None],
+    limits: Mapping[str, float] | None = None,
 ) -> IngestCounts:
     """Build every table of a run but `timeline` and the training frames.
 
@@ -74,11 +81,12 @@ def build_tables(
         scratch: A folder for what does not fit into memory.
         write: Takes the next rows of a table, in order; called at least once for every table.
         run_columns: What the `runs` table says of the whole run, beside what is counted here.
+        limits: Settings of the server that bound values of the tables; one that the run itself contradicts is not used.
 
     Returns:
         The counts; a run without a single span of the vLLM scopes is not written at all.
     """
-    run, spans_read = _taken_apart(files, run_id, stage, scratch)
+    run, spans_read = _taken_apart(files, run_id, stage, scratch, limits or {})
     memory.give_back()
     other_spans = sum(part.other_spans for file in files for part in file.parts)
     if not run.counts["spans"]:
@@ -88,15 +96,74 @@ def build_tables(
     return counts
 
 
-def _taken_apart(files: Sequence[ReadFile], run_id: str, stage: Path, scratch: Path) -> tuple[_Run, int]:
+def _taken_apart(
+    files: Sequence[ReadFile], run_id: str, stage: Path, scratch: Path, limits: Mapping[str, float]
+) -> tuple[_Run, int]:
     """Return the rows of all tables, in sorts, and how many spans were read. What was known of each span is let go."""
     staged = parts_of(files)
-    facts = resolve(stage, staged)
-    parts = [_Part(part, known) for part, known in zip(staged, facts, strict=True)]
-    run = _Run(run_id, SortSpace(scratch), _epoch_starts(stage, parts, scratch))
+    resolved = resolve(stage, staged)
+    parts = [_Part(part, known) for part, known in zip(staged, resolved.parts, strict=True)]
+    starts, sieve = _epoch_starts(stage, parts, scratch, _Sieve(limits, resolved.clocks))
+    run = _Run(run_id, SortSpace(scratch), starts, sieve)
     for window in _windows(stage, parts):
         run.add(window)
-    return run, sum(known.spans_read for known in facts)
+    return run, sum(known.spans_read for known in resolved.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sieve:
+    """The rules of the tables, and what of the whole run they are held against.
+
+    Attributes:
+        limits: Settings of the server that bound values.
+        clocks: Clocks of the servers, as `clocks_of` returns them.
+        strays: Marks whose step cannot be, as the scanner of epochs returns them.
+        bounds: Lowest and highest step of each server, likewise.
+    """
+
+    limits: Mapping[str, float]
+    clocks: pl.DataFrame
+    strays: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=STRAYS))
+    bounds: pl.DataFrame | None = None
+
+    def sift(self, name: str, rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """Return the rows of a table that stay, and the rules that others broke: row, reason.
+
+        Bounds come first: of numbers within them, differences do not overflow.
+        """
+        table = schema.TABLES[name]
+        columns = rows.columns
+        kept, broken = table.sift(rows, self.limits)
+        evidence = []
+        if "ts_ns" in columns or "ts_start_ns" in columns:
+            ts = "ts_ns" if "ts_ns" in columns else "ts_start_ns"
+            evidence.append(is_off_clock(kept, ts, self.clocks).alias(schema.OFF_CLOCK))
+        if "step_id" in columns:
+            evidence.append(self._strays(kept).alias(schema.STRAY_STEP))
+        kept, also = table.sift(kept.with_columns(evidence), {})
+        return kept.select(columns), pl.concat([broken, also])
+
+    def _strays(self, rows: pl.DataFrame) -> pl.Series:
+        ts = next((c for c in ("ts_ns", "ts_start_ns") if c in rows.columns), None)
+        if ts is not None:
+            if not self.strays.height:
+                return pl.repeat(value=False, n=rows.height, eager=True)
+            places = rows.select(
+                pl.col("server").cast(pl.String), pl.coalesce("unix_ns", ts).alias("clock"), "step_id"
+            )
+            marked = self.strays.unique().with_columns(is_stray=pl.lit(value=True))
+            found = places.join(marked, on=["server", "clock", "step_id"], how="left", maintain_order="left")
+            return found["is_stray"].fill_null(value=False)
+        if self.bounds is None:
+            return pl.repeat(value=False, n=rows.height, eager=True)
+        # Snapshots have no clock of their own.
+        places = rows.select(pl.col("server").cast(pl.String), "step_id").join(
+            self.bounds, on="server", how="left", maintain_order="left"
+        )
+        outside = (pl.col("step_id") < pl.col("least") - STRAY_STEPS) | (
+            pl.col("step_id") > pl.col("most") + STRAY_STEPS
+        )
+        return places.select(outside.fill_null(value=False)).to_series()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +211,23 @@ class _Window:
             rows = rows.drop("server")
         return rows.join(self.facts, on="row", how="inner", maintain_order="left")
 
-    def journeys(self, columns: Sequence[str] | None = None) -> tuple[pl.DataFrame, pl.DataFrame, int]:
-        """Return journey events on the engine's clock, rows of those without one, and how many were moved."""
-        rows = self.read("journeys", columns)
+    def sifted(
+        self, sieve: _Sieve, kind: str, table: str, columns: Sequence[str] | None = None
+    ) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """Return rows of the spans that count and keep the rules of their table, and the rules that others broke."""
+        return sieve.sift(table, self.read(kind, columns))
+
+    def journeys(
+        self, sieve: _Sieve, columns: Sequence[str] | None = None
+    ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, int]:
+        """Return journey events on the engine's clock, rows of those without one, rules broken, and how many were moved."""
+        rows, broken = self.sifted(sieve, "journeys", "journey_events", columns)
         # A layer that stamps wall-clock time alone still has a place on the engine's clock: their difference is constant.
         rows = rows.with_columns(ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - pl.col("server_zero")))
         placed = rows.filter(pl.col("ts_ns").is_not_null())
         lost = rows.filter(pl.col("ts_ns").is_null()).select("row", reason=pl.lit(NO_CLOCK))
         placed, moved = on_core_clock(placed)
-        return placed, lost, moved
+        return placed, lost, broken, moved
 
 
 def _moved(rows: pl.DataFrame, first: int) -> pl.DataFrame:
@@ -174,18 +249,52 @@ def _windows(stage: Path, parts: Iterable[_Part]) -> Iterator[_Window]:
         yield _Window.of(stage, held)
 
 
-def _epoch_starts(stage: Path, parts: Sequence[_Part], scratch: Path) -> pl.DataFrame:
-    """Go over the marks of the whole run in the order of their clock."""
+def _epoch_starts(
+    stage: Path, parts: Sequence[_Part], scratch: Path, sieve: _Sieve
+) -> tuple[pl.DataFrame, _Sieve]:
+    """Go over the marks of the whole run in the order of their clock; return epochs, and what tells odd rows."""
     marks = SortSpace(scratch).sort(key=("clock",), order=("clock", "server", "step_id", "exact"))
     marks.add(pl.DataFrame(schema=MARKS))
+    free = replace(sieve, limits={})
+    counted = _LimitCount(sieve.limits)
     for window in _windows(stage, parts):
-        steps = window.read("steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
-        journeys, _, _ = window.journeys(("row", "unix_ns", "ts_ns", "step_id", "layer"))
+        columns = ("row", "unix_ns", "ts_start_ns", "step_id", *counted.columns("steps"))
+        steps, _ = window.sifted(free, "steps", "steps", columns)
+        columns = ("row", "unix_ns", "ts_ns", "step_id", "layer", *counted.columns("journey_events"))
+        journeys, _, _, _ = window.journeys(free, columns)
         marks.add(marks_of(steps, journeys))
+        counted.add("steps", steps)
+        counted.add("journey_events", journeys)
     scanner = EpochScanner()
-    for rows in marks.windows():
-        scanner.feed(rows)
-    return scanner.starts()
+    for found in marks.windows():
+        scanner.feed(found)
+    starts = scanner.starts()
+    sound = replace(sieve, limits=counted.accepted(), strays=scanner.strays(), bounds=scanner.bounds())
+    return starts, sound
+
+
+@dataclass(slots=True)
+class _LimitCount:
+    """How often the values of a run lie above the settings that are to bound them."""
+
+    limits: Mapping[str, float]
+    values: Counter[str] = field(default_factory=Counter)
+    above: Counter[str] = field(default_factory=Counter)
+
+    def columns(self, table: str) -> list[str]:
+        """Return the columns of a table that a known setting bounds."""
+        return [c.name for c in schema.TABLES[table].columns if c.limit in self.limits]
+
+    def add(self, table: str, rows: pl.DataFrame) -> None:
+        for c in schema.TABLES[table].columns:
+            if c.limit is not None and c.limit in self.limits:
+                self.values[f"{c.limit} {c.name}"] += rows[c.name].count()
+                self.above[f"{c.limit} {c.name}"] += int((rows[c.name] > self.limits[c.limit]).sum() or 0)
+
+    def accepted(self) -> dict[str, float]:
+        """Return the settings that the run does not contradict."""
+        refuted = {key.split()[0] for key, n in self.above.items() if n > self.values[key] * _ODD_SHARE}
+        return {name: most for name, most in self.limits.items() if name not in refuted}
 
 
 @dataclass(slots=True)
@@ -195,8 +304,10 @@ class _Run:
     run_id: str
     space: SortSpace
     starts: pl.DataFrame
+    sieve: _Sieve
     counts: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
+    implausible: Counter[str] = field(default_factory=Counter)
     sorts: dict[str, ExternalSort] = field(default_factory=dict)
     cached: list[pl.DataFrame] = field(default_factory=list)
     layer_columns: dict[str, list[str]] = field(default_factory=dict)
@@ -210,37 +321,41 @@ class _Run:
         self.events.update(dict(counted.iter_rows()))
         self._take("spans", spans)
         self._take("spans", window.every("others"))
-        steps = window.read("steps")
+        steps, odd_steps = window.sifted(self.sieve, "steps", "steps")
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
-        snapshots = in_epoch(window.read("snapshots"), self.starts, None)
+        snapshots, odd_snapshots = window.sifted(self.sieve, "snapshots", "request_snapshots")
+        snapshots = in_epoch(snapshots, self.starts, None)
         self._take("request_snapshots", snapshots)
         self.cached.append(cached_prompt_tokens(snapshots))
-        journeys, lost, moved = window.journeys()
+        journeys, lost, odd_journeys, moved = window.journeys(self.sieve)
         self.counts["moved"] += moved
         self._add_journeys(in_epoch(journeys, self.starts, "ts_ns"), spans)
-        self._add_rejects(window, spans, lost)
+        self._add_rejects(window, spans, lost, pl.concat([odd_steps, odd_snapshots, odd_journeys]))
 
     def _add_journeys(self, journeys: pl.DataFrame, spans: pl.DataFrame) -> None:
         ids = spans.select("row", "trace_id", "span_id", "parent_span_id", "request_id")
         journeys = journeys.join(ids, on="row", how="left", maintain_order="left")
         self._take("journey_events", journeys)
-        api_spans = spans.filter(pl.col("scope") == dialects.API_SCOPE)
+        api_spans = spans.filter(pl.col("scope").is_in(dialects.API_SCOPES))
         layers = {
             "core": core_requests(journeys),
             "api": api_requests(journeys, api_spans),
-            "told": telling_spans(spans),
+            "spans": request_spans(spans),
         }
         self.layer_columns = {side: frame.columns for side, frame in layers.items()}
         both = pl.concat([f.with_columns(side=pl.lit(s)) for s, f in layers.items()], how="diagonal")
         self._sort("layers").add(both)
 
-    def _add_rejects(self, window: _Window, spans: pl.DataFrame, lost: pl.DataFrame) -> None:
+    def _add_rejects(
+        self, window: _Window, spans: pl.DataFrame, lost: pl.DataFrame, odd: pl.DataFrame
+    ) -> None:
         places = spans.select("row", "source_offset", "source_file")
-        bad = pl.concat([window.read("incomplete").select("row", "reason"), lost])
+        bad = pl.concat([window.read("incomplete").select("row", "reason"), lost, odd])
         found = bad.join(places, on="row", how="inner").drop("row")
         found = found.with_columns(excerpt=pl.lit(""), count=pl.lit(1, pl.Int64))
         rejects = pl.concat([window.every("rejects"), found], how="diagonal")
-        self.counts["rejects"] += int(rejects["count"].sum())
+        self.implausible.update(dict(odd["reason"].value_counts().iter_rows()))
+        self.counts["rejects"] += int(rejects["count"].sum()) - odd.height
         self._take("rejects", rejects)
 
     def _take(self, name: str, rows: pl.DataFrame) -> None:
@@ -263,8 +378,9 @@ class _Run:
             duplicate_spans=spans_read - self.counts["spans"],
             dropped_attributes=self.counts["dropped_attributes"],
             rejects=self.counts["rejects"],
-            moved_events=self.counts["moved"],
+            clock_corrected_events=self.counts["moved"],
             events=tuple(sorted(self.events.items())),
+            implausible=tuple(sorted(self.implausible.items())),
         )
 
     def finish(
@@ -288,8 +404,9 @@ class _Run:
             "duplicate_spans": counts.duplicate_spans,
             "rejects": counts.rejects,
             "dropped_attributes": counts.dropped_attributes,
-            "moved_events": counts.moved_events,
+            "clock_corrected_events": counts.clock_corrected_events,
             "events": json.dumps(dict(counts.events)),
+            "implausible": json.dumps(dict(counts.implausible)),
         }
         write("runs", tally.rows({**run_columns, **counted}))
 
@@ -298,14 +415,15 @@ class _Run:
         self.cached.clear()
         self._sort("requests").add(schema.REQUESTS.empty())
         for window in self._sort("layers").windows():
-            core, api, telling = (
-                window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api", "told")
+            core, api, described = (
+                window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api", "spans")
             )
-            told = told_requests(telling)
             hits = cached.join(
                 core, left_on=cached.columns[:3], right_on=["server", "epoch", "request_id"], how="semi"
             )
-            self._sort("requests").add(join_requests(core, api, told, hits, run_id=self.run_id))
+            self._sort("requests").add(
+                join_requests(core, api, requests_from_spans(described), hits, run_id=self.run_id)
+            )
         del self.sorts["layers"]
 
 

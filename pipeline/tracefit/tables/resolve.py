@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.tables import dialects
-from tracefit.tables.clocks import tell_apart
+from tracefit.tables.clocks import clocks_of, split_engines, without_lone_clocks
 from tracefit.tables.staging import read_staged
 
 if TYPE_CHECKING:
@@ -59,7 +59,23 @@ class Facts:
     rows: int
 
 
-def resolve(stage: Path, parts: Sequence[RunPart]) -> list[Facts]:
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What the view of the whole run gives.
+
+    Attributes:
+        parts: Facts of each part.
+        clocks: server, low, high: ranges of wall clock less engine clock that its spans agree on.
+    """
+
+    parts: list[Facts]
+    clocks: pl.DataFrame
+
+
+CLOCKS = {"server": pl.String, "low": pl.Int64, "high": pl.Int64}
+
+
+def resolve(stage: Path, parts: Sequence[RunPart]) -> Resolved:
     """Look at all spans of a run together.
 
     A span is its (trace_id, span_id): of one that was read twice, the first counts. Spans get the server they belong to.
@@ -69,10 +85,10 @@ def resolve(stage: Path, parts: Sequence[RunPart]) -> list[Facts]:
         parts: The run's parts.
 
     Returns:
-        Facts of each part.
+        Facts of each part, and the clocks of the servers.
     """
     if not parts:
-        return []
+        return Resolved([], pl.DataFrame(schema=CLOCKS))
     every, rows = [], []
     for number, part in enumerate(parts):
         staged = read_staged(stage, part.name, "spans", _NARROW)
@@ -84,11 +100,13 @@ def resolve(stage: Path, parts: Sequence[RunPart]) -> list[Facts]:
         spans = spans.sort("place", maintain_order=True)
     spans = spans.drop("place")
     read = dict(spans.group_by("part").len().iter_rows())
-    spans = _without_repeats(spans).with_row_index("span_row")
-    facts = _facts(_with_server(spans, _Marks(stage, [part.name for part in parts], spans)))
+    spans = without_lone_clocks(_without_repeats(spans)).with_row_index("span_row")
+    spans = _with_server(spans, _Marks(stage, [part.name for part in parts], spans))
+    facts, clocks = _facts(spans), clocks_of(spans)
     by_part = facts.partition_by("part", as_dict=True, maintain_order=True, include_key=False)
     none = facts.clear().drop("part")
-    return [Facts(by_part.get((part,), none), read.get(part, 0), rows[part]) for part in range(len(parts))]
+    found = [Facts(by_part.get((part,), none), read.get(part, 0), rows[part]) for part in range(len(parts))]
+    return Resolved(found, clocks)
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
@@ -99,7 +117,7 @@ def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _facts(spans: pl.DataFrame) -> pl.DataFrame:
-    cores = spans.select(*_IDS[:2], "scope", "zero").filter(pl.col("scope") == dialects.CORE_SCOPE)
+    cores = spans.select(*_IDS[:2], "scope", "zero").filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
     zeros = cores.group_by(_IDS[:2]).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
     return spans.select(
         "part",
@@ -139,14 +157,14 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
     Engines that share a name get one each.
     """
     is_api = pl.col("scope").is_in(dialects.FRONT_SCOPES).fill_null(value=False)
-    apart = tell_apart(spans.select("scope", *_ENGINE).filter(~is_api), marks.of)
+    apart = split_engines(spans.select("scope", *_ENGINE).filter(~is_api), marks.of)
     if apart.height:
         apart = apart.with_columns(pl.col("server").cast(pl.Categorical))
         spans = spans.join(apart, on="span_row", how="left", suffix="_apart", maintain_order="left")
         spans = spans.with_columns(server=pl.coalesce("server_apart", "server")).drop("server_apart")
     parents = (
         spans.select(*_IDS[:2], "scope", span="parent", engine="server")
-        .filter(pl.col("scope") == dialects.CORE_SCOPE)
+        .filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
         .unique(_IDS, keep="first", maintain_order=True)
     )
     names = spans.select(pl.col("server").filter(~is_api).unique()).to_series()
@@ -158,7 +176,7 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """Clock and step counter of the engines' events, for `tell_apart`; read where it asks for them."""
+    """Clock and step counter of the engines' events, for `split_engines`; read where it asks for them."""
 
     stage: Path
     parts: Sequence[str]

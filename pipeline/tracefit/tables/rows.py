@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.tables import dialects, schema
+from tracefit.tables.clocks import SAME_CLOCK_NS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -140,7 +141,7 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> Rows:
     snapshots, no_snapshot = _split_complete(snapshots, ("step_id", "request_id"), NO_SNAPSHOT)
     return Rows(
         spans=vllm_spans.drop("span_row")
-        .with_columns(pl.col(key).alias(name) for name, key in dialects.REQUEST_ATTRIBUTES.items())
+        .with_columns(pl.coalesce(keys).alias(name) for name, keys in dialects.REQUEST_ATTRIBUTES.items())
         .join(_clocks(journeys, steps), on="row", how="left", maintain_order="left"),
         journeys=journeys,
         steps=steps,
@@ -178,17 +179,33 @@ def _clocks(journeys: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
 
     An event is stamped on both clocks at once, so that the middle of a span's differences is its zero to microseconds.
     """
+    # Of a time that cannot be, and of differences with it, nothing is to be learned.
+    steps = steps.filter(_is_possible("ts_start_ns", schema.STEPS), _is_possible("step_id", schema.STEPS))
+    journeys = journeys.filter(_is_possible("ts_ns", schema.JOURNEY_EVENTS))
     stamps = pl.concat(
         [journeys.select("row", "unix_ns", "ts_ns"), steps.select("row", "unix_ns", ts_ns="ts_start_ns")]
     )
-    zeros = stamps.group_by("row").agg(zero=(pl.col("unix_ns") - pl.col("ts_ns")).median().cast(pl.Int64))
-    counters = steps.group_by("row").agg(
-        first_ns=pl.col("ts_start_ns").min(),
-        last_ns=pl.col("ts_start_ns").max(),
-        first_step=pl.col("step_id").min(),
-        last_step=pl.col("step_id").max(),
+    zero = (pl.col("unix_ns") - pl.col("ts_ns")).median()
+    zeros = stamps.group_by("row").agg(zero=zero.cast(pl.Int64))
+    away = pl.col("unix_ns") - pl.col("ts_start_ns") - pl.col("zero")
+    with_zero = steps.join(zeros, on="row", how="left")
+    counters = (
+        with_zero.filter((away.abs() <= SAME_CLOCK_NS).fill_null(value=True))
+        .group_by("row")
+        .agg(
+            first_ns=pl.col("ts_start_ns").min(),
+            last_ns=pl.col("ts_start_ns").max(),
+            first_step=pl.col("step_id").min(),
+            last_step=pl.col("step_id").max(),
+        )
     )
     return zeros.join(counters, on="row", how="left").select("row", *_CLOCK)
+
+
+def _is_possible(name: str, table: schema.Table) -> pl.Expr:
+    """Tell values within the bounds of their column; null is."""
+    column = next(c for c in table.columns if c.name == name)
+    return pl.col(name).is_between(column.least, column.most).fill_null(value=True)
 
 
 def _first(frame: pl.DataFrame, spellings: Iterable[str], dtype: pl.DataType) -> pl.Expr:
@@ -226,7 +243,7 @@ def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
     parts = [nothing.with_columns(layer=pl.lit(""), event=pl.lit(""), ts_ns=pl.lit(0, pl.Int64))]
     for kind in dialects.JOURNEY_EVENTS:
         for frame in (events[spelled] for spelled in kind.spellings if spelled in events):
-            own = frame.filter(pl.col("span_scope") == dialects.LAYER_SCOPES[kind.layer])
+            own = frame.filter(pl.col("span_scope") == kind.scope)
             # One select that holds a column: of literals alone it would give a single row.
             columns = _columns_of(own, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
             parts.append(

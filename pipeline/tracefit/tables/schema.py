@@ -1,14 +1,19 @@
-"""The published tables: name, key, columns with their types, units and meaning.
+"""The published tables: name, key, columns with their types, units, meaning and bounds, and the rules of their rows.
 
-Everything that writes, reads, checks or documents a table takes its shape from here.
+Everything that writes, reads, checks or documents a table takes its shape from here. A trace is valid OTLP whatever its
+numbers say: a row that breaks a rule (`Table.sift`) never reaches the table, is counted under the rule's name in
+`runs.implausible`, and is listed in `rejects` with that name as its reason.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import polars as pl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 Kind = Literal["string", "int64", "float64", "bool", "map", "json"]
 
@@ -25,12 +30,27 @@ _POLARS: dict[Kind, pl.DataType] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. A missing value is null, never 0 or an empty string."""
+    """One column. A missing value is null, never 0 or an empty string.
+
+    Attributes:
+        name: Its name.
+        kind: Its type.
+        doc: What it holds.
+        unit: Unit of its values.
+        nullable: Whether a row may lack a value.
+        least: Smallest value that is possible, in any run.
+        most: Largest value that is possible, in any run.
+        limit: Setting of the server that bounds the values of a run.
+    """
 
     name: str
     kind: Kind
     doc: str
     unit: str | None = None
+    nullable: bool = True
+    least: float | None = None
+    most: float | None = None
+    limit: str | None = None
 
     @property
     def polars(self) -> pl.DataType:
@@ -39,15 +59,65 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
+class Rule:
+    """What holds of every row of a table.
+
+    Attributes:
+        name: What a row that breaks it does, for people: `steps.step_id is out of range`.
+        breaks: True on rows that break it; null counts as false.
+        needs: Columns that `breaks` reads. Rows that lack one are not checked.
+        clears: Column whose value is cleared; None leaves the whole row out.
+    """
+
+    name: str
+    breaks: pl.Expr
+    needs: tuple[str, ...]
+    clears: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A rule that takes more than one value: what is wrong with `column`, and an expression that is true where it is.
+
+    Attributes:
+        column: Column that is wrong.
+        what: What is wrong with it.
+        breaks: True where it is wrong.
+        needs: Columns that are read: of the table, or evidence of the run that whoever sifts adds.
+    """
+
+    column: str
+    what: str
+    breaks: pl.Expr
+    needs: tuple[str, ...]
+
+
+OFF_CLOCK, STRAY_STEP = "is_off_clock", "is_stray_step"
+"""Evidence of the whole run on a row: its time is on none of the server's clocks, its step is far from those around it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
-    """One published table: rows are sorted by `key`."""
+    """One published table: rows are sorted by `key`.
+
+    Attributes:
+        name: Its name.
+        doc: What a row is.
+        key: Columns that rows are sorted by.
+        columns: Its columns.
+        open_ended: Further float columns may follow (the features of a training frame).
+        checks: Rules beyond the bounds of single columns.
+        clears_values: A value that cannot be is cleared where its column is nullable, and the row stays: an event of a
+            request still tells that something happened. Elsewhere a row with one such value is left out.
+    """
 
     name: str
     doc: str
     key: tuple[str, ...]
     columns: tuple[Column, ...]
     open_ended: bool = False
-    """Further float columns may follow (the features of a training frame)."""
+    checks: tuple[Check, ...] = ()
+    clears_values: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -81,9 +151,75 @@ class Table:
         extra = [pl.col(n) for n in frame.columns if n not in set(self.names)] if self.open_ended else []
         return frame.select(*own, *extra)
 
+    def rules(self, limits: Mapping[str, float]) -> Iterator[Rule]:
+        """Yield the rules of a run's rows: bounds of the columns, then what takes more than one value.
+
+        Args:
+            limits: Settings of the server, by name; a limit that is not known bounds nothing.
+        """
+        for c in self.columns:
+            if c.least is not None and c.most is not None:
+                least, most = (pl.lit(b, c.polars) for b in (c.least, c.most))
+                yield self._rule(c.name, "out of range", ~pl.col(c.name).is_between(least, most), (c.name,))
+            if c.limit is not None and c.limit in limits:
+                yield self._rule(c.name, f"above {c.limit}", pl.col(c.name) > limits[c.limit], (c.name,))
+        for check in self.checks:
+            yield self._rule(check.column, check.what, check.breaks, check.needs)
+
+    def _rule(self, column: str, what: str, breaks: pl.Expr, needs: tuple[str, ...]) -> Rule:
+        is_cleared = self.clears_values and next(c.nullable for c in self.columns if c.name == column)
+        return Rule(f"{self.name}.{column} is {what}", breaks, needs, column if is_cleared else None)
+
+    def sift(self, rows: pl.DataFrame, limits: Mapping[str, float]) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """Leave out rows, or clear values, that break a rule.
+
+        Args:
+            rows: Rows with `row`, the number of their span, and columns of this table, not necessarily all.
+            limits: Settings of the server, by name.
+
+        Returns:
+            The rows that stay, and one row per broken rule and row: row, reason.
+        """
+        have = set(rows.columns)
+        rules = [rule for rule in self.rules(limits) if have.issuperset(rule.needs)]
+        marks = rows.select(rule.breaks.fill_null(value=False).alias(str(n)) for n, rule in enumerate(rules))
+        # Nearly always nothing is wrong.
+        fired = [n for n, is_broken in enumerate(marks.max().row(0)) if is_broken] if rules else []
+        if not fired:
+            return rows, _BROKEN.clear()
+        nothing = pl.repeat(value=False, n=rows.height, eager=True)
+        left_out, cleared, broken = nothing, dict[str, pl.Series](), [_BROKEN.clear()]
+        for n in fired:
+            rule, mark = rules[n], marks[str(n)]
+            # A value, or a row, is wrong once.
+            mark &= ~(left_out if rule.clears is None else cleared.get(rule.clears, nothing))
+            broken.append(rows.filter(mark).select("row", reason=pl.lit(rule.name)))
+            if rule.clears is None:
+                left_out |= mark
+            else:
+                cleared[rule.clears] = cleared.get(rule.clears, nothing) | mark
+        values = [pl.when(~mark).then(name).alias(name) for name, mark in cleared.items()]
+        return rows.with_columns(values).filter(~left_out), pl.concat(broken)
+
     def empty(self) -> pl.DataFrame:
         """Return a frame of no rows."""
         return pl.DataFrame(schema={c.name: c.polars for c in self.columns})
+
+
+EARLIER_NAMES = {
+    "excluded_because": "excluded_reason",
+    "moved_events": "clock_corrected_events",
+}
+"""Columns of tables that earlier versions wrote, by their earlier names."""
+
+_BROKEN = pl.DataFrame(schema={"row": pl.UInt32, "reason": pl.String})
+
+_MOST_COUNT = 2**31 - 1
+_MOST_STEP = 2**40
+"""A step of 100 us each for three years."""
+_MOST_NS = 2**62
+"""146 years. Differences of times up to here do not overflow."""
+_HOUR_US = 3_600_000_000
 
 
 def _s(name: str, doc: str) -> Column:
@@ -92,6 +228,24 @@ def _s(name: str, doc: str) -> Column:
 
 def _i(name: str, doc: str, unit: str | None = None) -> Column:
     return Column(name, "int64", doc, unit)
+
+
+def _n(name: str, doc: str, unit: str | None = None, *, limit: str | None = None) -> Column:
+    """Return a column that counts something."""
+    return Column(name, "int64", doc, unit, least=0, most=_MOST_COUNT, limit=limit)
+
+
+def _tokens(name: str, doc: str, *, limit: str | None = None) -> Column:
+    return _n(name, doc, "token", limit=limit)
+
+
+def _step(name: str, doc: str, *, nullable: bool = True) -> Column:
+    return Column(name, "int64", doc, nullable=nullable, least=0, most=_MOST_STEP)
+
+
+def _clock(name: str, doc: str, *, nullable: bool = True) -> Column:
+    """Return a column of times on the engine's clock."""
+    return Column(name, "int64", doc, "ns", nullable=nullable, least=0, most=_MOST_NS)
 
 
 def _ns(name: str, doc: str) -> Column:
@@ -128,8 +282,14 @@ RUNS = Table(
         _i("rejects", "records that could not be read (of the run)"),
         _i("dropped_events", "events the SDK dropped, as it says itself"),
         _i("dropped_attributes", "attributes the SDK dropped"),
-        _i("moved_events", "API events stamped on another clock than the engine core's, moved to it"),
+        _i(
+            "clock_corrected_events",
+            "API events stamped on another clock than the engine core's, moved to it",
+        ),
         Column("events", "json", "event name to count"),
+        Column(
+            "implausible", "json", "rule that rows broke to how many did (of the run); they are in `rejects`"
+        ),
         _i("epochs", "engine starts seen"),
         _i("steps", "steps with a summary"),
         _i("requests", "requests"),
@@ -197,19 +357,24 @@ JOURNEY_EVENTS = Table(
         _s("request_id", "gen_ai.request.id of the span"),
         _s("layer", "api or core"),
         _s("event", "ARRIVED, HANDOFF_TO_CORE, FIRST_RESPONSE_FROM_CORE, DEPARTED, ABORTED, QUEUED, ..."),
-        _ns("ts_ns", "engine's monotonic clock"),
+        _clock("ts_ns", "engine's monotonic clock", nullable=False),
         _ns("unix_ns", "wall clock"),
-        _i("step_id", "scheduler.step"),
+        _step("step_id", "scheduler.step"),
         _s("phase", "WAITING, PREFILL or DECODE"),
-        _i("prefill_done_tokens", "high-water mark of prompt tokens computed", "token"),
-        _i("prefill_total_tokens", "prompt tokens", "token"),
-        _i("decode_done_tokens", "output tokens so far", "token"),
-        _i("decode_max_tokens", "output tokens allowed", "token"),
-        _i("num_preemptions", "preemptions so far"),
+        _tokens("prefill_done_tokens", "high-water mark of prompt tokens computed", limit="max_model_len"),
+        _tokens("prefill_total_tokens", "prompt tokens", limit="max_model_len"),
+        _tokens("decode_done_tokens", "output tokens so far", limit="max_model_len"),
+        _tokens("decode_max_tokens", "output tokens allowed"),
+        _n("num_preemptions", "preemptions so far"),
         _s("schedule_kind", "FIRST or RESUME"),
         _s("finish_status", "stopped, length, aborted, ignored or error"),
         _s("reason", "reason of an API abort"),
     ),
+    checks=(
+        Check("ts_ns", "off the run's clock", pl.col(OFF_CLOCK), (OFF_CLOCK,)),
+        Check("step_id", "far from the steps around it", pl.col(STRAY_STEP), (STRAY_STEP,)),
+    ),
+    clears_values=True,
 )
 
 STEPS = Table(
@@ -218,23 +383,39 @@ STEPS = Table(
     ("run_id", "server", "epoch", "step_id"),
     (
         *_ENGINE,
-        _i("step_id", "step counter, from 1"),
-        _ns("ts_start_ns", "start of schedule()"),
-        _ns("ts_end_ns", "end of schedule()"),
-        _i("duration_us", "time inside schedule(), not the step", "us"),
-        _i("running_depth", "running requests after scheduling"),
-        _i("waiting_depth", "waiting requests after scheduling"),
-        _i("num_prefill_reqs", "scheduled requests without an output token"),
-        _i("num_decode_reqs", "scheduled requests with output"),
-        _i("scheduled_tokens", "tokens of the step", "token"),
-        _i("prefill_tokens", "tokens of prefill requests", "token"),
-        _i("decode_tokens", "tokens of decode requests", "token"),
-        _i("num_finished", "requests finished since the previous step"),
-        _i("num_preempted", "requests preempted by this step"),
-        Column("kv_usage_ratio", "float64", "KV blocks in use / total", "ratio"),
-        _i("kv_blocks_total", "KV blocks", "block"),
-        _i("kv_blocks_free", "free KV blocks", "block"),
+        _step("step_id", "step counter, from 1", nullable=False),
+        _clock("ts_start_ns", "start of schedule()", nullable=False),
+        _clock("ts_end_ns", "end of schedule()"),
+        Column("duration_us", "int64", "time inside schedule(), not the step", "us", least=0, most=_HOUR_US),
+        _n("running_depth", "running requests after scheduling", limit="max_num_seqs"),
+        _n("waiting_depth", "waiting requests after scheduling"),
+        _n("num_prefill_reqs", "scheduled requests without an output token", limit="max_num_seqs"),
+        _n("num_decode_reqs", "scheduled requests with output", limit="max_num_seqs"),
+        _tokens("scheduled_tokens", "tokens of the step", limit="max_num_batched_tokens"),
+        _tokens("prefill_tokens", "tokens of prefill requests", limit="max_num_batched_tokens"),
+        _tokens("decode_tokens", "tokens of decode requests", limit="max_num_batched_tokens"),
+        _n("num_finished", "requests finished since the previous step"),
+        _n("num_preempted", "requests preempted by this step"),
+        Column("kv_usage_ratio", "float64", "KV blocks in use / total", "ratio", least=0, most=1),
+        _n("kv_blocks_total", "KV blocks", "block"),
+        _n("kv_blocks_free", "free KV blocks", "block"),
         _ns("unix_ns", "wall clock of the event, at the end of schedule()"),
+    ),
+    checks=(
+        Check("ts_start_ns", "off the run's clock", pl.col(OFF_CLOCK), (OFF_CLOCK,)),
+        Check("step_id", "far from the steps around it", pl.col(STRAY_STEP), (STRAY_STEP,)),
+        Check(
+            "ts_end_ns",
+            "before ts_start_ns",
+            pl.col("ts_end_ns") < pl.col("ts_start_ns"),
+            ("ts_start_ns", "ts_end_ns"),
+        ),
+        Check(
+            "kv_blocks_free",
+            "above kv_blocks_total",
+            pl.col("kv_blocks_free") > pl.col("kv_blocks_total"),
+            ("kv_blocks_free", "kv_blocks_total"),
+        ),
     ),
 )
 
@@ -244,18 +425,19 @@ REQUEST_SNAPSHOTS = Table(
     ("run_id", "server", "epoch", "step_id", "request_id"),
     (
         *_ENGINE,
-        _i("step_id", "step counter"),
-        _s("request_id", "core request id"),
+        _step("step_id", "step counter", nullable=False),
+        Column("request_id", "string", "core request id", nullable=False),
         _s("phase", "PREFILL or DECODE"),
-        _i("num_prompt_tokens", "prompt tokens", "token"),
-        _i("num_computed_tokens", "tokens computed before this step", "token"),
-        _i("num_output_tokens", "output tokens before this step", "token"),
-        _i("num_preemptions", "preemptions so far"),
-        _i("scheduled_tokens", "tokens of this step", "token"),
-        _i("kv_blocks_allocated", "KV blocks of the request", "block"),
-        _i("kv_blocks_cached", "floor(tokens so far / block size): not prefix hits", "block"),
-        _i("effective_prompt_len", "prompt tokens without prefix-cache hits", "token"),
+        _tokens("num_prompt_tokens", "prompt tokens", limit="max_model_len"),
+        _tokens("num_computed_tokens", "tokens computed before this step", limit="max_model_len"),
+        _tokens("num_output_tokens", "output tokens before this step", limit="max_model_len"),
+        _n("num_preemptions", "preemptions so far"),
+        _tokens("scheduled_tokens", "tokens of this step", limit="max_num_batched_tokens"),
+        _n("kv_blocks_allocated", "KV blocks of the request", "block"),
+        _n("kv_blocks_cached", "floor(tokens so far / block size): not prefix hits", "block"),
+        _tokens("effective_prompt_len", "prompt tokens without prefix-cache hits", limit="max_model_len"),
     ),
+    checks=(Check("step_id", "far from the steps of the run", pl.col(STRAY_STEP), (STRAY_STEP,)),),
 )
 
 REQUESTS = Table(
@@ -268,7 +450,7 @@ REQUESTS = Table(
         _s("core_request_id", "id inside the engine core"),
         _s("trace_id", "lower-case hex"),
         _s("route", "http.route"),
-        _s("dialect", "journey, stock or lifecycle: who tells of the request"),
+        _s("dialect", "the dialect of the trace that describes the request"),
         _s("state", "WAITING, RUNNING, PREEMPTED or FINISHED_*, as vLLM names them; null where nobody told"),
         _s("stage", "PREFILL or DECODE: the last phase seen"),
         _ns("arrival_ns", "ARRIVED"),
@@ -402,7 +584,7 @@ TIMELINE = Table(
 _TRAINING = (
     Column("y", "float64", "the target", "us"),
     _s("split", "train or holdout, by the time the interval began"),
-    _s("excluded_because", "why the row is left out; null for a row that counts"),
+    _s("excluded_reason", "why the row is left out; null for a row that counts"),
 )
 
 ALPHA_TRAINING = Table(

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Self
 
+import msgspec
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tracefit.errors import DataError, UsageError
+from tracefit.inputs.files import display_name
 from tracefit.tables import schema
 from tracefit.tables.disk import (
     SCRATCH_PREFIX,
@@ -31,7 +33,7 @@ from tracefit.tables.manifest import (
     MANIFEST_NAME,
     IngestedRun,
     Manifest,
-    TablePart,
+    TableFile,
     read_manifest,
     write_manifest,
 )
@@ -54,7 +56,20 @@ class TableStore:
     """A folder of tables. What the manifest names is there and whole; a run changes in one step."""
 
     def __init__(self, root: str | Path) -> None:
+        """Name a folder of tables, there or not.
+
+        Raises:
+            UsageError: The name is empty, or not valid UTF-8, which the libraries that write Parquet cannot open.
+        """
+        if not str(root):
+            raise UsageError("the name of a tables folder is empty", hint="name a folder, or . for this one")
         self.root = Path(root)
+        try:
+            str(self.root).encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                "is not a name in UTF-8", where=display_name(str(root)), hint="choose another folder"
+            ) from error
 
     def write_run(self, run_id: str, frames: Mapping[str, pl.DataFrame]) -> list[Path]:
         """Replace a run's rows in the given tables.
@@ -114,8 +129,8 @@ class TableStore:
         Returns:
             What the manifest says now.
         """
-        tables = {name: TablePart(name=part.name) for name, part in parts.items()}
-        run = run.model_copy(update={"tables": {**run.tables, **tables} if keep else tables})
+        tables = {name: TableFile(name=part.name) for name, part in parts.items()}
+        run = msgspec.structs.replace(run, tables={**run.tables, **tables} if keep else tables)
         for name, part in parts.items():
             target = self._path(name, run_id, tables[name])
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +146,7 @@ class TableStore:
                 if part not in valid:
                     part.unlink()
 
-    def _path(self, name: str, run_id: str, part: TablePart) -> Path:
+    def _path(self, name: str, run_id: str, part: TableFile) -> Path:
         return inside(self.root, name, f"run_id={run_id}", part.name)
 
     def manifest(self) -> Manifest:
@@ -160,7 +175,12 @@ class TableStore:
         if not frames:
             empty = schema.TABLES[name].empty()
             return empty if columns is None else empty.select(c for c in empty.columns if c in columns)
-        return pl.concat(frames, how="diagonal_relaxed")
+        found = pl.concat(frames, how="diagonal_relaxed")
+        # Columns are added within a version of the tables: older ones lack them.
+        lacking = (
+            [c for c in schema.TABLES[name].columns if c.name not in found.columns] if columns is None else []
+        )
+        return found.with_columns(pl.lit(None, c.polars).alias(c.name) for c in lacking)
 
     def _parts(self, name: str, run_ids: list[str] | None) -> list[Path]:
         runs = sorted(self.manifest().runs.items())
@@ -192,7 +212,7 @@ class RunWriter:
     """
 
     scratch: Path
-    _open: dict[str, _PartWriter] = field(default_factory=dict)
+    _open: dict[str, _TableFileWriter] = field(default_factory=dict)
     _parts: dict[str, Path] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
     _background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
@@ -212,7 +232,7 @@ class RunWriter:
             self._finish()
             path = self.scratch / f"{name}.parquet"
             stream = self._stack.enter_context(create(path))
-            self._open[name] = _PartWriter(schema.TABLES[name], path, _Hashed(stream))
+            self._open[name] = _TableFileWriter(schema.TABLES[name], path, _Hashed(stream))
         self._open[name].write(rows)
 
     def __enter__(self) -> Self:
@@ -262,7 +282,7 @@ class _Hashed:
 
 
 @dataclass(slots=True)
-class _PartWriter:
+class _TableFileWriter:
     """One Parquet file, in row groups of `ROW_GROUP_ROWS` or `ROW_GROUP_BYTES`, however the rows come."""
 
     table: schema.Table
@@ -330,7 +350,8 @@ def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
     try:
         # Not read_table, which loads pyarrow's datasets first.
         with pq.ParquetFile(part) as file:
-            wanted = None if columns is None else [c for c in file.schema_arrow.names if c in columns]
+            today = {name: schema.EARLIER_NAMES.get(name, name) for name in file.schema_arrow.names}
+            wanted = None if columns is None else [name for name in today if today[name] in columns]
             frame = pl.from_arrow(file.read(wanted))
     except FileNotFoundError:
         raise
@@ -340,4 +361,4 @@ def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
         ) from error
     if not isinstance(frame, pl.DataFrame):
         raise DataError("holds no table", where=str(part))
-    return frame
+    return frame.rename({name: today[name] for name in frame.columns if today[name] != name})
