@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 
 import grpc
@@ -16,6 +17,7 @@ from tracefit import ingest
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
+_TAKES_OPTIONS = "channel_options" in inspect.signature(GrpcExporter).parameters
 BATCH = 512
 KINDS = ["grpc", "grpc gzip", "http", "http gzip"]
 
@@ -26,7 +28,8 @@ def exporter(kind, receiver, timeout=60):
         compression = grpc.Compression.Gzip if is_gzip else grpc.Compression.NoCompression
         options = (("grpc.use_local_subchannel_pool", 1),)  # else all exporters share one connection
         at = f"http://127.0.0.1:{receiver.grpc_port}"
-        return GrpcExporter(at, compression=compression, timeout=timeout, channel_options=options)
+        more = {"channel_options": options} if _TAKES_OPTIONS else {}  # older ones do not
+        return GrpcExporter(at, compression=compression, timeout=timeout, **more)
     compression = Compression.Gzip if is_gzip else Compression.NoCompression
     return HttpExporter(
         f"http://127.0.0.1:{receiver.http_port}/v1/traces", compression=compression, timeout=timeout
