@@ -33,11 +33,11 @@ def requests(
     told = Terminal(quiet=False)
     with one_line_errors(told):
         from tracefit.commands.requests import seconds_view, summarize_requests
-        from tracefit.reports.requests import requests_csv, requests_text
+        from tracefit.reports.requests import requests_csv, requests_table_csv, requests_text
 
         if each:
             rows = seconds_view(tables)
-            show(rows.to_dicts() if json else (), rows.write_csv(), as_json=json, quiet=False)
+            show(rows.to_dicts() if json else (), requests_table_csv(rows), as_json=json, quiet=False)
             return
         summary = summarize_requests(tables)
         text = requests_csv(summary) if csv else requests_text(summary)

@@ -30,6 +30,7 @@ from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
 from tracefit.tables.disk import write_files
 from tracefit.tables.keys import ENGINE
+from tracefit.tables.overlap import find_overlaps
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
@@ -97,6 +98,13 @@ def train(
     told = progress or NullProgress()
     store = TableStore(tables).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
+    overlaps = find_overlaps(store, runs)
+    for one in overlaps:
+        told.warn(
+            f"run {one.run_id}: {one.spans:,} of its spans are in run {one.other} too; it is left out of training, for "
+            "they would count twice"
+        )
+    runs = runs.filter(~pl.col("run_id").is_in([one.run_id for one in overlaps]))
     scopes = fit_runs(store, runs, options, told)
     _require_models(scopes, str(tables))
     made_by = assemble.provenance(

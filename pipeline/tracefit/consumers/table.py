@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.coefficients.model import BoundaryModel, LinearModel, RegimesModel
 from tracefit.consumers.source import OUT, Export, HeldOut
+from tracefit.errors import spreadsheet_safe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +39,8 @@ def to_csv(models: ScopeModels) -> Export:
     writer.writerow(_HEAD)
     for model in models.models.values():
         for part, condition, row in _rows(model):
-            writer.writerow([models.scope_id, model.name, part, condition, *row])
+            cells = (models.scope_id, model.name, part, condition, *row)
+            writer.writerow([spreadsheet_safe(cell) for cell in cells])
     errors = tuple(
         HeldOut(
             m.name, "us", v.holdout.n, v.holdout.mape_pct, v.holdout.mae, v.holdout.bias_pct, v.baseline.mae

@@ -12,11 +12,12 @@ import signal
 import sys
 import threading
 from collections import deque
+from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from tracefit.otlp.decode import SpanBatch
+
+_TURN_S = 0.2
 
 TASKS_PER_WORKER = 2
 """Tasks that wait for a worker or for their turn: each may hold a block's bytes."""
@@ -121,6 +124,9 @@ def run_tasks(tasks: Iterable[Task], *, workers: int) -> Iterator[tuple[Task, De
 
 
 def _result(task: Task, future: Future[Decoded]) -> tuple[Task, Decoded]:
+    # In turns: once polars has its own handler of Ctrl-C, a wait without an end is not interrupted.
+    while not futures.wait([future], timeout=_TURN_S).done:
+        pass
     try:
         return task, future.result()
     except BrokenProcessPool as error:
@@ -134,12 +140,20 @@ def _result(task: Task, future: Future[Decoded]) -> tuple[Task, Decoded]:
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """Make a pool whose processes start anew: a forked one would have the locks of polars' threads, and no threads."""
     context = multiprocessing.get_context("spawn")
+    ends, stop = context.Pipe(duplex=False)
     with _worker_surroundings(workers):  # the pool starts a process too, which keeps track of its locks
-        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
+        pool = ProcessPoolExecutor(
+            workers, mp_context=context, initializer=_end_with_parent, initargs=(ends,)
+        )
     try:
         yield pool
+    except BaseException:
+        stop.close()  # what workers are at is not waited for
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+        stop.close()
+        ends.close()
 
 
 @contextmanager
@@ -171,13 +185,16 @@ def _worker_surroundings(workers: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _end_with_parent() -> None:
-    """End this worker when its parent dies: nobody wants the rest, and another process may take over the folder."""
+def _end_with_parent(ends: Connection) -> None:
+    """End this worker when its parent dies, or closes the other side of `ends`: nobody wants the rest.
+
+    Another process may take over the folder.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None  # noqa: S101 - only workers call this
 
     def watch() -> None:
-        wait([parent.sentinel])
+        wait([parent.sentinel, ends])
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

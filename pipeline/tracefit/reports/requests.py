@@ -6,6 +6,9 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
+import polars as pl
+
+from tracefit.errors import spreadsheet_safe
 from tracefit.reports.text import columns
 
 if TYPE_CHECKING:
@@ -70,9 +73,16 @@ def requests_csv(summary: RequestSummary) -> str:
     points = ("n", "mean", *_POINTS)
     writer.writerow([*_FACTS, *(f"{m}_{p}" for m in _METRICS for p in points)])
     for group in summary.groups:
-        facts = [getattr(group, name) for name in _FACTS]
+        facts = [spreadsheet_safe(getattr(group, name)) for name in _FACTS]
         writer.writerow([*facts, *(getattr(getattr(group, m), p) for m in _METRICS for p in points)])
     return text.getvalue()
+
+
+def requests_table_csv(rows: pl.DataFrame) -> str:
+    """Return one line per request. Ids come from clients: none is a formula to a spreadsheet."""
+    is_formula = pl.col(pl.String).str.contains(r"^[=+\-@\t\r]")
+    prefix = pl.when(is_formula).then(pl.lit("'")).otherwise(pl.lit(""))
+    return rows.with_columns(prefix + pl.col(pl.String)).write_csv()
 
 
 def _groups(groups: Iterable[RequestGroup]) -> str:

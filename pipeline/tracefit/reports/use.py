@@ -6,6 +6,8 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
+from tracefit.errors import spreadsheet_safe
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -54,7 +56,9 @@ def rows_text(predicted: RowPredictions) -> str:
     if predicted.predictions:
         writer = csv.DictWriter(text, list(predicted.predictions[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(predicted.predictions)
+        writer.writerows(
+            {key: spreadsheet_safe(cell) for key, cell in row.items()} for row in predicted.predictions
+        )
     return text.getvalue()
 
 
