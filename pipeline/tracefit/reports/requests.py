@@ -80,9 +80,10 @@ def requests_csv(summary: RequestSummary) -> str:
 
 def requests_table_csv(rows: pl.DataFrame) -> str:
     """Return one line per request. Ids come from clients: none is a formula to a spreadsheet."""
-    is_formula = pl.col(pl.String).str.contains(r"^[=+\-@\t\r]")
-    prefix = pl.when(is_formula).then(pl.lit("'")).otherwise(pl.lit(""))
-    return rows.with_columns(prefix + pl.col(pl.String)).write_csv()
+    texts = [name for name, dtype in rows.schema.items() if dtype == pl.String]
+    return rows.with_columns(
+        pl.col(name).str.replace(r"^([=+\-@\t\r])", "'${1}").alias(name) for name in texts
+    ).write_csv()
 
 
 def _groups(groups: Iterable[RequestGroup]) -> str:
