@@ -219,3 +219,32 @@ def test_names_that_are_not_utf_8_are_read_and_not_written(tmp_path, monkeypatch
     code, _, stderr = tracefit("ingest", strange, "--out", strange + "t")
     assert (code, stderr.count("\n")) == (2, 1)
     assert "is not a name in UTF-8" in stderr
+
+
+@pytest.mark.parametrize("option", [{"features": 5.0}, {"fast": "yes"}, {"positive": 1.0}])
+def test_options_of_a_wrong_type_are_one_line(tmp_path, trained, tracefit, option):
+    document = json.loads((trained / "models" / "beta.json").read_text())
+    document["provenance"]["options"].update(option)
+    (tmp_path / "beta.json").write_text(json.dumps(document))
+    code, _, stderr = tracefit("verify", tmp_path / "beta.json", "--tables", trained / "tables")
+    assert code in (1, 2)
+    assert stderr.count("\n") == 1
+    assert next(iter(option)) in stderr
+
+
+def test_a_model_without_a_scope_is_not_verified(tmp_path, trained, tracefit, quick):
+    document = json.loads((trained / "models" / "beta.json").read_text())
+    del document["models"][0]["scope_id"]
+    (tmp_path / "beta.json").write_text(json.dumps(document))
+    assert tracefit("verify", tmp_path / "beta.json", "--tables", trained / "tables")[0] == 1
+
+
+def test_a_feature_of_a_column_of_texts_is_one_line(tmp_path, trained, tracefit, quick):
+    (tmp_path / "f.yaml").write_text(
+        "name: odd\nfeatures:\n  - {name: x, formula: run_id, unit: token, reason: text}\n"
+    )
+    code, _, stderr = tracefit(
+        "train", trained / "tables", "--out", tmp_path / "m", "--features", tmp_path / "f.yaml", "--fast"
+    )
+    assert code in (0, 1, 2)
+    assert stderr.count("\n") <= 1

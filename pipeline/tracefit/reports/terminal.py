@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from tracefit.errors import printable
 from tracefit.reports.markdown import plain
 from tracefit.reports.model import Figure, Table
 
@@ -18,26 +19,26 @@ if TYPE_CHECKING:
 
 def print_report(report: Report, console: Console) -> None:
     """Print the whole report on a terminal."""
-    console.rule(report.title)
+    console.rule(_text(report.title))
     for part in report.parts:
         if isinstance(part, Figure):
-            console.print(Text(f"\n{part.title}", style="bold"))
-            console.print(Text(plain(part.caption), style="dim"))
+            console.print(_text(f"\n{part.title}", style="bold"))
+            console.print(_text(plain(part.caption), style="dim"))
             _print_table(part.summary, console)
         elif isinstance(part, Table):
             if part.folded:
-                console.print(Text(f"\n{plain(part.folded)}:"))
+                console.print(_text(f"\n{plain(part.folded)}:"))
             _print_table(part, console)
         elif part.startswith("#"):
             level = len(part) - len(part.lstrip("#"))
             text = plain(part.lstrip("# "))
             if level <= 2:
                 console.print()
-                console.rule(text)
+                console.rule(_text(text))
             else:
-                console.print(Text(f"\n{text}", style="bold underline"))
+                console.print(_text(f"\n{text}", style="bold underline"))
         else:
-            console.print(Text(plain(part)))
+            console.print(_text(plain(part)))
     console.print()
 
 
@@ -47,7 +48,12 @@ _STYLES = {"**yes**": "bold green", "**with limits**": "bold yellow", "**no**": 
 def _print_table(table: Table, console: Console) -> None:
     drawn = RichTable(show_edge=False, pad_edge=False)
     for name, number in zip(table.head, table.numeric(), strict=True):
-        drawn.add_column(Text(plain(name)), justify="right" if number else "left")
+        drawn.add_column(_text(plain(name)), justify="right" if number else "left")
     for row in table.rows:
-        drawn.add_row(*(Text(plain(cell), style=_STYLES.get(cell, "")) for cell in row))
+        drawn.add_row(*(_text(plain(cell), style=_STYLES.get(cell, "")) for cell in row))
     console.print(drawn)
+
+
+def _text(content: str, *, style: str = "") -> Text:
+    """Return text of which a terminal obeys nothing: names in traces come from elsewhere."""
+    return Text("\n".join(map(printable, content.split("\n"))), style=style)
