@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+# One thread per worker of the suite: on two cores, threads that wait for each other cost more than the tests.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
+os.environ["POLARS_MAX_THREADS"] = os.environ.get("POLARS_MAX_THREADS", "1")
+
 import numpy as np
 import polars as pl
 import pytest
 from google.protobuf import json_format
+from hypothesis import HealthCheck, Phase, settings
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
-from sklearn.dummy import DummyRegressor
 
 from tracefit.commands.ingest import ingest
 from tracefit.commands.run import run
-from tracefit.fit.results import PenaltyChoice
+from tracefit.commands.train import TrainOptions
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu
-from tracefit.server.model_config import parse_architecture, read_architecture
+from tracefit.server.model_config import parse_architecture
 from tracefit.tables.store import TableStore
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
@@ -46,6 +52,22 @@ CONFIG_JSON = {
 RUN_CONFIG = (
     "model: meta-llama/Llama-2-7b-hf\ntensor_parallelism: 1\nmax_num_seqs: 64\nmax_num_batched_tokens: 2048\n"
 )
+
+# `quick` is what `make test` runs, `full` what `make test-all` and CI run. The examples of `whole-files` make and read
+# files: they are not shrunk, for a smaller example is not worth the minutes that takes.
+_WHOLE_FILES = settings(
+    phases=[Phase.explicit, Phase.generate], deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples properties try, before the test modules read it."""
+    quick = "not slow" in config.option.markexpr
+    settings.register_profile("quick", deadline=None, max_examples=20)
+    settings.register_profile("full", deadline=None, max_examples=200)
+    settings.register_profile("whole-files", _WHOLE_FILES, max_examples=6 if quick else 60)
+    if not config.getoption("hypothesis_profile", None):
+        settings.load_profile("quick" if quick else "full")
 
 
 def _value(value: object) -> dict[str, object]:
@@ -325,30 +347,17 @@ def tables_of(tmp_path):
     return of
 
 
-def _spare_search(patch) -> None:
-    patch.setattr("tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-8, 1.0, 5))
-
-
 @pytest.fixture
-def no_search(monkeypatch) -> None:
-    """Spare a test the search for a penalty, which takes seconds and has tests of its own."""
-    _spare_search(monkeypatch)
-
-
-@pytest.fixture
-def quick(monkeypatch, no_search) -> None:
-    """Spare a test the boosted reference too, where its errors do not matter."""
-    boosting = "tracefit.fit.validate.HistGradientBoostingRegressor"
-    monkeypatch.setattr(boosting, lambda **_: DummyRegressor(strategy="median"))
+def quick() -> TrainOptions:
+    """Return options that spare a test half of the training: the search for a feature set and the boosted reference."""
+    return TrainOptions(fast=True, features="batch")
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> Path:
     """Return what the main job leaves of one busy run: tables, models, evaluation, report."""
     root = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        _spare_search(patch)
-        run([Traces().load().write(root / "busy")], root / "out")
+    run([Traces().load().write(root / "busy")], root / "out")
     return root / "out"
 
 
@@ -366,7 +375,7 @@ class Parse(Protocol):
 @pytest.fixture
 def load() -> Load:
     """Read one of the published configs by name."""
-    return lambda name: read_architecture(CONFIGS / f"{name}.json")
+    return lambda name: parse_architecture((CONFIGS / f"{name}.json").read_bytes(), where=name)
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
-"""Write the generated pages of `docs/reference/`: command line, tables, feature sets.
+"""Write the generated pages of `docs/reference/`: Python API, command line, tables, feature sets.
 
 `python tests/make_docs.py docs/reference`
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from enum import Enum
 from pathlib import Path
@@ -12,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from typer.main import get_command
 
+import tracefit
 from tracefit.cli import app
 from tracefit.features.sets import BUILT_IN
 from tracefit.tables.schema import TABLES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 GENERATED = "<!-- written by `make docs`; change the code it describes instead -->"
 
@@ -126,7 +129,83 @@ def features_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-PAGES = {"cli.md": cli_page, "tables.md": tables_page, "features.md": features_page}
+def api_page() -> str:
+    """Describe every function and class of the package, from its signature and docstring."""
+    parts = [
+        "# Python API",
+        GENERATED,
+        (
+            "The commands are functions of the package. `paths` is one path or several; other folders are the ones the command "
+            "line takes, OUT of `run` among them. Results are frozen dataclasses with the fields of `schemas/results/`. An error "
+            "is a `tracefit.TracefitError` (`UsageError`: the call or a file is wrong; `DataError`: the data cannot support "
+            "the result) whose text is one line."
+        ),
+        """```python
+import tracefit
+
+result = tracefit.run("runs/", "out/", options=tracefit.TrainOptions(fast=True))
+print(result.trained.fitted)
+
+models = tracefit.Models.load("out/")
+print(models.scope_ids)
+print(models.predict_step(batch=32, context=1500, prefill=512).step.value_us)
+```""",
+    ]
+    public = [n for n in tracefit.__all__ if not n.startswith("_") and not n.endswith("Error")]
+    for name in public:
+        found = getattr(tracefit, name)
+        kind = "class" if inspect.isclass(found) else "def"
+        body = ",\n    ".join(_parameters(found))
+        doc = inspect.cleandoc(found.__doc__ or "")
+        parts += [f"## tracefit.{name}", f"```python\n{kind} {name}(\n    {body},\n)\n```", _sections(doc)]
+        if name == "Models":
+            methods = ("load", "scope", "model", "predict_step", "predict_request")
+            parts.append(
+                table(
+                    ("method", "does"),
+                    [
+                        (f"`{m}`", inspect.cleandoc(getattr(found, m).__doc__ or "").splitlines()[0])
+                        for m in methods
+                    ],
+                )
+            )
+    return "\n\n".join(parts) + "\n"
+
+
+def _parameters(found: Any) -> Iterator[str]:
+    """Write the parameters of a function or class, a star before those that are named."""
+    starred = False
+    for p in inspect.signature(found).parameters.values():
+        if p.kind is p.KEYWORD_ONLY and not starred:
+            yield "*"
+        starred = starred or p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
+        star = "*" if p.kind is p.VAR_POSITIONAL else ""
+        made = (
+            "..."
+            if "factory" in repr(p.default) or (isinstance(p.default, tuple) and p.default)
+            else repr(p.default)
+        )
+        yield f"{star}{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {made}")
+
+
+_SECTION = re.compile(r"^(Args|Attributes|Raises|Returns):$", re.MULTILINE)
+
+
+def _sections(doc: str) -> str:
+    """Turn a docstring into Markdown: sections become bold, their entries a list."""
+    lines = []
+    for line in doc.splitlines():
+        if _SECTION.match(line):
+            lines += [f"**{line.removesuffix(':')}**", ""]
+        elif re.match(r"    \w+: ", line):
+            name, _, text = line.strip().partition(": ")
+            lines.append(f"- `{name}`: {text}")
+        else:
+            lines.append(f"  {line.strip()}" if line.startswith("    ") else line)
+    return "\n".join(lines)
+
+
+PAGES = {"api.md": api_page, "cli.md": cli_page, "tables.md": tables_page, "features.md": features_page}
 
 
 def main(folder: Path) -> None:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
-from tracefit.reports.figures import model_figures
+from tracefit.commands.figure_data import model_rows
+from tracefit.reports.figures import predicted_figure
 from tracefit.reports.svg import figure_svg
 from tracefit.tables.store import TableStore
 
@@ -27,8 +28,9 @@ def main(out: Path, target: Path) -> None:
     models = read_coefficients(out / "models/beta.json").models
     model = next(m for m in models if m.scope_id == scope.scope_id)
     rows = TableStore(out / "tables").read("beta_training", list(scope.runs))
-    figures = model_figures(model, scope.models[model.name], rows, points=300)
-    text = figure_svg(next(f for f in figures if f.name.endswith("-against")))
+    drawn = model_rows(model, rows, points=300)
+    assert drawn is not None
+    text = figure_svg(predicted_figure(model, drawn))
     start = text.index(">") + 1
     head = text[:start].replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" width="630" ')
     target.write_text(f"{head}{STYLE}{text[start:]}\n", encoding="utf-8")

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "pipeline" / "tracefit"
 
 ORDER = (
-    ("_version", "errors", "progress", "memory"),
+    ("_version", "errors", "progress", "memory", "statistics", "evaluator"),
     ("inputs",),
     ("otlp",),
     ("tables",),

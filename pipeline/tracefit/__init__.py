@@ -1,12 +1,12 @@
 """tracefit: from vLLM OpenTelemetry traces to latency coefficients one can trust.
 
-The commands of the command line are here too::
+The commands of the command line are functions of this package::
 
     import tracefit
 
-    result = tracefit.run(["runs/"], "out/")
+    result = tracefit.run("runs/", "out/")
     print(result.trained.models)
-    print(tracefit.load("out/models").predict_step(batch=32, context=1500, prefill=512))
+    print(tracefit.load("out/").predict_step(batch=32, context=1500, prefill=512))
 
 They are imported on first use, so that `import tracefit` costs nothing.
 """
@@ -24,24 +24,31 @@ if TYPE_CHECKING:
     from tracefit.commands.export import export
     from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest
     from tracefit.commands.inspect import inspect
+    from tracefit.commands.predict import predict
+    from tracefit.commands.report import report
+    from tracefit.commands.requests import requests
     from tracefit.commands.run import run
     from tracefit.commands.train import TrainOptions, train
     from tracefit.commands.verify import verify
 
 _LAZY = {
-    "load": "tracefit.coefficients.models",
+    "IngestOptions": "tracefit.commands.ingest",
     "Models": "tracefit.coefficients.models",
+    "ServerOptions": "tracefit.commands.ingest",
+    "TrainOptions": "tracefit.commands.train",
     "compare": "tracefit.commands.compare",
     "export": "tracefit.commands.export",
     "ingest": "tracefit.commands.ingest",
-    "IngestOptions": "tracefit.commands.ingest",
-    "ServerOptions": "tracefit.commands.ingest",
     "inspect": "tracefit.commands.inspect",
-    "train": "tracefit.commands.train",
-    "TrainOptions": "tracefit.commands.train",
+    "load": "tracefit.coefficients.models",
+    "predict": "tracefit.commands.predict",
+    "report": "tracefit.commands.report",
+    "requests": "tracefit.commands.requests",
     "run": "tracefit.commands.run",
+    "train": "tracefit.commands.train",
     "verify": "tracefit.commands.verify",
 }
+"""Name to the module it is imported from on first use."""
 
 __all__ = [
     "DataError",
@@ -57,6 +64,9 @@ __all__ = [
     "ingest",
     "inspect",
     "load",
+    "predict",
+    "report",
+    "requests",
     "run",
     "train",
     "verify",
@@ -64,9 +74,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a verb when it is first used."""
+    """Import a command or a class when it is first used."""
     if name in _LAZY:
         from importlib import import_module
 
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'tracefit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List what the package offers, imported already or not."""
+    return sorted(__all__)

@@ -1,9 +1,10 @@
-"""What the command line says and where: progress, logs and errors on stderr, results on stdout."""
+"""Output of the command line: progress, logs and errors on stderr, results on stdout."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import errno
 import io
 import json
@@ -11,9 +12,8 @@ import logging
 import os
 import sys
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import typer
 from typer.exceptions import TyperException
@@ -22,7 +22,7 @@ from tracefit.errors import TracefitError, UsageError, printable
 from tracefit.options import file_in_use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from rich.progress import Progress, TaskID
 
@@ -31,13 +31,8 @@ INTERRUPTED, SIGPIPE = 130, 141
 _log = logging.getLogger("tracefit")
 
 
-class LogLevel(StrEnum):
-    """How much is logged."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
+LogLevel = Literal["debug", "info", "warning", "error"]
+"""How much is logged."""
 
 
 class _Stderr(logging.Handler):
@@ -49,7 +44,7 @@ class _Stderr(logging.Handler):
 
 def set_log_level(level: LogLevel) -> None:
     """Log records of this level and above on stderr."""
-    _log.setLevel(level.value.upper())
+    _log.setLevel(level.upper())
     if not _log.handlers:
         _log.addHandler(_Stderr())
         _log.propagate = False
@@ -58,12 +53,12 @@ def set_log_level(level: LogLevel) -> None:
 def warn(text: str) -> None:
     """Log a warning."""
     if not _log.handlers:
-        set_log_level(LogLevel.warning)
+        set_log_level("warning")
     _log.warning("%s", printable(text))
 
 
 class Terminal:
-    """Tells a person of progress: a line that changes on a terminal, logs elsewhere, warnings always unless quiet."""
+    """Progress for a person: a changing line on a terminal, logs elsewhere; warnings always, unless quiet."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
@@ -101,7 +96,7 @@ class Terminal:
             warn(text)
 
     def close(self) -> None:
-        """Take the changing line away."""
+        """Remove the changing line."""
         if self._line is not None:
             self._line[0].stop()
             self._line = None
@@ -138,23 +133,27 @@ def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
 
 
 @contextmanager
-def one_line_errors(told: Terminal) -> Iterator[None]:
+def one_line_errors(terminal: Terminal) -> Iterator[None]:
     """Turn errors tracefit raises on purpose into one line and their exit code."""
     try:
         yield
     except TracefitError as error:
-        told.close()
+        terminal.close()
         raise typer.Exit(_fail(error)) from error
+    except BrokenPipeError:
+        # The reader of stdout, such as `head`, has enough. Typer would end with exit code 1.
+        _silence(sys.stdout)
+        raise typer.Exit(SIGPIPE) from None
     except KeyboardInterrupt:
-        told.close()
+        terminal.close()
         _say("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     finally:
-        told.close()
+        terminal.close()
 
 
 def called(app: typer.Typer) -> int:
-    """Run the program and return its exit code; what is wrong with the command line is one line too."""
+    """Run the program and return its exit code; errors in the command line itself are one line too."""
     _open_streams()
     try:
         try:
@@ -178,7 +177,7 @@ def called(app: typer.Typer) -> int:
             return SIGPIPE  # whoever reads wants no more, as with `| head`
         return _fail(UsageError(f"cannot be written ({os.strerror(error.number)})", where="standard output"))
     finally:
-        set_log_level(LogLevel.warning)
+        set_log_level("warning")
     return code
 
 
@@ -244,7 +243,7 @@ def _say(line: str) -> None:
 
 
 def usage_line(error: TyperException) -> str:
-    """Write what is wrong with the command line in one line: where it was said, what, and what to do."""
+    """Describe an error in the command line in one line: where, what, and what to do."""
     text = error.format_message().strip().rstrip(".")
     close = getattr(error, "possibilities", None)
     if hasattr(error, "option_name"):
@@ -253,7 +252,7 @@ def usage_line(error: TyperException) -> str:
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     where = _source(context, param)
     if close:
-        hint = f"; did you mean {min(close)}?"
+        hint = f"; did you mean {_nearest(getattr(error, 'option_name', ''), close)}?"
     elif "did you mean" in text or context is None:
         hint = ""
     else:
@@ -261,8 +260,13 @@ def usage_line(error: TyperException) -> str:
     return " ".join(f"{where}{text[:1].lower()}{text[1:]}{hint}".split())
 
 
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known option that is most like the one that was written."""
+    return max(known, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
+
+
 def _source(context: Any, param: Any) -> str:
-    """Name the variable or the file that a wrong value comes from; nothing for a flag."""
+    """Name the variable or the file that a wrong value comes from; empty for a flag."""
     if context is None or param is None or param.name is None:
         return ""
     source = context.get_parameter_source(param.name)

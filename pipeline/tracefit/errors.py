@@ -1,4 +1,4 @@
-"""What can go wrong, as the user sees it: one line that says what, where and what to do.
+"""Errors: each is one line that says what happened, where, and what to do.
 
 Exit codes of the command line: 0 done, 1 the data cannot support the result, 2 usage,
 3 done with something in quarantine (a result, not an error, so it has no class here).
@@ -7,10 +7,31 @@ Exit codes of the command line: 0 done, 1 the data cannot support the result, 2 
 from __future__ import annotations
 
 import difflib
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+PARAMETERS = {
+    "--consumer-version": "consumer_version",
+    "--features": "features",
+    "--gpu": "ServerOptions.gpu",
+    "--include-overloaded": "TrainOptions.include_overloaded",
+    "--max-document": "IngestOptions.max_document",
+    "--max-rejects": "IngestOptions.max_rejects",
+    "--model-config": "ServerOptions.model_config",
+    "--run": "run",
+    "--run-config": "ServerOptions.run_config",
+    "--scope": "scope",
+    "--set": "ServerOptions.settings",
+    "--tables": "tables",
+    "--threshold": "TrainOptions.thresholds",
+}
+"""Flags that messages name, and the parameters of the Python API that stand for them."""
+
+_FLAG = re.compile("|".join(rf"(?<![\w-]){flag}(?![\w-])" for flag in sorted(PARAMETERS)))
 
 
 class TracefitError(Exception):
@@ -28,10 +49,14 @@ class TracefitError(Exception):
         self.what = what
         self.where = where
         self.hint = hint
-        super().__init__(self.line())
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        """Return the whole error as one line for a Python program: options are named as parameters, not as flags."""
+        return _FLAG.sub(lambda found: f"`{PARAMETERS[found[0]]}`", self.line())
 
     def line(self) -> str:
-        """Return the whole error as one line."""
+        """Return the whole error as one line for the command line."""
         text = f"{self.where}: {self.what}" if self.where else self.what
         if self.hint:
             text = f"{text}; {self.hint}"
@@ -49,7 +74,7 @@ class UsageError(TracefitError):
 
 
 def printable(text: str) -> str:
-    """Return a text of which a terminal obeys nothing: names of files can hold its codes."""
+    """Escape control codes: file names can hold codes that a terminal would obey."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -60,7 +85,7 @@ def spreadsheet_safe(value: object) -> object:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the question that suggests the known name closest to `name`, or null if none is close.
+    """Return a question that suggests the known name closest to `name`, or null if none is close.
 
     Args:
         name: What was written.

@@ -7,6 +7,7 @@ for it again a moment later: a tenth of the time of an ingest goes into pages th
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from contextlib import suppress
 
@@ -19,6 +20,9 @@ SETTINGS = {
 }
 """Variables that are read where a process, polars or pyarrow begins."""
 
+_MANY_OBJECTS = 50_000
+"""New objects after which the collector looks for cycles: imports and spans make very many, and no cycles to speak of."""
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
@@ -29,6 +33,7 @@ def reuse_freed() -> None:
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    gc.set_threshold(_MANY_OBJECTS, 50, 100)
     with suppress(OSError, AttributeError):  # another C library than GNU's
         change = ctypes.CDLL(None).mallopt
         for parameter in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):

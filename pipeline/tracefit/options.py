@@ -1,4 +1,4 @@
-"""Options that need not be flags: environment variables and a configuration file, with the same names as the flags.
+"""Options from environment variables and a configuration file, under the names of the flags.
 
 Precedence: flag, then environment (`TRACEFIT_BETA_TARGET` for `--beta-target`), then the file of `--config`.
 """
@@ -19,7 +19,7 @@ from tracefit.errors import UsageError, did_you_mean
 
 PREFIX = "TRACEFIT_"
 EVERYWHERE = ("config", "log_level")
-"""Options of the program that every command takes too, so that they may stand on either side of its name."""
+"""Options of the program that every command takes too, so they are accepted on either side of its name."""
 
 _NOT_SETTABLE = {"help", "version", "config", "install_completion", "show_completion"}
 _FILE = "tracefit.config"
@@ -125,7 +125,7 @@ def _require_known(values: dict[str, Any], known: set[str], where: str, section:
             raise UsageError(
                 f"{section}{key}: no such option",
                 where=where,
-                hint=did_you_mean(key, known) or "names are those of the flags, without dashes in front",
+                hint=did_you_mean(key, known) or "use the names of the flags, without the dashes",
             )
 
 
@@ -137,7 +137,7 @@ def _value(option: TyperOption, value: Any) -> Any:
 
 
 def unknown_variables(commands: Commands) -> list[str]:
-    """Say which `TRACEFIT_` variables are set that no option listens to."""
+    """Name the `TRACEFIT_` variables that are set but belong to no option."""
     known = commands.variables()
     return [
         f"{name} is set, but there is no such option"

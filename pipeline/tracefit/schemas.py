@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+import msgspec
 from pydantic import TypeAdapter
 
 from tracefit.coefficients.evaluation import Evaluation
@@ -37,7 +38,7 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TABLES_VERSION = 1
 """Of the tables: columns are added within a version, never changed."""
 
-_FILES: dict[str, type[BaseModel]] = {
+_FILES: dict[str, type[BaseModel | msgspec.Struct]] = {
     "coefficients.schema.json": CoefficientFile,
     "evaluation.schema.json": Evaluation,
     "manifest.schema.json": Manifest,
@@ -67,8 +68,12 @@ def schema_texts() -> dict[str, str]:
     return {**files, **results, **tables}
 
 
-def _json_schema(name: str, model: type[BaseModel]) -> dict[str, Any]:
-    return {"$schema": _DIALECT, "$id": f"tracefit/{name}", **model.model_json_schema(by_alias=True)}
+def _json_schema(name: str, model: type[BaseModel | msgspec.Struct]) -> dict[str, Any]:
+    if issubclass(model, msgspec.Struct):
+        schema = msgspec.json.schema(model)
+    else:
+        schema = model.model_json_schema(by_alias=True)
+    return {"$schema": _DIALECT, "$id": f"tracefit/{name}", **schema}
 
 
 def _result_schema(command: str) -> dict[str, Any]:

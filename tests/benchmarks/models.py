@@ -114,7 +114,7 @@ def _tail(out: Path, model: dict[str, object]) -> float | None:
         predicted = predicted + term["value"] * pl.col(term["feature"])
     small = rows.join(batches, on="step_id").filter(
         (pl.col("split") == "holdout")
-        & pl.col("excluded_because").is_null()
+        & pl.col("excluded_reason").is_null()
         & (pl.col("source") != "interval")
         & pl.col("batch").is_between(1, TAIL_REQUESTS)
     )

@@ -24,6 +24,12 @@ def tracefit(monkeypatch, capsys):
     return call
 
 
+@pytest.fixture
+def quick():
+    """Return the options that spare a test half of the training."""
+    return "--fast", "--features", "batch"
+
+
 @pytest.fixture(scope="session")
 def process():
     """Return a function that runs the command in a process of its own."""

@@ -13,7 +13,7 @@ def test_an_export_prints_the_error_of_the_exported_form(tracefit, tmp_path, tra
         "export", trained / "models", "--to", "llm-d-inference-sim", "--out", tmp_path / "sim"
     )
     assert (code, err) == (0, "")
-    assert "held out, in the exported form" in out
+    assert "exported form, held out" in out
     assert (tmp_path / "sim" / "config.yaml").exists()
     code, out, _ = tracefit(
         "export",

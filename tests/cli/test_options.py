@@ -161,6 +161,38 @@ def test_mistyped_words_are_one_line_with_what_may_be_meant(tracefit, arguments)
     assert MISTYPED[arguments] in err
 
 
+NOT_A_VALUE = {
+    "a timestamp tag": "!!timestamp x",
+    "an integer tag": '!!int ""',
+    "a truth tag": "!!bool x",
+    "a float tag": "!!float ''",
+    "half a million hexadecimal digits": "0x" + "f" * 500_000,
+    "many binary digits": "0b1" + "1" * 20_000,
+    "many digits": "9" * 5000,
+    "hexadecimal without digits": "0x_",
+    "an impossible date": "2020-13-45",
+    "deep nesting": "[" * 2000 + "]" * 2000,
+    "an alias of itself": "&a [*a]",
+}
+
+
+@pytest.mark.parametrize("key", ["max_num_seqs", "note"])
+@pytest.mark.parametrize("value", NOT_A_VALUE.values(), ids=NOT_A_VALUE)
+def test_a_value_yaml_cannot_hold_is_one_line_as_an_option_and_in_a_file(
+    tracefit, tmp_path, traces, key, value
+):
+    folder = traces.request(1, 0, step=1).write(tmp_path / "run")
+    code, out, err = tracefit("inspect", folder, "--set", f"{key}={value}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"tracefit: --set {key}: ")
+    assert len(err) < 200
+
+    (folder / "exp-config.yaml").write_text(f"{key}: {value}\n")
+    code, out, err = tracefit("inspect", folder)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "exp-config.yaml: " in err
+
+
 def test_a_mistyped_gpu_suggests_one(tracefit, tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     _, _, err = tracefit("inspect", folder, "--gpu", "H1000")
@@ -170,7 +202,7 @@ def test_a_mistyped_gpu_suggests_one(tracefit, tmp_path, traces):
 def test_a_setting_of_its_own_is_not_a_typo(tracefit, tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     _, out, err = tracefit("inspect", folder, "--set", "swap_space=4", "--json")
-    assert err == ""
+    assert err.startswith("warning: --set swap_space: no setting of this name is known")
     assert json.loads(out)["runs"]
 
 

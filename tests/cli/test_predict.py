@@ -132,7 +132,7 @@ def test_rows_of_requests_and_of_a_named_model(tracefit, beta, tmp_path):
         ("rows.csv", "", "cannot be read as csv"),
         ("rows.parquet", "junk", "cannot be read as parquet"),
         ("rows.ndjson", "{", "cannot be read as ndjson"),
-        ("rows.csv", "a,b\n1,2\n", "needs prefill_tokens, num_decode_reqs"),
+        ("rows.csv", "a,b\n1,2\n", "needs num_decode_reqs, prefill_tokens"),
         ("rows.csv", "prefill_tokens,num_decode_reqs\nmany,2\n", "not a column of numbers"),
     ],
 )

@@ -12,7 +12,7 @@ from tracefit.commands.train import TrainOptions, train
 
 
 @pytest.mark.parametrize("kind", ["alpha", "beta"])
-def test_a_file_is_confirmed_by_the_tables_it_came_from(tracefit, trained, no_search, kind):
+def test_a_file_is_confirmed_by_the_tables_it_came_from(tracefit, trained, kind):
     code, out, err = tracefit(
         "verify", trained / f"models/{kind}.json", "--tables", trained / "tables", "--json"
     )
@@ -40,10 +40,9 @@ def _scale(model, factor):
     model["terms"][0]["value"] *= factor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "code"), [(1 + 1e-5, 1), (1 + 1e-8, 0)])
-def test_a_number_that_was_changed_is_found_beyond_a_millionth(
-    tracefit, trained, changed, no_search, factor, code
-):
+def test_a_number_that_was_changed_is_found_beyond_a_millionth(tracefit, trained, changed, factor, code):
     path = changed(lambda m: _scale(m, factor))
     found, out, _ = tracefit("verify", path, "--tables", trained / "tables")
     assert found == code
@@ -51,7 +50,7 @@ def test_a_number_that_was_changed_is_found_beyond_a_millionth(
     assert ("NOT verified" in out) == bool(code)
 
 
-def test_an_error_that_was_prettied_is_found(tracefit, trained, changed, no_search):
+def test_an_error_that_was_prettied_is_found(tracefit, trained, changed):
     def pretty(model):
         model["validation"]["holdout"]["mape_pct"] /= 2
 
@@ -60,7 +59,8 @@ def test_an_error_that_was_prettied_is_found(tracefit, trained, changed, no_sear
     assert "validation.holdout.mape_pct" in out
 
 
-def test_other_traces_under_the_same_name_are_named(tracefit, trained, tmp_path, new_traces, quick):
+@pytest.mark.slow
+def test_other_traces_under_the_same_name_are_named(tracefit, trained, tmp_path, new_traces):
     ingest([new_traces().load(seed=5).write(tmp_path / "busy")], tmp_path / "tables")
     code, out, _ = tracefit("verify", trained / "models/beta.json", "--tables", tmp_path / "tables")
     assert code == 1
@@ -68,7 +68,7 @@ def test_other_traces_under_the_same_name_are_named(tracefit, trained, tmp_path,
     assert "settings, config.json" not in out
 
 
-def test_another_configuration_is_named(tracefit, trained, tmp_path, new_traces, quick):
+def test_another_configuration_is_named(tracefit, trained, tmp_path, new_traces):
     folder = new_traces().load().write(tmp_path / "busy")
     (folder / "exp-config.yaml").write_text((folder / "exp-config.yaml").read_text() + "block_size: 32\n")
     ingest([folder], tmp_path / "tables")
@@ -85,7 +85,8 @@ def test_a_run_that_is_not_there_is_named(tracefit, trained, tmp_path, new_trace
     assert "run busy is not in the tables" in out
 
 
-def test_a_feature_set_file_is_an_input_too(tracefit, trained, tmp_path, quick):
+@pytest.mark.slow
+def test_a_feature_set_file_is_an_input_too(tracefit, trained, tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text("features:\n- {name: decoding, unit: request, formula: num_decode_reqs}\n")
     tables = shutil.copytree(trained / "tables", tmp_path / "tables")  # training writes its frames there

@@ -49,7 +49,7 @@ def test_a_plain_reading_of_the_file_has_the_error_the_evaluation_states(trained
     store = TableStore(trained / "tables")
     starts = store.read("timeline")["ts_start_ns"].drop_nulls().sort().to_list()
     rows = store.read(f"{kind}_training").filter(split="holdout")
-    rows = rows.filter(pl.col("excluded_because").is_null())
+    rows = rows.filter(pl.col("excluded_reason").is_null())
     if kind == "alpha":
         rows = rows.filter(target=name)
     predicted = np.array([_plain(model, row, starts) for row in rows.iter_rows(named=True)])

@@ -73,3 +73,15 @@ def test_predictions_of_version_1_are_what_they_were():
     told = tracefit.load(RELEASED / "1").predict_step(scope="llama-3.1-8b", batch=32, prefill=512)
     by_hand = 7003.73635 + 25.9078545 * 512 - 4.3198 * 1 + 16.4753523 * 32 + 95.9923371 * 512 / 544
     assert told.step.value_us == pytest.approx(by_hand, rel=1e-9)
+
+
+def test_names_of_version_1_that_are_words_of_its_keys_stay_as_they_are(tmp_path):
+    """A definition and a group of rows may be called `seen` or `reference`."""
+    plain = json.loads((RELEASED / "1" / "beta.json").read_text())
+    model = plain["models"][0]
+    model["definitions"] = {"seen": "1", "reference": "seen + 1"}
+    model["validation"]["by"] = {"reference": model["validation"]["holdout"]}
+    (tmp_path / "beta.json").write_text(json.dumps(plain))
+    read = read_coefficients(tmp_path / "beta.json").models[0]
+    assert read.definitions == {"seen": "1", "reference": "seen + 1"}
+    assert set(read.validation.by_group) == {"reference"}

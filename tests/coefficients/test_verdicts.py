@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tracefit.coefficients.evaluation import Classifier, Entry, MetricsEntry
-from tracefit.coefficients.verdicts import THRESHOLDS, Threshold, judge, override
+from tracefit.coefficients.evaluation import ClassifierEntry, Entry
+from tracefit.coefficients.verdicts import THRESHOLDS, Threshold, override, verdicts_of
 from tracefit.errors import UsageError
+from tracefit.fit.results import Metrics
 
 
 def _entry(
@@ -15,7 +16,7 @@ def _entry(
     names = ("true_positive", "false_negative", "false_positive", "true_negative")
     hit, lost, false, right = queued
     accuracy = (hit / (hit + lost) + right / (right + false)) / 2 if hit + lost else None
-    metrics = MetricsEntry(
+    metrics = Metrics(
         n=n,
         mape_pct=mape,
         mdape_pct=mdape,
@@ -35,7 +36,9 @@ def _entry(
         gradient_boosting=None,
         skill=skill,
         extrapolated_rows=extrapolated,
-        classifier=Classifier(balanced_accuracy=accuracy, confusion=dict(zip(names, queued, strict=True))),
+        classifier=ClassifierEntry(
+            balanced_accuracy=accuracy, confusion=dict(zip(names, queued, strict=True))
+        ),
     )
 
 
@@ -44,7 +47,7 @@ def _models(**changes):
 
 
 def _answers(models, thresholds=THRESHOLDS):
-    return {v.use: v.answer for v in judge(models, thresholds)}
+    return {use: v.answer for use, v in verdicts_of(models, thresholds).items()}
 
 
 USES = ("simulation", "capacity planning", "autoscaling", "alerting")
@@ -67,10 +70,10 @@ def test_a_bias_counts_in_either_direction():
 
 
 def test_the_worst_measure_decides_and_is_the_reason():
-    (verdict,) = (v for v in judge(_models(mape=12.0, extrapolated=60)) if v.use == "simulation")
+    verdict = verdicts_of(_models(mape=12.0, extrapolated=60))["simulation"]
     assert verdict.answer == "no"
     assert verdict.reasons == ("held-out steps outside the range trained on 60 % (at most 50 % is asked)",)
-    assert {j.threshold.measure: j.answer for j in verdict.judged}["step_mape_pct"] == "with limits"
+    assert {c.measure: c.answer for c in verdict.criteria}["step_mape_pct"] == "with limits"
 
 
 def test_a_model_that_is_not_there_forbids_what_needs_it():
@@ -78,7 +81,7 @@ def test_a_model_that_is_not_there_forbids_what_needs_it():
     del models["alpha.queue_wait"]
     answers = _answers(models)
     assert answers == {"simulation": "yes", "capacity planning": "yes", "autoscaling": "no", "alerting": "no"}
-    (verdict,) = (v for v in judge(models) if v.use == "alerting")
+    verdict = verdicts_of(models)["alerting"]
     assert "alpha.queue_wait is not fitted" in verdict.reasons
 
 
@@ -126,5 +129,5 @@ def test_wrong_thresholds_are_refused(text, says):
 
 @pytest.mark.parametrize(("rows", "said"), [(99, True), (100, False)])
 def test_a_measure_from_few_rows_says_so(rows, said):
-    (simulation, *_) = judge(_models(n=rows))
+    simulation = verdicts_of(_models(n=rows))["simulation"]
     assert all((f"from {rows} rows only" in reason) is said for reason in simulation.reasons)

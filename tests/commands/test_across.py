@@ -23,9 +23,7 @@ def evaluation_of(tmp_path):
     return of
 
 
-def test_a_run_is_predicted_by_the_other_and_on_all_of_its_rows(
-    tmp_path, new_traces, evaluation_of, no_search
-):
+def test_a_run_is_predicted_by_the_other_and_on_all_of_its_rows(tmp_path, new_traces, evaluation_of):
     """A step of run b costs 500 us more per request that decodes (15 on average) than one of run a.
 
     Of 240 steps 239 have a time; the run's own training part loses the first 20 of them to warm-up.
@@ -44,9 +42,9 @@ def test_a_run_is_predicted_by_the_other_and_on_all_of_its_rows(
     assert "run `a` | `beta.cycle_time`" in report
 
 
-def test_what_cannot_be_left_out_is_a_note_and_no_error(tmp_path, traces, evaluation_of, quick):
+def test_what_cannot_be_left_out_is_a_note_and_no_error(tmp_path, traces, evaluation_of):
     traces.load(steps=120, requests=0).write(tmp_path / "runs" / "alone")
-    evaluation, report = evaluation_of(across=True)
+    evaluation, report = evaluation_of(across=True, features="batch")
     assert evaluation["across"] == []
     notes = "\n".join(evaluation["across_notes"])
     assert "leave-one-run-out: no scope has two runs" in notes
@@ -55,13 +53,14 @@ def test_what_cannot_be_left_out_is_a_note_and_no_error(tmp_path, traces, evalua
     assert "- Note: leave-one-run-out" in report
 
 
-def test_without_asking_nothing_is_left_out(tmp_path, traces, evaluation_of, quick):
+def test_without_asking_nothing_is_left_out(tmp_path, traces, evaluation_of):
     traces.load(steps=120, requests=0).write(tmp_path / "runs" / "alone")
-    evaluation, report = evaluation_of()
+    evaluation, report = evaluation_of(features="batch")
     assert (evaluation["across"], evaluation["across_notes"]) == ([], [])
     assert "Across" not in report
 
 
+@pytest.mark.slow
 def test_step_times_of_a_model_that_was_never_seen_are_within_fifteen_percent(tmp_path, evaluation_of):
     """Four architectures, one of experts, under the roofline law: the larger of compute and memory time."""
     models = (("tiny", 1), ("llama-8b", 1), ("llama-70b", 4), ("qwen-moe-30b", 1))
@@ -82,9 +81,8 @@ def _on(gpus, models, folder):
         write_run(synth(SynthOptions(seed=seed, law="roofline", requests=12, **named)), folder)
 
 
-def test_step_times_on_a_gpu_that_was_never_seen_are_within_fifteen_percent(
-    tmp_path, evaluation_of, no_search
-):
+@pytest.mark.slow
+def test_step_times_on_a_gpu_that_was_never_seen_are_within_fifteen_percent(tmp_path, evaluation_of):
     """Memory of an H100 is 1.6 times, its arithmetic 3.2 times as fast as an A100's: no line in the batch knows that."""
     _on(("A100", "H100"), (("llama-8b", 1), ("llama-70b", 4)), tmp_path / "runs")
     evaluation, report = evaluation_of(across=True, features="roofline")
@@ -100,7 +98,7 @@ def test_step_times_on_a_gpu_that_was_never_seen_are_within_fifteen_percent(
     assert not any("GPU" in note for note in evaluation["across_notes"])
 
 
-def test_one_model_on_the_other_gpu_cannot_tell_weights_from_a_constant(tmp_path, evaluation_of, no_search):
+def test_one_model_on_the_other_gpu_cannot_tell_weights_from_a_constant(tmp_path, evaluation_of):
     _on(("A100", "H100"), (("llama-8b", 1),), tmp_path / "runs")
     evaluation, report = evaluation_of(across=True, features="roofline")
     assert {e["left_out"] for e in evaluation["across"]} == {"a100-80gb-sxm", "h100-sxm"}

@@ -37,13 +37,20 @@ def test_a_folder_without_traces_says_what_a_run_folder_is(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"no trace at all"])
+@pytest.mark.parametrize("content", [b"", b"\n"])
 def test_a_file_without_a_span_is_refused_with_what_a_server_must_trace(tmp_path, content, files_in):
     (tmp_path / "traces.json").write_bytes(content)
     line = _refused(DataError, [tmp_path / "traces.json"], tmp_path / "out")
     assert "holds no spans" in line
     assert "--enable-journey-tracing" in line
     assert not [name for name in files_in(tmp_path / "out") if name.endswith(".parquet")]
+
+
+def test_a_text_file_is_not_otlp(tmp_path):
+    (tmp_path / "traces.json").write_text("no trace at all\n")
+    line = _refused(DataError, [tmp_path / "traces.json"], tmp_path / "out")
+    assert "is not OTLP" in line
+    assert "Collector's file exporter" in line
 
 
 def test_tables_that_were_never_ingested(tmp_path):
@@ -133,7 +140,7 @@ def test_a_damaged_line_is_a_reject_and_everything_else_is_there(tmp_path, trace
     lines = (folder / "traces.json").read_text().splitlines(keepends=True)
     half = '{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "cut\n'
     (folder / "traces.json").write_text("".join([*lines[:5], half, *lines[5:]]))
-    result = run([folder], tmp_path / "out")
+    result = run([folder], tmp_path / "out", options=quick)
     assert result.exit_code == 3
     assert len(result.trained.fitted) == 4
     rejects = TableStore(tmp_path / "out" / "tables").read("rejects")
@@ -166,7 +173,7 @@ def test_dropped_events_or_duplicates_alone_are_quarantine(tmp_path, traces, qui
     else:
         trace.records *= 2
     folder = trace.write(tmp_path / "run")
-    result = run([folder], tmp_path / "out")
+    result = run([folder], tmp_path / "out", options=quick)
     assert (result.exit_code, result.ingested.exit_code, result.trained.exit_code) == (3, 3, 3)
     assert [m.name for m in result.trained.fitted] == ["beta.cycle_time"]
     says = (
@@ -186,5 +193,5 @@ def test_requests_of_one_token_alone_have_no_journey_sampling_and_no_harm(tmp_pa
         )
         traces.steps(summary)
         traces.request(number, start - 1100, step=number, output=1, tokens_at=(start + 9000, start + 9000))
-    result = run([traces.write(tmp_path / "run")], tmp_path / "out")
+    result = run([traces.write(tmp_path / "run")], tmp_path / "out", options=quick)
     assert "alpha.queue_wait" in {m.name for m in result.trained.fitted}

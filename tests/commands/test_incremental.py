@@ -140,6 +140,7 @@ def test_the_order_and_cut_of_files_does_not_matter(tmp_path, lines, fresh, cont
     assert contents(tmp_path / "tables") == fresh
 
 
+@pytest.mark.slow
 def test_framed_protobuf_is_cut_too(tmp_path, new_traces, lines, fresh, contents, decoded, small_pieces):
     trace = new_traces().load(steps=240, requests=60)
     trace.records.append(trace.records[3])
@@ -175,6 +176,7 @@ def test_the_number_of_workers_does_not_matter(
     assert contents(tmp_path / "tables") == fresh
 
 
+@pytest.mark.slow
 def test_a_worker_imports_nothing_from_the_working_folder(tmp_path, lines, fresh, contents, monkeypatch):
     """A `polars.py` beside the traces is whatever someone put there."""
     monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
@@ -188,6 +190,7 @@ def test_a_worker_imports_nothing_from_the_working_folder(tmp_path, lines, fresh
     assert contents(tmp_path / "tables") == fresh
 
 
+@pytest.mark.slow
 def test_the_environment_is_as_it_was_after_workers_ran(tmp_path, lines, monkeypatch):
     monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
     before = dict(os.environ)

@@ -106,13 +106,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] if c == "journeys alone" else []) for c in CASES],
+)
 def test_what_it_allows_is_what_training_fits(tmp_path, traces, allows, quick, case):
     steps, requests, wanted = CASES[case]
     folder = traces.load(steps=steps, requests=requests).write(tmp_path / "run")
     found = inspect([folder])
     said = {model for model, what in WAITS.items() if allows(found)[what].verdict == "yes"}
-    fitted = {m.name for m in run([folder], tmp_path / "out").trained.fitted}
+    fitted = {m.name for m in run([folder], tmp_path / "out", options=quick).trained.fitted}
     assert said == fitted == wanted
     assert found.exit_code == 0
 
@@ -120,9 +123,9 @@ def test_what_it_allows_is_what_training_fits(tmp_path, traces, allows, quick, c
 def test_rows_are_counted_as_training_counts_them(tmp_path, traces, allows, quick):
     folder = traces.load().write(tmp_path / "run")
     text = allows(inspect([folder]))["step time"].reason
-    run([folder], tmp_path / "out")
+    run([folder], tmp_path / "out", options=quick)
     rows = TableStore(tmp_path / "out" / "tables").read("beta_training")
-    kept = rows.filter(rows["excluded_because"].is_null() | (rows["excluded_because"] == "outlier"))
+    kept = rows.filter(rows["excluded_reason"].is_null() | (rows["excluded_reason"] == "outlier"))
     train, held = ((kept["split"] == part).sum() for part in ("train", "holdout"))
     assert f"{train} rows to train on, {held} held out" in text
     # 240 steps: 239 pairs; by hand, the first 70 % rounded up train, less 20 of warm-up.
@@ -130,6 +133,7 @@ def test_rows_are_counted_as_training_counts_them(tmp_path, traces, allows, quic
     assert text.startswith("239 adjacent pairs")
 
 
+@pytest.mark.slow
 def test_runs_of_one_scope_count_together(tmp_path, new_traces, allows, quick):
     """Neither of the two has the 30 requests that training wants; both together do."""
     for name, seed in (("one", 1), ("two", 2)):
@@ -137,7 +141,9 @@ def test_runs_of_one_scope_count_together(tmp_path, new_traces, allows, quick):
     one, both = inspect([tmp_path / "runs" / "one"]), inspect([tmp_path / "runs"])
     assert allows(one)["departure overhead"].verdict == "no"
     assert allows(both)["departure overhead"].verdict == "yes"
-    assert "alpha.departure" in {m.name for m in run([tmp_path / "runs"], tmp_path / "out").trained.fitted}
+    assert "alpha.departure" in {
+        m.name for m in run([tmp_path / "runs"], tmp_path / "out", options=quick).trained.fitted
+    }
 
 
 def test_three_requests_allow_nothing(tmp_path, traces, allows):

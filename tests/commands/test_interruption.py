@@ -65,8 +65,7 @@ def grown(tmp_path, new_traces):
 @pytest.mark.parametrize(
     ("workers", "moments"),
     [
-        (1, 5),
-        (2, 2),
+        (1, 2),
         pytest.param(1, MOMENTS, marks=pytest.mark.slow),
         pytest.param(2, MOMENTS, marks=pytest.mark.slow),
     ],
@@ -129,7 +128,10 @@ class _Counted(io.FileIO):
         return super().write(data)
 
 
-@pytest.mark.parametrize("size_bytes", [0, 3_000, 20_000, 45_000, 60_000])
+@pytest.mark.parametrize(
+    "size_bytes",
+    [3_000, 45_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 20_000, 60_000))],
+)
 def test_a_full_disk_is_one_line_and_leaves_what_was_whole(
     tmp_path, grown, contents, monkeypatch, size_bytes, small_pieces
 ):
@@ -178,6 +180,7 @@ def test_a_folder_in_use_is_waited_for(tmp_path, traces):
     assert TableStore(tmp_path / "tables").runs() == ["run"]
 
 
+@pytest.mark.slow
 def test_two_ingests_at_once_lose_nothing(tmp_path, new_traces, contents):
     runs = [new_traces().request(n, 0, step=1).write(tmp_path / f"run{n}") for n in (1, 2)]
     code = "import sys; from tracefit import ingest; ingest([sys.argv[1]], sys.argv[2])"

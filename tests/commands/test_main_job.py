@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
 import pytest
 
-from tracefit import TrainOptions, ingest, run, train
+from tracefit import ingest, run, train
 from tracefit.tables.schema import TABLES
 from tracefit.tables.store import TableStore
 
@@ -40,9 +41,8 @@ def test_the_job_leaves_tables_models_evaluation_and_report(trained):
     assert {p.name for p in (trained / "tables").iterdir()} >= CONTRACT
 
 
-def test_ingest_and_train_give_the_bytes_of_run_without_the_run_folder(
-    tmp_path, trained, new_traces, no_search
-):
+@pytest.mark.slow
+def test_ingest_and_train_give_the_bytes_of_run_without_the_run_folder(tmp_path, trained, new_traces):
     folder = new_traces().load().write(tmp_path / "busy")
     ingest([folder], tmp_path / "tables")
     shutil.rmtree(folder)
@@ -61,7 +61,7 @@ def two_runs(tmp_path, new_traces):
 
 
 def test_runs_of_one_scope_are_trained_together(tmp_path, two_runs, models_of, quick):
-    result = run([two_runs], tmp_path / "out")
+    result = run([two_runs], tmp_path / "out", options=quick)
     assert {r.run_id for r in result.ingested.runs} == {"one", "two"}
     beta = models_of(tmp_path / "out" / "models")["beta.cycle_time"]
     assert beta["training"]["runs"] == ["one", "two"]
@@ -71,18 +71,20 @@ def test_runs_of_one_scope_are_trained_together(tmp_path, two_runs, models_of, q
     assert [r["run_id"] for r in beta["training"]["time_range"]] == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_order_of_runs_does_not_matter(tmp_path, two_runs, quick):
     folders = [two_runs / "one", two_runs / "more" / "two"]
-    run(folders, tmp_path / "a")
-    run(folders[::-1], tmp_path / "b")
+    run(folders, tmp_path / "a", options=quick)
+    run(folders[::-1], tmp_path / "b", options=quick)
     for result in RESULTS:
         assert (tmp_path / "a" / result).read_bytes() == (tmp_path / "b" / result).read_bytes(), result
 
 
+@pytest.mark.slow
 def test_runs_of_two_configurations_are_two_scopes(tmp_path, two_runs, quick):
     with (two_runs / "one" / "exp-config.yaml").open("a") as config:
         config.write("enforce_eager: true\n")
-    run([two_runs], tmp_path / "out")
+    run([two_runs], tmp_path / "out", options=quick)
     scopes = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scopes"]
     assert sorted(s["runs"] for s in scopes) == [["one"], ["two"]]
     names = {s["scope_id"] for s in scopes}
@@ -90,9 +92,10 @@ def test_runs_of_two_configurations_are_two_scopes(tmp_path, two_runs, quick):
     assert all(name.startswith("llama-2-7b.no-gpu.tp1.") for name in names)
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_used_before_trains_on_the_named_run_alone(tmp_path, two_runs, models_of, quick):
-    run([two_runs / "one"], tmp_path / "out")
-    run([two_runs / "more"], tmp_path / "out")
+    run([two_runs / "one"], tmp_path / "out", options=quick)
+    run([two_runs / "more"], tmp_path / "out", options=quick)
     beta = models_of(tmp_path / "out" / "models")["beta.cycle_time"]
     assert beta["training"]["runs"] == ["two"]
 
@@ -121,8 +124,8 @@ def test_training_rows_carry_the_features_their_models_were_offered(trained, kin
 def test_every_cycle_is_a_training_row_marked_where_it_is_left_out(trained):
     rows = TableStore(trained / "tables").read("beta_training")
     assert rows["step_id"].to_list() == list(range(1, 240))
-    assert rows.filter(excluded_because="warm_up")["step_id"].to_list() == list(range(1, 21))
-    assert rows.filter(split="holdout")["excluded_because"].null_count() == 71
+    assert rows.filter(excluded_reason="warm_up")["step_id"].to_list() == list(range(1, 21))
+    assert rows.filter(split="holdout")["excluded_reason"].null_count() == 71
 
 
 def test_the_runs_table_says_where_every_setting_comes_from(tmp_path, traces):
@@ -151,7 +154,7 @@ def test_the_sample_tables_have_the_columns_the_specification_names(tmp_path, tr
     with (folder / "exp-config.yaml").open("a") as config:
         config.write("gpu: H100\n")
     ingest([folder], tmp_path / "tables")
-    train(tmp_path / "tables", tmp_path / "models", options=TrainOptions(sample_csv=True))
+    train(tmp_path / "tables", tmp_path / "models", options=replace(quick, sample_csv=True))
     texts = {kind: (tmp_path / "models" / f"{kind}_sample.csv") for kind in COLUMNS}
     for kind, path in texts.items():
         assert path.read_text().splitlines()[0] == COLUMNS[kind]
@@ -167,7 +170,7 @@ def test_the_sample_tables_have_the_columns_the_specification_names(tmp_path, tr
 
 def test_a_sample_table_of_nothing_has_its_columns(tmp_path, traces, quick):
     folder = traces.load(steps=120, requests=0).write(tmp_path / "run")
-    run([folder], tmp_path / "out", options=TrainOptions(sample_csv=True))
+    run([folder], tmp_path / "out", options=replace(quick, sample_csv=True))
     assert (tmp_path / "out" / "models" / "alpha_sample.csv").read_text() == COLUMNS["alpha"] + "\n"
 
 
@@ -199,7 +202,7 @@ def test_clocks_that_disagree_are_counted_in_the_evaluation(tmp_path, traces, qu
     scheduled = [e for s in spans for e in s["events"] if e["name"] == "journey.SCHEDULED"]
     _move(api, 3600)
     _move(scheduled[:2], -0.5)
-    run([traces.write(tmp_path / "run")], tmp_path / "out")
+    run([traces.write(tmp_path / "run")], tmp_path / "out", options=quick)
     evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     timeline = evaluation["scopes"][0]["timeline"]
     assert (timeline["clock_corrected_events"], timeline["clock_disagreements"]) == (len(api), 2)

@@ -10,7 +10,7 @@ from tracefit import TrainOptions, ingest, train
 
 
 @pytest.fixture
-def tables(tmp_path, traces, no_search):
+def tables(tmp_path, traces):
     """Ingest a busy run whose steps cost less the more requests decode."""
     folder = traces.load(steps=120, requests=60, decode_us=-20).write(tmp_path / "run")
     ingest([folder], tmp_path / "tables")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from tracefit import TrainOptions, ingest, train
+from tracefit import ingest, train
 from tracefit.tables.store import TableStore
 
 
@@ -22,7 +23,7 @@ def trained_on(tmp_path, new_traces, quick):
                 trace.core(number, [("QUEUED", 1_100_000, 2), aborted])
             trace.write(tmp_path / "runs" / name)
         ingest([tmp_path / "runs"], tmp_path / "tables")
-        train(tmp_path / "tables", tmp_path / "models", options=TrainOptions(**options))
+        train(tmp_path / "tables", tmp_path / "models", options=replace(quick, **options))
         scope = json.loads((tmp_path / "models" / "evaluation.json").read_text())["scopes"][0]
         return scope, (tmp_path / "models" / "report.md").read_text()
 

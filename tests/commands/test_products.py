@@ -17,6 +17,7 @@ class Quadratic(LinearLaw):
         return super().step_us(step) + 0.05 * step.prefill_tokens**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("law", "taken"), [(Quadratic(), True), (LinearLaw(), False)])
 def test_a_square_is_found_where_there_is_one(tmp_path, law, taken):
     folder = write_run(synth(SynthOptions(name="run", seed=5, requests=150, law=law)), tmp_path)

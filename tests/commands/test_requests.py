@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tracefit.commands.ingest import ingest
-from tracefit.commands.requests import SECONDS_VIEW, seconds_view, summarize_requests
+from tracefit.commands.requests import SECONDS_VIEW, requests, seconds_view
 from tracefit.errors import DataError, UsageError
 
 
@@ -29,7 +29,7 @@ def tables(tmp_path):
 
 
 def test_percentiles_and_throughput_are_those_of_the_requests(tables, traces):
-    total = summarize_requests(tables(_load(traces))).total
+    total = requests(tables(_load(traces))).total
     assert (total.requests, total.failed, total.in_flight) == (11, 0, 0)
     assert (total.prompt_tokens, total.output_tokens) == (1_100, 55)
     # TTFT is 0.1 to 1.1 s: the median is the sixth, P90 the tenth, P99 nine tenths of the way from there to the last.
@@ -58,7 +58,7 @@ def test_failures_count_as_such_and_not_for_the_times_of_whole_requests(tables, 
         ],
     )
     trace.api(4, {"ARRIVED": 2_000_000}).core(4, [("QUEUED", 2_001_000, 1)])
-    summary = summarize_requests(tables(trace))
+    summary = requests(tables(trace))
     total = summary.total
     assert (total.requests, total.failed, total.in_flight) == (4, 1, 1)
     assert summary.states == {"FINISHED_ABORTED": 1, "FINISHED_LENGTH_CAPPED": 2, "WAITING": 1}
@@ -67,7 +67,7 @@ def test_failures_count_as_such_and_not_for_the_times_of_whole_requests(tables, 
 
 
 def test_every_run_is_a_group_and_all_together_are_one(tables, new_traces):
-    summary = summarize_requests(tables(_load(new_traces()), _load(new_traces(), number=2)))
+    summary = requests(tables(_load(new_traces()), _load(new_traces(), number=2)))
     assert [(g.name, g.requests) for g in summary.runs] == [("run-0", 11), ("run-1", 2)]
     assert summary.total.requests == 13
     # The second run ends with the departure of its last request, after 1 + 0.2 + 0.041 s.
@@ -75,7 +75,7 @@ def test_every_run_is_a_group_and_all_together_are_one(tables, new_traces):
 
 
 def test_windows_are_round_and_have_every_request_once(tables, traces):
-    windows = summarize_requests(tables(_load(traces))).windows
+    windows = requests(tables(_load(traces))).windows
     # A tenth of 11.1 s, rounded up, is 2 s.
     names = [f"run-0 {k}-{k + 2} s" for k in range(0, 12, 2)]
     assert [w.name for w in windows] == names
@@ -85,7 +85,7 @@ def test_windows_are_round_and_have_every_request_once(tables, traces):
 
 
 def test_phases_add_up(tables, traces):
-    phases = {p.phase: p for p in summarize_requests(tables(_load(traces, number=1))).phases}
+    phases = {p.phase: p for p in requests(tables(_load(traces, number=1))).phases}
     assert {name: p.seconds.p50 for name, p in phases.items()} == pytest.approx(
         {
             "admission": 0.001,
@@ -127,6 +127,6 @@ def test_the_view_in_seconds_has_vllms_names_and_nulls(tables, traces):
 
 def test_the_folder_has_to_hold_requests(tables, traces, tmp_path):
     with pytest.raises(UsageError, match="holds no tables"):
-        summarize_requests(tmp_path / "nothing")
+        requests(tmp_path / "nothing")
     with pytest.raises(DataError, match="holds no requests"):
-        summarize_requests(tables(traces.steps(traces.summary(1, 1000))))
+        requests(tables(traces.steps(traces.summary(1, 1000))))

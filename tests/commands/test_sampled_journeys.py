@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 import tracefit
 from tracefit.synth import SynthOptions, synth, write_run
 
 
-def _wait(tmp_path, options):
+def _wait(tmp_path, options, how):
     folder = write_run(synth(options), tmp_path / "runs")
-    tracefit.run([folder], tmp_path / "out")
+    tracefit.run([folder], tmp_path / "out", options=how)
     models = json.loads((tmp_path / "out/models/alpha.json").read_text())["models"]
     return next(m for m in models if m["name"] == "alpha.queue_wait")
 
 
+@pytest.mark.slow
 def test_the_wait_in_an_overload_has_two_regimes_by_what_the_latest_step_left_waiting(tmp_path, quick):
-    model = _wait(tmp_path, SynthOptions(seed=9, requests=600, journey_sampling=0.5, num_blocks=400))
+    model = _wait(tmp_path, SynthOptions(seed=9, requests=600, journey_sampling=0.5, num_blocks=400), quick)
     assert model["target"]["source"] == "journey, queue state of the latest sampled step"
     waits = model["regimes"][0]["when"]["any"][0]
     assert (waits["feature"], waits["op"], waits["value"]) == ("waiting_depth", ">", 0.0)
@@ -24,7 +27,8 @@ def test_the_wait_in_an_overload_has_two_regimes_by_what_the_latest_step_left_wa
     assert model["validation"]["classifier"]["balanced_accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_where_nothing_queues_the_wait_is_no_worse_than_its_median(tmp_path, quick):
-    model = _wait(tmp_path, SynthOptions(seed=10, requests=300, journey_sampling=0.5))
+    model = _wait(tmp_path, SynthOptions(seed=10, requests=300, journey_sampling=0.5), quick)
     validation = model["validation"]
     assert validation["holdout"]["mae"] <= 1.2 * validation["baseline"]["mae"]

@@ -97,7 +97,7 @@ def one_by_one(monkeypatch):
     return into
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_files_in_bundles_give_the_tables_of_files_one_by_one(tmp_path, records, write, one_by_one, seed):
     """Whatever they hold and however it is packed, where it was read included; many spans are in two files."""
     chance = random.Random(seed)
@@ -156,6 +156,7 @@ def test_of_a_known_folder_only_new_files_are_decoded(tmp_path, records, write, 
     assert all(rows.equals(apart[name]) for name, rows in _every_table(tmp_path / "tables").items())
 
 
+@pytest.mark.slow
 def test_a_file_that_grew_is_replaced_alone(tmp_path, records, write, one_by_one, decoded):
     folder = _in_files(write, records)
     write(5, records[5::FILES][:2], "lines")
@@ -191,6 +192,7 @@ def test_of_a_run_that_lost_a_file_the_others_are_not_decoded_again(
     assert all(rows.equals(apart[name]) for name, rows in _every_table(tmp_path / "tables").items())
 
 
+@pytest.mark.slow
 def test_copies_of_a_file_have_rows_of_their_own(tmp_path, records, write, one_by_one):
     for number in range(FILES):
         folder = write(10 + number, records[number::FILES])
@@ -204,6 +206,7 @@ def test_copies_of_a_file_have_rows_of_their_own(tmp_path, records, write, one_b
     assert all(rows.equals(apart[name]) for name, rows in _every_table(tmp_path / "tables").items())
 
 
+@pytest.mark.slow
 def test_a_file_of_thousands_of_event_names_costs_its_neighbours_nothing(
     tmp_path, records, write, one_by_one, new_traces
 ):

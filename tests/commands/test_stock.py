@@ -37,7 +37,7 @@ def stock(traces, tmp_path):
     return traces.write(tmp_path / "stock")
 
 
-def test_alpha_trains_on_the_wait_and_the_rest_says_what_would_give_it(stock, tmp_path, no_search):
+def test_alpha_trains_on_the_wait_and_the_rest_says_what_would_give_it(stock, tmp_path):
     result = run([stock], tmp_path / "out")
     assert [m.name for m in result.trained.fitted] == ["alpha.queue_wait"]
     assert result.trained.fitted[0].holdout_mape_pct < 1, "the wait is a line in the prompt's length"

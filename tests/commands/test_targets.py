@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import polars as pl
 import pytest
 
-from tracefit import TrainOptions, run
-from tracefit.reports.summary import run_text
+from tracefit import run
+from tracefit.reports.terminal_results import run_text
 from tracefit.tables.store import TableStore
 
 
@@ -18,7 +19,7 @@ def job(tmp_path, quick):
 
     def of(trace, **options):
         folder = trace.write(tmp_path / "run")
-        return run([folder], tmp_path / "out", options=TrainOptions(**options))
+        return run([folder], tmp_path / "out", options=replace(quick, **options))
 
     return of
 
@@ -103,7 +104,7 @@ def test_idle_gaps_are_in_neither_part(tmp_path, traces, job):
         ]
     job(trace)
     rows = TableStore(tmp_path / "out" / "tables").read("beta_training")
-    assert rows.filter(excluded_because="idle_gap").select("step_id", "split").rows() == [
+    assert rows.filter(excluded_reason="idle_gap").select("step_id", "split").rows() == [
         (100, "train"),
         (230, "holdout"),
     ]

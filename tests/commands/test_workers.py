@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tracefit.tables.store import TableStore
 
 SHARED = """
@@ -17,6 +19,7 @@ main()
 """The command, of files as small as a test's shared out to workers."""
 
 
+@pytest.mark.slow
 def test_workers_import_nothing_from_the_working_folder(tmp_path, traces):
     run = traces.load(steps=240, requests=30).write(tmp_path / "run")
     for module in ("yaml", "polars", "numpy", "pickle", "socket"):

@@ -57,7 +57,7 @@ def _table(made, name):
 @pytest.fixture(scope="module")
 def steps(made):
     """Held-out steps with their contents and their time."""
-    rows = _table(made, "beta_training").filter(split="holdout").filter(pl.col("excluded_because").is_null())
+    rows = _table(made, "beta_training").filter(split="holdout").filter(pl.col("excluded_reason").is_null())
     keys = ["run_id", "server", "epoch", "step_id"]
     contents = _table(made, "timeline").drop(
         "ts_start_ns", "waiting_depth", "running_depth", "kv_usage_ratio", strict=False
@@ -204,7 +204,7 @@ def test_blis_alpha0_is_the_work_of_the_api_and_no_wait(made, tmp_path):
     admission = _table(made, "requests")["admission_us"].mean()
     assert admission > 3 * alpha[0], "the mean of ARRIVED to QUEUED holds the wait for the boundary"
     held = _table(made, "alpha_training").filter(target="departure", split="holdout")
-    held = held.filter(pl.col("excluded_because").is_null()).join(
+    held = held.filter(pl.col("excluded_reason").is_null()).join(
         _table(made, "requests").select("run_id", request_id="core_request_id", tokens="output_tokens"),
         on=["run_id", "request_id"],
     )
@@ -465,13 +465,14 @@ def test_what_an_export_needs_is_named(made, trained, tmp_path):
 @pytest.mark.parametrize(
     ("to", "says"), [("wva", "step_cache_tokens"), ("llm-d-inference-sim", "no row has both ends")]
 )
-def test_traces_without_journeys_are_refused_with_what_would_help(tmp_path, new_traces, quick, to, says):
+def test_traces_without_journeys_are_refused_with_what_would_help(tmp_path, new_traces, to, says):
     folder = new_traces().load(requests=0).write(tmp_path / "steps")
     tracefit.run([folder], tmp_path / "out", options=tracefit.TrainOptions(features="batch", fast=True))
     with pytest.raises(DataError, match=f"{says}.*--enable-journey-tracing"):
         export(tmp_path / "out/models", to, tmp_path / "made")
 
 
+@pytest.mark.slow
 def test_the_weighting_is_what_replays_training_requests_best(tmp_path):
     """On a roofline half the weight on prefill made decode 3 % short; what is chosen keeps ITL and E2E, both light and heavy."""
     folder = write_run(
@@ -500,6 +501,7 @@ def test_a_scope_that_cannot_be_replayed_says_so(made, tmp_path):
     assert reason.endswith("journeys of all requests would let their replay choose")
 
 
+@pytest.mark.slow
 def test_what_requests_found_in_the_cache_is_not_computed_in_the_replay(tmp_path):
     options = SynthOptions(
         name="prefixes", seed=8, requests=300, prefix_fraction=0.7, prefix_tokens=512, rich_sampling=1.0

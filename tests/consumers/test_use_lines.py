@@ -23,8 +23,8 @@ import yaml
 
 import tracefit
 from tracefit.commands.export import export
+from tracefit.consumers.base import flags
 from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
-from tracefit.consumers.source import flags
 from tracefit.synth import SynthOptions, synth, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -248,6 +248,7 @@ def test_wva_is_edited_by_hand(exported):
     }
 
 
+@pytest.mark.slow
 @needs_blis
 def test_shared_prefixes_are_found_as_blis_finds_them(tmp_path):
     options = SynthOptions(name="prefixes", seed=3, requests=300, prefix_fraction=0.5, rich_sampling=1.0)
@@ -271,6 +272,7 @@ def test_shared_prefixes_are_found_as_blis_finds_them(tmp_path):
     assert [told.e2e[i] for i in range(traced.height)] == [theirs[i]["e2e_us"] for i in range(traced.height)]
 
 
+@pytest.mark.slow
 def test_without_blis_its_check_skips_and_counts(tmp_path):
     words = [sys.executable, str(ROOT / "tests/check_consumers.py"), str(tmp_path)]
     env = {**os.environ, "BLIS": str(tmp_path)}

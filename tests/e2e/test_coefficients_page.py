@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 import tracefit
+from tracefit import consumers
 from tracefit.commands.compare import MIN_ROWS, Tolerance
-from tracefit.commands.export import CONSUMERS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coefficients.md").read_text()
@@ -59,5 +59,5 @@ def test_the_numbers_of_the_drift_check_are_the_codes():
 
 
 def test_every_consumer_is_on_the_page():
-    for name in CONSUMERS:
+    for name in consumers.known():
         assert f"| `{name}` |" in PAGE

@@ -23,6 +23,7 @@ def _blocks(page):
 WITH_COMMANDS = [p for p in PAGES if any(b["kind"] in COMMAND_KINDS and not b["why"] for b in _blocks(p))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_commands_of_a_page_run_one_after_the_other(page, tmp_path):
     for name in ("fixtures", "models"):

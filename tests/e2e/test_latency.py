@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from sklearn.dummy import DummyRegressor
 
 import tracefit
 from tracefit.coefficients.compiled import CompiledModel
 from tracefit.coefficients.files import read_coefficients
-from tracefit.fit.results import PenaltyChoice
 from tracefit.synth import LinearLaw, SynthOptions, synth, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +111,7 @@ def test_the_report_and_the_summary_show_them(trained):
 
 def test_what_has_no_journeys_says_so(tmp_path, new_traces, quick):
     folder = new_traces().load(requests=0).write(tmp_path / "steps")
-    tracefit.run([folder], tmp_path / "out")
+    tracefit.run([folder], tmp_path / "out", options=quick)
     scope = json.loads((tmp_path / "out/evaluation.json").read_text())["scopes"][0]
     assert (scope["latency"], scope["latency_missing"]) == ({}, "the traces hold no journeys of requests")
     assert (
@@ -123,32 +121,24 @@ def test_what_has_no_journeys_says_so(tmp_path, new_traces, quick):
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """Return a function: options of the generator to what the main job leaves of such a run.
-
-    The search for a penalty and the boosted reference, which take seconds, are spared.
-    """
+    """Return a function: options of the generator to what the main job leaves of such a run."""
     made = {}
 
-    def run(**options):
-        name = str(options)
+    def run(**generated):
+        name = str(generated)
         if name not in made:
             root = tmp_path_factory.mktemp("planted")
-            laid = SynthOptions(name="planted", seed=31, requests=250, law=LAW, **options)
+            laid = SynthOptions(name="planted", seed=31, requests=250, law=LAW, **generated)
             folder = write_run(synth(laid), root)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(
-                    "tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-8, 1.0, 5)
-                )
-                boosting = "tracefit.fit.validate.HistGradientBoostingRegressor"
-                patch.setattr(boosting, lambda **_: DummyRegressor(strategy="median"))
-                tracefit.run([folder], root / "out", options=tracefit.TrainOptions(features="batch"))
+            options = tracefit.TrainOptions(features="batch", fast=True)
+            tracefit.run([folder], root / "out", options=options)
             made[name] = root / "out"
         return made[name]
 
     return run
 
 
-@pytest.mark.parametrize("options", [{}, {"num_blocks": 400}], ids=str)
+@pytest.mark.parametrize("options", [{}, pytest.param({"num_blocks": 400}, marks=pytest.mark.slow)], ids=str)
 def test_planted_step_times_compose_to_the_measured_latencies(planted, options):
     """Noise of 3 % per step averages out over a request's steps; nothing else stands between the two."""
     folder = planted(**options)
@@ -165,7 +155,7 @@ def test_planted_step_times_compose_to_the_measured_latencies(planted, options):
 
 def test_scheduling_a_step_ahead_is_composed_of_the_cycles_its_tokens_came_in(tmp_path, new_traces, quick):
     folder = new_traces().load(lag=1, noise=0.01).write(tmp_path / "ahead")
-    tracefit.run([folder], tmp_path / "out")
+    tracefit.run([folder], tmp_path / "out", options=quick)
     for name in ("ttft", "itl", "e2e"):
         told = _latency(tmp_path / "out")[name]["teacher_forced"]
         assert told["n"] > 10
@@ -176,7 +166,7 @@ def test_scheduling_a_step_ahead_is_composed_of_the_cycles_its_tokens_came_in(tm
 def test_hindsight_takes_away_what_changed_with_the_hold_out(tmp_path, new_traces, quick):
     """The machine takes 0.8 of the time from there on: forecasts are a quarter too long, the same terms fitted there not."""
     folder = new_traces().load(late=0.8).write(tmp_path / "faster")
-    tracefit.run([folder], tmp_path / "out")
+    tracefit.run([folder], tmp_path / "out", options=quick)
     told = _latency(tmp_path / "out")["itl"]
     assert told["refit_on_holdout"]["n"] == told["teacher_forced"]["n"] > 10
     assert told["teacher_forced"]["mape_pct"] == pytest.approx(25, abs=2)
@@ -189,7 +179,7 @@ def test_hindsight_takes_away_what_changed_with_the_hold_out(tmp_path, new_trace
 def test_hindsight_leaves_what_no_batch_tells(tmp_path, new_traces, quick):
     """Of independent noise on every step no coefficient knows more afterwards."""
     folder = new_traces().load(noise=0.2).write(tmp_path / "noisy")
-    tracefit.run([folder], tmp_path / "out")
+    tracefit.run([folder], tmp_path / "out", options=quick)
     told = _latency(tmp_path / "out")["itl"]
     assert told["teacher_forced"]["mape_pct"] > 5
     assert told["refit_on_holdout"]["mape_pct"] == pytest.approx(told["teacher_forced"]["mape_pct"], rel=0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+from itertools import product
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -33,8 +34,17 @@ features:
 """
 
 
-@pytest.mark.parametrize("duration", ["schedule", "step"])
-@pytest.mark.parametrize("step_sampling", [1.0, 0.1, 0.0])
+@pytest.mark.parametrize(
+    ("duration", "step_sampling"),
+    [
+        ("schedule", 0.1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product(("schedule", "step"), (1.0, 0.1, 0.0))
+            if case != ("schedule", 0.1)
+        ),
+    ],
+)
 def test_planted_coefficients_are_recovered_within_their_noise(
     tmp_path: Path, duration: str, step_sampling: float
 ) -> None:
@@ -63,6 +73,7 @@ def test_planted_coefficients_are_recovered_within_their_noise(
     assert model["intercept"]["value"] == pytest.approx(7_000.0, rel=0.005)
 
 
+@pytest.mark.slow
 def test_the_hold_out_error_is_the_noise_that_was_put_in(tmp_path: Path) -> None:
     folder = write_run(synth(SynthOptions(name="noisy", seed=22, requests=400, law=LAW)), tmp_path)
     result = tracefit.run([folder], tmp_path / "out")
@@ -86,6 +97,7 @@ def test_the_step_clock_gives_the_generators_own_step_times(tmp_path: Path) -> N
         assert cycle == pytest.approx(truth[step], abs=0.002)
 
 
+@pytest.mark.slow
 def test_admission_finds_the_api_work_and_the_boundary(tmp_path: Path) -> None:
     run = synth(SynthOptions(name="api", seed=24, requests=500))
     folder = write_run(run, tmp_path / "runs")
@@ -102,6 +114,7 @@ def test_admission_finds_the_api_work_and_the_boundary(tmp_path: Path) -> None:
     assert entry["boundary_accuracy_pct"] >= entry["boundary_accuracy_without_work_pct"] + 3
 
 
+@pytest.mark.slow
 def test_the_queue_wait_has_two_regimes_when_blocks_are_short(tmp_path: Path) -> None:
     options = SynthOptions(name="short", seed=25, requests=700, num_blocks=500, phases=SynthOptions().phases)
     tracefit.run([write_run(synth(options), tmp_path)], tmp_path / "out")

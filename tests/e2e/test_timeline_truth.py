@@ -25,7 +25,9 @@ def _ingested(run: SynthRun, folder: Path) -> TableStore:
     return TableStore(folder / "tables")
 
 
-@pytest.mark.parametrize(("num_blocks", "least"), [(4_097, 0.995), (400, 0.97)])
+@pytest.mark.parametrize(
+    ("num_blocks", "least"), [pytest.param(4_097, 0.995, marks=pytest.mark.slow), (400, 0.97)]
+)
 def test_composition_follows_from_the_journeys_alone(tmp_path: Path, num_blocks: int, least: float) -> None:
     run = synth(SynthOptions(seed=41, requests=500, num_blocks=num_blocks))
     assert (run.truth_steps["num_preempted"].sum() > 0) == (num_blocks == 400)
@@ -52,7 +54,7 @@ def test_hidden_steps_start_where_their_scheduled_events_put_them(tmp_path: Path
     assert (error_us <= 500).fill_null(value=False).mean() >= 0.99
 
 
-@pytest.mark.parametrize("num_blocks", [4_097, 400])
+@pytest.mark.parametrize("num_blocks", [pytest.param(4_097, marks=pytest.mark.slow), 400])
 def test_the_queue_each_request_found_is_exact(tmp_path: Path, num_blocks: int) -> None:
     run = synth(SynthOptions(seed=43, requests=500, num_blocks=num_blocks, step_sampling=0.1))
     store = _ingested(run, tmp_path)
@@ -71,6 +73,7 @@ def test_the_queue_each_request_found_is_exact(tmp_path: Path, num_blocks: int) 
         )
 
 
+@pytest.mark.slow
 def test_few_steps_or_none_train_as_good_a_model_as_all(tmp_path: Path) -> None:
     errors = {}
     for sampling in (1.0, 0.01, 0.0):
@@ -87,7 +90,7 @@ def _error_on_every_step(model: Path, full: Path) -> float:
     """Mean absolute error of a written model on the held-out steps of the run that was traced in full."""
     beta = json.loads(model.read_text())["models"][0]
     rows = TableStore(full).read("beta_training")
-    held = rows.filter((pl.col("split") == "holdout") & pl.col("excluded_because").is_null())
+    held = rows.filter((pl.col("split") == "holdout") & pl.col("excluded_reason").is_null())
     terms = [pl.col(t["feature"]) * t["value"] for t in beta["terms"]]
     predicted = pl.sum_horizontal(terms) + beta["intercept"]["value"]
     return float(held.select((predicted - pl.col("y")).abs().mean()).item())

@@ -64,13 +64,14 @@ def test_kv_heads_are_divided_over_ranks(step, moe, gpu):
     assert found["decode_kv_read_us"] == pytest.approx(3 * 10 * 3 * 32 / 2 / 1000)
 
 
-def test_moe_weights_are_the_architectures_own(moe, gpu):
+def test_moe_weights_are_those_of_the_experts_a_step_is_expected_to_visit(moe, gpu):
+    """2,976 bytes that every step reads, and in 2 layers 4 · (1 - (2/4)^tokens) experts of 288 bytes."""
     for tokens in (1, 2, 7, 500):
         step = pl.DataFrame(dict(zip(ROOFLINE_COLUMNS, [[1], [0], [tokens], [0], [0], [0]], strict=True)))
         found = terms(step, moe, gpu, tp=2)
         read_us = found["weight_read_us"] + found["moe_expert_read_us"]
 
-        assert read_us == pytest.approx(moe.weight_bytes_per_step(tokens) / 2 / 1000)
+        assert read_us == pytest.approx((2976 + 2 * 4 * (1 - 0.5**tokens) * 288) / 2 / 1000)
 
 
 def test_window_caps_reads_and_pairs_of_its_layers(step, dense, gpu):
@@ -171,7 +172,12 @@ def test_unknown_composition_is_unknown(step, dense, gpu):
     unknown = step.with_columns(*(pl.lit(None, pl.Int64).alias(name) for name in ROOFLINE_COLUMNS))
     found = terms(unknown, dense, gpu)
 
-    assert {name for name, value in found.items() if value is not None} == {"layers", "one"}
+    known = {name for name, value in found.items() if value is not None}
+    assert known == {
+        "layers",
+        "one",
+        "moe_expert_read_us",
+    }  # a dense model has no experts, whatever it computes
 
 
 def test_terms_are_float64_columns_beside_the_others(step, dense, gpu):

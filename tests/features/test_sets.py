@@ -18,7 +18,6 @@ from tracefit.features.sets import (
     FeatureSet,
     add_features,
     compile_set,
-    feature_values,
     find_feature_set,
     parse_feature_set,
     read_feature_set,
@@ -60,6 +59,10 @@ BATCH_ROW = row_for("batch", **BATCH_VALUES)
 QUEUE_ROW = row_for("queue", **QUEUE_VALUES)
 
 
+def one_row(name, row):
+    return add_features(pl.DataFrame([row]), BUILT_IN[name], CONSTANTS).row(0, named=True)
+
+
 def one(*features):
     return FeatureSet("mine", tuple(Feature(name, "1", formula) for name, formula in features))
 
@@ -87,16 +90,16 @@ def test_queue_set_by_hand():
 def test_admission_and_departure_sets_by_hand():
     departure = row_for("departure", num_prefill_reqs=1, num_decode_reqs=3, finishing_reqs=2)
     admission = row_for("admission", prompt_tokens=100)
-    left = feature_values(BUILT_IN["departure"], {**departure, **CONSTANTS})
+    left = one_row("departure", departure)
 
     assert (left["batch_requests"], left["finishing_reqs"]) == (4.0, 2.0)
-    assert feature_values(BUILT_IN["admission"], {**admission, **CONSTANTS})["prompt_tokens"] == 100.0
+    assert one_row("admission", admission)["prompt_tokens"] == 100.0
 
 
 def test_step_without_tokens_has_no_share_of_prefill():
     empty = dict.fromkeys(BATCH_ROW, 0)
 
-    assert feature_values(BUILT_IN["batch"], {**empty, **CONSTANTS})["prefill_share"] == 0.0
+    assert one_row("batch", empty)["prefill_share"] == 0.0
 
 
 def test_unknown_constants_make_null_features_and_leave_the_others():
@@ -178,8 +181,6 @@ def test_unknown_name_is_one_line_with_the_known_ones():
         "feature x of set mine: needs prefil_tokens, which is not known; did you mean prefill_tokens? "
         "known: layers, prefill_tokens, y"
     )
-    with pytest.raises(UsageError, match="needs b, which is not known"):
-        feature_values(one(("x", "b")), {"a": 1.0})
 
 
 def test_feature_may_not_overwrite_a_column_it_is_not():
@@ -187,12 +188,16 @@ def test_feature_may_not_overwrite_a_column_it_is_not():
         add_features(pl.DataFrame({"y": [1], "a": [2]}), one(("y", "a")), {})
 
 
-def test_rows_and_frames_agree():
-    frame = add_features(pl.DataFrame([BATCH_ROW]), BUILT_IN["batch"], CONSTANTS)
+def test_column_of_text_is_refused():
+    frame = pl.DataFrame({"a": ["x"], "b": [1]})
+    with pytest.raises(UsageError, match="feature y of set mine: a is a column of String, not of numbers"):
+        add_features(frame, one(("x", "b"), ("y", "a * b")), {})
 
-    assert frame.select(BUILT_IN["batch"].names).row(0, named=True) == feature_values(
-        BUILT_IN["batch"], {**BATCH_ROW, **CONSTANTS}
-    )
+
+def test_columns_of_counts_flags_and_nulls_are_numbers():
+    frame = pl.DataFrame({"a": [True], "b": [None], "c": [3]})
+    added = add_features(frame, one(("x", "a * c"), ("y", "b")), {})
+    assert added.select("x", "y").row(0) == (3.0, None)
 
 
 def test_set_is_found_by_name():
@@ -237,6 +242,10 @@ def test_own_set_as_json(tmp_path):
     assert read_feature_set(path) == FeatureSet("custom", (Feature("a", "1", "b"),))
 
 
+def _features(number):
+    return json.dumps({"features": [{"name": f"a{n}", "unit": "1", "formula": "b"} for n in range(number)]})
+
+
 def _with(**changes):
     feature = {"name": "a", "unit": "token", "formula": "b", **changes}
     return json.dumps({"features": [{key: value for key, value in feature.items() if value is not ...}]})
@@ -245,32 +254,33 @@ def _with(**changes):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (_with(name=...), "feature 1: name is missing"),
-        (_with(unit=None), "feature 1: unit is missing"),
-        (_with(formula=...), "feature 1: formula is missing"),
-        (_with(name="a b"), "name 'a b' is no plain identifier"),
-        (_with(name="1a"), "no plain identifier"),
-        (_with(name="a-b"), "no plain identifier"),
-        (_with(name="λ"), "no plain identifier"),
-        (_with(name="__class__"), "no plain identifier"),
-        (_with(name="a" * 81), "name must be printable text of 1 to 80"),
-        (_with(unit="x" * 41), "unit must be printable text of 1 to 40"),
+        (_with(name=...), "features[0].name is missing; keys: formula, name, reason, sign, unit"),
+        (_with(unit=None), "features[0].unit must be text, not null"),
+        (_with(formula=...), "features[0].formula is missing"),
+        (_with(name="a b"), "features[0].name 'a b' is not a plain identifier"),
+        (_with(name="1a"), "is not a plain identifier"),
+        (_with(name="a-b"), "is not a plain identifier"),
+        (_with(name="λ"), "is not a plain identifier"),
+        (_with(name="__class__"), "is not a plain identifier"),
+        (_with(name="a" * 81), "is not a plain identifier: at most 80 letters, digits and _"),
+        (_with(unit="x" * 41), "unit must have at most 40 characters"),
         (_with(unit=["token"]), "unit must be text"),
         (_with(formula=True), "formula must be text"),
         (_with(formula="__import__('os')"), "which is not allowed"),
         (_with(reason=["x"]), "reason must be text"),
-        (_with(weight=3), "'weight' is no key here; keys: formula, name, reason, sign, unit"),
-        ('{"features": []}', "features must be a list of 1 to 200"),
-        ('{"features": {}}', "features must be a list"),
-        ("{}", "features must be a list"),
-        ('{"features": [3]}', "feature 1: is a number, not an object"),
+        (_with(weight=3), "features[0].weight is not a known key; keys: formula, name, reason, sign, unit"),
+        ('{"features": []}', "features must have 1 or more items"),
+        ('{"features": {}}', "features must be a list, not an object"),
+        ("{}", "features is missing"),
+        ('{"features": [3]}', "features[0] must be an object, not 3"),
         (
             '{"features": ' + json.dumps([{"name": "a", "unit": "1", "formula": "b"}] * 2) + "}",
-            "has feature a twice",
+            "features have the feature a twice",
         ),
-        ('{"features": ' + json.dumps([{}] * 201) + "}", "features must be a list of 1 to 200"),
+        ('{"features": ' + json.dumps([{}] * 201) + "}", "features[0].name is missing"),
         ('{"name": 3, "features": [{"name": "a", "unit": "1", "formula": "b"}]}', "name must be text"),
-        ('{"sets": []}', "'sets' is no key here; keys: features, name"),
+        (_features(201), "features must have at most 200 items"),
+        ('{"sets": []}', "features is missing; keys: features, name, ratios"),
         ("a: &a [x]\nb: *a", "uses YAML aliases"),
         ("[", "is not YAML"),
     ],
@@ -323,10 +333,10 @@ def test_prefills_of_one_token_each_are_first_decodes(reqs, tokens, first):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"ratios": [0]}, "ratios must be numbers above 0"),
-        ({"ratios": "2"}, "ratios must be a list of at most 50 numbers"),
-        ({"ratios": [1, True]}, "ratios must be numbers above 0"),
-        ({"ratios": list(range(1, 60))}, "ratios must be a list of at most 50 numbers"),
+        ({"ratios": [0]}, r"ratios\[0\] must be greater than 0"),
+        ({"ratios": "2"}, "ratios must be a list"),
+        ({"ratios": [1, True]}, r"ratios\[1\] must be a number, not true"),
+        ({"ratios": list(range(1, 60))}, "ratios must have at most 50 items"),
     ],
 )
 def test_ratios_of_a_file_are_numbers(extra, message):
@@ -337,5 +347,5 @@ def test_ratios_of_a_file_are_numbers(extra, message):
 
 def test_a_sign_nobody_knows_is_refused():
     text = json.dumps({"features": [{"name": "a", "unit": "us", "formula": "b", "sign": "minus"}]})
-    with pytest.raises(UsageError, match="sign 'minus' is not known"):
+    with pytest.raises(UsageError, match=r"features\[0\]\.sign must be 'non_negative', not text 'minus'"):
         parse_feature_set(text, where="x", is_json=True)

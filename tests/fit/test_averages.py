@@ -29,7 +29,7 @@ REQUESTS = pl.DataFrame(
 
 
 def _averages():
-    return averages_of(STEPS, REQUESTS, wait_us=200.0, departure_us=300.0)
+    return averages_of(STEPS, REQUESTS)
 
 
 def _step_time(rows):
@@ -42,7 +42,11 @@ def _told(prompt_tokens, *, budget=None, lag=0, averages=None):
         pl.DataFrame({"prompt_tokens": prompt_tokens}, schema={"prompt_tokens": pl.Int64}),
         averages or _averages(),
         _step_time,
-        admission_us=pl.Series([2_000.0] * len(prompt_tokens)),
+        overheads_us={
+            "admission": pl.Series([2_000.0] * len(prompt_tokens)),
+            "queue_wait": 200.0,
+            "departure": None,
+        },
         token_budget=budget,
         lag_steps=lag,
     )
@@ -67,7 +71,11 @@ def test_a_prompt_is_computed_in_the_mean_step_with_its_own_tokens():
     step = 1_000 + 10 * (300 + 300) + 100 / 4
     assert told["mean_prefill_us"].item() == pytest.approx(step + 1_500)
     assert told["mean_itl_us"].item() == 12_000 + 500
-    assert told.select("mean_admission_us", "mean_wait_us", "mean_departure_us").row(0) == (2_000, 200, 300)
+    assert told.select("mean_admission_us", "mean_queue_wait_us", "mean_departure_us").row(0) == (
+        2_000,
+        200,
+        None,
+    )
 
 
 def test_a_prompt_above_the_token_budget_takes_several_steps():
@@ -84,6 +92,6 @@ def test_scheduling_ahead_adds_a_step_to_the_first_token():
 
 def test_what_nobody_knows_stays_unknown():
     assert _told([None])["mean_prefill_us"].to_list() == [None]
-    nothing = averages_of(STEPS.clear(), REQUESTS.clear(), wait_us=None, departure_us=None)
+    nothing = averages_of(STEPS.clear(), REQUESTS.clear())
     row = _told([400], averages=nothing).row(0, named=True)
-    assert [row[f"mean_{n}_us"] for n in ("prefill", "itl", "wait", "departure")] == [None] * 4
+    assert [row[f"mean_{n}_us"] for n in ("prefill", "itl", "departure")] == [None] * 3

@@ -11,9 +11,9 @@ import pytest
 import tracefit
 from tracefit.fit import splits
 from tracefit.fit.boundary import admission_with_clock, fit_boundary, mean_residual
+from tracefit.fit.fitted import LinearFit
 from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import FeatureColumn
-from tracefit.fit.results import LinearFit
 from tracefit.fit.step_clock import interpolated_clock
 from tracefit.fit.train import fit_linear
 
@@ -68,14 +68,14 @@ def test_the_expectation_is_exported_and_its_error_stands_beside_the_clocks(trai
     errors = (rows["y"] - expected["intercept"]["value"]).abs()
     validation = admission["validation"]
     assert work["terms"] == []
-    assert validation["by"]["expectation"]["mae"] == pytest.approx(errors.mean(), rel=1e-6)
+    assert validation["by_group"]["expectation"]["mae"] == pytest.approx(errors.mean(), rel=1e-6)
     assert "| `alpha.admission`, expectation |" in (trained / "report.md").read_text()
 
 
 def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new_traces, quick, monkeypatch):
     """Thirty requests at once are named in the report; the work is that of the requests that came alone."""
     # All of them are queued after the same time, which a line says as well: here the boundary is asked for.
-    monkeypatch.setattr("tracefit.fit.candidates.try_boundary", lambda *_: None)
+    monkeypatch.setattr("tracefit.fit.alpha.try_boundary", lambda *_: None)
     trace = new_traces().load()
     alone = (one["scopeSpans"][0]["spans"][0] for one in trace.records)
     (span,) = (s for s in alone if s["name"] == "llm_core" and "'cmpl-40-0-00000000'" in str(s["attributes"]))
@@ -86,7 +86,7 @@ def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new
         queued = at_us + 50 * (number - 999)
         done = {"finish.status": "aborted"}
         trace.core(number, [("QUEUED", queued, step), ("FINISHED", queued + 1, step, done)])
-    tracefit.run([trace.write(tmp_path / "bursty")], tmp_path / "out")
+    tracefit.run([trace.write(tmp_path / "bursty")], tmp_path / "out", options=quick)
     models = json.loads((tmp_path / "out/models/alpha.json").read_text())["models"]
     admission = next(m for m in models if m["name"] == "alpha.admission")
     (burst,) = admission["validation"]["bursts"]
@@ -129,9 +129,9 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it():
             "y": admissions,
             "prompt_tokens": rng.integers(1, 500, len(arrivals)),
             "step_residual_us": None,
-            "excluded_because": None,
+            "excluded_reason": None,
         },
-        schema_overrides={"step_residual_us": pl.Float64, "excluded_because": pl.String},
+        schema_overrides={"step_residual_us": pl.Float64, "excluded_reason": pl.String},
     ).sample(fraction=1, shuffle=True, seed=1)
     steps = range(max(arrivals) // STEP_US + 20)
     timeline = pl.DataFrame(

@@ -9,8 +9,8 @@ import pytest
 from tracefit.fit import splits
 from tracefit.fit.candidates import choose, try_features
 from tracefit.fit.extrapolation import load_cut
-from tracefit.fit.inputs import ANY_SIGN, FitOptions
-from tracefit.fit.linear import FeatureColumn
+from tracefit.fit.inputs import FitOptions
+from tracefit.fit.linear import ANY_SIGN, FeatureColumn
 from tracefit.fit.results import Candidate
 
 
@@ -63,9 +63,9 @@ def _rows(n=600):
                 "reqs": load,
                 "squared": load**2,
                 "y": 1000 + 20 * load + load**2 / 10 + rng.normal(0, 5, n),
-                "excluded_because": None,
+                "excluded_reason": None,
             },
-            schema_overrides={"excluded_because": pl.String},
+            schema_overrides={"excluded_reason": pl.String},
         )
     )
 

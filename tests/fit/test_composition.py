@@ -56,7 +56,7 @@ def _waits(*waits):
 def _composed(*requests, steps=None, waits=(), lag=0):
     steps = _steps() if steps is None else steps
     composed = teacher_forced(pl.DataFrame(list(requests)), steps, _waits(*waits), {("r", "s"): lag})
-    columns = ("wait", "prefill", "decode", "requeue_before", "requeue_after")
+    columns = ("queue_wait", "prefill", "decode", "requeue_before", "requeue_after")
     rows = composed.select(f"forced_{c}_us" for c in columns).rows()
     return [tuple(None if v is None else v / 1e3 for v in row) for row in rows]
 

@@ -7,9 +7,10 @@ import polars as pl
 import pytest
 
 from tracefit.fit import splits
+from tracefit.fit.fitted import LinearFit
 from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import Comparison, FeatureColumn, Regime
-from tracefit.fit.results import LinearFit, PenaltyChoice
+from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_linear, fit_regimes
 
 
@@ -21,9 +22,9 @@ def _penalty(monkeypatch):
 
 
 def _frame(n, y):
-    columns = {"run_id": "r", "server": "s", "ts_ns": np.arange(n) * 1000, "y": y, "excluded_because": None}
+    columns = {"run_id": "r", "server": "s", "ts_ns": np.arange(n) * 1000, "y": y, "excluded_reason": None}
     x = np.random.default_rng(0).integers(0, 100, n)
-    frame = pl.DataFrame(columns | {"x": x}, schema_overrides={"excluded_because": pl.String})
+    frame = pl.DataFrame(columns | {"x": x}, schema_overrides={"excluded_reason": pl.String})
     return splits.split_by_time(frame)
 
 

@@ -7,10 +7,11 @@ import polars as pl
 import pytest
 
 from tracefit.fit import splits
+from tracefit.fit.fitted import LinearFit
 from tracefit.fit.holdout import refit_on_holdout
-from tracefit.fit.inputs import ANY_SIGN, NON_NEGATIVE, FitOptions
-from tracefit.fit.linear import Comparison, FeatureColumn, Regime, predict_regimes
-from tracefit.fit.results import LinearFit, PenaltyChoice
+from tracefit.fit.inputs import FitOptions
+from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, Comparison, FeatureColumn, Regime, predict_regimes
+from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_linear, fit_regimes
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
@@ -40,9 +41,9 @@ def _frame(*, late=1.0, steps=1, **columns):
             "decode": decode,
             "interval_steps": steps,
             "cycle_sd_us": 0.0,
-            "excluded_because": None,
+            "excluded_reason": None,
         },
-        schema_overrides={"excluded_because": pl.String},
+        schema_overrides={"excluded_reason": pl.String},
     ).with_columns(**columns)
     machine = np.where(np.arange(ROWS) >= FROM, late, 1.0)
     law = 2000 + 10 * pl.col("prefill") + 50 * pl.col("decode") + pl.Series(rng.normal(0, 20, ROWS))
@@ -73,7 +74,7 @@ def test_rows_left_out_of_the_hold_out_have_no_say():
     frame = _frame(late=0.8)
     frame = frame.with_columns(
         y=pl.when(idle).then(pl.col("y") * 100).otherwise("y"),
-        excluded_because=pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise("excluded_because"),
+        excluded_reason=pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise("excluded_reason"),
     )
     (part,) = refit_on_holdout(_fit(frame))
     assert _values(part) == pytest.approx({"prefill": 8, "decode": 40}, rel=0.05)

@@ -7,9 +7,10 @@ import polars as pl
 import pytest
 
 from tracefit.fit import splits
+from tracefit.fit.fitted import LinearFit, TooFewRows
 from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import Comparison, FeatureColumn, Regime, predict_regimes
-from tracefit.fit.results import LinearFit, PenaltyChoice, TooFewRows
+from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_regimes
 
 SLOPE = (FeatureColumn("ahead", "us/request"),)
@@ -37,9 +38,9 @@ def _frame(n=400, *, full=0.5, wrong=0):
         "slots": np.where(told, 0.0, 3.0),
         "queued": queued,
         "y": np.where(queued, 5000.0 + 100 * ahead, 200.0),
-        "excluded_because": None,
+        "excluded_reason": None,
     }
-    return splits.split_by_time(pl.DataFrame(columns, schema_overrides={"excluded_because": pl.String}))
+    return splits.split_by_time(pl.DataFrame(columns, schema_overrides={"excluded_reason": pl.String}))
 
 
 def _fit(frame, regimes=REGIMES) -> LinearFit:

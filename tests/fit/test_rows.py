@@ -17,9 +17,9 @@ def _rows(times, *, run="r", server="s", because=None):
             "run_id": run,
             "server": server,
             "ts_ns": list(times),
-            "excluded_because": [because.get(t) for t in times],
+            "excluded_reason": [because.get(t) for t in times],
         },
-        schema_overrides={"ts_ns": pl.Int64, "excluded_because": pl.String},
+        schema_overrides={"ts_ns": pl.Int64, "excluded_reason": pl.String},
     )
 
 
@@ -45,7 +45,7 @@ def test_every_run_and_server_is_split_by_its_own_clock():
 def test_gaps_do_not_move_the_boundary(reason):
     gaps = dict.fromkeys(range(5, 50), reason)
     frame = _rows([*range(5), *range(5, 50), *range(100, 105)], because=gaps)
-    assert splits.split_by_time(frame).filter(pl.col("excluded_because").is_null())["split"].to_list() == [
+    assert splits.split_by_time(frame).filter(pl.col("excluded_reason").is_null())["split"].to_list() == [
         *["train"] * 7,
         *["holdout"] * 3,
     ]
@@ -59,12 +59,12 @@ def test_rows_keep_their_order():
 def test_marking_spares_the_hold_out_and_what_is_marked():
     frame = splits.split_by_time(_rows(range(10), because={2: "idle_gap"}))
     marked = splits.mark(frame, "warm_up", pl.col("ts_ns").is_in([1, 2, 8]))
-    assert marked["excluded_because"].to_list() == [None, "warm_up", "idle_gap", *[None] * 7]
+    assert marked["excluded_reason"].to_list() == [None, "warm_up", "idle_gap", *[None] * 7]
 
 
 def test_marking_takes_unknown_for_no():
     frame = splits.split_by_time(_rows(range(10))).with_columns(flag=pl.lit(None, pl.Boolean))
-    assert splits.mark(frame, "outlier", pl.col("flag"))["excluded_because"].null_count() == 10
+    assert splits.mark(frame, "outlier", pl.col("flag"))["excluded_reason"].null_count() == 10
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from tracefit.commands.train import scope_options
 from tracefit.features.sets import BUILT_IN
 from tracefit.fit import splits
 from tracefit.fit.estimators import RobustLinear, confidence_intervals
-from tracefit.fit.inputs import ANY_SIGN, NON_NEGATIVE, FitOptions, ScopeOptions, Signs
-from tracefit.fit.linear import FeatureColumn
+from tracefit.fit.inputs import FitOptions, ScopeOptions
+from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, FeatureColumn, Signs
 from tracefit.fit.train import fit_linear
 
 
@@ -45,8 +45,9 @@ def test_a_free_slope_costs_a_lasso_the_same_either_way():
 
 def test_only_what_is_bound_has_an_interval_that_ends_at_zero():
     x, y = _data(2, (4.0, 0.02, 0.02, 5.0))
-    model = RobustLinear(strength=0.0, positive=(True, False, False, False)).fit(x, y)
-    _, (first, second, _) = confidence_intervals(x, y, model, np.arange(len(y)) // 10)
+    model = RobustLinear(strength=0.0, positive=(True, False, False, False))
+    rows = model.fit_rows(x, y)
+    _, (first, second, _) = confidence_intervals(x, y, model, rows, np.arange(len(y)) // 10)
     assert first is None or first[0] >= 0
     assert second is not None
     assert second[0] < 0 < second[1]
@@ -63,9 +64,9 @@ def _frame(law, n=400):
             "prefill": prefill,
             "decode": decode,
             "y": law(prefill, decode) + rng.normal(0, 5, n),
-            "excluded_because": None,
+            "excluded_reason": None,
         },
-        schema_overrides={"excluded_because": pl.String},
+        schema_overrides={"excluded_reason": pl.String},
     )
     return splits.split_by_time(frame)
 

@@ -23,7 +23,7 @@ def _steps():
     x = np.random.default_rng(0).random(1_200)
     frame = {"run_id": "r", "server": "s", "ts_ns": (at * SECOND).astype(np.int64), "x": x}
     y = (1_000 + 500 * x) * np.where(at > 90, 1.2, 1.0)
-    return splits.split_by_time(pl.DataFrame({**frame, "y": y, "excluded_because": [None] * 1_200}))
+    return splits.split_by_time(pl.DataFrame({**frame, "y": y, "excluded_reason": [None] * 1_200}))
 
 
 def _requests(server="s"):

@@ -9,12 +9,13 @@ import polars as pl
 import pytest
 
 from tracefit.coefficients.evaluation import SummedEntry
+from tracefit.fit.fitted import LinearFit
 from tracefit.fit.holdout import block_length, speed_change_pct, summed_time
 from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import FeatureColumn
-from tracefit.fit.results import LinearFit, SummedTime
+from tracefit.fit.results import SummedTime
 from tracefit.fit.train import fit_linear
-from tracefit.reports.latency import summed_line
+from tracefit.reports.latency_section import summed_line
 
 
 def test_bias_is_of_the_sums():
@@ -90,13 +91,13 @@ def test_the_evaluation_and_the_report_hold_it(trained):
     scope = json.loads((trained / "evaluation.json").read_text())["scopes"][0]
     summed = scope["summed_step_time"]
     held = pl.read_parquet(f"{trained}/tables/beta_training/*/*.parquet").filter(
-        pl.col("split") == "holdout", pl.col("excluded_because").is_null()
+        pl.col("split") == "holdout", pl.col("excluded_reason").is_null()
     )
     assert summed["actual_us"] == pytest.approx(held["y"].sum())
     assert summed["bias_pct"] == pytest.approx(scope["models"]["beta.cycle_time"]["holdout"]["bias_pct"])
     text = (trained / "report.md").read_text()
     assert f"measured {summed['actual_us'] / 1e6:,.2f} s, bias {summed['bias_pct']:+.2f} %" in text
-    assert f"furthest off has {summed['furthest_pct']:+.2f} points of it" in text
+    assert f"interval with the largest error contributes {summed['max_contribution_pct']:+.2f} points" in text
 
 
 def _drifting(change, rows=400):
@@ -112,7 +113,7 @@ def _drifting(change, rows=400):
             "batch": batch,
             "y": (1_000 + 10 * batch) * late * np.exp(rng.normal(0, 0.02, 2 * rows)),
             "split": np.repeat(["train", "holdout"], rows),
-            "excluded_because": pl.Series([None] * 2 * rows, dtype=pl.String),
+            "excluded_reason": pl.Series([None] * 2 * rows, dtype=pl.String),
         }
     )
     fitted = fit_linear(frame, [FeatureColumn("batch", "us/request")], FitOptions(reference=False))
@@ -127,13 +128,13 @@ def test_a_change_of_the_machine_is_told_at_equal_batches(change):
 
 
 def test_a_sum_that_is_off_by_more_than_chance_is_named_as_drifting():
-    entry = {"actual_us": 100e6, "blocks": 40, "furthest_pct": 0.1, "speed_change_pct": 7.9}
-    off = SummedEntry(predicted_us=93e6, bias_pct=-7.0, two_sd_pct=2.0, drifting=True, **entry)
+    entry = {"actual_us": 100e6, "blocks": 40, "max_contribution_pct": 0.1, "speed_change_pct": 7.9}
+    off = SummedEntry(predicted_us=93e6, bias_pct=-7.0, bias_2sd_pct=2.0, drifting=True, **entry)
     assert (
         "**Drifting:** more than two standard deviations off. Steps of equal batches take 7.9 % longer"
         in summed_line(off)
     )
-    right = SummedEntry(predicted_us=99e6, bias_pct=-1.0, two_sd_pct=2.0, drifting=False, **entry)
+    right = SummedEntry(predicted_us=99e6, bias_pct=-1.0, bias_2sd_pct=2.0, drifting=False, **entry)
     assert "Drifting" not in summed_line(right)
     assert SummedTime(93e6, 100e6, 2.0, 40, 0.1).drifting
     assert not SummedTime(99e6, 100e6, 2.0, 40, 0.1).drifting

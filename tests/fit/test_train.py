@@ -9,9 +9,10 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
 from tracefit.fit import splits
-from tracefit.fit.inputs import ANY_SIGN, NON_NEGATIVE, FitOptions
-from tracefit.fit.linear import FeatureColumn
-from tracefit.fit.results import LinearFit, PenaltyChoice, TooFewRows
+from tracefit.fit.fitted import LinearFit, TooFewRows
+from tracefit.fit.inputs import FitOptions
+from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, FeatureColumn
+from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_linear
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
@@ -43,9 +44,9 @@ def _frame(n=300, *, seed=0, **columns):
             "prefill": prefill,
             "decode": decode,
             "y": 2000 + 10 * prefill + 50 * decode + rng.normal(0, 20, n),
-            "excluded_because": None,
+            "excluded_reason": None,
         },
-        schema_overrides={"excluded_because": pl.String},
+        schema_overrides={"excluded_reason": pl.String},
     )
     return splits.split_by_time(frame.with_columns(**columns))
 
@@ -83,7 +84,7 @@ def test_what_was_seen_is_the_range_of_the_training_rows():
 def test_outliers_leave_the_training_part_only():
     frame = _spoiled(_frame(), [5, 50, 250])
     fitted = _fit(frame)
-    marked = fitted.rows.filter(excluded_because="outlier")
+    marked = fitted.rows.filter(excluded_reason="outlier")
     assert marked["ts_ns"].to_list() == [5000, 50_000]
     assert (fitted.rows_used, fitted.rows_holdout) == (208, 90)
 
@@ -98,12 +99,12 @@ def test_the_hold_out_keeps_its_hiccups():
 def test_a_tail_that_is_the_signal_stays():
     fitted = _fit(_spoiled(_frame(), [5, 50]), options=FitOptions(drop_outliers=False, reference=False))
     assert fitted.rows_used == 210
-    assert fitted.rows["excluded_because"].null_count() == 300
+    assert fitted.rows["excluded_reason"].null_count() == 300
 
 
 def test_gaps_leave_both_parts():
     gaps = pl.when(pl.col("ts_ns") % 10_000 == 0).then(pl.lit("idle_gap"))
-    frame = _frame().drop("split", "holdout_from_ns").with_columns(excluded_because=gaps)
+    frame = _frame().drop("split", "holdout_from_ns").with_columns(excluded_reason=gaps)
     fitted = _fit(splits.split_by_time(frame))
     assert fitted.rows_used + fitted.rows_holdout == 270
 
@@ -205,7 +206,7 @@ def test_a_few_unknown_values_cost_training_rows_but_no_held_out_ones():
     unknown = pl.when(~pl.col("ts_ns").is_in([5000, 6000, 250_000])).then("decode")
     fitted = _fit(_frame(decode=unknown))
     assert _values(fitted) == pytest.approx({"prefill": 10, "decode": 50}, rel=0.02)
-    assert fitted.rows.filter(excluded_because="unknown_features")["ts_ns"].to_list() == [5000, 6000]
+    assert fitted.rows.filter(excluded_reason="unknown_features")["ts_ns"].to_list() == [5000, 6000]
     assert fitted.rows_holdout == 90
 
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
@@ -73,7 +73,6 @@ def test_a_document_is_one_record():
     assert whole_records(b"{\n}\n", "document", is_last=False) == 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     shape=st.sampled_from(SHAPES),
     sizes=st.lists(st.integers(0, 400), min_size=1, max_size=12),
@@ -110,7 +109,6 @@ def mutate(part, mutation):
     return part[:at] + (part[at + len(junk) :] if how == "delete" else b"")
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     shape=st.sampled_from(SHAPES),
     sizes=st.lists(st.integers(0, 300), min_size=3, max_size=8),

@@ -8,17 +8,12 @@ import random
 
 import polars as pl
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracefit.tables.rows import RowOptions, rows_of
 
-quick = settings(
-    phases=[Phase.explicit, Phase.generate],
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+whole_files = settings.get_profile("whole-files")
 seeds = st.integers(0, 2**32)
 
 KINDS = ("intValue", "doubleValue", "boolValue", "stringValue")
@@ -191,7 +186,7 @@ def assert_equal(found, expected):
             }
 
 
-@quick
+@whole_files
 @given(seed=seeds, encoding=st.sampled_from(["lines", "framed protobuf"]))
 def test_events_in_any_layout_are_read_as_json_loads_reads_them(otlp, seed, encoding):
     rng = random.Random(seed)
@@ -226,7 +221,7 @@ STEPS = {
 """Columns of `steps` and where they come from, as docs/reference has them."""
 
 
-@quick
+@whole_files
 @given(seed=seeds, encoding=st.sampled_from(["lines", "framed protobuf"]))
 def test_the_rows_of_steps_are_what_json_loads_finds(otlp, seed, encoding):
     """By way of the real tables: whole numbers in every column but the ratio, those without step or time apart."""
@@ -313,7 +308,7 @@ def test_what_json_says_of_a_value_is_what_is_read(otlp):
             assert [event["k"] for event in found.events["e"]] == [value] * times, literal
 
 
-@quick
+@whole_files
 @given(seed=seeds, encoding=st.sampled_from(["lines", "framed protobuf"]))
 def test_attributes_of_spans_in_any_layout_are_texts(otlp, seed, encoding):
     rng = random.Random(seed)
@@ -365,7 +360,7 @@ def test_doubles_of_spans_as_texts(otlp, times, encoding):
     assert [span["attributes"] for span in found.spans] == [{"d": text} for text in texts.values()] * times
 
 
-@quick
+@whole_files
 @given(seed=seeds)
 def test_events_in_any_layout_are_read_whatever_the_size_of_a_block(otlp, seed):
     rng = random.Random(seed)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import polars as pl
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracefit.otlp.json_normaliser import normalise
@@ -22,16 +22,10 @@ SHAPES = (
     "framed zstd of protobuf",
 )
 
-# Not shrunk: a smaller example is not worth the minutes that whole files take to make one.
-quick = settings(
-    phases=[Phase.explicit, Phase.generate],
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+whole_files = settings.get_profile("whole-files")
 
 
-@settings(quick, max_examples=4)
+@settings(whole_files, max_examples=max(2, whole_files.max_examples // 10))
 @given(data=st.data())
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_container_holds_the_same_spans(otlp, shape, data):
@@ -54,7 +48,7 @@ def _no_reject(*_args, **_options):
     raise AssertionError("a good record was rejected")
 
 
-@quick
+@whole_files
 @given(data=st.data())
 def test_what_the_usual_reader_accepts_the_careful_one_reads_alike(otlp, data):
     """They are two programs: the one has typed structs, the other the rules of ProtoJSON."""
@@ -73,7 +67,7 @@ def test_what_the_usual_reader_accepts_the_careful_one_reads_alike(otlp, data):
         assert otlp.read(unusual, **wanted).content == otlp.read(text, **wanted).content
 
 
-@quick
+@whole_files
 @given(data=st.data())
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
 def test_blocks_of_any_size_hold_the_same_spans(otlp, shape, data):

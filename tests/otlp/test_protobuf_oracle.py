@@ -6,16 +6,11 @@ import random
 
 import polars as pl
 from google.protobuf.message import DecodeError
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-quick = settings(
-    phases=[Phase.explicit, Phase.generate],
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+whole_files = settings.get_profile("whole-files")
 
 INSIDE = {
     "traces": {1: "resource spans"},
@@ -205,14 +200,14 @@ def check(otlp, payloads, records, *, is_whole):
                 }
 
 
-@quick
+@whole_files
 @given(data=st.data())
 def test_records_of_all_kinds(otlp, data):
     records = data.draw(otlp.records)
     check(otlp, [otlp.to_protobuf(record) for record in records], records, is_whole=True)
 
 
-@quick
+@whole_files
 @given(data=st.data(), seed=st.integers(0, 2**32), rate=st.sampled_from([0.01, 0.05, 0.3]))
 def test_records_written_in_unusual_ways(otlp, data, seed, rate):
     rng = random.Random(seed)
@@ -221,7 +216,7 @@ def test_records_written_in_unusual_ways(otlp, data, seed, rate):
     check(otlp, payloads, records, is_whole=True)
 
 
-@quick
+@whole_files
 @given(data=st.data(), seed=st.integers(0, 2**32))
 def test_damaged_records(otlp, data, seed):
     rng = random.Random(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tracefit.reports.axes import Axis, axis_of, spaced, tick_text
+from tracefit.reports.svg import Axis, axis_of, spaced, tick_text
 
 
 def test_points_are_where_the_axes_say():

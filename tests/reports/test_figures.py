@@ -7,10 +7,10 @@ import itertools
 import polars as pl
 import pytest
 
-from tracefit.coefficients.evaluation import OverloadEntry, QueueStretchEntry
 from tracefit.coefficients.files import read_coefficients, read_evaluation
-from tracefit.reports.figures import model_figures, thinned
-from tracefit.reports.run_figures import engine_figure
+from tracefit.commands.figure_data import engine_run, model_rows, thinned
+from tracefit.fit.results import Overload, QueueStretch
+from tracefit.reports.figures import engine_figure, model_figures, robust_limits
 from tracefit.tables.store import TableStore
 
 
@@ -27,7 +27,9 @@ def drawn(trained):
         frame = rows[name.split(".")[0]]
         if name.startswith("alpha."):
             frame = frame.filter(pl.col("target") == name.removeprefix("alpha."))
-        made = model_figures(models[name], evaluation.models[name], frame, points=points)
+        made = model_figures(
+            models[name], evaluation.models[name], model_rows(models[name], frame, points=points)
+        )
         return {f.name.rsplit("-", 1)[-1]: f for f in made}, models[name], evaluation.models[name], frame
 
     return figures
@@ -36,7 +38,7 @@ def drawn(trained):
 def test_predicted_against_measured_is_every_held_out_row(drawn):
     figures, model, entry, frame = drawn("beta.cycle_time")
     (series,) = figures["against"].panels[0].series
-    held = frame.filter((pl.col("split") == "holdout") & pl.col("excluded_because").is_null()).sort("ts_ns")
+    held = frame.filter((pl.col("split") == "holdout") & pl.col("excluded_reason").is_null()).sort("ts_ns")
     assert list(series.x) == pytest.approx((held["y"] / 1000).to_list())
     by_hand = model.intercept.value + sum(t.value * held[t.feature].to_numpy() for t in model.terms)
     assert list(series.y) == pytest.approx(list(by_hand / 1000))
@@ -48,11 +50,11 @@ def test_predicted_against_measured_is_every_held_out_row(drawn):
 def test_residuals_over_time_mark_the_hold_out(drawn):
     figures, _, _, frame = drawn("beta.cycle_time")
     figure = figures["time"]
-    train, held = figure.panels[0].series
-    assert (train.name, held.name) == ("training rows", "held-out rows")
-    (band,) = figure.bands
+    train, held, medians = figure.panels[0].series
+    assert (train.name, held.name, medians.name) == ("training rows", "held-out rows", "median")
+    (band,) = figure.regions
     assert max(train.x) < band.start == min(held.x)
-    kept = frame.filter(pl.col("excluded_because").is_null())
+    kept = frame.filter(pl.col("excluded_reason").is_null())
     assert (len(train.x), len(held.x)) == tuple((kept["split"] == s).sum() for s in ("train", "holdout"))
 
 
@@ -98,7 +100,7 @@ def test_numbers_behind_a_figure_are_those_drawn(drawn):
 
 def test_a_caption_says_how_many_of_the_rows_are_drawn(drawn):
     figures, _, _, frame = drawn("beta.cycle_time", points=10)
-    held = frame.filter((pl.col("split") == "holdout") & pl.col("excluded_because").is_null()).height
+    held = frame.filter((pl.col("split") == "holdout") & pl.col("excluded_reason").is_null()).height
     (series,) = figures["against"].panels[0].series
     assert len(series.x) <= 10 < held
     assert f"{len(series.x)} of {held} rows, evenly in time, held out." in figures["against"].caption
@@ -118,7 +120,7 @@ def test_many_rows_are_thinned_evenly():
 def test_every_figure_has_a_caption_and_a_summary(drawn):
     for name in ("beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure"):
         for figure in drawn(name, points=10)[0].values():
-            assert "Look for" in figure.caption or "right; a cloud" in figure.caption
+            assert "Look for" in figure.caption
             assert figure.summary.rows
             assert figure.numbers().rows
 
@@ -139,7 +141,7 @@ def _timeline(**columns):
 
 
 NO_TRAINING = pl.DataFrame(
-    schema={"split": pl.String, "excluded_because": pl.String, "ts_ns": pl.Int64, "epoch": pl.Int64}
+    schema={"split": pl.String, "excluded_reason": pl.String, "ts_ns": pl.Int64, "epoch": pl.Int64}
 )
 
 
@@ -153,17 +155,17 @@ def test_the_engine_over_its_run_by_hand():
     training = pl.DataFrame(
         {
             "split": ["train", "train", "holdout"],
-            "excluded_because": ["warm_up", "warm_up", None],
+            "excluded_reason": ["warm_up", "warm_up", None],
             "ts_ns": [0, 3_000_000_000, 56_000_000_000],
             "epoch": [0, 0, 0],
         }
     )
     queued = [
-        QueueStretchEntry(server=s, from_ns=40_000_000_000, to_ns=60_000_000_000, peak=10, share=0.25)
+        QueueStretch(server=s, from_ns=40_000_000_000, to_ns=60_000_000_000, peak=10, share=0.25)
         for s in ("s", "another")
     ]
-    overload = OverloadEntry(run_id="r", reasons=("why",), trained_on=False, queued=tuple(queued))
-    figure = engine_figure(timeline, training, run_id="r", server="s", overload=overload)
+    overload = Overload(run_id="r", reasons=("why",), trained_on=False, queued=tuple(queued))
+    figure = engine_figure(engine_run(timeline, training, run_id="r", server="s", overload=overload))
     assert figure.title == "The engine of r, s: overloaded, left out of training"
     lines = {p.y_label: p.series[0] for p in figure.panels}
     assert set(lines["requests running"].y) == {4.0}
@@ -171,7 +173,7 @@ def test_the_engine_over_its_run_by_hand():
     assert set(lines["tokens per step"].y) == {15.0}
     assert set(lines["KV blocks in use, %"].y) == {50.0}
     assert set(lines["median step time, ms"].y) == {1000.0}
-    assert sorted((b.kind, b.start, b.end) for b in figure.bands) == [
+    assert sorted((b.kind, b.start, b.end) for b in figure.regions) == [
         ("idle", 10.0, 11.0),
         ("overload", 40.0, 60.0),
         ("queue never empty", 20.0, 30.0),
@@ -183,13 +185,13 @@ def test_the_engine_over_its_run_by_hand():
 def test_tokens_are_those_of_the_steps_that_are_known():
     """One step in ten is traced: a sum over time would be a tenth of the truth."""
     timeline = _timeline(running_depth=[4] * 801).gather_every(10)
-    figure = engine_figure(timeline, NO_TRAINING, run_id="r", server="s")
+    figure = engine_figure(engine_run(timeline, NO_TRAINING, run_id="r", server="s"))
     (tokens,) = (p.series[0] for p in figure.panels if p.y_label == "tokens per step")
     assert set(tokens.y) == {15.0}
 
 
 def test_of_many_idle_gaps_the_longest_are_marked(monkeypatch):
-    monkeypatch.setattr("tracefit.reports.run_figures.MOST_IDLE_GAPS", 2)
+    monkeypatch.setattr("tracefit.commands.figure_data.MOST_IDLE_GAPS", 2)
     lengths = [3.0, 1.0, 2.0, 4.0]
     starts = [sum(lengths[:k]) for k in range(5)]
     timeline = _timeline(
@@ -198,9 +200,31 @@ def test_of_many_idle_gaps_the_longest_are_marked(monkeypatch):
         cycle_us=[*(s * 1e6 for s in lengths), None],
         idle_after=[True] * 4 + [False],
     )
-    figure = engine_figure(timeline, NO_TRAINING, run_id="r", server="s")
-    assert [(b.kind, b.start, b.end) for b in figure.bands] == [("idle", 0.0, 3.0), ("idle", 6.0, 10.0)]
+    figure = engine_figure(engine_run(timeline, NO_TRAINING, run_id="r", server="s"))
+    assert [(b.kind, b.start, b.end) for b in figure.regions] == [("idle", 0.0, 3.0), ("idle", 6.0, 10.0)]
 
 
 def test_an_engine_of_which_little_is_known_is_not_drawn():
-    assert engine_figure(_timeline(running_depth=[1]), NO_TRAINING, run_id="r", server="s") is None
+    assert engine_run(_timeline(running_depth=[1]), NO_TRAINING, run_id="r", server="s") is None
+
+
+def test_a_few_outliers_do_not_stretch_an_axis():
+    """Residuals of -1 to 1 and one of 500: the axis holds the middle 98 % and half of its width to either side."""
+    values = [k / 50 - 1 for k in range(101)]
+    assert robust_limits(values) is None
+    low, high = robust_limits([*values, 500.0])
+    assert (low, high) == pytest.approx((-1.0, 2.0), abs=0.05)
+    assert robust_limits([0.0] * 18 + [500.0]) is None, "too few to call one an outlier"
+
+
+def test_medians_of_residuals_are_those_of_the_rows(drawn):
+    """Eighths by time of the held-out and the training rows; the middle one by hand."""
+    figures, model, _, frame = drawn("beta.cycle_time")
+    medians = figures["time"].panels[0].series[-1]
+    kept = frame.filter(pl.col("excluded_reason").is_null()).sort("ts_ns")
+    by_hand = model.intercept.value + sum(t.value * kept[t.feature].to_numpy() for t in model.terms)
+    residuals = sorted((kept["y"].to_numpy() - by_hand)[: -(-kept.height // 8)] / 1000)
+    half = len(residuals) // 2
+    middle = residuals[half] if len(residuals) % 2 else (residuals[half - 1] + residuals[half]) / 2
+    assert len(medians.y) == 8
+    assert medians.y[0] == pytest.approx(middle, abs=1e-5)

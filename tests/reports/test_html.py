@@ -9,9 +9,10 @@ import pytest
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.commands.report import report, report_of
+from tracefit.reports.document import Figure, Panel, Report, Series, Table
 from tracefit.reports.html import html_page
-from tracefit.reports.model import Band, Figure, Panel, Report, Series, Table
 from tracefit.reports.svg import figure_svg
+from tracefit.results.figures import ShadedRegion
 from tracefit.tables.store import TableStore
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -57,7 +58,9 @@ def test_the_verdict_comes_first(page):
     assert headings[0] == "Verdict"
     assert headings[1] == "Data"
     assert headings[-1] == "Provenance"
-    first = page.all("table")[0]["text"]
+    tables = [table["text"] for table in page.all("table")]
+    assert "median / P90 error" in tables[0]
+    first = next(text for text in tables if text.startswith("use"))
     for use in ("simulation", "capacity planning", "autoscaling", "alerting"):
         assert use in first
 
@@ -155,7 +158,11 @@ def test_numbers_stand_to_the_right_and_what_few_look_for_is_folded():
 
 def test_what_is_marked_along_an_axis_is_in_the_legend_once():
     line = Series("s", "line", (0.0, 10.0), (1.0, 2.0))
-    bands = (Band("idle", 1.0, 2.0), Band("overload", 3.0, 9.0), Band("idle", 4.0, 5.0))
+    bands = (
+        ShadedRegion("idle", 1.0, 2.0),
+        ShadedRegion("overload", 3.0, 9.0),
+        ShadedRegion("idle", 4.0, 5.0),
+    )
     figure = Figure(
         "f",
         "t",
@@ -163,7 +170,7 @@ def test_what_is_marked_along_an_axis_is_in_the_legend_once():
         "x",
         (Panel("y", (line,)),),
         Table((), ()),
-        bands=bands,
+        regions=bands,
         marks=((7.0, "hold-out begins"),),
     )
     text = figure_svg(figure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tracefit import inspect
-from tracefit.reports.inspection import inspection_text
+from tracefit.reports.terminal_results import inspection_text
 from tracefit.reports.text import columns
 
 
@@ -20,9 +20,9 @@ def test_run_servers_events_checks_and_what_they_allow(traces, text_of):
     lines = [line.split() for line in text_of(traces).splitlines()]
     assert ["run", "busy"] in lines
     assert ["scope", "vllm.scheduler.step,", "1", "spans,", "dialect", "journey"] in lines
-    (server,) = (line for line in lines if line[:1] == ["engine"])
-    assert server[1:4] == ["2023-11-14", "22:13:21", "UTC"]
-    assert server[-1] == "4,321"
+    (place,) = (k for k, line in enumerate(lines) if line[:2] == ["server", "engine:"])
+    assert lines[place][2:5] == ["2023-11-14", "22:13:21", "UTC,"]
+    assert lines[place + 1][-3:] == ["4,321", "dropped", "events"]
     assert ["step.BATCH_SUMMARY", "120"] in lines
     assert ["tokens", "of", "a", "step", "add", "up", "120", "of", "120"] in lines
     assert not any(line[:1] == ["complete"] for line in lines), "a check that applies to nothing is not shown"

@@ -6,7 +6,9 @@ import polars as pl
 import pytest
 
 from tracefit.coefficients.files import read_evaluation
-from tracefit.reports.latency_figures import latency_figures
+from tracefit.commands.figure_data import measured_latencies
+from tracefit.reports.figures import latency_figures
+from tracefit.results.figures import ScopeRows
 
 
 @pytest.fixture
@@ -46,7 +48,9 @@ def test_what_no_model_predicts_is_drawn_as_measured(scope):
         },
         schema_overrides={"itl_us": pl.Float64},
     )
-    ttft, e2e = latency_figures(scope.model_copy(update={"latency": {}}), requests)
+    ttft, e2e = latency_figures(
+        scope.model_copy(update={"latency": {}}), ScopeRows({}, measured_latencies(requests), (), 0)
+    )
     assert (ttft.title, e2e.title) == ("TTFT as measured", "E2E as measured")
     series = ttft.panels[0].series[0]
     assert dict(zip(series.y, series.x, strict=True))[50.0] == pytest.approx(51.0)

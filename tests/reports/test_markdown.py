@@ -53,7 +53,7 @@ def test_errors_are_those_of_the_hold_out(trained, report):
     rows = {row[0]: row[1:] for row in _rows(report(), "| model | n |")}
     for name, entry in models.items():
         held = entry["holdout"]
-        expected = [held["n"], *(held[f"{k}_pct"] for k in ("mape", "mdape", "p90_ape", "p99_ape", "bias"))]
+        expected = [held["n"], *(held[f"{k}_pct"] for k in ("mdape", "p90_ape", "p99_ape", "mape", "bias"))]
         expected += [held["mae"], entry["baseline"]["mae"], (entry["gradient_boosting"] or {}).get("mae")]
         cells = rows[f"`{name}`"]
         for cell, value in zip(cells, expected, strict=True):
@@ -77,10 +77,10 @@ def test_coefficients_are_those_of_the_file_with_intervals(trained, report):
 def test_what_is_assumed_missing_and_left_out_is_said(report):
     text = report()
     assert "GPU not given" in text
-    assert "Without a GPU specification hardware features are unknown" in text
-    assumed = next(line for line in text.splitlines() if "Assumed, stated by no input: " in line)
+    assert "Without a GPU specification, hardware features are unknown" in text
+    assumed = next(line for line in text.splitlines() if "Assumed, because no input states it: " in line)
     assert "gpu_memory_utilization 0.9 (vLLM's default)" in assumed
-    assert ["`max_num_seqs`", "constant in the training rows (64)"] in _rows(text, "| feature | why |")
+    assert ["`max_num_seqs`", "constant in the training rows (64)"] in _rows(text, "| feature | reason |")
     assert "left out: warm up 20" in text
 
 
@@ -180,4 +180,4 @@ def test_a_number_nobody_knows_is_a_dash(report):
         evaluation["scopes"][0]["models"]["beta.cycle_time"]["holdout"]["mape_pct"] = None
 
     rows = {row[0]: row for row in _rows(report(change), "| model | n |")}
-    assert rows["`beta.cycle_time`"][2] == "-"
+    assert rows["`beta.cycle_time`"][5] == "-"

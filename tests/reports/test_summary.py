@@ -1,15 +1,35 @@
-"""What a command says at its end."""
+"""What a command prints at its end: blocks per scope, no line wider than a terminal, the page to open last."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from tracefit.reports.summary import ingest_text, train_text
+from tracefit.reports.scopes import ScopeLabel, scope_labels
+from tracefit.reports.terminal_results import ingest_text, run_text, train_text
 from tracefit.results.ingestion import IngestResult, RunSummary
-from tracefit.results.training import ModelSummary, TrainResult
+from tracefit.results.training import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 
-RUN = RunSummary("busy", "scope", 1, 1000, 1416, 3, 2, 5, 9536, 1, 1, 6764, 674)
-MODEL = ModelSummary("beta.cycle_time", "scope", 2.345, 1859.4, 4728.0, None, 0.6067, 4436, 2019)
+RUN = RunSummary("busy", "scope", 1, 1000, 1416, 3, 2, 5, 0, 9536, 1, 1, 6764, 674)
+MODEL = ModelSummary(
+    "beta.cycle_time",
+    "scope",
+    holdout_mdape_pct=1.234,
+    holdout_p90_ape_pct=4.91,
+    holdout_mape_pct=2.345,
+    holdout_mae=1859.4,
+    baseline_mae=4728.0,
+    reference_mae=None,
+    skill=0.6067,
+    rows_used=4436,
+    rows_holdout=2019,
+)
+LATENCY = LatencySummary("ttft", "scope", 79, 2.5, 27.4, 33.4, 2.6, 28.0, 34.0)
+
+
+def _trained(*fitted, **more):
+    files = (Path("m/beta.json"), Path("m/report.html"))
+    return TrainResult(Path("m"), files, Path("m/e"), Path("m/r"), fitted, **more)
 
 
 def test_counts_stand_below_their_heads():
@@ -30,10 +50,47 @@ def test_counts_stand_below_their_heads():
 
 
 def test_errors_files_and_what_is_missing():
-    result = TrainResult(
-        Path("m"), (Path("m/beta.json"),), Path("m/e"), Path("m/r"), (MODEL,), ("alpha.departure: why",)
-    )
-    lines = train_text(result).splitlines()
-    assert lines[1].split() == ["scope", "beta.cycle_time", "2,019", "2.35", "1,859", "4,728", "-", "0.607"]
+    lines = train_text(_trained(MODEL, not_fitted=("alpha.departure: why",))).splitlines()
+    assert lines[0] == "scope scope"
+    assert lines[2].split() == ["beta.cycle_time", "1.23", "%", "4.91", "%", "1,859", "4,728", "2,019"]
     assert "not fitted: alpha.departure: why" in lines
     assert "wrote   m/beta.json" in lines
+
+
+def test_a_mean_that_a_few_rows_dominate_is_called_misleading():
+    assert "misleads" not in train_text(_trained(MODEL))
+    admission = replace(MODEL, name="alpha.admission", holdout_mdape_pct=0.06, holdout_mape_pct=105.0)
+    assert "alpha.admission: the mean error of 105 % misleads" in train_text(_trained(admission))
+
+
+def test_one_scope_is_ten_lines_within_80_columns_that_end_in_the_page_to_open():
+    names = ("beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure")
+    uses = ("simulation", "capacity planning", "autoscaling", "alerting")
+    result = _trained(
+        *(replace(MODEL, name=n, scope_id="llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21") for n in names),
+        latencies=(replace(LATENCY, scope_id="llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21"),),
+        scopes=(ScopeSummary("llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21", ("busy",), {}),),
+        verdicts={"llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21": dict.fromkeys(uses, "with limits")},
+    )
+    text = run_text(RunResult(IngestResult(Path("t"), (RUN,)), result))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1] == "open    m/report.html"
+    block = lines[lines.index("scope llama-3.1-8b-instruct.h100-sxm.tp1") :]
+    assert block.index("") <= 10
+
+
+def test_scopes_that_differ_by_a_hash_alone_are_told_apart_by_runs_and_settings():
+    settings = {"max_num_seqs": "64", "dtype": "bfloat16"}
+    labels = scope_labels(
+        {
+            "m.gpu.tp1.00000001": (("monday",), settings),
+            "m.gpu.tp1.00000002": (("friday", "sunday"), settings | {"max_num_seqs": "128"}),
+            "other.gpu.tp1.00000003": (("monday",), settings),
+        }
+    )
+    assert labels == {
+        "m.gpu.tp1.00000001": ScopeLabel("m.gpu.tp1.00000001", "run monday; max_num_seqs 64"),
+        "m.gpu.tp1.00000002": ScopeLabel("m.gpu.tp1.00000002", "runs friday, sunday; max_num_seqs 128"),
+        "other.gpu.tp1.00000003": ScopeLabel("other.gpu.tp1"),
+    }

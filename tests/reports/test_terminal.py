@@ -7,8 +7,8 @@ import io
 from rich.console import Console
 
 from tracefit.commands.report import report
+from tracefit.reports.document import Figure, Panel, Report, Series, Table
 from tracefit.reports.markdown import plain
-from tracefit.reports.model import Figure, Panel, Report, Series, Table
 from tracefit.reports.terminal import print_report
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from tracefit.coefficients.evaluation import (
     CollinearityEntry,
     Entry,
-    LearningPointEntry,
-    MetricsEntry,
-    PredictionInterval,
+    RegimeInterval,
 )
-from tracefit.reports.trust import trust_lines
+from tracefit.fit.results import LearningPoint, Metrics
+from tracefit.reports.model_section import trust_lines
 
-ERRORS = MetricsEntry(
+ERRORS = Metrics(
     n=90, mape_pct=2, mdape_pct=1, mae=10, rmse=1, r2=1, bias_pct=0, p90_ape_pct=1, p99_ape_pct=1
 )
 
@@ -35,11 +34,11 @@ def test_nothing_known_is_nothing_said():
 
 
 def test_prediction_intervals_say_of_what_they_are_and_how_often_they_held():
-    ratio = PredictionInterval(regime="all", level_pct=95, kind="ratio", low=0.9, high=1.2)
+    ratio = RegimeInterval(regime="all", level_pct=95, kind="ratio", low=0.9, high=1.2)
     text = _said(prediction_intervals=(ratio,), interval_coverage_pct=93.33)
     assert "0.9 to 1.2 times the prediction" in text
     assert "held 93.3 %" in text
-    wide = PredictionInterval(regime="queued", level_pct=95, kind="difference", low=-2500, high=4000)
+    wide = RegimeInterval(regime="queued", level_pct=95, kind="difference", low=-2500, high=4000)
     text = _said(prediction_intervals=(wide, ratio), interval_coverage_pct=90)
     assert "*queued* the prediction -2,500 to +4,000 us; *all* 0.9" in text
 
@@ -49,9 +48,9 @@ def test_collinear_features_are_named_and_trouble_is_called_so():
     fine = CollinearityEntry(regime="all", condition_number=6, variance_inflation=inflation)
     text = _said(collinearity=(fine,))
     assert "condition number 6, largest variance inflation 8 (`context_tokens`)" in text
-    assert "trade places" not in text
+    assert "do not determine" not in text
     bad = CollinearityEntry(regime="all", condition_number=31, variance_inflation=inflation)
-    assert "trade places" in _said(collinearity=(bad,))
+    assert "do not determine single coefficients" in _said(collinearity=(bad,))
 
 
 def test_extrapolation_is_a_warning_with_the_features_that_leave_their_range():
@@ -61,8 +60,6 @@ def test_extrapolation_is_a_warning_with_the_features_that_leave_their_range():
 
 
 def test_a_learning_curve_needs_two_points():
-    points = [
-        LearningPointEntry(share=s, rows=r, mae=m, mape_pct=1) for s, r, m in [(0.7, 70, 12), (1, 100, 10)]
-    ]
+    points = [LearningPoint(share=s, rows=r, mae=m, mape_pct=1) for s, r, m in [(0.7, 70, 12), (1, 100, 10)]]
     assert "12 (70), 10 (100)" in _said(learning_curve=tuple(points))
     assert _said(learning_curve=tuple(points[:1])) == ""

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
 import pytest
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from tracefit.errors import UsageError
 from tracefit.server.documents import (
+    FLAG,
     MAX_INTEGER,
     MAX_NESTING,
+    TEXT,
+    FiniteNumber,
     as_text,
-    checked_flag,
-    checked_integer,
-    checked_number,
-    checked_text,
     excerpt,
     kind_of,
+    parse_yaml,
     parse_yaml_object,
     read_bytes,
+    validated,
+    whole_number,
 )
 
 
@@ -44,35 +51,157 @@ def test_yaml_is_nested_up_to_its_limit():
         parse_yaml_object("a: " + "[" * (deepest + 1) + "]" * (deepest + 1), where="x")
 
 
+BAD_YAML = [
+    "!!timestamp x",
+    "!!timestamp ''",
+    '!!int ""',
+    "!!int _",
+    "!!int 0b_",
+    "!!bool x",
+    "!!float x",
+    "!!float ''",
+    "!!binary x",
+    "!!set {a, b}",
+    "!!omap [a: 1]",
+    "!!python/name:os.system",
+    "!<tag:yaml.org,2002:int> x",
+    "! x",
+    "[a, !!bool x]",
+    "0x" + "f" * 500_000,
+    "9" * 500_000,
+    "0b1" + "1" * 20_000,
+    "0" + "7" * 20_000,
+    "1" + ":59" * 20_000,
+    "0x_",
+    "2020-13-45",
+    "1" + ":59" * 20_000 + ".5",
+    "[" * 2000 + "]" * 2000,
+    "&a [*a]",
+    "--- a\n--- b",
+    "{? [1]: 2}",
+    "{<<: 1}",
+    "=",
+]
+
+
+@pytest.mark.parametrize("text", BAD_YAML)
+def test_yaml_that_cannot_be_read_is_one_short_line(text):
+    with pytest.raises(
+        UsageError, match=r"^x: (is not YAML|uses the YAML tag|uses YAML aliases|holds several|is nested)"
+    ) as caught:
+        parse_yaml(text, where="x")
+
+    assert len(str(caught.value)) < 200
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0x1F", 31),
+        ("0b101", 5),
+        ("9" * 300, int("9" * 300)),
+        ("1.5", 1.5),
+        ("true", True),
+        ("~", None),
+        ("", None),
+        ("'!!int x'", "!!int x"),
+        ("org/name-7b", "org/name-7b"),
+    ],
+)
+def test_plain_yaml_values(text, value):
+    assert parse_yaml(text, where="x") == value
+
+
 def test_whole_numbers_within_bounds():
-    assert [checked_integer(n, key="k", where="x", least=2, most=4) for n in (2, 3.0, 4)] == [2, 3, 4]
-    assert checked_integer(MAX_INTEGER, key="k", where="x") == MAX_INTEGER == 9_007_199_254_740_992
-    for bad in (1, 5, 2.5):
-        with pytest.raises(UsageError, match=r"x: k must be a whole number from 2 to 4, not \d"):
-            checked_integer(bad, key="k", where="x", least=2, most=4)
+    read = whole_number(2, 4)
+
+    assert [validated(read, n, key="k", where="x") for n in (2, 3.0, 4)] == [2, 3, 4]
+    assert validated(whole_number(), MAX_INTEGER, where="x") == MAX_INTEGER == 9_007_199_254_740_992
+    for bad, fault in (
+        (1, "greater than or equal to 2, not 1"),
+        (5, "less than or equal to 4, not 5"),
+        (2.5, r"a whole number, not 2\.5"),
+        (True, "a whole number, not true"),
+        ("3", "a whole number, not text '3'"),
+    ):
+        with pytest.raises(UsageError, match=f"^x: k must be {fault}$"):
+            validated(read, bad, key="k", where="x")
 
 
 def test_numbers_within_bounds():
-    assert checked_number(0, key="k", where="x") == 0
-    assert checked_number(1, key="k", where="x", above=0, most=1) == 1
-    with pytest.raises(UsageError, match="x: k must be a number above 0 and at most 1, not 0"):
-        checked_number(0, key="k", where="x", above=0, most=1)
-    with pytest.raises(UsageError, match=r"x: k must be a number at least 2, not 1\.5"):
-        checked_number(1.5, key="k", where="x", least=2)
+    share = TypeAdapter(Annotated[FiniteNumber, Field(gt=0, le=1)])
+
+    assert validated(share, 1, key="k", where="x") == 1
+    for bad, fault in (
+        (0, "greater than 0, not 0"),
+        (1.5, r"less than or equal to 1, not 1\.5"),
+        (math.nan, "a finite number, not nan"),
+        (10**400, "a number, not 1000"),
+        ("1", "a number, not text '1'"),
+        (None, "a number, not null"),
+    ):
+        with pytest.raises(UsageError, match=f"^x: k must be {fault}"):
+            validated(share, bad, key="k", where="x")
 
 
 def test_flags_are_true_or_false():
-    assert checked_flag(True, key="k", where="x") is True
-    with pytest.raises(UsageError, match="x: k must be true or false, not a number '1'"):
-        checked_flag(1, key="k", where="x")
+    assert validated(FLAG, True, key="k", where="x") is True
+    with pytest.raises(UsageError, match=r"^x: k must be true or false, not 1$"):
+        validated(FLAG, 1, key="k", where="x")
 
 
 def test_text_is_printable_and_short():
-    assert checked_text(" a b ", key="k", where="x") == "a b"
-    assert checked_text("a" * 512, key="k", where="x") == "a" * 512
+    assert validated(TEXT, " a b ", key="k", where="x") == "a b"
+    assert validated(TEXT, "a" * 512, key="k", where="x") == "a" * 512
     for bad in ("", " ", "a" * 513, "a\x00b", "a\nb", "\ud800"):
-        with pytest.raises(UsageError, match="x: k must be printable text of 1 to 512 characters"):
-            checked_text(bad, key="k", where="x")
+        with pytest.raises(
+            UsageError, match=r"^x: k must (be printable text|have (at most 512|1 or more) char|be )"
+        ):
+            validated(TEXT, bad, key="k", where="x")
+
+
+@dataclass(frozen=True)
+class Item:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    weight: FiniteNumber
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Shape:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    items: Annotated[tuple[Item, ...], Field(min_length=1, max_length=2)]
+
+
+@pytest.mark.parametrize(
+    ("document", "line"),
+    [
+        ({}, "items is missing; keys: items"),
+        ({"itms": []}, "items is missing; the file has itms; keys: items"),
+        ({"items": []}, "items must have 1 or more items"),
+        ({"items": [{}] * 3}, "items[0].weight is missing; keys: name, weight"),
+        ({"items": 3}, "items must be a list, not 3"),
+        ({"items": [3]}, "items[0] must be an object, not 3"),
+        (
+            {"items": [{"weight": 1}, {"wieght": 2}]},
+            "items[1].weight is missing; the file has wieght; keys: name, weight",
+        ),
+        (
+            {"items": [{"weight": 1, "nmae": "a"}]},
+            "items[0].nmae is not a known key; did you mean name? keys: name, weight",
+        ),
+        ({"items": [{"weight": [1]}]}, "items[0].weight must be a number, not a list"),
+        ([], "document must be an object, not a list"),
+    ],
+)
+def test_fault_names_file_key_and_the_nearest_known_key(document, line):
+    with pytest.raises(UsageError) as caught:
+        validated(TypeAdapter(Shape), document, where="f.json")
+
+    assert str(caught.value) == f"f.json: {line}"
 
 
 def test_excerpts_are_short_and_printable():

@@ -184,14 +184,23 @@ def test_own_gpu_survives_its_facts():
 
 @pytest.mark.parametrize("key", ["memory_bandwidth_gb_s", "compute_tflops_fp16", "memory_gb"])
 def test_missing_value_is_named(key):
-    with pytest.raises(UsageError, match=rf"gpu\.json: {key} is missing; state "):
+    with pytest.raises(UsageError, match=rf"gpu\.json: {key} is missing; keys: "):
         parse_gpu(json.dumps({name: value for name, value in OWN.items() if name != key}), where="gpu.json")
+
+
+def test_misspelled_value_is_named_beside_the_missing_one():
+    own = {**OWN, "memory_bandwith_gb_s": OWN["memory_bandwidth_gb_s"]}
+    del own["memory_bandwidth_gb_s"]
+    with pytest.raises(
+        UsageError, match="memory_bandwidth_gb_s is missing; the file has memory_bandwith_gb_s; keys: compute"
+    ):
+        parse_gpu(json.dumps(own), where="gpu.json")
 
 
 @pytest.mark.parametrize("key", [*OWN, "link_gb_s", "compute_tflops_fp8"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e300, 10**400, "fast", True, [1]])
 def test_value_that_cannot_be_is_refused(key, value):
-    with pytest.raises(UsageError, match=rf"gpu\.json: {key} must be a (whole )?number") as caught:
+    with pytest.raises(UsageError, match=rf"gpu\.json: {key} must be (a |greater |less )") as caught:
         parse_gpu(json.dumps({**OWN, key: value}), where="gpu.json")
 
     assert "\n" not in str(caught.value)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tracefit.errors import UsageError
-from tracefit.server.model_config import parse_architecture, read_architecture
+from tracefit.server.model_config import parse_architecture
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,12 @@ def test_defaults_of_gemma_3_are_filled_in_and_listed(load):
     assert sum("default of gemma3_text" in note for note in arch.assumed) == 5
 
 
-def test_name_is_the_given_one_or_the_configs(parse, tmp_path):
+def test_name_is_the_given_one_or_the_configs():
     text = json.dumps({**_small(), "_name_or_path": "org/Its-Name"})
-    (tmp_path / "config.json").write_text(text)
 
     assert parse_architecture(text, where="x").slug == "its-name"
-    assert read_architecture(tmp_path, name="org/Given").name == "org/Given"
-    assert read_architecture(tmp_path / "config.json").name == "org/Its-Name"
+    assert parse_architecture(text, where="x").name == "org/Its-Name"
+    assert parse_architecture(text, where="x", name="org/Given").name == "org/Given"
 
 
 def _small():
@@ -300,7 +299,9 @@ def test_half_a_latent_attention_is_refused(config_of, key):
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
 @pytest.mark.parametrize("value", [-1, 0, 10**30, 1.5, float("nan"), float("inf"), "64", True, [64], {}])
 def test_number_that_cannot_be_is_refused(parse, key, value):
-    with pytest.raises(UsageError, match=rf"config\.json: {key} must be a whole number") as caught:
+    with pytest.raises(
+        UsageError, match=rf"config\.json: {key} must be (a whole number|greater|less)"
+    ) as caught:
         parse(**{key: value})
 
     assert "\n" not in caught.value.line()
@@ -312,7 +313,7 @@ def test_number_that_cannot_be_is_refused(parse, key, value):
     [
         (
             {"model_type": "llama4", "no_rope_layers": [2] * 4, "intermediate_size_mlp": 1},
-            "no_rope_layers must be a whole",
+            "no_rope_layers must be less than or equal to 1, not 2",
         ),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 8"),
         ({"hidden_size": 65}, "hidden_size 65 is no multiple of num_attention_heads 8"),
@@ -332,7 +333,7 @@ def test_number_that_cannot_be_is_refused(parse, key, value):
         ),
         (
             {"num_experts": 4, "num_experts_per_tok": 1, "moe_layers": [4]},
-            "moe_layers must be a whole number",
+            "moe_layers must be (a whole number|greater|less)",
         ),
         (
             {"model_type": "llama4", "no_rope_layers": [1], "intermediate_size_mlp": 1},
@@ -386,9 +387,3 @@ def test_byte_order_mark_and_infinity_elsewhere_do_no_harm():
     text = json.dumps({**_small(), "time_step_limit": [0.0, float("inf")]})
 
     assert parse_architecture(b"\xef\xbb\xbf" + text.encode(), where="x").layers == 4
-
-
-@pytest.mark.parametrize("name", ["absent.json", "."])
-def test_file_that_cannot_be_read_is_one_line(tmp_path, name):
-    with pytest.raises(UsageError, match=r"(no such file|is a directory).*; check the path"):
-        read_architecture(tmp_path / name)

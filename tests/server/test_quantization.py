@@ -96,7 +96,7 @@ def test_method_that_states_no_bits_is_assumed_not_to_shrink_and_says_so(parse):
 
 @pytest.mark.parametrize("bits", [0, -4, "4", 64, float("nan")])
 def test_bits_that_cannot_be_are_refused(parse, bits):
-    with pytest.raises(UsageError, match="quantization_config bits must be a whole number from 1 to 32"):
+    with pytest.raises(UsageError, match=r"quantization_config bits must be (a whole number|greater|less)"):
         parse(quantization_config={"quant_method": "gptq", "bits": bits})
 
 

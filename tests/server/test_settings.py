@@ -89,7 +89,9 @@ def test_spellings_that_agree_are_one_and_those_that_contradict_are_refused():
 )
 @pytest.mark.parametrize("value", [0, -1, "64", 1.5, True, float("nan"), float("inf"), 10**30, [64], ""])
 def test_count_that_cannot_be_names_key_and_file(key, value):
-    with pytest.raises(UsageError, match=rf"run\.yaml: {key} must be a whole number from 1 to") as caught:
+    with pytest.raises(
+        UsageError, match=rf"^run\.yaml: {key} must be (a whole number|greater|less)"
+    ) as caught:
         settings_from({key: value}, where="run.yaml")
 
     assert caught.value.exit_code == 2
@@ -111,7 +113,7 @@ def test_kinds_of_values(key, good, bad):
     for value in good:
         assert settings_from({key: value}, where="x").values() == {key: value}
     for value in bad:
-        with pytest.raises(UsageError, match=f"x: {key} must be"):
+        with pytest.raises(UsageError, match=f"^x: {key} must "):
             settings_from({key: value}, where="x")
 
 
@@ -160,7 +162,7 @@ def test_defaults_are_those_of_the_engine():
 
 def test_ranks_are_fewer_than_tokens():
     assert settings_from({"max_model_len": 1_000_000, "tp": 65_536}, where="x").tensor_parallel == 65_536
-    with pytest.raises(UsageError, match="tp must be a whole number from 1 to 65,536, not 1000000"):
+    with pytest.raises(UsageError, match="tp must be less than or equal to 65536, not 1000000"):
         settings_from({"tp": 1_000_000}, where="x")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tracefit.synth import Request, Scheduler, SchedulerConfig
@@ -283,7 +283,6 @@ def _check_plan(scheduler, plan):
         assert not plan.resumed
 
 
-@settings(max_examples=120, deadline=None)
 @given(_histories())
 def test_blocks_are_never_lost_and_everybody_ends(history):
     config, sizes, abort_after = history

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
@@ -120,3 +123,46 @@ def test_only_attributes_on_the_list_are_kept(tables_of, traces, tmp_path):
         "http.route": "/v1/completions",
     }
     assert "secret" not in str(parts)
+
+
+WITH_ONE_ROW_MORE = """
+import importlib.util, sys, types
+import tracefit.tables
+
+spec = importlib.util.find_spec("tracefit.tables.dialects")
+source = open(spec.origin).read()
+begin = "SPELLINGS: tuple[Spelling, ...] = ("
+assert source.count(begin) == 1
+module = types.ModuleType(spec.name)
+sys.modules[spec.name] = tracefit.tables.dialects = module
+exec(source.replace(begin, begin + sys.argv[1]), module.__dict__)
+
+from tracefit.commands.ingest import ingest
+ingest([sys.argv[2]], sys.argv[3], workers=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "table", "found"),
+    [
+        (
+            'Spelling("acme", "acme.llm", "generate", None, "acme.wait_s", "requests", "queue_wait_us", factor=1e6),',
+            "requests",
+            {"dialect": "acme", "queue_wait_us": 250_000.0},
+        ),
+        (
+            'Spelling("acme", "acme.api", None, "acme.came", EVENT_NAME, "journey_events", "ARRIVED"),',
+            "journey_events",
+            {"layer": "api", "event": "ARRIVED"},
+        ),
+    ],
+)
+def test_another_dialect_is_one_row(traces, tmp_path, row, table, found):
+    traces.span("acme.llm", "generate", (1, 1, 0), [], attributes={"acme.wait_s": 0.25})
+    traces.span("acme.api", "call", (2, 2, 0), [traces.event("acme.came", 1000, {"ts.monotonic": 0.001})])
+    traces.api(3, {"ARRIVED": 0})
+    folder = traces.write(tmp_path / "run")
+    command = [sys.executable, "-c", WITH_ONE_ROW_MORE, row, str(folder), str(tmp_path / "tables")]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    rows = pl.read_parquet(tmp_path / "tables" / table)
+    assert [one for one in rows.to_dicts() if found.items() <= one.items()], rows

@@ -14,7 +14,7 @@ import pytest
 from tracefit.commands.ingest import ServerOptions, ingest
 from tracefit.commands.train import train
 from tracefit.errors import DataError, UsageError
-from tracefit.tables.schema import INGEST_TABLES
+from tracefit.tables.schema import INGEST_TABLES, TABLES
 from tracefit.tables.store import ROW_GROUP_ROWS, TableStore
 
 SCHEMAS = Path(__file__).parents[2] / "schemas" / "tables"
@@ -216,3 +216,13 @@ def test_a_damaged_part_is_one_line(tmp_path, traces):
     part.write_bytes(b"PAR1 and nothing else")
     with pytest.raises(DataError, match=r"part-.*not a readable Parquet file"):
         train(tmp_path / "tables", tmp_path / "models")
+
+
+def test_columns_of_tables_from_earlier_versions_have_their_names_of_today(tmp_path):
+    """The part is written by hand with the earlier names."""
+    store = TableStore(tmp_path)
+    rows = TABLES["runs"].conform(pl.DataFrame({"run_id": ["a"], "clock_corrected_events": [3]}))
+    (part,) = store.write_run("a", {"runs": rows})
+    pl.read_parquet(part).rename({"clock_corrected_events": "moved_events"}).write_parquet(part)
+    assert store.read("runs")["clock_corrected_events"].to_list() == [3]
+    assert store.read("runs", columns=["run_id", "clock_corrected_events"]).row(0) == ("a", 3)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 # Commands are listed in the order of these imports.
-from tracefit.cli import traces, models, answers, declared  # isort: skip
+from tracefit.cli import traces, models, predictions, declared  # isort: skip
 from tracefit.cli.program import app
 from tracefit.console import called
 from tracefit.memory import reuse_freed
 
-__all__ = ["answers", "app", "declared", "main", "models", "traces"]
+__all__ = ["app", "declared", "main", "models", "predictions", "traces"]
 
 
 def main() -> None:

@@ -1,38 +1,31 @@
-"""Arguments and options that several commands share, each with its help, and what the library makes of them."""
+"""Arguments and options that several commands share, each with its help, and their conversion for the library."""
 
 from __future__ import annotations
 
 import dataclasses
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Literal, Optional
 
 import typer
+
+from tracefit.console import warn
 
 if TYPE_CHECKING:
     from tracefit.commands.ingest import IngestOptions, ServerOptions
     from tracefit.commands.train import TrainOptions
 
 
-class BetaTarget(StrEnum):
-    """Which step time to fit."""
-
-    auto = "auto"
-    clock = "clock"
-    duration = "duration"
-
-
 Paths = Annotated[
     list[str],  # not Path, which would make one slash of the two in a URL
     typer.Argument(
-        help="Run folders, folders of run folders, trace files (those beside no run configuration make one run "
-        "together), patterns, s3:// or gs:// URLs, or - for standard input."
+        help="Run folders, folders of run folders, trace files (files without a run configuration beside them form "
+        "one run), patterns, s3:// or gs:// URLs, or - for standard input."
     ),
 ]
 InspectPaths = Annotated[
     list[str],
     typer.Argument(
-        help="Run folders, folders of run folders, or trace files; or one tables folder that ingest wrote."
+        help="Run folders, folders of run folders, or trace files; or one folder that run or ingest wrote."
     ),
 ]
 RunConfig = Annotated[
@@ -55,23 +48,31 @@ Settings = Annotated[
 ]
 ScopeName = Annotated[
     Optional[str],
-    typer.Option(help="Scope id, or a part of it that only one has; needed where there are several."),
+    typer.Option(help="Scope id, or a part of it that is unique; needed where there are several scopes."),
+]
+RunName = Annotated[
+    Optional[str], typer.Option("--run", metavar="NAME", help="A run of the scope, in place of --scope.")
+]
+TablesFolder = Annotated[Path, typer.Argument(help="A folder that ingest or run wrote.")]
+ModelFiles = Annotated[
+    Path, typer.Argument(help="A coefficient file, a folder of them, or a folder that run wrote.")
 ]
 AllSpans = Annotated[
-    bool, typer.Option("--all-spans", help="Keep spans of other services too, in the spans table alone.")
+    bool, typer.Option("--all-spans", help="Keep spans of other services too, in the spans table only.")
 ]
 KeepAttributes = Annotated[
     Optional[list[str]],
     typer.Option(
         metavar="KEY,...",
-        help="Span attributes to keep beside ids, counts, routes, the model and sampling parameters; repeatable.",
+        help="Span attributes to keep in addition to ids, counts, routes, the model and sampling parameters; "
+        "repeatable.",
     ),
 ]
 ShowValues = Annotated[
     bool,
     typer.Option(
         "--show-values",
-        help="Show what is in rejected records, not their structure alone: it is private data.",
+        help="Show the content of rejected records, not only their structure; it is private data.",
     ),
 ]
 MaxDocument = Annotated[
@@ -81,27 +82,26 @@ MaxDocument = Annotated[
     ),
 ]
 MaxRejects = Annotated[
-    int, typer.Option(min=1, help="Bad records of a file after which the rest of it is not read.")
+    int, typer.Option(min=1, help="Bad records after which the rest of a file is not read.")
 ]
 Workers = Annotated[
     Optional[int],
-    typer.Option(
-        min=1, help="Processes that decode traces, at most; as many as there are cores if not given."
-    ),
+    typer.Option(min=1, help="Most processes that decode traces; the number of cores if not given."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
-Target = Annotated[
-    BetaTarget,
+BetaTarget = Annotated[
+    Literal["auto", "clock", "duration"],
     typer.Option(
-        help="Step times from the step clock, from step.duration_us, or from whichever covers the busy time."
+        help="Source of step times: the step clock, step.duration_us, or auto for durations where they cover the "
+        "busy time."
     ),
 ]
 Features = Annotated[
     str,
     typer.Option(
-        help="Feature set for step times: batch, roofline, roofline_max, work_max, a YAML or JSON file, or auto: validation "
-        "inside and beyond the training load chooses."
+        help="Feature set for step times: batch, roofline, roofline_max, work_max, a YAML or JSON file, or auto to let "
+        "validation inside and beyond the training load choose."
     ),
 ]
 Thresholds = Annotated[
@@ -109,7 +109,7 @@ Thresholds = Annotated[
     typer.Option(
         "--threshold",
         metavar="USE.MEASURE=YES:WITH_LIMITS",
-        help="What is asked of the models for a use, such as simulation.step_mape_pct=12:30; repeatable.",
+        help="What a use requires of the models, such as simulation.step_mape_pct=12:30; repeatable.",
     ),
 ]
 SampleCsv = Annotated[
@@ -122,11 +122,14 @@ AnySign = Annotated[
     bool,
     typer.Option(
         "--any-sign",
-        help="Allow coefficients of any sign, whatever physics says: time per token, request or byte is not negative.",
+        help="Allow coefficients of any sign, even a negative time per token, request or byte.",
     ),
 ]
 Fast = Annotated[
-    bool, typer.Option("--fast", help="Skip the gradient-boosted references: most of the training time.")
+    bool,
+    typer.Option(
+        "--fast", help="Skip the gradient-boosted references, which take most of the training time."
+    ),
 ]
 IncludeOverloaded = Annotated[
     bool,
@@ -136,7 +139,7 @@ Across = Annotated[
     bool,
     typer.Option(
         "--across",
-        help="Also leave out every run, model and GPU in turn; errors of models fitted on the others.",
+        help="Also leave out every run, model and GPU in turn, and measure models fitted on the others.",
     ),
 ]
 
@@ -148,16 +151,21 @@ def server_options(
     tp: int | None,
     settings: list[str] | None,
 ) -> ServerOptions:
-    """Collect what a command was told of the servers behind the traces."""
+    """Collect the options that describe the servers behind the traces."""
     from tracefit.commands.ingest import ServerOptions, parse_assignments
-    from tracefit.server.settings import settings_from
+    from tracefit.server.settings import SETTINGS, canonical_name, settings_from
 
     given = {**parse_assignments(settings or []), "tensor_parallel": tp}
+    for key in given:
+        if canonical_name(key) not in SETTINGS:
+            warn(
+                f"--set {key}: no setting of this name is known; it is recorded and tells scopes apart, but no model uses it"
+            )
     return ServerOptions(run_config, model_config, gpu, settings_from(given, where="--set"))
 
 
 def ingest_options(context: typer.Context) -> IngestOptions:
-    """Collect the options of a command that say what is kept of traces and how much of a file is read.
+    """Collect the options on what is kept of traces and how much of a file is read.
 
     Several keys of attributes may stand in one value, comma separated.
     """
@@ -175,11 +183,10 @@ def ingest_options(context: typer.Context) -> IngestOptions:
 
 
 def train_options(context: typer.Context) -> TrainOptions:
-    """Collect what a command was told of training: `run` and `train` take every option under its name in TrainOptions."""
+    """Collect the training options: `run` and `train` take every option under its name in TrainOptions."""
     from tracefit.coefficients.verdicts import override
     from tracefit.commands.train import TrainOptions
 
-    told = {field.name: context.params[field.name] for field in dataclasses.fields(TrainOptions)}
-    told["beta_target"] = told["beta_target"].value
-    told["thresholds"] = override(told["thresholds"] or [])
-    return TrainOptions(**told)
+    given = {field.name: context.params[field.name] for field in dataclasses.fields(TrainOptions)}
+    given["thresholds"] = override(given["thresholds"] or [])
+    return TrainOptions(**given)

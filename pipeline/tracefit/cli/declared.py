@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
@@ -12,53 +11,10 @@ from tracefit.cli.arguments import Json, Quiet
 from tracefit.cli.program import app
 from tracefit.console import Terminal, one_line_errors, show
 
-
-class Law(StrEnum):
-    """Step-time law of generated traces."""
-
-    linear = "linear"
-    roofline = "roofline"
-
-
-class DurationMode(StrEnum):
-    """What step.duration_us of generated traces holds."""
-
-    schedule = "schedule"
-    step = "step"
-
-
-class QueuedStamp(StrEnum):
-    """When QUEUED is stamped in generated traces."""
-
-    step_start = "step_start"
-    arrival = "arrival"
-
-
-class TraceFormat(StrEnum):
-    """File format of generated traces."""
-
-    json = "json"
-    protobuf = "protobuf"
-    both = "both"
-
-
-class Compression(StrEnum):
-    """Compression of generated traces."""
-
-    none = "none"
-    gz = "gz"
-    zst = "zst"
-
-
-_FORMATS: dict[TraceFormat, tuple[Literal["json", "protobuf"], ...]] = {
-    TraceFormat.json: ("json",),
-    TraceFormat.protobuf: ("protobuf",),
-    TraceFormat.both: ("json", "protobuf"),
-}
-_COMPRESSIONS: dict[Compression, Literal["gz", "zst"] | None] = {
-    Compression.none: None,
-    Compression.gz: "gz",
-    Compression.zst: "zst",
+_FORMATS: dict[str, tuple[Literal["json", "protobuf"], ...]] = {
+    "json": ("json",),
+    "protobuf": ("protobuf",),
+    "both": ("json", "protobuf"),
 }
 
 
@@ -76,11 +32,11 @@ def features(
 
     Example: `tracefit features batch`
     """
-    told = Terminal(quiet=False)
-    with one_line_errors(told):
+    terminal = Terminal(quiet=False)
+    with one_line_errors(terminal):
         from tracefit.commands.train import beta_feature_sets
         from tracefit.features.sets import BUILT_IN
-        from tracefit.reports.summary import features_text
+        from tracefit.reports.terminal_results import features_text
 
         sets = [s for name in names or BUILT_IN for s in beta_feature_sets(name)]
         show(sets, features_text(sets), as_json=json, quiet=False)
@@ -91,7 +47,10 @@ def synth(
     out: Annotated[Path, typer.Option(help="Folder in which the run folder is made.")],
     name: Annotated[str, typer.Option(help="Name of the run folder.")] = "synth-run",
     seed: Annotated[int, typer.Option(min=0, help="Seed of every draw.")] = 0,
-    law: Annotated[Law, typer.Option(help="Step-time law; its coefficients are in truth.json.")] = Law.linear,
+    law: Annotated[
+        Literal["linear", "roofline"],
+        typer.Option(help="Step-time law; its coefficients are in truth.json."),
+    ] = "linear",
     model: Annotated[str, typer.Option(help="Model preset, such as llama-8b.")] = "llama-8b",
     gpu: Annotated[str, typer.Option(help="GPU preset, such as H100.")] = "H100",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
@@ -100,12 +59,12 @@ def synth(
     surge: Annotated[
         Optional[float],
         typer.Option(
-            help="Steady arrivals, and in the last 30 % of the time so many times as many; light, burst and heavy load "
-            "if not given."
+            help="Factor on the arrivals in the last 30 % of the time, steady before; light, burst and heavy load if not "
+            "given."
         ),
     ] = None,
     blocks: Annotated[
-        int, typer.Option(min=2, help="KV blocks; few of them make a queue and preemptions.")
+        int, typer.Option(min=2, help="KV blocks; few of them cause a queue and preemptions.")
     ] = 4097,
     noise: Annotated[
         float, typer.Option(min=0, help="Sigma of the log-normal factor on a step's time.")
@@ -116,36 +75,39 @@ def synth(
     ] = 0.0,
     journey_sampling: Annotated[float, typer.Option(min=0, max=1, help="Share of requests traced.")] = 1.0,
     duration: Annotated[
-        DurationMode,
+        Literal["schedule", "step"],
         typer.Option(help="What step.duration_us holds: time in schedule(), or the step's time."),
-    ] = DurationMode.schedule,
+    ] = "schedule",
     queued_stamp: Annotated[
-        QueuedStamp,
+        Literal["step_start", "arrival"],
         typer.Option(help="QUEUED at the step start after the API work, or at the end of that work itself."),
-    ] = QueuedStamp.step_start,
+    ] = "step_start",
     format_: Annotated[
-        TraceFormat, typer.Option("--format", help="JSON lines, framed protobuf, or a run folder of each.")
-    ] = TraceFormat.json,
-    compress: Annotated[Compression, typer.Option(help="Compression of the trace files.")] = Compression.none,
+        Literal["json", "protobuf", "both"],
+        typer.Option("--format", help="JSON lines, framed protobuf, or a run folder of each."),
+    ] = "json",
+    compress: Annotated[
+        Literal["none", "gz", "zst"], typer.Option(help="Compression of the trace files.")
+    ] = "none",
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Generate traces with known coefficients.
 
-    In the real emitter's shape, the truth beside them.
+    They have the form of real traces, with the truth beside them.
 
     Example: `tracefit synth --out runs/ --requests 600 --law linear`
     """
-    told = Terminal(quiet=quiet)
-    with one_line_errors(told):
+    terminal = Terminal(quiet=quiet)
+    with one_line_errors(terminal):
         from tracefit.commands.generate import generate
-        from tracefit.reports.summary import synth_text
+        from tracefit.reports.terminal_results import synth_text
         from tracefit.synth import DEFAULT_PHASES, SynthOptions, surge_phases
 
         options = SynthOptions(
             name=name,
             seed=seed,
-            law=law.value,
+            law=law,
             model=model,
             gpu=gpu,
             tp=tp,
@@ -157,15 +119,15 @@ def synth(
             step_sampling=step_sampling,
             rich_sampling=rich_sampling,
             journey_sampling=journey_sampling,
-            queued_stamp=queued_stamp.value,
-            duration=duration.value,
+            queued_stamp=queued_stamp,
+            duration=duration,
         )
         result = generate(
             out,
             options,
             formats=_FORMATS[format_],
-            compress=_COMPRESSIONS[compress],
-            progress=told,
+            compress=None if compress == "none" else compress,
+            progress=terminal,
         )
-        told.close()
+        terminal.close()
         show(result, synth_text(result), as_json=json, quiet=quiet)

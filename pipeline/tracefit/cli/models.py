@@ -1,4 +1,4 @@
-"""Commands that fit models and judge them."""
+"""Commands that fit, report, compare and verify models."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from tracefit.cli.arguments import (
     Features,
     IncludeOverloaded,
     Json,
+    ModelFiles,
     Positive,
     Quiet,
+    RunName,
     SampleCsv,
     ScopeName,
-    Target,
+    TablesFolder,
     Thresholds,
     train_options,
 )
@@ -30,9 +32,9 @@ from tracefit.console import Terminal, one_line_errors, show
 @app.command()
 def train(
     context: typer.Context,
-    tables: Annotated[Path, typer.Argument(help="A tables folder that ingest wrote.")],
+    tables: TablesFolder,
     out: Annotated[Path, typer.Option(help="Folder for the models, the evaluation and the report.")],
-    beta_target: Target = BetaTarget.auto,
+    beta_target: BetaTarget = "auto",
     features: Features = "auto",
     sample_csv: SampleCsv = False,
     positive: Positive = False,
@@ -44,25 +46,27 @@ def train(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make coefficient files and a report of tables.
+    """Fit coefficient files on tables, with a report.
 
     Example: `tracefit train tables/ --out models/`
     """
-    told = Terminal(quiet=quiet)
-    with one_line_errors(told):
-        from tracefit.commands.train import train as train_verb
-        from tracefit.reports.summary import train_text
+    terminal = Terminal(quiet=quiet)
+    with one_line_errors(terminal):
+        from tracefit.commands.train import train as train_command
+        from tracefit.reports.terminal_results import train_text
 
         options = train_options(context)
-        result = train_verb(tables, out, options=options, progress=told)
-        told.close()
+        result = train_command(tables, out, options=options, progress=terminal)
+        terminal.close()
         show(result, train_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)
 
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="What run or train wrote: evaluation.json and the models.")],
+    folder: Annotated[
+        Path, typer.Argument(help="A folder that run or train wrote: evaluation.json and the models.")
+    ],
     tables: Annotated[
         Optional[Path],
         typer.Option(help="The tables folder; FOLDER/tables if not given. Figures come from it."),
@@ -71,35 +75,32 @@ def report(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write report.html and report.md anew, and print the report.
+    """Write report.html and report.md again, and print the report.
 
     Example: `tracefit report out/`
     """
-    told = Terminal(quiet=quiet)
-    with one_line_errors(told):
-        from tracefit.commands.report import report as report_verb
+    terminal = Terminal(quiet=quiet)
+    with one_line_errors(terminal):
+        from tracefit.commands.report import report as report_command
 
-        result, made = report_verb(folder, tables=tables, out=out, progress=told)
-        told.close()
+        result, made = report_command(folder, tables=tables, out=out, progress=terminal)
+        terminal.close()
         if json or quiet:
             show(result, "", as_json=json, quiet=quiet)
         else:
-            from rich.console import Console
+            from tracefit.reports.terminal import PipeConsole, print_report
 
-            from tracefit.reports.terminal import print_report
-
-            print_report(made, Console())
+            print_report(made, PipeConsole())
 
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(help="A coefficient file, or a folder of them.")],
-    second: Annotated[
-        Path, typer.Argument(help="Another one; or a tables folder of new runs, for a drift check.")
-    ],
+    first: ModelFiles,
+    second: Annotated[Path, typer.Argument(help="Another one; or tables of new runs, for a drift check.")],
     scope: ScopeName = None,
+    run: RunName = None,
     tolerance: Annotated[
-        float, typer.Option(min=1, help="Drift: times the published error that is still good.")
+        float, typer.Option(min=1, help="Drift: factor on the published error that is still good.")
     ] = 1.5,
     slack: Annotated[
         float, typer.Option(min=0, help="Drift: percentage points above it that are still good.")
@@ -109,43 +110,45 @@ def compare(
 ) -> None:
     """Compare two coefficient files, or check one on new traces.
 
-    A drift check exits with 0 if the file is still good, with 1 if it has drifted or the new traces cannot tell.
+    A drift check exits with 0 if the file is still good, and with 1 if it has drifted or the new traces are too few to decide.
 
     Example: `tracefit compare models/ new-tables/`
     """
-    told = Terminal(quiet=quiet)
-    with one_line_errors(told):
+    terminal = Terminal(quiet=quiet)
+    with one_line_errors(terminal):
         from tracefit.commands.compare import Tolerance
-        from tracefit.commands.compare import compare as compare_verb
-        from tracefit.reports.use import compare_text
+        from tracefit.commands.compare import compare as compare_command
+        from tracefit.reports.terminal_results import compare_text
 
-        result = compare_verb(first, second, scope=scope, tolerance=Tolerance(tolerance, slack))
+        result = compare_command(first, second, scope=scope, run=run, tolerance=Tolerance(tolerance, slack))
         show(result, compare_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)
 
 
 @app.command()
 def verify(
-    file: Annotated[Path, typer.Argument(help="alpha.json or beta.json.")],
-    tables: Annotated[Path, typer.Option(help="Tables with the runs it was trained on.")],
+    file: ModelFiles,
+    tables: Annotated[
+        Optional[Path], typer.Option(help="Tables it was trained on; found beside the models if not given.")
+    ] = None,
     features: Annotated[
         Optional[Path], typer.Option(help="Where the feature-set file is now, if it moved.")
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Refit a coefficient file and confirm each number.
+    """Refit coefficient files and confirm each number.
 
-    To 1e-6; or it says which input differs. Exits with 1 where the file is not confirmed.
+    Numbers must agree to 1e-6; else the command names the inputs that differ and exits with 1.
 
-    Example: `tracefit verify out/models/beta.json --tables out/tables`
+    Example: `tracefit verify out/`
     """
-    told = Terminal(quiet=quiet)
-    with one_line_errors(told):
-        from tracefit.commands.verify import verify as verify_verb
-        from tracefit.reports.use import verify_text
+    terminal = Terminal(quiet=quiet)
+    with one_line_errors(terminal):
+        from tracefit.commands.verify import verify as verify_command
+        from tracefit.reports.terminal_results import verify_text
 
-        result = verify_verb(file, tables, features=features, progress=told)
-        told.close()
+        result = verify_command(file, tables, features=features, progress=terminal)
+        terminal.close()
         show(result, verify_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)

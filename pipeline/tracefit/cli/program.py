@@ -1,4 +1,4 @@
-"""The program itself: its name, its help, and the options that stand before a command."""
+"""The program itself: its name, its help, and the options before a command."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tracefit.options import Commands, unknown_variables, use_config
 _HELP = """From vLLM OpenTelemetry traces to latency coefficients one can trust.
 
 Every option can also be set by an environment variable (`TRACEFIT_BETA_TARGET` for `--beta-target`) or in the TOML file
-of `--config` (`beta-target = "clock"`, for every command or below `[run]` for one). A flag wins over the environment, the
-environment over the file.
+of `--config` (`beta-target = "clock"`, at the top for every command or below `[run]` for one). A flag takes precedence over
+the environment, the environment over the file.
 
 Exit codes: 0 done; 1 the data cannot support the result; 2 usage; 3 done, with something in quarantine (unreadable
 records, events the server's SDK dropped, duplicate spans); 130 interrupted.
@@ -28,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode=None,  # rich and its Markdown take longer to import than help may take
-    context_settings={"max_content_width": 100},
+    context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 

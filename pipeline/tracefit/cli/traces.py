@@ -29,7 +29,6 @@ from tracefit.cli.arguments import (
     SampleCsv,
     Settings,
     ShowValues,
-    Target,
     TensorParallel,
     Thresholds,
     Workers,
@@ -57,7 +56,7 @@ def run(
     max_document: MaxDocument = 256,
     max_rejects: MaxRejects = 100_000,
     workers: Workers = None,
-    beta_target: Target = BetaTarget.auto,
+    beta_target: BetaTarget = "auto",
     features: Features = "auto",
     sample_csv: SampleCsv = False,
     positive: Positive = False,
@@ -69,28 +68,28 @@ def run(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make tables, coefficients and a report of traces: the main job.
+    """Turn traces into tables, coefficients and a report.
 
     Example: `tracefit run runs/ --out out/`
     """
-    told = Terminal(quiet=quiet)
-    with one_line_errors(told):
-        from tracefit.commands.run import run as run_verb
-        from tracefit.reports.summary import run_text
+    terminal = Terminal(quiet=quiet)
+    with one_line_errors(terminal):
+        from tracefit.commands.run import run as run_command
+        from tracefit.reports.terminal_results import run_text
 
         server = server_options(run_config, model_config, gpu, tp, settings)
         kept = ingest_options(context)
         options = train_options(context)
-        result = run_verb(
+        result = run_command(
             paths,
             out,
             server=server,
             ingest_options=kept,
             options=options,
             workers=workers,
-            progress=told,
+            progress=terminal,
         )
-        told.close()
+        terminal.close()
         show(result, run_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)
 
@@ -106,21 +105,21 @@ def inspect(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say what is in traces, and what can be trained from them.
+    """Describe traces, and what can be trained from them.
 
-    Shape, services, sampling, events, and how healthy the journeys are; nothing is fitted or written. Exit code 1 when
-    nothing can be trained from them.
+    Formats, services, sampling, events and the health of the journeys; nothing is fitted or written. Exit code 1 when
+    nothing can be trained.
 
     Example: `tracefit inspect runs/`
     """
-    told = Terminal(quiet=quiet)
-    with one_line_errors(told):
-        from tracefit.commands.inspect import inspect as inspect_verb
-        from tracefit.reports.inspection import inspection_text
+    terminal = Terminal(quiet=quiet)
+    with one_line_errors(terminal):
+        from tracefit.commands.inspect import inspect as inspect_command
+        from tracefit.reports.terminal_results import inspection_text
 
         server = server_options(run_config, model_config, gpu, tp, settings)
-        result = inspect_verb(paths, server=server, progress=told)
-        told.close()
+        result = inspect_command(paths, server=server, progress=terminal)
+        terminal.close()
         show(result, inspection_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)
 
@@ -142,22 +141,25 @@ def ingest(
     max_rejects: MaxRejects = 100_000,
     workers: Workers = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be read, and as what; write nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="List the files that would be read, and their formats; write nothing."
+        ),
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make Parquet tables of traces.
+    """Turn traces into Parquet tables.
 
-    What the folder has already is not read again.
+    Files that the folder already has are not read again.
 
     Example: `tracefit ingest runs/ --out tables/`
     """
-    told = Terminal(quiet=quiet)
-    with one_line_errors(told):
-        from tracefit.commands.ingest import ingest as ingest_verb
+    terminal = Terminal(quiet=quiet)
+    with one_line_errors(terminal):
+        from tracefit.commands.ingest import ingest as ingest_command
         from tracefit.commands.plan import plan_ingest
-        from tracefit.reports.summary import ingest_text, plan_text
+        from tracefit.reports.terminal_results import ingest_text, plan_text
 
         kept = ingest_options(context)
         if dry_run:
@@ -165,7 +167,7 @@ def ingest(
             show(plan, plan_text(plan), as_json=json, quiet=quiet)
             return
         server = server_options(run_config, model_config, gpu, tp, settings)
-        result = ingest_verb(paths, out, server=server, options=kept, workers=workers, progress=told)
-        told.close()
+        result = ingest_command(paths, out, server=server, options=kept, workers=workers, progress=terminal)
+        terminal.close()
         show(result, ingest_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)

@@ -7,7 +7,8 @@ for a frame. The contract is the same for both:
 - An empty `any` is false, an empty `all` is true.
 - A feature that is known by name but not by value (null) is unknown: a comparison with it does not hold, a sum with it
   is unknown too.
-- A feature that is neither given nor computable is an error that names what is missing.
+- A feature that is neither given nor computable is an error that names what is missing. A row needs the features of the
+  linear form that is active for it, a frame those of all forms.
 
 polars is imported only where a frame is evaluated: a single row is evaluated without it.
 """
@@ -281,7 +282,7 @@ class CompiledModel:
         Args:
             given: Features or what they are computed from, by name; null is unknown.
             step_starts: For a boundary model: when the next steps start, in us after the event, in order; empty when the
-                engine is idle, null when nobody knows.
+                engine is idle, null when they are not known.
             api_wait_us: For a boundary model with a `queue`, and step starts: work left on the events before, when this
                 one comes.
 
@@ -290,16 +291,19 @@ class CompiledModel:
         """
         model = self.model
         if isinstance(model, BoundaryModel) and step_starts is not None:
-            self.require([t.feature for t in model.work.terms], given)
-            work = line_value(model.work, self.formulas.row(given, [t.feature for t in model.work.terms]))
+            work = self._form_value(model.work, given)
             if work is None:
                 return None
             done = work + (api_wait_us if model.queue else 0.0)
-            after = (start for start in step_starts if start >= done)
-            return at_boundary(model, done, next(after, None))
-        self.require(self.features, given)
-        values = self.formulas.row(given, self.features)
-        return line_value(self.active(values)[1], values)
+            return at_boundary(model, done, next((s for s in step_starts if s >= done), None))
+        self.require(self.compared, given)
+        _, form = self.active(self.formulas.row(given, self.compared))
+        return self._form_value(form, given)
+
+    def _form_value(self, form: LinearForm, given: Mapping[str, float | None]) -> float | None:
+        names = [t.feature for t in form.terms]
+        self.require(names, given)
+        return line_value(form, self.formulas.row(given, names))
 
     # -- a frame
 
@@ -341,7 +345,7 @@ class CompiledModel:
     def expression_with_clock(self) -> pl.Expr:
         """Return the model over a training frame: of a boundary model the next known step start counts alone.
 
-        The column `STEP_RESIDUAL` tells that start; the prediction is null where the work runs past it.
+        The column `STEP_RESIDUAL` holds that start; the prediction is null where the work runs past it.
         """
         import polars as pl
 

@@ -1,10 +1,26 @@
-"""The evaluation file: its published shape."""
+"""The evaluation file: its published shape.
+
+Results of the fit (`fit.results`) are published as they are; the classes here compose them and add what is computed for
+the file alone. The file's rules (no unknown keys, finite numbers) hold for those results too.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from tracefit.fit.results import (
+    Burst,
+    Candidate,
+    EquationErrors,
+    ErrorOverLoad,
+    LatencyErrors,
+    LearningPoint,
+    Metrics,
+    Missing,
+    Overload,
+)
 
 EVALUATION_SCHEMA: Literal["tracefit/evaluation"] = "tracefit/evaluation"
 
@@ -13,30 +29,15 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
 
-class MetricsEntry(_Part):
-    """Errors over n rows; percentages in percent, mae and rmse in the model's unit."""
-
-    n: int
-    mape_pct: float | None
-    mdape_pct: float | None
-    mae: float | None
-    rmse: float | None
-    r2: float | None
-    bias_pct: float | None
-    p90_ape_pct: float | None
-    p99_ape_pct: float | None
-    zero_targets: int = Field(default=0, description="rows with a zero target, left out of percentage errors")
-
-
-class Classifier(_Part):
-    """How well a regime condition tells the regimes apart on the hold-out."""
+class ClassifierEntry(_Part):
+    """How well a regime condition predicts the regime on the hold-out."""
 
     balanced_accuracy: float | None
     confusion: dict[str, int]
 
 
-class PredictionInterval(_Part):
-    """Limits of an interval about a prediction, of the rows that one regime (or `all`) speaks for."""
+class RegimeInterval(_Part):
+    """Limits of the prediction interval of one regime, or of `all` rows."""
 
     regime: str
     level_pct: float
@@ -48,7 +49,7 @@ class PredictionInterval(_Part):
 
 
 class CollinearityEntry(_Part):
-    """How much the features of a model, or of one regime of it, tell of each other in the training rows."""
+    """How well the features of a model, or of one regime of it, predict each other in the training rows."""
 
     regime: str
     condition_number: float | None = Field(
@@ -57,26 +58,6 @@ class CollinearityEntry(_Part):
     variance_inflation: dict[str, float] = Field(
         description="feature to how much wider the variance of its coefficient is than without the others"
     )
-
-
-class LearningPointEntry(_Part):
-    """Hold-out error of the model fitted on the latest share of the training rows."""
-
-    share: float
-    rows: int
-    mae: float
-    mape_pct: float | None
-
-
-class BurstEntry(_Part):
-    """Requests that arrived faster than the API process works: outside the range of the admission model."""
-
-    run_id: str
-    server: str
-    from_s: float = Field(description="seconds after the server's first request")
-    to_s: float
-    requests: int
-    holdout_requests: int
 
 
 class SummedEntry(_Part):
@@ -102,55 +83,23 @@ class SummedEntry(_Part):
     )
 
 
-class CandidateEntry(_Part):
-    """A form or feature set that was tried, judged on training rows it was not fitted on; errors in the model's unit."""
+class LoadExtrapolationEntry(_Part):
+    """Errors of the model's form, trained on the lower half of the load, on the upper half."""
 
-    name: str
-    features: int = Field(description="features it had to go on")
-    inside_mae: float = Field(
-        description="inside the training load: blocks of time left out in turn, or the last part of the training rows"
-    )
-    beyond_mae: float | None = Field(
-        default=None,
-        description="beyond it: fitted on the lower half of the load, judged on the upper half; null of too few rows",
-    )
-    chosen: bool
-    reason: str
-
-
-class LoadExtrapolationEntry(MetricsEntry):
-    """Errors on the upper half of the load of the whole run, of the model's form trained on the lower half."""
-
+    n: int
+    mape_pct: float | None
+    mdape_pct: float | None
+    mae: float | None
+    rmse: float | None
+    r2: float | None
+    bias_pct: float | None
+    p90_ape_pct: float | None
+    p99_ape_pct: float | None
+    zero_targets: int = 0
     load: str = Field(description="running_tokens (in the caches of the batch), or batch_requests")
     cut: float = Field(description="the load that the lower half does not exceed")
-    gradient_boosting: MetricsEntry | None = Field(
-        default=None, description="boosted trees on the same features and rows"
-    )
-
-
-class LoadBinEntry(_Part):
-    """Errors on the held-out rows of one range of load."""
-
-    low: float
-    high: float
-    holdout: MetricsEntry
-
-
-class ErrorOverLoadEntry(_Part):
-    """Hold-out errors in groups of equal size by load."""
-
-    load: str = Field(description="running_tokens (in the caches of the batch), or batch_requests")
-    training_range: tuple[float, float] = Field(description="smallest and largest load of the training rows")
-    bins: tuple[LoadBinEntry, ...]
-
-
-class EquationErrorsEntry(_Part):
-    """Errors on every held-out equation of step times: single steps, and intervals of several steps by their mean."""
-
-    rows_by_source: dict[str, int] = Field(description="held-out equations by kind: adjacent, interval")
-    per_equation: MetricsEntry = Field(description="each equation counts once: n is equations")
-    per_step: MetricsEntry = Field(
-        description="each equation counts as many times as it has steps: n is steps"
+    gradient_boosting: Metrics | None = Field(
+        default=None, description="gradient boosting on the same features and rows"
     )
 
 
@@ -163,8 +112,8 @@ class StepPhaseEntry(_Part):
     to_s: float
     arrivals_per_s: float
     requests: int = Field(description="all requests of the phase, held out or not")
-    holdout: MetricsEntry
-    baseline: MetricsEntry = Field(description="the training median on the same steps")
+    holdout: Metrics
+    baseline: Metrics = Field(description="the training median on the same steps")
 
 
 class Entry(_Part):
@@ -172,43 +121,41 @@ class Entry(_Part):
 
     unit: str
     n_features: int
-    train: MetricsEntry
-    holdout: MetricsEntry
-    baseline: MetricsEntry = Field(description="the training median on the hold-out")
-    gradient_boosting: MetricsEntry | None = Field(
-        description="boosted trees on the same features and rows, hold-out"
+    train: Metrics
+    holdout: Metrics
+    baseline: Metrics = Field(description="the training median on the hold-out")
+    gradient_boosting: Metrics | None = Field(
+        description="gradient boosting on the same features and rows, hold-out"
     )
-    by_group: dict[str, MetricsEntry] = Field(
-        default_factory=dict, description="hold-out errors by kind of row"
-    )
+    by_group: dict[str, Metrics] = Field(default_factory=dict, description="hold-out errors by kind of row")
     by_phase: tuple[StepPhaseEntry, ...] = Field(
         default=(), description="hold-out errors of step times by workload phase"
     )
-    by_load: dict[str, MetricsEntry] = Field(
+    by_load: dict[str, Metrics] = Field(
         default_factory=dict,
         description="hold-out errors `inside` and `outside` the ranges of the training rows",
     )
-    held_out_equations: EquationErrorsEntry | None = Field(
+    held_out_equations: EquationErrors | None = Field(
         default=None,
         description="errors of step times over single steps and intervals, where the hold-out has both",
     )
-    error_over_load: ErrorOverLoadEntry | None = None
+    error_over_load: ErrorOverLoad | None = None
     load_extrapolation: LoadExtrapolationEntry | None = None
-    candidates: tuple[CandidateEntry, ...] = Field(
+    candidates: tuple[Candidate, ...] = Field(
         default=(), description="what was tried inside the training part, and what was chosen"
     )
-    classifier: Classifier | None = None
+    classifier: ClassifierEntry | None = None
     within_5_pct: float | None = Field(default=None, description="share of hold-out rows within 5 %")
     extrapolated_rows: int = Field(
         default=0, description="hold-out rows with a feature outside its training range"
     )
     extrapolated: dict[str, int] = Field(default_factory=dict, description="the same by feature")
-    prediction_intervals: tuple[PredictionInterval, ...] = ()
+    prediction_intervals: tuple[RegimeInterval, ...] = ()
     interval_coverage_pct: float | None = Field(
         default=None, description="share of hold-out rows within their prediction interval"
     )
     collinearity: tuple[CollinearityEntry, ...] = ()
-    learning_curve: tuple[LearningPointEntry, ...] = ()
+    learning_curve: tuple[LearningPoint, ...] = ()
     rows_by_source: dict[str, int] = Field(
         default_factory=dict, description="training rows by kind: adjacent, interval, duration"
     )
@@ -219,7 +166,7 @@ class Entry(_Part):
     boundary_accuracy_without_work_pct: float | None = Field(
         default=None, description="the same with zero API work"
     )
-    bursts: tuple[BurstEntry, ...] = Field(
+    bursts: tuple[Burst, ...] = Field(
         default=(),
         description="stretches outside the range of an admission model: the API process has a queue",
     )
@@ -268,31 +215,21 @@ class TimelineEntry(_Part):
     dropped_events: int
 
 
-class NotFittedEntry(_Part):
-    """A model this scope lacks, and what would give it."""
-
-    name: str
-    reason: str
-    remedy: str | None = None
-
-
-class LatencyErrorsEntry(_Part):
-    """Errors of one latency in us over one group of held-out requests; each over the requests it is known for."""
-
-    teacher_forced: MetricsEntry = Field(
+class _LatencyErrors(_Part):
+    teacher_forced: Metrics = Field(
         description="the real batches and the real waits; step times and overheads predicted"
     )
-    refit_on_holdout: MetricsEntry = Field(
-        description="teacher-forced, with the terms of the step time fitted on the held-out steps themselves: what no "
-        "coefficients mend; where it is much smaller, the machine or the load has changed since the training part"
+    refit_on_holdout: Metrics = Field(
+        description="teacher-forced, with the terms of the step time fitted on the held-out steps themselves: an error "
+        "that no coefficients mend; where it is much smaller, the machine or the load has changed since the training part"
     )
-    averages_only: MetricsEntry = Field(
+    averages_only: Metrics = Field(
         description="everything predicted from averages over the training part and the request's own lengths"
     )
-    baseline: MetricsEntry = Field(description="the training median")
+    baseline: Metrics = Field(description="the training median")
 
 
-class PhaseEntry(LatencyErrorsEntry):
+class PhaseEntry(_LatencyErrors):
     """Errors over one workload phase: a stretch of a server's time in which requests arrive at one rate."""
 
     run_id: str
@@ -313,38 +250,17 @@ class DistributionEntry(_Part):
     averages_only: tuple[float, ...] | None
 
 
-class LatencyEntry(LatencyErrorsEntry):
+class LatencyEntry(_LatencyErrors):
     """One latency of requests that came in the hold-out of every fit."""
 
     definition: str
-    by_run: dict[str, LatencyErrorsEntry]
+    by_run: dict[str, LatencyErrors]
     by_phase: tuple[PhaseEntry, ...]
     left_out: dict[str, int] = Field(
         default_factory=dict, description="held-out requests without a teacher-forced prediction, by reason"
     )
     distribution: DistributionEntry | None = Field(
         default=None, description="null where no held-out request has a prediction"
-    )
-
-
-class QueueStretchEntry(_Part):
-    """A stretch of an overloaded run in which the queue did not empty; times on the engine's clock."""
-
-    server: str
-    from_ns: int
-    to_ns: int
-    peak: int = Field(description="the most requests that waited at once")
-    share: float = Field(description="of the run's time")
-
-
-class OverloadEntry(_Part):
-    """A run whose server could not keep up."""
-
-    run_id: str
-    reasons: tuple[str, ...]
-    trained_on: bool = Field(description="asked for, or the scope has no other run")
-    queued: tuple[QueueStretchEntry, ...] = Field(
-        default=(), description="stretches with a queue that broke the rule on queues"
     )
 
 
@@ -358,7 +274,7 @@ class RowsEntry(_Part):
     left_out: dict[str, int] = Field(description="rows left out of either part, by reason")
 
 
-class CriterionEntry(_Part):
+class Criterion(_Part):
     """One measure held against its threshold."""
 
     measure: str
@@ -370,12 +286,12 @@ class CriterionEntry(_Part):
     reason: str
 
 
-class VerdictEntry(_Part):
+class Verdict(_Part):
     """What the scope's models are worth for one use: as good as the worst of the criteria."""
 
     answer: Literal["yes", "with limits", "no"]
     reasons: tuple[str, ...] = Field(description="the criteria that decide")
-    criteria: tuple[CriterionEntry, ...]
+    criteria: tuple[Criterion, ...]
 
 
 class ScopeEvaluation(_Part):
@@ -383,12 +299,12 @@ class ScopeEvaluation(_Part):
 
     scope_id: str
     runs: tuple[str, ...]
-    overloaded: tuple[OverloadEntry, ...] = ()
-    verdicts: dict[str, VerdictEntry] = Field(
+    overloaded: tuple[Overload, ...] = ()
+    verdicts: dict[str, Verdict] = Field(
         default_factory=dict, description="use to verdict, by the thresholds that are stated with it"
     )
     models: dict[str, Entry]
-    not_fitted: tuple[NotFittedEntry, ...] = ()
+    not_fitted: tuple[Missing, ...] = ()
     latency: dict[str, LatencyEntry] = Field(
         default_factory=dict,
         description="latencies of requests, composed of the models: ttft, itl, e2e, client, prefill, execution",
@@ -415,7 +331,7 @@ class ServerEntry(_Part):
     steps: int = Field(description="steps with a summary")
     step_sampling: float | None = Field(description="steps with a summary / steps counted")
     journey_sampling: float | None = Field(
-        description="share of requests with a journey; null where no step tells"
+        description="share of requests with a journey; null where no step shows it"
     )
     snapshot_sampling: float | None = Field(description="steps with snapshots / steps with a summary")
     dropped_events: int
@@ -450,10 +366,10 @@ class AcrossEntry(_Part):
     feature_set: str
     trained_on: tuple[str, ...]
     rows_used: int
-    errors: MetricsEntry
-    baseline: MetricsEntry = Field(description="the training median on what was left out")
-    gradient_boosting: MetricsEntry | None = Field(
-        description="boosted trees on the same features and rows, on what was left out"
+    errors: Metrics
+    baseline: Metrics = Field(description="the training median on what was left out")
+    gradient_boosting: Metrics | None = Field(
+        description="gradient boosting on the same features and rows, on what was left out"
     )
     skill: float | None
     interval_coverage_pct: float | None
@@ -467,8 +383,8 @@ class Evaluation(_Part):
     ingest: IngestEntry
     scopes: tuple[ScopeEvaluation, ...]
     across: tuple[AcrossEntry, ...] = Field(
-        default=(), description="errors on what was left out of training, where that was asked for"
+        default=(), description="errors on what was left out of training, where that was requested"
     )
     across_notes: tuple[str, ...] = Field(
-        default=(), description="what could not be left out or told, and why"
+        default=(), description="what could not be left out or measured, and why"
     )

@@ -1,13 +1,13 @@
 """Read and write the published JSON files: same content, same bytes; a damaged file is one line.
 
-Files of version 1 are read too: `_upgrade` renames their keys to those of version 2, nothing else changed.
+Files of version 1 are read too, their keys renamed to those of version 2.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,9 +15,6 @@ from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.model import CoefficientFile
 from tracefit.errors import UsageError
 from tracefit.server.documents import parse_json_object, read_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 """Thousands of models fit; what Python makes of so much JSON at worst still fits in memory."""
@@ -88,7 +85,7 @@ def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
     content = read_bytes(Path(path), limit_bytes=MAX_FILE_BYTES)
     plain = dict(parse_json_object(content, where=where, limit_bytes=MAX_FILE_BYTES, strict=True))
     _check_version(plain, kind, where)
-    return _upgrade(plain, kind) if plain["version"] == 1 else plain
+    return {**_upgraded(plain), "version": 2} if plain["version"] == 1 else plain
 
 
 def _read(path: Path, kind: type[_Document]) -> _Document:
@@ -123,86 +120,36 @@ def _check_version(plain: dict[str, Any], kind: type[BaseModel], where: str) -> 
 
 # -- version 1 -------------------------------------------------------------------------------------------
 
-_ENTRY = {
+_RENAMED = {
+    "seen": "training_range",
     "reference": "gradient_boosting",
     "by": "by_group",
     "equations": "rows_by_source",
     "right_boundary_pct": "boundary_accuracy_pct",
     "right_boundary_without_work_pct": "boundary_accuracy_without_work_pct",
+    "two_sd_pct": "bias_2sd_pct",
+    "furthest_pct": "max_contribution_pct",
+    "beta_target_because": "beta_target_reason",
+    "moved_events": "clock_corrected_events",
+    "hindsight": "refit_on_holdout",
 }
-_SUMMED = {"two_sd_pct": "bias_2sd_pct", "furthest_pct": "max_contribution_pct"}
-_TIMELINE = {"beta_target_because": "beta_target_reason", "moved_events": "clock_corrected_events"}
-_LATENCY = {"hindsight": "refit_on_holdout"}
+"""Keys of version 1 to those of version 2; nothing else changed."""
+
+_KEYED_BY_NAMES = frozenset(
+    {"definitions", "exclusions", "extrapolated", "variance_inflation", "confusion", "composition_errors"}
+    | {"models", "by", "by_load", "by_run", "equations", "rows_by_source", "latency", "verdicts", "events"}
+    | {"architecture", "hardware", "settings", "libraries", "options", "files"}
+)
+"""Objects of version 1 whose keys are names of models, features, reasons, …: such a name may be any word."""
 
 
-def _upgrade(plain: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
-    """Return a document of version 1 with the keys of version 2; what has another shape is left to validation.
-
-    Keys are renamed where they stand, not everywhere: the names of models, scopes and regimes are keys too.
-    """
-    if kind is CoefficientFile:
-        models = _each(plain.get("models"), _upgrade_model)
-        return {**plain, "version": 2, "models": models}
-    across = _each(plain.get("across", []), lambda one: _renamed(one, {"reference": "gradient_boosting"}))
-    return {**plain, "version": 2, "scopes": _each(plain.get("scopes"), _upgrade_scope), "across": across}
-
-
-def _upgrade_model(model: dict[str, Any]) -> dict[str, Any]:
-    upgraded = _with_terms(model)
-    for part in ("work", "without_clock", "expectation"):
-        if isinstance(model.get(part), dict):
-            upgraded[part] = _with_terms(model[part])
-    if "regimes" in model:
-        upgraded["regimes"] = _each(model["regimes"], _with_terms)
-    if isinstance(model.get("validation"), dict):
-        upgraded["validation"] = _upgrade_entry(model["validation"])
-    return upgraded
-
-
-def _with_terms(form: dict[str, Any]) -> dict[str, Any]:
-    if "terms" not in form:
-        return dict(form)
-    return {**form, "terms": _each(form["terms"], lambda term: _renamed(term, {"seen": "training_range"}))}
-
-
-def _upgrade_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    upgraded = _renamed(entry, _ENTRY)
-    load = entry.get("load_extrapolation")
-    if isinstance(load, dict):
-        upgraded["load_extrapolation"] = _renamed(load, {"reference": "gradient_boosting"})
-    return upgraded
-
-
-def _upgrade_scope(scope: dict[str, Any]) -> dict[str, Any]:
-    upgraded = dict(scope)
-    if isinstance(scope.get("models"), dict):
-        upgraded["models"] = _each_value(scope["models"], _upgrade_entry)
-    if isinstance(scope.get("latency"), dict):
-        upgraded["latency"] = _each_value(scope["latency"], _upgrade_latency)
-    for key, names in (("summed_step_time", _SUMMED), ("timeline", _TIMELINE)):
-        if isinstance(scope.get(key), dict):
-            upgraded[key] = _renamed(scope[key], names)
-    return upgraded
-
-
-def _upgrade_latency(latency: dict[str, Any]) -> dict[str, Any]:
-    upgraded = _renamed(latency, _LATENCY)
-    if isinstance(latency.get("by_run"), dict):
-        upgraded["by_run"] = _each_value(latency["by_run"], lambda run: _renamed(run, _LATENCY))
-    if "by_phase" in latency:
-        upgraded["by_phase"] = _each(latency["by_phase"], lambda phase: _renamed(phase, _LATENCY))
-    return upgraded
-
-
-def _renamed(part: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    return {names.get(key, key): value for key, value in part.items()}
-
-
-def _each(items: Any, upgrade: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    if not isinstance(items, list):
-        return items
-    return [upgrade(item) if isinstance(item, dict) else item for item in items]
-
-
-def _each_value(items: dict[str, Any], upgrade: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    return {key: upgrade(item) if isinstance(item, dict) else item for key, item in items.items()}
+def _upgraded(value: Any, *, names: bool = False) -> Any:
+    """Return a part of a document of version 1 with the keys of version 2; `names` where its own keys are names."""
+    if isinstance(value, list):
+        return [_upgraded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key if names else _RENAMED.get(key, key): _upgraded(item, names=not names and key in _KEYED_BY_NAMES)
+        for key, item in value.items()
+    }

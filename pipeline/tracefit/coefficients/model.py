@@ -213,7 +213,7 @@ class Provenance(Strict):
 
 
 class ScopeFacts(Strict):
-    """What the model speaks about; everything in `assumed` was not stated by any input."""
+    """What the model holds for; everything in `assumed` was not stated by any input."""
 
     model: str | None
     gpu: str | None
@@ -313,9 +313,9 @@ class CoefficientFile(Strict):
 
     @model_validator(mode="after")
     def _names_each_model_once(self) -> Self:
-        seen: set[tuple[str, str | None]] = set()
+        names: set[tuple[str, str | None]] = set()
         for model in self.models:
-            if (model.name, model.scope_id) in seen:
+            if (model.name, model.scope_id) in names:
                 raise ValueError(f"two models are {model.name} of scope {model.scope_id}")
-            seen.add((model.name, model.scope_id))
+            names.add((model.name, model.scope_id))
         return self

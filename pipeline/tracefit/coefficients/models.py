@@ -27,7 +27,7 @@ def load(*paths: str | Path) -> Models:
     """Read coefficient files.
 
     Args:
-        paths: Files, or folders that hold alpha.json, beta.json or both.
+        paths: Files, or folders that hold alpha.json, beta.json or both, themselves or in `models/`.
 
     Raises:
         UsageError: A file is missing, damaged or of another kind, or two files hold the same model.
@@ -41,7 +41,9 @@ def load(*paths: str | Path) -> Models:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = [path / name for name in _FILES if (path / name).exists()]
+    # A folder that `tracefit run` wrote holds them in `models/`.
+    folders = (path, path / "models")
+    found = next((f for f in ([d / n for n in _FILES if (d / n).exists()] for d in folders) if f), [])
     if not found:
         raise UsageError(
             f"holds neither {' nor '.join(_FILES)}", where=str(path), hint="run `tracefit train` first"
@@ -62,6 +64,16 @@ class Models:
             if model.name in scope:
                 raise UsageError(f"{model.name} of scope {model.scope_id} is there twice", where=where)
             scope[model.name] = model
+
+    @classmethod
+    def load(cls, *paths: str | Path) -> Models:
+        """Read coefficient files; see `load`."""
+        return load(*paths)
+
+    def __repr__(self) -> str:
+        """Name the files and the models of each scope."""
+        scopes = "; ".join(f"{scope}: {', '.join(models)}" for scope, models in self._by_scope.items())
+        return f"<Models of {self.where}: {scopes or 'none'}>"
 
     @property
     def scope_ids(self) -> tuple[str, ...]:

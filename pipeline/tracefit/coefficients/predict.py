@@ -155,7 +155,7 @@ class Prediction:
 def stand_ins(terms: Iterable[Term]) -> dict[str, float]:
     """Return the middle of the training range of every feature that has one."""
     ranges = ((t.feature, t.training_range) for t in terms)
-    return {feature: (seen[0] + seen[1]) / 2 for feature, seen in ranges if seen is not None}
+    return {feature: (ends[0] + ends[1]) / 2 for feature, ends in ranges if ends is not None}
 
 
 def predict_row(
@@ -249,6 +249,10 @@ class ScopeModels:
     models: Mapping[str, Model]
     _compiled: dict[str, CompiledModel] = field(default_factory=dict, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        """Name the scope and its models."""
+        return f"<models of {self.scope_id}: {', '.join(self.models)}>"
+
     def require(self, name: str) -> Model:
         """Return a model by name.
 
@@ -334,8 +338,8 @@ class _RequestPredictor:
 
     def __init__(self, models: ScopeModels, described: RequestInput) -> None:
         self.models, self.described = models, described
-        self.inputs, said = described.inputs(models.server)
-        self.assumed, self.out_of_range = list(said), list[str]()
+        self.inputs, assumed = described.inputs(models.server)
+        self.assumed, self.out_of_range = list(assumed), list[str]()
 
     def predict(self) -> RequestPrediction:
         described, models, inputs = self.described, self.models, self.inputs

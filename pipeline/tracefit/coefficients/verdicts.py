@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from tracefit.coefficients.evaluation import Criterion, Verdict
+from tracefit.coefficients.model import STEP_MODELS
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.fit.splits import FEW_ROWS
 
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 
 Answer = Literal["yes", "with limits", "no"]
 _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
-
-STEP_MODELS = ("beta.cycle_time", "beta.duration")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ def _absolute_bias_pct(entry: Entry) -> float | None:
 
 
 def _has_queued(entry: Entry) -> bool:
-    """Tell whether anybody was queued in the hold-out: without, nothing there speaks for or against the model."""
+    """Tell whether any request queued in the hold-out: without one, nothing there is for or against the model."""
     counts = entry.classifier.confusion if entry.classifier else {}
     return counts.get("true_positive", 0) + counts.get("false_negative", 0) > 0
 
 
-def _told_apart(entry: Entry) -> float | None:
+def _regime_accuracy(entry: Entry) -> float | None:
     return entry.classifier.balanced_accuracy if entry.classifier and _has_queued(entry) else None
 
 
@@ -84,7 +84,7 @@ MEASURES: dict[str, Measure] = {
         _wait_skill,
     ),
     "queue_regime_accuracy": Measure(
-        _WAIT, "balanced accuracy of telling queued requests from others", "", True, _told_apart
+        _WAIT, "balanced accuracy of telling queued requests from others", "", True, _regime_accuracy
     ),
     "admission_mdape_pct": Measure(
         _ADMISSION, "median error of the admission overhead", " %", False, lambda e: e.holdout.mdape_pct
@@ -123,68 +123,62 @@ THRESHOLDS: tuple[Threshold, ...] = (
     Threshold("alerting", "queue_regime_accuracy", 0.95, 0.8),
     Threshold("alerting", "queue_wait_skill", 0.5, 0.0),
 )
-"""What is asked of the models for each use.
+"""What each use requires of the models.
 
 A simulator needs steps that are right one by one and in sum, and the API work; capacity planning needs sums; an
 autoscaler needs to know when requests begin to queue; an alert needs few large errors and the wait itself.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """One measure held against its threshold."""
-
-    threshold: Threshold
-    value: float | None
-    answer: Answer
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the models of one scope are worth for one use."""
-
-    use: str
-    answer: Answer
-    judged: tuple[Judged, ...]
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Say what decides: the measures that keep it from a yes, or all of them."""
-        return tuple(dict.fromkeys(j.reason for j in self.judged if j.answer == self.answer))
-
-
-def judge(models: Mapping[str, Entry], thresholds: Iterable[Threshold] = THRESHOLDS) -> tuple[Verdict, ...]:
-    """Give a verdict on every use.
+def verdicts_of(
+    models: Mapping[str, Entry], thresholds: Iterable[Threshold] = THRESHOLDS
+) -> dict[str, Verdict]:
+    """Return use to verdict.
 
     Args:
         models: Published name to validation, of one scope.
-        thresholds: What is asked, in the order of their uses.
+        thresholds: What is required, in the order of their uses.
     """
-    by_use: dict[str, list[Judged]] = {}
+    by_use: dict[str, list[Criterion]] = {}
     for threshold in thresholds:
-        by_use.setdefault(threshold.use, []).append(_judge_one(models, threshold))
-    return tuple(
-        Verdict(use, max((j.answer for j in judged), key=_RANK.__getitem__), tuple(judged))
-        for use, judged in by_use.items()
-    )
+        by_use.setdefault(threshold.use, []).append(_criterion(models, threshold))
+    return {use: _verdict(tuple(criteria)) for use, criteria in by_use.items()}
 
 
-def _judge_one(models: Mapping[str, Entry], threshold: Threshold) -> Judged:
+def _verdict(criteria: tuple[Criterion, ...]) -> Verdict:
+    """Return the worst answer; its reasons are the criteria with that answer, or all where it is yes."""
+    answer = max((c.answer for c in criteria), key=_RANK.__getitem__)
+    reasons = dict.fromkeys(c.reason for c in criteria if c.answer == answer)
+    return Verdict(answer=answer, reasons=tuple(reasons), criteria=criteria)
+
+
+def _criterion(models: Mapping[str, Entry], threshold: Threshold) -> Criterion:
+    """Hold one measure against its threshold."""
     measure = MEASURES[threshold.measure]
+
+    def criterion(answer: Answer, reason: str, value: float | None = None) -> Criterion:
+        return Criterion(
+            measure=threshold.measure,
+            value=value,
+            yes=threshold.yes,
+            with_limits=threshold.with_limits,
+            higher_is_better=measure.higher_is_better,
+            answer=answer,
+            reason=reason,
+        )
+
     name = next((m for m in measure.models if m in models), None)
     if name is None:
-        return Judged(threshold, None, "no", f"{measure.models[0]} is not fitted")
+        return criterion("no", f"{measure.models[0]} is not fitted")
     value = measure.of(models[name])
     if value is None:
-        # Nothing on the hold-out tells: that is no proof against the model, and none for it.
-        return Judged(threshold, None, "with limits", f"{measure.what}: the hold-out does not tell")
+        # The hold-out has no such rows: that is no proof against the model, and none for it.
+        return criterion("with limits", f"{measure.what}: the hold-out does not tell")
     answer = _answer(value, threshold, higher_is_better=measure.higher_is_better)
-    bound = threshold.yes if answer == "yes" else threshold.with_limits if answer == "no" else threshold.yes
+    bound = threshold.with_limits if answer == "no" else threshold.yes
     asked = f"at {'least' if measure.higher_is_better else 'most'} {bound:g}{measure.unit}"
     few = f" from {rows} rows only" if (rows := models[name].holdout.n) < FEW_ROWS else ""
-    reason = f"{measure.what} {value:.3g}{measure.unit}{few} ({asked} is asked)"
-    return Judged(threshold, value, answer, reason)
+    return criterion(answer, f"{measure.what} {value:.3g}{measure.unit}{few} ({asked} is asked)", value)
 
 
 def _answer(value: float, threshold: Threshold, *, higher_is_better: bool) -> Answer:

@@ -138,24 +138,24 @@ class RequestInput:
             server: Settings by name, see `server_constants`.
 
         Raises:
-            UsageError: A count is negative, no output is asked for, or nothing says how many requests run.
+            UsageError: A count is negative, there is no output, or how many requests run is not known.
         """
         if self.output_tokens < 1:
             raise UsageError("a request generates at least 1 output token", where="output")
         if not 0 <= self.cached < self.prompt_tokens:
             raise UsageError("fewer tokens are cached than the prompt has, and it has some", where="cached")
-        said: list[str] = []
+        assumed: list[str] = []
         context, batch = self.context, self.batch
         if context is None:
             context = self.prompt_tokens + self.output_tokens / 2
         if batch is None:
             batch = 0.0 if self.queue == 0 else _capacity(context, server)
             what = "nothing else runs" if self.queue == 0 else "as many as slots and KV blocks hold"
-            said.append(f"batch {batch:.0f}: {what}")
+            assumed.append(f"batch {batch:.0f}: {what}")
         if self.context is None and batch:
-            said.append(f"context {context:g} of the others: like this request, halfway through")
+            assumed.append(f"context {context:g} of the others: like this request, halfway through")
         if self.queue:
-            said.append("those waiting ahead are like this request, those running halfway through theirs")
+            assumed.append("those waiting ahead are like this request, those running halfway through theirs")
         values = {
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
@@ -164,7 +164,7 @@ class RequestInput:
             "context": context,
             "cached": self.cached,
         }
-        return {name: _counted(name, value) for name, value in values.items()}, said
+        return {name: _counted(name, value) for name, value in values.items()}, assumed
 
 
 def _counted(name: str, value: float) -> float:

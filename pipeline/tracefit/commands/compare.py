@@ -1,9 +1,8 @@
-"""Two coefficient files side by side, or an old file on new traces."""
+"""Compare two coefficient files, or check an old file on new traces."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,11 +13,14 @@ from tracefit.coefficients.diff import coefficient_diffs, prediction_diffs
 from tracefit.coefficients.model import BoundaryModel
 from tracefit.coefficients.models import Models, load
 from tracefit.coefficients.predict_frames import predict_rows
+from tracefit.commands.locate import find_models, find_tables, has_models
+from tracefit.commands.scopes import choose_scope
 from tracefit.commands.timelines import write_timelines
 from tracefit.commands.train import load_scope, scopes_of
 from tracefit.errors import DataError, UsageError
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
+from tracefit.features.targets import target_named
 from tracefit.fit import splits
 from tracefit.fit.boundary import admission_with_clock, api_waits
 from tracefit.fit.metrics import measure
@@ -27,12 +29,14 @@ from tracefit.results.comparison import CompareResult, Drift, ModelComparison, V
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tracefit.coefficients.model import Model
     from tracefit.coefficients.predict import ScopeModels
+    from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import ScopeTables
-    from tracefit.fit.metrics import Vector
     from tracefit.fit.results import Metrics
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +53,32 @@ class Tolerance:
 
 
 def compare(
-    first: str | Path, second: str | Path, *, scope: str | None = None, tolerance: Tolerance | None = None
+    first: str | Path,
+    second: str | Path,
+    *,
+    scope: str | None = None,
+    run: str | None = None,
+    tolerance: Tolerance | None = None,
 ) -> CompareResult:
-    """Compare two coefficient files, or a file with a tables folder.
+    """Compare two coefficient files, or check a file on new tables.
 
     Args:
-        first: A coefficient file or a folder of them.
-        second: Another one, or tables of new runs.
+        first: A coefficient file, a folder of them, or a folder that `run` wrote.
+        second: Another one, or tables of new runs. Of a folder with both, the models are compared.
         scope: Compare this scope only; see `Models.scope`.
+        run: Compare the scope of this run only.
         tolerance: For a drift check.
 
     Raises:
         UsageError: A file or folder is not what it should be.
         DataError: The two have no model in common.
     """
-    one, other = Path(first), Path(second)
+    one, other = find_models(first), find_models(second)
     old = load(one)
-    wanted = [old.scope(scope).scope_id or ""] if scope is not None else list(old.scope_ids)
+    chosen = choose_scope(old, scope, run)
+    wanted = [old.scope(chosen).scope_id or ""] if chosen is not None else list(old.scope_ids)
+    if other.is_dir() and not has_models(other):
+        other = find_tables(other)
     if (other / "runs").is_dir():
         return _drift(one, other, old, wanted, tolerance or Tolerance())
     new = load(other)
@@ -133,7 +146,7 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
     return CompareResult(one, tables, drift=tuple(found), verdict=verdict, notes=tuple(notes))
 
 
-def _drift_of(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
+def _drift_of(model: Model, scope: ModelScope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
     then = model.validation.holdout if model.validation else None
     base = (then.mape_pct if then else None, then.mae if then else None)
     try:
@@ -168,7 +181,7 @@ def _drift_of(model: Model, scope: Scope, tables: ScopeTables, tolerance: Tolera
     )
 
 
-def _predicted(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.DataFrame, Vector]:
+def _predicted(model: Model, scope: ModelScope, tables: ScopeTables) -> tuple[pl.DataFrame, Vector]:
     """Return the new rows a model is evaluated on, and its predictions for them (NaN where it has none)."""
     features = FeatureSet(
         "file",
@@ -182,7 +195,9 @@ def _predicted(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.Data
         single = rows.filter(pl.col("source") != "interval")
         rows = single if single.height >= MIN_TRAIN_ROWS else rows
     else:
-        rows = _all_new(request_frame(tables, model.name.removeprefix("alpha."), features, constants))
+        rows = _all_new(
+            request_frame(tables, target_named(model.name.removeprefix("alpha.")), features, constants)
+        )
     lacking = sorted(c for c in CompiledModel(model).inputs if c not in rows.columns)
     with_predictions = predict_rows(model, rows if not lacking else rows.with_columns(_nulls(model, lacking)))
     predicted = with_predictions["predicted_us"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
@@ -198,11 +213,11 @@ def _predicted(model: Model, scope: Scope, tables: ScopeTables) -> tuple[pl.Data
 
 
 def _nulls(model: Model, lacking: list[str]) -> list[pl.Expr]:
-    """Stand in for columns that features already computed, or conditions on things nobody knows, would need."""
+    """Return nulls for the inputs the tables lack: of features that are columns already, or of unknown facts in conditions."""
     named = {t.feature for t in terms_of(model)}
     return [pl.lit(None, pl.Float64).alias(c) for c in lacking if c not in named]
 
 
 def _all_new(rows: pl.DataFrame) -> pl.DataFrame:
     """Return every row but idle gaps and epoch boundaries: the old file was trained on none of them."""
-    return rows.filter(~pl.col("excluded_because").is_in(splits.ALWAYS).fill_null(value=False))
+    return rows.filter(~pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False))

@@ -1,13 +1,13 @@
-"""What tables allow to be trained, counted without fitting anything, by the rules that training follows."""
+"""Count what can be trained from tables, without fitting, by the rules that training follows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.features.training import ALPHA_TARGETS
+from tracefit.features import targets
 from tracefit.fit import splits
 from tracefit.fit.inputs import COVERED_SHARE
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
@@ -17,8 +17,9 @@ from tracefit.tables.keys import SERVER
 from tracefit.tables.runs import step_counters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
+    from tracefit.features.targets import Target
     from tracefit.results.inspection import Allowed
     from tracefit.tables.store import TableStore
 
@@ -32,7 +33,7 @@ class Rows:
 
     @property
     def suffice(self) -> bool:
-        """Whether a model is fitted on so many."""
+        """Whether these rows are enough to fit a model."""
         return self.train >= MIN_TRAIN_ROWS and self.holdout >= MIN_HOLDOUT_ROWS
 
     def __add__(self, other: Rows) -> Rows:
@@ -58,16 +59,18 @@ class Evidence:
     requests: int = 0
     complete_runs: int = 0
     runs: int = 0
-    queue_wait: Rows = Rows()
-    admission: Rows = Rows()
-    departure: Rows = Rows()
+    waits: Mapping[str, Rows] = field(default_factory=dict)
+    """Rows of each target of requests, by its name."""
     latencies: int = 0
     snapshots: int = 0
     requests_with_cache: int = 0
 
     def __add__(self, other: Evidence) -> Evidence:
         """Add the counts of another run."""
-        return Evidence(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        counts = [f.name for f in fields(self) if f.name != "waits"]
+        names = self.waits.keys() | other.waits.keys()
+        waits = {name: self.waits.get(name, Rows()) + other.waits.get(name, Rows()) for name in names}
+        return Evidence(**{name: getattr(self, name) + getattr(other, name) for name in counts}, waits=waits)
 
 
 def gather(store: TableStore, run_id: str) -> Evidence:
@@ -91,43 +94,42 @@ def gather(store: TableStore, run_id: str) -> Evidence:
         steps_with_context=timeline["context_tokens"].count(),
         timeline_steps=timeline.height,
         requests=requests.height,
-        # Only complete journeys leave their mark on every step.
+        # Only complete journeys give the running requests of every step.
         complete_runs=int(timeline["running_after"].is_not_null().any()),
         runs=1,
         latencies=requests.select(pl.all_horizontal(pl.col("ttft_us", "e2e_us").is_not_null()).sum()).item(),
         snapshots=store.read("request_snapshots", [run_id]).height,
         requests_with_cache=requests["cached_prompt_tokens"].count(),
-        **{target: _waits(requests, target, ends) for target in ALPHA_TARGETS},
+        waits={target.name: _waits(requests, target, ends) for target in targets.TARGETS},
     )
 
 
-def _waits(requests: pl.DataFrame, target: str, ends: pl.DataFrame) -> Rows:
-    duration, begin, step = ALPHA_TARGETS[target]
-    known = requests.filter(pl.col(duration).is_not_null() & pl.col(begin).is_not_null())
-    return _rows(known, begin, step, ends, idle=pl.lit(value=False))
+def _waits(requests: pl.DataFrame, target: Target, ends: pl.DataFrame) -> Rows:
+    known = requests.filter(pl.col(target.column).is_not_null() & pl.col(target.begins).is_not_null())
+    return _rows(known, target.begins, target.step, ends, idle=pl.lit(value=False))
 
 
 def _rows(frame: pl.DataFrame, time: str, step: str, warm_up_ends: pl.DataFrame, *, idle: pl.Expr) -> Rows:
     """Split rows as training does, and count those it would use."""
     reason = pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise(pl.lit(None, pl.String))
-    marked = frame.with_columns(ts_ns=pl.col(time), excluded_because=reason)
+    marked = frame.with_columns(ts_ns=pl.col(time), excluded_reason=reason)
     split = splits.split_by_time(marked).join(warm_up_ends, on=[*SERVER, "epoch"], how="left")
     split = splits.mark(split, splits.WARM_UP, pl.col(step) < pl.col("warm_up_until"))
-    kept = split.filter(pl.col("excluded_because").is_null())
+    kept = split.filter(pl.col("excluded_reason").is_null())
     return Rows(
         *(int((kept["split"] == part).sum()) for part in ("train", "holdout")),
     )
 
 
 def allowances(evidence: Evidence, *, has_model_config: bool, has_gpu: bool) -> tuple[Allowance, ...]:
-    """Say what the counts of one scope allow, in reading order."""
+    """Derive what the counts of one scope allow, in reading order."""
     return (
         _step_time(evidence),
         _durations(evidence),
         _composition(evidence),
         _context(evidence),
         _queue_state(evidence),
-        *(_wait(evidence, target) for target in ALPHA_TARGETS),
+        *(_wait(evidence, target) for target in targets.TARGETS),
         _latency(evidence),
         _prefix_hits(evidence),
         _hardware(has_model_config=has_model_config, has_gpu=has_gpu),
@@ -153,7 +155,7 @@ def _step_time(e: Evidence) -> Allowance:
 def _durations(e: Evidence) -> Allowance:
     name = "step.duration_us"
     if not e.busy_us or not e.covered_us:
-        return Allowance(name, "no", "no consecutive steps with a duration to hold against the step clock")
+        return Allowance(name, "no", "no consecutive steps with a duration to compare with the step clock")
     share = e.covered_us / e.busy_us
     if share >= COVERED_SHARE:
         return Allowance(name, "yes", f"covers {100 * share:.1f} % of busy time: it is the step time")
@@ -191,16 +193,8 @@ def _queue_state(e: Evidence) -> Allowance:
     return Allowance("queue state", "no", f"no step events and no complete journeys; start with {STEP_FLAGS}")
 
 
-_WAITS = {
-    "queue_wait": "queue wait",
-    "admission": "admission overhead",
-    "departure": "departure overhead",
-}
-
-
-def _wait(e: Evidence, target: str) -> Allowance:
-    rows: Rows = getattr(e, target)
-    name = _WAITS[target]
+def _wait(e: Evidence, target: Target) -> Allowance:
+    rows, name = e.waits.get(target.name, Rows()), target.title
     if rows.suffice:
         return Allowance(name, "yes", _split(rows, "requests"), trains=True)
     if not e.requests:

@@ -9,35 +9,23 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit import consumers
 from tracefit.coefficients.models import load
+from tracefit.commands.locate import find_models, find_tables, tables_of
+from tracefit.commands.scopes import choose_scope
 from tracefit.commands.train import load_scope, scopes_of
-from tracefit.consumers.blis import to_blis, to_blis_registry
-from tracefit.consumers.dynamo import to_dynamo
-from tracefit.consumers.llmd_sim import to_llmd_sim
-from tracefit.consumers.source import OUT, Export, Source
-from tracefit.consumers.table import to_csv
-from tracefit.consumers.wva import to_wva
+from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.results.exports import ExportResult
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from tracefit.coefficients.predict import ScopeModels
+    from tracefit.consumers.base import Consumer
 
-_FITTED: Mapping[str, Callable[[Source], Export]] = {
-    "blis": to_blis,
-    "blis-registry": to_blis_registry,
-    "llm-d-inference-sim": to_llmd_sim,
-    "wva": to_wva,
-    "dynamo-mocker": to_dynamo,
-}
-CONSUMERS = (*_FITTED, "csv")
-_VERSIONED = ("llm-d-inference-sim",)
 _MOST_DIGITS = 6
-_BELOW_STEPS = "its tables are per operator, below what a trace of steps can tell"
+_BELOW_STEPS = "its tables are per operator, finer than a trace of steps can resolve"
 _REFUSED = dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS)
 
 
@@ -48,16 +36,18 @@ def export(
     *,
     tables: str | Path | None = None,
     scope: str | None = None,
+    run: str | None = None,
     consumer_version: str | None = None,
 ) -> ExportResult:
-    """Write what a consumer loads, fitted on its own terms where they differ from ours.
+    """Write what a consumer loads, refitted in the consumer's own form where that differs.
 
     Args:
-        models: A coefficient file or a folder of them.
-        to: The consumer, one of `CONSUMERS`.
+        models: A coefficient file, a folder of them, or a folder that `run` wrote.
+        to: The consumer, one of `consumers.known()`.
         out: Folder for the files.
         tables: The tables the models were trained on; `tables` beside or in the models' folder if not given.
         scope: See `Models.scope`.
+        run: A run of the scope, in place of its id.
         consumer_version: The consumer's version, such as `0.9.2`, where older ones need another form.
 
     Raises:
@@ -66,16 +56,12 @@ def export(
     """
     if to.lower() in _REFUSED:
         raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()]}")
-    if to not in CONSUMERS:
-        close = did_you_mean(to, CONSUMERS)
-        known = f"known: {', '.join(CONSUMERS)}"
-        raise UsageError(f"consumer {to} is not known", hint=f"{close} {known}" if close else known)
-    version = _version(to, consumer_version)
-    chosen = load(models).scope(scope)
-    if to == "csv":
-        made = to_csv(chosen)
-    else:
-        made = _FITTED[to](replace(_source(chosen, Path(models), tables), consumer_version=version))
+    consumer, version = _consumer(to, consumer_version)
+    loaded = load(find_models(models))
+    chosen = loaded.scope(choose_scope(loaded, scope, run))
+    made = consumer.export(
+        chosen, lambda: replace(_source(chosen, Path(models), tables), consumer_version=version)
+    )
     paths = {Path(out) / name: content for name, content in made.files.items()}
     write_files(paths)
     folder = shlex.quote(str(out))
@@ -83,18 +69,27 @@ def export(
     return ExportResult(to, chosen.scope_id, tuple(paths), made.errors, tuple(notes), usage)
 
 
-def _version(to: str, text: str | None) -> tuple[int, ...] | None:
-    """Read a version number, of the one consumer whose older versions take another form.
+def _consumer(to: str, version: str | None) -> tuple[Consumer, tuple[int, ...] | None]:
+    """Return a consumer by name, and its version as numbers.
 
     Raises:
-        UsageError: It is no version, or the consumer has one form only.
+        UsageError: The consumer is not known, the version is none, or the consumer has one form only.
     """
-    if text is None:
-        return None
-    if to not in _VERSIONED:
+    known = consumers.known()
+    if to not in known:
+        close, names = did_you_mean(to, known), f"known: {', '.join(known)}"
+        raise UsageError(f"consumer {to} is not known", hint=f"{close} {names}" if close else names)
+    if version is None:
+        return known[to], None
+    if not known[to].versioned:
+        versioned = ", ".join(name for name, one in known.items() if one.versioned)
         raise UsageError(
-            f"{to} has one form for all versions", where="--consumer-version", hint=f"for {_VERSIONED[0]}"
+            f"{to} has one form for all versions", where="--consumer-version", hint=f"for {versioned}"
         )
+    return known[to], _version(version)
+
+
+def _version(text: str) -> tuple[int, ...]:
     numbers = text.strip().removeprefix("v").split(".")
     if not all(n.isdecimal() and len(n) < _MOST_DIGITS for n in numbers):
         raise UsageError("is not a version", where=f"--consumer-version {text[:40]}", hint="such as 0.9.2")
@@ -102,7 +97,7 @@ def _version(to: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def _source(chosen: ScopeModels, models: Path, tables: str | Path | None) -> Source:
-    store = TableStore(Path(tables) if tables is not None else _beside(models)).require()
+    store = TableStore(find_tables(tables) if tables is not None else tables_of(models)).require()
     training = chosen.step_model.training
     run_ids = list(training.runs) if training is not None else None
     runs = store.read("runs", run_ids)
@@ -121,16 +116,4 @@ def _source(chosen: ScopeModels, models: Path, tables: str | Path | None) -> Sou
     scope, members = found[0]
     return Source(
         chosen, scope, load_scope(store, runs.filter(pl.col("run_id").is_in(members)), scope, members)
-    )
-
-
-def _beside(models: Path) -> Path:
-    folder = models if models.is_dir() else models.parent
-    for place in (folder / "tables", folder.parent / "tables"):
-        if place.is_dir():
-            return place
-    raise UsageError(
-        "the tables that the models were trained on are needed",
-        where=str(models),
-        hint="give them with --tables",
     )

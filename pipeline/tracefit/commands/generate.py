@@ -1,4 +1,4 @@
-"""Generated traces with known coefficients, as run folders."""
+"""Generate traces with known coefficients, as run folders."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def generate(
     compress: Literal["gz", "zst"] | None = None,
     progress: Progress | None = None,
 ) -> SynthResult:
-    """Generate one run and write it below `out`, its truth beside it.
+    """Generate one run and write it below `out`, with its truth.
 
     Args:
         out: Folder in which the run folder is made; one per format.
         options: The run.
         formats: `json` (lines), `protobuf` (framed).
         compress: Compression of the trace files.
-        progress: Told of what is going on.
+        progress: Receives reports on the progress.
 
     Raises:
         UsageError: An option is out of range, or the folder cannot be written.

@@ -20,8 +20,9 @@ from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.ingestion import IngestResult, RunSummary
-from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of, settings_to_json
-from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name
+from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of
+from tracefit.server.documents import excerpt, parse_yaml
+from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_to_json
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import IngestCounts, build_tables
 from tracefit.tables.disk import disk_errors, scratch_folder, sweep
@@ -87,7 +88,7 @@ class IngestOptions:
 
 
 def ingest(
-    paths: Iterable[str | Path],
+    paths: str | Path | Iterable[str | Path],
     out: str | Path,
     *,
     server: ServerOptions | None = None,
@@ -134,7 +135,7 @@ def ingest_inputs(
     inputs: Inputs,
     out: str | Path,
     server: ServerOptions,
-    told: Progress,
+    progress: Progress,
     *,
     options: IngestOptions = IngestOptions(),
     workers: int | None = None,
@@ -146,11 +147,11 @@ def ingest_inputs(
     warnings = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
 
     def waiting() -> None:
-        told.warn(f"{store.root}: another process is writing there; waiting for it")
+        progress.warn(f"{store.root}: another process is writing there; waiting for it")
 
     with disk_errors(store.root), store.lock(waiting):
         sweep(store.root)
-        work = _Work(store, workers or available_cores(), options, told)
+        work = _Work(store, workers or available_cores(), options, progress)
         summaries: list[RunSummary] = []
         failed: list[DataError] = []
         try:
@@ -169,7 +170,7 @@ def ingest_inputs(
         raise failed[0]
     write_timelines(store, [s.run_id for s in summaries if _is_small(store, s.run_id)])
     for text in warnings:
-        told.warn(text)
+        progress.warn(text)
     return IngestResult(Path(out), tuple(summaries), tuple(warnings), tuple(e.line() for e in failed))
 
 
@@ -189,11 +190,11 @@ class _Work:
     store: TableStore
     workers: int
     options: IngestOptions
-    told: Progress
+    progress: Progress
 
     def run(self, source: RunSource, context: RunContext, warnings: list[str]) -> RunSummary:
         """Bring one run's tables up to date."""
-        self.told.stage(f"reading {source.run_id}")
+        self.progress.stage(f"reading {source.run_id}")
         manifest = self.store.manifest()
         run_id = resolve_run_id(manifest, source)
         known = manifest.runs.get(run_id)
@@ -211,7 +212,7 @@ class _Work:
             limits=self.options.limits,
             root=self.store.root,
             workers=self.workers,
-            progress=self.told,
+            progress=self.progress,
         )
         read = reading.read(source.trace_files)
         memory.give_back()
@@ -236,7 +237,7 @@ class _Work:
         limits: dict[str, float],
     ) -> None:
         with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
-            self.told.stage(f"writing {run_id}")
+            self.progress.stage(f"writing {run_id}")
             counts = build_tables(
                 run.files,
                 run_id=run_id,
@@ -294,11 +295,18 @@ def _is_small(store: TableStore, run_id: str) -> bool:
 def _require_spans(source: RunSource, counts: IngestCounts) -> None:
     if counts.spans:
         return
-    seen = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
+    if counts.rejects and not counts.other_spans:
+        raise DataError(
+            f"is not OTLP: none of its records can be read as traces ({counts.rejects} rejected)",
+            where=source.name,
+            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them",
+        )
+    found = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
     raise DataError(
-        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({seen})",
+        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({found})",
         where=source.name,
-        hint="start the server with --enable-journey-tracing and --step-tracing-enabled",
+        hint="start stock vLLM with --otlp-traces-endpoint, or inference-sim's fork of vLLM with --enable-journey-tracing "
+        "and --step-tracing-enabled too",
     )
 
 
@@ -367,20 +375,16 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
     Raises:
         UsageError: A text without an equals sign, a key that is nearly a known one, or a value that is not YAML.
     """
-    import yaml  # noqa: PLC0415 - settings on the command line are rare
-
     values: dict[str, object] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise UsageError(
-                f"--set {text}: not of the form KEY=VALUE", hint="for example --set max_num_seqs=128"
+                f"--set {excerpt(text)}: not of the form KEY=VALUE",
+                hint="for example --set max_num_seqs=128",
             )
         _require_no_typo(key)
-        try:
-            values[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UsageError(f"--set {text}: the value cannot be read") from error
+        values[key.strip()] = parse_yaml(value, where=f"--set {excerpt(key.strip())}")
     return values
 
 
@@ -389,4 +393,4 @@ def _require_no_typo(key: str) -> None:
     name = canonical_name(key)
     meant = None if name in SETTINGS else did_you_mean(name, SETTINGS, cutoff=0.85)
     if meant:
-        raise UsageError(f"--set {key.strip()}: no such setting", hint=meant)
+        raise UsageError(f"--set {excerpt(key.strip())}: no such setting", hint=meant)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.commands.evidence import Evidence, allowances, gather, total
 from tracefit.commands.ingest import ServerOptions, ingest_inputs
+from tracefit.commands.locate import as_list, find_tables, is_tables
 from tracefit.commands.timelines import write_timelines
 from tracefit.inputs.discovery import open_inputs
 from tracefit.inputs.formats import inspect_file
@@ -29,6 +29,7 @@ from tracefit.timeline import clock_disagreements
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     import polars as pl
 
@@ -39,12 +40,15 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    paths: Iterable[str | Path], *, server: ServerOptions | None = None, progress: Progress | None = None
+    paths: str | Path | Iterable[str | Path],
+    *,
+    server: ServerOptions | None = None,
+    progress: Progress | None = None,
 ) -> Inspection:
     """Describe traces or tables without fitting anything.
 
     Args:
-        paths: Run folders, folders of run folders or trace files; or a single tables folder that `ingest` wrote.
+        paths: Run folders, folders of run folders or trace files; or one folder that `run` or `ingest` wrote.
         server: What is known about the server beyond the run's files; of no effect on tables.
         progress: Receives reports on the progress.
 
@@ -52,10 +56,10 @@ def inspect(
         UsageError: A path, a configuration file or an option is wrong.
         DataError: A run holds no vLLM spans at all.
     """
-    paths = list(paths)
+    paths = as_list(paths)
     progress = progress or NullProgress()
-    if len(paths) == 1 and _is_tables(paths[0]):
-        store = TableStore(paths[0]).require()
+    if len(paths) == 1 and is_tables(find_tables(paths[0])):
+        store = TableStore(find_tables(paths[0])).require()
         write_timelines(store, store.runs())
         return _inspect_tables(store, {}, progress)
     with tempfile.TemporaryDirectory(prefix="tracefit-inspect-") as scratch, open_inputs(paths) as inputs:
@@ -86,10 +90,6 @@ def _read(inputs: Inputs, result: IngestResult) -> list[RunSource]:
         for source in inputs.runs
         if not any(text.startswith(f"{source.name}: ") for text in result.failed)
     ]
-
-
-def _is_tables(path: str | Path) -> bool:
-    return Path(path).is_dir() and bool(TableStore(path).runs())
 
 
 def _scopes(spans: pl.DataFrame) -> tuple[ScopeSpans, ...]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def plan_ingest(
-    paths: Iterable[str | Path], out: str | Path, *, options: IngestOptions | None = None
+    paths: str | Path | Iterable[str | Path], out: str | Path, *, options: IngestOptions | None = None
 ) -> IngestPlan:
     """Say what `ingest` would read of the same paths into the same folder. Nothing is written.
 

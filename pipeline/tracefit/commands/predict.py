@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tracefit.coefficients.models import Models, load
+from tracefit.commands.scopes import choose_scope
 from tracefit.errors import UsageError
 from tracefit.results.predictions import RowPredictions
 
@@ -14,24 +16,31 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.models import Models
 
-
-def predict_file(
-    models: Models, rows: str | Path, *, of: str = "step", scope: str | None = None, out: Path | None = None
+def predict(
+    models: Models | str | Path,
+    rows: str | Path,
+    *,
+    of: str = "step",
+    scope: str | None = None,
+    run: str | None = None,
+    out: str | Path | None = None,
 ) -> RowPredictions:
     """Predict every row of a CSV, Parquet or NDJSON file.
 
     Args:
-        models: Loaded coefficient files.
+        models: Loaded coefficient files, a file, or a folder that `train` or `run` wrote.
         rows: The file; columns as `Models.predict_step` or `predict_request` take them, or a model's features.
         of: `step`, `request`, or a model's name such as `alpha.queue_wait`.
         scope: See `Models.scope`.
+        run: A run of the scope, in place of its id.
         out: Where to write the rows with their predictions, by suffix as one of the same kinds.
 
     Raises:
         UsageError: The file cannot be read or written, or lacks what the model needs.
     """
+    models = models if isinstance(models, Models) else load(models)
+    scope = choose_scope(models, scope, run)
     frame = _read(Path(rows))
     if of == "step":
         predicted = models.predict_step(frame, scope=scope)
@@ -43,8 +52,8 @@ def predict_file(
         predicted = predict_rows(models.model(of, scope), frame)
     outside = predicted.height - predicted["out_of_range"].null_count() if of != "request" else None
     if out is not None:
-        _write(predicted, out)
-        return RowPredictions(predicted.height, outside, out)
+        _write(predicted, Path(out))
+        return RowPredictions(predicted.height, outside, Path(out))
     return RowPredictions(
         predicted.height, outside, None, tuple(_plain(row) for row in predicted.iter_rows(named=True))
     )

@@ -9,11 +9,13 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from tracefit._version import __version__
 from tracefit.engines.local import Decoded, Task, decode_task, run_tasks
 from tracefit.inputs.blocks import BLOCK_BYTES, Block, Limits, read_blocks
 from tracefit.inputs.discovery import refuse_other_signal
-from tracefit.inputs.files import content_hash_of
+from tracefit.inputs.files import ContentHash, content_hash_of
 from tracefit.inputs.rejects import Reject
 from tracefit.inputs.remote import fetch
 from tracefit.tables.disk import inside, scratch_folder
@@ -37,23 +39,6 @@ FETCHED_BYTES = 1 << 30
 
 EXPANSION = 10
 """Decompressed bytes of a compressed one, about."""
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """A trace file as it is now: what the manifest knows a file by."""
-
-    file: TraceFile
-    sha256: str
-
-    @classmethod
-    def of(cls, file: TraceFile) -> Identity:
-        """Hash a file.
-
-        Raises:
-            UsageError: It cannot be read.
-        """
-        return cls(file, content_hash_of(file))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +80,16 @@ class KnownFiles:
             return None
         return known if (known.size_bytes, known.modified_ns) == (file.size, file.modified_ns) else None
 
-    def unchanged(self, identity: Identity) -> ReadFile | None:
-        """Return what is known of a file of this name, size and hash."""
-        known = self.files.get(identity.file.name)
-        same = known is not None and (known.size_bytes, known.sha256) == (identity.file.size, identity.sha256)
-        return known if same else None
+    def unchanged(self, file: TraceFile, sha256: str | None = None) -> ReadFile | None:
+        """Return what is known of a file of this name, size and hash; a file is hashed only where that can decide.
+
+        Raises:
+            UsageError: It cannot be read.
+        """
+        known = self.files.get(file.name)
+        if known is None or known.size_bytes != file.size:
+            return None
+        return known if known.sha256 == (sha256 or content_hash_of(file)) else None
 
     def status(self, file: TraceFile) -> Literal["new", "grown", "known"]:
         """Say whether a file is known, has changed or grown, or is new.
@@ -109,7 +99,7 @@ class KnownFiles:
         """
         if file.name not in self.files:
             return "new"
-        known = self.unchanged_remote(file) or self.unchanged(Identity.of(file))
+        known = self.unchanged_remote(file) or self.unchanged(file)
         return "known" if known else "grown"
 
 
@@ -142,53 +132,46 @@ class Reading:
             OSError: A part or a copy cannot be written.
         """
         read: list[ReadFile] = []
-        local: list[Identity] = []
+        local: list[TraceFile] = []
         remote: list[TraceFile] = []
         for file in files:
-            if known := self.known.unchanged_remote(file):
+            is_local = file.filesystem is None
+            if known := self.known.unchanged(file) if is_local else self.known.unchanged_remote(file):
                 read.append(known)
-            elif file.filesystem is None:
-                local.append(Identity.of(file))
             else:
-                remote.append(file)
-        changed = [identity for identity in local if not self.known.unchanged(identity)]
-        if changed or remote:
-            sizes = [identity.file.size for identity in changed] + [file.size for file in remote]
-            self.progress.expect(sum(sizes))
+                (local if is_local else remote).append(file)
+        if local or remote:
+            self.progress.expect(sum(file.size for file in (*local, *remote)))
         read += self._decoded(local, self.progress.read)
         for group in _in_groups(remote):
             with scratch_folder(self.root) as scratch:
-                copies = [
-                    Identity(copy.file, copy.content_hash)
-                    for copy in fetch(group, scratch, self.progress.read)
-                ]
+                copies = fetch(group, scratch, self.progress.read)
                 for copy in copies:
                     refuse_other_signal(copy.file)
                 times = {file.name: file.modified_ns for file in group}
-                found = self._decoded(copies, lambda _: None)
-                read += [file.model_copy(update={"modified_ns": times[file.path]}) for file in found]
+                same = [self.known.unchanged(copy.file, copy.content_hash) for copy in copies]
+                new = [copy.file for copy, known in zip(copies, same, strict=True) if known is None]
+                found = [known for known in same if known] + self._decoded(new, lambda _: None)
+                read += [msgspec.structs.replace(file, modified_ns=times[file.path]) for file in found]
         ordered = tuple(sorted(read, key=lambda file: file.path))
         before = tuple(sorted(self.known.files.values(), key=lambda file: file.path))
         return FilesRead(ordered, all_known=ordered == before)
 
-    def _decoded(self, files: Sequence[Identity], on_read: Callable[[int], object]) -> list[ReadFile]:
-        known = [file for identity in files if (file := self.known.unchanged(identity))]
-        changed = [identity for identity in files if not self.known.unchanged(identity)]
-        if not changed:
-            return known
+    def _decoded(self, files: Sequence[TraceFile], on_read: Callable[[int], object]) -> list[ReadFile]:
+        if not files:
+            return []
         with scratch_folder(self.root) as scratch:
-            decoder = _Decoder([identity.file for identity in changed], self, scratch, on_read)
+            decoder = _Decoder(files, self, scratch, on_read)
             parts = decoder.run()
-        return known + [
+        return [
             ReadFile(
-                path=identity.file.name,
-                size_bytes=identity.file.size,
-                sha256=identity.sha256,
-                modified_ns=identity.file.modified_ns if identity.file.filesystem else None,
+                path=file.name,
+                size_bytes=file.size,
+                sha256=decoder.hashes[file.name].of(file),
                 tool_version=__version__,
-                parts=tuple(parts[identity.file.name]),
+                parts=tuple(parts[file.name]),
             )
-            for identity in changed
+            for file in files
         ]
 
 
@@ -198,6 +181,7 @@ class _Decoder:
     def __init__(
         self, files: Sequence[TraceFile], reading: Reading, scratch: Path, on_read: Callable[[int], object]
     ) -> None:
+        self.hashes = {file.name: ContentHash() for file in files}
         self._files = files
         self._reading = reading
         self._scratch = scratch
@@ -252,9 +236,15 @@ class _Decoder:
     def _items(self, *, by_path: bool) -> Iterator[Block | Reject]:
         show_values, limits = self._reading.options.show_values, self._reading.limits
         for file in self._files:
-            for item in read_blocks(
-                file, limits, on_read=self._on_read, show_values=show_values, by_path=by_path
-            ):
+            blocks = read_blocks(
+                file,
+                limits,
+                on_read=self._on_read,
+                content_hash=self.hashes[file.name],
+                show_values=show_values,
+                by_path=by_path,
+            )
+            for item in blocks:
                 if self._rejects[file.name] >= limits.max_rejects:
                     break
                 # A copy of a file in a bucket is named as the file.

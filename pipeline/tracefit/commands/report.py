@@ -1,4 +1,4 @@
-"""The report of what a job left: evaluation, coefficient files and tables, as a page, as Markdown and for a terminal."""
+"""Write the report of a trained folder: the one command that composes results into a page, Markdown and terminal text."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.coefficients.compiled import CompiledModel
 from tracefit.coefficients.files import read_coefficients, read_evaluation
-from tracefit.errors import UsageError
+from tracefit.commands.figure_data import scope_rows
 from tracefit.progress import NullProgress, Progress
-from tracefit.reports.content import Figures, build_report
-from tracefit.reports.figures import model_figures
+from tracefit.reports.content import TracedTime, build_report
 from tracefit.reports.html import html_page
-from tracefit.reports.latency_figures import LATENCIES, latency_figures
 from tracefit.reports.markdown import markdown_text
-from tracefit.reports.run_figures import TIMELINE_COLUMNS, engine_figure
 from tracefit.results.training import ReportResult
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
@@ -26,20 +22,13 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.evaluation import Evaluation, ScopeEvaluation
     from tracefit.coefficients.model import CoefficientFile
-    from tracefit.reports.model import Figure, Report
-    from tracefit.reports.models import AnyModel
+    from tracefit.reports.document import Report
+    from tracefit.reports.model_section import AnyModel
+    from tracefit.results.figures import ScopeRows
 
 MAX_PAGE_BYTES = 2_000_000
 _DETAIL = ((300, None), (150, None), (60, None), (30, None), (30, 8), (30, 4), (30, 2), (30, 0))
-"""Points per series, and scopes that are drawn (null for all): the first that keeps the page small enough is taken."""
-
-MOST_ENGINES = 4
-"""Engines drawn per scope; the others are in the tables."""
-
-_ROW_COLUMNS = frozenset(
-    {"scope_id", "run_id", "server", "epoch", "target", "source", "ts_ns", "y", "split", "excluded_because"}
-)
-"""What figures need of training rows beside the features of the models."""
+"""Points per series, and scopes that are drawn (null for all): the first pair that keeps the page small enough is used."""
 
 
 def report(
@@ -49,13 +38,13 @@ def report(
     out: str | Path | None = None,
     progress: Progress | None = None,
 ) -> tuple[ReportResult, Report]:
-    """Write report.html and report.md anew from what `run` or `train` left.
+    """Write report.html and report.md again from the files that `run` or `train` wrote.
 
     Args:
         folder: Holds evaluation.json, and alpha.json and beta.json in it or in `models/`.
         tables: The tables folder; `folder`/tables if not given. Without tables the report has no figures of rows.
         out: Where to write; `folder` if not given.
-        progress: Told of what is going on.
+        progress: Receives reports on the progress.
 
     Raises:
         UsageError: A file is missing or not of the published shape, or the report cannot be written.
@@ -85,82 +74,36 @@ def report_of(
 ) -> Report:
     """Build the report of published files, with figures of rows where there are tables.
 
-    Of many scopes fewer points are drawn, and figures of the last scopes left out, so that the page stays small.
+    With many scopes fewer points are drawn, and figures of the last scopes are left out, so that the page stays small.
     """
     models = (*beta.models, *alpha.models)
-    for points, scopes in _DETAIL:
-        figures: Figures = {}
-        for scope in evaluation.scopes[:scopes]:
-            figures |= _scope_figures(scope, models, store, points)
-        made = build_report(evaluation, alpha, beta, figures, with_tables=store is not None)
+    traced = _traced(evaluation, store) if store is not None else None
+    for points, drawn in _DETAIL:
+        rows: dict[str, ScopeRows] | None = None
+        if store is not None:
+            rows = {
+                scope.scope_id: scope_rows(scope, _models_of(scope, models), store, points=points)
+                for scope in evaluation.scopes[:drawn]
+            }
+        made = build_report(evaluation, alpha, beta, rows, drawn=drawn, traced=traced)
         if len(html_page(made).encode()) <= MAX_PAGE_BYTES:
             break
     return made
 
 
+def _models_of(scope: ScopeEvaluation, models: Sequence[AnyModel]) -> list[AnyModel]:
+    return [m for m in models if m.scope_id == scope.scope_id and m.name in scope.models]
+
+
+def _traced(evaluation: Evaluation, store: TableStore) -> TracedTime | None:
+    """Return when the traces were recorded; null where their tables are elsewhere."""
+    run_ids = sorted({r for s in evaluation.scopes for r in s.runs} & set(store.runs()))
+    runs = store.read("runs", run_ids) if run_ids else None
+    if runs is None or not runs["first_unix_ns"].is_not_null().any():
+        return None
+    first, last = runs.select(pl.col("first_unix_ns").min(), pl.col("last_unix_ns").max()).row(0)
+    return TracedTime(first, last)
+
+
 def _verdicts(evaluation: Evaluation) -> dict[str, dict[str, str]]:
     return {s.scope_id: {use: v.answer for use, v in s.verdicts.items()} for s in evaluation.scopes}
-
-
-def _scope_figures(
-    scope: ScopeEvaluation, models: Sequence[AnyModel], store: TableStore | None, points: int
-) -> Figures:
-    mine = [m for m in models if m.scope_id == scope.scope_id and m.name in scope.models]
-    rows = _Rows(scope, mine, store) if store is not None else None
-    figures: Figures = {
-        (scope.scope_id, m.name): model_figures(
-            m, scope.models[m.name], rows.of(m.name) if rows else None, points=points
-        )
-        for m in mine
-    }
-    figures[scope.scope_id, "latency"] = latency_figures(scope, rows.requests if rows else None)
-    figures[scope.scope_id, "engine"] = tuple(_engines(rows)) if rows else ()
-    return figures
-
-
-class _Rows:
-    """The rows that figures of one scope are drawn from, with no more columns than these need."""
-
-    def __init__(self, scope: ScopeEvaluation, models: Sequence[AnyModel], store: TableStore) -> None:
-        missing = sorted(set(scope.runs) - set(store.runs()))
-        if missing:
-            raise UsageError(
-                f"holds no tables of {', '.join(missing)}",
-                where=str(store.root),
-                hint="name the tables folder with --tables",
-            )
-        self.scope, self.runs, self.store = scope, list(scope.runs), store
-        mine = pl.col("scope_id") == scope.scope_id
-        columns = sorted(_ROW_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
-        self.steps = store.read("beta_training", self.runs, columns).filter(mine)
-        self.waits = store.read("alpha_training", self.runs, columns).filter(mine)
-        self.requests = store.read("requests", self.runs, [f"{name}_us" for name in LATENCIES])
-
-    def of(self, model_name: str) -> pl.DataFrame:
-        """Return the training frame of a model."""
-        if model_name.startswith("beta."):
-            return self.steps
-        return self.waits.filter(pl.col("target") == model_name.removeprefix("alpha."))
-
-
-def _engines(rows: _Rows) -> list[Figure]:
-    """Draw the engines of overloaded runs first, trained on or not: those are to be seen."""
-    overloads = {o.run_id: o for o in rows.scope.overloaded}
-    runs = dict.fromkeys(r for r in (*overloads, *rows.runs) if r in rows.store.runs())
-    drawn: list[Figure] = []
-    for run_id in runs:
-        timeline = rows.store.read("timeline", [run_id], TIMELINE_COLUMNS)
-        steps = rows.steps.filter(pl.col("run_id") == run_id)
-        for server in timeline["server"].unique().sort():
-            if len(drawn) == MOST_ENGINES:
-                return drawn
-            mine = pl.col("server") == server
-            figure = engine_figure(
-                timeline.filter(mine),
-                steps.filter(mine),
-                run_id=run_id,
-                server=server,
-                overload=overloads.get(run_id),
-            )
-            drawn += [figure] if figure is not None else []
-    return drawn

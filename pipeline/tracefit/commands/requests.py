@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit.commands.locate import find_tables
 from tracefit.errors import DataError
+from tracefit.features import targets
 from tracefit.results.requests import PhaseSummary, Quantiles, RequestGroup, RequestSummary
 from tracefit.tables import schema
 from tracefit.tables.store import TableStore
@@ -21,15 +23,14 @@ _LIVE = ("WAITING", "RUNNING", "PREEMPTED")
 WINDOWS = 10
 """Windows of time a run is cut into, about."""
 
-PHASES = {
-    "admission": "admission_us",
-    "queue wait": "queue_wait_us",
-    "requeue wait": "requeue_wait_us",
-    "prefill": "prefill_us",
-    "decode": "decode_us",
-    "departure": "departure_us",
-}
-"""Parts of a request's life, in their order, and their columns."""
+_STEP_PHASES = {"requeue wait": "requeue_wait_us", "prefill": "prefill_us", "decode": "decode_us"}
+
+
+def phase_columns() -> dict[str, str]:
+    """Return the parts of a request's life, in their order, and their columns."""
+    before, after = ({t.label: t.column for t in targets.parts_of(latency)} for latency in ("ttft", "client"))
+    return before | _STEP_PHASES | after
+
 
 SECONDS_VIEW = {
     "arrival_time": "arrival_ns",
@@ -68,15 +69,17 @@ def read_requests(tables: str | Path) -> pl.DataFrame:
         UsageError: The folder holds no tables.
         DataError: They hold no requests.
     """
-    found = schema.REQUESTS.conform(TableStore(tables).require().read("requests"))
+    found = schema.REQUESTS.conform(TableStore(find_tables(tables)).require().read("requests"))
     if not found.height:
         raise DataError(
-            "holds no requests", where=str(tables), hint="start the server with --enable-journey-tracing"
+            "holds no requests",
+            where=str(tables),
+            hint="start stock vLLM with --otlp-traces-endpoint, or inference-sim's fork of vLLM with --enable-journey-tracing too",
         )
     return found
 
 
-def summarize_requests(tables: str | Path) -> RequestSummary:
+def requests(tables: str | Path) -> RequestSummary:
     """Summarize the requests of all runs: together, by run, by phase, and over time.
 
     Raises:
@@ -182,11 +185,12 @@ def _group(by: str, name: str, rows: pl.DataFrame, seconds: float | None) -> Req
 
 
 def _phases(rows: pl.DataFrame) -> tuple[PhaseSummary, ...]:
-    totals = {name: float(rows[column].sum() or 0) for name, column in PHASES.items()}
+    columns = phase_columns()
+    totals = {name: float(rows[column].sum() or 0) for name, column in columns.items()}
     everything = sum(totals.values())
     return tuple(
         PhaseSummary(name, totals[name] / everything if everything > 0 else None, _quantiles(rows[column]))
-        for name, column in PHASES.items()
+        for name, column in columns.items()
         if rows[column].is_not_null().any()
     )
 
@@ -198,3 +202,11 @@ def _quantiles(us: pl.Series) -> Quantiles:
         return Quantiles(0, None, None, None, None)
     p50, p90, p99 = (known.quantile(q, interpolation="linear") for q in (0.5, 0.9, 0.99))
     return Quantiles(len(known), float(known.sum()) / len(known), p50, p90, p99)
+
+
+def seconds_csv(rows: pl.DataFrame) -> str:
+    """Return one line per request. Ids come from clients: none is a formula to a spreadsheet."""
+    texts = [name for name, dtype in rows.schema.items() if dtype == pl.String]
+    return rows.with_columns(
+        pl.col(name).str.replace(r"^([=+\-@\t\r])", "'${1}").alias(name) for name in texts
+    ).write_csv()

@@ -1,4 +1,4 @@
-"""The main job: traces to tables, coefficients, evaluation and report."""
+"""Run the main job: traces to tables, coefficients, evaluation and report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    paths: Iterable[str | Path],
+    paths: str | Path | Iterable[str | Path],
     out: str | Path,
     *,
     server: ServerOptions | None = None,
@@ -28,13 +28,13 @@ def run(
     """Ingest traces and train on them: OUT/tables, OUT/models, OUT/evaluation.json, OUT/report.md.
 
     Args:
-        paths: Run folders, folders of run folders, or trace files.
+        paths: One path or several: run folders, folders of run folders, or trace files.
         out: Where everything goes.
-        server: What is known about the server beyond the run's files.
-        ingest_options: What of the traces is kept.
+        server: Facts about the server beyond the run's files.
+        ingest_options: Which parts of the traces to keep.
         options: How to train.
-        workers: Processes that decode traces, at most; as many as there are cores if not given.
-        progress: Told of what is going on.
+        workers: Most processes that decode traces; the number of cores if not given.
+        progress: Receives reports on the progress.
 
     Raises:
         UsageError: A path, a file or an option is wrong.
@@ -49,7 +49,7 @@ def run(
         out / "models",
         options=options,
         report_folder=out,
-        # A folder that was used before holds other runs too; this job is about the ones it was given.
+        # The folder may hold runs of earlier jobs: train on those of this one only.
         run_ids=[r.run_id for r in ingested.runs],
         progress=progress,
     )

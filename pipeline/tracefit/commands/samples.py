@@ -1,4 +1,4 @@
-"""The specification's two sample tables, as CSV."""
+"""Write the specification's two sample tables as CSV."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import polars as pl
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.fit.results import FittedScope
+    from tracefit.fit.fitted import FittedScope
 
 
 def sample_tables(scopes: Sequence[FittedScope]) -> dict[str, str]:
     """Return file name to CSV text: alpha_sample.csv (queue waits) and beta_sample.csv (step times).
 
-    Columns are those the specification names. Values nobody knows are empty.
+    The columns are the specification's. Unknown values are empty.
     """
     return {
         "alpha_sample.csv": _csv([_alpha(s) for s in scopes if s.alpha_rows is not None], _ALPHA),

@@ -1,4 +1,4 @@
-"""The `timeline` table: built from a run's event tables by whoever needs it first, and kept."""
+"""Build the `timeline` table of a run when a command first needs it, and keep it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_timelines(store: TableStore, run_ids: Iterable[str]) -> None:
 
 
 def timeline_of(store: TableStore, run_id: str) -> dict[str, pl.DataFrame]:
-    """Build the timeline of one run from its event tables and its configuration, and its requests with what it tells."""
+    """Build the timeline of one run, and add the step times it gives to the run's requests."""
     from tracefit.timeline import build_timeline, with_step_times  # noqa: PLC0415 - most ingests need none
 
     runs = store.read("runs", [run_id])
@@ -65,7 +65,7 @@ def timeline_of(store: TableStore, run_id: str) -> dict[str, pl.DataFrame]:
 
 
 def engine_limits(context: RunContext) -> EngineLimits:
-    """Return what the server's scheduler is bound by, as far as it is known."""
+    """Return the known limits of the server's scheduler."""
     from tracefit.timeline import EngineLimits  # noqa: PLC0415
 
     s = context.settings
@@ -73,14 +73,14 @@ def engine_limits(context: RunContext) -> EngineLimits:
         max_num_batched_tokens=s.max_num_batched_tokens,
         max_num_seqs=s.max_num_seqs,
         block_size=s.block_size or DEFAULT_BLOCK_SIZE,
-        # vLLM keeps one block back that stands for "no block".
+        # vLLM reserves one block as the null block.
         num_blocks=s.num_gpu_blocks - 1 if s.num_gpu_blocks else None,
         chunked_prefill=s.enable_chunked_prefill is not False,
     )
 
 
 def _journeys_complete(context: RunContext, runs: pl.DataFrame, requests: pl.DataFrame) -> bool:
-    """Tell whether every request has a journey: by the server's setting, else by what step summaries count."""
+    """Say whether every request has a journey: by the server's setting, else by the counts of step summaries."""
     if not requests["queued_ns"].is_not_null().any():
         return False
     rate = context.settings.journey_tracing_sample_rate

@@ -1,4 +1,4 @@
-"""Tables to coefficient files, evaluation and report."""
+"""Fit the models of every scope in the tables; write coefficient files, evaluation and report."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.coefficients import assemble, evaluate
+from tracefit.coefficients import publish
 from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
+from tracefit.commands.locate import find_tables
 from tracefit.commands.report import report_of, report_texts
 from tracefit.commands.samples import sample_tables
 from tracefit.commands.timelines import engine_limits, write_timelines
@@ -24,8 +25,8 @@ from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads,
 from tracefit.fit.scope import fit_scope
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
 from tracefit.progress import NullProgress, Progress
-from tracefit.results.training import LatencySummary, ModelSummary, TrainResult
-from tracefit.server.context import Scope, context_from_json, scope_of
+from tracefit.results.training import LatencySummary, ModelSummary, ScopeSummary, TrainResult
+from tracefit.server.context import ModelScope, context_from_json, scope_of
 from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
 from tracefit.tables.disk import write_files
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.coefficients.evaluation import Evaluation
-    from tracefit.fit.results import FittedModel, FittedScope, Latency, Missing, Overload
+    from tracefit.fit.fitted import FittedModel, FittedScope
+    from tracefit.fit.results import Latency, Missing, Overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,11 @@ class TrainOptions:
             the training load chooses.
         sample_csv: Also write the specification's two sample tables beside the models.
         positive: Allow no negative coefficient and no negative intercept in any model.
-        any_sign: Allow coefficients of any sign, whatever physics says of their features.
+        any_sign: Allow coefficients of any sign, even where physics rules out negative ones.
         fast: Skip the gradient-boosted references, most of the time training takes.
         include_overloaded: Train on overloaded runs too, where their scope has others.
         across: Also leave out every run, model and GPU in turn and measure the models fitted on the others.
-        thresholds: What is asked of the models for each use.
+        thresholds: What each use requires of the models.
     """
 
     beta_target: BetaTarget = "auto"
@@ -83,31 +85,33 @@ def train(
     """Fit every scope in the tables and write models, evaluation and report.
 
     Args:
-        tables: A folder that `ingest` wrote; the training frames are added to it.
+        tables: A folder that `ingest` or `run` wrote; the training frames are added to its tables.
         out: Folder for alpha.json and beta.json.
         options: How to train.
         report_folder: Folder for evaluation.json and report.md; `out` if not given.
         run_ids: Runs to train on; every run in the tables if not given.
-        progress: Told of what is going on.
+        progress: Receives reports on the progress.
 
     Raises:
         UsageError: The folders are not what they should be.
         DataError: Not a single model can be fitted; nothing is written.
     """
     options = options or TrainOptions()
-    told = progress or NullProgress()
-    store = TableStore(tables).require()
+    progress = progress or NullProgress()
+    store = TableStore(find_tables(tables)).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
     overlaps = find_overlaps(store, runs)
     for one in overlaps:
-        told.warn(
+        progress.warn(
             f"run {one.run_id}: {one.spans:,} of its spans are in run {one.other} too; it is left out of training, for "
             "they would count twice"
         )
     runs = runs.filter(~pl.col("run_id").is_in([one.run_id for one in overlaps]))
-    scopes = fit_runs(store, runs, options, told)
+    for text in _without_configuration(runs):
+        progress.warn(text)
+    scopes = fit_runs(store, runs, options, progress)
     _require_models(scopes, str(tables))
-    made_by = assemble.provenance(
+    made_by = publish.provenance(
         {
             "beta_target": options.beta_target,
             "features": options.features,
@@ -119,13 +123,13 @@ def train(
         },
         files=_named_files(options),
     )
-    alpha = assemble.coefficient_file("alpha", scopes, made_by)
-    beta = assemble.coefficient_file("beta", scopes, made_by)
+    alpha = publish.coefficient_file("alpha", scopes, made_by)
+    beta = publish.coefficient_file("beta", scopes, made_by)
     across = None
     if options.across:
-        told.stage("leaving out runs, models and GPUs")
+        progress.stage("leaving out runs, models and GPUs")
         across = fit_across(scopes, scope_options(options))
-    evaluation = evaluate.evaluate(scopes, runs, across, options.thresholds)
+    evaluation = publish.evaluate(scopes, runs, across, options.thresholds)
     report = Path(report_folder or out)
     texts = {
         Path(out) / "alpha.json": to_json(alpha),
@@ -138,7 +142,7 @@ def train(
     result = _result(scopes, runs, evaluation, out=Path(out), report=report)
     # The report is drawn from what was written: the frames of the fits are not kept beside it.
     del scopes
-    told.stage("drawing the report")
+    progress.stage("drawing the report")
     # From the files' own numbers, so that `report` makes the same one later.
     made = report_of(as_published(evaluation), as_published(alpha), as_published(beta), store)
     texts |= report_texts(made, report)
@@ -167,11 +171,12 @@ def _result(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
             or evaluation.ingest.implausible
         ),
+        scopes=tuple(_scope_summary(s) for s in scopes),
     )
 
 
 def fit_runs(
-    store: TableStore, runs: pl.DataFrame, options: TrainOptions, told: Progress
+    store: TableStore, runs: pl.DataFrame, options: TrainOptions, progress: Progress
 ) -> list[FittedScope]:
     """Fit every scope of some runs.
 
@@ -179,14 +184,14 @@ def fit_runs(
         store: The tables.
         runs: Rows of the `runs` table.
         options: How to train.
-        told: Told of what is going on.
+        progress: Receives reports on the progress.
     """
     write_timelines(store, runs["run_id"].unique(maintain_order=True))
     sets = beta_feature_sets(options.features)
     how = scope_options(options)
     scopes = []
     for scope, members in scopes_of(runs, str(store.root)):
-        told.stage(f"fitting {scope.scope_id}")
+        progress.stage(f"fitting {scope.scope_id}")
         overloads = find_overloads(
             members,
             store.read("requests", members, REQUEST_COLUMNS),
@@ -194,7 +199,7 @@ def fit_runs(
         )
         kept, overloads = runs_to_fit(members, overloads, include=options.include_overloaded)
         for one in overloads:
-            told.warn(overload_text(one))
+            progress.warn(overload_text(one))
         fitted = fit_scope(scope, load_scope(store, runs, scope, kept), sets, how)
         scopes.append(replace(fitted, overloads=overloads))
     return scopes
@@ -245,9 +250,9 @@ def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
     return (find_feature_set(choice),)
 
 
-def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
-    """Group the runs by what their models would speak about, in scope order."""
-    scopes: dict[str, Scope] = {}
+def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[ModelScope, list[str]]]:
+    """Group the runs by scope, in the order of scope ids."""
+    scopes: dict[str, ModelScope] = {}
     members: dict[str, list[str]] = {}
     one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
     for row in one_per_run.select("run_id", "settings", "model_config", "gpu").iter_rows(named=True):
@@ -258,7 +263,7 @@ def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[Scope, list[str]]]:
     return [(scopes[i], members[i]) for i in sorted(scopes)]
 
 
-def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: list[str]) -> ScopeTables:
+def load_scope(store: TableStore, runs: pl.DataFrame, scope: ModelScope, run_ids: list[str]) -> ScopeTables:
     """Read the tables of one scope's runs.
 
     Args:
@@ -270,12 +275,12 @@ def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: lis
     limits = engine_limits(scope.context)
     timeline, journeys = store.read("timeline", run_ids), store.read("journey_events", run_ids)
     steps = store.read("steps", run_ids, [*ENGINE, "step_id"])
-    mine = runs.filter(pl.col("run_id").is_in(run_ids))
+    own_runs = runs.filter(pl.col("run_id").is_in(run_ids))
     lags = {(run, server): lag for run, server, lag in execution_lags(timeline, journeys).iter_rows()}
-    # Complete journeys leave their mark on every step; without them nobody knows who ran when a request was queued.
+    # Only complete journeys give the running requests of every step, and with them the queue state of each request.
     complete = timeline["running_after"].is_not_null().any()
     architecture = scope.context.architecture
-    seen = with_kv_cache(
+    with_cache = with_kv_cache(
         timeline,
         store.read("kv_events", run_ids),
         block_size=limits.block_size,
@@ -283,16 +288,27 @@ def load_scope(store: TableStore, runs: pl.DataFrame, scope: Scope, run_ids: lis
     )
     requests = store.read("requests", run_ids)
     return ScopeTables(
-        runs=mine,
-        timeline=with_prefix_hits(seen, requests),
+        runs=own_runs,
+        timeline=with_prefix_hits(with_cache, requests),
         sampled_steps=steps.height,
         requests=requests,
         queue=queue_state(journeys, timeline, limits) if complete else None,
         counters=step_counters(steps, journeys),
         clock_checks=clock_disagreements(timeline, journeys),
-        lags={key: lags.get(key, 0) for key in mine.select("run_id", "server").iter_rows()},
+        lags={key: lags.get(key, 0) for key in own_runs.select("run_id", "server").iter_rows()},
         requeue_waits=requeue_waits(journeys),
     )
+
+
+def _without_configuration(runs: pl.DataFrame) -> list[str]:
+    """Warn of runs whose server is unknown: their features are fewer, and settings are vLLM's defaults."""
+    missing = runs.filter(pl.all_horizontal(pl.col("model_config", "gpu", "model").is_null()))
+    names = ", ".join(missing["run_id"].unique().sort())
+    text = (
+        f"{names}: no server configuration was found, so hardware and model features are left out and settings are "
+        "assumed; name it with --run-config (or --model-config) and --gpu"
+    )
+    return [text] if names else []
 
 
 def _require_models(scopes: list[FittedScope], where: str) -> None:
@@ -303,27 +319,54 @@ def _require_models(scopes: list[FittedScope], where: str) -> None:
 
 
 def _write_training_frames(store: TableStore, scopes: list[FittedScope]) -> None:
+    """Write the rows of every run, left out ones too; runs that were not trained on have none."""
+    kinds = ("alpha", "beta")
+    columns = {kind: _training_columns(kind, scopes) for kind in kinds}
     for scope in scopes:
         frames = {"alpha": scope.alpha_rows, "beta": scope.beta_rows}
         for run_id in sorted(scope.tables.runs["run_id"].unique()):
-            parts = {f"{kind}_training": _training_part(kind, f, run_id, scope) for kind, f in frames.items()}
-            store.write_run(run_id, parts)
+            store.write_run(
+                run_id,
+                {f"{k}_training": _training_part(k, frames[k], run_id, scope, columns[k]) for k in kinds},
+            )
         for run_id in (one.run_id for one in scope.overloads if not one.trained_on):
             store.write_run(
-                run_id, {f"{kind}_training": _training_part(kind, None, run_id, scope) for kind in frames}
+                run_id, {f"{k}_training": _training_part(k, None, run_id, scope, columns[k]) for k in kinds}
             )
 
 
-def _training_part(kind: str, frame: pl.DataFrame | None, run_id: str, scope: FittedScope) -> pl.DataFrame:
-    """Return the training rows of one run: what they are, and the features their models were offered."""
+def _training_columns(kind: str, scopes: list[FittedScope]) -> dict[str, pl.DataType]:
+    """Return the further columns of a training table: the load of requests, and the features of any model.
+
+    Every part of the table has all of them, null where a scope knows nothing of it: other readers take the folder as one
+    table with one schema.
+    """
+    table = schema.TABLES[f"{kind}_training"]
+    found: dict[str, pl.DataType] = {}
+    for scope in scopes:
+        frame = scope.alpha_rows if kind == "alpha" else scope.beta_rows
+        features = {f for m in scope.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
+        for name, dtype in (frame.schema if frame is not None else {}).items():
+            if name in WORKLOAD_COLUMNS:
+                found.setdefault(name, dtype)
+            elif name in features and name not in table.names:
+                found.setdefault(name, pl.Float64())
+    return found
+
+
+def _training_part(
+    kind: str, frame: pl.DataFrame | None, run_id: str, scope: FittedScope, columns: dict[str, pl.DataType]
+) -> pl.DataFrame:
+    """Return the training rows of one run: the columns of the table, and `columns`."""
     table = schema.TABLES[f"{kind}_training"]
     if frame is None:
-        return table.empty()
-    known = {*table.names, *WORKLOAD_COLUMNS}
-    features = {f for m in scope.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
-    kept = [c for c in frame.columns if c in known or c in features]
+        return table.empty().with_columns(pl.lit(None, dtype).alias(c) for c, dtype in columns.items())
     part = frame.filter(pl.col("run_id") == run_id).select(
-        pl.col(c) if c in known else pl.col(c).cast(pl.Float64) for c in kept
+        *(c for c in frame.columns if c in table.names),
+        *(
+            (pl.col(c).cast(dtype) if c in frame.columns else pl.lit(None, dtype)).alias(c)
+            for c, dtype in columns.items()
+        ),
     )
     return table.conform(part.with_columns(scope_id=pl.lit(scope.scope.scope_id)))
 
@@ -345,11 +388,18 @@ def _what_is_missing(scope: FittedScope, missing: Missing) -> str:
     return f"{text}; {missing.remedy}" if missing.remedy else text
 
 
+def _scope_summary(scope: FittedScope) -> ScopeSummary:
+    settings = {name: str(value) for name, value in scope.scope.context.settings.values().items()}
+    return ScopeSummary(scope.scope.scope_id, tuple(sorted(scope.tables.runs["run_id"].unique())), settings)
+
+
 def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
     v = model.validation
     return ModelSummary(
         name=model.name,
         scope_id=scope.scope.scope_id,
+        holdout_mdape_pct=v.holdout.mdape_pct,
+        holdout_p90_ape_pct=v.holdout.p90_ape_pct,
         holdout_mape_pct=v.holdout.mape_pct,
         holdout_mae=v.holdout.mae,
         baseline_mae=v.baseline.mae,
@@ -366,6 +416,9 @@ def _latency_summary(scope: FittedScope, name: str, latency: Latency) -> Latency
         name=name,
         scope_id=scope.scope.scope_id,
         requests=errors.averages_only.n or errors.teacher_forced.n,
+        teacher_forced_mdape_pct=errors.teacher_forced.mdape_pct,
+        averages_only_mdape_pct=errors.averages_only.mdape_pct,
+        baseline_mdape_pct=errors.baseline.mdape_pct,
         teacher_forced_mape_pct=errors.teacher_forced.mape_pct,
         averages_only_mape_pct=errors.averages_only.mape_pct,
         baseline_mape_pct=errors.baseline.mape_pct,

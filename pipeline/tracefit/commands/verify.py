@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit._version import __version__
-from tracefit.coefficients import assemble
+from tracefit.coefficients import publish
 from tracefit.coefficients.files import read_coefficients, read_plain, to_json
 from tracefit.coefficients.model import CoefficientFile
+from tracefit.commands.locate import COEFFICIENT_FILES, find_models, find_tables, tables_of
 from tracefit.commands.train import TrainOptions, fit_runs
-from tracefit.errors import DataError, TracefitError
+from tracefit.errors import DataError, TracefitError, UsageError
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.verification import Difference, VerifyResult
 from tracefit.server.documents import read_bytes
@@ -36,7 +37,7 @@ MOST_SHOWN = 50
 
 def verify(
     file: str | Path,
-    tables: str | Path,
+    tables: str | Path | None = None,
     *,
     features: str | Path | None = None,
     progress: Progress | None = None,
@@ -44,22 +45,48 @@ def verify(
     """Refit the runs a coefficient file names, by the options it names, and compare every value but provenance.
 
     Args:
-        file: alpha.json or beta.json.
-        tables: Tables with its runs.
+        file: alpha.json or beta.json; or a folder with both, or one that `run` wrote, for all files in it.
+        tables: Tables with its runs; `tables` beside or in the models' folder if not given.
         features: Where the feature-set file is now, if it moved.
-        progress: Told of what is going on.
+        progress: Receives reports on the progress.
 
     Raises:
         UsageError: The file or the folder is not what it should be.
         DataError: The file does not say how it was made.
     """
-    path = Path(file)
+    path = find_models(file)
+    store = TableStore(find_tables(tables) if tables is not None else tables_of(path)).require()
+    progress = progress or NullProgress()
+    if not path.is_dir():
+        return _verify_file(path, store, features, progress)
+    files = [path / name for name in COEFFICIENT_FILES if (path / name).is_file()]
+    if not files:
+        raise UsageError(f"holds neither {' nor '.join(COEFFICIENT_FILES)}", where=str(path))
+    return _together(path, [_verify_file(one, store, features, progress) for one in files])
+
+
+def _together(folder: Path, results: list[VerifyResult]) -> VerifyResult:
+    """Join the results of the files of a folder; places begin with the file."""
+    differences = [replace(d, place=f"{r.file.name}: {d.place}") for r in results for d in r.differences]
+    return VerifyResult(
+        folder,
+        all(r.verified for r in results),
+        sum(r.numbers for r in results),
+        tuple(dict.fromkeys(text for r in results for text in r.inputs)),
+        sum(r.differing for r in results),
+        tuple(differences[:MOST_SHOWN]),
+        tuple(dict.fromkeys(text for r in results for text in r.notes)),
+    )
+
+
+def _verify_file(
+    path: Path, store: TableStore, features: str | Path | None, progress: Progress
+) -> VerifyResult:
     document, plain = read_coefficients(path), read_plain(path, CoefficientFile)
     made_by = document.provenance
     if made_by is None or not any(m.training for m in document.models):
         raise DataError("does not say how it was made: no provenance or no training", where=str(path))
     options = _options(made_by, features)
-    store = TableStore(tables).require()
     run_ids = sorted({run for m in document.models if m.training for run in m.training.runs})
     runs = store.read("runs", run_ids)
     inputs = [*_runs_that_differ(document, runs), *_files_that_differ(made_by, options)]
@@ -67,8 +94,8 @@ def verify(
     lacking = set(run_ids) - set(runs["run_id"])
     if lacking or any(text.startswith("features ") for text in inputs):
         return VerifyResult(path, False, 0, tuple(inputs), 0, (), tuple(notes))
-    scopes = fit_runs(store, runs, options, progress or NullProgress())
-    again = json.loads(to_json(assemble.coefficient_file(document.kind, scopes, made_by)))
+    scopes = fit_runs(store, runs, options, progress)
+    again = json.loads(to_json(publish.coefficient_file(document.kind, scopes, made_by)))
     compared = list(_compare(_by_name(plain), _by_name(again), ""))
     found = [d for d in compared if d is not None]
     return VerifyResult(
@@ -94,18 +121,18 @@ def _options(made_by: Provenance, features: str | Path | None) -> TrainOptions:
 
 
 def _runs_that_differ(document: CoefficientFile, runs: pl.DataFrame) -> Iterator[str]:
-    here = {one.run_id: one for one in assemble.run_inputs(runs)}
-    seen: set[str] = set()
+    here = {one.run_id: one for one in publish.run_inputs(runs)}
+    reported: set[str] = set()
     for training in (m.training for m in document.models if m.training):
         for run_id in training.runs:
-            if run_id not in here and run_id not in seen:
-                seen.add(run_id)
+            if run_id not in here and run_id not in reported:
+                reported.add(run_id)
                 yield f"run {run_id} is not in the tables"
         for wanted in training.inputs:
             found = here.get(wanted.run_id)
-            if found is None or wanted.run_id in seen:
+            if found is None or wanted.run_id in reported:
                 continue
-            seen.add(wanted.run_id)
+            reported.add(wanted.run_id)
             if found.traces_sha256 != wanted.traces_sha256:
                 yield f"traces of run {wanted.run_id}: sha256 {found.traces_sha256[:12]}…, not {wanted.traces_sha256[:12]}…"
             if found.context_sha256 != wanted.context_sha256:
@@ -125,7 +152,7 @@ def _files_that_differ(made_by: Provenance, options: TrainOptions) -> Iterator[s
 
 
 def _versions_that_differ(made_by: Provenance) -> list[str]:
-    here = {"tracefit": __version__, **assemble.libraries()}
+    here = {"tracefit": __version__, **publish.libraries()}
     there = {"tracefit": made_by.version, **made_by.libraries}
     return [
         f"{name} {here[name]} here, {there[name]} in the file"
@@ -135,7 +162,7 @@ def _versions_that_differ(made_by: Provenance) -> list[str]:
 
 
 def _by_name(plain: Mapping[str, object]) -> dict[str, object]:
-    """Key models by name and scope, so that a missing one is told as such."""
+    """Key models by name and scope, so that a missing one is reported as such."""
     models = plain["models"]
     if not isinstance(models, list):
         raise TypeError("models is no list")
@@ -144,7 +171,7 @@ def _by_name(plain: Mapping[str, object]) -> dict[str, object]:
 
 
 def _compare(there: object, here: object, place: str) -> Iterator[Difference | None]:
-    """Yield None for every value that is confirmed and a difference for every other; keys the file lacks pass."""
+    """Yield None for every confirmed value and a difference for every other; keys that the file lacks are ignored."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key, value in there.items():
             yield from _compare(value, here.get(key), f"{place}.{key}" if place else str(key))

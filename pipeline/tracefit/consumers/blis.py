@@ -19,13 +19,13 @@ import polars as pl
 
 from tracefit._version import __version__
 from tracefit.coefficients.model import BoundaryModel
-from tracefit.consumers.blis_fit import BlisCoefficients, fit_blis, whole_line
-from tracefit.consumers.source import (
+from tracefit.consumers.base import (
     OUT,
     Export,
     HeldOut,
     Source,
     commented,
+    consumer,
     flags,
     held_out,
     kv_blocks,
@@ -34,8 +34,10 @@ from tracefit.consumers.source import (
     train_and_holdout,
     worse_than_baseline,
 )
+from tracefit.consumers.blis_fit import BlisCoefficients, fit_blis, whole_line
 from tracefit.errors import DataError
 from tracefit.features.sets import FeatureSet
+from tracefit.features.targets import target_named
 from tracefit.fit.boundary import admission_with_clock
 from tracefit.fit.linear import matrix
 from tracefit.fit.splits import request_frame
@@ -87,6 +89,7 @@ _TRACE_COLUMNS = (
 )
 
 
+@consumer("blis")
 def to_blis(source: Source) -> Export:
     """Write `defaults.yaml` with the coefficients of one scope, and what BLIS needs beside it.
 
@@ -272,7 +275,7 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
             f"{what}: alpha0 is the API's own work, and BLIS simulates the step boundary and the queue itself",
             hint="a mean of ARRIVED to QUEUED, or a queue wait, would count a wait twice; trace steps and journeys",
         )
-    rows = request_frame(source.tables, "admission", FeatureSet("none", ()), {})
+    rows = request_frame(source.tables, target_named("admission"), FeatureSet("none", ()), {})
     train, held = train_and_holdout(rows, ["prompt_tokens"], "ARRIVED to QUEUED")
     per_token = sum(t.value for t in model.work.terms if t.feature == "prompt_tokens")
     mean = float(train["prompt_tokens"].cast(pl.Float64).to_numpy().mean())
@@ -297,7 +300,7 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
 
 
 def _departure(source: Source) -> tuple[tuple[int, int], HeldOut]:
-    rows = request_frame(source.tables, "departure", FeatureSet("none", ()), {})
+    rows = request_frame(source.tables, target_named("departure"), FeatureSet("none", ()), {})
     train, held = train_and_holdout(rows, ["output_tokens"], "FINISHED to DEPARTED")
     y = train["y"].to_numpy().astype(float)
     fixed, per_token = whole_line(matrix(train, ["output_tokens"])[:, 0], y)
@@ -332,6 +335,7 @@ _KERNEL_SETS = (
 )
 
 
+@consumer("blis-registry")
 def to_blis_registry(source: Source) -> Export:
     """Write the same coefficients as a `CoefficientSet` of the registry: units, method, scope and source per value.
 

@@ -14,6 +14,14 @@ import numpy as np
 import polars as pl
 
 from tracefit.coefficients.predict_frames import predict_steps
+from tracefit.consumers.base import (
+    HeldOut,
+    Source,
+    held_out,
+    kv_blocks,
+    train_and_holdout,
+    written,
+)
 from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
 from tracefit.consumers.blis_roofline import (
     BLIS_COLUMNS,
@@ -21,14 +29,6 @@ from tracefit.consumers.blis_roofline import (
     PAIRS_COLUMN,
     add_blis_terms,
     with_prefill_pairs,
-)
-from tracefit.consumers.source import (
-    HeldOut,
-    Source,
-    held_out,
-    kv_blocks,
-    train_and_holdout,
-    written,
 )
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import Feature, FeatureSet
@@ -40,9 +40,7 @@ from tracefit.tables.keys import ENGINE, SERVER
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from tracefit.fit.estimators import NDArrayInt
-    from tracefit.fit.metrics import Vector
-    from tracefit.fit.step_clock import Flags
+    from tracefit.fit.arrays import Flags, Integers, Vector
 
 _STEP = FeatureSet("blis", tuple(Feature(name, unit, name) for name, unit in BLIS_TERMS.items()))
 _NAMES = list(BLIS_TERMS)
@@ -67,7 +65,7 @@ ASKED_PCT: Mapping[tuple[str, int], float] = {
     ("E2E", 50): 3.0,
     ("E2E", 90): 3.0,
 }
-"""What is asked of a replay: latency and percentile to the error in percent that is still good."""
+"""The bar for a replay: latency and percentile to the error in percent that is still good."""
 
 MOST_SCALE = 1.06
 SCALE_ROUNDS = 5
@@ -170,9 +168,9 @@ def fit_blis(source: Source, alpha: tuple[int, int, int]) -> BlisCoefficients:
     errors = [*_step_errors(steps, beta)]
     notes = [f"weighting: {choice.reason}"]
     if engines and not missing:
-        replayed, said = _replayed_errors(source, engines, beta, alpha, limits)
+        replayed, replay_notes = _replayed_errors(source, engines, beta, alpha, limits)
         errors += replayed
-        notes += said
+        notes += replay_notes
     same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
     notes.append(
         f"{', '.join(same)} do not vary in one scope: beta6 holds what they add, for this scope alone"
@@ -268,9 +266,9 @@ def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Itera
     per_token = step_rates(source, np.eye(len(beta))[_DECODE_KV]).context_token
     context = max(float(each.to_numpy().mean()) / per_token - 1, 1.0)
     blis = rates.constant + slots * (rates.request + rates.decode_request + rates.context_token * context)
-    asked = pl.DataFrame({"batch": [float(slots)], "context": [context]})
+    full = pl.DataFrame({"batch": [float(slots)], "context": [context]})
     try:
-        predicted = predict_steps(source.models, asked)["predicted_us"][0]
+        predicted = predict_steps(source.models, full)["predicted_us"][0]
     except UsageError:  # a feature set of the user's own that a described step does not hold
         return
     if predicted and abs(blis / predicted - 1) > DEPARTS:
@@ -298,11 +296,11 @@ class _EngineRequests:
         boundary: Where the hold-out begins.
     """
 
-    arrival: NDArrayInt
-    prompt: NDArrayInt
-    output: NDArrayInt
-    shared: NDArrayInt
-    departure: NDArrayInt
+    arrival: Integers
+    prompt: Integers
+    output: Integers
+    shared: Integers
+    departure: Integers
     measured: Mapping[str, Vector]
     counts: Flags
     boundary: float
@@ -325,7 +323,7 @@ class _EngineRequests:
         early = self.part(self.arrival < self.boundary).part(slice(-MOST_REQUESTS, None))
         return replace(early, counts=early.counts & (early.departure < self.boundary))
 
-    def load(self) -> NDArrayInt:
+    def load(self) -> Integers:
         """Return how many others were there when each arrived; shape (n,)."""
         left = np.searchsorted(np.sort(self.departure), self.arrival)
         return np.asarray(np.searchsorted(self.arrival, self.arrival) - left)
@@ -416,7 +414,7 @@ class _Compared:
 
     measured: Mapping[str, Vector]
     replayed: Mapping[str, Vector]
-    load: NDArrayInt
+    load: Integers
     preemptions: int
 
     def off(self, rows: Flags, name: str, percentile: int) -> float:
@@ -427,8 +425,8 @@ class _Compared:
         return float(100 * (replayed / actual - 1))
 
     def worst(self, rows: Flags) -> float:
-        """Return the largest error over some of the requests, in units of what is asked."""
-        return max(abs(self.off(rows, *what)) / asked for what, asked in ASKED_PCT.items())
+        """Return the largest error over some of the requests, in units of the bar."""
+        return max(abs(self.off(rows, *what)) / bar for what, bar in ASKED_PCT.items())
 
 
 def _compare(
@@ -538,11 +536,11 @@ def _replayed_errors(
         for n in compared.measured
     ]
     every = np.ones(count, dtype=bool)
-    said = "; ".join(
+    errors_text = "; ".join(
         f"{name} {', '.join(f'P{p} {compared.off(every, name, p):+.1f} %' for p in (50, 90, 99))}"
         for name in compared.measured
     )
-    return errors, [f"replayed as BLIS would, {count} held-out requests against the trace: {said}"]
+    return errors, [f"replayed as BLIS would, {count} held-out requests against the trace: {errors_text}"]
 
 
 def _known(values: Vector) -> Vector:

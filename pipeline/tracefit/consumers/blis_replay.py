@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from tracefit.fit.estimators import NDArrayInt
-    from tracefit.fit.metrics import Vector
+    from tracefit.fit.arrays import Integers, Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +73,13 @@ class ReplayedRequests:
 
 
 def replay(
-    arrivals: NDArrayInt,
-    prompts: NDArrayInt,
-    outputs: NDArrayInt,
+    arrivals: Integers,
+    prompts: Integers,
+    outputs: Integers,
     rates: StepRates,
     alpha: tuple[int, int, int],
     limits: ReplayLimits,
-    shared: NDArrayInt | None = None,
+    shared: Integers | None = None,
 ) -> ReplayedRequests:
     """Replay the requests of one engine.
 

@@ -188,7 +188,7 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
 
 
 def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
-    """Add `PAIRS_COLUMN` to a timeline: BLIS sums over the prefill requests of a step, a summary tells their total.
+    """Add `PAIRS_COLUMN` to a timeline: BLIS sums over the prefill requests of a step, a summary has their total.
 
     A prompt that one step computes is known by its request. Of a prompt in chunks each step computed what the others
     in it leave of its prefill tokens, the last step what was left of the prompt. A step whose tokens do not come out
@@ -233,8 +233,8 @@ def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     spans = chunked.select(
         *ENGINE, step_id=pl.int_ranges("first_scheduled_step", pl.col("first_token_step") + 1)
     )
-    asked = spans.explode("step_id").unique()
-    left = steps.join(asked, on=[*ENGINE, "step_id"]).select(
+    wanted = spans.explode("step_id").unique()
+    left = steps.join(wanted, on=[*ENGINE, "step_id"]).select(
         *ENGINE, "step_id", pl.col("prefill_tokens") - pl.col("filled").fill_null(0)
     )
     room = {tuple(row[:-1]): row[-1] or 0 for row in left.iter_rows()}

@@ -14,11 +14,12 @@ import numpy as np
 import polars as pl
 
 from tracefit.coefficients.predict_frames import predict_steps
-from tracefit.consumers.source import (
+from tracefit.consumers.base import (
     OUT,
     Export,
     HeldOut,
     Source,
+    consumer,
     flags,
     held_out,
     kv_blocks,
@@ -32,7 +33,7 @@ from tracefit.fit.splits import step_frame
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.arrays import Matrix, Vector
 
 POINTS = 33
 _COLUMNS = (
@@ -46,6 +47,7 @@ _COLUMNS = (
 _STEP = FeatureSet("dynamo", tuple(Feature(name, "", name) for name in _COLUMNS))
 
 
+@consumer("dynamo-mocker")
 def to_dynamo(source: Source) -> Export:
     """Evaluate the step model on the grids that the training steps span.
 
@@ -58,7 +60,7 @@ def to_dynamo(source: Source) -> Export:
     alone = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") == 0)).height
     constant = float(_predicted_ms(source, pl.DataFrame({"batch": [0.0]}))[0]) if beside > alone else 0.0
     grids = _grids(source, train, constant)
-    said = (
+    constant_note = (
         "leaves the constant of a step to decode_itl"
         if constant
         else "holds the constant of a step, as decode_itl does"
@@ -66,7 +68,7 @@ def to_dynamo(source: Source) -> Export:
     counts = f"{beside} training steps prefill beside decodes, {alone} alone"
     errors = tuple(_errors(grids, train, held))
     notes = (
-        f"a step that does both takes the sum: prefill_ttft_ms {said}, {constant:.3f} ms ({counts})",
+        f"a step that does both takes the sum: prefill_ttft_ms {constant_note}, {constant:.3f} ms ({counts})",
         "prompt tokens computed before, and prefill requests beyond the first, are not in its grids",
         "--model-path is where the mocker gets its tokenizer: the model's name, or a folder",
         *worse_than_baseline(errors),
@@ -107,8 +109,8 @@ def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str,
     # The batch is active / context: geometric steps keep its bends short.
     context = np.geomspace(low, max(high, low + 1), POINTS)
     batch = active[:, None] / context[None, :]
-    asked = pl.DataFrame({"batch": batch.ravel(), "context": np.broadcast_to(context, batch.shape).ravel()})
-    itl = _predicted_ms(source, asked)
+    points = pl.DataFrame({"batch": batch.ravel(), "context": np.broadcast_to(context, batch.shape).ravel()})
+    itl = _predicted_ms(source, points)
     ttft = np.maximum(_predicted_ms(source, pl.DataFrame({"prefill": isl})) - constant_ms, 0.0)
     return {
         "prefill_isl": isl,
@@ -137,7 +139,7 @@ def _npz(arrays: Mapping[str, Vector | Matrix]) -> bytes:
 
 
 def _errors(grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, held: pl.DataFrame) -> list[HeldOut]:
-    y, told = held["y"].to_numpy() / 1e3, mocked(grids, held)
+    y, predicted = held["y"].to_numpy() / 1e3, mocked(grids, held)
     prefill, decode = (held[c].to_numpy() > 0 for c in ("prefill_tokens", "num_decode_reqs"))
     parts = {
         "decode": decode & ~prefill,
@@ -146,7 +148,7 @@ def _errors(grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, held: pl.
     }
     trained = train["y"].to_numpy() / 1e3
     return [
-        held_out(f"step time, {what}", "ms", y[rows], told[rows], trained)
+        held_out(f"step time, {what}", "ms", y[rows], predicted[rows], trained)
         for what, rows in parts.items()
         if rows.any()
     ]

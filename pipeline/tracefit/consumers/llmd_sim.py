@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.consumers.source import (
+from tracefit.consumers.base import (
     OUT,
     Export,
     Source,
     commented,
+    consumer,
     held_out,
     model_name,
     number,
@@ -33,8 +34,8 @@ from tracefit.fit.estimators import fit_nonnegative
 from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
+    from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import ScopeTables
-    from tracefit.fit.metrics import Vector
 
 MOST_SPREAD = 0.3
 """The simulator refuses a standard deviation above this share of its mean."""
@@ -46,6 +47,7 @@ NEWEST = (0, 10, 0)
 """The version files are written for where none is given."""
 
 
+@consumer("llm-d-inference-sim", versioned=True)
 def to_llmd_sim(source: Source) -> Export:
     """Fit prefill and decode of whole requests against the load they ran under.
 
@@ -83,19 +85,19 @@ def to_llmd_sim(source: Source) -> Export:
         "time-factor-under-load": number(factor),
     }
     text = "".join(f"{key}: {value}\n" for key, value in values.items())
-    told_itl = itl * _load(held_decode["running_decode"].to_numpy(), slots, factor)
-    told_prefill = (overhead + per_token * held_prefill["uncached_tokens"].to_numpy()) * _load(
+    predicted_itl = itl * _load(held_decode["running_decode"].to_numpy(), slots, factor)
+    predicted_prefill = (overhead + per_token * held_prefill["uncached_tokens"].to_numpy()) * _load(
         held_prefill["running_start"].to_numpy(), slots, factor
     )
     after = held_decode["output_tokens"].to_numpy() - 1
     errors = (
-        held_out("prefill of a request", "us", _y(held_prefill), told_prefill, _y(prefill)),
-        held_out("inter-token latency of a request", "us", _y(held_decode), told_itl, _y(decode)),
+        held_out("prefill of a request", "us", _y(held_prefill), predicted_prefill, _y(prefill)),
+        held_out("inter-token latency of a request", "us", _y(held_decode), predicted_itl, _y(decode)),
         held_out(
             "decode of a request",
             "us",
             _y(held_decode) * after,
-            told_itl * after,
+            predicted_itl * after,
             _y(decode) * (decode["output_tokens"].to_numpy() - 1),
         ),
     )
@@ -180,7 +182,7 @@ def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
 
 def _target(rows: pl.DataFrame, target: str) -> pl.DataFrame:
     known = rows.filter((pl.col(target) > 0) & pl.col("ts_ns").is_not_null())
-    known = known.with_columns(y=pl.col(target).cast(pl.Float64), excluded_because=pl.lit(None, pl.String))
+    known = known.with_columns(y=pl.col(target).cast(pl.Float64), excluded_reason=pl.lit(None, pl.String))
     return splits.split_by_time(known)
 
 

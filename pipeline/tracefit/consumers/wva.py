@@ -2,7 +2,7 @@
 
 iteration = alpha + B * (beta * t_C + gamma * t_M) with t_C = (in + out)/(out + 1) and t_M = in + out/2 for mean input and
 output tokens. B * t_C is the tokens of a step and B * t_M those in its requests' caches, on average over their lives:
-that is what is fitted, step by step; it is judged by the formula itself on stretches of the hold-out.
+that is what is fitted, step by step; it is evaluated by the formula itself on stretches of the hold-out.
 
 Older: ITL = alpha + beta * B, TTFT = gamma + delta * tokens * B. Its queueing formula takes a request to be served in
 TTFT + (out - 1) * ITL: an ITL is any step its request decodes in, those that prefill others too, and their mean counts.
@@ -13,18 +13,19 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from tracefit.consumers.llmd_sim import requests_under_load
-from tracefit.consumers.source import (
+from tracefit.consumers.base import (
     Export,
     HeldOut,
     Source,
     commented,
+    consumer,
     held_out,
     number,
     train_and_holdout,
     worse_than_baseline,
     written,
 )
+from tracefit.consumers.llmd_sim import requests_under_load
 from tracefit.errors import DataError
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit import splits
@@ -47,6 +48,7 @@ STRETCH_REQUESTS = 20
 """Requests whose mean input and output stand for a stretch of the run."""
 
 
+@consumer("wva")
 def to_wva(source: Source) -> Export:
     """Fit both forms on steps and requests of one scope.
 
@@ -62,14 +64,14 @@ def to_wva(source: Source) -> Export:
     weights = train["interval_steps"].to_numpy().astype(float)
     alpha, beta, gamma = (written(v) for v in fit_nonnegative(x, y, weights, huber=np.inf))
     stretches = _stretches(source, rows)
-    told = alpha + stretches["batch"].to_numpy() * (
+    predicted = alpha + stretches["batch"].to_numpy() * (
         beta * stretches["t_c"].to_numpy() + gamma * stretches["t_m"].to_numpy()
     )
     error = held_out(
         f"iteration, mean over stretches of {STRETCH_REQUESTS} requests",
         "ms",
         stretches["y"].to_numpy(),
-        told,
+        predicted,
         y,
     )
     older, older_errors = _older(source, rows)
@@ -152,17 +154,17 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
         alpha + beta * matrix(held, ["step_requests"])[:, 0],
         y,
     )
-    asked = requests_under_load(source.tables).filter(
+    requests = requests_under_load(source.tables).filter(
         (pl.col("prefill_us") > 0) & pl.col("ts_ns").is_not_null()
     )
-    asked = splits.split_by_time(
-        asked.with_columns(
+    requests = splits.split_by_time(
+        requests.with_columns(
             y=pl.col("prefill_us") / 1e3,
             work=pl.col("uncached_tokens") * pl.col("running_start").clip(lower_bound=1),
-            excluded_because=pl.lit(None, pl.String),
+            excluded_reason=pl.lit(None, pl.String),
         )
     )
-    train, held = train_and_holdout(asked, ["work"], "prefill of requests")
+    train, held = train_and_holdout(requests, ["work"], "prefill of requests")
     y, work = train["y"].to_numpy(), train["work"].to_numpy()
     gamma, delta = (written(v) for v in fit_nonnegative(np.column_stack([np.ones(len(y)), work]), y))
     ttft = held_out(
@@ -175,7 +177,7 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
     several = held.filter(pl.col("decode_us").is_not_null() & pl.col("running_decode").is_not_null())
     after = pl.col("output_tokens") - 1
     parts = several.select(
-        told=gamma + delta * pl.col("work") + after * (alpha + beta * pl.col("running_decode")),
+        predicted=gamma + delta * pl.col("work") + after * (alpha + beta * pl.col("running_decode")),
         took=pl.col("y") + pl.col("decode_us") / 1e3,
     )
     trained = train.select(took=pl.col("y") + pl.col("decode_us") / 1e3).drop_nulls()
@@ -183,7 +185,7 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
         "older form: service of a request, prefill + (out - 1) ITL",
         "ms",
         parts["took"].to_numpy(),
-        parts["told"].to_numpy(),
+        parts["predicted"].to_numpy(),
         trained["took"].to_numpy(),
     )
     return (alpha, beta, gamma, delta), (itl, ttft, whole)

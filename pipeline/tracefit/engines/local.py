@@ -6,18 +6,13 @@ in the order of the tasks, and are the same whatever the number of workers.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections import deque
-from concurrent import futures
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -33,6 +28,8 @@ from tracefit.tables.staging import write_staged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from concurrent.futures import Future, ProcessPoolExecutor
+    from multiprocessing.connection import Connection
 
     from tracefit.otlp.decode import SpanBatch
 
@@ -124,8 +121,11 @@ def run_tasks(tasks: Iterable[Task], *, workers: int) -> Iterator[tuple[Task, De
 
 
 def _result(task: Task, future: Future[Decoded]) -> tuple[Task, Decoded]:
+    from concurrent.futures import wait as wait_for  # noqa: PLC0415
+    from concurrent.futures.process import BrokenProcessPool  # noqa: PLC0415 - one worker needs no pool
+
     # In turns: once polars has its own handler of Ctrl-C, a wait without an end is not interrupted.
-    while not futures.wait([future], timeout=_TURN_S).done:
+    while not wait_for([future], timeout=_TURN_S).done:
         pass
     try:
         return task, future.result()
@@ -139,6 +139,9 @@ def _result(task: Task, future: Future[Decoded]) -> tuple[Task, Decoded]:
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """Make a pool whose processes start anew: a forked one would have the locks of polars' threads, and no threads."""
+    import multiprocessing  # noqa: PLC0415 - as above
+    from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415
+
     context = multiprocessing.get_context("spawn")
     ends, stop = context.Pipe(duplex=False)
     with _worker_surroundings(workers):  # the pool starts a process too, which keeps track of its locks
@@ -190,7 +193,10 @@ def _end_with_parent(ends: Connection) -> None:
 
     Another process may take over the folder.
     """
-    parent = multiprocessing.parent_process()
+    from multiprocessing import parent_process  # noqa: PLC0415
+    from multiprocessing.connection import wait  # noqa: PLC0415
+
+    parent = parent_process()
     assert parent is not None  # noqa: S101 - only workers call this
 
     def watch() -> None:

@@ -1,17 +1,20 @@
-"""The little language in which features are declared: numbers, names, + - * / **, min and max.
+"""The language in which features are declared: numbers, names, + - * / **, min and max.
 
-polars is imported only where a formula is compiled to it: a single row is computed without.
+A formula is text from a file that anyone may have written. Python's own parser reads it, a whitelist of syntax nodes
+turns it into a small tree (`Node`), and only that tree is computed: as a polars expression over a frame (`to_polars`)
+or in plain Python over one row (`evaluate`, which does not import polars).
 
-A formula is text from a file that anyone may have written, so it is parsed here, into a small tree, and only that
-tree is ever computed: as a polars expression over a frame, or in plain Python over one row.
+Both give the same value for every input:
 
-A null operand makes the result null. Division by zero gives 0: the ratios declared this way (a share of a
-step's tokens, a mean over its requests) are of nothing then, and the step itself still counts.
-A result that is not finite is null.
+- a null operand makes the result null;
+- a result that is not finite (overflow, NaN, a power of zero with a negative exponent) is null;
+- division by zero gives 0, as the coefficient file's documentation says: the ratios declared this way (a share of a
+  step's tokens, a mean over its requests) describe nothing then, and the step itself still counts.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from dataclasses import dataclass
@@ -21,22 +24,25 @@ from tracefit.errors import UsageError
 from tracefit.server.documents import excerpt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     import polars as pl
 
-_MAX_CHARS = 400
-_MAX_DEPTH = 40
+MAX_FORMULA_CHARS = 400
 _MAX_EXPONENT = 4.0
-_CALL_DEPTH = 10  # a call doubles the expression it compiles to, so that four of them may be nested
-_NO_ATOMS = frozenset({"+", "-", "*", "/", "**", ")", ","})
-_TOKEN = re.compile(
-    r"\s*(?:(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)|([A-Za-z_]\w*)|(\*\*|[-+*/(),]))", re.ASCII
+_MAX_NESTED_CALLS = 4  # a call doubles the polars expression it compiles to
+
+# Numbers as JSON and every other language have them, ASCII names, operators. Python reads more (0x1f, 1_000, 1j,
+# strings, other scripts): what is not here never gets to its parser.
+_LEXICON = re.compile(
+    r"(?:(?>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])|[A-Za-z_]\w*+|[-+*/(), ])*+", re.ASCII
 )
 _TYPESET = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u2212": "-", "\u00f7": "/"})
 
 Operator = Literal["+", "-", "*", "/", "**"]
 Function = Literal["min", "max"]
+
+_OPERATORS: dict[type[ast.operator], Operator] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,139 +89,97 @@ def parse_formula(text: str, *, where: str) -> Node:
         where: File and feature it stands in, for errors.
 
     Raises:
-        UsageError: Anything but numbers, names, operators, parentheses, `min(…)` and `max(…)`; an exponent that
-            is not a number from -4 to 4, unless a number from 0 to 1 is raised to it; nesting deeper than 40.
+        UsageError: Anything but numbers, names, operators, parentheses, `min(…)` and `max(…)`; an exponent that is
+            not a number from -4 to 4, unless a number from 0 to 1 is raised to it; more than four nested calls.
     """
-    if len(text) > _MAX_CHARS:
-        raise UsageError(f"formula is longer than {_MAX_CHARS} characters", where=where)
-    parser = _Parser(list(_tokens(text.translate(_TYPESET), where=where)), text, where)
-    node = parser.sum(0)
-    if parser.peek() is not None:
-        raise parser.unexpected()
-    return node
+    if len(text) > MAX_FORMULA_CHARS:
+        raise UsageError(f"formula is longer than {MAX_FORMULA_CHARS} characters", where=where)
+    plain = " ".join(text.translate(_TYPESET).split())
+    known = _LEXICON.match(plain)
+    end = known.end() if known else 0
+    try:
+        if end == len(plain):
+            return _node(ast.parse(plain, mode="eval").body, calls=0)
+        problem = f"has {plain[end]!r}, which is not allowed there"
+    except (
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+    ):  # the latter two are how the parser reports deep nesting
+        problem = "cannot be parsed"
+    except ValueError as error:
+        problem = str(error)
+    raise UsageError(
+        f"formula {excerpt(text)!r} {problem}",
+        where=where,
+        hint="a formula has numbers, names, + - * / **, parentheses, min(…) and max(…)",
+    )
 
 
-def _tokens(text: str, *, where: str) -> Iterator[str]:
-    position = 0
-    while text[position:].strip():
-        match = _TOKEN.match(text, position)
-        if match is None:
-            bad = text[position:].strip()[0]
-            raise UsageError(f"formula {excerpt(text)!r} has {bad!r}, which is not allowed", where=where)
-        yield match[0].strip()
-        position = match.end()
+def _node(tree: ast.expr, *, calls: int) -> Node:
+    """Turn a syntax tree into a formula; `calls` is how many min and max it is inside of."""
+    match tree:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return _constant(value)
+        case ast.Name(id=name):
+            return Name(name)
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub()):
+            return _signed(tree, calls=calls)
+        case ast.BinOp(op=ast.Pow(), left=left, right=right):
+            return _power(_node(left, calls=calls), right, calls=calls)
+        case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
+            return Binary(_OPERATORS[type(op)], _node(left, calls=calls), _node(right, calls=calls))
+        case ast.Call(func=ast.Name(id=function), args=[_, *_] as arguments, keywords=[]):
+            return _call(function, arguments, calls=calls + 1)
+        case _:
+            raise ValueError("has more in it than is allowed")
 
 
-@dataclass(slots=True)
-class _Parser:
-    """Recursive descent over sums, products, signs, powers and atoms, in that order of binding."""
+def _call(function: str, arguments: list[ast.expr], *, calls: int) -> Call:
+    if function not in {"min", "max"}:
+        raise ValueError(f"calls {excerpt(function)!r}; only min and max can be called")
+    if calls > _MAX_NESTED_CALLS:
+        raise ValueError(f"nests more than {_MAX_NESTED_CALLS} calls")
+    inner = tuple(_node(argument, calls=calls) for argument in arguments)
+    return Call("min" if function == "min" else "max", inner)
 
-    tokens: list[str]
-    text: str
-    where: str
-    position: int = 0
 
-    def peek(self) -> str | None:
-        return self.tokens[self.position] if self.position < len(self.tokens) else None
+def _constant(value: float) -> Constant:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError("has a number out of range")
+    return Constant(number)
 
-    def take(self) -> str | None:
-        symbol = self.peek()
-        self.position += 1
-        return symbol
 
-    def unexpected(self) -> UsageError:
-        symbol = self.peek()
-        what = "ends too early" if symbol is None else f"has {excerpt(symbol)!r} where it makes no sense"
-        return UsageError(f"formula {excerpt(self.text)!r} {what}", where=self.where)
+def _signed(tree: ast.expr, *, calls: int) -> Node:
+    """Fold a chain of signs into one, in a loop: a chain can be as long as the formula."""
+    negative = False
+    while isinstance(tree, ast.UnaryOp):
+        negative ^= isinstance(tree.op, ast.USub)
+        tree = tree.operand
+    node = _node(tree, calls=calls)
+    return Binary("-", Constant(0.0), node) if negative else node
 
-    def expect(self, symbol: str) -> None:
-        if self.peek() != symbol:
-            raise self.unexpected()
-        self.position += 1
 
-    def sum(self, depth: int) -> Node:
-        if depth > _MAX_DEPTH:
-            raise UsageError(f"formula {excerpt(self.text)!r} is nested too deeply", where=self.where)
-        node = self.product(depth)
-        while (symbol := self.peek()) in {"+", "-"}:
-            self.position += 1
-            node = Binary("+" if symbol == "+" else "-", node, self.product(depth))
-        return node
+def _power(base: Node, exponent: ast.expr, *, calls: int) -> Binary:
+    # A share that decays with a count cannot explode, whatever the count; any other power that is computed can.
+    if isinstance(base, Constant) and base.value <= 1:
+        return Binary("**", base, _node(exponent, calls=calls))
+    return Binary("**", base, _exponent(exponent))
 
-    def product(self, depth: int) -> Node:
-        node = self.signed(depth)
-        while (symbol := self.peek()) in {"*", "/"}:
-            self.position += 1
-            node = Binary("*" if symbol == "*" else "/", node, self.signed(depth))
-        return node
 
-    def signed(self, depth: int) -> Node:
-        sign = 1
-        while self.peek() in {"+", "-"}:
-            sign = -sign if self.take() == "-" else sign
-        node = self.power(depth)
-        return node if sign > 0 else Binary("-", Constant(0.0), node)
-
-    def power(self, depth: int) -> Node:
-        base = self.atom(depth)
-        if self.peek() != "**":
-            return base
-        self.position += 1
-        if isinstance(base, Constant) and base.value <= 1:
-            # A share that decays with a count: it cannot explode for any count there is.
-            return Binary("**", base, self.atom(depth))
-        return Binary("**", base, self.exponent())
-
-    def exponent(self) -> Constant:
-        """Take a plain number: a power that is computed can be made to explode."""
-        sign = -1.0 if self.peek() == "-" else 1.0
-        self.position += self.peek() in {"+", "-"}
-        symbol = self.peek() or ""
-        if not (symbol[:1].isdigit() or symbol.startswith(".")) or float(symbol) > _MAX_EXPONENT:
-            raise UsageError(
-                f"formula {excerpt(self.text)!r} has an exponent that is not a number from -4 to 4",
-                where=self.where,
-            )
-        self.position += 1
-        return Constant(sign * float(symbol))
-
-    def atom(self, depth: int) -> Node:
-        symbol = self.peek()
-        if symbol is None or symbol in _NO_ATOMS:
-            raise self.unexpected()
-        self.position += 1
-        if symbol == "(":
-            node = self.sum(depth + 1)
-            self.expect(")")
-            return node
-        if symbol[0].isdigit() or symbol[0] == ".":
-            return self.number(symbol)
-        if self.peek() != "(":
-            return Name(symbol)
-        return self.call(symbol, depth)
-
-    def number(self, symbol: str) -> Constant:
-        value = float(symbol)
-        if not math.isfinite(value):
-            raise UsageError(f"formula {excerpt(self.text)!r} has a number out of range", where=self.where)
-        return Constant(value)
-
-    def call(self, name: str, depth: int) -> Call:
-        if name not in {"min", "max"}:
-            raise UsageError(
-                f"formula {excerpt(self.text)!r} calls {excerpt(name)!r}; only min and max can be called",
-                where=self.where,
-            )
-        if depth + _CALL_DEPTH > _MAX_DEPTH:
-            raise UsageError(f"formula {excerpt(self.text)!r} nests too many calls", where=self.where)
-        self.expect("(")
-        depth += _CALL_DEPTH
-        arguments = [self.sum(depth)]
-        while self.peek() == ",":
-            self.position += 1
-            arguments.append(self.sum(depth))
-        self.expect(")")
-        return Call("min" if name == "min" else "max", tuple(arguments))
+def _exponent(tree: ast.expr) -> Constant:
+    sign, number = 1.0, tree
+    if isinstance(tree, ast.UnaryOp):
+        sign, number = (-1.0 if isinstance(tree.op, ast.USub) else 1.0), tree.operand
+    if isinstance(number, ast.Constant):
+        node = _node(number, calls=0)
+        if isinstance(node, Constant) and node.value <= _MAX_EXPONENT:
+            return Constant(sign * node.value)
+    raise ValueError("has an exponent that is not a number from -4 to 4")
 
 
 def names_in(node: Node) -> frozenset[str]:
@@ -280,7 +244,7 @@ def _binary(operator: Operator, left: pl.Expr, right: pl.Expr) -> pl.Expr:
 def _extreme(function: Function, parts: list[pl.Expr]) -> pl.Expr:
     import polars as pl
 
-    # The horizontal functions pass over nulls and NaN; a missing operand must not look like a small one.
+    # The horizontal functions skip nulls and NaN; a missing operand must not look like a small one.
     known = pl.all_horizontal(*(part.is_not_null() & part.is_not_nan() for part in parts))
     value = pl.min_horizontal(*parts) if function == "min" else pl.max_horizontal(*parts)
     return pl.when(known).then(value)
@@ -305,8 +269,7 @@ def _value(node: Node, values: Mapping[str, float | None]) -> float | None:
         case Constant(value):
             return value
         case Name(name):
-            given = values[name]
-            return None if given is None else float(given)
+            return _number(values[name])
         case Binary(operator, left, right):
             return _binary_value(operator, _value(left, values), _value(right, values))
         case Call(function, arguments):
@@ -315,6 +278,13 @@ def _value(node: Node, values: Mapping[str, float | None]) -> float | None:
             if len(known) < len(parts):
                 return None
             return min(known) if function == "min" else max(known)
+
+
+def _number(value: float | None) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except OverflowError:  # an int of hundreds of digits
+        return math.inf if value is not None and value > 0 else -math.inf
 
 
 def _binary_value(operator: Operator, left: float | None, right: float | None) -> float | None:
@@ -330,10 +300,10 @@ def _binary_value(operator: Operator, left: float | None, right: float | None) -
         case "/":
             return left / (right or math.inf)
         case "**":
-            return _power(left, right)
+            return _power_value(left, right)
 
 
-def _power(base: float, exponent: float) -> float:
+def _power_value(base: float, exponent: float) -> float:
     """Raise to a power; a result that is not real is NaN, one that is too large is infinite."""
     if base == 0 and exponent < 0:
         return math.inf

@@ -1,5 +1,8 @@
 """What a step would take if hardware ran at its rated speed: roofline terms, in microseconds.
 
+The terms are written once, as formulas over timeline columns with one server's numbers in them (`roofline_formulas`).
+A coefficient file carries these formulas, and `add_roofline` compiles the same ones over a frame.
+
 Each term is the time of one kind of work on one GPU of a tensor-parallel group, true to the model's own
 architecture; a fit finds by how much the real step differs. With T_p, T_d the prefill and decode tokens of a
 step, n_p, n_d its prefill and decode requests, and tp ranks:
@@ -27,20 +30,19 @@ to its k experts and back through memory. All three MoE terms are 0 for a dense 
 `tp_comm_us` = (layers)·2·(T_p + T_d)·hidden·bytes·2(tp - 1)/tp/(link/2): two ring all-reduces per layer, over one direction of the
 link; PCIe 4.0 x16 where the GPU has no link of its own.
 
-Pipeline stages are not told apart: a term is the work of all layers.
+Pipeline stages are not distinguished: a term is the work of all layers.
 
-Null in, null out: a term whose columns are unknown is null, save where a count of 0 makes it 0 anyway.
+A term whose columns are unknown is null. The cached tokens of no request are 0, whether the timeline knows it or not.
 """
 
 from __future__ import annotations
 
-import operator
-from functools import reduce
 from typing import TYPE_CHECKING
 
 import polars as pl
 
 from tracefit.errors import DataError
+from tracefit.features.expressions import parse_formula, to_polars
 from tracefit.server.hardware import Gpu
 from tracefit.server.serving import check_parallelism
 
@@ -92,6 +94,13 @@ UNIT_HARDWARE = Gpu(
 )
 """Hardware on which a microsecond is 10^6 FLOPs, or 10^3 bytes: its times are amounts of work."""
 
+_FILE_DIGITS = 12
+"""Significant digits of numbers in the formulas of a file: three more than its coefficients have."""
+
+_EXACT_DIGITS = 17
+"""Significant digits that name one float and no other: what training computes with."""
+
+_HELPERS = ("prompt_visible_tokens", "decode_visible_tokens")
 _PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions together
 
 
@@ -114,7 +123,26 @@ def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: 
     missing = [name for name in ROOFLINE_COLUMNS if name not in frame.columns]
     if missing:
         raise DataError(f"roofline terms need the columns {', '.join(missing)}", hint="rebuild the timeline")
-    return frame.with_columns(roofline_expressions(arch, gpu, tp=tp))
+    check_parallelism(arch, tp)
+    formulas = roofline_formulas(arch, gpu, tp=tp, digits=_EXACT_DIGITS)
+    columns = frame.select(
+        *(pl.col(name) for name in ROOFLINE_COLUMNS if not name.endswith("context_tokens")),
+        _of_requests("context_tokens", "num_decode_reqs"),
+        _of_requests("prefill_context_tokens", "num_prefill_reqs"),
+    )
+    # Two rounds: the terms are formulas over the helpers.
+    for names in (_HELPERS, tuple(ROOFLINE_TERMS)):
+        columns = columns.with_columns(_compiled(formulas[name], name) for name in names)
+    return frame.with_columns(columns[name] for name in ROOFLINE_TERMS)
+
+
+def _compiled(formula: str, name: str) -> pl.Expr:
+    return to_polars(parse_formula(formula, where=name), {}).alias(name)
+
+
+def _of_requests(tokens: str, requests: str) -> pl.Expr:
+    """Return tokens in the cache of a step's requests: 0 of no request, where only the count is known."""
+    return pl.when(pl.col(requests) == 0).then(0).otherwise(pl.col(tokens)).alias(tokens)
 
 
 def add_work(frame: pl.DataFrame, arch: ModelArchitecture, *, tp: int) -> pl.DataFrame:
@@ -136,98 +164,95 @@ def add_work(frame: pl.DataFrame, arch: ModelArchitecture, *, tp: int) -> pl.Dat
     return frame.with_columns(terms[term].alias(name) for name, term in WORK_TERMS.items())
 
 
-def roofline_expressions(arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> list[pl.Expr]:
-    """Return one named expression over `ROOFLINE_COLUMNS` for each of `ROOFLINE_TERMS`.
+def roofline_formulas(
+    arch: ModelArchitecture, gpu: Gpu, *, tp: int, digits: int = _FILE_DIGITS
+) -> dict[str, str]:
+    """Return `ROOFLINE_TERMS` as formulas over `ROOFLINE_COLUMNS`, and the helpers these are written with.
 
     Args:
-        arch: The model, as served (`serving.as_served`).
+        arch: The model, as served.
         gpu: One of the GPUs it runs on.
         tp: Tensor-parallel ranks.
-
-    Raises:
-        UsageError: The model cannot be divided over `tp` ranks.
+        digits: Significant digits of the numbers in them.
     """
-    check_parallelism(arch, tp)
-    columns = {name: pl.col(name).cast(pl.Float64) for name in ROOFLINE_COLUMNS}
-    prefill, decode = columns["prefill_tokens"], columns["decode_tokens"]
-    prefill_reqs, decode_reqs = columns["num_prefill_reqs"], columns["num_decode_reqs"]
-    tokens = prefill + decode
-    prompt_visible = _mean(columns["prefill_context_tokens"] + prefill / 2, prefill_reqs)
-    context = _mean(columns["context_tokens"], decode_reqs)
-    bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
-    kv_bytes_per_layer = arch.kv_bytes_per_token_per_layer / arch.kv_shards(tp)
-    terms = {
-        "prefill_compute_us": _compute_us(
-            arch, gpu, tp, (prefill, prefill_reqs, prompt_visible), arch.prefill_pair_flops
-        ),
-        "decode_compute_us": _compute_us(
-            arch, gpu, tp, (decode, decode_reqs, context), arch.decode_pair_flops
-        ),
-        "prefill_kv_write_us": prefill * (arch.layers * kv_bytes_per_layer / bytes_per_us),
-        "decode_kv_read_us": _unless_zero(
-            decode_reqs, decode_reqs * _visible(arch, context) * (kv_bytes_per_layer / bytes_per_us)
-        ),
-        "weight_read_us": _unless_zero(tokens, _like(tokens, arch.fixed_weight_bytes / tp / bytes_per_us)),
-        "tp_comm_us": tokens * tp_comm_us_per_token(arch, gpu, tp),
-        "moe_expert_read_us": _experts(arch, tokens)
-        * (arch.moe_layers * arch.expert_bytes / tp / bytes_per_us),
-        "moe_dispatch_us": tokens * (dispatch_bytes_per_token(arch) / bytes_per_us),
-        "layers": pl.lit(arch.layers),
-        "batch_requests": prefill_reqs + decode_reqs,
-        "one": pl.lit(1.0),
-    }
-    return [term.cast(pl.Float64).alias(name) for name, term in terms.items()]
 
+    def number(value: float) -> str:
+        return number_text(value, digits)
 
-def _compute_us(
-    arch: ModelArchitecture, gpu: Gpu, tp: int, work: tuple[pl.Expr, pl.Expr, pl.Expr], pair_flops: int
-) -> pl.Expr:
-    """Compute time of one phase; `work` is its tokens, its requests and the visible tokens of one token."""
-    tokens, requests, visible = work
-    flops_per_us = gpu.compute_tflops_fp16 * 1e6 * tp
-    matrix_flops_per_us = flops_per_us
+    flops = gpu.compute_tflops_fp16 * 1e6 * tp
+    matrix_flops = flops
     if arch.fp8_compute and gpu.compute_tflops_fp8 is not None:
-        matrix_flops_per_us = gpu.compute_tflops_fp8 * 1e6 * tp
-    matrices = tokens * (arch.layer_flops_per_token / matrix_flops_per_us)
-    attention = tokens * _visible(arch, visible) * (pair_flops / flops_per_us)
-    heads = _smaller(requests, tokens) * (arch.head_flops_per_token / flops_per_us)
-    return _unless_zero(tokens, matrices + attention + heads)
+        matrix_flops = gpu.compute_tflops_fp8 * 1e6 * tp
+    matrix, head = arch.layer_flops_per_token / matrix_flops, arch.head_flops_per_token / flops
+    bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
+    kv = arch.kv_bytes_per_token_per_layer / arch.kv_shards(tp) / bytes_per_us
+    expert = arch.moe_layers * arch.expert_bytes / tp / bytes_per_us
+    missed = 1 - arch.experts_per_token / arch.experts if arch.is_moe else 0.0
+    return {
+        "prompt_visible_tokens": "(prefill_context_tokens + prefill_tokens / 2) / num_prefill_reqs",
+        "decode_visible_tokens": "context_tokens / num_decode_reqs",
+        "prefill_compute_us": _compute(
+            "prefill",
+            number(matrix),
+            number(arch.prefill_pair_flops / flops),
+            number(head),
+            _visible(arch, "prompt_visible_tokens"),
+        ),
+        "decode_compute_us": _compute(
+            "decode",
+            number(matrix),
+            number(arch.decode_pair_flops / flops),
+            number(head),
+            _visible(arch, "decode_visible_tokens"),
+        ),
+        "prefill_kv_write_us": f"prefill_tokens * {number(arch.layers * kv)}",
+        "decode_kv_read_us": f"num_decode_reqs * ({_visible(arch, 'decode_visible_tokens')}) * {number(kv)}",
+        "weight_read_us": "min(prefill_tokens + decode_tokens, 1) * "
+        + number(arch.fixed_weight_bytes / tp / bytes_per_us),
+        "tp_comm_us": f"(prefill_tokens + decode_tokens) * {number(tp_comm_us_per_token(arch, gpu, tp))}",
+        "moe_expert_read_us": f"{number(arch.experts * expert)} * "
+        f"(1 - {number(missed)} ** (prefill_tokens + decode_tokens))"
+        if arch.is_moe
+        else "0",
+        "moe_dispatch_us": "(prefill_tokens + decode_tokens) * "
+        + number(dispatch_bytes_per_token(arch) / bytes_per_us),
+        "layers": number(float(arch.layers)),
+        "batch_requests": "num_prefill_reqs + num_decode_reqs",
+        "one": "1",
+    }
 
 
-def _visible(arch: ModelArchitecture, tokens: pl.Expr) -> pl.Expr:
-    """Tokens seen, summed over layers, each no more than its window."""
-    parts = (
-        (tokens if window is None else tokens.clip(upper_bound=float(window))) * count
+def work_formulas(arch: ModelArchitecture, *, tp: int) -> dict[str, str]:
+    """Return `WORK_TERMS` as formulas over `ROOFLINE_COLUMNS`, and the helpers these are written with.
+
+    Args:
+        arch: The model, as served.
+        tp: Tensor-parallel ranks.
+    """
+    terms = roofline_formulas(arch, UNIT_HARDWARE, tp=tp)
+    helpers = {name: terms[name] for name in _HELPERS}
+    return {**helpers, **{name: terms[term] for name, term in WORK_TERMS.items()}}
+
+
+def _compute(phase: str, matrix: str, pair: str, head: str, visible: str) -> str:
+    tokens, requests = f"{phase}_tokens", f"num_{phase}_reqs"
+    matrices = f"{tokens} * {matrix}"
+    attention = f"{tokens} * ({visible}) * {pair}"
+    return f"{matrices} + {attention} + min({requests}, {tokens}) * {head}"
+
+
+def _visible(arch: ModelArchitecture, tokens: str) -> str:
+    """Tokens that one token attends to, summed over layers, each no more than its window."""
+    parts = [
+        f"{count} * {tokens if window is None else f'min({tokens}, {window})'}"
         for window, count in arch.window_groups
-    )
-    return reduce(operator.add, parts)
+    ]
+    return " + ".join(parts)
 
 
-def _mean(total: pl.Expr, count: pl.Expr) -> pl.Expr:
-    """Total per count; 0 of a count of 0, null where either is unknown."""
-    return pl.when(count > 0).then(total / count).when(count <= 0).then(0.0)
-
-
-def _unless_zero(count: pl.Expr, term: pl.Expr) -> pl.Expr:
-    """Return the term, or 0 where there is nothing to do, whatever else is unknown."""
-    return pl.when(count == 0).then(0.0).otherwise(term)
-
-
-def _like(column: pl.Expr, value: float) -> pl.Expr:
-    """Return a constant for every row in which the column is known."""
-    return pl.when(column.is_not_null()).then(pl.lit(value))
-
-
-def _smaller(left: pl.Expr, right: pl.Expr) -> pl.Expr:
-    return pl.when(left <= right).then(left).when(left > right).then(right)
-
-
-def _experts(arch: ModelArchitecture, tokens: pl.Expr) -> pl.Expr:
-    """Distinct experts expected in one MoE layer, as `ModelArchitecture.expected_experts`."""
-    if not arch.is_moe:
-        return tokens * 0.0
-    missed = 1 - arch.experts_per_token / arch.experts
-    return arch.experts * (1 - pl.lit(missed).pow(tokens))
+def number_text(value: float, digits: int = _FILE_DIGITS) -> str:
+    """Return a number as formulas have it."""
+    return f"{value:.{digits}g}"
 
 
 def dispatch_bytes_per_token(arch: ModelArchitecture) -> float:

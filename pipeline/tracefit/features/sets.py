@@ -7,44 +7,60 @@ sets are below; a user's own comes from a file with the same fields and is compi
 from __future__ import annotations
 
 import difflib
-import math
 import re
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from tracefit.errors import UsageError, did_you_mean
-from tracefit.features.expressions import Name, Node, evaluate, names_in, parse_formula, to_polars
+from tracefit.features.expressions import MAX_FORMULA_CHARS, Name, Node, names_in, parse_formula, to_polars
 from tracefit.features.roofline import ROOFLINE_TERMS
 from tracefit.server.documents import (
-    Document,
-    checked_text,
+    FiniteNumber,
+    Text,
     excerpt,
-    kind_of,
     parse_json_object,
     parse_yaml_object,
+    printable_text,
     read_bytes,
+    validated,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     import polars as pl
 
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,79}", re.ASCII)
-_MAX_FEATURES = 200
-_MAX_UNIT_CHARS = 40
-_MAX_REASON_CHARS = 400
-_MAX_FORMULA_CHARS = 400
 _SUGGESTIONS = 3
 Sign = Literal["non_negative"]
 
 _RATIO = "efficiency_ratio"
 _RATIO_DIGITS = 6
-_MAX_RATIOS = 50
 
 _DIMENSIONLESS = frozenset({"1", "ratio", "flag"})
+
+
+def _is_identifier(text: str) -> str:
+    if not _IDENTIFIER.fullmatch(text):
+        raise ValueError(f"{excerpt(text)!r} is not a plain identifier: at most 80 letters, digits and _")
+    return text
+
+
+def _is_formula(text: str) -> str:
+    try:
+        parse_formula(text, where="")
+    except UsageError as error:
+        raise ValueError(error.what.removeprefix("formula ")) from None
+    return text
+
+
+def _number_as_text(value: object) -> object:
+    """Take the unit 1 and the formula 1, which are numbers to YAML, as text."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +76,19 @@ class Feature:
             says nothing.
     """
 
-    name: str
-    unit: str
-    formula: str
-    reason: str = ""
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Annotated[Text, AfterValidator(_is_identifier)]
+    unit: Annotated[Text, StringConstraints(max_length=40), BeforeValidator(_number_as_text)]
+    formula: Annotated[
+        Text,
+        StringConstraints(max_length=MAX_FORMULA_CHARS),
+        AfterValidator(_is_formula),
+        BeforeValidator(_number_as_text),
+    ]
+    reason: Annotated[str, StringConstraints(strict=True, max_length=400), AfterValidator(printable_text)] = (
+        ""
+    )
     sign: Sign | None = None
 
     @property
@@ -79,9 +104,17 @@ class Feature:
         return "us" if self.unit in _DIMENSIONLESS else f"us/{self.unit}"
 
 
+def _named_once(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
+    names = [feature.name for feature in features]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"have the feature {twice} twice")
+    return features
+
+
 @dataclass(frozen=True, slots=True)
 class FeatureSet:
-    """Features in order of preference: one that others before it already tell is the one to leave out.
+    """Features in order of preference: of two that carry the same information the later one is left out.
 
     Attributes:
         name: Its name.
@@ -89,9 +122,11 @@ class FeatureSet:
         ratios: What `efficiency_ratio` in its formulas may be: training chooses, and the number takes the name's place.
     """
 
-    name: str
-    features: tuple[Feature, ...]
-    ratios: tuple[float, ...] = ()
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Annotated[Text, StringConstraints(max_length=80)]
+    features: Annotated[tuple[Feature, ...], Field(min_length=1, max_length=200), AfterValidator(_named_once)]
+    ratios: Annotated[tuple[Annotated[FiniteNumber, Field(gt=0)], ...], Field(max_length=50)] = ()
 
     def at(self, ratio: float) -> FeatureSet:
         """Return the set with a number for `efficiency_ratio`."""
@@ -120,9 +155,15 @@ def add_features(
         constants: What is the same for every row, by name; null where not known.
 
     Raises:
-        UsageError: A formula needs a name that is neither a column nor a constant, or a feature has the name of a column
-            that it is not.
+        UsageError: A formula needs a name that is neither a column nor a constant, or a column that is not of numbers,
+            or a feature has the name of a column that it is not.
     """
+    for feature in features.features:
+        where = _where(feature, features)
+        for name in sorted(names_in(_parsed(feature.formula, where)) & set(frame.columns)):
+            kind = frame.schema[name]
+            if not (kind.is_numeric() or str(kind) in {"Boolean", "Null"}):
+                raise UsageError(f"{name} is a column of {kind}, not of numbers", where=where)
     return frame.with_columns(compile_set(features, constants, columns=frame.columns))
 
 
@@ -143,7 +184,7 @@ def compile_set(
     known = {*columns, *fixed}
     compiled = []
     for feature in features.features:
-        where = f"feature {feature.name} of set {features.name}"
+        where = _where(feature, features)
         node = _parsed(feature.formula, where)
         _check_names(node, known, where=where)
         if feature.name in columns and node != Name(feature.name):
@@ -154,23 +195,8 @@ def compile_set(
     return compiled
 
 
-def feature_values(features: FeatureSet, values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Compute a set for one row, in plain Python; agrees with `add_features`.
-
-    Args:
-        features: The set.
-        values: The row's columns and constants by name; None is null.
-
-    Raises:
-        UsageError: A formula needs a name that is not in `values`.
-    """
-    result = {}
-    for feature in features.features:
-        where = f"feature {feature.name} of set {features.name}"
-        node = _parsed(feature.formula, where)
-        _check_names(node, values.keys(), where=where)
-        result[feature.name] = evaluate(node, values)
-    return result
+def _where(feature: Feature, features: FeatureSet) -> str:
+    return f"feature {feature.name} of set {features.name}"
 
 
 @lru_cache(maxsize=1024)
@@ -234,76 +260,10 @@ def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False
         UsageError: A field is missing, unknown, or not what it should be; a name comes twice; a formula is wrong.
     """
     read = parse_json_object if is_json else parse_yaml_object
-    document = read(content, where=where)
-    _only(document, {"name", "features", "ratios"}, where=where)
-    listed = document.get("features")
-    if not isinstance(listed, list) or not 1 <= len(listed) <= _MAX_FEATURES:
-        raise UsageError(f"features must be a list of 1 to {_MAX_FEATURES} features", where=where)
-    features = tuple(
-        _feature(item, where=f"{where}, feature {index}") for index, item in enumerate(listed, 1)
-    )
-    names = [feature.name for feature in features]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(f"has feature {twice} twice", where=where)
-    name = document.get("name", "custom")
-    return FeatureSet(
-        checked_text(name, key="name", where=where, most_chars=80), features, _ratios(document, where=where)
-    )
+    return validated(_SHAPE, {"name": "custom", **read(content, where=where)}, where=where)
 
 
-def _ratios(document: Document, *, where: str) -> tuple[float, ...]:
-    """Read the values to try for a ratio.
-
-    Raises:
-        UsageError: They are no list of positive numbers, or too many.
-    """
-    listed = document.get("ratios", [])
-    if not isinstance(listed, list) or len(listed) > _MAX_RATIOS:
-        raise UsageError(f"ratios must be a list of at most {_MAX_RATIOS} numbers", where=where)
-    numbers = [float(one) for one in listed if isinstance(one, int | float) and not isinstance(one, bool)]
-    if len(numbers) < len(listed) or not all(0 < one < math.inf for one in numbers):
-        raise UsageError("ratios must be numbers above 0", where=where)
-    return tuple(numbers)
-
-
-def _feature(item: object, *, where: str) -> Feature:
-    if not isinstance(item, Mapping):
-        raise UsageError(f"is {kind_of(item)}, not an object with name, unit and formula", where=where)
-    _only(item, {"name", "unit", "formula", "reason", "sign"}, where=where)
-    name = _text(item, "name", where=where, most_chars=80)
-    if not _IDENTIFIER.fullmatch(name):
-        raise UsageError(
-            f"name {excerpt(name)!r} is no plain identifier",
-            where=where,
-            hint="letters, digits and _, a letter first",
-        )
-    formula = _text(item, "formula", where=where, most_chars=_MAX_FORMULA_CHARS)
-    parse_formula(formula, where=where)
-    unit = _text(item, "unit", where=where, most_chars=_MAX_UNIT_CHARS)
-    reason = _text(item, "reason", where=where, most_chars=_MAX_REASON_CHARS) if item.get("reason") else ""
-    sign = item.get("sign")
-    if sign not in (None, "non_negative"):
-        raise UsageError(f"sign {excerpt(str(sign))!r} is not known", where=where, hint="known: non_negative")
-    return Feature(name, unit, formula, reason, "non_negative" if sign else None)
-
-
-def _text(item: Mapping[object, object], key: str, *, where: str, most_chars: int) -> str:
-    value = item.get(key)
-    if value is None:
-        raise UsageError(f"{key} is missing", where=where)
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)  # the unit 1 and the formula 1 are numbers to YAML
-    return checked_text(value, key=key, where=where, most_chars=most_chars)
-
-
-def _only(document: Document | Mapping[object, object], keys: set[str], *, where: str) -> None:
-    for key in document:
-        if key not in keys:
-            raise UsageError(
-                f"{excerpt(key)!r} is no key here", where=where, hint=f"keys: {', '.join(sorted(keys))}"
-            )
-
+_SHAPE = TypeAdapter(FeatureSet)
 
 # -- built-in sets ---------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from tracefit.tables.keys import ENGINE, SERVER
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tracefit.features.targets import Target
     from tracefit.server.context import RunContext
 
 
@@ -128,7 +129,7 @@ def beta_rows(
         source: `clock` for cycle times, `duration` for `step.duration_us` as it is.
 
     Returns:
-        Columns of the engine, step_id, ts_ns, source, interval_steps, cycle_sd_us, y (us), excluded_because,
+        Columns of the engine, step_id, ts_ns, source, interval_steps, cycle_sd_us, y (us), excluded_reason,
         preemption_heavy, has_prefill, and the features.
     """
     if source == "duration":
@@ -171,7 +172,7 @@ def _duration_rows(rows: pl.DataFrame, features: FeatureSet) -> pl.DataFrame:
 
 def _with_reason(rows: pl.DataFrame, idle: pl.Expr) -> pl.DataFrame:
     because = pl.when(idle.fill_null(value=False)).then(pl.lit("idle_gap"))
-    return rows.with_columns(excluded_because=because).sort(*ENGINE, "step_id")
+    return rows.with_columns(excluded_reason=because).sort(*ENGINE, "step_id")
 
 
 def _mean_of_all(column: pl.Expr) -> pl.Expr:
@@ -229,41 +230,33 @@ WORKLOAD_COLUMNS = (
 )
 """What alpha training frames say of every request's load, whether a model uses it or not."""
 
-ALPHA_TARGETS = {
-    "queue_wait": ("queue_wait_us", "queued_ns", "queued_step"),
-    "admission": ("admission_us", "arrival_ns", "queued_step"),
-    "departure": ("departure_us", "finished_ns", "finished_step"),
-}
-"""Target to its duration, the event its interval begins with, and the step counter then."""
-
 
 def alpha_rows(
-    requests: pl.DataFrame, timeline: pl.DataFrame, queue: pl.DataFrame | None, target: str
+    requests: pl.DataFrame, timeline: pl.DataFrame, queue: pl.DataFrame | None, target: Target
 ) -> pl.DataFrame:
-    """One row per request whose `target` is known: `y` in us, and the state when its interval began.
+    """One row per request whose target is known: `y` in us, and the engine's state when its interval began.
 
-    The state of a queue wait is exact where `queue` has it. That of a departure is the batch of the step the request
-    finished in. Otherwise it is that of the latest step with a known start and batch, with its age (`state_age_us`).
+    `target.state` says which state: `queue` is exact where `queue` has it, `own_step` is the batch of the step that the
+    event happened in. Otherwise it is that of the latest step with a known start and batch, `state_age_us` before.
 
     Args:
         requests: The `requests` table.
         timeline: The `timeline` table; may be empty.
         queue: `queue_state`, null where the journeys are not complete.
-        target: queue_wait, admission or departure.
+        target: What is measured.
     """
-    duration, begin, step = ALPHA_TARGETS[target]
     finishing = pl.len().over([*ENGINE, "finished_step"])
     rows = requests.with_columns(
-        target=pl.lit(target),
-        y=pl.col(duration),
-        ts_ns=pl.col(begin),
-        at_step=pl.col(step),
+        target=pl.lit(target.name),
+        y=pl.col(target.column),
+        ts_ns=pl.col(target.begins),
+        at_step=pl.col(target.step),
         finishing_reqs=pl.when(pl.col("finished_step").is_not_null()).then(finishing),
     ).filter(pl.col("y").is_not_null() & pl.col("ts_ns").is_not_null())
     rows = _with_workload(rows).with_columns(
-        excluded_because=pl.lit(None, pl.String), request_id=pl.coalesce("core_request_id", "request_id")
+        excluded_reason=pl.lit(None, pl.String), request_id=pl.coalesce("core_request_id", "request_id")
     )
-    if target == "departure":
+    if target.state == "own_step":
         rows = rows.join(
             _states(timeline), left_on=[*ENGINE, "at_step"], right_on=[*ENGINE, "step_id"], how="left"
         )
@@ -274,7 +267,7 @@ def alpha_rows(
     )
     rows = rows.with_columns(state_age_us=(pl.col("ts_ns") - pl.col("state_ns")) / 1e3)
     rows = _with_next_start(rows, latest)
-    return _with_queue(rows, queue) if target == "queue_wait" else rows
+    return _with_queue(rows, queue) if target.state == "queue" else rows
 
 
 ARRIVAL_WINDOW_S = 10.0

@@ -10,20 +10,23 @@ from threadpoolctl import threadpool_limits
 
 from tracefit.features import training
 from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
+from tracefit.features.targets import CYCLE_TIME
 from tracefit.fit import splits
+from tracefit.fit.beta import beta_options
 from tracefit.fit.boundary import fit_boundary
-from tracefit.fit.inputs import NON_NEGATIVE
-from tracefit.fit.results import AcrossResult, LeftOutErrors, LeftOutKind, LinearFit, TooFewRows
-from tracefit.fit.scope import STEP_TIMES, beta_options, columns_of
+from tracefit.fit.fitted import LinearFit, TooFewRows
+from tracefit.fit.linear import NON_NEGATIVE, columns_of
+from tracefit.fit.results import AcrossResult, LeftOutErrors, LeftOutKind
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_linear, fit_regimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.inputs import ScopeOptions
     from tracefit.fit.linear import FeatureColumn
-    from tracefit.fit.results import FittedModel, FittedScope, Validation
+    from tracefit.fit.results import Validation
 
 _ONE_SCOPE = "the others are one scope, which cannot tell reading the weights from a constant; trace two models or sizes"
 
@@ -97,10 +100,10 @@ def _validation(scope: FittedScope, model: FittedModel, fitted: LinearFit) -> Va
 
 def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
     """Hold out all rows that `left_out` tells, whatever their training part lost; others keep their training part."""
-    always = pl.when(pl.col("excluded_because").is_in(splits.ALWAYS)).then("excluded_because")
+    always = pl.when(pl.col("excluded_reason").is_in(splits.ALWAYS)).then("excluded_reason")
     return rows.filter(left_out | (pl.col("split") == "train")).with_columns(
         split=pl.when(left_out).then(pl.lit("holdout")).otherwise(pl.lit("train")),
-        excluded_because=pl.when(left_out).then(always).otherwise("excluded_because"),
+        excluded_reason=pl.when(left_out).then(always).otherwise("excluded_reason"),
     )
 
 
@@ -116,7 +119,7 @@ def _pooled_frames(scopes: Sequence[FittedScope]) -> tuple[list[_Pooled], list[s
     frames, notes = [], []
     for scope in scopes:
         context = scope.scope.context
-        if scope.choice is None or not any(m.name == STEP_TIMES for m in scope.models):
+        if scope.choice is None or not any(m.name == CYCLE_TIME.model for m in scope.models):
             continue
         if context.architecture is None or context.gpu is None:
             lacking = "config.json" if context.architecture is None else "GPU"
@@ -157,7 +160,7 @@ def _leave_groups(
             notes.append(f"{title}, {name}: {_ONE_SCOPE}")
         found.append(
             LeftOutErrors(
-                kind, name, STEP_TIMES, None, POOLED.name, others, fitted.rows_used, fitted.validation
+                kind, name, CYCLE_TIME.model, None, POOLED.name, others, fitted.rows_used, fitted.validation
             )
         )
     return found, notes

@@ -7,19 +7,20 @@ they arrive. The API work is what is fitted, on requests with few in front of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
+from tracefit.fit.arrays import Vector
 from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.fitted import FittedBoundary
 from tracefit.fit.linear import predict_regimes
-from tracefit.fit.metrics import Vector, coverage_pct, measure, prediction_interval, skill
-from tracefit.fit.results import Burst, Metrics, PredictionInterval, Validation
+from tracefit.fit.metrics import coverage_pct, measure, prediction_interval, skill
+from tracefit.fit.results import Burst, Metrics, PredictionInterval
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted
 from tracefit.fit.step_clock import (
-    Flags,
     StepClock,
     boundary_of,
     interpolated_clock,
@@ -31,9 +32,8 @@ from tracefit.fit.validate import WITHIN_PCT, reference
 from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
-    from tracefit.fit.estimators import NDArrayInt
-    from tracefit.fit.metrics import Vector
-    from tracefit.fit.results import LinearFit
+    from tracefit.fit.arrays import Flags, Integers, Vector
+    from tracefit.fit.fitted import LinearFit
 
 REQUESTS_AHEAD = 5.0
 """A request is part of a burst when the API process has work of five requests or more to do before its own."""
@@ -126,57 +126,21 @@ PLATEAU = 0.002
 """Amounts of work whose share of right boundaries is this close to the best are as good as it."""
 
 
-@dataclass(frozen=True, slots=True)
-class FittedBoundary:
-    """API work in us (constant and per prompt token), the stamp's offset from the boundary, and how well it does.
+def expected_admission(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
+    """Return the expected admission of requests of which nothing else is known, in us, clipped at 0; shape (n,)."""
+    return np.asarray(np.maximum(_work_us(fitted, prompt_tokens) + fitted.expected_wait_us, 0.0))
 
-    Attributes:
-        work_us: Constant API work.
-        work_us_per_prompt_token: API work per prompt token; 0 where the data cannot tell.
-        offset_us: QUEUED less the step start it comes before.
-        residual_us: What is left of a step in progress at any time of it, on the average: E[c^2] / (2 E[c]) of cycles c.
-        busy_share: Share of the time in which a step is in progress.
-        boundary_accuracy_pct: Held-out requests in a known step that get the right boundary, in percent.
-        boundary_accuracy_without_work_pct: The same with zero API work.
-        rows_with_clock: Held-out requests whose boundary the step clock knows.
-        without_clock: The linear model for consumers without a step clock, and its own validation.
+
+def predict_admission(fitted: FittedBoundary, rows: pl.DataFrame, timeline: pl.DataFrame) -> Vector:
+    """Predict the admission rows of requests by the step clock, without it where the clock has gaps; us, shape (n,).
+
+    Args:
+        fitted: The model.
+        rows: All rows of their servers: how long a request waits for the API process depends on those before it.
+        timeline: The `timeline` table.
     """
-
-    work_us: float
-    work_us_per_prompt_token: float
-    offset_us: float
-    residual_us: float
-    busy_share: float
-    boundary_accuracy_pct: float | None
-    boundary_accuracy_without_work_pct: float | None
-    rows_with_clock: int
-    without_clock: LinearFit
-    validation: Validation
-    """Errors with the clock; `by` holds those without it."""
-    prediction_interval: PredictionInterval
-    """Prediction interval with the clock, told by the training rows: three numbers do not fit themselves to their noise."""
-
-    bursts: tuple[Burst, ...]
-    """Stretches in which requests queue in front of the API process: outside the range of what was fitted."""
-
-    @property
-    def expected_wait_us(self) -> float:
-        """Mean time from the end of the API work to QUEUED: nothing while the engine is idle."""
-        return self.busy_share * (self.residual_us + self.offset_us)
-
-    def expected(self, prompt_tokens: pl.Series) -> Vector:
-        """Return the expected admission of requests of which nothing else is known, clipped at 0; shape (n,)."""
-        return np.asarray(np.maximum(_work_us(self, prompt_tokens) + self.expected_wait_us, 0.0))
-
-    def predict(self, rows: pl.DataFrame, timeline: pl.DataFrame) -> Vector:
-        """Predict the admission rows of requests by the step clock, without it where it does not tell; shape (n,).
-
-        Args:
-            rows: All of their servers: who waits for the API process follows from who came before.
-            timeline: The `timeline` table.
-        """
-        clocks = step_clock(timeline), interpolated_clock(timeline)
-        return _predict(self, _with_done(self, rows), *clocks)
+    clocks = step_clock(timeline), interpolated_clock(timeline)
+    return _predict(fitted, _with_done(fitted, rows), *clocks)
 
 
 def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | None:
@@ -238,7 +202,7 @@ def _constants(
 
 
 def _right_shares(
-    train: pl.DataFrame, clock: StepClock, truth: NDArrayInt, slope: Vector, grid: Vector
+    train: pl.DataFrame, clock: StepClock, truth: Integers, slope: Vector, grid: Vector
 ) -> Vector:
     """Return the share of requests of known boundary that each constant of the API work finds it for; shape of `grid`.
 
@@ -301,7 +265,7 @@ def _work_of_idle(train: pl.DataFrame, clock: StepClock) -> tuple[float, float |
     return (slope, line.intercept_) if slope > sure else (0.0, flat)
 
 
-def _offset(train: pl.DataFrame, clock: StepClock, truth: NDArrayInt, known: Flags) -> float:
+def _offset(train: pl.DataFrame, clock: StepClock, truth: Integers, known: Flags) -> float:
     queued = train["ts_ns"].to_numpy()[known] + train["y"].to_numpy()[known] * 1e3
     return float(np.median(queued - clock.starts[truth[known]])) / 1e3
 
@@ -367,7 +331,7 @@ def _validated(
     measured = measure(y, told)
     by: dict[str, Metrics] = {
         "without_clock": linear.validation.holdout,
-        "expectation": measure(y, fitted.expected(held["prompt_tokens"])),
+        "expectation": measure(y, expected_admission(fitted, held["prompt_tokens"])),
     }
     idle = meets_idle(held, clock, held["done_us"].to_numpy())
     if idle.any():

@@ -13,8 +13,9 @@ import polars as pl
 from tracefit.fit import splits
 from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.extrapolation import LOAD, error_beyond
+from tracefit.fit.fitted import LinearFit
 from tracefit.fit.linear import matrix
-from tracefit.fit.results import Candidate, LinearFit
+from tracefit.fit.results import Candidate
 from tracefit.fit.select import CANDIDATES, FOLDS, choose_penalty
 from tracefit.fit.train import fit_regimes, training_design
 
@@ -29,7 +30,7 @@ TIE = 0.02
 
 SET_RULE = (
     "smallest geometric mean of the error inside the training load (blocks of time left out in turn) and the error beyond "
-    "it (fitted on the lower half of the load, judged on the upper half); within 2 % of it the fewest features"
+    "it (fitted on the lower half of the load, evaluated on the upper half); within 2 % of it the fewest features"
 )
 
 

@@ -16,7 +16,7 @@ from tracefit.tables.keys import ENGINE, SERVER
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tracefit.fit.metrics import Vector
+    from tracefit.fit.arrays import Vector
 
 REQUEST = [*ENGINE, "trace_id", "core_request_id"]
 
@@ -39,7 +39,7 @@ def teacher_forced(
         lags: (run_id, server) to steps that scheduling runs ahead of execution.
 
     Returns:
-        `requests` with forced_wait_us (queue), forced_prefill_us and forced_decode_us (without the waits after a
+        `requests` with forced_queue_wait_us (queue), forced_prefill_us and forced_decode_us (without the waits after a
         preemption), forced_requeue_before_us and forced_requeue_after_us (the first token); null where a step is not
         known.
     """
@@ -62,7 +62,7 @@ def teacher_forced(
     }
     return rows.select(
         *requests.columns,
-        forced_wait_us=(pl.col("begin_start_ns") - pl.col("queued_ns")) / 1e3,
+        forced_queue_wait_us=(pl.col("begin_start_ns") - pl.col("queued_ns")) / 1e3,
         forced_prefill_us=prefill - requeue["skipped_before_us"],
         forced_decode_us=decode - requeue["skipped_after_us"],
         forced_requeue_before_us=requeue["requeue_before_us"],
@@ -155,8 +155,6 @@ class Averages:
         decode_us: Predicted time of a step, mean over the decoding requests of the steps.
         requeue_per_token_us: Wait after preemptions, per output token after the first.
         requeue_before_us: Wait after preemptions before the first token, per request.
-        wait_us: Predicted queue wait.
-        departure_us: Predicted departure overhead.
         hit_ratio: Share of the prompt tokens found in the prefix cache; 0 where nobody knows.
         prompt_step: One row: the columns of the timeline, mean over the requests whose prompts steps carried.
         other_prompts: Prompt tokens of the others in such a step.
@@ -165,23 +163,17 @@ class Averages:
     decode_us: float | None
     requeue_per_token_us: float
     requeue_before_us: float
-    wait_us: float | None
-    departure_us: float | None
     hit_ratio: float
     prompt_step: pl.DataFrame | None
     other_prompts: float
 
 
-def averages_of(
-    steps: pl.DataFrame, requests: pl.DataFrame, *, wait_us: float | None, departure_us: float | None
-) -> Averages:
+def averages_of(steps: pl.DataFrame, requests: pl.DataFrame) -> Averages:
     """Average the training part.
 
     Args:
         steps: Its steps: the columns of the timeline and predicted_us.
         requests: Its requests, teacher-forced.
-        wait_us: Mean predicted queue wait.
-        departure_us: Mean predicted departure overhead.
     """
     decoding = steps.filter(pl.col("predicted_us").is_not_null() & (pl.col("num_decode_reqs") > 0))
     weight = pl.col("num_decode_reqs")
@@ -201,8 +193,6 @@ def averages_of(
         else None,
         requeue_per_token_us=float(after) / tokens if tokens else 0.0,
         requeue_before_us=_number(requests["forced_requeue_before_us"].mean()) or 0.0,
-        wait_us=wait_us,
-        departure_us=departure_us,
         hit_ratio=float(found[0]) / float(found[1]) if found[1] else 0.0,
         prompt_step=_mean_step(prompts) if prompts.height else None,
         other_prompts=float(prompts.select((others * share).sum()).item() or 0.0),
@@ -214,7 +204,7 @@ def averages_only(
     averages: Averages,
     step_time: Callable[[pl.DataFrame], Vector],
     *,
-    admission_us: pl.Series | None,
+    overheads_us: Mapping[str, pl.Series | float | None],
     token_budget: int | None,
     lag_steps: int,
 ) -> pl.DataFrame:
@@ -227,12 +217,12 @@ def averages_only(
         requests: Rows with prompt_tokens.
         averages: Of the training part.
         step_time: Timeline rows to predicted step times in us.
-        admission_us: Expected admission of each request, null where no model tells.
+        overheads_us: Target of requests to its expected duration: of each request, or the same for all; null without a model.
         token_budget: max_num_batched_tokens, null where not known.
         lag_steps: Steps that scheduling runs ahead of execution.
 
     Returns:
-        `requests` with mean_admission_us, mean_wait_us, mean_prefill_us, mean_itl_us, mean_departure_us.
+        `requests` with mean_prefill_us, mean_itl_us, and mean_<name>_us of every target.
     """
     itl = None if averages.decode_us is None else averages.decode_us + averages.requeue_per_token_us
     prefill = pl.Series([None] * requests.height, dtype=pl.Float64)
@@ -240,12 +230,14 @@ def averages_only(
         extra = averages.requeue_before_us + lag_steps * (averages.decode_us or 0.0)
         prefill = _prompt_us(requests, averages, averages.prompt_step, step_time, token_budget) + extra
     return requests.with_columns(
-        mean_admission_us=pl.lit(None, pl.Float64) if admission_us is None else admission_us,
-        mean_wait_us=pl.lit(averages.wait_us, pl.Float64),
+        *(_column(us).alias(f"mean_{name}_us") for name, us in overheads_us.items()),
         mean_prefill_us=prefill,
         mean_itl_us=pl.lit(itl, pl.Float64),
-        mean_departure_us=pl.lit(averages.departure_us, pl.Float64),
     )
+
+
+def _column(value: pl.Series | float | None) -> pl.Expr:
+    return pl.lit(value) if isinstance(value, pl.Series) else pl.lit(value, pl.Float64)
 
 
 def _prompt_us(

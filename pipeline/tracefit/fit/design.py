@@ -15,8 +15,7 @@ from tracefit.statistics import robust_sd
 from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
-    from tracefit.fit.estimators import NDArrayInt
-    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.arrays import Integers, Matrix, Vector
     from tracefit.fit.results import FeatureLeftOut
 
 BLOCK_ROWS = 10
@@ -39,16 +38,16 @@ class Design:
     y: Vector
     weights: Vector
     counts: Vector
-    run: NDArrayInt
-    time: NDArrayInt
+    run: Integers
+    time: Integers
 
-    def blocks(self) -> NDArrayInt:
+    def blocks(self) -> Integers:
         """Blocks of time for intervals, numbered over all runs; shape (n,)."""
         rows = len(self.y) // (int(self.run.max()) + 1)
         count = min(max(rows // BLOCK_ROWS, FEWEST_BLOCKS), MOST_BLOCKS)
         return time_blocks(self.run, self.time, count) + self.run * count
 
-    def folds(self, count: int) -> NDArrayInt:
+    def folds(self, count: int) -> Integers:
         """Folds for cross-validation: contiguous in every run's time; shape (n,)."""
         return time_blocks(self.run, self.time, count)
 

@@ -24,12 +24,12 @@ from tracefit.fit.validate import reference
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tracefit.fit.arrays import Flags, Matrix, Vector
     from tracefit.fit.design import Design
-    from tracefit.fit.inputs import FitOptions, Signs
-    from tracefit.fit.linear import FeatureColumn, FittedTerm
-    from tracefit.fit.metrics import Matrix, Vector
-    from tracefit.fit.results import LinearFit
-    from tracefit.fit.solvers import Flags, Penalty
+    from tracefit.fit.fitted import LinearFit
+    from tracefit.fit.inputs import FitOptions
+    from tracefit.fit.linear import FeatureColumn, FittedTerm, Signs
+    from tracefit.fit.solvers import Penalty
 
 LOAD = "load"
 RUNNING_TOKENS, BATCH_REQUESTS = "running_tokens", "batch_requests"
@@ -54,7 +54,7 @@ def with_load(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
     Args:
         rows: Training rows of step times with the columns of `LOAD_FEATURES`.
     """
-    counted = rows.filter(pl.col("excluded_because").is_null())
+    counted = rows.filter(pl.col("excluded_reason").is_null())
     tokens, requests = (f.name for f in LOAD_FEATURES)
     share = counted[tokens].null_count() / max(counted.height, 1)
     known = share <= MAX_UNKNOWN_SHARE
@@ -124,8 +124,8 @@ def load_extrapolation(
         load: What load is measured by.
         options: How it was fitted.
     """
-    rows = fitted.rows.filter(~pl.col("excluded_because").is_in(splits.ALWAYS).fill_null(value=False))
-    kept = rows.filter(pl.col("excluded_because").is_null() | (pl.col("split") == "holdout"))
+    rows = fitted.rows.filter(~pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False))
+    kept = rows.filter(pl.col("excluded_reason").is_null() | (pl.col("split") == "holdout"))
     cut = load_cut(kept[LOAD].to_numpy())
     if cut is None:
         return None

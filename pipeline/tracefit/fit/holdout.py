@@ -22,10 +22,9 @@ from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted
 from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
-    from tracefit.fit.estimators import NDArrayInt
+    from tracefit.fit.arrays import Integers, Vector
+    from tracefit.fit.fitted import LinearFit
     from tracefit.fit.linear import FittedRegime
-    from tracefit.fit.metrics import Vector
-    from tracefit.fit.results import LinearFit
 
 FEWEST_BLOCKS = 10
 """Fewer tell no variance: where the hold-out is too short for them, its blocks are shorter than the rule says."""
@@ -38,7 +37,7 @@ RESAMPLES = 2_000
 _TENTHS = 10
 
 
-def summed_time(predicted_us: Vector, actual_us: Vector, blocks: NDArrayInt) -> SummedTime | None:
+def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> SummedTime | None:
     """Sum step times and bootstrap the bias of the sum by blocks of time; null of no time.
 
     Steps that follow each other share the machine's mood, so that whole blocks are drawn, with replacement, 2,000
@@ -158,9 +157,9 @@ def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
         fitted: The model.
     """
     held = counted(fitted.rows, "holdout")
-    speaker = active_regime(fitted.regimes, held)
+    active = active_regime(fitted.regimes, held)
     return tuple(
-        _refitted(part, held.filter(pl.Series(speaker == index))) for index, part in enumerate(fitted.regimes)
+        _refitted(part, held.filter(pl.Series(active == index))) for index, part in enumerate(fitted.regimes)
     )
 
 

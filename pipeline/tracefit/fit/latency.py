@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 
-from tracefit.features import training
+from tracefit.features import targets, training
 from tracefit.features.sets import add_features
+from tracefit.fit.boundary import expected_admission, predict_admission
 from tracefit.fit.composition import REQUEST, averages_of, averages_only, teacher_forced
 from tracefit.fit.holdout import refit_on_holdout
 from tracefit.fit.linear import predict_regimes
-from tracefit.fit.metrics import Vector, distribution, measure
+from tracefit.fit.metrics import distribution, measure
 from tracefit.fit.phases import phases_of_servers
-from tracefit.fit.results import (
-    NO_ROWS,
-    ComposedLatencies,
-    Latency,
-    LatencyErrors,
-    Metrics,
-    PhaseErrors,
-)
+from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
 from tracefit.fit.splits import counted
 from tracefit.tables.keys import ENGINE, SERVER
 
@@ -30,10 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.features.sets import FeatureSet
+    from tracefit.fit.arrays import Vector
+    from tracefit.fit.fitted import FittedModel, LinearFit
     from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.phases import ServerPhases
-    from tracefit.fit.results import FittedModel, LinearFit
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 CUT_OFF = ("aborted", "error", "ignored")
 
@@ -52,7 +49,7 @@ _WHOLE = ("itl", "e2e", "client", "execution")
 
 
 def compose_latencies(
-    scope: Scope,
+    scope: ModelScope,
     tables: ScopeTables,
     models: Sequence[FittedModel],
     features: FeatureSet | None,
@@ -89,15 +86,6 @@ def compose_latencies(
     return ComposedLatencies(_measured(_composed(rows)))
 
 
-_BEGINS = {
-    "alpha.admission": "arrival_ns",
-    "alpha.queue_wait": "queued_ns",
-    "beta": "first_scheduled_ns",
-    "alpha.departure": "finished_ns",
-}
-"""Model to the event of a request at which the interval begins that it speaks for."""
-
-
 def _split(requests: pl.DataFrame, models: Mapping[str, FittedModel]) -> pl.DataFrame:
     """Add `at_ns` and `split`: holdout where no model has trained on any part of the request, train where all may have.
 
@@ -106,7 +94,8 @@ def _split(requests: pl.DataFrame, models: Mapping[str, FittedModel]) -> pl.Data
     """
     rows = requests.with_columns(at_ns=pl.coalesce("arrival_ns", "queued_ns"))
     sides = []
-    for name, event in _BEGINS.items():
+    begins = [*((target.model, target.begins) for target in targets.TARGETS), ("beta", targets.STEP_BEGINS)]
+    for name, event in begins:
         model = next((m for n, m in models.items() if n == name or n.split(".")[0] == name), None)
         if model is None:
             continue
@@ -129,7 +118,7 @@ def _ends(model: FittedModel) -> pl.DataFrame:
 
 
 def _predicted_steps(
-    scope: Scope, tables: ScopeTables, beta: FittedModel, features: FeatureSet
+    scope: ModelScope, tables: ScopeTables, beta: FittedModel, features: FeatureSet
 ) -> pl.DataFrame:
     """Predict every step whose batch is known, as trained and in hindsight; add whether it began in the training part."""
     timeline = training.with_roofline(tables.timeline, scope.context)
@@ -176,15 +165,17 @@ def _step_times(beta: LinearFit, rows: pl.DataFrame) -> Vector:
 def _with_overheads(
     rows: pl.DataFrame, tables: ScopeTables, models: Mapping[str, FittedModel]
 ) -> pl.DataFrame:
-    """Add forced_admission_us and forced_departure_us: the alpha models at what each request met."""
-    for name in ("admission", "departure"):
-        model, column = models.get(f"alpha.{name}"), f"forced_{name}_us"
+    """Add forced_<name>_us of every target that does not follow from the steps: its model at what each request met."""
+    for target in targets.TARGETS:
+        if target.follows_from_steps:
+            continue
+        model, column = models.get(target.model), f"forced_{target.name}_us"
         if model is None:
             rows = rows.with_columns(pl.lit(None, pl.Float64).alias(column))
             continue
         told = model.fitted.rows
         predicted = (
-            model.boundary.predict(told, tables.timeline)
+            predict_admission(model.boundary, told, tables.timeline)
             if model.boundary
             else predict_regimes(model.fitted.regimes, told)
         )
@@ -196,7 +187,7 @@ def _with_overheads(
 def _with_averages(
     rows: pl.DataFrame,
     steps: pl.DataFrame,
-    scope: Scope,
+    scope: ModelScope,
     tables: ScopeTables,
     models: Mapping[str, FittedModel],
     features: FeatureSet,
@@ -214,14 +205,14 @@ def _with_averages(
         averages = averages_of(
             steps.filter(pl.col("in_training") & (pl.col("run_id") == run)),
             part.filter(pl.col("split") == "train"),
-            wait_us=_mean_prediction(models.get("alpha.queue_wait"), run),
-            departure_us=_mean_prediction(models.get("alpha.departure"), run),
         )
         told = averages_only(
             part,
             averages,
             step_time,
-            admission_us=_expected_admission(models.get("alpha.admission"), part, run),
+            overheads_us={
+                target.name: _expected(models.get(target.model), part, run) for target in targets.TARGETS
+            },
             token_budget=scope.context.settings.max_num_batched_tokens,
             lag_steps=max((lag for (of, _), lag in tables.lags.items() if of == run), default=0),
         )
@@ -229,20 +220,14 @@ def _with_averages(
     return pl.concat(parts)
 
 
-def _mean_prediction(model: FittedModel | None, run: str) -> float | None:
-    if model is None:
-        return None
-    used = counted(model.fitted.rows, "train").filter(pl.col("run_id") == run)
-    return float(predict_regimes(model.fitted.regimes, used).mean()) if used.height else None
-
-
-def _expected_admission(model: FittedModel | None, rows: pl.DataFrame, run: str) -> pl.Series | None:
+def _expected(model: FittedModel | None, rows: pl.DataFrame, run: str) -> pl.Series | float | None:
+    """Return what a model expects of requests of a run of which nothing else is known: of each, or the same for all."""
     if model is None:
         return None
     if model.boundary is not None:
-        return pl.Series(model.boundary.expected(rows["prompt_tokens"]))
-    mean = _mean_prediction(model, run)
-    return None if mean is None else pl.Series(np.full(rows.height, mean))
+        return pl.Series(expected_admission(model.boundary, rows["prompt_tokens"]))
+    used = counted(model.fitted.rows, "train").filter(pl.col("run_id") == run)
+    return float(predict_regimes(model.fitted.regimes, used).mean()) if used.height else None
 
 
 _FORCED = ("forced", "refit")
@@ -254,16 +239,17 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
     decoded = pl.col("output_tokens") - 1
     several = pl.when(decoded > 0)
     mean_decode = several.then(decoded * pl.col("mean_itl_us")).when(decoded == 0).then(0.0)
-    waited = pl.col("forced_admission_us") + pl.col("forced_wait_us") + pl.col("forced_requeue_before_us")
+    before, after = targets.parts_of("ttft"), targets.parts_of("client")
+    waits = [*(pl.col(f"forced_{t.name}_us") for t in before), pl.col("forced_requeue_before_us")]
+    waited = reduce(operator.add, waits)
     rows = rows.with_columns(
         execution_us=pl.col("prefill_us") + pl.col("decode_us"),
         mean_ttft=pl.sum_horizontal(
-            "mean_admission_us", "mean_wait_us", "mean_prefill_us", ignore_nulls=False
+            *(f"mean_{t.name}_us" for t in before), "mean_prefill_us", ignore_nulls=False
         ),
         mean_itl=several.then("mean_itl_us"),
         mean_prefill=pl.col("mean_prefill_us"),
         mean_execution=pl.col("mean_prefill_us") + mean_decode,
-        refit_departure_us="forced_departure_us",
     )
     for way in _FORCED:
         prefill, decode = pl.col(f"{way}_prefill_us"), pl.col(f"{way}_decode_us")
@@ -277,9 +263,13 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
         }
         rows = rows.with_columns(told.alias(f"{way}_{name}") for name, told in composed.items())
     rows = rows.with_columns(mean_e2e=pl.col("mean_ttft") + mean_decode)
+    # A refit is of the step times alone: overheads are those of the models as trained.
+    overheads = {way: "mean" if way == "mean" else "forced" for way in (*_FORCED, "mean")}
     return rows.with_columns(
-        (pl.col(f"{way}_e2e") + pl.col(f"{way}_departure_us")).alias(f"{way}_client")
-        for way in (*_FORCED, "mean")
+        reduce(operator.add, [pl.col(f"{way}_e2e"), *(pl.col(f"{source}_{t.name}_us") for t in after)]).alias(
+            f"{way}_client"
+        )
+        for way, source in overheads.items()
     )
 
 

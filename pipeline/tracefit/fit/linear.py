@@ -8,18 +8,22 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
-from tracefit.fit.inputs import ANY_SIGN, Signs
-from tracefit.fit.select import MAX_VIF
+from tracefit.features.sets import PRODUCTS, FeatureSet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.features.sets import Sign
-    from tracefit.fit.estimators import NDArrayInt
-    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.arrays import Flags, Integers, Matrix, Vector
     from tracefit.fit.results import Collinearity, FeatureLeftOut, PenaltyChoice, PredictionInterval
+    from tracefit.fit.solvers import Positive
 
-Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+MAX_VIF = 10.0
+"""A feature whose variance inflation against those before it exceeds this says nothing new."""
+
+MAX_PRODUCT_VIF = 100.0
+"""The same for a product of features: a square always resembles its root, and is offered only where it improves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,29 @@ class FeatureColumn:
     """Variance inflation against the features before it above which it is left out."""
     sign: Sign | None = None
     """What physics says of its coefficient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """Which signs are in force in a fit.
+
+    Attributes:
+        slopes: Of no coefficient, of those whose feature declares one, or of all.
+        intercept: The intercept cannot be negative.
+    """
+
+    slopes: Literal["any", "declared", "non_negative"] = "declared"
+    intercept: bool = False
+
+    def of(self, features: Sequence[FeatureColumn]) -> Positive:
+        """Return what cannot be negative in a model of these features."""
+        if self.slopes == "declared":
+            return (*(f.sign == "non_negative" for f in features), self.intercept)
+        return (*(self.slopes == "non_negative" for _ in features), self.intercept)
+
+
+ANY_SIGN = Signs("any")
+NON_NEGATIVE = Signs("non_negative", intercept=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +134,19 @@ class FittedRegime:
 
 def predict_regimes(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> Vector:
     """Predict rows, each by the first part whose condition holds; shape (n,)."""
-    speaker = active_regime(parts, rows)
+    active = active_regime(parts, rows)
     predicted = np.zeros(rows.height)
     for index, part in enumerate(parts):
-        predicted = np.where(speaker == index, part.predict(rows), predicted)
+        predicted = np.where(active == index, part.predict(rows), predicted)
     return predicted
 
 
-def active_regime(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> NDArrayInt:
+def active_regime(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> Integers:
     """Return the index of the part that speaks for each row; shape (n,)."""
-    speaker = np.full(rows.height, len(parts) - 1)
+    active = np.full(rows.height, len(parts) - 1)
     for index in reversed(range(len(parts) - 1)):
-        speaker[which(rows, parts[index].regime.holds())] = index
-    return speaker
+        active[which(rows, parts[index].regime.holds())] = index
+    return active
 
 
 def which(rows: pl.DataFrame, condition: pl.Expr) -> Flags:
@@ -152,3 +179,14 @@ def matrix(rows: pl.DataFrame, names: Sequence[str]) -> Matrix:
 def target_of(rows: pl.DataFrame) -> Vector:
     """Return the column y as floats, shape (n,)."""
     return rows["y"].to_numpy().astype(np.float64)
+
+
+def columns_of(features: FeatureSet) -> list[FeatureColumn]:
+    """Return the features of a set as candidates for a fit."""
+    products = {f.name for f in PRODUCTS}
+    return [
+        FeatureColumn(
+            f.name, f.coefficient_unit, f.formula, MAX_PRODUCT_VIF if f.name in products else MAX_VIF, f.sign
+        )
+        for f in features.features
+    ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tracefit.fit.results import NO_ROWS, Distribution, Metrics, PredictionInterval
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-Vector = NDArray[np.float64]
-Matrix = NDArray[np.float64]
+    from tracefit.fit.arrays import Vector
 
 
 def measure(actual: Vector, predicted: Vector) -> Metrics:

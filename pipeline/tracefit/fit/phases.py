@@ -19,9 +19,8 @@ from tracefit.fit.splits import counted, evaluation_rows
 from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
-    from tracefit.fit.estimators import NDArrayInt
-    from tracefit.fit.metrics import Vector
-    from tracefit.fit.results import LinearFit
+    from tracefit.fit.arrays import Integers, Vector
+    from tracefit.fit.fitted import LinearFit
 
 LEAST_REQUESTS = 30
 LEAST_SECONDS = 5.0
@@ -74,7 +73,7 @@ def find_phases(arrivals_s: Vector) -> tuple[Phase, ...]:
     return tuple(_phase(arrivals_s, first, last, is_last=last == ends[-1]) for first, last in pairwise(ends))
 
 
-def phase_of(arrivals_s: Vector, phases: tuple[Phase, ...]) -> NDArrayInt:
+def phase_of(arrivals_s: Vector, phases: tuple[Phase, ...]) -> Integers:
     """Return the index of the phase each arrival falls in; shape (n,)."""
     starts = np.array([p.from_s for p in phases])
     return np.asarray(np.clip(np.searchsorted(starts, arrivals_s, side="right") - 1, 0, None))

@@ -1,25 +1,19 @@
 """Results of a fit as plain data: what was fitted, how well it does, and what is missing.
 
-Nothing here computes: the modules that do import this one, and the coefficient and evaluation files publish it.
+Nothing here computes: the modules that do import this one, and the coefficient and evaluation files publish it. A file
+is read, and a row predicted, without numpy and polars: neither is imported here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import polars as pl
-
 if TYPE_CHECKING:
-    from tracefit.features.sets import FeatureSet
-    from tracefit.fit.boundary import FittedBoundary
-    from tracefit.fit.inputs import FitOptions, ScopeTables
-    from tracefit.fit.linear import FittedRegime, FittedTerm, Regime
-    from tracefit.fit.metrics import Vector
+    from tracefit.fit.arrays import Vector
     from tracefit.fit.solvers import Penalty
-    from tracefit.server.context import Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +103,7 @@ class PredictionInterval:
         """Return the lower and upper limits of predictions; shape (n,) each, not below zero."""
         if self.kind == "ratio":
             return predicted * self.low, predicted * self.high
-        return np.maximum(predicted + self.low, 0.0), np.maximum(predicted + self.high, 0.0)
+        return (predicted + self.low).clip(min=0.0), (predicted + self.high).clip(min=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,43 +167,6 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearFit:
-    """A fitted model with its validation: one part, or one per regime, the first whose condition holds speaking."""
-
-    regimes: tuple[FittedRegime, ...]
-    huber: float
-    rows_train: int
-    rows_used: int
-    rows_holdout: int
-    validation: Validation
-    rows: pl.DataFrame
-    """The training frame with `excluded_because` as the fit left it."""
-
-    @property
-    def terms(self) -> tuple[FittedTerm, ...]:
-        """Terms of all parts."""
-        return tuple(t for part in self.regimes for t in part.terms)
-
-    @property
-    def features_left_out(self) -> tuple[FeatureLeftOut, ...]:
-        """Features left out of all parts; with several, the regime's name leads the reason."""
-        many = len(self.regimes) > 1
-        return tuple(
-            FeatureLeftOut(x.feature, f"{part.regime.name}: {x.reason}" if many else x.reason)
-            for part in self.regimes
-            for x in part.features_left_out
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TooFewRows:
-    """Why nothing was fitted."""
-
-    reason: str
-    rows: pl.DataFrame
-
-
-@dataclass(frozen=True, slots=True)
 class Phase:
     """A stretch of time, in seconds after the first arrival, and its arrivals per second."""
 
@@ -238,7 +195,7 @@ class Candidate:
         name: Feature set or form.
         features: Features it had to go on.
         inside_mae: Error inside the training load: blocks of time left out in turn.
-        beyond_mae: Error beyond it: fitted on the lower half of the load, judged on the upper; null of too few rows.
+        beyond_mae: Error beyond it: fitted on the lower half of the load, evaluated on the upper; null of too few rows.
         chosen: It is the one that was fitted.
         reason: Why it was chosen, or was not.
     """
@@ -253,9 +210,7 @@ class Candidate:
     @property
     def score(self) -> float:
         """Geometric mean of both errors."""
-        return (
-            self.inside_mae if self.beyond_mae is None else float(np.sqrt(self.inside_mae * self.beyond_mae))
-        )
+        return self.inside_mae if self.beyond_mae is None else math.sqrt(self.inside_mae * self.beyond_mae)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,43 +284,6 @@ class Missing:
     name: str
     reason: str
     remedy: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What to fit anew on other rows of the same kind."""
-
-    regimes: tuple[Regime, ...]
-    options: FitOptions
-
-
-@dataclass(frozen=True, slots=True)
-class FittedModel:
-    """A fitted model under its published name."""
-
-    name: str
-    target: str
-    definition: str
-    source: str
-    fitted: LinearFit
-    feature_set: str
-    recipe: Recipe
-    notes: tuple[str, ...] = ()
-    by_phase: tuple[StepPhase, ...] = ()
-    """Errors of step times in each workload phase."""
-    candidates: tuple[Candidate, ...] = ()
-    """Every form that was tried, where one was chosen."""
-    feature_definitions: FeatureSet | None = None
-    """Of step times: the features the model was offered, ratios chosen."""
-    error_over_load: ErrorOverLoad | None = None
-    load_extrapolation: LoadExtrapolation | None = None
-    boundary: FittedBoundary | None = None
-    """With it the model is API work and the step clock; `fitted` is what to use without a clock."""
-
-    @property
-    def validation(self) -> Validation:
-        """Errors of the model in its published form."""
-        return self.boundary.validation if self.boundary else self.fitted.validation
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,26 +382,6 @@ class Overload:
     trained_on: bool = False
     queued: tuple[QueueStretch, ...] = ()
     """Stretches with a queue that broke the rule on queues."""
-
-
-@dataclass(frozen=True, slots=True)
-class FittedScope:
-    """All results of one scope."""
-
-    scope: Scope
-    tables: ScopeTables
-    cover: DurationCover
-    choice: TargetChoice | None
-    models: tuple[FittedModel, ...]
-    missing: tuple[Missing, ...]
-    alpha_rows: pl.DataFrame | None
-    beta_rows: pl.DataFrame | None
-    composed: ComposedLatencies
-    summed: SummedTime | None
-    """Step times of beta's hold-out, summed."""
-    notes: tuple[str, ...] = field(default=())
-    overloads: tuple[Overload, ...] = ()
-    """Overloaded runs of the scope; `tables` hold those of them that were trained on."""
 
 
 LeftOutKind = Literal["run", "model", "gpu"]

@@ -6,18 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracefit.fit.estimators import NDArrayInt, RobustLinear
+from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.linear import MAX_VIF
 from tracefit.fit.results import Collinearity, FeatureLeftOut, PenaltyChoice
 from tracefit.fit.solvers import Penalty, Positive, line, moments
 
 if TYPE_CHECKING:
-    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.arrays import Integers, Matrix, Vector
 
-MAX_VIF = 10.0
-"""A feature whose variance inflation against those before it exceeds this says nothing new."""
-
-MAX_PRODUCT_VIF = 100.0
-"""The same for a product of features: a square always resembles its root, and is offered only where it improves."""
 
 MIN_VARIED_ROWS = 20
 """A coefficient that fewer rows than this speak for is a coefficient of those rows."""
@@ -119,7 +115,7 @@ def collinearity(x: Matrix) -> Collinearity:
     )
 
 
-def time_blocks(run: NDArrayInt, time: NDArrayInt, count: int) -> NDArrayInt:
+def time_blocks(run: Integers, time: Integers, count: int) -> Integers:
     """Cut each run's rows into `count` contiguous blocks of time; block i of every run has number i.
 
     Args:
@@ -138,7 +134,7 @@ def time_blocks(run: NDArrayInt, time: NDArrayInt, count: int) -> NDArrayInt:
 def choose_penalty(
     x: Matrix,
     y: Vector,
-    blocks: NDArrayInt,
+    blocks: Integers,
     weights: Vector | None = None,
     candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES,
     *,
@@ -195,7 +191,7 @@ def improves(simple: PenaltyChoice, richer: PenaltyChoice) -> bool:
 def is_worse_than_constant(
     x: Matrix,
     y: Vector,
-    blocks: NDArrayInt,
+    blocks: Integers,
     weights: Vector,
     choice: PenaltyChoice,
     counts: Vector | None = None,
@@ -221,22 +217,22 @@ def _fold_predictions(
     positive: Positive,
 ) -> Matrix:
     """Predict one fold by every candidate fitted on the others; shape (n_candidates, n_rows)."""
-    first = RobustLinear(*candidates[0], rounds=FOLD_ROUNDS, positive=positive).fit(*train)
+    first = RobustLinear(*candidates[0], max_iter=FOLD_ROUNDS, positive=positive).fit_rows(*train)
     center, scale = train[0].mean(axis=0), train[0].std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
-    of = moments(np.asfortranarray((train[0] - center) / scale), train[1], first.weights_)
+    of = moments(np.asfortranarray((train[0] - center) / scale), train[1], first.weights)
     lines = [line(of, -center / scale, *candidate, positive=positive) for candidate in candidates]
     return np.array([intercept + x @ (slopes / scale) for intercept, slopes in lines])
 
 
 def out_of_fold(
-    x: Matrix, y: Vector, blocks: NDArrayInt, weights: Vector, choice: PenaltyChoice, *, positive: Positive
+    x: Matrix, y: Vector, blocks: Integers, weights: Vector, choice: PenaltyChoice, *, positive: Positive
 ) -> Vector:
     """Predict each time block by a model fitted on the others, clipped at 0, shape (n,); one block by itself."""
     predicted = np.zeros(len(y))
     for fold in np.unique(blocks):
         test = blocks == fold
         rest = ~test if not test.all() else test
-        model = RobustLinear(choice.penalty, choice.strength, rounds=FOLD_ROUNDS, positive=positive)
+        model = RobustLinear(choice.penalty, choice.strength, max_iter=FOLD_ROUNDS, positive=positive)
         predicted[test] = model.fit(x[rest], y[rest], weights[rest]).predict(x[test])
     return np.asarray(np.maximum(predicted, 0.0))

@@ -12,14 +12,13 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import Lasso
 
 if TYPE_CHECKING:
-    from tracefit.fit.metrics import Matrix, Vector
+    from tracefit.fit.arrays import Flags, Matrix, Vector
 
 Penalty = Literal["ridge", "lasso", "elastic_net"]
 
 Positive: TypeAlias = bool | tuple[bool, ...]
 """What cannot be negative: everything or nothing, the intercept too; or one flag per feature and, last, the intercept's."""
 
-Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 _LASSO_ROUNDS = 100_000
 _BLOCK_ROWS = 8192

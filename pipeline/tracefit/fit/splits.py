@@ -16,6 +16,7 @@ from tracefit.tables.keys import SERVER
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tracefit.features.targets import Target
     from tracefit.fit.inputs import ScopeTables
 
 TRAIN_SHARE = 0.7
@@ -46,9 +47,9 @@ def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
     Rows that are left out of both parts do not move the boundary; they carry the part their time falls in.
 
     Args:
-        rows: Columns run_id, server, ts_ns, excluded_because.
+        rows: Columns run_id, server, ts_ns, excluded_reason.
     """
-    counted = ~pl.col("excluded_because").is_in(ALWAYS).fill_null(value=False)
+    counted = ~pl.col("excluded_reason").is_in(ALWAYS).fill_null(value=False)
     boundary = (
         rows.filter(counted)
         .sort(*SERVER, "ts_ns")
@@ -67,11 +68,11 @@ def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
 
 def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr, *, train_only: bool = True) -> pl.DataFrame:
     """Mark rows that meet `condition` with `reason`, unless they are marked already."""
-    free = pl.col("excluded_because").is_null() & condition.fill_null(value=False)
+    free = pl.col("excluded_reason").is_null() & condition.fill_null(value=False)
     if train_only:
         free = free & (pl.col("split") == "train")
-    because = pl.when(free).then(pl.lit(reason)).otherwise("excluded_because")
-    return rows.with_columns(excluded_because=because)
+    because = pl.when(free).then(pl.lit(reason)).otherwise("excluded_reason")
+    return rows.with_columns(excluded_reason=because)
 
 
 def warm_up_ends(counters: pl.DataFrame) -> pl.DataFrame:
@@ -107,13 +108,13 @@ def step_frame(
 
 
 def request_frame(
-    tables: ScopeTables, target: str, features: FeatureSet, constants: Mapping[str, float | None]
+    tables: ScopeTables, target: Target, features: FeatureSet, constants: Mapping[str, float | None]
 ) -> pl.DataFrame:
     """One row per request whose `target` is known, split by time, warm-up marked.
 
     Args:
         tables: Tables of one scope.
-        target: queue_wait, admission or departure.
+        target: What is measured.
         features: What a model is offered.
         constants: What is the same for every row.
     """
@@ -131,7 +132,7 @@ def mark_warm_up(rows: pl.DataFrame, counters: pl.DataFrame, step: str) -> pl.Da
 
 def counted(rows: pl.DataFrame, split: str) -> pl.DataFrame:
     """Return the rows of a part that are not left out."""
-    return rows.filter((pl.col("split") == split) & pl.col("excluded_because").is_null())
+    return rows.filter((pl.col("split") == split) & pl.col("excluded_reason").is_null())
 
 
 def evaluation_rows(holdout: pl.DataFrame, eval_filter: pl.Expr | None) -> pl.DataFrame:

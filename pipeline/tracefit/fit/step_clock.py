@@ -11,13 +11,10 @@ import polars as pl
 from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
-    from tracefit.fit.estimators import NDArrayInt
-    from tracefit.fit.metrics import Vector
+    from tracefit.fit.arrays import Flags, Integers, Vector
 
 SPREADS = 3.0
 """An estimated start is believed to within three standard deviations."""
-
-Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ def interpolated_clock(timeline: pl.DataFrame) -> StepClock:
     return step_clock(ordered.with_columns(ts_start_ns=filled))
 
 
-def _next_start(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> NDArrayInt:
+def _next_start(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Integers:
     """Index of the first known start at or after ARRIVED + `done_us`; -1 where there is none; shape (n,)."""
     at = rows["ts_ns"].to_numpy().astype(float) + done_us * 1e3
     names = rows.select(ENGINE)
@@ -82,14 +79,14 @@ def _next_start(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> NDArra
     return found
 
 
-def boundary_of(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> NDArrayInt:
+def boundary_of(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Integers:
     """Index of the boundary each request waits for; -1 where it is not known or the engine was idle."""
     index = _next_start(rows, clock, done_us)
     sure = (index >= 0) & clock.follows[index] & ~clock.idle_before[index]
     return np.where(sure, index, -1)
 
 
-def true_boundary(rows: pl.DataFrame, clock: StepClock) -> NDArrayInt:
+def true_boundary(rows: pl.DataFrame, clock: StepClock) -> Integers:
     """Index of the boundary each request was queued at; -1 where it is not known or the engine was idle."""
     return boundary_of(rows, clock, rows["y"].to_numpy().astype(float) - clock.tolerance_us)
 

@@ -11,8 +11,9 @@ import polars as pl
 from tracefit.fit import splits
 from tracefit.fit.design import Design, design_of, outliers
 from tracefit.fit.estimators import HUBER, RobustLinear, confidence_intervals
-from tracefit.fit.inputs import NON_NEGATIVE
+from tracefit.fit.fitted import LinearFit, TooFewRows
 from tracefit.fit.linear import (
+    NON_NEGATIVE,
     FeatureColumn,
     FittedRegime,
     Regime,
@@ -22,7 +23,7 @@ from tracefit.fit.linear import (
     which,
 )
 from tracefit.fit.metrics import prediction_interval
-from tracefit.fit.results import FeatureLeftOut, LinearFit, PredictionInterval, TooFewRows
+from tracefit.fit.results import FeatureLeftOut, PredictionInterval
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
@@ -39,8 +40,8 @@ from tracefit.fit.validate import equation_errors, learning_curve, validate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import FitOptions
-    from tracefit.fit.metrics import Vector
 
 MAX_UNKNOWN_SHARE = 0.05
 _SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
@@ -52,7 +53,7 @@ def fit_linear(
     """Fit a robust linear model on the training rows of a frame and measure it on the held-out ones.
 
     Args:
-        rows: One row per observation: run_id, server, ts_ns, y, split, excluded_because, and the feature columns.
+        rows: One row per observation: run_id, server, ts_ns, y, split, excluded_reason, and the feature columns.
         features: Candidates in order of preference.
         options: How.
     """
@@ -76,22 +77,22 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
         rows = _mark_outliers(rows, used, known)
         used = counted(rows, "train")
     holdout = counted(rows, "holdout")
-    aside = rows.filter((pl.col("split") == "train") & (pl.col("excluded_because") == splits.OUTLIER))
+    aside = rows.filter((pl.col("split") == "train") & (pl.col("excluded_reason") == splits.OUTLIER))
     parts, designs = _fit_parts(used, aside, regimes, {f.name for f in known}, unknown, options)
     if not parts or holdout.height < MIN_HOLDOUT_ROWS:
         have = f"{used.height} training and {holdout.height} held-out rows"
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
         return TooFewRows(f"{have}, {need}", rows)
-    judged = evaluation_rows(holdout, options.eval_filter)
-    curve = learning_curve(parts, designs, judged, fewest=MIN_TRAIN_ROWS)
+    evaluated = evaluation_rows(holdout, options.eval_filter)
+    curve = learning_curve(parts, designs, evaluated, fewest=MIN_TRAIN_ROWS)
     return LinearFit(
         regimes=tuple(parts),
         huber=HUBER,
         rows_train=int((rows["split"] == "train").sum()),
         rows_used=used.height,
-        rows_holdout=judged.height,
+        rows_holdout=evaluated.height,
         validation=replace(
-            validate(parts, used, judged, options),
+            validate(parts, used, evaluated, options),
             learning_curve=curve,
             held_out_equations=equation_errors(parts, holdout),
         ),
@@ -127,7 +128,7 @@ def mark_outliers(rows: pl.DataFrame, features: Sequence[FeatureColumn], options
     used = counted(filled, "train")
     if not options.drop_outliers or used.height < MIN_TRAIN_ROWS:
         return rows
-    return rows.with_columns(_mark_outliers(filled, used, known)["excluded_because"])
+    return rows.with_columns(_mark_outliers(filled, used, known)["excluded_reason"])
 
 
 def _fit_parts(
@@ -173,8 +174,9 @@ def _fit_part(
         misleading = [FeatureLeftOut(c.name, reason) for c in data.columns]
         part, level = _fit_part(used, aside, regime, [], options)
         return replace(part, features_left_out=(*left, *misleading, *part.features_left_out)), level
-    model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(data.x, data.y, data.weights)
-    intercept_ci, intervals = confidence_intervals(data.x, data.y, model, data.blocks())
+    model = RobustLinear(choice.penalty, choice.strength, positive=positive)
+    rows = model.fit_rows(data.x, data.y, data.weights)
+    intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
     bounds, _ = bounds_of(positive, len(data.columns))
     penalized = f"set to zero by the {_SPELLED[choice.penalty]}"
     fitted = zip(data.columns, model.coef_, bounds, strict=True)
@@ -221,7 +223,7 @@ def _drop_unknown(
     rows: pl.DataFrame, features: list[FeatureColumn]
 ) -> tuple[pl.DataFrame, list[FeatureColumn], list[FeatureLeftOut]]:
     """Drop features that too many rows lack; of the few rows that lack another, training rows are left out."""
-    counted = rows.filter(pl.col("excluded_because").is_null())
+    counted = rows.filter(pl.col("excluded_reason").is_null())
     lacking = {f.name: _null_share(counted[f.name]) for f in features}
     kept = [f for f in features if lacking[f.name] <= MAX_UNKNOWN_SHARE]
     left = [FeatureLeftOut(f.name, _unknown_reason(lacking[f.name])) for f in features if f not in kept]
@@ -248,6 +250,6 @@ def _mark_outliers(rows: pl.DataFrame, used: pl.DataFrame, features: list[Featur
     kept, _ = usable_features(matrix(used, names), names, [f.max_inflation for f in features])
     far = outliers(matrix(used, names)[:, kept], target_of(used))
     flags = np.zeros(rows.height, dtype=bool)
-    is_used = (rows["split"] == "train") & rows["excluded_because"].is_null()
+    is_used = (rows["split"] == "train") & rows["excluded_reason"].is_null()
     flags[np.flatnonzero(is_used.to_numpy())] = far
     return splits.mark(rows, splits.OUTLIER, pl.lit(pl.Series("far", flags)))

@@ -20,7 +20,7 @@ from tracefit.inputs.rejects import Encoding, Reject, excerpt
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tracefit.inputs.files import TraceFile
+    from tracefit.inputs.files import ContentHash, TraceFile
 
 BLOCK_BYTES = 24 << 20
 """About the size of a block; the last is smaller, one with a longer record larger."""
@@ -69,6 +69,7 @@ def read_blocks(
     limits: Limits = Limits(),
     *,
     on_read: Callable[[int], object] | None = None,
+    content_hash: ContentHash | None = None,
     show_values: bool = False,
     by_path: bool = True,
 ) -> Iterator[Block | Reject]:
@@ -80,6 +81,7 @@ def read_blocks(
         file: The file.
         limits: How much of it is held and borne.
         on_read: Receives the number of bytes of the file, as stored, that were read.
+        content_hash: Takes in what is read of the file.
         show_values: Whether excerpts of rejects may show what is in the records, which is private.
         by_path: Whether blocks of uncompressed local files come as ranges, for other processes to read.
 
@@ -87,7 +89,7 @@ def read_blocks(
         UsageError: If the file cannot be opened, or not be read to its end.
     """
     rejects = 0
-    with file.open(on_read=on_read) as raw:
+    with file.open(on_read=on_read, content_hash=content_hash) as raw:
         for item in _Splitter(file, limits, pieces(raw), show_values=show_values, by_path=by_path).blocks():
             yield item
             rejects += isinstance(item, Reject)

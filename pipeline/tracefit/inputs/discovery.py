@@ -87,7 +87,7 @@ class Inputs:
 
 @contextmanager
 def open_inputs(
-    paths: Iterable[str | Path],
+    paths: str | Path | Iterable[str | Path],
     *,
     stdin: BinaryIO | None = None,
     filesystem_of: FileSystemOf = open_filesystem,
@@ -113,6 +113,8 @@ def open_inputs(
         DataError: A file that was named holds OTLP logs or metrics.
     """
     with ExitStack() as copies:
+        if isinstance(paths, str | Path):  # a string is one path, not its letters
+            paths = [paths]
         yield _Finder(copies, stdin, filesystem_of).find(paths)
 
 

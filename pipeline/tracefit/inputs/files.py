@@ -62,11 +62,14 @@ class TraceFile:
             raise UsageError("cannot be opened (not a regular file)", where=name or display_name(text))
         return cls(name or display_name(text), text, status.st_size, status.st_mtime_ns)
 
-    def open(self, *, on_read: Callable[[int], object] | None = None) -> BinaryIO:
+    def open(
+        self, *, on_read: Callable[[int], object] | None = None, content_hash: ContentHash | None = None
+    ) -> BinaryIO:
         """Open the file for reading.
 
         Args:
             on_read: Receives the number of bytes of the file that were read, once for each byte.
+            content_hash: Takes in what is read.
 
         Raises:
             UsageError: If it cannot be opened; later, from `read`, if reading it fails.
@@ -75,7 +78,7 @@ class TraceFile:
             raw = self._opened()
         except OSError as error:
             raise cannot_open(self.name, error) from error
-        return cast("BinaryIO", _Reading(raw, self.name, on_read))
+        return cast("BinaryIO", _Reading(raw, self.name, on_read, content_hash))
 
     def _opened(self) -> BinaryIO:
         if self.filesystem is None:
@@ -112,27 +115,63 @@ def read_fully(raw: BinaryIO, size: int) -> bytes:
     return data
 
 
+class ContentHash:
+    """The SHA-256 of a file's bytes, taken while the file is read for another purpose: one pass instead of two."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._size = 0
+
+    def take(self, offset: int, data: bytes) -> None:
+        """Take in what was read at an offset, as far as it continues what was read before."""
+        if offset <= self._size < offset + len(data):
+            self._digest.update(memoryview(data)[self._size - offset :])
+            self._size = offset + len(data)
+
+    def of(self, file: TraceFile) -> str:
+        """Return the hash in hex; what was not read of the file so far is read now.
+
+        Raises:
+            UsageError: If it cannot be read.
+        """
+        if self._size < file.size or not file.size:
+            with file.open() as raw:
+                raw.seek(self._size)
+                while piece := raw.read(1 << 20):
+                    self._digest.update(piece)
+        return self._digest.hexdigest()
+
+
 def content_hash_of(file: TraceFile) -> str:
     """Return the SHA-256 of a file's bytes, in hex.
 
     Raises:
         UsageError: If it cannot be read.
     """
-    digest = hashlib.sha256()
-    with file.open() as raw:
-        while piece := raw.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+    if file.filesystem is None:
+        return ContentHash().of(file)
+    digest = ContentHash()
+    with file.open(content_hash=digest) as raw:  # a stream of a bucket cannot be rewound
+        while raw.read(1 << 20):
+            pass
+    return digest.of(file)
 
 
 class _Reading(io.RawIOBase):
     """An open file whose failures name it, and whose progress is reported."""
 
-    def __init__(self, raw: BinaryIO, name: str, on_read: Callable[[int], object] | None) -> None:
+    def __init__(
+        self,
+        raw: BinaryIO,
+        name: str,
+        on_read: Callable[[int], object] | None,
+        content_hash: ContentHash | None,
+    ) -> None:
         super().__init__()
         self._raw = raw
         self._name = name
         self._on_read = on_read
+        self._content_hash = content_hash
         self._position = self._farthest = 0
 
     def readable(self) -> bool:
@@ -155,6 +194,8 @@ class _Reading(io.RawIOBase):
             raise UsageError(
                 f"cannot be read beyond byte {self._position} ({reason_of(error)})", where=self._name
             ) from error
+        if self._content_hash:
+            self._content_hash.take(self._position, data)
         self._position += len(data)
         # What is read again after damage was reported already.
         if data and self._position > self._farthest:

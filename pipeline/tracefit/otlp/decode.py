@@ -16,9 +16,11 @@ import polars as pl
 
 from tracefit.inputs.framing import Damage, next_record, records
 from tracefit.inputs.rejects import Reject, excerpt
-from tracefit.otlp import json_records, layouts, protobuf_records
+from tracefit.otlp import json_records, layouts
 from tracefit.otlp.json_normaliser import MakeReject, normalise
 from tracefit.otlp.model import (
+    KINDS,
+    STATUS_CODES,
     CheckedRecord,
     Events,
     FieldError,
@@ -84,8 +86,7 @@ REJECT_COLUMNS: dict[str, Any] = {
 
 COUNT_COLUMNS: dict[str, Any] = {"span_row": pl.UInt32, "name": pl.String, "count": pl.Int64}
 
-_KINDS = (None, "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
-_STATUS_CODES = ("UNSET", "OK", "ERROR")
+_KINDS = (None, *KINDS[1:])
 _RECORDS_BYTES = 32 << 20
 """Bytes of records whose spans are built together; columns take several times as much while they are made."""
 
@@ -173,16 +174,20 @@ class _Json:
         )
 
 
-class _Protobuf:
-    name: Encoding = "protobuf"
-    syntax = layouts.PROTOBUF
-    pairs = staticmethod(protobuf_records.read_pairs)
-    read = staticmethod(protobuf_records.read_record)
-    check = staticmethod(protobuf_records.check_record)
-    events = staticmethod(protobuf_records.event_columns)
+def _encoding(name: Encoding) -> _Encoding:
+    if name == "json":
+        return _Json()
+    from tracefit.otlp import protobuf_records  # noqa: PLC0415 - JSON is read without protobuf's library
 
+    class _Protobuf:
+        name: Encoding = "protobuf"
+        syntax = layouts.PROTOBUF
+        pairs = staticmethod(protobuf_records.read_pairs)
+        read = staticmethod(protobuf_records.read_record)
+        check = staticmethod(protobuf_records.check_record)
+        events = staticmethod(protobuf_records.event_columns)
 
-_ENCODINGS: dict[str, _Encoding] = {"json": _Json(), "protobuf": _Protobuf()}
+    return _Protobuf()
 
 
 def decode_blocks(blocks: Sequence[tuple[int, Block, bytes]], wanted: Wanted) -> Iterator[SpanBatch]:
@@ -197,8 +202,7 @@ def decode_blocks(blocks: Sequence[tuple[int, Block, bytes]], wanted: Wanted) ->
     """
     if not blocks:
         return
-    encoding = _ENCODINGS[blocks[0][1].encoding]
-    decoder = _Decoder(encoding, wanted)
+    decoder = _Decoder(_encoding(blocks[0][1].encoding), wanted)
     for file, block, payload in blocks:
         for item in records(payload, block.shape):
             if decoder.rejected[file] >= wanted.max_rejects:
@@ -387,10 +391,12 @@ def _read_attributes(
     Returns:
         The attributes, in parts, and the rows that cannot be read.
     """
-    odd = np.array(sorted(known), np.int64)
-    usual = rows[~np.isin(rows, odd)] if len(odd) else rows
-    found, rest = layouts.read_columns(texts, usual, keys, encoding.syntax)
-    rest = np.union1d(rest, np.intersect1d(rows, odd))
+    if known:
+        is_known = np.isin(rows, np.array(sorted(known), np.int64))
+        found, rest = layouts.read_columns(texts, rows[~is_known], keys, encoding.syntax)
+        rest = np.sort(np.concatenate([rest, rows[is_known]]))
+    else:
+        found, rest = layouts.read_columns(texts, rows, keys, encoding.syntax)
     pairs: list[dict[str, Any]] = []
     bad: list[int] = []
     for row in rest.tolist():
@@ -445,15 +451,16 @@ def _span_attributes(
     """Return the attributes of spans as columns, and the rows of spans that cannot be read."""
     texts = PackedTexts.of([span.attributes for span in spans])
     # Spans of a scope are written alike, mostly; the names of step spans are all different.
-    scopes = np.array([hash(group.origin.scope) for _, group in groups], np.int64)
-    scope_of = np.repeat(scopes, [len(group.spans) for _, group in groups])
+    scopes = {scope: code for code, scope in enumerate({group.origin.scope: None for _, group in groups})}
+    codes = np.array([scopes[group.origin.scope] for _, group in groups], np.int64)
+    scope_of = np.repeat(codes, [len(group.spans) for _, group in groups])
     keys = wanted.kept_keys.union(wanted.span_keys)
     nothing = pl.DataFrame(
         schema={"attributes": ATTRIBUTE_LIST, **dict.fromkeys(wanted.span_keys, pl.String)}
     )
     parts = [(np.zeros(0, np.int64), nothing)]
     bad: list[int] = []
-    for scope in np.unique(scopes):
+    for scope in range(len(scopes)):
         found, unreadable = _read_attributes(texts, np.flatnonzero(scope_of == scope), keys, encoding, {})
         parts += [(rows, _attribute_frame(columns, len(rows), wanted)) for rows, columns in found]
         bad += unreadable
@@ -506,7 +513,7 @@ def _span_frame(
         "start_unix_ns": [span.start_unix_ns or None for span in spans],
         "end_unix_ns": [span.end_unix_ns or None for span in spans],
         "status_code": [
-            _STATUS_CODES[span.status_code] if 0 <= span.status_code < len(_STATUS_CODES) else None
+            STATUS_CODES[span.status_code] if 0 <= span.status_code < len(STATUS_CODES) else None
             for span in spans
         ],
         "status_message": [span.status_message or None for span in spans],
@@ -522,9 +529,12 @@ def _span_frame(
 def _event_counts(
     names: dict[str, int], codes: NDArray[np.int64], span_row: NDArray[np.uint32]
 ) -> pl.DataFrame:
-    pairs, counts = np.unique(span_row.astype(np.int64) * max(len(names), 1) + codes, return_counts=True)
+    # `np.unique` would import `numpy.ma`, which takes as long as decoding a few megabytes.
+    pairs = np.sort(span_row.astype(np.int64) * max(len(names), 1) + codes)
+    starts = np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1])) if len(pairs) else pairs
+    counts = np.diff(np.append(starts, len(pairs)))
     texts = pl.Series(list(names), dtype=pl.String)
-    rows, code = np.divmod(pairs, max(len(names), 1))
+    rows, code = np.divmod(pairs[starts], max(len(names), 1))
     return pl.DataFrame({"span_row": rows, "name": texts.gather(code), "count": counts}, schema=COUNT_COLUMNS)
 
 

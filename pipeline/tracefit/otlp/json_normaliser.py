@@ -29,6 +29,8 @@ from tracefit.otlp.json_records import (
 )
 from tracefit.otlp.model import (
     ID_BYTES,
+    KINDS,
+    STATUS_CODES,
     CheckedRecord,
     FieldError,
     Origin,
@@ -38,6 +40,7 @@ from tracefit.otlp.model import (
     Span,
     SpanGroup,
     check_depth,
+    enum_number,
     finite,
     nested_text,
 )
@@ -58,8 +61,6 @@ _MAX_ENVELOPES = 16
 """Envelopes around a record; Tempo has one."""
 
 _HEX = re.compile("[0-9a-fA-F]+")
-_KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
-_STATUS_CODES = ("UNSET", "OK", "ERROR")
 _SCALAR_KINDS = (("intValue", Int64), ("doubleValue", float), ("boolValue", bool), ("stringValue", str))
 _OTHER_SIGNALS = {"resourceLogs": "logs", "resourceMetrics": "metrics"}
 _RECORD_KEYS = {"trace", "batches", "resourceSpans", "resource_spans"}
@@ -253,14 +254,14 @@ def _span(span: Json) -> Span:
         span_id=_id(span, "spanId"),
         parent_span_id=_parent_id(span),
         name=text(span, "name"),
-        kind=_enum(span, "kind", "SPAN_KIND_", _KINDS),
+        kind=_enum(span, "kind", "SPAN_KIND_", KINDS),
         start_unix_ns=number(span, "startTimeUnixNano", Nanos),
         end_unix_ns=number(span, "endTimeUnixNano", Nanos),
         attributes=write_pairs(read_attributes(span)),
         events=[_event(as_object(event, "events")) for event in items(span, "events")],
         dropped_attributes=number(span, "droppedAttributesCount", Count),
         dropped_events=number(span, "droppedEventsCount", Count),
-        status_code=_enum(status, "code", "STATUS_CODE_", _STATUS_CODES),
+        status_code=_enum(status, "code", "STATUS_CODE_", STATUS_CODES),
         status_message=text(status, "message"),
     )
 
@@ -277,7 +278,7 @@ def _event(event: Json) -> Event:
 def _enum(owner: Json, name: str, prefix: str, names: tuple[str, ...]) -> int:
     value = get(owner, name)
     if isinstance(value, str) and value.removeprefix(prefix) in names:
-        return names.index(value.removeprefix(prefix))
+        return enum_number(value, prefix, names)
     return number(owner, name, Int32)
 
 

@@ -15,6 +15,8 @@ from msgspec import Meta, Raw
 
 from tracefit.otlp.model import (
     INT64_MAX,
+    KINDS,
+    STATUS_CODES,
     FieldError,
     Origin,
     Pairs,
@@ -23,6 +25,7 @@ from tracefit.otlp.model import (
     Span,
     SpanGroup,
     check_depth,
+    enum_number,
     finite,
     nested_text,
 )
@@ -33,6 +36,7 @@ Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 _HEX_IDS = re.compile("(?:[0-9a-f]{16})*")
+_UPPER_CASE = re.compile("[A-F]")
 _IGNORED = Raw(b"null")
 _UNSET = Raw(b"")
 _NO_ATTRIBUTES = Raw(b"[]")
@@ -83,7 +87,7 @@ class Event(_Struct, frozen=True):
 
 
 class _Status(_Struct, frozen=True):
-    code: Int32 = 0
+    code: Int32 | str = 0
     message: str = ""
 
 
@@ -94,7 +98,7 @@ class SpanStruct(_Struct, frozen=True):
     span_id: str
     parent_span_id: str = ""
     name: str = ""
-    kind: Int32 = 0
+    kind: Int32 | str = 0
     start_time_unix_nano: Nanos = 0
     end_time_unix_nano: Nanos = 0
     attributes: Raw = _NO_ATTRIBUTES
@@ -216,33 +220,35 @@ def _groups(resource: _Resource, scope_spans: list[_ScopeSpans]) -> list[SpanGro
 
 
 def _checked(spans: list[SpanStruct]) -> list[Span]:
-    """Return spans whose ids are lower-case hex and not zero.
+    """Return spans whose ids are hex and not zero, in lower case.
 
     Raises:
-        FieldError: An id is not.
+        FieldError: An id is not, or an enum has an unknown name.
     """
     traces, ids = [span.trace_id for span in spans], [span.span_id for span in spans]
     parents = [span.parent_span_id for span in spans if span.parent_span_id]
     sizes_fit = set(map(len, traces)) == {32} and {*map(len, ids), *map(len, parents), 16} == {16}
     # All at once: a thousand ids are checked in the time of a few.
-    if not (sizes_fit and _HEX_IDS.fullmatch("".join([*traces, *ids, *parents]))):
-        raise FieldError("ids are not lower-case hex")
+    every = "".join([*traces, *ids, *parents])
+    is_upper = _UPPER_CASE.search(every) is not None
+    if not (sizes_fit and _HEX_IDS.fullmatch(every.lower() if is_upper else every)):
+        raise FieldError("ids are not hex")
     if "0" * 32 in traces or "0" * 16 in ids or "0" * 16 in parents:
         raise FieldError("an id is all zero")
     return [
         Span(
-            span.trace_id,
-            span.span_id,
-            span.parent_span_id,
+            span.trace_id.lower() if is_upper else span.trace_id,
+            span.span_id.lower() if is_upper else span.span_id,
+            span.parent_span_id.lower() if is_upper else span.parent_span_id,
             span.name,
-            span.kind,
+            enum_number(span.kind, "SPAN_KIND_", KINDS),
             span.start_time_unix_nano,
             span.end_time_unix_nano,
             span.attributes,
             span.events,
             span.dropped_attributes_count,
             span.dropped_events_count,
-            span.status.code,
+            enum_number(span.status.code, "STATUS_CODE_", STATUS_CODES),
             span.status.message,
         )
         for span in spans

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 import polars as pl
 
+from tracefit.inputs.otlp_wire import read_varint
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
@@ -397,45 +399,76 @@ _JSON_READERS: dict[tuple[bytes, bool], tuple[Kind, _Read, _Read | None]] = {
 
 _ATTRIBUTE_TAG, _KEY_TAG, _VALUE_TAG = 0x1A, 0x0A, 0x12
 _STRING_TAG, _BOOL_TAG, _INT_TAG, _DOUBLE_TAG, _BYTES_TAG = 0x0A, 0x10, 0x18, 0x21, 0x3A
-_ONE_BYTE_SIZE = 0x80
-"""Sizes below this take one byte."""
+_MORE = 0x80
+"""The top bit of a byte of a size: another byte of it follows."""
 
 
 def _protobuf_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
-    """Take the attribute apart that begins at `start`; None if it is no scalar, or has 128 bytes or more."""
-    head = text[start : start + 4]
-    if len(head) < 4 or head[0] != _ATTRIBUTE_TAG or head[1] >= _ONE_BYTE_SIZE or head[2] != _KEY_TAG:
+    """Take the attribute apart that begins at `start`; None if it is no scalar as exporters write it."""
+    tags = []
+    at, sizes, widths = start, [], []
+    for level in ("attribute", "key", "value"):
+        size, inside = read_varint(text, at + 1)
+        if size < 0 or inside + size > stop:
+            return None
+        tags.append(text[at])
+        sizes.append((inside, size))
+        widths.append(inside - at - 1)
+        at = inside + size if level == "key" else inside
+    (begin, size), (key_at, key_size), (value_at, value_size) = sizes
+    if tags != [_ATTRIBUTE_TAG, _KEY_TAG, _VALUE_TAG] or not begin + size == value_at + value_size <= stop:
         return None
-    end, value_at = start + 2 + head[1], start + 4 + head[3]
-    # The value has a tag and a size, then the tag of its kind.
-    if head[3] >= _ONE_BYTE_SIZE or value_at + 3 > end or end > stop or text[value_at] != _VALUE_TAG:
-        return None
-    if value_at + 2 + text[value_at + 1] != end or text[value_at + 2] not in _PROTOBUF_READERS:
+    if not value_size or text[value_at] not in _PROTOBUF_READERS:
         return None
     try:
-        key = text[start + 4 : value_at].decode()
+        key = text[key_at : key_at + key_size].decode()
     except UnicodeDecodeError:
         return None
-    kind, read = _PROTOBUF_READERS[text[value_at + 2]]
-    before = text[start : value_at + 3]
+    kind, read = _PROTOBUF_READERS[text[value_at]]
+    before = text[start : value_at + 1]
     is_text = kind in ("string", "bytes")
+    if is_text:
+        read = partial(_read_sized_text, width=read_varint(text, value_at + 1)[1] - value_at - 1)
+    own = (1, widths[0]), (len(before) - 1 - widths[2], widths[2])
+    any_byte = tuple(offset + n for offset, width in own for n in range(width))
     return Attribute(
-        key, kind, before, _sized(read, len(before)), None, b"", (1, len(before) - 2), is_text=is_text
+        key, kind, before, _checked(read, len(before), *own), None, b"", any_byte, is_text=is_text
     )
 
 
-def _sized(read: _Read, literal_size: int) -> _Read:
-    """Read values and check that the two sizes before them, of the attribute and of the value, say the same."""
+def _checked(read: _Read, literal_size: int, *sizes: tuple[int, int]) -> _Read:
+    """Read values, and check that the sizes before them, of the attribute and of the value, end where they do.
 
-    def read_sized(texts: PackedTexts, positions: Positions) -> Values:
+    Args:
+        read: Reads the values.
+        literal_size: Bytes of the text before them.
+        sizes: Where in that text each of the two sizes is, and how many bytes it takes.
+    """
+
+    def read_checked(texts: PackedTexts, positions: Positions) -> Values:
         values = read(texts, positions)
-        value_size = texts.array[positions - 2].astype(np.int64)
-        attribute_size = texts.array[positions - (literal_size - 1)].astype(np.int64)
-        valid = values.valid & (values.stops == positions - 1 + value_size)
-        valid &= (attribute_size == literal_size - 3 + value_size) & (attribute_size < _ONE_BYTE_SIZE)
+        valid = values.valid
+        for offset, width in sizes:
+            at = positions - (literal_size - offset)
+            valid = valid & (at + width + _size_at(texts, at, width) == values.stops)
         return values._replace(valid=valid)
 
-    return read_sized
+    return read_checked
+
+
+def _size_at(texts: PackedTexts, positions: Positions, width: int) -> Positions:
+    """Read sizes that take `width` bytes each; a size of another width gives one that fits nothing."""
+    size = np.zeros(len(positions), np.int64)
+    for place in range(width):
+        byte = texts.array[positions + place].astype(np.int64)
+        size |= (byte & (_MORE - 1)) << (7 * place)
+        size[(byte >= _MORE) != (place < width - 1)] = np.iinfo(np.int32).min
+    return size
+
+
+def _read_sized_text(texts: PackedTexts, positions: Positions, width: int) -> Values:
+    sizes = _size_at(texts, positions, width)
+    return Values(positions + width + sizes, sizes >= 0, positions + width, sizes)
 
 
 def _read_varints(texts: PackedTexts, positions: Positions) -> Values:
@@ -453,19 +486,14 @@ def _read_fixed(texts: PackedTexts, positions: Positions) -> Values:
     return Values(positions + 8, np.ones(len(positions), np.bool_), content, positions)
 
 
-def _read_short_strings(texts: PackedTexts, positions: Positions) -> Values:
-    sizes = texts.array[positions].astype(np.int64)
-    return Values(positions + 1 + sizes, sizes < _ONE_BYTE_SIZE, positions + 1, sizes)
-
-
 _PROTOBUF_READERS: dict[int, tuple[Kind, _Read]] = {
-    _STRING_TAG: ("string", _read_short_strings),
+    _STRING_TAG: ("string", _read_varints),
     _BOOL_TAG: ("bool", _read_flags),
     _INT_TAG: ("int", _read_varints),
     _DOUBLE_TAG: ("double", _read_fixed),
-    _BYTES_TAG: ("bytes", _read_short_strings),
+    _BYTES_TAG: ("bytes", _read_varints),
 }
-"""By the tag of the field of `AnyValue`."""
+"""By the tag of the field of `AnyValue`; texts by `_read_sized_text`, which needs to know how wide their size is."""
 
 JSON = Syntax(_json_attribute, b"[", b",", b"]")
 PROTOBUF = Syntax(_protobuf_attribute)

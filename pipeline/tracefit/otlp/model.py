@@ -24,6 +24,10 @@ INT64_MAX = 2**63 - 1
 MAX_VALUE_DEPTH = 40
 """Levels of arrays and key-value lists in one attribute value."""
 
+KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
+STATUS_CODES = ("UNSET", "OK", "ERROR")
+"""Names of the enums of a span, by number; on the wire they have a prefix."""
+
 ID_BYTES = {"traceId": 16, "spanId": 8, "parentSpanId": 8}
 
 Scalar = int | float | bool | str | None
@@ -120,6 +124,19 @@ class CheckedRecord(NamedTuple):
     rejects: list[Reject]
     is_unreadable: bool = False
     """Whether nothing of it could be read."""
+
+
+def enum_number(value: int | str, prefix: str, names: tuple[str, ...]) -> int:
+    """Return the number of an enum, which JSON spells as a number or as a name.
+
+    Raises:
+        FieldError: It is the name of none.
+    """
+    if not isinstance(value, str):
+        return value
+    if value.removeprefix(prefix) not in names:
+        raise FieldError("an enum has a name of no value")
+    return names.index(value.removeprefix(prefix))
 
 
 def scalar_text(value: Scalar) -> str | None:

@@ -1,132 +1,102 @@
-"""Figures of one model: coefficients, predicted against measured, residuals, errors by kind of row."""
+"""Figures of the report, each with a caption that says what to look for and the numbers behind it.
+
+Everything they show comes from the published evaluation, the model files and `results.figures`; nothing is computed here
+but units and the limits of an axis.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
-import polars as pl
-
-from tracefit.coefficients.compiled import CompiledModel, holds_expression
 from tracefit.coefficients.model import RegimesModel, Term
-from tracefit.fit.splits import FEW_ROWS
-from tracefit.reports.cells import count, number
-from tracefit.reports.model import Band, Figure, Panel, Series, Table
-from tracefit.reports.models import AnyModel, terms_of
+from tracefit.reports.document import Figure, Panel, Series, Table
+from tracefit.reports.model_section import AnyModel, terms_of
+from tracefit.reports.text import count, exact, number, plural
+from tracefit.results.figures import ShadedRegion
 
 if TYPE_CHECKING:
-    from tracefit.coefficients.evaluation import Entry, ErrorOverLoadEntry
+    from collections.abc import Iterable
+
+    from tracefit.coefficients.evaluation import DistributionEntry, Entry, ScopeEvaluation
+    from tracefit.fit.results import ErrorOverLoad
+    from tracefit.results.figures import Bin, Cloud, EngineRun, ModelRows, ScopeRows
 
 US_PER_MS = 1e3
-_SUMMARY_ROWS = 8
-_STRONG = 2
-_FAR_OUT = 4
-"""Times the median from which on a largest value asks for an axis of powers of ten."""
+_TAIL = 0.01
+"""Share of the points at either end that need not fit on a robust axis."""
+
+_ENOUGH = 20
+"""Points below which every one of them counts."""
 
 
-def model_figures(
-    model: AnyModel, entry: Entry, rows: pl.DataFrame | None, *, points: int
-) -> tuple[Figure, ...]:
-    """Draw what tells a model: for each, what to look for and the numbers behind it.
+def model_figures(model: AnyModel, entry: Entry, rows: ModelRows | None) -> tuple[Figure, ...]:
+    """Draw one model: coefficients, errors, and its rows where there are tables.
 
     Args:
         model: The model.
         entry: Its validation.
-        rows: Its training frame, of every split; rows that were left out are marked in `excluded_because`. Null without
-            tables: then only what the files tell is drawn.
-        points: At most so many points per series, evenly taken in time.
+        rows: Its evaluated rows; null without tables.
     """
-    name = _clean(f"{model.scope_id}-{model.name}")
+    name = _anchor(f"{model.scope_id}-{model.name}")
     figures = [
         _forest(name, model),
         _errors(name, model.name, entry),
         _over_load(name, model.name, entry.error_over_load),
     ]
-    compiled = CompiledModel(model)
-    if rows is not None and compiled.columns_with_clock <= set(rows.columns):
-        kept = _predicted(compiled, rows)
-        held = kept.filter(pl.col("split") == "holdout")
-        if held.height:
-            figures += [
-                _against(name, model, held, points),
-                _over_time(name, model.name, kept, points),
-                *_over_features(name, model, held, points),
-            ]
+    if rows is not None:
+        figures += [
+            predicted_figure(model, rows),
+            _over_time(name, model.name, rows),
+            *(_over_feature(name, model.name, f, cloud) for f, cloud in rows.over_features.items()),
+        ]
     return tuple(f for f in figures if f is not None)
 
 
-def _clean(text: str) -> str:
+def _anchor(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()
 
 
-def _predicted(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame:
-    """Rows that count, with the prediction and the measurement in ms."""
-    model = compiled.model
-    kept = rows.filter(pl.col("excluded_because").is_null())
-    if "source" in kept.columns:
-        # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
-        single = kept.filter(pl.col("source") != "interval")
-        kept = single if single.filter(pl.col("split") == "holdout").height >= FEW_ROWS else kept
-    start = pl.col("ts_ns").min().over("run_id", "server")
-    drawn = {"run_id", "server", "ts_ns", "split", *compiled.columns_with_clock}
-    kept = kept.select(
-        *(c for c in kept.columns if c in drawn),
-        predicted_ms=compiled.expression_with_clock() / US_PER_MS,
-        measured_ms=pl.col("y") / US_PER_MS,
-        at_s=(pl.col("ts_ns") - start) / 1e9,
-        first_regime=holds_expression(model.regimes[0].when)
-        if isinstance(model, RegimesModel)
-        else pl.lit(value=True),
-    )
-    # To a nanosecond, as clocks tell it: rounding errors of arithmetic are no residuals.
-    residual = (pl.col("measured_ms") - pl.col("predicted_ms")).round(6)
-    return kept.with_columns(residual_ms=residual).drop_nulls("residual_ms")
-
-
-def thinned(rows: pl.DataFrame, points: int) -> pl.DataFrame:
-    """Take at most `points` rows, evenly."""
-    return rows.gather_every(max(1, -(-rows.height // points)))
-
-
-def _series(name: str, rows: pl.DataFrame, x: str, y: str, points: int) -> Series:
-    taken = thinned(rows.sort("ts_ns"), points)
-    return Series(name, "points", tuple(taken[x].to_list()), tuple(taken[y].to_list()))
-
-
-def _terms(model: AnyModel) -> list[tuple[str, Term]]:
+def _named_terms(model: AnyModel) -> list[tuple[str, Term]]:
     if isinstance(model, RegimesModel):
-        return [(f"{r.name}: ", t) for r in model.regimes for t in r.terms]
-    return [("", t) for t in terms_of(model)]
+        return [(f"{r.name}: {t.feature}", t) for r in model.regimes for t in r.terms]
+    return [(t.feature, t) for t in terms_of(model)]
 
 
 def _forest(name: str, model: AnyModel) -> Figure | None:
     """Draw what each term adds between the smallest and the largest value it was trained on."""
-    drawn = [(f"{prefix}{t.feature}", t) for prefix, t in _terms(model) if t.training_range is not None]
+    drawn = [
+        (label, t, (t.training_range[1] - t.training_range[0]) / US_PER_MS)
+        for label, t in _named_terms(model)
+        if t.training_range is not None
+    ]
     if not drawn:
         return None
-    ranges = [t.training_range[1] - t.training_range[0] if t.training_range else 0.0 for _, t in drawn]
-    values = [t.value * r / US_PER_MS for (_, t), r in zip(drawn, ranges, strict=True)]
-    ends = [
-        tuple(sorted(v * r / US_PER_MS for v in (t.ci95 or (t.value, t.value))))
-        for (_, t), r in zip(drawn, ranges, strict=True)
-    ]
+    values = [t.value * width for _, t, width in drawn]
+    ends = [tuple(sorted(v * width for v in (t.ci95 or (t.value, t.value)))) for _, t, width in drawn]
+    labels = tuple(label for label, _, _ in drawn)
     rows = tuple(
-        (f"`{label}`", f"{v:.4g}", f"{low:.4g} to {high:.4g}")
-        for (label, _), v, (low, high) in zip(drawn, values, ends, strict=True)
+        (f"`{label}`", exact(v), f"{exact(low)} to {exact(high)}")
+        for label, v, (low, high) in zip(labels, values, ends, strict=True)
     )
-    places = tuple(float(k) for k in range(len(drawn)))
     lows, highs = tuple(e[0] for e in ends), tuple(e[1] for e in ends)
-    series = Series("effect over the range seen", "intervals", tuple(values), places, lows, highs)
+    series = Series(
+        "effect over the training range", "intervals", tuple(values), _places(labels), lows, highs
+    )
     return Figure(
         name=f"{name}-terms",
         title=f"{model.name}: what each term adds",
-        caption="The point is the coefficient times the range of its feature in the training rows, the line its 95 % "
-        "interval. Look for intervals that cross zero: those terms could as well not be there.",
+        caption="The point is the coefficient times the training range of its feature, the line its 95 % interval. "
+        "Look for intervals that cross zero: the data do not show that these terms matter.",
         x_label="ms",
         panels=(Panel("", (series,)),),
-        categories=tuple(label for label, _ in drawn),
+        categories=labels,
         summary=Table(("term", "adds, ms", "95 % interval, ms"), rows),
     )
+
+
+def _places(labels: tuple[str, ...]) -> tuple[float, ...]:
+    return tuple(float(k) for k in range(len(labels)))
 
 
 def _errors(name: str, model_name: str, entry: Entry) -> Figure | None:
@@ -139,17 +109,17 @@ def _errors(name: str, model_name: str, entry: Entry) -> Figure | None:
     known = [(label, mae / US_PER_MS) for label, mae in found if mae is not None]
     if not known:
         return None
-    places = tuple(float(k) for k in range(len(known)))
-    series = Series("mean absolute error", "bars", tuple(v for _, v in known), places)
+    labels = tuple(label for label, _ in known)
+    series = Series("mean absolute error", "bars", tuple(v for _, v in known), _places(labels))
     return Figure(
         name=f"{name}-errors",
         title=f"{model_name}: errors on the hold-out",
-        caption="Mean absolute error. Look for a bar well below the baseline's and near the reference's: a long way above "
-        "the reference means that a straight line misses something in these features.",
+        caption="Mean absolute error. Look for a bar well below the baseline and near the reference: an error far above "
+        "the reference means that the linear form misses something in these features.",
         x_label="ms",
         panels=(Panel("", (series,)),),
-        categories=tuple(label for label, _ in known),
-        summary=Table(("of", "mean absolute error, ms"), tuple((label, f"{v:.4g}") for label, v in known)),
+        categories=labels,
+        summary=Table(("of", "mean absolute error, ms"), tuple((label, exact(v)) for label, v in known)),
     )
 
 
@@ -159,107 +129,89 @@ _LOADS = {
 }
 
 
-def _over_load(name: str, model_name: str, found: ErrorOverLoadEntry | None) -> Figure | None:
-    """Draw error and bias over the load of held-out rows, the range of the training rows shaded."""
+def _over_load(name: str, model_name: str, found: ErrorOverLoad | None) -> Figure | None:
+    """Draw error and bias over the load of held-out rows, the training range shaded."""
     bins = [b for b in found.bins if b.holdout.mape_pct is not None] if found else []
     if found is None or not bins:
         return None
     places = tuple((b.low + b.high) / 2 for b in bins)
-    mape = tuple(b.holdout.mape_pct or 0.0 for b in bins)
-    bias = tuple(b.holdout.bias_pct or 0.0 for b in bins)
     low, high = found.training_range
     rows = tuple(
         (
             f"{b.low:,.0f} to {b.high:,.0f}",
             count(b.holdout.n),
-            number(b.holdout.mape_pct),
-            number(b.holdout.bias_pct),
+            exact(b.holdout.mape_pct),
+            exact(b.holdout.bias_pct),
             "inside" if b.high <= high and b.low >= low else "beyond",
         )
         for b in bins
     )
+    mape = tuple(b.holdout.mape_pct or 0.0 for b in bins)
+    bias = tuple(b.holdout.bias_pct or 0.0 for b in bins)
     return Figure(
         name=f"{name}-load",
         title=f"{model_name}: error by load",
-        caption="Held-out rows in groups of equal size by load; the loads of the training rows are shaded. Look for an error "
-        "that grows, or a bias that leaves zero, beyond the shade: there the model is asked about what it has not seen.",
+        caption="Held-out rows in groups of equal size by load; the training range is shaded. Look for an error that "
+        "grows, or a bias that leaves zero, outside the shaded region: there the model extrapolates.",
         x_label=_LOADS[found.load],
         panels=(
             Panel("MAPE, %", (Series("mean absolute error", "line", places, mape),)),
             Panel("bias, %", (Series("bias", "line", places, bias),), zero=True),
         ),
-        bands=(Band("training range", low, high),),
+        regions=(ShadedRegion("training range", low, high),),
         summary=Table((_LOADS[found.load], "rows", "MAPE %", "bias %", "training range"), rows),
     )
 
 
-def _against(name: str, model: AnyModel, held: pl.DataFrame, points: int) -> Figure:
-    most, middle = held.select(pl.col("measured_ms").max(), middle=pl.col("measured_ms").median()).row(0)
-    log = (most or 0.0) > _FAR_OUT * max(middle or 0.0, 1e-9)
-    look = (
-        "Points on the line are right; a cloud that leaves it at one end is a bend the model does not know."
-    )
-    parts = [("held-out rows", held)]
+def predicted_figure(model: AnyModel, rows: ModelRows) -> Figure:
+    """Draw predicted against measured durations of held-out rows."""
+    look = "Look for a cloud that leaves the line at one end: the model misses a bend there."
     if isinstance(model, RegimesModel):
         first, rest = model.regimes[0].name, model.regimes[-1].name
-        parts = [(first, held.filter("first_regime")), (rest, held.filter(~pl.col("first_regime")))]
-        log = True
         look = (
-            f"The two regimes: {first} when its condition holds, {rest} otherwise. Look for points of one regime among "
-            "the other's: there the condition is wrong, and the error is the whole distance between them."
+            f"Two regimes: {first} where its condition holds, {rest} elsewhere. Look for points of one regime among "
+            "those of the other: there the condition is wrong, and the error is the whole distance between them."
         )
-    kept = [(n, p.filter((pl.col("measured_ms") > 0) & (pl.col("predicted_ms") > 0))) for n, p in parts]
-    shown = kept if log else parts
-    hidden = held.height - sum(p.height for _, p in shown)
-    drawn = tuple(_series(n, p, "measured_ms", "predicted_ms", points) for n, p in shown if p.height)
-    zeros = f" {count(hidden)} with a zero have no place on these axes." if hidden else ""
+    zeros = (
+        f" {plural(rows.without_place, 'row')} with a zero cannot be drawn on logarithmic axes."
+        if rows.without_place
+        else ""
+    )
     return Figure(
-        name=f"{name}-against",
+        name=f"{_anchor(f'{model.scope_id}-{model.name}')}-against",
         title=f"{model.name}: predicted against measured",
-        caption=f"{_how_many(drawn, held.height - hidden)}, held out.{zeros} {look}",
+        caption=f"{_how_many(rows.predicted)}, held out.{zeros} {look}",
         x_label="measured, ms",
-        panels=(Panel("predicted, ms", drawn, log_y=log, diagonal=True),),
-        log_x=log,
-        summary=_binned(held, "measured_ms", "measured, ms", "predicted_ms", "predicted, ms"),
+        panels=(Panel("predicted, ms", _points(rows.predicted), log_y=rows.wide_range, diagonal=True),),
+        log_x=rows.wide_range,
+        summary=_bin_table(rows.predicted.bins, "measured, ms", "predicted, ms"),
     )
 
 
-def _how_many(drawn: tuple[Series, ...], rows: int) -> str:
-    points = sum(len(s.x) for s in drawn)
-    return (
-        f"All {count(rows)} rows"
-        if points == rows
-        else f"{count(points)} of {count(rows)} rows, evenly in time"
-    )
+def _points(cloud: Cloud) -> tuple[Series, ...]:
+    return tuple(Series(p.name, "points", p.x, p.y) for p in cloud.points)
 
 
-def _over_time(name: str, model_name: str, kept: pl.DataFrame, points: int) -> Figure:
-    drawn = tuple(
-        _series(label, part, "at_s", "residual_ms", points)
-        for label, part in (
-            ("training rows", kept.filter(pl.col("split") == "train")),
-            ("held-out rows", kept.filter(pl.col("split") == "holdout")),
-        )
-        if part.height
-    )
-    ends = (
-        kept.filter(pl.col("split") == "holdout")
-        .group_by("run_id", "server")
-        .agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
-        .select("start", "end")
-    )
-    several = kept.select("run_id", "server").n_unique()
-    bands = [Band("hold-out", start, end) for start, end in ends.iter_rows()] if several == 1 else []
-    laid = f" {several} servers' runs are laid over each other." if several > 1 else ""
+def _how_many(cloud: Cloud) -> str:
+    points = sum(len(p.x) for p in cloud.points)
+    if points == cloud.rows:
+        return f"All {count(cloud.rows)} rows"
+    return f"{count(points)} of {count(cloud.rows)} rows, evenly in time"
+
+
+def _over_time(name: str, model_name: str, rows: ModelRows) -> Figure:
+    overlaid = f" The runs of {rows.servers} servers overlay each other." if rows.servers > 1 else ""
+    panel, beyond = _residuals(rows.over_time)
     return Figure(
         name=f"{name}-time",
         title=f"{model_name}: residuals over time",
-        caption=f"Measured less predicted; {_lower(_how_many(drawn, kept.height))}.{laid} Look for a drift or a step: then "
-        "the server changed, and the end of the run is not like its beginning.",
+        caption=f"Measured less predicted; {_lower(_how_many(rows.over_time))}, and the medians of eighths of them."
+        f"{overlaid}{beyond} Look for a drift or a step: then the server changed, and the end of the run is not like its "
+        "beginning.",
         x_label="seconds into the run",
-        panels=(Panel("measured - predicted, ms", drawn, zero=True),),
-        bands=tuple(bands),
-        summary=_binned(kept, "at_s", "seconds into the run", "residual_ms", "residual, ms"),
+        panels=(panel,),
+        regions=rows.holdout,
+        summary=_bin_table(rows.over_time.bins, "seconds into the run", "residual, ms"),
     )
 
 
@@ -267,56 +219,172 @@ def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _over_features(name: str, model: AnyModel, held: pl.DataFrame, points: int) -> list[Figure]:
-    """Draw residuals against the terms that move the prediction most."""
-    effects = {
-        t.feature: abs(t.value) * (t.training_range[1] - t.training_range[0])
-        for _, t in _terms(model)
-        if t.training_range is not None and t.feature in held.columns
-    }
-    strong = sorted(effects, key=lambda f: -effects[f])[:_STRONG]
-    return [
-        Figure(
-            name=f"{name}-over-{_clean(feature)}",
-            title=f"{model.name}: residuals against {feature}",
-            caption=f"Look for a bend: then the effect of {feature} is not a straight line, and predictions at its ends are "
-            "off to one side.",
-            x_label=feature,
-            panels=(
-                Panel(
-                    "measured - predicted, ms",
-                    (_series("held-out rows", held.drop_nulls(feature), feature, "residual_ms", points),),
-                    zero=True,
-                ),
-            ),
-            summary=_binned(held.drop_nulls(feature), feature, feature, "residual_ms", "residual, ms"),
-        )
-        for feature in strong
-        if held[feature].drop_nulls().len()
-    ]
-
-
-def _binned(rows: pl.DataFrame, x: str, x_name: str, y: str, y_name: str) -> Table:
-    """Sum up one column over another in groups of equal size."""
-    place = (pl.int_range(pl.len()) * _SUMMARY_ROWS // pl.len()).alias("bin")
-    groups = (
-        rows.sort(x)
-        .with_columns(place)
-        .group_by("bin", maintain_order=True)
-        .agg(
-            rows=pl.len(),
-            low=pl.col(x).min(),
-            high=pl.col(x).max(),
-            median=pl.col(y).median(),
-            p10=pl.col(y).quantile(0.1),
-            p90=pl.col(y).quantile(0.9),
-        )
+def _over_feature(name: str, model_name: str, feature: str, cloud: Cloud) -> Figure:
+    """Draw residuals against one of the terms that move the prediction most."""
+    panel, beyond = _residuals(cloud)
+    return Figure(
+        name=f"{name}-over-{_anchor(feature)}",
+        title=f"{model_name}: residuals against {feature}",
+        caption=f"Held-out rows, and the medians of eighths of them.{beyond} Look for a bend in the medians: then the effect "
+        f"of {feature} is not linear, and predictions at its ends are biased.",
+        x_label=feature,
+        panels=(panel,),
+        summary=_bin_table(cloud.bins, feature, "residual, ms"),
     )
-    head = (x_name, "rows", f"median {y_name}", "P10", "P90")
-    return Table(
-        head,
-        tuple(
-            (f"{low:.4g} to {high:.4g}", f"{n:,}", number(median), number(p10), number(p90))
-            for _, n, low, high, median, p10, p90 in groups.iter_rows()
+
+
+def _residuals(cloud: Cloud) -> tuple[Panel, str]:
+    """Return a panel of residuals with their binned medians, and a sentence on points outside its limits."""
+    medians = Series(
+        "median", "line", tuple(b.middle for b in cloud.bins), tuple(b.median for b in cloud.bins)
+    )
+    limits = robust_limits([y for p in cloud.points for y in p.y])
+    panel = Panel("measured - predicted, ms", (*_points(cloud), medians), zero=True, y_limits=limits)
+    outside = sum(not limits[0] <= y <= limits[1] for p in cloud.points for y in p.y) if limits else 0
+    verb = "lies" if outside == 1 else "lie"
+    return panel, f" {plural(outside, 'point')} {verb} beyond the axis, drawn at its edge." if outside else ""
+
+
+def robust_limits(values: Iterable[float]) -> tuple[float, float] | None:
+    """Return limits of an axis that a few outliers do not stretch; null where every value fits well.
+
+    They hold the middle 98 % of the values and half of its width to either side.
+    """
+    ordered = sorted(values)
+    if len(ordered) < _ENOUGH:
+        return None
+    cut = int(_TAIL * len(ordered))
+    low, high = ordered[cut], ordered[-1 - cut]
+    room = (high - low) / 2
+    if ordered[0] >= low - room and ordered[-1] <= high + room:
+        return None
+    return max(ordered[0], low - room), min(ordered[-1], high + room)
+
+
+def _bin_table(bins: Iterable[Bin], x_name: str, y_name: str) -> Table:
+    rows = tuple(
+        (f"{b.low:.4g} to {b.high:.4g}", count(b.rows), exact(b.median), exact(b.p10), exact(b.p90))
+        for b in bins
+    )
+    return Table((x_name, "rows", f"median {y_name}", "P10", "P90"), rows)
+
+
+# Latencies of requests
+
+LATENCIES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
+_WRITTEN_PERCENTS = (5, 25, 50, 75, 90, 95, 99)
+
+
+def latency_figures(scope: ScopeEvaluation, rows: ScopeRows | None) -> tuple[Figure, ...]:
+    """Draw distributions of request latencies: measured beside predicted, or measured alone where none is predicted.
+
+    Args:
+        scope: The scope's evaluation.
+        rows: What its tables hold; null without tables.
+    """
+    figures: list[Figure] = []
+    for key, label in LATENCIES.items():
+        entry = scope.latency.get(key)
+        if entry is not None and entry.distribution is not None:
+            figures.append(_compared(entry.distribution, label, scope.scope_id))
+        elif rows is not None and key in rows.latencies_ms:
+            figures.append(_measured(rows.latencies_ms[key], label, scope.scope_id))
+    return tuple(figures)
+
+
+def _compared(found: DistributionEntry, label: str, scope_id: str) -> Figure:
+    ways = [("measured", found.measured), ("teacher-forced", found.teacher_forced)]
+    ways.append(("averages only", found.averages_only))
+    known = [(name, tuple(q / US_PER_MS for q in quantiles)) for name, quantiles in ways if quantiles]
+    written = [
+        (f"P{p}", *(exact(quantiles[k]) for _, quantiles in known))
+        for k, p in enumerate(found.percents)
+        if p in _WRITTEN_PERCENTS
+    ]
+    return Figure(
+        name=_anchor(f"{scope_id}-{label}-cdf"),
+        title=f"{label}, predicted and measured",
+        caption=f"Share of {found.requests:,} held-out requests with at most this {label}. Look for where a predicted curve "
+        "leaves the measured one: teacher-forced, step times are wrong there; from averages, waits and batches that an "
+        "average does not show.",
+        x_label=f"{label}, ms",
+        panels=(Panel("requests, %", tuple(_curve(n, q, found.percents) for n, q in known)),),
+        log_x=True,
+        summary=Table(("of requests", *(f"{name}, ms" for name, _ in known)), tuple(written)),
+    )
+
+
+def _measured(at_ms: dict[int, float], label: str, scope_id: str) -> Figure:
+    return Figure(
+        name=_anchor(f"{scope_id}-{label}-cdf"),
+        title=f"{label} as measured",
+        caption=f"Share of requests with at most this {label}; no model predicts it here. Look for a long flat end: these "
+        "requests waited, and a mean hides them.",
+        x_label=f"{label}, ms",
+        panels=(Panel("requests, %", (_curve("measured", tuple(at_ms.values()), tuple(at_ms)),)),),
+        log_x=True,
+        summary=Table(
+            ("of requests", f"{label} at most, ms"),
+            tuple((f"P{p}", exact(at_ms[p])) for p in _WRITTEN_PERCENTS),
         ),
     )
+
+
+def _curve(name: str, quantiles_ms: tuple[float, ...], percents: tuple[int, ...]) -> Series:
+    # A logarithmic axis has no place for a zero.
+    drawn = [(q, float(p)) for q, p in zip(quantiles_ms, percents, strict=True) if q > 0]
+    return Series(name, "line", tuple(x for x, _ in drawn), tuple(y for _, y in drawn))
+
+
+# Engines over their runs
+
+_QUANTITIES = {
+    "running": ("requests running", "running"),
+    "waiting": ("requests waiting", "waiting"),
+    "tokens": ("tokens per step", "tokens per step"),
+    "kv_pct": ("KV blocks in use, %", "KV %"),
+    "cycle_ms": ("median step time, ms", "step ms"),
+}
+"""Quantity to the label of its panel and the head of its column."""
+
+
+def engine_figure(engine: EngineRun) -> Figure:
+    """Draw what one engine did over its run."""
+    fate = ""
+    if engine.overloaded is not None:
+        fate = f": overloaded, {'trained on all the same' if engine.overloaded else 'left out of training'}"
+    boundary = engine.holdout_from_s
+    return Figure(
+        name=_anchor(f"engine-{engine.run_id}-{engine.server}"),
+        title=f"The engine of {engine.run_id}, {engine.server}{fate}",
+        caption="Means of the traced steps over equal intervals of time. Look for a hold-out unlike what comes before it: "
+        "then its errors say little about the rest. A queue that grows through the whole run means that the server was "
+        "offered more than it can do.",
+        x_label="seconds into the run",
+        panels=tuple(
+            Panel(_QUANTITIES[q.key][0], (Series(_QUANTITIES[q.key][0], "line", q.at_s, q.values),))
+            for q in engine.quantities
+        ),
+        regions=engine.regions,
+        marks=((boundary, "hold-out begins"),) if boundary is not None else (),
+        summary=_engine_table(engine),
+        wide=True,
+    )
+
+
+def _engine_table(engine: EngineRun) -> Table:
+    known = {q.key: q for q in engine.quantities}
+    means = {
+        "before the hold-out": [known[k].before_holdout if k in known else None for k in _QUANTITIES],
+        "hold-out": [known[k].in_holdout if k in known else None for k in _QUANTITIES],
+    }
+    rows = [
+        (label, *(exact(v) for v in values))
+        for label, values in means.items()
+        if any(v is not None for v in values)
+    ]
+    for kind in dict.fromkeys(r.kind for r in engine.regions):
+        lengths = [r.end - r.start for r in engine.regions if r.kind == kind]
+        label = f"{kind}: {plural(len(lengths), 'interval')}, {number(sum(lengths))} s"
+        rows.append((label, *[""] * len(_QUANTITIES)))
+    return Table(("part of the run", *(head for _, head in _QUANTITIES.values())), tuple(rows))

@@ -8,14 +8,14 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from tracefit.reports.document import Figure, Table
 from tracefit.reports.markdown import plain
-from tracefit.reports.model import Figure, Table
 from tracefit.reports.svg import WIDE, figure_svg
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tracefit.reports.model import Part, Report
+    from tracefit.reports.document import Report, ReportPart
 
 _CODE = re.compile(r"`([^`]*)`")
 _EM = re.compile(r"(?<!\*)\*([^*]+)\*(?!\*)")
@@ -37,11 +37,11 @@ def html_page(report: Report) -> str:
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<title>{escape(report.title)}</title><style>{style}</style></head>\n<body><header><h1>{_inline(report.title)}</h1>"
         f'<nav aria-label="Sections"><ul>{_contents(report.parts, anchors)}</ul></nav></header>\n'
-        f"<main>\n{_body(report.parts, anchors)}\n</main></body></html>\n"
+        f"<main>\n{_body(report, anchors)}\n</main></body></html>\n"
     )
 
 
-def _anchors(parts: Iterable[Part]) -> Iterator[tuple[int, str]]:
+def _anchors(parts: Iterable[ReportPart]) -> Iterator[tuple[int, str]]:
     """Give every heading a name of its own: (its place among the parts, name)."""
     seen: Counter[str] = Counter()
     for place, part in enumerate(parts):
@@ -51,27 +51,39 @@ def _anchors(parts: Iterable[Part]) -> Iterator[tuple[int, str]]:
             yield place, name if seen[name] == 1 else f"{name}-{seen[name]}"
 
 
-def _contents(parts: Sequence[Part], anchors: dict[int, str]) -> str:
+def _contents(parts: Sequence[ReportPart], anchors: dict[int, str]) -> str:
     return "".join(
         f'<li class="h{_level(str(parts[place]))}"><a href="#{name}">{_inline(_heading(str(parts[place])))}</a></li>'
         for place, name in anchors.items()
     )
 
 
-def _body(parts: Sequence[Part], anchors: dict[int, str]) -> str:
-    """Render parts; list items that follow each other are one list, figures that do so one grid."""
+def _body(report: Report, anchors: dict[int, str]) -> str:
+    """Render parts; list items that follow each other are one list, figures that do so one grid.
+
+    A folded section ends where the next heading of its level begins.
+    """
     lines: list[str] = []
     within: str | None = None
-    for place, part in enumerate(parts):
+    folded = False
+    for place, part in enumerate(report.parts):
         kind = _kind(part)
         if within and kind != within:
             lines.append(_CLOSE[within])
+        if folded and kind == "heading" and _level(str(part)) == 2:
+            lines.append("</details>")
+            folded = False
         if kind in _OPEN and kind != within:
             lines.append(_OPEN[kind])
         within = kind if kind in _OPEN else None
-        lines.append(_part(part, kind, anchors.get(place, "")))
+        drawn = _part(part, kind, anchors.get(place, ""))
+        if kind == "heading" and part in report.folded:
+            drawn, folded = f'<details class="section"><summary>{drawn}</summary>', True
+        lines.append(drawn)
     if within:
         lines.append(_CLOSE[within])
+    if folded:
+        lines.append("</details>")
     return "\n".join(lines)
 
 
@@ -79,7 +91,7 @@ _OPEN = {"item": "<ul>", "figure": '<div class="figures">'}
 _CLOSE = {"item": "</ul>", "figure": "</div>"}
 
 
-def _kind(part: Part) -> str:
+def _kind(part: ReportPart) -> str:
     if isinstance(part, Figure):
         return "figure"
     if isinstance(part, Table):
@@ -89,7 +101,7 @@ def _kind(part: Part) -> str:
     return "item" if part.startswith("- ") else "text"
 
 
-def _part(part: Part, kind: str, anchor: str) -> str:
+def _part(part: ReportPart, kind: str, anchor: str) -> str:
     if isinstance(part, Figure):
         return _figure(part)
     if isinstance(part, Table):

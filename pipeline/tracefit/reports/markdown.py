@@ -6,12 +6,12 @@ import re
 from typing import TYPE_CHECKING
 
 from tracefit.errors import printable
-from tracefit.reports.model import Figure, Table
+from tracefit.reports.document import Figure, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tracefit.reports.model import Report
+    from tracefit.reports.document import Report
 
 
 def markdown_text(report: Report) -> str:

@@ -1,19 +1,19 @@
-"""Figures as SVG: text that is text, colours that follow the page's, no dependency.
+"""Figures as SVG: real text, colours of the page, no dependency.
 
 Widths are in the units of a narrow screen, so that letters stay readable where the picture is not scaled up.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from tracefit.reports.axes import Axis, axis_of, spaced, tick_text
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from tracefit.reports.model import Figure, Panel, Series
+    from tracefit.reports.document import Figure, Panel, Series
 
 NARROW, WIDE = 420.0, 1080.0
 LEFT, RIGHT, TOP = 52.0, 12.0, 4.0
@@ -23,7 +23,14 @@ ROW_HEIGHT = 34.0
 CHAR_WIDTH = 6.1
 """Width of a letter of a legend, on the average."""
 
-_BANDS = {"hold-out": 0, "training range": 0, "warm-up": 1, "idle": 2, "queue never empty": 3, "overload": 4}
+_REGIONS = {
+    "hold-out": 0,
+    "training range": 0,
+    "warm-up": 1,
+    "idle": 2,
+    "queue never empty": 3,
+    "overload": 4,
+}
 _MOST_TICKS, _MOST_TICKS_STACKED = 7, 5
 
 
@@ -66,17 +73,17 @@ def _panels(figure: Figure, width: float) -> tuple[str, float]:
 
 def _places(figure: Figure) -> list[float]:
     drawn = [x for p in figure.panels for s in p.series for x in s.x]
-    return [*drawn, *(end for b in figure.bands for end in (b.start, b.end)), *(x for x, _ in figure.marks)]
+    return [*drawn, *(end for r in figure.regions for end in (r.start, r.end)), *(x for x, _ in figure.marks)]
 
 
 def _panel(figure: Figure, panel: Panel, x_axis: Axis, top: float, bottom: float) -> Iterator[str]:
     y_axis = _y_axis(panel, top, bottom)
     left, right = x_axis.start, x_axis.end
     yield _rect("f", left, right, top, bottom)
-    for band in figure.bands:
-        start, end = x_axis.at(band.start), x_axis.at(band.end)
-        yield _rect(f"b{_BANDS[band.kind]}", start, max(end, start + 1), top, bottom)
-        if band.kind == "overload":
+    for region in figure.regions:
+        start, end = x_axis.at(region.start), x_axis.at(region.end)
+        yield _rect(f"b{_REGIONS[region.kind]}", start, max(end, start + 1), top, bottom)
+        if region.kind == "overload":
             yield _rect("o", start, max(end, start + 1), top, top + 3)
     most = _MOST_TICKS if bottom - top > STACKED_HEIGHT else _MOST_TICKS_STACKED
     for value in y_axis.ticks(most):
@@ -98,6 +105,9 @@ def _panel(figure: Figure, panel: Panel, x_axis: Axis, top: float, bottom: float
 def _y_axis(panel: Panel, top: float, bottom: float) -> Axis:
     values = [y for s in panel.series for y in s.y]
     values += [x for s in panel.series for x in s.x] if panel.diagonal else []
+    if panel.y_limits is not None:
+        low, high = panel.y_limits
+        values = [v for v in values if low <= v <= high]
     values += [0.0] if panel.zero else []
     from_zero = not (panel.log_y or panel.zero or panel.diagonal)
     return axis_of(values, bottom, top, log=panel.log_y, from_zero=from_zero)
@@ -128,8 +138,8 @@ def _sample(series: Series, number: int) -> str:
 
 def _marked(figure: Figure) -> list[tuple[str, str]]:
     """Return the legend of what is marked along the x axis."""
-    kinds = dict.fromkeys(sorted((b.kind for b in figure.bands), key=_BANDS.__getitem__))
-    swatches = [(k, _rect(f"b{_BANDS[k]} e", 0, 16, -5, 5)) for k in kinds]
+    kinds = dict.fromkeys(sorted((r.kind for r in figure.regions), key=_REGIONS.__getitem__))
+    swatches = [(k, _rect(f"b{_REGIONS[k]} e", 0, 16, -5, 5)) for k in kinds]
     return [*swatches, *((n, _line("k", 8, -6, 8, 6)) for n in dict.fromkeys(n for _, n in figure.marks))]
 
 
@@ -184,3 +194,91 @@ def _rect(kind: str, left: float, right: float, top: float, bottom: float) -> st
 
 def _text(x: float, y: float, text: str, kind: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+
+
+# Axes: values to pixels, and round values to label
+
+_ROUND = ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 5, 7))
+"""Multiples of a power of ten to label on a logarithmic axis, from few to many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A range of values and the pixels it covers."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """Return the pixel of a value; values outside are put at the edge."""
+        low, high, inside = (self._scaled(v) for v in (self.low, self.high, value))
+        share = (inside - low) / (high - low) if high > low else 0.5
+        return self.start + min(max(share, 0.0), 1.0) * (self.end - self.start)
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(max(value, 1e-12)) if self.log else value
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """Return up to `most` round values to label: steps of 1, 2 or 5; on a logarithmic axis as fit best."""
+        return self._log_ticks(most) if self.log else _even(self.low, self.high, most)
+
+    def _log_ticks(self, most: int) -> list[float]:
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        offered = [
+            [m * 10.0**k for k in range(first, last + 1) for m in multiples if self._holds(m * 10.0**k)]
+            for multiples in _ROUND
+        ]
+        fitting = [ticks for ticks in offered if 3 <= len(ticks) <= most]
+        if fitting:
+            return fitting[-1]
+        if len(offered[0]) > most:
+            return offered[0][:: -(-len(offered[0]) // most)]
+        return _even(self.low, self.high, most)
+
+    def _holds(self, value: float) -> bool:
+        return self.low <= value * (1 + 1e-9) and value <= self.high * (1 + 1e-9)
+
+
+def _even(low: float, high: float, most: int) -> list[float]:
+    span = high - low
+    step = 10 ** math.floor(math.log10(span / most)) if span > 0 else 1.0
+    step *= next(m for m in (1, 2, 5, 10, 20) if span / (step * m) < most)
+    first = math.ceil(low / step - 1e-9)
+    count = math.floor((high - first * step) / step + 1e-9)
+    return [(first + k) * step for k in range(count + 1)]
+
+
+def axis_of(values: Sequence[float], start: float, end: float, *, log: bool, from_zero: bool = False) -> Axis:
+    """Fit an axis around values, with a little room on both sides."""
+    kept = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
+    low, high = (min(kept), max(kept)) if kept else (0.0, 1.0)
+    if log:
+        low, high = (low or 1e-3), (high or 1.0)
+        return Axis(low / 1.15, high * 1.15, start, end, log=True)
+    low = min(low, 0.0) if from_zero else low
+    room = 0.04 * (high - low) or max(abs(high), 1.0) * 0.1
+    return Axis(low if from_zero and low == 0 else low - room, high + room, start, end)
+
+
+def tick_text(value: float) -> str:
+    """Write the value of a tick: 12k, 3.5M, 0.02."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            unit = size if letter != "k" else 1e3
+            return f"{value / unit:g}{letter}"
+    return f"{value:.6g}"
+
+
+def spaced(labels: Iterable[tuple[float, str]], char_width: float) -> list[tuple[float, str]]:
+    """Leave out labels that would touch the one before: (pixel of the middle, text), in order."""
+    kept: list[tuple[float, str]] = []
+    free_from = -math.inf
+    for x, text in labels:
+        half = char_width * len(text) / 2
+        if x - half >= free_from:
+            kept.append((x, text))
+            free_from = x + half + char_width
+    return kept

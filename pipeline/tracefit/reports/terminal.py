@@ -1,59 +1,82 @@
-"""A report in the terminal. Nothing is computed here."""
+"""The report in a terminal: tables where they fit, else one block per row. Nothing is computed here."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.table import Table as RichTable
+from rich.console import Console
 from rich.text import Text
 
 from tracefit.errors import printable
+from tracefit.reports.document import Figure, Table
 from tracefit.reports.markdown import plain
-from tracefit.reports.model import Figure, Table
+from tracefit.reports.text import columns
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from tracefit.reports.model import Report
-
-
-def print_report(report: Report, console: Console) -> None:
-    """Print the whole report on a terminal."""
-    console.rule(_text(report.title))
-    for part in report.parts:
-        if isinstance(part, Figure):
-            console.print(_text(f"\n{part.title}", style="bold"))
-            console.print(_text(plain(part.caption), style="dim"))
-            _print_table(part.summary, console)
-        elif isinstance(part, Table):
-            if part.folded:
-                console.print(_text(f"\n{plain(part.folded)}:"))
-            _print_table(part, console)
-        elif part.startswith("#"):
-            level = len(part) - len(part.lstrip("#"))
-            text = plain(part.lstrip("# "))
-            if level <= 2:
-                console.print()
-                console.rule(_text(text))
-            else:
-                console.print(_text(f"\n{text}", style="bold underline"))
-        else:
-            console.print(_text(plain(part)))
-    console.print()
-
+    from tracefit.reports.document import Report
 
 _STYLES = {"**yes**": "bold green", "**with limits**": "bold yellow", "**no**": "bold red"}
 
 
+class PipeConsole(Console):
+    """A console that leaves a pipe closed by its reader to the caller; rich ends the program with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error again."""
+        raise BrokenPipeError
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the whole report on a terminal."""
+    console.rule(_plain(report.title))
+    for part in report.parts:
+        if isinstance(part, Figure):
+            console.print(Text(f"\n{_plain(part.title)}", style="bold"))
+            console.print(Text(_plain(part.caption), style="dim"))
+            _print_table(part.summary, console)
+        elif isinstance(part, Table):
+            if part.folded:
+                console.print(Text(f"\n{_plain(part.folded)}:"))
+            _print_table(part, console)
+        elif part.startswith("#"):
+            level = len(part) - len(part.lstrip("#"))
+            text = _plain(part.lstrip("# "))
+            if level <= 2:
+                console.print()
+                console.rule(text)
+            else:
+                console.print(Text(f"\n{text}", style="bold underline"))
+        else:
+            console.print(Text(_plain(part)))
+    console.print()
+
+
 def _print_table(table: Table, console: Console) -> None:
-    drawn = RichTable(show_edge=False, pad_edge=False)
-    for name, number in zip(table.head, table.numeric(), strict=True):
-        drawn.add_column(_text(plain(name)), justify="right" if number else "left")
+    left = {k for k, number in enumerate(table.numeric()) if not number}
+    cells = [[_plain(cell) for cell in row] for row in table.rows]
+    head = [_plain(name) for name in table.head]
+    text = columns(head, cells, left=left)
+    if max(len(line) for line in text.splitlines()) > console.width:
+        _print_blocks(head, table, console)
+        return
+    first, _, rest = text.partition("\n")
+    # Lines are as wide as their content: rich must neither wrap nor cut them.
+    console.print(Text(first, style="bold"), no_wrap=True, overflow="ignore", crop=False)
+    drawn = Text(rest)
+    for mark, style in _STYLES.items():
+        drawn.highlight_regex(rf"(?<=  ){_plain(mark)}(?=  |$|\n)", style)
+    console.print(drawn, no_wrap=True, overflow="ignore", crop=False)
+
+
+def _print_blocks(head: list[str], table: Table, console: Console) -> None:
+    """Print one block per row: its first cell, then a line per further cell."""
     for row in table.rows:
-        drawn.add_row(*(_text(plain(cell), style=_STYLES.get(cell, "")) for cell in row))
-    console.print(drawn)
+        console.print(Text(_plain(row[0]) or "-", style="bold"))
+        for name, cell in zip(head[1:], row[1:], strict=True):
+            if cell:
+                console.print(Text(f"  {name}: ").append(_plain(cell), style=_STYLES.get(cell, "")))
 
 
-def _text(content: str, *, style: str = "") -> Text:
-    """Return text of which a terminal obeys nothing: names in traces come from elsewhere."""
-    return Text("\n".join(map(printable, content.split("\n"))), style=style)
+def _plain(text: str) -> str:
+    """Return text without marks and of which a terminal obeys nothing: names in traces come from elsewhere."""
+    return "\n".join(map(printable, plain(text).split("\n")))

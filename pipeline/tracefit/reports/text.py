@@ -1,14 +1,70 @@
-"""Plain columns of text, the same in a terminal, in a pipe and in a test."""
+"""Numbers and tables as text, the same in a terminal, in a pipe, on the page and in a test."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from tracefit.fit.results import Metrics
+
+UNKNOWN = "-"
+WIDTH = 80
+"""Columns of the terminal that every table of a command's result fits into, unless a name alone is longer."""
 
 
-def columns(head: Sequence[str] | None, rows: Iterable[Sequence[str]], *, left: Collection[int]) -> str:
+def number(value: float | None, digits: int = 3) -> str:
+    """Write a number to so many significant digits, thousands in full; `-` where it is not known."""
+    if value is None:
+        return UNKNOWN
+    if value == 0:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def exact(value: float | None) -> str:
+    """Write a number of the report, which a reader may compute with: four digits."""
+    return number(value, 4)
+
+
+def share(value: float | None, missing: str = UNKNOWN) -> str:
+    """Write a ratio in percent."""
+    return missing if value is None else f"{100 * value:.1f} %"
+
+
+def count(value: int) -> str:
+    """Write a count."""
+    return f"{value:,}"
+
+
+def plural(value: int, noun: str, ending: str = "s") -> str:
+    """Write a count with its noun."""
+    return f"{count(value)} {noun}{'' if value == 1 else ending}"
+
+
+def reasons(counts: Mapping[str, int]) -> str:
+    """Write counts by reason in one line."""
+    return ", ".join(f"{name.replace('_', ' ')} {count(n)}" for name, n in counts.items())
+
+
+ERRORS = ("n", "median APE %", "P90 %", "P99 %", "MAPE %", "bias %", "MAE us")
+
+
+def metrics(m: Metrics) -> tuple[str, ...]:
+    """Write errors under the heads of `ERRORS`."""
+    percentages = (m.mdape_pct, m.p90_ape_pct, m.p99_ape_pct, m.mape_pct, m.bias_pct)
+    return (count(m.n), *(exact(v) for v in percentages), exact(m.mae))
+
+
+def mape_misleads(mape_pct: float | None, mdape_pct: float | None) -> bool:
+    """Say whether a few rows with large relative errors dominate the mean: it is far above the median error."""
+    return mape_pct is not None and mdape_pct is not None and mape_pct > max(10.0, 10 * mdape_pct)
+
+
+def columns(
+    head: Sequence[str] | None, rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)
+) -> str:
     """Align cells in columns: those in `left` to the left, all others, which hold numbers, to the right."""
     table = [tuple(r) for r in rows]
     if head is not None:

@@ -35,7 +35,7 @@ class Drift:
         now_mae_us: Mean absolute error on the new traces.
         now_bias_pct: 100 * (sum predicted - sum actual) / sum actual on the new traces.
         limit_pct: The error above which it counts as drifted.
-        verdict: good, drifted, or unknown where the new traces cannot tell.
+        verdict: good, drifted, or unknown where the new traces do not decide.
         reason: Why it is unknown.
     """
 
@@ -74,5 +74,5 @@ class CompareResult:
 
     @property
     def exit_code(self) -> int:
-        """0; 1 where the old file has drifted or the new traces cannot tell."""
+        """0; 1 where the old file has drifted or the new traces do not decide."""
         return 1 if self.verdict in ("drifted", "unknown") else 0

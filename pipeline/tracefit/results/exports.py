@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracefit.consumers.source import HeldOut
+from tracefit.consumers.base import HeldOut
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,22 @@ from tracefit.results.ingestion import IngestResult
 
 
 @dataclass(frozen=True, slots=True)
+class ScopeSummary:
+    """One scope that was fitted: its runs, and the server's settings as text."""
+
+    scope_id: str
+    runs: tuple[str, ...]
+    settings: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSummary:
     """One fitted model in numbers."""
 
     name: str
     scope_id: str
+    holdout_mdape_pct: float | None
+    holdout_p90_ape_pct: float | None
     holdout_mape_pct: float | None
     holdout_mae: float | None
     baseline_mae: float | None
@@ -31,6 +42,9 @@ class LatencySummary:
     name: str
     scope_id: str
     requests: int
+    teacher_forced_mdape_pct: float | None
+    averages_only_mdape_pct: float | None
+    baseline_mdape_pct: float | None
     teacher_forced_mape_pct: float | None
     averages_only_mape_pct: float | None
     baseline_mape_pct: float | None
@@ -48,6 +62,7 @@ class TrainResult:
     not_fitted: tuple[str, ...] = ()
     latencies: tuple[LatencySummary, ...] = ()
     quarantined: bool = False
+    scopes: tuple[ScopeSummary, ...] = ()
     verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
     """scope_id to use to verdict: yes, with limits or no."""
 

@@ -135,13 +135,6 @@ class ModelArchitecture:
         return self.moe_layers > 0
 
     @property
-    def is_interleaved_moe(self) -> bool:
-        """Whether MoE and dense layers alternate (Llama 4), beyond a few dense layers at the start."""
-        if not self.is_moe:
-            return False
-        return self.layers - self.moe_layer_ids[0] != self.moe_layers
-
-    @property
     def attention(self) -> AttentionKind:
         """Kind of attention, by the ratio of KV heads to heads."""
         if self.latent is not None:
@@ -240,23 +233,6 @@ class ModelArchitecture:
         """KV bytes that one token writes, over all layers and tensor-parallel ranks."""
         return self.layers * self.kv_bytes_per_token_per_layer
 
-    @property
-    def kv_bytes_per_token_per_layer_by_ratio(self) -> float:
-        """KV bytes per token and layer by the specification's formula, hidden·kv heads/heads·2·bytes.
-
-        Equal to `kv_bytes_per_token_per_layer` where head_dim = hidden / heads and KV heads are cached.
-        """
-        return self.hidden * self.kv_heads / self.heads * 2 * self.kv_bytes
-
-    def kv_read_bytes(self, context_tokens: float) -> float:
-        """KV bytes one request reads in a decode step, over all layers and ranks.
-
-        Args:
-            context_tokens: Tokens in its cache; layers with a window read no more than the window.
-        """
-        tokens = sum(count * _capped(context_tokens, window) for window, count in self.window_groups)
-        return tokens * self.kv_bytes_per_token_per_layer
-
     def kv_shards(self, tp: int) -> int:
         """Into how many parts a layer's KV cache is divided under tensor parallelism.
 
@@ -296,22 +272,6 @@ class ModelArchitecture:
             return 4 * self.heads * self.head_dim
         return 2 * self.heads * (self.latent.cached_elements + self.latent.kv_lora_rank)
 
-    def visible_tokens(self, context_tokens: float) -> float:
-        """Tokens a token attends to, summed over layers, windows applied."""
-        return sum(count * _capped(context_tokens, window) for window, count in self.window_groups)
-
-    def prefill_flops_per_token(self, context_tokens: float) -> float:
-        """FLOPs of one prompt token that sees `context_tokens` tokens, over all ranks.
-
-        The output head is left out: only the last token of a request's chunk goes through it.
-        """
-        return self.layer_flops_per_token + self.prefill_pair_flops * self.visible_tokens(context_tokens)
-
-    def decode_flops_per_token(self, context_tokens: float) -> float:
-        """FLOPs of one generated token that sees `context_tokens` tokens, output head included."""
-        attention = self.decode_pair_flops * self.visible_tokens(context_tokens)
-        return self.layer_flops_per_token + self.head_flops_per_token + attention
-
     # -- weights -------------------------------------------------------------------------------------
 
     @property
@@ -334,23 +294,6 @@ class ModelArchitecture:
         experts = self.moe_layers * self.experts * self.expert_bytes
         rest = self.embedding_parameters - self.head_parameters
         return self.fixed_weight_bytes + experts + rest * self.dtype_bytes
-
-    def expected_experts(self, batch_tokens: float) -> float:
-        """Distinct experts that a step is expected to visit in one MoE layer.
-
-        N·(1 - ((N - k)/N)^tokens) for N experts and k per token, if routing were uniform and independent.
-        """
-        if not self.is_moe or batch_tokens <= 0:
-            return 0.0
-        missed: float = (1 - self.experts_per_token / self.experts) ** batch_tokens
-        return self.experts * (1 - missed)
-
-    def weight_bytes_per_step(self, batch_tokens: float) -> float:
-        """Weight bytes a step of `batch_tokens` tokens reads, over all ranks; 0 for a step without tokens."""
-        if batch_tokens <= 0:
-            return 0.0
-        experts = self.moe_layers * self.expected_experts(batch_tokens) * self.expert_bytes
-        return self.fixed_weight_bytes + experts
 
     # -- facts ---------------------------------------------------------------------------------------
 
@@ -387,10 +330,6 @@ class ModelArchitecture:
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "size_proxy": self.size_proxy,
         }
-
-
-def _capped(tokens: float, window: int | None) -> float:
-    return tokens if window is None else min(tokens, window)
 
 
 def slug_of(name: str) -> str:

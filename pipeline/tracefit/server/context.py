@@ -1,4 +1,4 @@
-"""What is known of the server behind a run, how it is kept in the `runs` table, and the scope it makes."""
+"""The server behind a run: its settings, model and GPU, how the `runs` table stores them, and their scope id."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
 from tracefit.server.architecture import ModelArchitecture, slug_of
-from tracefit.server.documents import Scalar, as_text, read_bytes
+from tracefit.server.documents import as_text, read_bytes
 from tracefit.server.hardware import Gpu, find_gpu, parse_gpu, read_gpu
 from tracefit.server.model_config import parse_architecture
 from tracefit.server.serving import as_served, check_parallelism
-from tracefit.server.settings import ServerSettings, Source, assume_defaults, merge, settings_from
-from tracefit.server.settings_sources import read_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from tracefit.server.settings import (
+    ServerSettings,
+    assume_defaults,
+    merge,
+    read_settings,
+    settings_from_json,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,14 @@ class RunContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
-    """What a model speaks about: one model on one kind of GPU under one set of knobs."""
+class ModelScope:
+    """What a fitted model is valid for: one model on one kind of GPU under one set of settings."""
 
     scope_id: str
     context: RunContext
 
     def assumed(self) -> tuple[str, ...]:
-        """Name every value that no input stated."""
+        """Name every value that no input states."""
         settings = self.context.settings
         names = [n for n, source in settings.sources.items() if source == "assumed"]
         phrases = [f"{name} {settings.values()[name]} (vLLM's default)" for name in names]
@@ -50,7 +51,7 @@ class Scope:
 def read_context(
     run_config: Path | None, model_config: Path | None, overrides: ServerSettings, *, gpu: str | None = None
 ) -> RunContext:
-    """Read what a run's files say of its server; what was given for this call wins.
+    """Read what a run's files say of its server; what is given for this call wins.
 
     Args:
         run_config: exp-config.yaml, run.yaml, a `vllm serve` command line or a server log.
@@ -96,12 +97,6 @@ def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu |
     return RunContext(settings, architecture, gpu, text)
 
 
-def settings_to_json(settings: ServerSettings) -> str:
-    """Write settings as JSON: each value with its source, and the rest under `other`."""
-    known = {n: {"value": v, "source": settings.sources[n]} for n, v in settings.values().items()}
-    return json.dumps({"settings": known, "other": dict(settings.other)})
-
-
 def gpu_to_json(gpu: Gpu | None) -> str | None:
     """Write a GPU as JSON of the shape a user's own GPU file has."""
     return None if gpu is None else json.dumps({"name": gpu.name, **gpu.facts()})
@@ -113,26 +108,8 @@ def context_from_json(settings: str, model_config: str | None, gpu: str | None, 
     Raises:
         UsageError: The columns do not hold what tracefit writes there.
     """
-    try:
-        document = json.loads(settings)
-        known: Mapping[str, Mapping[str, Scalar]] = document["settings"]
-        values = {name: entry["value"] for name, entry in known.items()}
-        sources = {name: entry["source"] for name, entry in known.items()}
-        other = dict(document["other"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError("settings column is damaged", where=where, hint="ingest the run again") from error
-    restored = ServerSettings()
-    for source in ("assumed", "read", "given"):
-        part = {n: v for n, v in values.items() if sources[n] == source}
-        restored = merge(restored, settings_from({**part}, where=where, source=_source(source)))
-    restored = merge(restored, settings_from(other, where=where, source="read"))
+    restored = settings_from_json(settings, where=where)
     return _assemble(restored, model_config, where, _restore_gpu(gpu, where=where))
-
-
-def _source(name: str) -> Source:
-    if name == "given":
-        return "given"
-    return "read" if name == "read" else "assumed"
 
 
 def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
@@ -146,8 +123,8 @@ def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
     return known if known.facts() == {**gpu.facts(), "gpu_confidence": known.confidence} else gpu
 
 
-def scope_of(context: RunContext) -> Scope:
-    """Name the scope of a run: `<model>.<gpu>.tp<n>.<8 hex of everything that tells scopes apart>`."""
+def scope_of(context: RunContext) -> ModelScope:
+    """Return the scope of a run; its id is `<model>.<gpu>.tp<n>.<8 hex digits of a hash over everything that counts>`."""
     settings, architecture = context.settings, context.architecture
     if architecture is not None:
         model = architecture.slug
@@ -161,4 +138,4 @@ def scope_of(context: RunContext) -> Scope:
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
     gpu = context.gpu.slug if context.gpu else "no-gpu"
-    return Scope(f"{model}.{gpu}.tp{settings.tensor_parallel or 1}.{digest}", context)
+    return ModelScope(f"{model}.{gpu}.tp{settings.tensor_parallel or 1}.{digest}", context)

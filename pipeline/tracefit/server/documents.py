@@ -1,29 +1,46 @@
-"""Bounded reading of the small JSON and YAML files a user hands over, and typed access to what they say.
+"""Bounded reading of the small JSON and YAML files a user provides, and validation of what they hold.
 
-These files come from anywhere, so sizes, nesting and types are checked before anything is believed. Every
-fault is one `UsageError` line that names the file and, where there is one, the key.
+This is the only module of `server/` and `features/` that opens files. The files come from anywhere, so size, nesting
+and types are checked before a value is used. Shapes are declared as annotated types where they belong (settings, GPU,
+feature set) and applied by `validated`. Every fault is one `UsageError` line: file, key, what is wrong with it, and
+the nearest known key where a key is wrong.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
-import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar, get_args, get_type_hints
 
 import yaml
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BeforeValidator,
+    Field,
+    Strict,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 
-from tracefit.errors import UsageError
+from tracefit.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
+    from pydantic_core import ErrorDetails
+
 Scalar: TypeAlias = str | int | float | bool | None
-"""What a fact or a setting may be once it has been checked."""
+"""A fact or a setting after validation."""
 
 Document: TypeAlias = Mapping[str, object]
-"""A decoded file: names to values that nobody has checked yet."""
+"""A decoded file: names to values that are not validated yet."""
 
 MAX_DOCUMENT_BYTES = 8 * 1024 * 1024
 MAX_NESTING = 64
@@ -35,9 +52,12 @@ _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
 MAX_INTEGER = 2**53  # beyond this a JSON number is no longer exact for other readers
 _EXCERPT_CHARS = 40
+_MAX_INTEGER_CHARS = 300
 
-# libyaml's loader where PyYAML was built with it (ten times faster), the same safe subset either way.
-_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_T = TypeVar("_T")
+
+
+# -- reading ---------------------------------------------------------------------------------------------
 
 
 def read_bytes(path: Path, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
@@ -46,9 +66,6 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     Args:
         path: The file.
         limit_bytes: Largest size accepted, in bytes.
-
-    Returns:
-        The file's content.
 
     Raises:
         UsageError: The file cannot be read or is larger than `limit_bytes`.
@@ -87,13 +104,16 @@ def as_text(content: bytes | str, *, where: str, limit_bytes: int = MAX_DOCUMENT
         raise UsageError(f"is not UTF-8 text (byte {error.start})", where=where) from None
 
 
+# -- decoding --------------------------------------------------------------------------------------------
+
+
 def parse_json_object(
     content: bytes | str, *, where: str, limit_bytes: int = MAX_DOCUMENT_BYTES, strict: bool = False
 ) -> Document:
     """Decode a JSON file whose top level is an object.
 
-    `NaN` and `Infinity` are let through here, since published configs carry them in keys nobody reads; a
-    value that is used is checked to be finite where it is used.
+    `NaN` and `Infinity` are accepted here, because published configs carry them in keys that are not used; a
+    number that is used is validated to be finite.
 
     Args:
         content: JSON text.
@@ -144,31 +164,12 @@ def _no_constant(name: str) -> float:
 
 
 def parse_yaml_object(content: bytes | str, *, where: str) -> Document:
-    """Decode a YAML file whose top level is a mapping with text keys.
-
-    Aliases are refused: no run description needs them, and a few lines of them expand without bound.
-
-    Args:
-        content: YAML text.
-        where: Name of the source, for the error.
-
-    Returns:
-        The mapping; empty for an empty file.
+    """Decode a YAML file whose top level is a mapping, see `parse_yaml`; an empty file is an empty mapping.
 
     Raises:
-        UsageError: Not YAML, with aliases, nested too deeply, too large, or not a mapping.
+        UsageError: As `parse_yaml`, or not a mapping.
     """
-    text = as_text(content, where=where)
-    try:
-        _check_yaml_events(text, where=where)
-        value = yaml.load(text, Loader=_YAML_LOADER)  # noqa: S506 - a safe loader either way
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" at line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or "unreadable"
-        raise UsageError(f"is not YAML{line} ({excerpt(str(problem))})", where=where) from None
-    except (ValueError, OverflowError, RecursionError) as error:  # impossible dates, endless integers
-        raise UsageError(f"is not YAML ({excerpt(str(error))})", where=where) from None
+    value = parse_yaml(content, where=where)
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -176,12 +177,60 @@ def parse_yaml_object(content: bytes | str, *, where: str) -> Document:
     return {str(key): item for key, item in value.items()}
 
 
+def parse_yaml(content: bytes | str, *, where: str) -> object:
+    """Decode one YAML document; every YAML text of a user, file or option, is decoded here.
+
+    Aliases are refused: no run description needs them, and a few lines of them expand without bound. Tags are refused
+    too: they construct values that are not JSON (sets, bytes), and a tag whose text does not fit it makes the library
+    fail in ways it does not declare.
+
+    Args:
+        content: YAML text.
+        where: Name of the source, for the error.
+
+    Raises:
+        UsageError: Not YAML, several documents, with aliases or tags, nested too deeply, or too large.
+    """
+    text = as_text(content, where=where)
+    try:
+        _check_yaml_events(text, where=where)
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of a safe loader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "unreadable"
+        raise UsageError(f"is not YAML{line} ({excerpt(str(problem))})", where=where) from None
+    except (ValueError, OverflowError, RecursionError) as error:  # impossible dates, `0x_`
+        raise UsageError(f"is not YAML ({excerpt(str(error))})", where=where) from None
+
+
+# libyaml's loader where PyYAML was built with it (ten times faster), the same safe subset either way.
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """A safe loader that refuses integers of more than 300 characters.
+
+    Hexadecimal and binary ones are not covered by Python's own limit, but printing them is.
+    """
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > _MAX_INTEGER_CHARS:
+            raise ValueError(f"an integer of {len(node.value):,} characters")
+        return int(super().construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
 def _check_yaml_events(text: str, *, where: str) -> None:
-    """Refuse aliases, second documents and deep nesting before anything is built."""
+    """Refuse aliases, tags, second documents and deep nesting before anything is built."""
     depth = documents = 0
-    for event in yaml.parse(text, Loader=_YAML_LOADER):
+    for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.AliasEvent):
             raise UsageError("uses YAML aliases", where=where, hint="write the values out")
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            raise UsageError(
+                f"uses the YAML tag {excerpt(tag)!r}", where=where, hint="write the value without it"
+            )
         documents += isinstance(event, yaml.DocumentStartEvent)
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
@@ -189,6 +238,148 @@ def _check_yaml_events(text: str, *, where: str) -> None:
             raise UsageError("is nested too deeply", where=where)
     if documents > 1:
         raise UsageError("holds several YAML documents", where=where, hint="give one file per run")
+
+
+# -- validating ------------------------------------------------------------------------------------------
+
+
+def _integral(value: object) -> object:
+    """Let `32.0` count as 32; text and true/false are left for the strict check to refuse."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def printable_text(text: str) -> str:
+    """Refuse text with control characters; for `AfterValidator`."""
+    if not text.isprintable():
+        raise ValueError("must be printable text")
+    return text
+
+
+WholeNumber = Annotated[int, Strict(), BeforeValidator(_integral)]
+"""An integer; `32.0` counts as 32, `"32"` and `true` do not."""
+
+FiniteNumber = Annotated[float, Strict(), AllowInfNan(allow_inf_nan=False)]
+"""A finite number; text and true/false are none."""
+
+Text = Annotated[
+    str,
+    Strict(),
+    StringConstraints(strip_whitespace=True, min_length=1, max_length=512),
+    AfterValidator(printable_text),
+]
+"""Printable text of 1 to 512 characters, without the white space around it."""
+
+
+FLAG = TypeAdapter(Annotated[bool, Strict()])
+TEXT = TypeAdapter(Text)
+
+
+@cache
+def whole_number(least: int = 1, most: int = MAX_INTEGER) -> TypeAdapter[int]:
+    """Return the type of integers from `least` to `most`."""
+    return TypeAdapter(Annotated[WholeNumber, Field(ge=least, le=most)])
+
+
+def validated(
+    shape: TypeAdapter[_T],
+    value: object,
+    *,
+    where: str,
+    key: str | None = None,
+    spellings: Mapping[str, str] | None = None,
+) -> _T:
+    """Return a decoded value as the type it is declared to be.
+
+    Args:
+        shape: The declared type.
+        value: The decoded value.
+        where: Name of the source, for the error.
+        key: The value's own key, for the error; null for a whole document.
+        spellings: Field name to the key the document has it under, for the error.
+
+    Raises:
+        UsageError: The value is not of that type; the line names the first key at fault.
+    """
+    try:
+        return shape.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise _usage_error(first, shape, where=where, key=key, spellings=spellings or {}) from None
+
+
+_WORDS = {
+    "string_type": "must be text",
+    "int_type": "must be a whole number",
+    "bool_type": "must be true or false",
+    "float_type": "must be a number",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "dataclass_type": "must be an object",
+    "string_too_short": "must have {min_length} or more {unit}",
+    "string_too_long": "must have at most {max_length} {unit}",
+    "too_short": "must have {min_length} or more {unit}",
+    "too_long": "must have at most {max_length} {unit}",
+}
+"""Kinds of faults in the words a reader of JSON uses; the others as pydantic words them."""
+
+
+def _usage_error(
+    error: ErrorDetails, shape: TypeAdapter[_T], *, where: str, key: str | None, spellings: Mapping[str, str]
+) -> UsageError:
+    steps = [spellings.get(str(step), step) for step in error["loc"]]
+    place = "".join(f"[{step}]" if isinstance(step, int) else f".{excerpt(step)}" for step in steps)
+    place = f"{key or ''}{place}".removeprefix(".") or "document"
+    known = _keys_at(shape, error["loc"])
+    value = error["input"]
+    match error["type"]:
+        case "missing":
+            unknown = [str(name) for name in value if name not in known] if isinstance(value, Mapping) else []
+            close = difflib.get_close_matches(str(steps[-1]), unknown, n=1)
+            written = f"the file has {excerpt(close[0])}; " if close else ""
+            return UsageError(f"{place} is missing", where=where, hint=f"{written}{_listed(known)}")
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            close_one = did_you_mean(str(steps[-1]), known)
+            hint = f"{close_one} {_listed(known)}" if close_one else _listed(known)
+            return UsageError(f"{place} is not a known key", where=where, hint=hint)
+        case kind:
+            text = error["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
+            if kind in _WORDS:
+                unit = "characters" if isinstance(value, str) else "items"
+                text = _WORDS[kind].format(**error.get("ctx", {}), unit=unit)
+            # Validators of our own word the whole fault; a length needs no excerpt.
+            whole = kind == "value_error" or kind.endswith(("_long", "_short"))
+            said = text if whole else f"{text}, not {_shown(value)}"
+            return UsageError(f"{place} {said}", where=where)
+
+
+def _listed(known: Iterable[str]) -> str:
+    return f"keys: {', '.join(sorted(known))}"
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, Mapping | list | tuple):
+        return kind_of(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return excerpt(value) if isinstance(value, int | float) else f"{kind_of(value)} {excerpt(value)!r}"
+
+
+def _keys_at(shape: TypeAdapter[_T], place: tuple[int | str, ...]) -> list[str]:
+    """Return the keys that the object at a place may have; none where it is no dataclass."""
+    kind: object = shape._type  # noqa: SLF001 - the adapter's type has no public name
+    for step in place[:-1]:
+        kind = get_args(kind)[0] if isinstance(step, int) else _fields(kind).get(step)
+    return list(_fields(kind))
+
+
+def _fields(kind: object) -> dict[str, object]:
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return {}
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+# -- words for errors ------------------------------------------------------------------------------------
 
 
 def kind_of(value: object) -> str:
@@ -211,80 +402,3 @@ def excerpt(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = "".join(char if char.isprintable() else " " for char in text[: _EXCERPT_CHARS * 4])
     return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}…"
-
-
-def checked_integer(value: object, *, key: str, where: str, least: int = 1, most: int = MAX_INTEGER) -> int:
-    """Return a whole number within bounds; `32.0` counts as 32.
-
-    Raises:
-        UsageError: The value is not a whole number from `least` to `most`.
-    """
-    wanted = f"{key} must be a whole number from {least:,} to {most:,}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{wanted}, not {kind_of(value)} {excerpt(value)!r}".rstrip(), where=where)
-    if isinstance(value, float) and not (math.isfinite(value) and value.is_integer()):
-        raise UsageError(f"{wanted}, not {excerpt(value)}", where=where)
-    if not least <= value <= most:
-        raise UsageError(f"{wanted}, not {excerpt(value)}", where=where)
-    return int(value)
-
-
-def checked_number(
-    value: object,
-    *,
-    key: str,
-    where: str,
-    above: float | None = None,
-    least: float = 0.0,
-    most: float = math.inf,
-) -> float:
-    """Return a finite number within bounds.
-
-    Args:
-        value: What the file says.
-        key: Name of the value, for the error.
-        where: Name of the source, for the error.
-        above: The number must be larger than this; takes the place of `least`.
-        least: Smallest number accepted.
-        most: Largest number accepted.
-
-    Raises:
-        UsageError: The value is not such a number.
-    """
-    low = f"above {above:g}" if above is not None else f"at least {least:g}"
-    wanted = f"{key} must be a number {low}" + (f" and at most {most:g}" if most < math.inf else "")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{wanted}, not {kind_of(value)} {excerpt(value)!r}", where=where)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    inside = number > above if above is not None else number >= least
-    if not (math.isfinite(number) and inside and number <= most):
-        raise UsageError(f"{wanted}, not {excerpt(value)}", where=where)
-    return number
-
-
-def checked_flag(value: object, *, key: str, where: str) -> bool:
-    """Return true or false.
-
-    Raises:
-        UsageError: The value is neither.
-    """
-    if not isinstance(value, bool):
-        raise UsageError(f"{key} must be true or false, not {kind_of(value)} {excerpt(value)!r}", where=where)
-    return value
-
-
-def checked_text(value: object, *, key: str, where: str, most_chars: int = 512) -> str:
-    """Return printable text that is not empty and not longer than `most_chars`.
-
-    Raises:
-        UsageError: The value is not such text.
-    """
-    if not isinstance(value, str):
-        raise UsageError(f"{key} must be text, not {kind_of(value)} {excerpt(value)!r}", where=where)
-    text = value.strip()
-    if not text or len(text) > most_chars or not text.isprintable():
-        raise UsageError(f"{key} must be printable text of 1 to {most_chars} characters", where=where)
-    return text

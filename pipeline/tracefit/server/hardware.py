@@ -1,4 +1,4 @@
-"""GPUs as far as step time depends on them: a catalogue with sources, and a reader for a user's own.
+"""GPUs as far as step time depends on them: a catalogue with sources, and a reader of a user's own GPU file.
 
 Rates are dense (datasheets of NVIDIA print sparse ones, which are twice as high). GB is 10^9 bytes. Link
 bandwidth is bidirectional per GPU, over NVLink, xGMI or a bridge.
@@ -9,19 +9,22 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, TypeAdapter
 
 from tracefit.errors import UsageError
 from tracefit.server.documents import (
-    checked_integer,
-    checked_number,
-    checked_text,
+    FiniteNumber,
+    Text,
+    WholeNumber,
     excerpt,
     kind_of,
     parse_json_object,
     read_bytes,
+    validated,
 )
 
 if TYPE_CHECKING:
@@ -31,15 +34,15 @@ if TYPE_CHECKING:
 
 Confidence = Literal["high", "low", "given"]
 
-_MOST_TFLOPS = 1e6
-_MOST_GB = 1e6
-_MOST_SM = 1_000_000
 _SUGGESTIONS = 3
+
+# A thousand times the largest GPU of today: what is above is a wrong unit.
+_Rate = Annotated[FiniteNumber, Field(gt=0, le=1e6)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU.
+class GpuValues:
+    """What a GPU file states.
 
     Attributes:
         name: Name in the catalogue or in the user's file.
@@ -49,17 +52,26 @@ class Gpu:
         memory_bandwidth_gb_s: Memory bandwidth, in 10^9 bytes/s.
         link_gb_s: Bandwidth to the other GPUs, both directions together; None where there is only PCIe.
         sm_count: Streaming multiprocessors (compute units for AMD); None where not given.
+    """
+
+    name: Annotated[Text, Field(max_length=64)]
+    compute_tflops_fp16: _Rate
+    compute_tflops_fp8: _Rate | None = None
+    memory_gb: _Rate
+    memory_bandwidth_gb_s: _Rate
+    link_gb_s: _Rate | None = None
+    sm_count: Annotated[WholeNumber, Field(ge=1, le=1_000_000)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu(GpuValues):
+    """One GPU: its values and how far to trust them.
+
+    Attributes:
         sources: Where each value comes from, by field name.
         confidence: `high` for datasheet values, `low` where sources disagree, `given` for a user's own.
     """
 
-    name: str
-    compute_tflops_fp16: float
-    compute_tflops_fp8: float | None = None
-    memory_gb: float
-    memory_bandwidth_gb_s: float
-    link_gb_s: float | None = None
-    sm_count: int | None = None
     sources: Mapping[str, str]
     confidence: Confidence = "high"
 
@@ -100,9 +112,8 @@ class Gpu:
         }
 
 
-_VALUE_FIELDS = tuple(
-    field.name for field in fields(Gpu) if field.name not in {"name", "sources", "confidence"}
-)
+_VALUE_FIELDS = tuple(field.name for field in fields(GpuValues) if field.name != "name")
+_SHAPE = TypeAdapter(GpuValues)
 
 
 def _gpu(
@@ -116,15 +127,7 @@ def _gpu(
     confidence: Confidence = "high",
 ) -> Gpu:
     """Make a catalogue entry; `tflops` is (fp16, fp8), `memory` is (GB, GB/s)."""
-    values: dict[str, float | None] = {
-        "compute_tflops_fp16": tflops[0],
-        "compute_tflops_fp8": tflops[1],
-        "memory_gb": memory[0],
-        "memory_bandwidth_gb_s": memory[1],
-        "link_gb_s": link_gb_s,
-        "sm_count": sm_count,
-    }
-    return Gpu(
+    gpu = Gpu(
         name=name,
         compute_tflops_fp16=tflops[0],
         compute_tflops_fp8=tflops[1],
@@ -132,9 +135,10 @@ def _gpu(
         memory_bandwidth_gb_s=memory[1],
         link_gb_s=link_gb_s,
         sm_count=sm_count,
-        sources={key: sources for key, value in values.items() if value is not None},
+        sources={},
         confidence=confidence,
     )
+    return replace(gpu, sources={key: sources for key in _VALUE_FIELDS if getattr(gpu, key) is not None})
 
 
 _SHEET = "vendor datasheet, dense rate"
@@ -276,9 +280,9 @@ def parse_gpu(
         if not isinstance(part, Mapping):
             raise UsageError(f"{excerpt(chosen)} is {kind_of(part)}, not an object", where=where)
         document, fallback_name = part, chosen
-    stated = document.get("name", fallback_name)
-    label = checked_text(stated, key="name", where=where, most_chars=64)
-    return _own_gpu(document, label, where=where)
+    values = validated(_SHAPE, {"name": fallback_name, **document}, where=where)
+    stated = {key: "given by the user" for key in _VALUE_FIELDS if document.get(key) is not None}
+    return Gpu(**asdict(values), sources=stated, confidence="given")
 
 
 def _choose(document: Document, name: str | None, *, where: str) -> str:
@@ -293,34 +297,3 @@ def _choose(document: Document, name: str | None, *, where: str) -> str:
     listed = ", ".join(excerpt(key) for key in list(document)[:16])
     what = "describes several GPUs" if name is None else f"does not describe GPU {excerpt(name)!r}"
     raise UsageError(what, where=where, hint=f"name one of {listed}")
-
-
-def _own_gpu(document: Document, name: str, *, where: str) -> Gpu:
-    most = {"compute_tflops_fp16": _MOST_TFLOPS, "compute_tflops_fp8": _MOST_TFLOPS}
-
-    def optional(key: str) -> float | None:
-        value = document.get(key)
-        if value is None:
-            return None
-        return checked_number(value, key=key, where=where, above=0.0, most=most.get(key, _MOST_GB))
-
-    def required(key: str) -> float:
-        value = optional(key)
-        if value is None:
-            raise UsageError(f"{key} is missing", where=where, hint=f"state {', '.join(_VALUE_FIELDS)}")
-        return value
-
-    sm_count = document.get("sm_count")
-    return Gpu(
-        name=name,
-        compute_tflops_fp16=required("compute_tflops_fp16"),
-        compute_tflops_fp8=optional("compute_tflops_fp8"),
-        memory_gb=required("memory_gb"),
-        memory_bandwidth_gb_s=required("memory_bandwidth_gb_s"),
-        link_gb_s=optional("link_gb_s"),
-        sm_count=None
-        if sm_count is None
-        else checked_integer(sm_count, key="sm_count", where=where, most=_MOST_SM),
-        sources={key: "given by the user" for key in _VALUE_FIELDS if document.get(key) is not None},
-        confidence="given",
-    )

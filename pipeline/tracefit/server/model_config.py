@@ -13,21 +13,18 @@ from typing import TYPE_CHECKING
 from tracefit.errors import UsageError
 from tracefit.server.architecture import LatentAttention, ModelArchitecture
 from tracefit.server.documents import (
-    checked_flag,
-    checked_integer,
-    checked_text,
+    FLAG,
+    TEXT,
     excerpt,
     kind_of,
     parse_json_object,
-    read_bytes,
+    validated,
+    whole_number,
 )
 from tracefit.server.model_families import ARCHITECTURES, FAMILIES, Family
-from tracefit.server.quantization import bytes_of_dtype
-from tracefit.server.quantization_config import parse_quantization
+from tracefit.server.quantization import bytes_of_dtype, parse_quantization
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tracefit.server.documents import Document
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -53,20 +50,6 @@ _MOST_LAYERS = 4096
 _MOST_WIDTH = 2**24
 _MOST_HEADS = 2**16
 _MOST_ROWS = 2**28
-
-
-def read_architecture(path: Path, *, name: str | None = None) -> ModelArchitecture:
-    """Read a model's architecture from its `config.json`.
-
-    Args:
-        path: The file, or the folder it lies in.
-        name: The model's name where it is known; else the config's `_name_or_path`.
-
-    Raises:
-        UsageError: The file cannot be read, or `parse_architecture` refuses it.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    return parse_architecture(read_bytes(file), where=str(file), name=name)
 
 
 def parse_architecture(text: bytes | str, *, where: str, name: str | None = None) -> ModelArchitecture:
@@ -156,7 +139,7 @@ class _Config:
         """Return a whole number under one of several spellings, or the family's default, or None."""
         found = self.find(*keys)
         if found is not None:
-            return checked_integer(found[1], key=found[0], where=self.where, least=least, most=most)
+            return validated(whole_number(least, most), found[1], key=found[0], where=self.where)
         default = self.family.defaults.get(keys[0])
         if default is not None:
             self.assumed.append(f"{keys[0]} {default} assumed: default of {self.model_type}")
@@ -175,7 +158,7 @@ class _Config:
     def flag(self, key: str) -> bool | None:
         """Return true, false, or None for a key that is not set."""
         value = self.get(key)
-        return None if value is None else checked_flag(value, key=key, where=self.where)
+        return None if value is None else validated(FLAG, value, key=key, where=self.where)
 
     def integers(self, key: str, *, least: int, most: int, length: int | None = None) -> list[int] | None:
         """Return a list of whole numbers, or None for a key that is not set."""
@@ -185,7 +168,8 @@ class _Config:
         if not isinstance(value, list) or len(value) > _MOST_LAYERS or length not in {None, len(value)}:
             wanted = "numbers" if length is None else f"{length} numbers, one per layer"
             raise UsageError(f"{key} must be a list of {wanted}", where=self.where)
-        return [checked_integer(item, key=key, where=self.where, least=least, most=most) for item in value]
+        number = whole_number(least, most)
+        return [validated(number, item, key=key, where=self.where) for item in value]
 
     def quantization(self) -> Document | None:
         """Return the quantization section, at the top or in the nested part."""
@@ -237,7 +221,7 @@ def _name(config: _Config, given: str | None, fallback: str) -> str:
         return given
     value = config.get("_name_or_path")
     if isinstance(value, str) and value.strip():
-        return checked_text(value, key="_name_or_path", where=config.where)
+        return validated(TEXT, value, key="_name_or_path", where=config.where)
     config.assumed.append(f"name {fallback} made up: the config has none")
     return fallback
 
@@ -430,4 +414,4 @@ def _dtype(config: _Config) -> str:
     if found is None or found[1] == "auto":
         config.assumed.append("dtype bfloat16 assumed: torch_dtype is absent")
         return "bfloat16"
-    return checked_text(found[1], key=found[0], where=config.where).removeprefix("torch.")
+    return validated(TEXT, found[1], key=found[0], where=config.where).removeprefix("torch.")

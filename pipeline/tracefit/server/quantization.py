@@ -1,13 +1,22 @@
-"""How many bytes a number takes: data types, and the quantization methods that shrink weights."""
+"""How many bytes a number takes: data types, and the quantization that makes weights smaller.
+
+`parse_quantization` reads the `quantization_config` section of a model's config.json: which matrices it makes smaller,
+and by how much.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
+from tracefit.server.documents import excerpt, validated, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
+
+    from tracefit.server.documents import Document
 
 DTYPE_BYTES: Mapping[str, float] = {
     "float32": 4.0,
@@ -67,3 +76,135 @@ def bytes_of_dtype(dtype: str, *, key: str, where: str | None = None) -> float:
             f"{key} {dtype[:40]!r} is not known", where=where, hint=f"one of {', '.join(DTYPE_BYTES)}"
         )
     return size
+
+
+# -- quantization_config ---------------------------------------------------------------------------------
+
+_BITS = ("bits", "w_bit", "weight_bits", "num_bits")
+_LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Bytes per element of a quantized model's matrices; None is the model's own data type.
+
+    Attributes:
+        method: Name of the method, or None for a model that is not quantized.
+        attention_bytes: Attention matrices.
+        ffn_bytes: Dense and shared FFN matrices.
+        expert_bytes: Routed experts.
+        kv_bytes: Cached keys and values.
+        fp8_compute: Matrix products run in fp8.
+        assumed: What the section did not state.
+    """
+
+    method: str | None = None
+    attention_bytes: float | None = None
+    ffn_bytes: float | None = None
+    expert_bytes: float | None = None
+    kv_bytes: float | None = None
+    fp8_compute: bool = False
+    assumed: tuple[str, ...] = ()
+
+
+NOT_QUANTIZED = Quantization()
+
+
+def parse_quantization(section: Document | None, *, where: str) -> Quantization:
+    """Interpret a `quantization_config` section.
+
+    Bits come from `bits` (GPTQ, AWQ), `config_groups.*.weights.num_bits` (compressed-tensors, the widest
+    group), `load_in_4bit`/`load_in_8bit` (bitsandbytes), or the method's name (fp8, mxfp4, …). Embedding,
+    output head and router stay in the model's data type under every method.
+
+    Args:
+        section: The section, or None when there is none.
+        where: Name of the config, for errors.
+
+    Raises:
+        UsageError: A bit count that is none.
+    """
+    if section is None:
+        return NOT_QUANTIZED
+    method = _method(section)
+    size = _weight_bytes(section, method, where=where)
+    found = Quantization(
+        method=method,
+        expert_bytes=size,
+        ffn_bytes=None if method in EXPERT_ONLY_METHODS else size,
+        attention_bytes=None if method in EXPERT_ONLY_METHODS or _leaves_out_attention(section) else size,
+        kv_bytes=_kv_bytes(section, where=where),
+        fp8_compute=_computes_in_fp8(section, method),
+    )
+    if size is None:
+        note = f"weights in the model's data type assumed: quantization {excerpt(method)} states no bits"
+        return replace(found, assumed=(note,))
+    return found
+
+
+def _method(section: Document) -> str:
+    algorithm = section.get("quant_algo")  # NVIDIA ModelOpt names its formats here
+    if isinstance(algorithm, str) and "FP4" in algorithm.upper():
+        return "modelopt_fp4"
+    method = section.get("quant_method")
+    return method.strip().lower()[:64] if isinstance(method, str) and method.strip() else "unnamed"
+
+
+def _groups(section: Document) -> Iterator[Document]:
+    groups = section.get("config_groups")
+    if isinstance(groups, Mapping):
+        yield from (group for group in groups.values() if isinstance(group, Mapping))
+
+
+def _weight_bytes(section: Document, method: str, *, where: str) -> float | None:
+    bits = [_bits(weights, where=where) for group in _groups(section) if (weights := _part(group, "weights"))]
+    stated = max((bit for bit in bits if bit is not None), default=None)
+    if stated is None:
+        stated = _bits(section, where=where)
+    if stated is None and section.get("load_in_8bit") is True:
+        stated = 8
+    if stated is None and section.get("load_in_4bit") is True:
+        stated = 4
+    return QUANTIZED_WEIGHT_BYTES.get(method) if stated is None else stated / 8
+
+
+def _part(section: Document, key: str) -> Document | None:
+    value = section.get(key)
+    return value if isinstance(value, Mapping) else None
+
+
+def _bits(section: Document, *, where: str) -> int | None:
+    for key in _BITS:
+        value = section.get(key)
+        if value is not None:
+            return validated(whole_number(1, 32), value, key=f"quantization_config {key}", where=where)
+    return None
+
+
+def _leaves_out_attention(section: Document) -> bool:
+    """Tell whether every layer's attention is left as it is, not only that of some numbered layer."""
+    for key in _LEFT_OUT:
+        patterns = section.get(key)
+        for pattern in patterns if isinstance(patterns, list) else ():
+            if isinstance(pattern, str) and "attn" in pattern and not any(map(str.isdigit, pattern)):
+                return True
+    return False
+
+
+def _kv_bytes(section: Document, *, where: str) -> float | None:
+    if str(section.get("kv_cache_quant_algo")).upper() == "FP8":
+        return 1.0
+    scheme = _part(section, "kv_cache_scheme")
+    bits = _bits(scheme, where=where) if scheme else None
+    return None if bits is None else bits / 8
+
+
+def _computes_in_fp8(section: Document, method: str) -> bool:
+    """Tell whether activations are quantized to 8-bit floats too; weights alone do not change the rate."""
+    if method in FP8_COMPUTE_METHODS:
+        return True
+    for group in _groups(section):
+        activations = _part(group, "input_activations")
+        if activations and activations.get("num_bits") == 8 and activations.get("type") == "float":
+            return True
+    return False

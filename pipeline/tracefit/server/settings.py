@@ -1,40 +1,55 @@
-"""A server's settings as far as latency depends on them, each with where it comes from.
+"""Settings of a vLLM server that latency depends on: what each is called, what it may be, and who stated it.
 
-What files and command lines say is read by `settings_sources`; here is what a setting is called, what it may
-be, and how the ones of a file, a command line and the user are put together.
+Settings come from run descriptions (YAML or JSON), `vllm serve` command lines, the server's own log and the user.
+A value keeps its source. Names without a field here are kept in `other`, because they still identify the run.
 """
 
 from __future__ import annotations
 
+import ast
 import json
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+import re
+import shlex
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from tracefit.errors import UsageError
 from tracefit.server.documents import (
+    FiniteNumber,
     Scalar,
-    checked_flag,
-    checked_integer,
-    checked_number,
-    checked_text,
+    Text,
+    WholeNumber,
+    as_text,
     excerpt,
+    kind_of,
+    parse_json_object,
+    parse_yaml_object,
+    read_bytes,
+    validated,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from tracefit.server.documents import Document
 
 Source = Literal["given", "read", "assumed"]
 """given: by the user for this call. read: in the run's own files. assumed: vLLM's default."""
 
-_Kind: TypeAlias = Literal["text", "count", "share", "rate", "flag"]
+Ranks = Annotated[WholeNumber, Field(ge=1, le=65_536)] | None
+Count = Annotated[WholeNumber, Field(ge=1, le=2**40)] | None
+Share = Annotated[FiniteNumber, Field(gt=0, le=1)] | None
+Rate = Annotated[FiniteNumber, Field(ge=0, le=1)] | None
+Flag: TypeAlias = bool | None
+Name = Text | None
 
-_MOST_RANKS = 65_536
-_MOST_COUNT = 2**40
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """Settings of one server; None is a value nobody stated.
+class ServerSettings(BaseModel):
+    """Settings of one server; None is a value that was not stated.
 
     Attributes:
         model: Model name or path.
@@ -63,80 +78,57 @@ class ServerSettings:
         other: Settings of the same files that have no field here, nested ones as JSON text.
     """
 
-    model: str | None = None
-    gpu: str | None = None
-    tensor_parallel: int | None = None
-    pipeline_parallel: int | None = None
-    data_parallel: int | None = None
-    enable_expert_parallel: bool | None = None
-    max_model_len: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_num_seqs: int | None = None
-    gpu_memory_utilization: float | None = None
-    enable_chunked_prefill: bool | None = None
-    enable_prefix_caching: bool | None = None
-    enforce_eager: bool | None = None
-    block_size: int | None = None
-    num_gpu_blocks: int | None = None
-    dtype: str | None = None
-    quantization: str | None = None
-    kv_cache_dtype: str | None = None
-    async_scheduling: bool | None = None
-    journey_tracing_sample_rate: float | None = None
-    step_tracing_sample_rate: float | None = None
-    step_tracing_rich_subsample_rate: float | None = None
-    sources: Mapping[str, Source] = field(default_factory=dict)
-    other: Mapping[str, Scalar] = field(default_factory=dict)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: Name = None
+    gpu: Name = None
+    tensor_parallel: Ranks = None
+    pipeline_parallel: Ranks = None
+    data_parallel: Ranks = None
+    enable_expert_parallel: Flag = None
+    max_model_len: Count = None
+    max_num_batched_tokens: Count = None
+    max_num_seqs: Count = None
+    gpu_memory_utilization: Share = None
+    enable_chunked_prefill: Flag = None
+    enable_prefix_caching: Flag = None
+    enforce_eager: Flag = None
+    block_size: Count = None
+    num_gpu_blocks: Count = None
+    dtype: Name = None
+    quantization: Name = None
+    kv_cache_dtype: Name = None
+    async_scheduling: Flag = None
+    journey_tracing_sample_rate: Rate = None
+    step_tracing_sample_rate: Rate = None
+    step_tracing_rich_subsample_rate: Rate = None
+    sources: Mapping[str, Source] = {}
+    other: Mapping[str, Scalar] = {}
 
     def values(self) -> dict[str, Scalar]:
         """Return the settings that are known, by field name, in a fixed order."""
-        every = {name: getattr(self, name) for name in SETTINGS}
-        return {name: value for name, value in every.items() if value is not None}
+        return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
 
     def knobs(self) -> dict[str, Scalar]:
         """Return the known settings that tell scopes apart beyond model, GPU and tensor parallelism.
 
         The order is fixed, so that the mapping can be hashed as it is. Sampling rates are left out: they
-        change what is seen, not what the server does.
+        change what is traced, not what the server does.
         """
         return {name: value for name, value in self.values().items() if name in _KNOBS}
 
 
-_KINDS: Mapping[str, _Kind] = {
-    "model": "text",
-    "gpu": "text",
-    "tensor_parallel": "count",
-    "pipeline_parallel": "count",
-    "data_parallel": "count",
-    "enable_expert_parallel": "flag",
-    "max_model_len": "count",
-    "max_num_batched_tokens": "count",
-    "max_num_seqs": "count",
-    "gpu_memory_utilization": "share",
-    "enable_chunked_prefill": "flag",
-    "enable_prefix_caching": "flag",
-    "enforce_eager": "flag",
-    "block_size": "count",
-    "num_gpu_blocks": "count",
-    "dtype": "text",
-    "quantization": "text",
-    "kv_cache_dtype": "text",
-    "async_scheduling": "flag",
-    "journey_tracing_sample_rate": "rate",
-    "step_tracing_sample_rate": "rate",
-    "step_tracing_rich_subsample_rate": "rate",
-}
-
-SETTINGS: tuple[str, ...] = tuple(item.name for item in fields(ServerSettings) if item.name in _KINDS)
+SETTINGS: tuple[str, ...] = tuple(n for n in ServerSettings.model_fields if n not in {"sources", "other"})
 """Names of the settings, in the order they are written."""
 
-FLAGS: frozenset[str] = frozenset(name for name, kind in _KINDS.items() if kind == "flag")
+FLAGS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name].annotation == Flag)
 """Settings that are true or false."""
 
-TEXTS: frozenset[str] = frozenset(name for name, kind in _KINDS.items() if kind == "text")
+TEXTS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name].annotation == Name)
 """Settings that are text."""
 
-_RANKS = frozenset({"tensor_parallel", "pipeline_parallel", "data_parallel"})
+_SHAPE = TypeAdapter(ServerSettings)
+
 _KNOBS = frozenset(SETTINGS) - {
     "model",
     "gpu",
@@ -195,48 +187,36 @@ def canonical_name(key: str) -> str:
     return ALIASES.get(name, name)
 
 
-def _checked(name: str, value: object, *, key: str, where: str) -> Scalar:
-    kind = _KINDS[name]
-    if kind == "count":
-        most = _MOST_RANKS if name in _RANKS else _MOST_COUNT
-        return checked_integer(value, key=key, where=where, most=most)
-    if kind == "flag":
-        return checked_flag(value, key=key, where=where)
-    if kind == "text":
-        return checked_text(value, key=key, where=where)
-    if kind == "share":
-        return checked_number(value, key=key, where=where, above=0.0, most=1.0)
-    return checked_number(value, key=key, where=where, most=1.0)
-
-
-def settings_from(values: Mapping[str, object], *, where: str, source: Source = "given") -> ServerSettings:
+def settings_from(
+    values: Mapping[str, object] | Iterable[tuple[str, object]], *, where: str, source: Source = "given"
+) -> ServerSettings:
     """Make settings of named values, under any spelling.
 
     Args:
-        values: Names to values; None is unset; names nobody knows go to `other`.
+        values: Names to values, or pairs of them; None is unset; names that are no settings go to `other`.
         where: File or option they come from, for errors.
         source: Where they count as coming from.
 
     Raises:
-        UsageError: A value that its setting cannot have, or two spellings that contradict each other.
+        UsageError: A value that its setting cannot have, or two statements of a setting that contradict each other.
     """
-    known: dict[str, Scalar] = {}
+    known: dict[str, object] = {}
     spelled: dict[str, str] = {}
     other: dict[str, Scalar] = {}
-    for key, value in values.items():
+    for key, value in values.items() if isinstance(values, Mapping) else values:
         name = canonical_name(key)
         if value is None:
             continue
-        if name not in _KINDS:
+        if name not in SETTINGS:
             other[name] = _scalar(value)
-            continue
-        checked = _checked(name, value, key=key, where=where)
-        if known.setdefault(name, checked) != checked:
-            raise UsageError(
-                f"{spelled[name]} {excerpt(known[name])} and {key} {excerpt(checked)} contradict", where=where
-            )
-        spelled.setdefault(name, key)
-    return _build(known, dict.fromkeys(known, source), other)
+        elif name not in known:
+            known[name], spelled[name] = value, key
+        elif known[name] != value:
+            first, second = excerpt(known[name]), excerpt(value)
+            raise UsageError(f"{spelled[name]} {first} and {key} {second} contradict", where=where)
+    # In the fields' own order, so that files that state the same in another order have the same hash.
+    sources = {name: source for name in SETTINGS if name in known}
+    return validated(_SHAPE, {**known, "sources": sources, "other": other}, where=where, spellings=spelled)
 
 
 def _scalar(value: object) -> Scalar:
@@ -246,16 +226,6 @@ def _scalar(value: object) -> Scalar:
     return json.dumps(value, default=str, skipkeys=True)
 
 
-def _build(
-    values: Mapping[str, Scalar], sources: Mapping[str, Source], other: Mapping[str, Scalar]
-) -> ServerSettings:
-    """Build settings of values that are checked already, in the fields' own order."""
-    ordered: dict[str, Source] = {name: sources[name] for name in SETTINGS if name in values}
-    bare = ServerSettings(sources=ordered, other=dict(other))
-    # A mapping of checked values is beyond what the type of `replace` can express.
-    return replace(bare, **values)  # type: ignore[arg-type]
-
-
 def merge(base: ServerSettings, overrides: ServerSettings) -> ServerSettings:
     """Return settings in which `overrides` wins wherever it states a value.
 
@@ -263,14 +233,273 @@ def merge(base: ServerSettings, overrides: ServerSettings) -> ServerSettings:
         base: What the run's files say.
         overrides: What was given for this call; its values keep their own sources.
     """
-    return _build(
-        {**base.values(), **overrides.values()},
-        {**base.sources, **overrides.sources},
-        {**base.other, **overrides.other},
-    )
+    sources = {**base.sources, **overrides.sources}
+    changes = {
+        **overrides.values(),
+        "sources": {name: sources[name] for name in SETTINGS if name in sources},
+        "other": {**base.other, **overrides.other},
+    }
+    return base.model_copy(update=changes)
 
 
 def assume_defaults(settings: ServerSettings) -> ServerSettings:
-    """Fill in what vLLM does when nothing is said (`DEFAULTS`), each value marked as assumed."""
-    assumed = settings_from(DEFAULTS, where="vLLM's defaults", source="assumed")
-    return merge(assumed, settings)
+    """Fill in what vLLM does where nothing is stated (`DEFAULTS`), each value marked as assumed."""
+    return merge(settings_from(DEFAULTS, where="vLLM's defaults", source="assumed"), settings)
+
+
+def settings_to_json(settings: ServerSettings) -> str:
+    """Write settings as JSON: each value with its source, and the rest under `other`."""
+    known = {n: {"value": v, "source": settings.sources[n]} for n, v in settings.values().items()}
+    return json.dumps({"settings": known, "other": dict(settings.other)})
+
+
+def settings_from_json(text: str, *, where: str) -> ServerSettings:
+    """Restore settings that `settings_to_json` wrote.
+
+    Raises:
+        UsageError: The text is not what it writes.
+    """
+    try:
+        document = json.loads(text)
+        known = document["settings"]
+        values = {name: entry["value"] for name, entry in known.items()}
+        sources = {name: entry["source"] for name, entry in known.items()}
+        other = dict(document["other"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError("settings column is damaged", where=where, hint="ingest the run again") from error
+    return validated(_SHAPE, {**values, "sources": sources, "other": other}, where=where)
+
+
+# -- files -----------------------------------------------------------------------------------------------
+
+_MAX_BYTES = 1024 * 1024
+_MAX_LOG_BYTES = 64 * 1024 * 1024
+_MAX_COMMAND_CHARS = 64 * 1024
+_NESTED = frozenset({"vllm", "server", "args", "engine_args", "vllm_args"})
+_MAX_NESTED = 4
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_COUNT = re.compile(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})([kmgKMG]?)", re.ASCII)
+_MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server")
+_IMAGE = "vllm/vllm-openai"
+# The server's switches that take no value; of those it does not list, a word after the switch is its value.
+_SWITCHES = FLAGS | {
+    "trust_remote_code",
+    "disable_log_requests",
+    "disable_log_stats",
+    "enable_journey_tracing",
+}
+_LOGGED_DICT = re.compile(r"non-default args:\s*(\{.*\})")
+_LOGGED_NAMESPACE = re.compile(r"\bargs: Namespace\((.*)\)")
+_LITERAL = r"(-?\d{1,18}(?:\.\d{1,18})?(?:[eE][+-]?\d{1,3})?|True|False|None|'[^'\\]*'|\"[^\"\\]*\")"
+_DICT_ITEM = re.compile(rf"'(\w+)':\s*{_LITERAL}\s*(?=[,}}])")
+_NAMESPACE_ITEM = re.compile(rf"\b(\w+)={_LITERAL}\s*(?=,|$)")
+
+
+def read_settings(path: Path) -> ServerSettings:
+    """Read settings from a file, by what it is.
+
+    `.yaml`, `.yml` and `.json` are run descriptions; any other file is searched for the line in which vLLM
+    logs its arguments, then for a `vllm serve` command line.
+
+    Raises:
+        UsageError: The file cannot be read, or holds no settings or wrong ones.
+    """
+    where = str(path)
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        document = parse_json_object(read_bytes(path, limit_bytes=_MAX_BYTES), where=where)
+        return settings_from(_stated(document, where=where), where=where, source="read")
+    if suffix in {".yaml", ".yml"}:
+        return parse_settings_yaml(read_bytes(path, limit_bytes=_MAX_BYTES), where=where)
+    # A log can hold stray bytes of whatever the server printed; they do not make its arguments unreadable.
+    text = read_bytes(path, limit_bytes=_MAX_LOG_BYTES).decode("utf-8", errors="replace")
+    logged = _find_logged(text)
+    if logged is not None:
+        return settings_from(logged, where=where, source="read")
+    return parse_serve_command(text, where=where)
+
+
+def parse_settings_yaml(content: bytes | str, *, where: str) -> ServerSettings:
+    """Read a run description: `exp-config.yaml`, `run.yaml`, or a vLLM `--config` file.
+
+    Keys are vLLM's option names or the shorter ones of run descriptions, with dashes or underscores, at the top
+    or under `vllm:`, `server:` or `args:`; `args` may also be a list or a line of options.
+
+    Args:
+        content: YAML, at most 1 MiB, without aliases.
+        where: Name of the source, for errors.
+
+    Raises:
+        UsageError: Not such a file, or a value that its setting cannot have.
+    """
+    text = as_text(content, where=where, limit_bytes=_MAX_BYTES)
+    document = parse_yaml_object(text, where=where)
+    return settings_from(_stated(document, where=where), where=where, source="read")
+
+
+def _stated(part: Document, *, where: str, depth: int = 0) -> Iterator[tuple[str, object]]:
+    """Yield settings of a mapping and of the nested mappings that are there to group them."""
+    for key, value in part.items():
+        name = canonical_name(str(key))
+        if name in _NESTED and isinstance(value, Mapping) and depth < _MAX_NESTED:
+            yield from _stated(value, where=where, depth=depth + 1)
+        elif name in _NESTED and isinstance(value, list):
+            yield from _options([str(item) for item in value], where=where)
+        elif name in _NESTED and isinstance(value, str) and value.lstrip().startswith("-"):
+            yield from _options(_split(value, where=where), where=where)
+        elif name in SETTINGS and isinstance(value, Mapping | list):
+            raise UsageError(f"{key} must be a single value, not {kind_of(value)}", where=where)
+        else:
+            yield str(key), value
+
+
+# -- command lines ---------------------------------------------------------------------------------------
+
+
+def parse_serve_command(text: str, *, where: str) -> ServerSettings:
+    """Read a `vllm serve MODEL --option value …` command line, alone or inside a shell script.
+
+    Takes `--option value`, `--option=value`, `-tp 2`, switches and their `--no-` forms, and counts such as `16k`
+    (16,000) and `16K` (16,384), as vLLM does. Nothing is executed or expanded.
+
+    Args:
+        text: The command line or the script.
+        where: Name of the source, for errors.
+
+    Raises:
+        UsageError: No such command in it, quotes that do not close, or a value that cannot be.
+    """
+    if len(text) > _MAX_BYTES:
+        raise UsageError(f"is larger than {_MAX_BYTES:,} bytes", where=where)
+    joined = re.sub(r"\\\r?\n", " ", text)
+    for line in joined.splitlines():
+        if "vllm" not in line or line.lstrip().startswith("#"):
+            continue
+        words = _serve_arguments(_split(line, where=where), where=where)
+        if words is not None:
+            return settings_from(_options(words, where=where), where=where, source="read")
+    raise UsageError(
+        "holds no `vllm serve` command", where=where, hint="give the line that starts the server"
+    )
+
+
+def _split(line: str, *, where: str) -> list[str]:
+    if len(line) > _MAX_COMMAND_CHARS:
+        raise UsageError(f"has a line of more than {_MAX_COMMAND_CHARS:,} characters", where=where)
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError as error:
+        raise UsageError(f"is no command line ({error})", where=where) from None
+
+
+def _serve_arguments(words: list[str], *, where: str) -> list[str] | None:
+    """Return the words after `vllm serve`, the server's module or its image, up to the end of the command."""
+    for index, word in enumerate(words):
+        if "vllm serve" in word:  # a whole command in quotes, as for `bash -c`
+            return _serve_arguments(_split(word, where=where), where=where)
+        follows = words[index + 1 : index + 2]
+        if word.rsplit("/", 1)[-1] == "vllm" and follows == ["serve"]:
+            return _until_end(words[index + 2 :])
+        if word in _MODULES or word.startswith(_IMAGE):
+            return _until_end(words[index + 1 :])
+    return None
+
+
+def _until_end(words: list[str]) -> list[str]:
+    ends = ("&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>", "&>")
+    end = next((index for index, word in enumerate(words) if word in ends), len(words))
+    return words[:end]
+
+
+def _options(words: list[str], *, where: str) -> Iterator[tuple[str, object]]:
+    """Yield the settings that words of a command line state; a word that belongs to no option is the model."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not _is_option(word):
+            yield "model", word
+            continue
+        flag, equals, attached = word.partition("=")
+        value = attached if equals else None
+        if value is None and rest and _takes(flag, rest[0]):
+            value = rest.pop(0)
+        yield _option_value(flag, value, where=where)
+
+
+def _is_option(word: str) -> bool:
+    return bool(re.match(r"--?[A-Za-z]", word))
+
+
+def _takes(flag: str, word: str) -> bool:
+    """Tell whether the word after an option is its value; a switch takes only true or false, as it once did."""
+    name = canonical_name(flag)
+    if name in _SWITCHES or name.removeprefix("no_") in _SWITCHES:
+        return word.lower() in {"true", "false"}
+    return not _is_option(word)
+
+
+def _option_value(flag: str, value: str | None, *, where: str) -> tuple[str, object]:
+    """Return a setting's name and what its option means."""
+    name = canonical_name(flag)
+    if value is None:
+        if name.startswith("no_") and canonical_name(name[3:]) in _SWITCHES:
+            return canonical_name(name[3:]), False
+        if name in SETTINGS and name not in FLAGS:
+            raise UsageError(f"{flag} has no value", where=where)
+        return name, True
+    if value.startswith("$") and name in SETTINGS:
+        raise UsageError(
+            f"{flag} is the shell variable {excerpt(value)}", where=where, hint="write the value out"
+        )
+    return name, value if name in TEXTS else _literal(value)
+
+
+def _literal(value: str) -> object:
+    """Read a word of a command line as the number or truth value it is, else as text."""
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if value.lower() in words:
+        return words[value.lower()]
+    count = _COUNT.fullmatch(value)
+    if count is None:
+        return value
+    number = float(count[1]) * _UNITS[count[2]] if count[2] else float(count[1])
+    return int(number) if number.is_integer() else number
+
+
+# -- the server's own log --------------------------------------------------------------------------------
+
+
+def _find_logged(text: str) -> dict[str, object] | None:
+    """Return the arguments vLLM logged: `non-default args: {…}` or `args: Namespace(…)`; null where it did not.
+
+    The last such line counts, since a log can hold several starts. Values that are no plain literals
+    (nested configuration objects) are passed over.
+    """
+    for line in reversed(text.splitlines()):
+        if "args:" not in line or len(line) > _MAX_COMMAND_CHARS:
+            continue
+        logged = _LOGGED_DICT.search(line)
+        if logged is not None:
+            return _logged_dict(logged[1])
+        namespace = _LOGGED_NAMESPACE.search(line)
+        if namespace is not None:
+            return {name: _python(value) for name, value in _NAMESPACE_ITEM.findall(namespace[1])}
+    return None
+
+
+def _logged_dict(text: str) -> dict[str, object]:
+    try:
+        with warnings.catch_warnings():  # an odd escape in a logged path is no fault of the user
+            warnings.simplefilter("ignore")
+            value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        value = None  # an object's repr among the values; the plain items are read without it
+    if isinstance(value, dict):
+        return {str(key): item for key, item in value.items()}
+    return {name: _python(item) for name, item in _DICT_ITEM.findall(text)}
+
+
+def _python(literal: str) -> object:
+    """Read one of the literals `_LITERAL` matches."""
+    value: object = ast.literal_eval(literal)
+    return value

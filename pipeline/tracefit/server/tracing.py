@@ -1,12 +1,18 @@
-"""Server flags that make vLLM write the traces a message asks for."""
+"""Server flags that turn on the traces a message asks for.
+
+Stock vLLM does not have these flags: they belong to the fork of vLLM that the inference-sim project instruments. Messages
+say so, because a stock server refuses to start with them.
+"""
 
 from __future__ import annotations
 
-STEP_FLAGS = "--step-tracing-enabled --step-tracing-sample-rate 1.0"
+_FORK = "(inference-sim's fork of vLLM)"
+
+STEP_FLAGS = f"--step-tracing-enabled --step-tracing-sample-rate 1.0 {_FORK}"
 """A summary of every engine step."""
 
-JOURNEY_FLAGS = "--enable-journey-tracing --journey-tracing-sample-rate 1.0"
+JOURNEY_FLAGS = f"--enable-journey-tracing --journey-tracing-sample-rate 1.0 {_FORK}"
 """The events of every request."""
 
-SNAPSHOT_FLAG = "--step-tracing-rich-subsample-rate 1.0"
+SNAPSHOT_FLAG = f"--step-tracing-rich-subsample-rate 1.0 {_FORK}"
 """The requests of every step, with what each has computed."""

@@ -29,7 +29,7 @@ from tracefit.tables.requests import (
 from tracefit.tables.resolve import Facts, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import RunTally
-from tracefit.tables.span_requests import telling_spans, told_requests
+from tracefit.tables.span_requests import request_spans, requests_from_spans
 from tracefit.tables.staging import RunPart, parts_of, read_staged
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class IngestCounts:
     duplicate_spans: int = 0
     dropped_attributes: int = 0
     rejects: int = 0
-    moved_events: int = 0
+    clock_corrected_events: int = 0
     """API events whose clock was not the engine core's: moved to it by way of the wall clock."""
     events: tuple[tuple[str, int], ...] = ()
     implausible: tuple[tuple[str, int], ...] = ()
@@ -269,7 +269,7 @@ def _epoch_starts(
     for found in marks.windows():
         scanner.feed(found)
     starts = scanner.starts()
-    sound = replace(sieve, limits=counted.believed(), strays=scanner.strays(), bounds=scanner.bounds())
+    sound = replace(sieve, limits=counted.accepted(), strays=scanner.strays(), bounds=scanner.bounds())
     return starts, sound
 
 
@@ -291,7 +291,7 @@ class _LimitCount:
                 self.values[f"{c.limit} {c.name}"] += rows[c.name].count()
                 self.above[f"{c.limit} {c.name}"] += int((rows[c.name] > self.limits[c.limit]).sum() or 0)
 
-    def believed(self) -> dict[str, float]:
+    def accepted(self) -> dict[str, float]:
         """Return the settings that the run does not contradict."""
         refuted = {key.split()[0] for key, n in self.above.items() if n > self.values[key] * _ODD_SHARE}
         return {name: most for name, most in self.limits.items() if name not in refuted}
@@ -336,11 +336,11 @@ class _Run:
         ids = spans.select("row", "trace_id", "span_id", "parent_span_id", "request_id")
         journeys = journeys.join(ids, on="row", how="left", maintain_order="left")
         self._take("journey_events", journeys)
-        api_spans = spans.filter(pl.col("scope") == dialects.API_SCOPE)
+        api_spans = spans.filter(pl.col("scope").is_in(dialects.API_SCOPES))
         layers = {
             "core": core_requests(journeys),
             "api": api_requests(journeys, api_spans),
-            "told": telling_spans(spans),
+            "spans": request_spans(spans),
         }
         self.layer_columns = {side: frame.columns for side, frame in layers.items()}
         both = pl.concat([f.with_columns(side=pl.lit(s)) for s, f in layers.items()], how="diagonal")
@@ -378,7 +378,7 @@ class _Run:
             duplicate_spans=spans_read - self.counts["spans"],
             dropped_attributes=self.counts["dropped_attributes"],
             rejects=self.counts["rejects"],
-            moved_events=self.counts["moved"],
+            clock_corrected_events=self.counts["moved"],
             events=tuple(sorted(self.events.items())),
             implausible=tuple(sorted(self.implausible.items())),
         )
@@ -404,7 +404,7 @@ class _Run:
             "duplicate_spans": counts.duplicate_spans,
             "rejects": counts.rejects,
             "dropped_attributes": counts.dropped_attributes,
-            "moved_events": counts.moved_events,
+            "clock_corrected_events": counts.clock_corrected_events,
             "events": json.dumps(dict(counts.events)),
             "implausible": json.dumps(dict(counts.implausible)),
         }
@@ -415,14 +415,15 @@ class _Run:
         self.cached.clear()
         self._sort("requests").add(schema.REQUESTS.empty())
         for window in self._sort("layers").windows():
-            core, api, telling = (
-                window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api", "told")
+            core, api, described = (
+                window.filter(side=s).select(self.layer_columns[s]) for s in ("core", "api", "spans")
             )
-            told = told_requests(telling)
             hits = cached.join(
                 core, left_on=cached.columns[:3], right_on=["server", "epoch", "request_id"], how="semi"
             )
-            self._sort("requests").add(join_requests(core, api, told, hits, run_id=self.run_id))
+            self._sort("requests").add(
+                join_requests(core, api, requests_from_spans(described), hits, run_id=self.run_id)
+            )
         del self.sorts["layers"]
 
 

@@ -3,7 +3,8 @@
 Three dialects are known. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which written
 specifications also spell with underscores, their API events without a prefix. `stock` is an unmodified vLLM: one
 `llm_request` span per request, its times as attributes in seconds. `lifecycle` is what was proposed upstream: a span
-per phase of a request, whose beginning and end are the times. Another dialect is more rows here, not another branch.
+per phase of a request, whose beginning and end are the times. Another dialect is more rows here and nothing elsewhere:
+all that others need to know of dialects is derived from the rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Literal
 
 import polars as pl
 
-Name = Literal["journey", "stock", "lifecycle"]
 Target = Literal["journey_events", "steps", "request_snapshots", "requests"]
 Take = Literal["value", "start", "end", "duration", "later_durations"]
 """What is read: an attribute's value; the beginning of the first such span of a request, the end of the last, the sum of
@@ -39,7 +39,7 @@ class Spelling:
         factor: What the value is multiplied with.
     """
 
-    dialect: Name
+    dialect: str
     scope: str | None
     span: str | None
     event: str | None
@@ -50,10 +50,9 @@ class Spelling:
     factor: float = 1.0
 
 
-API_SCOPE = "vllm.api"
-CORE_SCOPE = "vllm.scheduler"
-STEP_SCOPE = "vllm.scheduler.step"
-LAYER_SCOPES = {"api": API_SCOPE, "core": CORE_SCOPE}
+_API_SCOPE = "vllm.api"
+_CORE_SCOPE = "vllm.scheduler"
+_STEP_SCOPE = "vllm.scheduler.step"
 
 STEP_EVENT = "step.BATCH_SUMMARY"
 SNAPSHOT_EVENT = "step.REQUEST_SNAPSHOT"
@@ -178,7 +177,7 @@ def _names(scope: str, events: dict[str, tuple[str, ...]]) -> tuple[Spelling, ..
     )
 
 
-def _attributes(dialect: Name, scope: str) -> tuple[Spelling, ...]:
+def _attributes(dialect: str, scope: str) -> tuple[Spelling, ...]:
     return tuple(
         Spelling(dialect, scope, "llm_request", None, key, "requests", column)
         for column, key in _REQUEST_KEYS.items()
@@ -199,16 +198,16 @@ def _phase(span: str, column: str, take: Take) -> Spelling:
 
 
 SPELLINGS: tuple[Spelling, ...] = (
-    *_names(API_SCOPE, _API_EVENTS),
-    *_names(CORE_SCOPE, _CORE_EVENTS),
-    *_journey(API_SCOPE, _ANY_EVENT, "journey_events", _JOURNEY_KEYS),
-    *_journey(CORE_SCOPE, _ANY_EVENT, "journey_events", _JOURNEY_KEYS),
-    *_clock(API_SCOPE),
-    *_clock(CORE_SCOPE),
-    *_journey(STEP_SCOPE, STEP_EVENT, "steps", _STEP_KEYS),
-    *_journey(STEP_SCOPE, SNAPSHOT_EVENT, "request_snapshots", _SNAPSHOT_KEYS),
-    *_attributes("journey", API_SCOPE),
-    Spelling("journey", CORE_SCOPE, "llm_core", None, "gen_ai.request.id", "requests", "request_id"),
+    *_names(_API_SCOPE, _API_EVENTS),
+    *_names(_CORE_SCOPE, _CORE_EVENTS),
+    *_journey(_API_SCOPE, _ANY_EVENT, "journey_events", _JOURNEY_KEYS),
+    *_journey(_CORE_SCOPE, _ANY_EVENT, "journey_events", _JOURNEY_KEYS),
+    *_clock(_API_SCOPE),
+    *_clock(_CORE_SCOPE),
+    *_journey(_STEP_SCOPE, STEP_EVENT, "steps", _STEP_KEYS),
+    *_journey(_STEP_SCOPE, SNAPSHOT_EVENT, "request_snapshots", _SNAPSHOT_KEYS),
+    *_attributes("journey", _API_SCOPE),
+    Spelling("journey", _CORE_SCOPE, "llm_core", None, "gen_ai.request.id", "requests", "request_id"),
     *_stock("vllm.llm_engine"),
     # Newer servers trace from a module of their own.
     *_stock("vllm.tracing.otel"),
@@ -231,6 +230,16 @@ VLLM_SCOPES = tuple(dict.fromkeys(s.scope for s in SPELLINGS if s.scope))
 PHASE_SPANS = tuple(dict.fromkeys(s.span for s in SPELLINGS if s.scope is None and s.span))
 """Spans that are known by their names, in any scope that begins with `vllm`."""
 
+DIALECTS = tuple(dict.fromkeys(s.dialect for s in SPELLINGS))
+JOURNEY = "journey"
+"""Of requests whose events were traced."""
+_WITH_EVENTS = {s.dialect for s in SPELLINGS if s.event}
+WITHOUT_EVENTS = tuple(name for name in DIALECTS if name not in _WITH_EVENTS)
+"""Dialects whose spans describe requests by themselves, without events."""
+
+REQUEST_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.dialect in WITHOUT_EVENTS)
+"""How requests are read of such spans."""
+
 FRONT_SCOPES = tuple(dict.fromkeys(s.scope for s in SPELLINGS if s.span == "llm_request" and s.scope))
 """Scopes of the process in front of the engine core."""
 
@@ -241,7 +250,7 @@ def is_known() -> pl.Expr:
     return pl.col("scope").is_in(VLLM_SCOPES).fill_null(value=False) | phase.fill_null(value=False)
 
 
-def dialect_of(scope: str | None, span: str | None = None) -> Name | None:
+def dialect_of(scope: str | None, span: str | None = None) -> str | None:
     """Name the dialect a scope belongs to, or None if it is none of vLLM's that is known.
 
     Args:
@@ -279,23 +288,29 @@ TS_S_KEYS = _clock_keys(_NS_PER_S)
 
 @dataclass(frozen=True, slots=True)
 class JourneyEvent:
-    """One kind of journey event: its name in the tables, its layer, and how traces spell it."""
+    """One kind of journey event in one scope: its name in the tables, its layer, and how traces spell it."""
 
     event: str
     layer: str
+    scope: str
     spellings: tuple[str, ...]
 
 
 def _journey_events() -> tuple[JourneyEvent, ...]:
     spelled: dict[tuple[str, str], list[str]] = {}
-    layers = {scope: layer for layer, scope in LAYER_SCOPES.items()}
     for s in SPELLINGS:
         if s.attribute == EVENT_NAME and s.scope and s.event:
-            spelled.setdefault((s.column, layers[s.scope]), []).append(s.event)
-    return tuple(JourneyEvent(event, layer, tuple(names)) for (event, layer), names in spelled.items())
+            spelled.setdefault((s.column, s.scope), []).append(s.event)
+    return tuple(
+        JourneyEvent(event, "api" if event in _API_EVENTS else "core", scope, tuple(names))
+        for (event, scope), names in spelled.items()
+    )
 
 
 JOURNEY_EVENTS = _journey_events()
+API_SCOPES = tuple(dict.fromkeys(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "api"))
+CORE_SCOPES = tuple(dict.fromkeys(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "core"))
+"""Scopes of the spans whose events are the journeys of the API process, and of the engine core."""
 
 SPAN_ATTRIBUTES = tuple(
     sorted(
@@ -339,8 +354,17 @@ REASONS = (
 """Words for why a request ended, kept as they are; error messages, which may quote a prompt, are not."""
 
 _REQUEST_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.attribute)
-REQUEST_ATTRIBUTES = {s.column: s.attribute for s in _REQUEST_RULES if s.dialect == "journey" and s.attribute}
-"""Column of an API span's row to the attribute it holds."""
+REQUEST_ATTRIBUTES = {
+    column: tuple(
+        dict.fromkeys(
+            s.attribute
+            for s in _REQUEST_RULES
+            if s.column == column and s.attribute and s.dialect in _WITH_EVENTS
+        )
+    )
+    for column in dict.fromkeys(s.column for s in _REQUEST_RULES if s.dialect in _WITH_EVENTS)
+}
+"""Column of an API span's row to the attributes that may hold it, first present wins."""
 
 SPAN_KEYS = tuple(sorted({s.attribute for s in _REQUEST_RULES if s.attribute}))
 """Attributes of spans that become columns of their rows."""

@@ -34,8 +34,8 @@ def disk_errors(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         # An error that came back through polars or pyarrow is left with its text alone.
-        told = _ERRNO.match(str(error))
-        number = error.errno or int(told[1] if told else 0)
+        found = _ERRNO.match(str(error))
+        number = error.errno or int(found[1] if found else 0)
         full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise UsageError(
             f"cannot be written ({os.strerror(number) if number else error})",

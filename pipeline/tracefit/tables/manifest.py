@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+import msgspec
+from msgspec import Meta
 
 from tracefit._version import __version__
 from tracefit.errors import DataError
@@ -20,65 +21,77 @@ if TYPE_CHECKING:
 MANIFEST_NAME = "manifest.json"
 
 
-RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
+RunId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+$")]
 """What names a folder of a table: never a path."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+Count = Annotated[int, Meta(ge=0)]
 
 
-class StagedPart(_Strict):
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What stands in the manifest. Not pydantic: loading that takes as long as ingesting a small run."""
+
+
+class StagedPart(_Strict, frozen=True):
     """Decoded rows of a trace file."""
 
-    name: str = Field(pattern=r"^[0-9a-f]{32}$", description="folder below .stage")
-    file: int = Field(ge=0, description="number that the file's rows have in the part: small files share one")
-    spans: int = Field(ge=0, description="spans of the vLLM scopes in it")
-    other_spans: int = Field(ge=0, description="spans of other scopes, counted and left out")
-    rejects: int = Field(ge=0, description="records in it that could not be read")
+    name: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$", description="folder below .stage")]
+    file: Annotated[
+        Count, Meta(description="number that the file's rows have in the part: small files share one")
+    ]
+    spans: Annotated[Count, Meta(description="spans of the vLLM scopes in it")]
+    other_spans: Annotated[Count, Meta(description="spans of other scopes, counted and left out")]
+    rejects: Annotated[Count, Meta(description="records in it that could not be read")]
 
 
-class ReadFile(_Strict):
+class ReadFile(_Strict, frozen=True):
     """A trace file that was read; of the same name, size and hash it is not decoded again."""
 
-    path: str = Field(description="the file as it was named")
-    size_bytes: int = Field(ge=0, description="its size as stored")
-    sha256: str = Field(description="SHA-256 of its bytes as stored")
-    modified_ns: int | None = Field(
-        None,
-        description="Unix time of its last change, of a file in a bucket: with that and the size it is known",
-    )
-    tool_version: str = Field(description="version of tracefit that decoded it")
+    path: Annotated[str, Meta(description="the file as it was named")]
+    size_bytes: Annotated[Count, Meta(description="its size as stored")]
+    sha256: Annotated[str, Meta(description="SHA-256 of its bytes as stored")]
+    tool_version: Annotated[str, Meta(description="version of tracefit that decoded it")]
     parts: tuple[StagedPart, ...]
+    modified_ns: Annotated[
+        int | None,
+        Meta(
+            description="Unix time of its last change, of a file in a bucket: with that and the size it is known"
+        ),
+    ] = None
 
 
-class TablePart(_Strict):
+class TableFile(_Strict, frozen=True):
     """A Parquet file of one run and table."""
 
-    name: str = Field(pattern=r"^part-[0-9a-f]{16}\.parquet$")
+    name: Annotated[str, Meta(pattern=r"^part-[0-9a-f]{16}\.parquet$")]
 
 
-class IngestedRun(_Strict):
+class IngestedRun(_Strict, frozen=True):
     """What is known of one run."""
 
-    source: str | None = Field(
-        None, description="the folder it was read from; null for files named one by one"
-    )
-    options: str | None = Field(None, description="hash of the options that say what of a span is kept")
+    source: Annotated[
+        str | None, Meta(description="the folder it was read from; null for files named one by one")
+    ] = None
+    options: Annotated[
+        str | None, Meta(description="hash of the options that say what of a span is kept")
+    ] = None
     files: tuple[ReadFile, ...] = ()
-    built_from: str | None = Field(
-        None,
-        description="hash of what its tables were built from, files and configuration; null before there are any",
-    )
-    tables: dict[str, TablePart] = Field(default_factory=dict)
+    built_from: Annotated[
+        str | None,
+        Meta(
+            description="hash of what its tables were built from, files and configuration; "
+            "null before there are any"
+        ),
+    ] = None
+    tables: dict[str, TableFile] = {}
 
 
-class Manifest(_Strict):
+class Manifest(_Strict, frozen=True):
     """The manifest of a tables folder."""
 
     manifest_version: Literal["1"] = "1"
     tool_version: str = __version__
-    runs: dict[RunId, IngestedRun] = Field(default_factory=dict)
+    runs: dict[RunId, IngestedRun] = {}
 
     def with_run(self, run_id: str, run: IngestedRun) -> Manifest:
         """Return a manifest in which this run is as given."""
@@ -105,8 +118,8 @@ def read_manifest(root: Path) -> Manifest:
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror})", where=str(path)) from error
     try:
-        return Manifest.model_validate_json(text)
-    except ValidationError as error:
+        return msgspec.json.decode(text, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
             "is not a manifest of this version of tracefit",
             where=str(path),
@@ -116,5 +129,5 @@ def read_manifest(root: Path) -> Manifest:
 
 def write_manifest(root: Path, manifest: Manifest) -> None:
     """Replace the manifest of a tables folder in one step."""
-    text = manifest.model_dump_json(indent=1) + "\n"
-    write_whole(root / MANIFEST_NAME, text.encode())
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    write_whole(root / MANIFEST_NAME, text + b"\n")

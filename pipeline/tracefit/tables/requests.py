@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.tables import schema
+from tracefit.tables import dialects, schema
 from tracefit.tables.durations import as_us, with_durations, with_rates, with_state
-from tracefit.tables.span_requests import add_told
+from tracefit.tables.span_requests import add_requests_from_spans
 
 _API_TIMES = {
     "arrival_ns": "ARRIVED",
@@ -17,7 +17,7 @@ _API_TIMES = {
 
 
 def join_requests(
-    core: pl.DataFrame, api: pl.DataFrame, told: pl.DataFrame, cached: pl.DataFrame, *, run_id: str
+    core: pl.DataFrame, api: pl.DataFrame, described: pl.DataFrame, cached: pl.DataFrame, *, run_id: str
 ) -> pl.DataFrame:
     """Join the requests of both layers into rows of the `requests` table.
 
@@ -28,7 +28,7 @@ def join_requests(
     Args:
         core: What `core_requests` gives, of all core spans of some traces.
         api: What `api_requests` gives, of all API spans of the same traces.
-        told: What `told_requests` gives, of all spans of the same traces.
+        described: What `requests_from_spans` gives, of all spans of the same traces.
         cached: What `cached_prompt_tokens` gives, of the whole run.
         run_id: The run.
 
@@ -55,8 +55,8 @@ def join_requests(
     )
     hits = cached.drop("step_id")
     with_cache = both.join(hits, on=["server", "epoch", "core_request_id"], how="left")
-    rows = with_state(with_durations(with_cache)).with_columns(dialect=pl.lit("journey"))
-    rows = add_told(rows, told).with_columns(run_id=pl.lit(run_id))
+    rows = with_state(with_durations(with_cache)).with_columns(dialect=pl.lit(dialects.JOURNEY))
+    rows = add_requests_from_spans(rows, described).with_columns(run_id=pl.lit(run_id))
     return with_rates(schema.REQUESTS.shape(rows))
 
 
@@ -151,10 +151,10 @@ def cached_prompt_tokens(snapshots: pl.DataFrame) -> pl.DataFrame:
         server, epoch, core_request_id, step_id of the snapshot, cached_prompt_tokens.
     """
     hits = pl.col("num_prompt_tokens") - pl.col("effective_prompt_len")
-    told = snapshots.filter(pl.col("effective_prompt_len").is_not_null()).with_columns(
+    known = snapshots.filter(pl.col("effective_prompt_len").is_not_null()).with_columns(
         cached_prompt_tokens=hits, core_request_id="request_id"
     )
-    return first_hits(told)
+    return first_hits(known)
 
 
 def first_hits(hits: pl.DataFrame) -> pl.DataFrame:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.tables import dialects
-from tracefit.tables.clocks import clocks_of, tell_apart, without_lone_clocks
+from tracefit.tables.clocks import clocks_of, split_engines, without_lone_clocks
 from tracefit.tables.staging import read_staged
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _facts(spans: pl.DataFrame) -> pl.DataFrame:
-    cores = spans.select(*_IDS[:2], "scope", "zero").filter(pl.col("scope") == dialects.CORE_SCOPE)
+    cores = spans.select(*_IDS[:2], "scope", "zero").filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
     zeros = cores.group_by(_IDS[:2]).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
     return spans.select(
         "part",
@@ -157,14 +157,14 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
     Engines that share a name get one each.
     """
     is_api = pl.col("scope").is_in(dialects.FRONT_SCOPES).fill_null(value=False)
-    apart = tell_apart(spans.select("scope", *_ENGINE).filter(~is_api), marks.of)
+    apart = split_engines(spans.select("scope", *_ENGINE).filter(~is_api), marks.of)
     if apart.height:
         apart = apart.with_columns(pl.col("server").cast(pl.Categorical))
         spans = spans.join(apart, on="span_row", how="left", suffix="_apart", maintain_order="left")
         spans = spans.with_columns(server=pl.coalesce("server_apart", "server")).drop("server_apart")
     parents = (
         spans.select(*_IDS[:2], "scope", span="parent", engine="server")
-        .filter(pl.col("scope") == dialects.CORE_SCOPE)
+        .filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
         .unique(_IDS, keep="first", maintain_order=True)
     )
     names = spans.select(pl.col("server").filter(~is_api).unique()).to_series()
@@ -176,7 +176,7 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """Clock and step counter of the engines' events, for `tell_apart`; read where it asks for them."""
+    """Clock and step counter of the engines' events, for `split_engines`; read where it asks for them."""
 
     stage: Path
     parts: Sequence[str]

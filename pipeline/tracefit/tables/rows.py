@@ -143,7 +143,7 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> Rows:
     snapshots, no_snapshot = _split_complete(snapshots, ("step_id", "request_id"), NO_SNAPSHOT)
     return Rows(
         spans=vllm_spans.drop("span_row")
-        .with_columns(pl.col(key).alias(name) for name, key in dialects.REQUEST_ATTRIBUTES.items())
+        .with_columns(pl.coalesce(keys).alias(name) for name, keys in dialects.REQUEST_ATTRIBUTES.items())
         .join(_clocks(journeys, steps), on="row", how="left", maintain_order="left"),
         journeys=journeys,
         steps=steps,
@@ -256,7 +256,7 @@ def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
     parts = [nothing.with_columns(layer=pl.lit(""), event=pl.lit(""), ts_ns=pl.lit(0, pl.Int64))]
     for kind in dialects.JOURNEY_EVENTS:
         for frame in (events[spelled] for spelled in kind.spellings if spelled in events):
-            own = frame.filter(pl.col("span_scope") == dialects.LAYER_SCOPES[kind.layer])
+            own = frame.filter(pl.col("span_scope") == kind.scope)
             # One select that holds a column: of literals alone it would give a single row.
             columns = _columns_of(own, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
             parts.append(

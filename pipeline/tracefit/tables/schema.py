@@ -206,6 +206,12 @@ class Table:
         return pl.DataFrame(schema={c.name: c.polars for c in self.columns})
 
 
+EARLIER_NAMES = {
+    "excluded_because": "excluded_reason",
+    "moved_events": "clock_corrected_events",
+}
+"""Columns of tables that earlier versions wrote, by their earlier names."""
+
 _BROKEN = pl.DataFrame(schema={"row": pl.UInt32, "reason": pl.String})
 
 _MOST_COUNT = 2**31 - 1
@@ -276,7 +282,10 @@ RUNS = Table(
         _i("rejects", "records that could not be read (of the run)"),
         _i("dropped_events", "events the SDK dropped, as it says itself"),
         _i("dropped_attributes", "attributes the SDK dropped"),
-        _i("moved_events", "API events stamped on another clock than the engine core's, moved to it"),
+        _i(
+            "clock_corrected_events",
+            "API events stamped on another clock than the engine core's, moved to it",
+        ),
         Column("events", "json", "event name to count"),
         Column(
             "implausible", "json", "rule that rows broke to how many did (of the run); they are in `rejects`"
@@ -441,7 +450,7 @@ REQUESTS = Table(
         _s("core_request_id", "id inside the engine core"),
         _s("trace_id", "lower-case hex"),
         _s("route", "http.route"),
-        _s("dialect", "journey, stock or lifecycle: who tells of the request"),
+        _s("dialect", "the dialect of the trace that describes the request"),
         _s("state", "WAITING, RUNNING, PREEMPTED or FINISHED_*, as vLLM names them; null where nobody told"),
         _s("stage", "PREFILL or DECODE: the last phase seen"),
         _ns("arrival_ns", "ARRIVED"),
@@ -575,7 +584,7 @@ TIMELINE = Table(
 _TRAINING = (
     Column("y", "float64", "the target", "us"),
     _s("split", "train or holdout, by the time the interval began"),
-    _s("excluded_because", "why the row is left out; null for a row that counts"),
+    _s("excluded_reason", "why the row is left out; null for a row that counts"),
 )
 
 ALPHA_TRAINING = Table(

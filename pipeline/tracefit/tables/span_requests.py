@@ -1,4 +1,4 @@
-"""Requests as spans tell of them by themselves: attributes of stock vLLM, phases of the proposed lifecycle spans."""
+"""Requests that spans describe without events: attributes of stock vLLM, phases of the proposed lifecycle spans."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from operator import and_, or_
 import polars as pl
 
 from tracefit.tables import dialects, schema
-from tracefit.tables.dialects import SPELLINGS, Spelling
+from tracefit.tables.dialects import REQUEST_RULES, Spelling
 from tracefit.tables.durations import as_us, with_durations
 from tracefit.tables.keys import ENGINE
 
-_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.dialect != "journey")
+_KINDS = tuple({(rule.scope, rule.span): rule for rule in REQUEST_RULES}.values())
+"""One rule of each kind of span."""
+
 _FROM_API = {
     "prompt_tokens": "api_prompt_tokens",
     "output_tokens": "api_completion_tokens",
@@ -38,25 +40,23 @@ _SPAN = (
 )
 
 
-def telling_spans(spans: pl.DataFrame) -> pl.DataFrame:
-    """Return the stock and lifecycle spans, with what `told_requests` needs of them.
+def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
+    """Return the spans that describe requests without events, with what `requests_from_spans` needs of them.
 
     Args:
         spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server and server_zero.
     """
-    kinds = {(rule.scope, rule.span): rule for rule in _RULES}
-    telling = reduce(or_, map(_matches, kinds.values()))
-    return spans.filter(telling).select(*_SPAN, *dialects.SPAN_KEYS)
+    return spans.filter(reduce(or_, map(_matches, _KINDS))).select(*_SPAN, *dialects.SPAN_KEYS)
 
 
-def told_requests(spans: pl.DataFrame) -> pl.DataFrame:
-    """One row per request that stock or lifecycle spans tell of.
+def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per request that spans describe.
 
     A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. Wall-clock times are
-    put on the engine's clock where journeys tell how far they are apart; elsewhere the wall clock stands in for it.
+    put on the engine's clock where journeys show how far they are apart; elsewhere the wall clock stands in for it.
 
     Args:
-        spans: What `telling_spans` gives, of all spans of some traces.
+        spans: What `request_spans` gives, of all spans of some traces.
 
     Returns:
         trace_id, owner (id of the span that stands for the request), parent_span_id of that span, server, dialect, and
@@ -67,15 +67,15 @@ def told_requests(spans: pl.DataFrame) -> pl.DataFrame:
     own = spans.with_columns(
         *times,
         owner=pl.when(phase).then("parent_span_id").otherwise("span_id").fill_null(""),
-        dialect=pl.when(phase).then(pl.lit("lifecycle")).otherwise(pl.lit("stock")),
+        dialect=pl.coalesce(pl.when(_matches(rule)).then(pl.lit(rule.dialect)) for rule in _KINDS),
     ).sort("start_unix_ns", "end_unix_ns", "span_id")
     columns: dict[str, list[pl.Expr]] = {}
-    for rule in _RULES:
+    for rule in REQUEST_RULES:
         columns.setdefault(rule.column, []).append(_value(rule))
     grouped = own.group_by(_KEY, maintain_order=True).agg(
         pl.col("server").first(),
-        # Where both tell of a request the span of the whole request names it.
-        pl.col("dialect").sort(descending=True).first(),
+        # Where a span of the whole request and spans of its phases describe it, the former names its dialect.
+        pl.coalesce(pl.col("dialect").filter(~phase).first(), pl.col("dialect").first()).alias("dialect"),
         pl.col("parent_span_id").filter(~phase).first(),
         *(pl.coalesce(values).alias(name) for name, values in columns.items()),
     )
@@ -88,21 +88,21 @@ def _matches(rule: Spelling) -> pl.Expr:
 
 
 def _value(rule: Spelling) -> pl.Expr:
-    mine = _matches(rule)
-    durations = as_us(pl.col("end_unix_ns") - pl.col("start_unix_ns")).filter(mine)
+    matching = _matches(rule)
+    durations = as_us(pl.col("end_unix_ns") - pl.col("start_unix_ns")).filter(matching)
     if rule.take == "value":
-        found = pl.col(rule.attribute or "").filter(mine).drop_nulls().first()
+        found = pl.col(rule.attribute or "").filter(matching).drop_nulls().first()
         return found if rule.column in _TEXT else found.cast(pl.Float64, strict=False) * rule.factor
     if rule.take == "start":
-        return pl.col("start_unix_ns").filter(mine).min()
+        return pl.col("start_unix_ns").filter(matching).min()
     if rule.take == "end":
-        return pl.col("end_unix_ns").filter(mine).max()
+        return pl.col("end_unix_ns").filter(matching).max()
     kept = durations if rule.take == "duration" else durations.slice(1)
     return pl.when(durations.len() > 0).then(kept.sum())
 
 
 def _completed(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add the times that durations from the arrival on tell of."""
+    """Add the times that follow from durations since the arrival."""
     ttft, e2e = (
         pl.col("arrival_ns") + (pl.col(c) * 1e3).round().cast(pl.Int64, strict=False)
         for c in ("ttft_us", "e2e_us")
@@ -114,37 +114,37 @@ def _completed(rows: pl.DataFrame) -> pl.DataFrame:
     ).drop(*_FROM_API.values())
 
 
-def add_told(requests: pl.DataFrame, told: pl.DataFrame) -> pl.DataFrame:
-    """Add what spans tell of requests to the rows that events have made.
+def add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) -> pl.DataFrame:
+    """Add the requests that spans describe to the rows that events have made.
 
-    A request that both tell of stays one row: the events' values, the spans' in the gaps. They are one where the span is
-    the request's own, or its child.
+    A request that both describe stays one row: the events' values, the spans' in the gaps. They are one where the span
+    is the request's own, or its child.
 
     Args:
         requests: Rows with the ids `span_id_api`, `span_id`, `parent_span_id`, and durations.
-        told: As `told_requests` returns them.
+        described: As `requests_from_spans` returns them.
 
     Returns:
         Rows of the `requests` table and whatever else `requests` had.
     """
-    rows, told = requests.with_row_index("_row"), told.with_row_index("_told")
-    pairs = _pairs(rows, told)
-    facts = [c for c in told.columns if c in schema.REQUESTS.names and c not in (*_IDS, "dialect")]
-    theirs = told.select("_told", *(pl.col(c).alias(f"{c}_told") for c in facts))
+    rows, described = requests.with_row_index("_row"), described.with_row_index("_span")
+    pairs = _pairs(rows, described)
+    facts = [c for c in described.columns if c in schema.REQUESTS.names and c not in (*_IDS, "dialect")]
+    span_facts = described.select("_span", *(pl.col(c).alias(f"{c}_span") for c in facts))
     joined = rows.join(pairs, on="_row", how="left", maintain_order="left")
-    joined = joined.join(theirs, on="_told", how="left", maintain_order="left")
+    joined = joined.join(span_facts, on="_span", how="left", maintain_order="left")
     filled = joined.with_columns(
-        pl.coalesce([n for n in (c, f"{c}_told") if n in joined.columns]).alias(c) for c in facts
-    ).drop("_row", "_told", *(f"{c}_told" for c in facts))
-    return pl.concat([filled, _alone(told.join(pairs, on="_told", how="anti"))], how="diagonal_relaxed")
+        pl.coalesce([n for n in (c, f"{c}_span") if n in joined.columns]).alias(c) for c in facts
+    ).drop("_row", "_span", *(f"{c}_span" for c in facts))
+    return pl.concat([filled, _alone(described.join(pairs, on="_span", how="anti"))], how="diagonal_relaxed")
 
 
-def _pairs(rows: pl.DataFrame, told: pl.DataFrame) -> pl.DataFrame:
-    """Which row a span tells of: `_row`, `_told`, neither of them twice."""
-    ours = _ids(rows, "_row", ("span_id_api", "span_id", "parent_span_id"))
-    theirs = _ids(told, "_told", ("owner", "parent_span_id"))
-    pairs = ours.join(theirs, on=["trace_id", "id"]).select("_row", "_told").unique()
-    return pairs.filter((pl.len().over("_row") == 1) & (pl.len().over("_told") == 1))
+def _pairs(rows: pl.DataFrame, described: pl.DataFrame) -> pl.DataFrame:
+    """Return which row a span describes: `_row`, `_span`, neither of them twice."""
+    row_ids = _ids(rows, "_row", ("span_id_api", "span_id", "parent_span_id"))
+    span_ids = _ids(described, "_span", ("owner", "parent_span_id"))
+    pairs = row_ids.join(span_ids, on=["trace_id", "id"]).select("_row", "_span").unique()
+    return pairs.filter((pl.len().over("_row") == 1) & (pl.len().over("_span") == 1))
 
 
 def _ids(frame: pl.DataFrame, row: str, names: tuple[str, ...]) -> pl.DataFrame:
@@ -152,15 +152,15 @@ def _ids(frame: pl.DataFrame, row: str, names: tuple[str, ...]) -> pl.DataFrame:
     return pl.concat(parts).filter(pl.col("id").is_not_null() & (pl.col("id") != "")).unique()
 
 
-def _alone(told: pl.DataFrame) -> pl.DataFrame:
-    """Complete rows that no event tells of."""
-    given = [c for c in told.columns if c in (*_DURATIONS, "last_token_ns")]
+def _alone(described: pl.DataFrame) -> pl.DataFrame:
+    """Complete the rows of requests without events."""
+    given = [c for c in described.columns if c in (*_DURATIONS, "last_token_ns")]
     wanted: dict[str, pl.DataType] = {c.name: c.polars for c in schema.REQUESTS.columns}
     wanted |= dict.fromkeys(("preempted_events", "requeue_before_us", "requeue_after_us"), pl.Float64())
-    missing = [pl.lit(None, wanted[c]).alias(c) for c in wanted if c not in told.columns]
-    rows = with_durations(told.with_columns(*missing, *(pl.col(c).alias(f"{c}_given") for c in given)))
+    missing = [pl.lit(None, wanted[c]).alias(c) for c in wanted if c not in described.columns]
+    rows = with_durations(described.with_columns(*missing, *(pl.col(c).alias(f"{c}_given") for c in given)))
     rows = rows.with_columns(pl.coalesce(f"{c}_given", c).alias(c) for c in given)
-    # Where phases are told as durations alone their times are counted back from the first token: good enough to order
+    # Where phases are given as durations alone their times are counted back from the first token: good enough to order
     # requests by, and to split them, but the difference to the arrival holds the way back from the engine too.
     scheduled = pl.col("first_token_ns") - _ns("prefill_us")
     rows = rows.with_columns(first_scheduled_ns=pl.coalesce("first_scheduled_ns", scheduled))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Self
 
+import msgspec
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -33,7 +34,7 @@ from tracefit.tables.manifest import (
     MANIFEST_NAME,
     IngestedRun,
     Manifest,
-    TablePart,
+    TableFile,
     read_manifest,
     write_manifest,
 )
@@ -157,8 +158,8 @@ class TableStore:
         Returns:
             What the manifest says now.
         """
-        tables = {name: TablePart(name=part.name) for name, part in parts.items()}
-        run = run.model_copy(update={"tables": {**run.tables, **tables} if keep else tables})
+        tables = {name: TableFile(name=part.name) for name, part in parts.items()}
+        run = msgspec.structs.replace(run, tables={**run.tables, **tables} if keep else tables)
         for name, part in parts.items():
             target = self._path(name, run_id, tables[name])
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +175,7 @@ class TableStore:
                 if part not in valid:
                     part.unlink()
 
-    def _path(self, name: str, run_id: str, part: TablePart) -> Path:
+    def _path(self, name: str, run_id: str, part: TableFile) -> Path:
         return inside(self.root, name, f"run_id={run_id}", part.name)
 
     def manifest(self) -> Manifest:
@@ -251,7 +252,7 @@ class RunWriter:
     """
 
     scratch: Path
-    _open: dict[str, _PartWriter] = field(default_factory=dict)
+    _open: dict[str, _TableFileWriter] = field(default_factory=dict)
     _parts: dict[str, Path] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
     _background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
@@ -271,7 +272,7 @@ class RunWriter:
             self._finish()
             path = self.scratch / f"{name}.parquet"
             stream = self._stack.enter_context(create(path))
-            self._open[name] = _PartWriter(schema.TABLES[name], path, _Hashed(stream))
+            self._open[name] = _TableFileWriter(schema.TABLES[name], path, _Hashed(stream))
         self._open[name].write(rows)
 
     def __enter__(self) -> Self:
@@ -321,7 +322,7 @@ class _Hashed:
 
 
 @dataclass(slots=True)
-class _PartWriter:
+class _TableFileWriter:
     """One Parquet file, in row groups of `ROW_GROUP_ROWS` or `ROW_GROUP_BYTES`, however the rows come."""
 
     table: schema.Table
@@ -391,7 +392,8 @@ def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
     try:
         # Not read_table, which loads pyarrow's datasets first.
         with pq.ParquetFile(part) as file:
-            wanted = None if columns is None else [c for c in file.schema_arrow.names if c in columns]
+            today = {name: schema.EARLIER_NAMES.get(name, name) for name in file.schema_arrow.names}
+            wanted = None if columns is None else [name for name in today if today[name] in columns]
             frame = pl.from_arrow(file.read(wanted))
     except FileNotFoundError:
         raise
@@ -399,4 +401,4 @@ def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
         raise DataError("is not a readable Parquet file", where=str(part), hint=_AGAIN) from error
     if not isinstance(frame, pl.DataFrame):
         raise DataError("holds no table", where=str(part))
-    return frame
+    return frame.rename({name: today[name] for name in frame.columns if today[name] != name})

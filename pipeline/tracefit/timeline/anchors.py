@@ -131,7 +131,7 @@ def step_starts(steps: pl.DataFrame, core: pl.DataFrame) -> pl.DataFrame:
 
 
 def _at(events: pl.DataFrame, step: pl.Expr, stamp: pl.Expr) -> pl.DataFrame:
-    """One stamp per step that events speak of: position, engine, server_number, at."""
+    """Return one stamp per step that events name: position, engine, server_number, at."""
     placed = events.with_columns(position=position(step)).drop_nulls("position")
     return placed.group_by("position").agg(pl.col("engine", "server_number").first(), at=stamp)
 
@@ -160,12 +160,12 @@ def _offsets(kinds: dict[str, pl.DataFrame], exact: pl.DataFrame) -> pl.DataFram
 
 
 def _distances(events: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
-    """Median distance of events after starts, and its robust spread, per server with enough steps that have both."""
+    """Return the median distance of events after starts, and its robust spread, per server with enough steps that have both."""
     both = events.join(starts.select("position", start="at"), on="position", how="inner")
     distance = (pl.col("at") - pl.col("start")).cast(pl.Float64)
     spread = robust_sd_expr(distance) / 1e3
-    told = both.group_by("server_number").agg(steps=pl.len(), offset_ns=distance.median(), sd_us=spread)
-    return told.filter(pl.col("steps") >= _ENOUGH_STEPS).drop("steps")
+    measured = both.group_by("server_number").agg(steps=pl.len(), offset_ns=distance.median(), sd_us=spread)
+    return measured.filter(pl.col("steps") >= _ENOUGH_STEPS).drop("steps")
 
 
 def _corrected(events: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:

@@ -11,7 +11,7 @@ from tracefit.tables import schema
 from tracefit.tables.keys import ENGINE, SERVER
 from tracefit.timeline.anchors import execution_lags, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
-from tracefit.timeline.engines import StepAxis, lay_out, pile, position
+from tracefit.timeline.engines import StepAxis, bincount_at, lay_out, position
 from tracefit.timeline.segments import core_events, running_segments, waiting_segments
 
 _COUNTS = (
@@ -51,7 +51,7 @@ def build_timeline(
     a summary or a full set of snapshots is the truth where there is one. Without, only sampled steps are.
 
     `cycle_us` is the mean cycle from this step's start to the next start that is known, `interval_steps` steps on:
-    one step (`adjacent`, between two summaries), or an `interval` when a start was told by a journey event or steps
+    one step (`adjacent`, between two summaries), or an `interval` when a start comes from a journey event or steps
     in between have no known start. `idle_after` says that one of those steps left nothing running and nothing
     waiting, so that the time holds idle time.
 
@@ -97,16 +97,16 @@ def _inferred(evidence: _Evidence, limits: EngineLimits) -> pl.DataFrame:
         axis, running_segments(core, _cached(evidence.snapshots)), waiting_segments(core), limits
     )
     lost = core.filter(pl.col("event") == "PREEMPTED").select(at=position(pl.col("step_id"))).drop_nulls()
-    preempted = pile(axis.size, lost["at"].to_numpy(), np.ones(lost.height)).astype(np.int64)
+    preempted = bincount_at(axis.size, lost["at"].to_numpy(), np.ones(lost.height)).astype(np.int64)
     composed = composed.with_columns(num_preempted=preempted)
     return composed.rename(lambda name: f"journey.{name}")
 
 
 def _cached(snapshots: pl.DataFrame) -> pl.DataFrame:
-    """Prompt tokens found in the prefix cache, per request, where a snapshot tells."""
+    """Return prompt tokens found in the prefix cache, per request, where a snapshot has them."""
     hits = pl.col("num_prompt_tokens") - pl.col("effective_prompt_len")
-    told = snapshots.filter(pl.col("effective_prompt_len").is_not_null()).sort("step_id")
-    return told.group_by(*ENGINE, "request_id").agg(cached_tokens=hits.first())
+    known = snapshots.filter(pl.col("effective_prompt_len").is_not_null()).sort("step_id")
+    return known.group_by(*ENGINE, "request_id").agg(cached_tokens=hits.first())
 
 
 def _with_truth(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
@@ -203,7 +203,7 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         idle_after=pl.col("idle").any(),
     )
     spans = spans.filter(~pl.col("last_of_engine")).join(members, on=whole, how="left")
-    # Between two starts every step must be known, or nobody can say what the time was spent on.
+    # Between two starts every step must be known, or it is not known what the time was spent on.
     full = (pl.col("members") == pl.col("interval_steps")) & pl.col("composed") & (pl.col("cycle_us") > 0)
     adjacent = pl.col("exact") & (pl.col("interval_steps") == 1)
     spans = spans.filter(full).select(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.timeline.engines import Floats, Ints, StepAxis, pile, position, spread
+from tracefit.timeline.engines import Floats, Ints, StepAxis, bincount_at, position, range_add
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,7 +40,7 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class _Runs:
-    """Stretches of running as arrays, in the order they were scheduled; steps are positions on the axis.
+    """Segments of running as arrays, in the order they were scheduled; steps are positions on the axis.
 
     Attributes:
         start: First step.
@@ -49,7 +49,7 @@ class _Runs:
         need: Tokens to compute before the first token.
         cached: Tokens found in the prefix cache.
         prompt: Prompt tokens.
-        outputs: Output tokens before the stretch.
+        outputs: Output tokens before the segment.
         limit: Output tokens it may still produce.
         finished: 1 where it ended for good.
         lag: Steps that scheduling runs ahead of execution, on its server.
@@ -103,13 +103,13 @@ class _Runs:
     @cached_property
     def leave(self) -> Ints:
         """Last step in whose schedule() it is in the running list."""
-        told: Ints = np.minimum(self.end + self.late, self.last)
-        return told
+        last: Ints = np.minimum(self.end + self.late, self.last)
+        return last
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Rows of (stretch, position) in which prompt tokens were computed."""
+    """Rows of (segment, position) in which prompt tokens were computed."""
 
     position: Ints
     tokens: Ints
@@ -117,13 +117,13 @@ class _Prompts:
     """Tokens computed before, cached ones included."""
     has_output: Ints
     owner: Ints
-    """Which stretch."""
+    """Which segment."""
 
 
 def compose(
     axis: StepAxis, running: pl.DataFrame, waiting: pl.DataFrame, limits: EngineLimits
 ) -> pl.DataFrame:
-    """Work out the batch of every step from the stretches of running and waiting.
+    """Work out the batch of every step from the segments of running and waiting.
 
     Args:
         axis: All steps.
@@ -144,16 +144,16 @@ def compose(
         first=position(pl.col("wait_first")), last=position(pl.col("wait_last")), tokens="wait_tokens"
     ).drop_nulls(["first", "last"])
     first, last, tokens = (queue[c].fill_null(0).to_numpy() for c in queue.columns)
-    decodes = spread(
+    decodes = range_add(
         size, runs.complete[runs.decoding] + 1, runs.end[runs.decoding], np.ones(runs.decoding.sum())
     )
     prompts = _prompt_rows(runs, decodes, size, limits)
     return pl.DataFrame(
         {
             **{name: _whole(values) for name, values in _counts(size, runs, prompts, decodes).items()},
-            "running_depth": _whole(spread(size, runs.start, runs.leave, np.ones(len(runs.start)))),
-            "waiting_depth": _whole(spread(size, first, last, np.ones(len(first)))),
-            "waiting_tokens": _whole(spread(size, first, last, tokens)),
+            "running_depth": _whole(range_add(size, runs.start, runs.leave, np.ones(len(runs.start)))),
+            "waiting_depth": _whole(range_add(size, first, last, np.ones(len(first)))),
+            "waiting_tokens": _whole(range_add(size, first, last, tokens)),
             "kv_blocks_used": _blocks(size, runs, prompts, limits.block_size),
             **_left_after(size, runs, prompts, limits.block_size),
         }
@@ -170,22 +170,22 @@ def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[s
     until = end - runs.finished + runs.late
     stays = until >= start
     done = (complete >= 0) & (complete <= until)
-    # After step q a request whose prompt was complete at step c has put out 1 + q - c tokens of this stretch.
-    produced = spread(size, complete[done], until[done], 1 - runs.lag[done] - complete[done])
-    produced += np.arange(size) * spread(size, complete[done], until[done], np.ones(int(done.sum())))
+    # After step q a request whose prompt was complete at step c has put out 1 + q - c tokens of this segment.
+    produced = range_add(size, complete[done], until[done], 1 - runs.lag[done] - complete[done])
+    produced += np.arange(size) * range_add(size, complete[done], until[done], np.ones(int(done.sum())))
     computed = np.bincount(prompts.owner, weights=prompts.tokens, minlength=len(start))
     held_tokens = np.where(complete >= 0, runs.prompt + runs.outputs + end - complete, runs.cached + computed)
     prompt_left = np.cumsum(
-        pile(size, start, runs.need)
-        - pile(size, prompts.position, prompts.tokens)
-        - pile(size, end, runs.need - computed)
+        bincount_at(size, start, runs.need)
+        - bincount_at(size, prompts.position, prompts.tokens)
+        - bincount_at(size, end, runs.need - computed)
     )
     freed = runs.finished * -(-held_tokens.astype(np.int64) // block)
     return {
-        "running_after": _whole(spread(size, start[stays], until[stays], np.ones(int(stays.sum())))),
-        "remaining_after": _whole(spread(size, start[stays], until[stays], runs.limit[stays]) - produced),
+        "running_after": _whole(range_add(size, start[stays], until[stays], np.ones(int(stays.sum())))),
+        "remaining_after": _whole(range_add(size, start[stays], until[stays], runs.limit[stays]) - produced),
         "prefill_left_after": _whole(prompt_left),
-        "kv_blocks_freed": _whole(pile(size, runs.leave, freed)),
+        "kv_blocks_freed": _whole(bincount_at(size, runs.leave, freed)),
     }
 
 
@@ -199,14 +199,14 @@ def _counts(size: int, runs: _Runs, prompts: _Prompts, decodes: Floats) -> dict[
     first, last = runs.complete[decoding] + 1, runs.end[decoding]
     context = (runs.prompt + runs.outputs)[decoding]
     # Over a decode's steps its context grows by one: constant part and slope are two difference arrays.
-    grown = spread(size, first, last, context - first) + np.arange(size) * decodes
+    grown = range_add(size, first, last, context - first) + np.arange(size) * decodes
     # With scheduling a step ahead a first decode counts as prefill.
     early = (runs.lag[decoding] > 0) & (runs.outputs[decoding] == 0)
-    moved = pile(size, first[early], np.ones(int(early.sum())))
-    moved_context = pile(size, first[early], context[early])
+    moved = bincount_at(size, first[early], np.ones(int(early.sum())))
+    moved_context = bincount_at(size, first[early], context[early])
 
     def at(rows: NDArray[np.bool_], values: Ints) -> Floats:
-        return pile(size, prompts.position[rows], values[rows])
+        return bincount_at(size, prompts.position[rows], values[rows])
 
     ones = np.ones_like(prompts.tokens)
     return {
@@ -220,9 +220,9 @@ def _counts(size: int, runs: _Runs, prompts: _Prompts, decodes: Floats) -> dict[
 
 
 def _prompt_rows(runs: _Runs, decodes: Floats, size: int, limits: EngineLimits) -> _Prompts:
-    """Spread each stretch's prompt over its steps: whole in one step, or in chunks of what the budget leaves."""
+    """Spread each segment's prompt over its steps: whole in one step, or in chunks of what the budget leaves."""
     whole = runs.complete == runs.start
-    singles = pile(size, runs.start[whole], runs.need[whole])
+    singles = bincount_at(size, runs.start[whole], runs.need[whole])
     has_output = (runs.outputs > 0).astype(np.int64)
     rows = [(runs.start[whole], runs.need[whole], runs.cached[whole], np.flatnonzero(whole))]
     budget = limits.max_num_batched_tokens
@@ -248,7 +248,7 @@ def _chunks(start: int, stop: int, need: int, room: Floats | None, *, finished: 
         edges: Ints = np.linspace(0, need, stop - start + 2).round().astype(np.int64)
         return edges[1:] - edges[:-1]
     free = room[start : start + _WINDOW] if start + _WINDOW <= stop else room[start : stop + 1]
-    # A stretch without an end in sight lasts to the end of the trace; its prompt does not.
+    # A segment without an end in sight lasts to the end of the trace; its prompt does not.
     while len(free) < stop + 1 - start and free.sum() < need:
         free = room[start : min(start + 4 * len(free), stop + 1)]
     taken = np.minimum(np.cumsum(free), need)
@@ -265,20 +265,20 @@ def _blocks(size: int, runs: _Runs, prompts: _Prompts, block: int) -> Ints:
     Blocks that requests share through the prefix cache count for each of them.
     """
     filled = -(-(prompts.context + prompts.tokens) // block)
-    # A chunk's blocks are held until the next chunk, the last one's until decoding begins or the stretch ends.
+    # A chunk's blocks are held until the next chunk, the last one's until decoding begins or the segment ends.
     ends = np.where((runs.complete < 0) | (runs.complete == runs.end), runs.leave, runs.complete)
     until = ends[prompts.owner]
     more_follow = np.flatnonzero(np.diff(prompts.owner) == 0)
     until[more_follow] = prompts.position[more_follow + 1] - 1
-    held = spread(size, prompts.position, until, filled)
+    held = range_add(size, prompts.position, until, filled)
     decoding = runs.decoding
     first, last = runs.complete[decoding] + 1, runs.leave[decoding]
     context = (runs.prompt + runs.outputs)[decoding]
-    held += spread(size, first, last, -(-context // block))
+    held += range_add(size, first, last, -(-context // block))
     # While decoding, another block is taken whenever the context reaches a multiple of the block size.
     next_block = first + (-context) % block
     more = np.maximum((runs.end[decoding] - next_block) // block + 1, 0)
     owner = np.repeat(np.arange(len(first)), more)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(more) - more, more)
-    held += spread(size, next_block[owner] + nth * block, last[owner], np.ones(len(owner)))
+    held += range_add(size, next_block[owner] + nth * block, last[owner], np.ones(len(owner)))
     return _whole(held)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tracefit.tables.keys import ENGINE, SERVER
 
 MAX_STEPS = 20_000_000
-"""Most steps laid out; counters that claim more are not believed."""
+"""Most steps on the axis; counters that claim more are not accepted."""
 
 MAX_GAP = 1_000_000
 """Most steps in a row that nothing names: hours of work without one event; what lies beyond is a damaged id."""
@@ -64,7 +64,7 @@ def lay_out(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFrame
     """
     named = journeys.filter(pl.col("step_id").is_not_null() & (pl.col("event") != "QUEUED"))
     seen = pl.concat([frame.select(*ENGINE, "step_id") for frame in (steps, snapshots, named)])
-    engines = _believed(seen).sort(ENGINE)
+    engines = _accepted(seen).sort(ENGINE)
     count = pl.col("last_step") - pl.col("first_step") + 1
     engines = engines.with_columns(
         offset=count.cum_sum() - count,
@@ -75,32 +75,32 @@ def lay_out(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFrame
     return StepAxis(engines, size) if size <= MAX_STEPS else StepAxis(engines.clear(), 0)
 
 
-def _believed(seen: pl.DataFrame) -> pl.DataFrame:
-    """First and last step of every engine; of ids that lie far apart, the stretch with the most of them counts."""
+def _accepted(seen: pl.DataFrame) -> pl.DataFrame:
+    """Return the first and last step of every engine; of ids that lie far apart, the group with the most of them counts."""
     bounds = seen.group_by(ENGINE).agg(first_step=pl.col("step_id").min(), last_step=pl.col("step_id").max())
     # In floating point: ids near the ends of int64 do not overflow, and the bound is a rough one.
     claimed = pl.col("last_step").cast(pl.Float64) - pl.col("first_step").cast(pl.Float64)
-    doubtful = bounds.filter(claimed > MAX_GAP)
-    if not doubtful.height:
+    suspicious = bounds.filter(claimed > MAX_GAP)
+    if not suspicious.height:
         return bounds
-    ids = seen.join(doubtful, on=ENGINE, how="semi").sort(*ENGINE, "step_id")
+    ids = seen.join(suspicious, on=ENGINE, how="semi").sort(*ENGINE, "step_id")
     jump = pl.col("step_id").cast(pl.Float64).diff().over(ENGINE) > MAX_GAP
-    ids = ids.with_columns(stretch=jump.fill_null(value=False).cast(pl.Int64).cum_sum().over(ENGINE))
-    stretches = ids.group_by(*ENGINE, "stretch").agg(
+    ids = ids.with_columns(id_group=jump.fill_null(value=False).cast(pl.Int64).cum_sum().over(ENGINE))
+    groups = ids.group_by(*ENGINE, "id_group").agg(
         names=pl.len(), first_step=pl.col("step_id").min(), last_step=pl.col("step_id").max()
     )
-    most = stretches.sort(*ENGINE, "names", "first_step", descending=[False] * 3 + [True, False])
+    most = groups.sort(*ENGINE, "names", "first_step", descending=[False] * 3 + [True, False])
     kept = most.unique(ENGINE, keep="first", maintain_order=True).select(bounds.columns)
-    return pl.concat([bounds.join(doubtful, on=ENGINE, how="anti"), kept])
+    return pl.concat([bounds.join(suspicious, on=ENGINE, how="anti"), kept])
 
 
-def spread(size: int, first: Ints, last: Ints, amount: Floats | Ints) -> Floats:
+def range_add(size: int, first: Ints, last: Ints, amount: Floats | Ints) -> Floats:
     """Sum amounts over inclusive ranges of positions: a difference array; shape (size,)."""
-    begun, ended = pile(size, first, amount), pile(size + 1, last + 1, amount)
+    begun, ended = bincount_at(size, first, amount), bincount_at(size + 1, last + 1, amount)
     return np.cumsum(begun - ended[:size])
 
 
-def pile(size: int, where: Ints, amount: Floats | Ints) -> Floats:
+def bincount_at(size: int, where: Ints, amount: Floats | Ints) -> Floats:
     """Sum amounts at positions; shape (size,)."""
-    piled = np.bincount(where, weights=np.asarray(amount, dtype=float), minlength=size)[:size]
-    return np.asarray(piled, dtype=np.float64)
+    sums = np.bincount(where, weights=np.asarray(amount, dtype=float), minlength=size)[:size]
+    return np.asarray(sums, dtype=np.float64)

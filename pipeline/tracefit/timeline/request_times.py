@@ -1,4 +1,4 @@
-"""What the steps a request was in tell of it: scheduling and execution time, and the times between its tokens."""
+"""Times of a request that follow from the steps it was in: scheduling, execution, and between its tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_step_times(
     synchronization and the processing of outputs between two steps included. Where scheduling runs a step ahead of
     execution nothing is taken off, and the steps begin to execute a step later.
 
-    Values that spans tell of are kept. Null where no step of a request is known, or it has not finished.
+    Values that spans carry are kept. Null where no step of a request is known, or it has not finished.
 
     Args:
         requests: The `requests` table.
@@ -45,7 +45,7 @@ def with_step_times(
 
 
 def _stays(journeys: pl.DataFrame) -> pl.DataFrame:
-    """One row per stretch of steps a request was in: first_step, last_step, begin_ns, end_ns (null: at a step's start)."""
+    """One row per segment of steps a request was in: first_step, last_step, begin_ns, end_ns (null: at a step's start)."""
     turns = journeys.filter(
         (pl.col("layer") == "core")
         & pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"])
@@ -111,9 +111,9 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
         engine_us=_whole_sum("engine_us"),
         lag=pl.col("lag").first(),
     )
-    told = (pl.col("known") > 0) & (pl.col("steps") > 0)
-    scheduler = pl.when(told).then(pl.col("total") * pl.col("steps") / pl.col("known"))
-    taken = pl.when(pl.col("lag") > 0).then(pl.when(told).then(0.0)).otherwise(scheduler)
+    timed = (pl.col("known") > 0) & (pl.col("steps") > 0)
+    scheduler = pl.when(timed).then(pl.col("total") * pl.col("steps") / pl.col("known"))
+    taken = pl.when(pl.col("lag") > 0).then(pl.when(timed).then(0.0)).otherwise(scheduler)
     return sums.select(
         *_REQUEST,
         "steps",

@@ -1,6 +1,6 @@
-"""Stretches of a request's life in the engine: waiting in the queue, or running from SCHEDULED to its end.
+"""Segments of a request's life in the engine: waiting in the queue, or running from SCHEDULED to its end.
 
-A stretch of running computes a prompt (a resumed request its output so far, too), then decodes a token per step.
+A segment of running computes a prompt (a resumed request its output so far, too), then decodes a token per step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _following(name: str) -> pl.Expr:
 
 
 def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
-    """Find every stretch from SCHEDULED to PREEMPTED or FINISHED.
+    """Find every segment from SCHEDULED to PREEMPTED or FINISHED.
 
     The step that completes the prompt follows from the tokens that came out: with g of them and one per step, it
     is g - 1 steps before the last (FINISHED.step - FIRST_TOKEN.step = output tokens - 1 of an undisturbed request).
@@ -41,9 +41,9 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
         cached: engine columns, request_id, cached_tokens: prompt tokens found in the prefix cache.
 
     Returns:
-        Per stretch, besides the columns of `core`: end_step (the last step it may have tokens in), complete_step
+        Per segment, besides the columns of `core`: end_step (the last step it may have tokens in), complete_step
         (null where the prompt was not completed), need_tokens (to compute before the first token), cached_tokens,
-        outputs (before the stretch), has_finished, next_finish_status.
+        outputs (before the segment), has_finished, next_finish_status.
     """
     marks = core.filter(pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"]))
     following = [_following(c) for c in ("event", "step_id", "decode_done_tokens", "finish_status")]
@@ -77,10 +77,10 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
 
 
 def waiting_segments(core: pl.DataFrame) -> pl.DataFrame:
-    """Find every stretch of waiting: QUEUED to SCHEDULED, PREEMPTED to RESUME, or to an abort while waiting.
+    """Find every segment of waiting: QUEUED to SCHEDULED, PREEMPTED to RESUME, or to an abort while waiting.
 
     Returns:
-        Per stretch, besides the columns of `core` (`core_events`, located): wait_first and wait_last, the first and
+        Per segment, besides the columns of `core` (`core_events`, located): wait_first and wait_last, the first and
         the last step whose schedule() left it waiting, wait_tokens (to compute once scheduled).
     """
     marks = core.filter(pl.col("event") != "FIRST_TOKEN")

@@ -7,12 +7,7 @@ import json
 import pytest
 
 from tracefit.errors import UsageError
-from tracefit.server.settings_sources import (
-    parse_logged_arguments,
-    parse_serve_command,
-    parse_settings_yaml,
-    read_settings,
-)
+from tracefit.server.settings import parse_serve_command, parse_settings_yaml, read_settings
 
 RUN = """
 # a run
@@ -107,15 +102,15 @@ def test_group_name_with_plain_text_is_just_kept():
 
 
 def test_two_places_that_contradict_are_refused():
-    with pytest.raises(UsageError, match=r"x: max_num_seqs is both 64 and 32"):
+    with pytest.raises(UsageError, match=r"x: max_num_seqs 64 and max_num_seqs 32 contradict"):
         parse_settings_yaml("max_num_seqs: 64\nvllm: {max_num_seqs: 32}\n", where="x")
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("max_num_seqs: 0", "max_num_seqs must be a whole number"),
-        ("max_num_seqs: -4", "max_num_seqs must be a whole number"),
+        ("max_num_seqs: 0", "max_num_seqs must be greater than or equal to 1, not 0"),
+        ("max_num_seqs: -4", "max_num_seqs must be greater than or equal to 1, not -4"),
         ("max_num_seqs: '64'", "max_num_seqs must be a whole number.* not text '64'"),
         ("max_num_seqs: many", "max_num_seqs must be a whole number"),
         ("max_num_seqs: [64]", "max_num_seqs must be a single value, not a list"),
@@ -142,7 +137,7 @@ BOMB = "a: &a [x, x]\n" + "\n".join(
         ("just text", "holds text"),
         ("a: [1, 2", "is not YAML"),
         ("a: b: c", "is not YAML at line 1"),
-        ("a: !!python/object/apply:os.system [true]", "is not YAML"),
+        ("a: !!python/object/apply:os.system [true]", "uses the YAML tag"),
         ("a: 2020-13-45", "is not YAML"),
         ("a: 1\n---\na: 2\n", "holds several YAML documents"),
         ("[" * 500 + "]" * 500, "is nested too deeply"),
@@ -280,10 +275,10 @@ exec vllm serve org/m \\
         ("vllm serve 'm", "is no command line"),
         ("vllm serve m --max-num-seqs", "--max-num-seqs has no value"),
         ("vllm serve m --max-num-seqs --enforce-eager", "--max-num-seqs has no value"),
-        ("vllm serve m --max-num-seqs 0", "max_num_seqs must be a whole number"),
+        ("vllm serve m --max-num-seqs 0", "max_num_seqs must be greater than or equal to 1"),
         ("vllm serve m --max-num-seqs lots", "max_num_seqs must be a whole number"),
         ("vllm serve m -tp $TP", "-tp is the shell variable \\$TP; write the value out"),
-        ("vllm serve m n", "model is both m and n"),
+        ("vllm serve m n", "model m and model n contradict"),
         ("vllm serve " + "x" * 70_000, "has a line of more than"),
         ("vllm " * 300_000, "is larger than"),
     ],
@@ -329,31 +324,36 @@ PREFIX = "(APIServer pid=7) INFO 02-14 05:02:14 [utils.py:233] "
         ("non-default args: {'max_num_seqs': " + "9" * 5000 + "}", {}),
     ],
 )
-def test_logged_arguments(line, values):
-    assert parse_logged_arguments(f"starting\n{PREFIX}{line}\nready\n", where="x").values() == values
+def test_logged_arguments(tmp_path, line, values):
+    assert _read(tmp_path, f"starting\n{PREFIX}{line}\nready\n").values() == values
 
 
-def test_last_start_in_a_log_counts():
+def _read(folder, text):
+    (folder / "server.log").write_text(text)
+    return read_settings(folder / "server.log")
+
+
+def test_last_start_in_a_log_counts(tmp_path):
     log = "\n".join(f"{PREFIX}non-default args: {{'max_num_seqs': {n}}}" for n in (8, 16, 32))
 
-    assert parse_logged_arguments(log, where="x").max_num_seqs == 32
+    assert _read(tmp_path, log).max_num_seqs == 32
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nothing here", "holds no line with vLLM's arguments; look for `non-default args:`"),
-        ("non-default args: {" + " " * 70_000 + "}", "holds no line"),
-        ("non-default args: {'max_num_seqs': 0}", "max_num_seqs must be a whole number"),
+        ("nothing here", "holds no `vllm serve` command"),
+        ("non-default args: {" + " " * 70_000 + "}", "holds no `vllm serve` command"),
+        ("non-default args: {'max_num_seqs': 0}", "max_num_seqs must be greater than or equal to 1"),
         (
             "non-default args: {'max_num_seqs': __import__('os').getpid(), 'tp': -1}",
-            "tp must be a whole number",
+            "tp must be greater than or equal to 1",
         ),
     ],
 )
-def test_log_without_arguments_or_with_wrong_ones_is_one_line(text, message):
+def test_log_without_arguments_or_with_wrong_ones_is_one_line(tmp_path, text, message):
     with pytest.raises(UsageError, match=message) as caught:
-        parse_logged_arguments(text, where="log")
+        _read(tmp_path, text)
 
     assert "\n" not in str(caught.value)
 

@@ -7,13 +7,13 @@ import io
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.model import BoundaryModel, LinearModel, RegimesModel
-from tracefit.consumers.source import OUT, Export, HeldOut
+from tracefit.consumers.base import OUT, Export, HeldOut, consumer_of_files
 from tracefit.errors import spreadsheet_safe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tracefit.coefficients.model import Condition, Linear, Model, Number, Regime, Term, Work
+    from tracefit.coefficients.model import Condition, LinearForm, Model, Number, Term
     from tracefit.coefficients.predict import ScopeModels
 
 _HEAD = (
@@ -26,20 +26,21 @@ _HEAD = (
     "value",
     "ci95_low",
     "ci95_high",
-    "seen_min",
-    "seen_max",
+    "training_min",
+    "training_max",
     "formula",
 )
 
 
+@consumer_of_files("csv")
 def to_csv(models: ScopeModels) -> Export:
     """Write every number of every model of a scope; errors are those of the models, whose form this is."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_HEAD)
     for model in models.models.values():
-        for part, condition, row in _rows(model):
-            cells = (models.scope_id, model.name, part, condition, *row)
+        for form, condition, row in _rows(model):
+            cells = (models.scope_id, model.name, form, condition, *row)
             writer.writerow([spreadsheet_safe(cell) for cell in cells])
     errors = tuple(
         HeldOut(
@@ -53,21 +54,19 @@ def to_csv(models: ScopeModels) -> Export:
 
 def _rows(model: Model) -> Iterator[tuple[str, str, list[object]]]:
     if isinstance(model, LinearModel):
-        yield from _part("line", "", model)
+        yield from _form("line", "", model)
     elif isinstance(model, RegimesModel):
         for regime in model.regimes:
-            yield from _part(regime.name, _condition(regime.when), regime)
+            yield from _form(regime.name, _condition(regime.when), regime)
     elif isinstance(model, BoundaryModel):
-        yield from _part("work", "step starts known", model.work)
+        yield from _form("work", "step starts known", model.work)
         yield "work", "step starts known", _number("offset", "us", model.offset)
-        yield from _part("without_clock", "step starts unknown", model.without_clock)
+        yield from _form("without_clock", "step starts unknown", model.without_clock)
 
 
-def _part(
-    name: str, condition: str, part: LinearModel | Linear | Regime | Work
-) -> Iterator[tuple[str, str, list[object]]]:
-    yield name, condition, _number("intercept", "us", part.intercept)
-    for term in part.terms:
+def _form(name: str, condition: str, form: LinearForm) -> Iterator[tuple[str, str, list[object]]]:
+    yield name, condition, _number("intercept", "us", form.intercept)
+    for term in form.terms:
         yield (
             name,
             condition,

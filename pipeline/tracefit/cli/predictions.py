@@ -1,24 +1,24 @@
-"""Commands that answer from tables and coefficient files."""
+"""Commands that use tables and coefficient files: summaries of requests, predictions, exports."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
-from tracefit.cli.arguments import Json, Quiet, ScopeName
+from tracefit.cli.arguments import Json, ModelFiles, Quiet, RunName, ScopeName, TablesFolder
 from tracefit.cli.program import app
 from tracefit.console import Terminal, one_line_errors, show
 
 
 @app.command()
 def requests(
-    tables: Annotated[Path, typer.Argument(help="A tables folder that ingest wrote.")],
+    tables: TablesFolder,
     each: Annotated[
         bool,
         typer.Option(
-            "--each", help="One line per request instead, in seconds and under vLLM's names, as CSV or JSON."
+            "--each", help="Print one line per request, in seconds and under vLLM's names, as CSV or JSON."
         ),
     ] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV on stdout; times in seconds.")] = False,
@@ -28,28 +28,34 @@ def requests(
 
     Percentiles of TTFT, ITL, E2E and queue wait; by run, by phase and over time.
 
-    Example: `tracefit requests tables/`
+    Example: `tracefit requests out/`
     """
-    told = Terminal(quiet=False)
-    with one_line_errors(told):
-        from tracefit.commands.requests import seconds_view, summarize_requests
-        from tracefit.reports.requests import requests_csv, requests_table_csv, requests_text
+    with one_line_errors(Terminal(quiet=False)):
+        from tracefit.commands.requests import requests as requests_command
+        from tracefit.commands.requests import seconds_csv, seconds_view
+        from tracefit.reports.terminal_results import requests_csv, requests_text
 
         if each:
             rows = seconds_view(tables)
-            show(rows.to_dicts() if json else (), requests_table_csv(rows), as_json=json, quiet=False)
+            show(rows.to_dicts() if json else (), seconds_csv(rows), as_json=json, quiet=False)
             return
-        summary = summarize_requests(tables)
+        summary = requests_command(tables)
         text = requests_csv(summary) if csv else requests_text(summary)
         show(summary, text, as_json=json, quiet=False)
 
 
+_OF_STEP = ("prefill", "prefill_reqs", "waiting")
+_OF_REQUEST = ("queue", "cached")
+
+
 @app.command()
 def predict(
+    context_: typer.Context,
     models: Annotated[
-        list[Path], typer.Argument(help="Coefficient files, or a folder with alpha.json and beta.json.")
+        list[Path], typer.Argument(help="Coefficient files, or a folder that train or run wrote.")
     ],
     scope: ScopeName = None,
+    run: RunName = None,
     batch: Annotated[
         Optional[float],
         typer.Option(
@@ -94,48 +100,65 @@ def predict(
 
     Example: `tracefit predict models/ --scope llama-3.1-8b --batch 32 --context 1500 --prefill 512`
     """
-    told = Terminal(quiet=quiet)
-    with one_line_errors(told):
+    with one_line_errors(Terminal(quiet=quiet)):
         from tracefit.coefficients.models import load
-        from tracefit.commands.predict import parse_features, predict_file
-        from tracefit.reports.use import request_text, rows_text, step_text
+        from tracefit.commands.scopes import choose_scope
 
-        loaded, features = load(*models), parse_features(feature or [])
+        loaded = load(*models)
+        chosen = choose_scope(loaded, scope, run)
         if rows is not None:
-            predicted = predict_file(loaded, rows, of=of, scope=scope, out=out)
-            show(predicted, rows_text(predicted), as_json=json, quiet=quiet)
-        elif prompt is not None:
-            request = loaded.predict_request(
-                scope=scope,
-                prompt_tokens=prompt,
-                output_tokens=output,
-                queue=queue,
-                batch=batch,
-                context=context,
-                cached=cached,
-                features=features,
-            )
-            show(request, request_text(request), as_json=json, quiet=quiet)
+            from tracefit.commands.predict import predict as predict_rows
+            from tracefit.reports.terminal_results import rows_text
+
+            found = predict_rows(loaded, rows, of=of, scope=chosen, out=out)
+            show(found, rows_text(found), as_json=json, quiet=quiet)
         else:
-            step = loaded.predict_step(
-                scope=scope,
-                batch=batch or 0,
-                context=context or 0,
-                prefill=prefill,
-                prefill_reqs=prefill_reqs,
-                waiting=waiting,
-                features=features,
-            )
-            show(step, step_text(step), as_json=json, quiet=quiet)
+            predicted, text = _predict_one(loaded, chosen, context_.params)
+            show(predicted, text, as_json=json, quiet=quiet)
+
+
+def _predict_one(models: Any, scope: str | None, given: dict[str, Any]) -> tuple[Any, str]:
+    """Predict the request or the step that the options describe; return the prediction and its text."""
+    from tracefit.commands.predict import parse_features
+    from tracefit.reports.terminal_results import request_text, step_text
+
+    features = parse_features(given["feature"] or [])
+    if given["prompt"] is not None:
+        request = models.predict_request(
+            scope=scope,
+            prompt_tokens=given["prompt"],
+            output_tokens=given["output"],
+            batch=given["batch"],
+            context=given["context"],
+            features=features,
+            **{name: given[name] for name in _OF_REQUEST},
+        )
+        return request, request_text(request)
+    step = models.predict_step(
+        scope=scope,
+        batch=given["batch"] or 0,
+        context=given["context"] or 0,
+        features=features,
+        **{name: given[name] for name in _OF_STEP},
+    )
+    return step, step_text(step)
+
+
+def _consumer_names() -> list[str]:
+    from tracefit.consumers import known
+
+    return list(known())
 
 
 @app.command()
 def export(
-    models: Annotated[
-        Path, typer.Argument(help="A coefficient file, or a folder with alpha.json and beta.json.")
-    ],
+    models: ModelFiles,
     to: Annotated[
-        str, typer.Option(help="blis, blis-registry, llm-d-inference-sim, wva, dynamo-mocker or csv.")
+        str,
+        typer.Option(
+            help="The consumer, such as blis, wva or csv; an unknown name lists all of them.",
+            autocompletion=_consumer_names,
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the consumer's files.")],
     tables: Annotated[
@@ -143,12 +166,12 @@ def export(
         typer.Option(help="Tables the models were trained on; found beside the models if not given."),
     ] = None,
     scope: ScopeName = None,
+    run: RunName = None,
     consumer_version: Annotated[
         Optional[str],
         typer.Option(
             metavar="VERSION",
-            help="Version of the consumer, such as 0.9.2, where older ones take another form (llm-d-inference-sim); the "
-            "newest if not given.",
+            help="Version of the consumer, such as 0.9.2, where older ones need another form; the newest if not given.",
         ),
     ] = None,
     json: Json = False,
@@ -156,14 +179,15 @@ def export(
 ) -> None:
     """Write coefficients in the form a consumer loads.
 
-    Fitted on its own terms, with the held-out error of exactly that. What cannot be converted is refused with the reason (exit code 1).
+    They are refitted in the consumer's form, with its held-out error. What cannot be converted is refused with the reason (exit code 1).
 
-    Example: `tracefit export out/models --to blis --scope llama-2-70b --out blis/`
+    Example: `tracefit export out/ --to blis --scope llama-2-70b --out blis/`
     """
-    told = Terminal(quiet=quiet)
-    with one_line_errors(told):
-        from tracefit.commands.export import export as export_verb
-        from tracefit.reports.use import export_text
+    with one_line_errors(Terminal(quiet=quiet)):
+        from tracefit.commands.export import export as export_command
+        from tracefit.reports.terminal_results import export_text
 
-        result = export_verb(models, to, out, tables=tables, scope=scope, consumer_version=consumer_version)
+        result = export_command(
+            models, to, out, tables=tables, scope=scope, run=run, consumer_version=consumer_version
+        )
         show(result, export_text(result), as_json=json, quiet=quiet)

@@ -1,14 +1,15 @@
-"""Sections of the report on the data: what was read, what servers traced, which rows count, what the step clock had."""
+"""The report's sections on the data: input, servers and sampling, rows per model, and the step clock."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tracefit.reports.cells import count, number, reasons, share, table
+from tracefit.reports.document import table
+from tracefit.reports.text import count, exact, reasons, share
 
 if TYPE_CHECKING:
     from tracefit.coefficients.evaluation import Evaluation, IngestEntry, ServerEntry, TimelineEntry
-    from tracefit.reports.model import Part
+    from tracefit.reports.document import ReportPart
 
 _SERVERS = (
     "run",
@@ -23,20 +24,20 @@ _SERVERS = (
     "dropped events",
 )
 _SAMPLING = (
-    "Sampling rates are estimated from the traces: steps with a summary of those counted; journeys among the requests that "
-    "step summaries count, `-` where no step tells; steps with snapshots of those with a summary."
+    "Sampling rates are estimated from the traces: the share of counted steps that have a summary; the share of the requests "
+    "in step summaries that have a journey, `-` without any summary; the share of summarised steps that have snapshots."
 )
 _ROWS = (
-    "Rows that count, and those left out by reason. Training loses warm-up, outliers and steps heavy with preemptions; both "
-    "parts lose idle gaps and restarts. Errors are on the rows held out."
+    "Rows that are used, and those left out by reason. Training leaves out warm-up, outliers and steps with many preemptions; "
+    "idle gaps and restarts are left out everywhere. Errors are measured on the held-out rows."
 )
 _MANY_ROWS = 12
 
 
-def data_parts(evaluation: Evaluation) -> list[Part]:
-    """Return the section on what was read and which rows of it count."""
+def data_parts(evaluation: Evaluation) -> list[ReportPart]:
+    """Return the section on the input and on the rows of each model."""
     entry = evaluation.ingest
-    parts: list[Part] = ["## Data", _ingested(entry)]
+    parts: list[ReportPart] = ["## Data", _ingested(entry)]
     if entry.dropped_events:
         parts.append(
             f"**{count(entry.dropped_events)} events were dropped by the server's SDK** and are missing from every "
@@ -65,16 +66,16 @@ def data_parts(evaluation: Evaluation) -> list[Part]:
     return [*parts, table(("event", "count"), events, folded="Events by name")] if events else parts
 
 
-def _ingested(entry: IngestEntry) -> Part:
+def _ingested(entry: IngestEntry) -> ReportPart:
     rows = [
         ("files", count(entry.files)),
         ("bytes", count(entry.bytes)),
         ("spans", count(entry.spans)),
         ("spans of other scopes, left out", count(entry.other_spans)),
-        ("records that could not be read (rejects)", count(entry.rejects)),
+        ("unreadable records (rejects)", count(entry.rejects)),
         *((f"implausible values left out: {rule}", count(n)) for rule, n in entry.implausible.items()),
-        ("spans there twice, counted once", count(entry.duplicates)),
-        ("events the server's SDK dropped", count(entry.dropped_events)),
+        ("duplicate spans, counted once", count(entry.duplicates)),
+        ("events dropped by the server's SDK", count(entry.dropped_events)),
     ]
     return table(("what", "count"), rows)
 
@@ -83,9 +84,9 @@ def _server(s: ServerEntry) -> tuple[str, ...]:
     return (
         f"`{s.run_id}`",
         s.server,
-        number(s.seconds),
+        exact(s.seconds),
         *(count(n) for n in (s.epochs, s.requests, s.steps)),
-        *(share(rate) or "-" for rate in (s.step_sampling, s.journey_sampling, s.snapshot_sampling)),
+        *(share(rate) for rate in (s.step_sampling, s.journey_sampling, s.snapshot_sampling)),
         count(s.dropped_events),
     )
 
@@ -93,12 +94,12 @@ def _server(s: ServerEntry) -> tuple[str, ...]:
 _MOST_SAMPLED = 0.98
 
 
-def clock_parts(t: TimelineEntry) -> list[Part]:
-    """Return the section on where step times come from: what `step.duration_us` covers, and what the step clock had."""
+def clock_parts(t: TimelineEntry) -> list[ReportPart]:
+    """Return the section on the source of step times: the coverage of `step.duration_us`, and the step clock."""
     rows = [
-        ("busy time covered by `step.duration_us`", share(t.duration_coverage) or "-"),
-        ("median cycle, us", number(t.median_cycle_us)),
-        ("median `step.duration_us`", number(t.median_duration_us)),
+        ("busy time covered by `step.duration_us`", share(t.duration_coverage)),
+        ("median cycle, us", exact(t.median_cycle_us)),
+        ("median `step.duration_us`", exact(t.median_duration_us)),
         ("steps known", count(t.steps_known)),
         ("consecutive steps (cycles)", count(t.adjacent_cycles)),
         (
@@ -106,14 +107,14 @@ def clock_parts(t: TimelineEntry) -> list[Part]:
             f"{count(t.intervals)} over {count(t.interval_steps)} steps",
         ),
         ("idle gaps among both", count(t.idle_gaps)),
-        ("steps whose batch the journeys tell exactly", share(t.composition_agreement) or "-"),
+        ("sampled steps whose batch agrees with the journeys", share(t.composition_agreement)),
         (
             "events that disagree with the step clock",
             f"{count(t.clock_disagreements)} of {count(t.clock_checked_events)}",
         ),
-        ("API events moved from another host's clock", count(t.clock_corrected_events)),
+        ("API events corrected from another host's clock", count(t.clock_corrected_events)),
     ]
-    parts: list[Part] = ["### What `step.duration_us` covers, and the step clock"]
+    parts: list[ReportPart] = ["### `step.duration_us` and the step clock"]
     if t.beta_target_reason:
         parts.append(f"Step times come from the {t.beta_target_source}: {t.beta_target_reason}.")
     parts.append(table(("what", "value"), rows))
@@ -124,7 +125,7 @@ def clock_parts(t: TimelineEntry) -> list[Part]:
         )
     if t.journey_sampling is not None and 0 < t.journey_sampling < _MOST_SAMPLED:
         parts.append(
-            "Journeys are sampled: batches are those of step summaries alone, and the queue state is that of the "
-            "nearest sampled step, not exact."
+            "Journeys are sampled: batches are known from step summaries only, and the queue state is that of the "
+            "nearest sampled step."
         )
     return parts

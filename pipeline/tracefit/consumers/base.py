@@ -1,4 +1,8 @@
-"""What an export is made from, and what every export says of itself."""
+"""What every consumer's module builds on: what an export is made from, what it says of itself, and the registry.
+
+A consumer is one module of this room: a function from a `Source` to an `Export`, registered by name with `consumer`
+(or with `consumer_of_files`, where the coefficient files alone are enough).
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted
 from tracefit.server.tracing import JOURNEY_FLAGS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from tracefit.coefficients.predict import ScopeModels
+    from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import ScopeTables
-    from tracefit.fit.metrics import Vector
-    from tracefit.server.context import Scope
+    from tracefit.server.context import ModelScope
 
 OUT = "{out}"
 """Stands for the folder of an export in its `usage` and its notes until that is known."""
@@ -31,7 +35,7 @@ class Source:
     """One scope's coefficient models, the tables they were trained on, and the consumer's version, as the user gave it."""
 
     models: ScopeModels
-    scope: Scope
+    scope: ModelScope
     tables: ScopeTables
     consumer_version: tuple[int, ...] | None = None
 
@@ -84,6 +88,49 @@ class Export:
     """The exported numbers by the consumer's names."""
 
 
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """A program that loads exports.
+
+    Attributes:
+        name: Its name, as `--to` takes it.
+        export: From a scope's models, and a function that reads the tables they were trained on, to the export.
+        versioned: Whether `Source.consumer_version` makes a difference.
+    """
+
+    name: str
+    export: Callable[[ScopeModels, Callable[[], Source]], Export]
+    versioned: bool = False
+
+
+REGISTRY: dict[str, Consumer] = {}
+"""Consumers of the modules that are imported; `tracefit.consumers.known` imports all."""
+
+
+def consumer(
+    name: str, *, versioned: bool = False
+) -> Callable[[Callable[[Source], Export]], Callable[[Source], Export]]:
+    """Register a function as the export to a consumer."""
+
+    def register(export: Callable[[Source], Export]) -> Callable[[Source], Export]:
+        REGISTRY[name] = Consumer(name, lambda _, source: export(source()), versioned)
+        return export
+
+    return register
+
+
+def consumer_of_files(
+    name: str,
+) -> Callable[[Callable[[ScopeModels], Export]], Callable[[ScopeModels], Export]]:
+    """Register a function as the export to a consumer that needs no tables."""
+
+    def register(export: Callable[[ScopeModels], Export]) -> Callable[[ScopeModels], Export]:
+        REGISTRY[name] = Consumer(name, lambda models, _: export(models))
+        return export
+
+    return register
+
+
 def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: Vector) -> HeldOut:
     """Measure an exported form.
 
@@ -94,13 +141,13 @@ def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: V
         predicted: By the consumer's formula with the exported numbers, shape (n,).
         trained: What the training rows measured, any shape.
     """
-    told = measure(actual, predicted)
+    errors = measure(actual, predicted)
     baseline = measure(actual, np.full(len(actual), float(np.median(trained))))
-    return HeldOut(what, unit, told.n, told.mape_pct, told.mae, told.bias_pct, baseline.mae)
+    return HeldOut(what, unit, errors.n, errors.mape_pct, errors.mae, errors.bias_pct, baseline.mae)
 
 
 def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Split rows that know every column; step rows are judged on single steps where there are enough.
+    """Split the rows in which every column is known; of step rows single steps are held out where there are enough.
 
     Raises:
         DataError: There are too few of them.
@@ -110,7 +157,7 @@ def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tupl
         lacking = ", ".join(unknown) if rows.height else "no row has both ends"
         raise DataError(
             f"{what}: not known in these runs ({lacking})",
-            hint=f"journeys of every request would tell: {JOURNEY_FLAGS}",
+            hint=f"journeys of every request would show it: {JOURNEY_FLAGS}",
         )
     known = rows.drop_nulls(["y", *columns])
     train, held = counted(known, "train"), counted(known, "holdout")

@@ -1,13 +1,19 @@
-"""What a report is made of, whatever it is rendered as: parts of text, tables and figures, numbers already written.
+"""The report as a document: text, tables and figures in reading order, their numbers already written.
 
-A part that is a string is inline Markdown: a heading (`## …`), a list item (`- …`) or a paragraph.
+The page, the Markdown file and the terminal render the same document. A part that is a string is inline Markdown: a
+heading (`## …`), a list item (`- …`) or a paragraph.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tracefit.results.figures import ShadedRegion
 
 _NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?( %)?|-?")
 
@@ -19,7 +25,7 @@ class Table:
     Attributes:
         head: Names of the columns.
         rows: The cells.
-        folded: A title under which a page may fold the table away: what few readers look for.
+        folded: A title under which a page folds the table away; null for a table most readers need.
     """
 
     head: tuple[str, ...]
@@ -27,7 +33,7 @@ class Table:
     folded: str | None = None
 
     def numeric(self) -> tuple[bool, ...]:
-        """Tell which columns hold numbers alone, and so belong to the right."""
+        """Say of each column whether it holds numbers alone, and so is aligned to the right."""
         columns = (tuple(row[k] for row in self.rows) for k in range(len(self.head)))
         return tuple(any(cells) and all(_NUMBER.fullmatch(cell) for cell in cells) for cells in columns)
 
@@ -58,18 +64,8 @@ class Panel:
     """Draw the line on which y equals x."""
     zero: bool = False
     """Draw the line on which y is zero."""
-
-
-BandKind = Literal["training range", "hold-out", "warm-up", "idle", "queue never empty", "overload"]
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """A stretch of the x axis that means something."""
-
-    kind: BandKind
-    start: float
-    end: float
+    y_limits: tuple[float, float] | None = None
+    """Limits of the y axis; points beyond them are drawn at its edge. All values fit if null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,7 @@ class Figure:
         panels: From top to bottom.
         categories: Names of the categories, where y is a category.
         log_x: Whether the x axis is logarithmic.
-        bands: Marked stretches of the x axis.
+        regions: Shaded intervals of the x axis.
         marks: Marked places on the x axis, with their names.
         wide: Takes the whole width of a wide page.
         summary: The figure in a few rows, for reports without pictures.
@@ -98,12 +94,12 @@ class Figure:
     summary: Table
     categories: tuple[str, ...] = ()
     log_x: bool = False
-    bands: tuple[Band, ...] = ()
+    regions: tuple[ShadedRegion, ...] = ()
     marks: tuple[tuple[float, str], ...] = ()
     wide: bool = False
 
     def numbers(self) -> Table:
-        """Return every number that is drawn, in writing."""
+        """Return every number of the drawing as a table."""
         rows = [
             (
                 series.name,
@@ -118,19 +114,31 @@ class Figure:
         if self.categories:
             return Table(("series", "of", self.x_label), tuple(rows))
         marked: list[tuple[str, ...]] = [
-            (band.kind, f"{band.start:.6g} to {band.end:.6g}", "") for band in self.bands
+            (region.kind, f"{region.start:.6g} to {region.end:.6g}", "") for region in self.regions
         ]
         marked += [(name, f"{place:.6g}", "") for place, name in self.marks]
         head = ("series", self.x_label, " / ".join(p.y_label for p in self.panels))
         return Table(head, (*rows, *marked))
 
 
-Part = str | Table | Figure
+ReportPart = str | Table | Figure
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole report, in reading order."""
+    """A whole report, in reading order.
+
+    Attributes:
+        title: Its title.
+        parts: Its parts.
+        folded: Headings of the sections that a page shows folded.
+    """
 
     title: str
-    parts: tuple[Part, ...]
+    parts: tuple[ReportPart, ...]
+    folded: frozenset[str] = frozenset()
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, folded: str | None = None) -> Table:
+    """Make a table of written cells."""
+    return Table(tuple(head), tuple(tuple(r) for r in rows), folded)

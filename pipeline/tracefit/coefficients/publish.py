@@ -1,0 +1,505 @@
+"""Publish fitted scopes: as coefficient files, and as the evaluation of everything that was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Literal
+
+import polars as pl
+
+from tracefit._version import __version__
+from tracefit.coefficients import evaluation as ev
+from tracefit.coefficients import model as cf
+from tracefit.coefficients import verdicts
+from tracefit.features.definitions import definitions
+from tracefit.fit.metrics import LEVEL_PCT, PERCENTS
+from tracefit.fit.splits import counted, evaluation_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedScope, LinearFit
+    from tracefit.fit.linear import FittedRegime
+    from tracefit.fit.results import (
+        AcrossResult,
+        Classifier,
+        Distribution,
+        Latency,
+        LeftOutErrors,
+        LoadExtrapolation,
+        SummedTime,
+    )
+    from tracefit.server.context import ModelScope
+
+_LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
+
+Kind = Literal["alpha", "beta"]
+
+
+def provenance(options: dict[str, cf.Scalar], files: dict[str, str] | None = None) -> cf.Provenance:
+    """Return which program makes the files, with which libraries and options.
+
+    Args:
+        options: Options by name.
+        files: sha256 of the files that options name, by option.
+    """
+    return cf.Provenance(
+        tool="tracefit",
+        version=__version__,
+        libraries=libraries(),
+        options=options,
+        files=files or {},
+    )
+
+
+def libraries() -> dict[str, str]:
+    """Versions of the libraries that numbers depend on."""
+    return {name: version(name) for name in _LIBRARIES}
+
+
+def coefficient_file(kind: Kind, scopes: Sequence[FittedScope], made_by: cf.Provenance) -> cf.CoefficientFile:
+    """Return the models of one kind over all scopes, as the file publishes them."""
+    prefix = f"{kind}."
+    return cf.CoefficientFile(
+        kind=kind,
+        models=tuple(_model(s, m) for s in scopes for m in s.models if m.name.startswith(prefix)),
+        not_fitted=tuple(
+            cf.NotFitted(name=m.name, scope_id=s.scope.scope_id, reason=m.reason, remedy=m.remedy)
+            for s in scopes
+            for m in s.missing
+            if m.name.startswith(prefix)
+        ),
+        provenance=made_by,
+    )
+
+
+def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel | cf.RegimesModel | cf.BoundaryModel:
+    fitted, first = model.fitted, model.fitted.regimes[0]
+    common = {
+        "name": model.name,
+        "scope_id": scope.scope.scope_id,
+        "target": cf.Target(name=model.target, definition=model.definition, source=model.source),
+        "estimator": _estimator(fitted, first),
+        "features_left_out": tuple(
+            cf.FeatureLeftOut(feature=x.feature, reason=x.reason) for x in fitted.features_left_out
+        ),
+        "training": _training(scope, fitted),
+        "validation": validation_entry(model),
+        "scope": scope_facts(scope.scope),
+        "feature_set": model.feature_set,
+        "definitions": definitions(_formulas(fitted), scope.scope.context),
+        "notes": model.notes,
+    }
+    if model.boundary is not None:
+        return _boundary(common, model.boundary, first)
+    if len(fitted.regimes) == 1:
+        return cf.LinearModel(**common, intercept=_intercept(first), terms=_terms(first))
+    return cf.RegimesModel(form="regimes", **common, regimes=tuple(_regime(part) for part in fitted.regimes))
+
+
+def _formulas(fitted: LinearFit) -> list[str]:
+    """Formulas of a model's terms, and the names its conditions compare."""
+    compared = [c for part in fitted.regimes for c in part.regime.any_of]
+    names = [n for c in compared for n in (c.feature, c.feature2) if n]
+    return [*(t.feature.formula or t.feature.name for t in fitted.terms), *names]
+
+
+def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegime) -> cf.BoundaryModel:
+    slope = fitted.work_us_per_prompt_token
+    terms = (cf.Term(feature="prompt_tokens", unit="us/token", value=slope),) if slope else ()
+    return cf.BoundaryModel(
+        **common,
+        form="boundary",
+        boundary="step_start",
+        queue="one_at_a_time",
+        work=cf.Work(intercept=cf.Number(value=fitted.work_us), terms=terms),
+        offset=cf.Number(value=fitted.offset_us),
+        without_clock=cf.Linear(intercept=_intercept(linear), terms=_terms(linear)),
+        expectation=cf.Expectation(
+            intercept=cf.Number(value=fitted.work_us + fitted.expected_wait_us),
+            terms=terms,
+            residual=cf.Number(value=fitted.residual_us),
+            busy_share=fitted.busy_share,
+        ),
+    )
+
+
+def _intercept(part: FittedRegime) -> cf.Number:
+    return cf.Number(value=part.intercept, ci95=part.intercept_ci95)
+
+
+def _terms(part: FittedRegime) -> tuple[cf.Term, ...]:
+    return tuple(
+        cf.Term(
+            feature=t.feature.name,
+            unit=t.feature.unit,
+            value=t.value,
+            ci95=t.ci95,
+            training_range=t.training_range,
+            formula=t.feature.formula,
+            sign=t.feature.sign,
+        )
+        for t in part.terms
+    )
+
+
+def _regime(part: FittedRegime) -> cf.Regime:
+    any_of = tuple(
+        cf.Comparison(feature=c.feature, op=c.op, value=c.value, feature2=c.feature2)
+        for c in part.regime.any_of
+    )
+    when = cf.Condition(any=any_of) if any_of else cf.Condition(all=())
+    return cf.Regime(name=part.regime.name, when=when, intercept=_intercept(part), terms=_terms(part))
+
+
+def _estimator(fitted: LinearFit, part: FittedRegime) -> cf.Estimator:
+    return cf.Estimator(
+        name="huber_linear",
+        penalty=part.choice.penalty,
+        strength=part.choice.strength,
+        huber=fitted.huber,
+        chosen_by="mean absolute error of time-blocked cross-validation on the training part",
+        cv_mae=part.choice.score if part.choice.folds else None,
+        folds=part.choice.folds,
+    )
+
+
+def _training(scope: FittedScope, fitted: LinearFit) -> cf.Training:
+    rows = fitted.rows
+    ranges = (
+        rows.group_by("run_id", "server")
+        .agg(
+            pl.col("ts_ns").min().alias("first"),
+            pl.col("holdout_from_ns").first(),
+            pl.col("ts_ns").max().alias("last"),
+        )
+        .drop_nulls()
+        .sort("run_id", "server")
+    )
+    return cf.Training(
+        runs=tuple(sorted(rows["run_id"].unique())),
+        rows=fitted.rows_train,
+        rows_used=fitted.rows_used,
+        rows_holdout=fitted.rows_holdout,
+        exclusions=_exclusions(fitted.rows),
+        time_range=tuple(
+            cf.TimeRange(run_id=run, server=server, first_ns=first, holdout_from_ns=boundary, last_ns=last)
+            for run, server, first, boundary, last in ranges.iter_rows()
+        ),
+        inputs_sha256=_inputs_hash(scope),
+        inputs=run_inputs(scope.tables.runs),
+    )
+
+
+def run_inputs(runs: pl.DataFrame) -> tuple[cf.RunInput, ...]:
+    """State what the tables of runs were made from, in run order.
+
+    Args:
+        runs: Rows of the `runs` table.
+    """
+    columns = ("run_id", "content_sha256", "settings", "model_config", "gpu")
+    rows = runs.unique("run_id", keep="first", maintain_order=True).select(columns).sort("run_id")
+    return tuple(
+        cf.RunInput(run_id=run, traces_sha256=traces, context_sha256=_sha256(json.dumps(context)))
+        for run, traces, *context in rows.iter_rows()
+    )
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _inputs_hash(scope: FittedScope) -> str:
+    contents = scope.tables.runs.select("run_id", "content_sha256").unique().sort("run_id")
+    return hashlib.sha256("\n".join(":".join(row) for row in contents.iter_rows()).encode()).hexdigest()
+
+
+def scope_facts(scope: ModelScope) -> cf.ScopeFacts:
+    """Return what a model holds for."""
+    context = scope.context
+    return cf.ScopeFacts(
+        model=context.settings.model or (context.architecture.name if context.architecture else None),
+        gpu=context.gpu.name if context.gpu else None,
+        architecture=dict(context.architecture.facts()) if context.architecture else {},
+        hardware=dict(context.gpu.facts()) if context.gpu else {},
+        settings=dict(context.settings.values()),
+        assumed=scope.assumed(),
+    )
+
+
+# -- the evaluation --------------------------------------------------------------------------------------
+
+
+def evaluate(
+    scopes: Sequence[FittedScope],
+    all_runs: pl.DataFrame,
+    across: AcrossResult | None = None,
+    thresholds: Sequence[verdicts.Threshold] = verdicts.THRESHOLDS,
+) -> ev.Evaluation:
+    """Return everything that was measured, and what it is worth by the thresholds."""
+    return ev.Evaluation(
+        ingest=_ingest(all_runs),
+        scopes=tuple(_scope(s, thresholds) for s in scopes),
+        across=tuple(_across(one) for one in across.errors) if across else (),
+        across_notes=across.notes if across else (),
+    )
+
+
+def validation_entry(model: FittedModel) -> ev.Entry:
+    """Return a model's validation; the coefficient file and the evaluation publish the same one."""
+    fitted, v, boundary = model.fitted, model.validation, model.boundary
+    intervals = [(r.regime.name, r.prediction_interval) for r in fitted.regimes]
+    if boundary is not None:
+        intervals = [("all", boundary.prediction_interval)]
+    return ev.Entry(
+        unit="us",
+        n_features=len(fitted.terms),
+        train=v.train,
+        holdout=v.holdout,
+        baseline=v.baseline,
+        gradient_boosting=v.reference,
+        by_group=v.by_group,
+        by_phase=tuple(ev.StepPhaseEntry(**_flat(p, "phase")) for p in model.by_phase),
+        by_load=v.by_load,
+        held_out_equations=v.held_out_equations,
+        error_over_load=model.error_over_load,
+        load_extrapolation=_load_extrapolation(model.load_extrapolation),
+        candidates=model.candidates,
+        classifier=_classifier(v.classifier),
+        within_5_pct=v.within_5_pct,
+        extrapolated_rows=v.extrapolated_rows,
+        extrapolated=v.extrapolated,
+        prediction_intervals=tuple(
+            ev.RegimeInterval(regime=name, level_pct=LEVEL_PCT, kind=one.kind, low=one.low, high=one.high)
+            for name, one in intervals
+        ),
+        interval_coverage_pct=v.interval_coverage_pct,
+        collinearity=tuple(_collinearity(regime) for regime in fitted.regimes),
+        learning_curve=v.learning_curve,
+        rows_by_source=_rows_by_source(fitted.rows),
+        boundary_accuracy_pct=boundary.boundary_accuracy_pct if boundary else None,
+        boundary_accuracy_without_work_pct=boundary.boundary_accuracy_without_work_pct if boundary else None,
+        bursts=boundary.bursts if boundary else (),
+        skill=v.skill,
+    )
+
+
+def _flat(result: Any, *nested: str) -> dict[str, Any]:
+    """Return the fields of a result by name, those of the nested results among them."""
+    fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
+    for name in nested:
+        fields |= _flat(fields.pop(name))
+    return fields
+
+
+def _load_extrapolation(found: LoadExtrapolation | None) -> ev.LoadExtrapolationEntry | None:
+    if found is None:
+        return None
+    fields = _flat(found, "errors")
+    boosting = fields.pop("reference")
+    return ev.LoadExtrapolationEntry(**fields, gradient_boosting=boosting)
+
+
+def _collinearity(fitted: FittedRegime) -> ev.CollinearityEntry:
+    names = [term.feature.name for term in fitted.terms]
+    return ev.CollinearityEntry(
+        regime=fitted.regime.name,
+        condition_number=fitted.collinearity.condition_number,
+        variance_inflation=dict(zip(names, fitted.collinearity.variance_inflation, strict=True)),
+    )
+
+
+def _classifier(found: Classifier | None) -> ev.ClassifierEntry | None:
+    if found is None:
+        return None
+    counts = _flat(found)
+    return ev.ClassifierEntry(balanced_accuracy=counts.pop("balanced_accuracy"), confusion=counts)
+
+
+def _rows_by_source(rows: pl.DataFrame) -> dict[str, int]:
+    """Count the training rows by kind of equation, in name order."""
+    if "source" not in rows.columns:
+        return {}
+    return dict(sorted(counted(rows, "train").group_by("source").len().iter_rows()))
+
+
+def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
+    """Count the rows that were left out, by reason, in name order."""
+    return dict(sorted(Counter(rows["excluded_reason"].drop_nulls().to_list()).items()))
+
+
+def _across(one: LeftOutErrors) -> ev.AcrossEntry:
+    fields, v = _flat(one), one.validation
+    del fields["validation"]
+    return ev.AcrossEntry(
+        **fields,
+        errors=v.holdout,
+        baseline=v.baseline,
+        gradient_boosting=v.reference,
+        skill=v.skill,
+        interval_coverage_pct=v.interval_coverage_pct,
+    )
+
+
+def _ingest(runs: pl.DataFrame) -> ev.IngestEntry:
+    # Files, rejects and duplicates are counted per run; spans and dropped events per server of it.
+    per_run = runs.unique("run_id", keep="first", maintain_order=True)
+    events, implausible = Counter[str](), Counter[str]()
+    for text, rules in per_run.select("events", "implausible").iter_rows():
+        events.update(_counts(text))
+        implausible.update(_counts(rules))
+    return ev.IngestEntry(
+        files=_sum(per_run, "files"),
+        bytes=_sum(per_run, "bytes"),
+        spans=_sum(runs, "spans"),
+        other_spans=_sum(per_run, "other_spans"),
+        events=dict(sorted(events.items())),
+        rejects=_sum(per_run, "rejects"),
+        implausible=dict(sorted(implausible.items())),
+        dropped_events=_sum(runs, "dropped_events"),
+        dropped_attributes=_sum(per_run, "dropped_attributes"),
+        duplicates=_sum(per_run, "duplicate_spans"),
+        servers=tuple(_server(row) for row in runs.sort("run_id", "server").iter_rows(named=True)),
+    )
+
+
+def _server(row: Mapping[str, Any]) -> ev.ServerEntry:
+    first, last = row["first_unix_ns"], row["last_unix_ns"]
+    same = {k: row[k] for k in ev.ServerEntry.model_fields if k in row}
+    return ev.ServerEntry(**same, seconds=None if first is None or last is None else (last - first) / 1e9)
+
+
+def _counts(text: str | None) -> dict[str, int]:
+    return dict(json.loads(text)) if text else {}
+
+
+def _sum(frame: pl.DataFrame, column: str) -> int:
+    return int(frame[column].sum() or 0)
+
+
+def _scope(scope: FittedScope, thresholds: Sequence[verdicts.Threshold]) -> ev.ScopeEvaluation:
+    models = {m.name: validation_entry(m) for m in scope.models}
+    return ev.ScopeEvaluation(
+        scope_id=scope.scope.scope_id,
+        runs=tuple(sorted(scope.tables.runs["run_id"].unique())),
+        overloaded=scope.overloads,
+        verdicts=verdicts.verdicts_of(models, thresholds),
+        models=models,
+        not_fitted=scope.missing,
+        latency={name: _latency(name, one) for name, one in scope.composed.latencies.items()},
+        latency_missing=scope.composed.missing,
+        summed_step_time=_summed(scope.summed),
+        timeline=_timeline(scope),
+        exclusions={m.name: _exclusions(m.fitted.rows) for m in scope.models},
+        rows=tuple(_rows(m, run_id, rows) for m in scope.models for run_id, rows in _by_run(m)),
+        notes=scope.notes,
+    )
+
+
+def _by_run(model: FittedModel) -> Iterator[tuple[str, pl.DataFrame]]:
+    for (run_id,), rows in model.fitted.rows.sort("run_id").group_by("run_id", maintain_order=True):
+        yield str(run_id), rows
+
+
+def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
+    kept = rows.filter(pl.col("excluded_reason").is_null())
+    # A mean over an interval is no step: no error is measured on it, unless single steps are too few.
+    eval_filter, every = model.recipe.options.eval_filter, counted(model.fitted.rows, "holdout")
+    are_single = eval_filter is not None and evaluation_rows(every, eval_filter).height < every.height
+    evaluated = kept.filter(eval_filter) if eval_filter is not None and are_single else kept
+    return ev.RowsEntry(
+        model=model.name,
+        run_id=run_id,
+        trained=int((kept["split"] == "train").sum()),
+        held_out=int((evaluated["split"] == "holdout").sum()),
+        left_out=_exclusions(rows),
+    )
+
+
+def _summed(summed: SummedTime | None) -> ev.SummedEntry | None:
+    if summed is None:
+        return None
+    fields = _flat(summed)
+    fields["bias_2sd_pct"] = fields.pop("two_sd_pct")
+    return ev.SummedEntry(**fields, bias_pct=summed.bias_pct, drifting=summed.drifting)
+
+
+_LATENCIES = {
+    "ttft": "FIRST_TOKEN - ARRIVED",
+    "itl": "(FINISHED - FIRST_TOKEN) / (output tokens - 1)",
+    "e2e": "FINISHED - ARRIVED = TTFT + (output tokens - 1) * ITL",
+    "client": "DEPARTED - ARRIVED = E2E + departure",
+    "prefill": "FIRST_TOKEN - first SCHEDULED, without waits after a preemption",
+    "execution": "FINISHED - first SCHEDULED, without waits after a preemption: the steps the request was in",
+}
+
+
+def _latency(name: str, latency: Latency) -> ev.LatencyEntry:
+    return ev.LatencyEntry(
+        **_flat(latency.overall),
+        definition=_LATENCIES[name],
+        by_run=dict(latency.by_run),
+        by_phase=tuple(ev.PhaseEntry(**_flat(p, "phase", "errors")) for p in latency.by_phase),
+        left_out=dict(latency.left_out),
+        distribution=_distribution(name, latency.distribution),
+    )
+
+
+def _distribution(name: str, found: Distribution) -> ev.DistributionEntry | None:
+    if not found.rows:
+        return None
+    return ev.DistributionEntry(
+        requests=found.rows,
+        percents=PERCENTS,
+        measured=found.measured,
+        teacher_forced=found.predicted.get(f"forced_{name}"),
+        averages_only=found.predicted.get(f"mean_{name}"),
+    )
+
+
+def _timeline(scope: FittedScope) -> ev.TimelineEntry:
+    tables, runs = scope.tables, scope.tables.runs
+    timeline = tables.timeline
+    idle = timeline.filter(pl.col("cycle_us").is_not_null() & pl.col("idle_after"))
+    return ev.TimelineEntry(
+        epochs=_sum(runs, "epochs"),
+        servers=runs.height,
+        steps_known=timeline.height,
+        adjacent_cycles=int((timeline["cycle_source"] == "adjacent").sum()),
+        intervals=int((timeline["cycle_source"] == "interval").sum()),
+        interval_steps=_sum(timeline.filter(pl.col("cycle_source") == "interval"), "interval_steps"),
+        composition_agreement=_mean(timeline["journey_agrees"].cast(pl.Float64)),
+        composition_errors=_composition_errors(timeline),
+        idle_gaps=idle.height,
+        step_sampling=_mean(runs["step_sampling"]),
+        journey_sampling=_mean(runs["journey_sampling"]),
+        duration_coverage=scope.cover.share,
+        median_cycle_us=scope.cover.median_cycle_us,
+        median_duration_us=scope.cover.median_duration_us,
+        beta_target_source=scope.choice.source if scope.choice else None,
+        beta_target_reason=scope.choice.reason if scope.choice else None,
+        execution_lag_steps=max(tables.lags.values(), default=0),
+        clock_checked_events=_sum(tables.clock_checks, "events"),
+        clock_disagreements=_sum(tables.clock_checks, "disagreeing"),
+        clock_corrected_events=_sum(runs.unique("run_id"), "clock_corrected_events"),
+        dropped_events=_sum(runs, "dropped_events"),
+    )
+
+
+def _composition_errors(timeline: pl.DataFrame) -> dict[str, float]:
+    errors: dict[str, float] = {}
+    for name in ("reqs", "tokens"):
+        column = timeline[f"journey_error_{name}"].drop_nulls().abs()
+        if column.len():
+            errors[f"mean_abs_{name}"] = _mean(column) or 0.0
+            errors[f"p99_abs_{name}"] = float(column.quantile(0.99) or 0.0)
+    return errors
+
+
+def _mean(column: pl.Series) -> float | None:
+    value = column.mean()
+    return float(value) if isinstance(value, int | float) else None

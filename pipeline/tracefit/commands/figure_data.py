@@ -1,0 +1,397 @@
+"""Prepare what the report's figures show: models evaluated on their rows, engines over their runs, latency percentiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from tracefit.coefficients.compiled import CompiledModel, holds_expression
+from tracefit.coefficients.model import BoundaryModel, RegimesModel
+from tracefit.errors import UsageError
+from tracefit.fit.splits import FEW_ROWS
+from tracefit.results.figures import (
+    Bin,
+    Cloud,
+    EngineQuantity,
+    EngineRun,
+    ModelRows,
+    Points,
+    ScopeRows,
+    ShadedRegion,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tracefit.coefficients.evaluation import ScopeEvaluation
+    from tracefit.coefficients.model import LinearModel, Term
+    from tracefit.fit.results import Overload
+    from tracefit.tables.store import TableStore
+
+    AnyModel = LinearModel | RegimesModel | BoundaryModel
+
+MOST_ENGINES = 4
+"""Engines drawn per scope; the others are in the tables."""
+
+LATENCIES = ("ttft", "itl", "e2e")
+PERCENTS = (*range(0, 100, 5), 99, 100)
+US_PER_MS = 1e3
+
+_ROW_COLUMNS = frozenset(
+    {"scope_id", "run_id", "server", "epoch", "target", "source", "ts_ns", "y", "split", "excluded_reason"}
+)
+"""What figures need of training rows beside the features of the models."""
+
+_GROUPS = 8
+_STRONG = 2
+_FAR_OUT = 4
+"""Times the median from which on a largest value asks for logarithmic axes."""
+
+
+def scope_rows(
+    scope: ScopeEvaluation, models: Sequence[AnyModel], store: TableStore, *, points: int
+) -> ScopeRows:
+    """Prepare the figures of one scope.
+
+    Args:
+        scope: Its evaluation.
+        models: Its models.
+        store: Tables with its runs.
+        points: Most points per series, taken evenly in time.
+
+    Raises:
+        UsageError: A run of the scope has no tables.
+    """
+    missing = sorted(set(scope.runs) - set(store.runs()))
+    if missing:
+        raise UsageError(
+            f"holds no tables of {', '.join(missing)}",
+            where=str(store.root),
+            hint="name the tables folder with --tables",
+        )
+    runs = list(scope.runs)
+    own = pl.col("scope_id") == scope.scope_id
+    columns = sorted(_ROW_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
+    steps = store.read("beta_training", runs, columns).filter(own)
+    waits = store.read("alpha_training", runs, columns).filter(own)
+    requests = store.read("requests", runs, [f"{name}_us" for name in LATENCIES])
+    rows_of: dict[str, ModelRows] = {}
+    for model in models:
+        target = pl.col("target") == model.name.removeprefix("alpha.")
+        rows = model_rows(
+            model, steps if model.name.startswith("beta.") else waits.filter(target), points=points
+        )
+        if rows is not None:
+            rows_of[model.name] = rows
+    engines, more = _engines(scope, store, steps)
+    return ScopeRows(rows_of, measured_latencies(requests), engines, more)
+
+
+def model_rows(model: AnyModel, rows: pl.DataFrame, *, points: int) -> ModelRows | None:
+    """Evaluate a model on its training frame.
+
+    Args:
+        model: The model.
+        rows: Its training frame, of every split; rows that were left out are marked in `excluded_reason`.
+        points: Most points per series.
+
+    Returns:
+        Null where the frame lacks a feature of the model or has no held-out row.
+    """
+    compiled = CompiledModel(model)
+    if not compiled.columns_with_clock <= set(rows.columns):
+        return None
+    kept = _with_predictions(compiled, rows)
+    held = kept.filter(pl.col("split") == "holdout")
+    if not held.height:
+        return None
+    predicted, wide_range, without_place = _predicted(model, held, points)
+    several = kept.select("run_id", "server").n_unique()
+    ends = held.group_by("run_id", "server").agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
+    holdout = [ShadedRegion("hold-out", start, end) for *_, start, end in ends.iter_rows()]
+    parts = (("training rows", kept.filter(pl.col("split") == "train")), ("held-out rows", held))
+    return ModelRows(
+        predicted=predicted,
+        wide_range=wide_range,
+        without_place=without_place,
+        over_time=_cloud(parts, kept, "at_s", "residual_ms", points),
+        holdout=tuple(holdout) if several == 1 else (),
+        servers=several,
+        over_features={
+            feature: _cloud((("held-out rows", known),), known, feature, "residual_ms", points)
+            for feature in _strongest(model, held)
+            if (known := held.drop_nulls(feature)).height
+        },
+    )
+
+
+def _with_predictions(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows that count, with prediction, measurement and residual in ms."""
+    model = compiled.model
+    kept = rows.filter(pl.col("excluded_reason").is_null())
+    if "source" in kept.columns:
+        # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
+        single = kept.filter(pl.col("source") != "interval")
+        kept = single if single.filter(pl.col("split") == "holdout").height >= FEW_ROWS else kept
+    start = pl.col("ts_ns").min().over("run_id", "server")
+    needed = {"run_id", "server", "ts_ns", "split", *compiled.columns_with_clock}
+    kept = kept.select(
+        *(c for c in kept.columns if c in needed),
+        predicted_ms=compiled.expression_with_clock() / US_PER_MS,
+        measured_ms=pl.col("y") / US_PER_MS,
+        at_s=(pl.col("ts_ns") - start) / 1e9,
+        first_regime=holds_expression(model.regimes[0].when)
+        if isinstance(model, RegimesModel)
+        else pl.lit(value=True),
+    )
+    # To a nanosecond, the resolution of the clocks: rounding errors of arithmetic are no residuals.
+    residual = (pl.col("measured_ms") - pl.col("predicted_ms")).round(6)
+    return kept.with_columns(residual_ms=residual).drop_nulls("residual_ms")
+
+
+def _predicted(model: AnyModel, held: pl.DataFrame, points: int) -> tuple[Cloud, bool, int]:
+    """Return predicted over measured, whether its axes are logarithmic, and the rows that have no place on these."""
+    most, middle = held.select(pl.col("measured_ms").max(), middle=pl.col("measured_ms").median()).row(0)
+    wide_range = isinstance(model, RegimesModel) or (most or 0.0) > _FAR_OUT * max(middle or 0.0, 1e-9)
+    parts = [("held-out rows", held)]
+    if isinstance(model, RegimesModel):
+        first, rest = model.regimes[0].name, model.regimes[-1].name
+        parts = [(first, held.filter("first_regime")), (rest, held.filter(~pl.col("first_regime")))]
+    if wide_range:
+        positive = (pl.col("measured_ms") > 0) & (pl.col("predicted_ms") > 0)
+        parts = [(name, part.filter(positive)) for name, part in parts]
+    hidden = held.height - sum(part.height for _, part in parts)
+    return _cloud(parts, held, "measured_ms", "predicted_ms", points), wide_range, hidden
+
+
+def _terms(model: AnyModel) -> list[Term]:
+    if isinstance(model, RegimesModel):
+        return [t for r in model.regimes for t in r.terms]
+    return list((model.work if isinstance(model, BoundaryModel) else model).terms)
+
+
+def _strongest(model: AnyModel, held: pl.DataFrame) -> list[str]:
+    """Name the features that move the prediction most over the training range."""
+    effects = {
+        t.feature: abs(t.value) * (t.training_range[1] - t.training_range[0])
+        for t in _terms(model)
+        if t.training_range is not None and t.feature in held.columns
+    }
+    return sorted(effects, key=lambda f: -effects[f])[:_STRONG]
+
+
+def _cloud(
+    parts: Sequence[tuple[str, pl.DataFrame]], rows: pl.DataFrame, x: str, y: str, points: int
+) -> Cloud:
+    shown = [(name, part) for name, part in parts if part.height]
+    drawn = []
+    for name, part in shown:
+        taken = thinned(part.sort("ts_ns"), points)
+        drawn.append(Points(name, tuple(taken[x].to_list()), tuple(taken[y].to_list())))
+    return Cloud(tuple(drawn), sum(part.height for _, part in shown), _bins(rows, x, y))
+
+
+def thinned(rows: pl.DataFrame, points: int) -> pl.DataFrame:
+    """Take at most `points` rows, evenly."""
+    return rows.gather_every(max(1, -(-rows.height // points)))
+
+
+def _bins(rows: pl.DataFrame, x: str, y: str) -> tuple[Bin, ...]:
+    """Sum up y in groups of equal size along x."""
+    place = (pl.int_range(pl.len()) * _GROUPS // pl.len()).alias("bin")
+    groups = (
+        rows.sort(x)
+        .with_columns(place)
+        .group_by("bin", maintain_order=True)
+        .agg(
+            rows=pl.len(),
+            low=pl.col(x).min(),
+            high=pl.col(x).max(),
+            middle=pl.col(x).median(),
+            median=pl.col(y).median(),
+            p10=pl.col(y).quantile(0.1),
+            p90=pl.col(y).quantile(0.9),
+        )
+    )
+    return tuple(Bin(**row) for row in groups.drop("bin").iter_rows(named=True))
+
+
+def measured_latencies(requests: pl.DataFrame) -> dict[str, dict[int, float]]:
+    """Return percentiles of the measured request latencies in ms; a latency of fewer than two requests is left out."""
+    found = {}
+    for name in LATENCIES:
+        positive = requests[f"{name}_us"].drop_nulls()
+        positive = positive.filter(positive > 0)
+        if positive.len() >= 2:
+            found[name] = {
+                p: float(positive.quantile(p / 100, "linear") or 0.0) / US_PER_MS for p in PERCENTS
+            }
+    return found
+
+
+# Engines over their runs
+
+BINS = 80
+SHORTEST_IDLE_SHARE = 0.005
+"""Idle gaps shorter than this share of the run are too thin to be visible."""
+
+MOST_IDLE_GAPS = 60
+
+TIMELINE_COLUMNS = (
+    "server",
+    "ts_start_ns",
+    "cycle_us",
+    "interval_steps",
+    "idle_after",
+    "running_depth",
+    "waiting_depth",
+    "prefill_tokens",
+    "decode_tokens",
+    "kv_usage_ratio",
+)
+_QUANTITIES = ("running", "waiting", "tokens", "kv_pct", "cycle_ms")
+
+
+def _engines(
+    scope: ScopeEvaluation, store: TableStore, steps: pl.DataFrame
+) -> tuple[tuple[EngineRun, ...], int]:
+    """Prepare the engines of overloaded runs first, trained on or not: a reader should look at those."""
+    overloads = {o.run_id: o for o in scope.overloaded}
+    runs = dict.fromkeys(r for r in (*overloads, *scope.runs) if r in store.runs())
+    found: list[EngineRun] = []
+    for run_id in runs:
+        timeline = store.read("timeline", [run_id], TIMELINE_COLUMNS)
+        training = steps.filter(pl.col("run_id") == run_id)
+        for server in timeline["server"].unique().sort():
+            if len(found) == MOST_ENGINES:
+                break
+            own = pl.col("server") == server
+            engine = engine_run(
+                timeline.filter(own),
+                training.filter(own),
+                run_id=run_id,
+                server=server,
+                overload=overloads.get(run_id),
+            )
+            found += [engine] if engine is not None else []
+    return tuple(found), max(0, scope.timeline.servers - len(found))
+
+
+def engine_run(
+    timeline: pl.DataFrame,
+    training: pl.DataFrame,
+    *,
+    run_id: str,
+    server: str,
+    overload: Overload | None = None,
+) -> EngineRun | None:
+    """Sum up what one engine did over its run.
+
+    Args:
+        timeline: The server's rows of the `timeline` table, the columns `TIMELINE_COLUMNS` at least.
+        training: Its rows of `beta_training`, for the warm-up and the hold-out; may be empty.
+        run_id: The run.
+        server: The server.
+        overload: What the evaluation says of the run, where it was overloaded.
+
+    Returns:
+        Null where fewer than two steps are known.
+    """
+    known = timeline.drop_nulls(["ts_start_ns", "running_depth"]).sort("ts_start_ns")
+    if known.height < 2:
+        return None
+    start = int(known["ts_start_ns"][0])
+    known = known.with_columns(at_s=(pl.col("ts_start_ns") - start) / 1e9)
+    seconds = float(known["at_s"][-1]) or 1.0
+    bins = _time_bins(known, seconds)
+    overloaded = _overloaded(overload, server, start)
+    boundary = _holdout_from(training, start)
+    at = boundary if boundary is not None else float("inf")
+    before, after = bins.filter(pl.col("at_s") < at), bins.filter(pl.col("at_s") >= at)
+    return EngineRun(
+        run_id=run_id,
+        server=server,
+        quantities=tuple(
+            EngineQuantity(key, tuple(part["at_s"]), tuple(part[key]), _mean(before[key]), _mean(after[key]))
+            for key in _QUANTITIES
+            if (part := bins.drop_nulls(key)).height
+        ),
+        regions=(
+            *_warm_up(training, start),
+            *_idle(known, seconds),
+            *_queues(bins, overloaded),
+            *overloaded,
+        ),
+        holdout_from_s=boundary,
+        overloaded=None if overload is None else overload.trained_on,
+    )
+
+
+def _mean(column: pl.Series) -> float | None:
+    value: Any = column.mean()
+    return None if value is None else float(value)
+
+
+def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
+    width = seconds / BINS
+    place = (pl.col("at_s") / width).floor().clip(0, BINS - 1)
+    busy = pl.col("cycle_us").filter(~pl.col("idle_after"))
+    return (
+        known.with_columns(bin=place)
+        .group_by("bin", maintain_order=True)
+        .agg(
+            at_s=pl.col("at_s").mean(),
+            running=pl.col("running_depth").mean(),
+            waiting=pl.col("waiting_depth").mean(),
+            queued=pl.col("waiting_depth").min() > 0,
+            # Not per second: of sampled steps the tokens of those between are not known.
+            tokens=(pl.col("prefill_tokens") + pl.col("decode_tokens")).mean(),
+            kv_pct=100 * pl.col("kv_usage_ratio").mean(),
+            cycle_ms=busy.median() / US_PER_MS,
+        )
+        .with_columns(start=pl.col("bin") * width, end=(pl.col("bin") + 1) * width)
+        .sort("bin")
+    )
+
+
+def _overloaded(overload: Overload | None, server: str, start_ns: int) -> tuple[ShadedRegion, ...]:
+    return tuple(
+        ShadedRegion("overload", max(0.0, (q.from_ns - start_ns) / 1e9), (q.to_ns - start_ns) / 1e9)
+        for q in (overload.queued if overload else ())
+        if q.server == server
+    )
+
+
+def _queues(bins: pl.DataFrame, overloaded: tuple[ShadedRegion, ...]) -> tuple[ShadedRegion, ...]:
+    """Join neighbouring intervals in which requests wait at every step, but those already marked as overload."""
+    middle = (pl.col("start") + pl.col("end")) / 2
+    marked = pl.any_horizontal(pl.lit(value=False), *(middle.is_between(b.start, b.end) for b in overloaded))
+    queued = bins.filter(pl.col("queued").fill_null(value=False) & ~marked)
+    group = (pl.col("bin").diff().fill_null(1) > 1).cum_sum()
+    joined = queued.with_columns(group=group).group_by("group", maintain_order=True)
+    ends = joined.agg(pl.col("start").min(), pl.col("end").max()).select("start", "end")
+    return tuple(ShadedRegion("queue never empty", start, end) for start, end in ends.iter_rows())
+
+
+def _idle(known: pl.DataFrame, seconds: float) -> tuple[ShadedRegion, ...]:
+    length = pl.col("cycle_us") * pl.col("interval_steps") / 1e6
+    gaps = known.filter(pl.col("idle_after") & (length > SHORTEST_IDLE_SHARE * seconds))
+    ends = gaps.select(start="at_s", end=pl.col("at_s") + length, length=length)
+    longest = ends.sort("length", descending=True).head(MOST_IDLE_GAPS).sort("start")
+    return tuple(ShadedRegion("idle", start, end) for start, end, _ in longest.iter_rows())
+
+
+def _warm_up(training: pl.DataFrame, start_ns: int) -> tuple[ShadedRegion, ...]:
+    left_out = training.filter(pl.col("excluded_reason") == "warm_up")
+    if not left_out.height:
+        return ()
+    ends = left_out.group_by("epoch").agg(a=pl.col("ts_ns").min(), b=pl.col("ts_ns").max()).sort("epoch")
+    return tuple(
+        ShadedRegion("warm-up", (a - start_ns) / 1e9, (b - start_ns) / 1e9) for _, a, b in ends.iter_rows()
+    )
+
+
+def _holdout_from(training: pl.DataFrame, start_ns: int) -> float | None:
+    held = training.filter(pl.col("split") == "holdout")
+    return (held.select(pl.col("ts_ns").min()).item() - start_ns) / 1e9 if held.height else None

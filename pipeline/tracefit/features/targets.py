@@ -1,0 +1,154 @@
+"""Targets: the durations that models predict, each declared once.
+
+A declaration says what is measured, from which events, what a model is offered, which forms it may take, and to which
+latencies it adds. Training, composition of latencies, `inspect`, `requests` and predictions read it from here. A new
+target of requests is one more `Target` below, its feature set in `features.sets`, and, if its form is new, that form in
+`fit.alpha`.
+
+Nothing heavy is imported here: predictions need the names alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["queue", "latest_step", "own_step"]
+"""Engine state that the features of a target describe, see `features.training.alpha_rows`."""
+
+FormName = Literal["line", "regimes", "step_boundary"]
+
+_EVENT_ORDER = ("arrival_ns", "queued_ns", "first_scheduled_ns", "first_token_ns", "finished_ns")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One interval in the life of a request; its model is `alpha.<name>`.
+
+    Attributes:
+        name: Name in files, options and training frames.
+        label: What reports call it.
+        title: What messages call it where a reader has no context.
+        definition: The events it lies between, as published with the model.
+        column: Column of the `requests` table with its duration, in us.
+        begins: Column of the `requests` table with the event it begins at, in ns.
+        step: Column of the `requests` table with the step counter at that event.
+        feature_set: Name of the built-in feature set that a model is offered.
+        state: The engine state that goes with it: `queue`, the exact queue where journeys are complete; `latest_step`, the
+            latest step known before it began; `own_step`, the batch of the step it began in.
+        forms: Forms a model may take. The first is what the engine's laws give; another one must be clearly better.
+        drop_outliers: Leave outliers out of the training part. Not where the tail is what the model is for.
+        non_negative: No coefficient can be negative, whatever its feature declares.
+        adds_to: The shortest latency it is a part of: TTFT (and so E2E and the client's), or the client's alone. Null of one
+            that no latency is composed of.
+        follows_from_steps: Composed latencies take it from the steps themselves where batches are the real ones.
+    """
+
+    name: str
+    label: str
+    title: str
+    definition: str
+    column: str
+    begins: str
+    step: str
+    feature_set: str
+    state: State = "latest_step"
+    forms: tuple[FormName, ...] = ("line",)
+    drop_outliers: bool = True
+    non_negative: bool = False
+    adds_to: Literal["ttft", "client"] | None = None
+    follows_from_steps: bool = False
+
+    @property
+    def model(self) -> str:
+        """Name of its model."""
+        return f"alpha.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTarget:
+    """The time of an engine step; its model is `beta.<name>`.
+
+    Attributes:
+        name: Name in files.
+        source: Where its values come from, as published with the model.
+        definition: What is measured, as published with the model.
+    """
+
+    name: str
+    source: Literal["step_clock", "duration"]
+    definition: str
+
+    @property
+    def model(self) -> str:
+        """Name of its model."""
+        return f"beta.{self.name}"
+
+
+CYCLE_TIME = StepTarget("cycle_time", "step_clock", "start of a step to start of the next, engine busy")
+DURATION = StepTarget("duration", "duration", "step.duration_us as the server stamps it")
+
+STEP_TARGETS = (CYCLE_TIME, DURATION)
+"""In order of preference: where files hold both, predictions use the first."""
+
+STEP_BEGINS = "first_scheduled_ns"
+"""Event of a request from which on step times are what it waits for."""
+
+TARGETS: tuple[Target, ...] = (
+    Target(
+        name="queue_wait",
+        label="queue wait",
+        title="queue wait",
+        definition="QUEUED to first SCHEDULED",
+        column="queue_wait_us",
+        begins="queued_ns",
+        step="queued_step",
+        feature_set="queue",
+        state="queue",
+        forms=("regimes", "line"),
+        # A queue wait of seconds among waits of 0.2 ms is not an outlier, it is what the model is for.
+        drop_outliers=False,
+        adds_to="ttft",
+        follows_from_steps=True,
+    ),
+    Target(
+        name="admission",
+        label="admission",
+        title="admission overhead",
+        definition="ARRIVED to QUEUED",
+        column="admission_us",
+        begins="arrival_ns",
+        step="queued_step",
+        feature_set="admission",
+        forms=("step_boundary", "line"),
+        # A request whose API work ran past a boundary waits a whole step more: the rule, not an outlier.
+        drop_outliers=False,
+        adds_to="ttft",
+    ),
+    Target(
+        name="departure",
+        label="departure",
+        title="departure overhead",
+        definition="FINISHED to DEPARTED",
+        column="departure_us",
+        begins="finished_ns",
+        step="finished_step",
+        feature_set="departure",
+        state="own_step",
+        # Outputs to work through can only add to a departure; the load a request comes in may well take from others.
+        non_negative=True,
+        adds_to="client",
+    ),
+)
+"""Targets of requests, in the order of the files."""
+
+
+def target_named(name: str) -> Target:
+    """Return the target of a name; KeyError where there is none."""
+    return {target.name: target for target in TARGETS}[name]
+
+
+def parts_of(latency: Literal["ttft", "client"]) -> tuple[Target, ...]:
+    """Return the targets that are a part of a latency and of none shorter, in the order a request goes through them."""
+    found = (target for target in TARGETS if target.adds_to == latency)
+    return tuple(sorted(found, key=lambda target: _EVENT_ORDER.index(target.begins)))

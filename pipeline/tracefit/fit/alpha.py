@@ -1,0 +1,206 @@
+"""Fit the targets of requests: one model per `features.targets.Target`, in the form that its data bear out.
+
+A form says which linear models a target consists of, and whether the boundary of an engine step comes on top. The first
+form of a target is what the engine's laws give; another one takes its place where it is clearly better on training rows
+that neither was fitted on (`candidates.choose_form`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES
+from tracefit.fit.boundary import fit_boundary
+from tracefit.fit.candidates import FORM_RULE, choose_form, inner_rows, try_boundary, try_regimes
+from tracefit.fit.fitted import FittedModel, Recipe, TooFewRows
+from tracefit.fit.inputs import FitOptions, ScopeOptions, ScopeTables
+from tracefit.fit.linear import NON_NEGATIVE, Comparison, FeatureColumn, Regime, columns_of
+from tracefit.fit.results import Candidate, Missing
+from tracefit.fit.splits import request_frame
+from tracefit.fit.train import fit_regimes
+from tracefit.server.tracing import JOURNEY_FLAGS
+from tracefit.tables.dialects import WITHOUT_EVENTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tracefit.features.targets import FormName, Target
+
+
+_QUEUED = pl.col("first_scheduled_step") > pl.col("queued_step") + 1
+"""Whether a request was left waiting: the first scheduling pass after it was queued did not take it."""
+
+SOMEONE_WAITS = (
+    Comparison("waiting_depth", ">", value=0.0),
+    Comparison("max_num_seqs", "<=", feature2="running_depth"),
+)
+"""What a sampled step can tell of `NO_CAPACITY`: the step left a request waiting, or no slot."""
+
+NO_CAPACITY = (
+    Comparison("free_slots", "<=", value=0.0),
+    Comparison("free_tokens", "<=", value=0.0),
+    Comparison("block_demand", ">", feature2="kv_blocks_free"),
+)
+"""A request is left waiting by the next scheduling pass when slots, token budget or KV blocks do not last for it."""
+
+_BOUNDARY_NOTES = (
+    "work is the API process's own time: what a consumer that simulates step boundaries itself needs",
+    "admission = time to the first step start at or after the end of the work, plus offset; to that end itself when idle",
+    "work on a request begins when it arrives, or when the work on the one before it ends: one after the other",
+    "without_clock is the mean admission, the wait for the boundary included: not to be added to simulated boundaries",
+)
+
+_WAIT_NOTES = (
+    "free_slots = max_num_seqs - running requests - requests waiting ahead",
+    "free_tokens = max_num_batched_tokens - running requests - their prompt tokens still to compute - tokens_ahead",
+    "tokens_ahead, outputs_ahead = tokens to compute, and output tokens allowed, of the requests waiting ahead",
+    "block_demand = KV blocks of the prompts waiting ahead and of the request's own prompt",
+    "kv_blocks_free = free KV blocks when the request is queued",
+    "running_remaining_tokens = output tokens the running requests may still produce (by max_tokens)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form that the model of a target may take.
+
+    Attributes:
+        name: Name in `Target.forms`, in notes and among the candidates.
+        regimes: Offered features, and whether the queue is known exactly, to the linear models it consists of.
+        label: What the condition of the first regime should say of a row; null of a form without a condition.
+        has_boundary: The wait for the next step comes on top of API work (`boundary.fit_boundary`).
+    """
+
+    name: FormName
+    regimes: Callable[[list[FeatureColumn], bool], list[Regime]]
+    label: pl.Expr | None = None
+    has_boundary: bool = False
+
+
+def _one_line(columns: list[FeatureColumn], _exact: bool) -> list[Regime]:
+    return [Regime("all", (), tuple(columns))]
+
+
+def _queued_or_free(columns: list[FeatureColumn], exact: bool) -> list[Regime]:
+    """Return the two regimes of a queue wait: left waiting by a scheduling pass, or taken by the next one."""
+    if not exact:
+        # The latest sampled step says too little of who waits for what: either regime is offered everything.
+        return [Regime("queued", SOMEONE_WAITS, tuple(columns)), Regime("free", (), tuple(columns))]
+    ahead = tuple(c for c in columns if c.name in QUEUED_FEATURES)
+    here = tuple(c for c in columns if c.name in FREE_FEATURES)
+    return [Regime("queued", NO_CAPACITY, ahead), Regime("free", (), here)]
+
+
+FORMS: Mapping[FormName, Form] = {
+    form.name: form
+    for form in (
+        Form("line", _one_line),
+        Form("regimes", _queued_or_free, label=_QUEUED),
+        Form("step_boundary", _one_line, has_boundary=True),
+    )
+}
+
+
+def fit_target(
+    tables: ScopeTables, target: Target, constants: Mapping[str, float | None], options: ScopeOptions
+) -> FittedModel | Missing:
+    """Fit the model of one target of requests, as far as the data allow.
+
+    Args:
+        tables: Tables of one scope.
+        target: The target.
+        constants: What is the same for every row, see `training.constants_of`.
+        options: How the models of the scope are fitted.
+
+    Returns:
+        The model, or why there is none and what would give it.
+    """
+    if (missing := _missing(tables.requests, target)) is not None:
+        return missing
+    features, exact = BUILT_IN[target.feature_set], target.state == "queue" and tables.queue is not None
+    columns = columns_of(features)
+    rows = request_frame(tables, target, features, constants)
+    how = _options_of(target, options)
+    form, tried = _choose(target, rows, columns, tables, how, exact=exact)
+    regimes = form.regimes(columns, exact)
+    result = fit_regimes(rows, regimes, how)
+    if isinstance(result, TooFewRows):
+        return Missing(target.model, f"requests with both events: {result.reason}", "trace more requests")
+    # The step clock may know too little for a boundary: the line that was fitted for it stands alone then.
+    boundary = fit_boundary(result, tables.timeline) if form.has_boundary else None
+    notes = (*(_BOUNDARY_NOTES if boundary else ()), *(_WAIT_NOTES if exact else ()))
+    return FittedModel(
+        target.model,
+        target.name,
+        f"{target.definition}; includes the wait for the step in progress to end"
+        if boundary
+        else target.definition,
+        _source(target, exact=exact, has_boundary=boundary is not None),
+        result,
+        features.name,
+        Recipe(tuple(regimes), how),
+        notes=(*notes, *(f"form {c.name} chosen: {c.reason} ({FORM_RULE})" for c in tried if c.chosen)),
+        boundary=boundary,
+        candidates=tried,
+    )
+
+
+def _missing(requests: pl.DataFrame, target: Target) -> Missing | None:
+    """Say why the requests hold nothing of a target; null where they hold something."""
+    remedy = f"start the server with {JOURNEY_FLAGS}"
+    if not requests.height:
+        return Missing(target.model, "the traces hold no journeys", remedy)
+    if requests["dialect"].is_in(WITHOUT_EVENTS).all() and not requests[target.column].count():
+        return Missing(target.model, "the spans of these requests do not tell", remedy)
+    return None
+
+
+def _options_of(target: Target, options: ScopeOptions) -> FitOptions:
+    """Return how a target is fitted: the same for each of its forms, so that their errors compare."""
+    label = next((label for name in target.forms if (label := FORMS[name].label) is not None), None)
+    return FitOptions(
+        drop_outliers=target.drop_outliers,
+        groups=() if label is None else (("queued", label), ("free", ~label)),
+        label=label,
+        reference=options.reference,
+        signs=NON_NEGATIVE if target.non_negative else options.signs(),
+    )
+
+
+def _choose(
+    target: Target,
+    rows: pl.DataFrame,
+    columns: list[FeatureColumn],
+    tables: ScopeTables,
+    how: FitOptions,
+    *,
+    exact: bool,
+) -> tuple[Form, tuple[Candidate, ...]]:
+    """Return the form to fit and what was tried: nothing where there is but one form, or one that can be measured."""
+    lawful, *others = (FORMS[name] for name in target.forms)
+    if not others:
+        return lawful, ()
+    inner, measured = inner_rows(rows), list[Candidate]()
+    for form in (lawful, others[0]):
+        regimes = form.regimes(columns, exact)
+        found = (
+            try_boundary(inner, regimes, how, tables.timeline)
+            if form.has_boundary
+            else try_regimes(inner, form.name, regimes, how)
+        )
+        if found is None:
+            return lawful, ()
+        measured.append(found)
+    tried = choose_form(*measured)
+    return next(FORMS[name] for name in target.forms for c in tried if c.chosen and c.name == name), tried
+
+
+def _source(target: Target, *, exact: bool, has_boundary: bool) -> str:
+    if has_boundary:
+        return "journey, step clock"
+    if target.state != "queue":
+        return "journey"
+    return "journey, exact queue state" if exact else "journey, queue state of the latest sampled step"

@@ -1,0 +1,248 @@
+"""Fit the step time: choose what measures it and which feature set explains it, then fit and evaluate the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.features import training
+from tracefit.features.sets import Feature, FeatureSet
+from tracefit.features.targets import CYCLE_TIME, DURATION
+from tracefit.fit.candidates import SET_RULE, choose, try_features
+from tracefit.fit.extrapolation import (
+    LOAD_FEATURES,
+    beyond_training,
+    error_over_load,
+    load_extrapolation,
+    with_load,
+)
+from tracefit.fit.fitted import FittedModel, Recipe, TooFewRows
+from tracefit.fit.inputs import COVERED_SHARE, BetaTarget, FitOptions, ScopeOptions, ScopeTables
+from tracefit.fit.linear import Regime, columns_of
+from tracefit.fit.phases import errors_by_phase
+from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
+from tracefit.fit.splits import step_frame
+from tracefit.fit.train import fit_regimes, mark_outliers
+from tracefit.server.tracing import STEP_FLAGS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tracefit.server.context import ModelScope
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The fitted step time of a scope, or why there is none.
+
+    Attributes:
+        cover: What `step.duration_us` covers of the time the engine was busy.
+        choice: Where step times come from; null of traces without steps.
+        result: The model, or why there is none.
+    """
+
+    cover: DurationCover
+    choice: TargetChoice | None
+    result: FittedModel | Missing
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether the target is the time of a step, not a part of it: else latencies are no sums of it."""
+        if self.choice is None:
+            return False
+        return self.choice.source == "clock" or (self.cover.share or 0.0) >= COVERED_SHARE
+
+
+def duration_cover(timeline: pl.DataFrame) -> DurationCover:
+    """Measure the share of busy time that step durations cover, over adjacent steps."""
+    busy = timeline.filter((pl.col("cycle_source") == "adjacent") & ~pl.col("idle_after"))
+    total = float(busy["cycle_us"].sum())
+    if not busy.height or total <= 0:
+        return DurationCover(None, None, None)
+    medians = busy.select(pl.col("cycle_us").median(), pl.col("duration_us").cast(pl.Float64).median()).row(0)
+    return DurationCover(float(busy["duration_us"].sum() or 0) / total, *medians)
+
+
+def choose_target(cover: DurationCover, wanted: BetaTarget) -> TargetChoice:
+    """Choose where step times come from: the durations where they are the step times, else the step clock."""
+    if wanted == "duration":
+        return TargetChoice("duration", "asked for with --beta-target duration")
+    if wanted == "clock":
+        return TargetChoice("clock", "asked for with --beta-target clock")
+    if cover.share is None or cover.median_duration_us is None:
+        return TargetChoice(
+            "clock", "no two consecutive steps in the sample with a step.duration_us to compare"
+        )
+    medians = f"median cycle {cover.median_cycle_us:.0f} us, median step.duration_us {cover.median_duration_us:.0f} us"
+    share = f"step.duration_us covers {100 * cover.share:.1f} % of busy time"
+    if cover.share >= COVERED_SHARE:
+        return TargetChoice("duration", f"{share}: durations are the step times ({medians})")
+    return TargetChoice("clock", f"{share}: it is the time inside schedule(), not the step ({medians})")
+
+
+def fit_step_times(
+    scope: ModelScope, tables: ScopeTables, sets: Sequence[FeatureSet], options: ScopeOptions
+) -> StepTimes:
+    """Fit the step times of a scope.
+
+    Args:
+        scope: The scope.
+        tables: Its runs' tables.
+        sets: Candidate feature sets in order of preference.
+        options: How the models of the scope are fitted.
+    """
+    cover = duration_cover(tables.timeline)
+    # The name says what was asked for; durations that cover the busy time are cycle times by another clock.
+    target = DURATION if options.beta_target == "duration" else CYCLE_TIME
+    if not tables.timeline.height:
+        remedy = f"start the server with {STEP_FLAGS}"
+        return StepTimes(cover, None, Missing(target.model, "the traces hold no step events", remedy))
+    choice = choose_target(cover, options.beta_target)
+    if scope.context.gpu is not None and len(sets) > 1:
+        # With a GPU amounts of work are times: the roofline says the same of them.
+        sets = [one for one in sets if one.name != "work_max"]
+    timeline = training.with_roofline(tables.timeline, scope.context)
+    constants = training.constants_of(scope.context)
+    rows, load = with_load(step_frame(tables, timeline, _offered(sets), constants, choice.source))
+    how = beta_options(options)
+    chosen = _choose_set(rows, sets, how)
+    columns = columns_of(chosen.features)
+    recipe = Recipe((Regime("all", (), tuple(columns)),), how)
+    result = fit_regimes(chosen.rows, list(recipe.regimes), how)
+    if isinstance(result, TooFewRows):
+        few = f"of {tables.sampled_steps} sampled steps few are consecutive"
+        remedy = f"raise --step-tracing-sample-rate: {few}"
+        return StepTimes(cover, choice, Missing(target.model, f"step times: {result.reason}", remedy))
+    definition, source = _definition(choice, tables.lags)
+    reason = (f"feature set {chosen.features.name} chosen: {SET_RULE}",) if chosen.candidates else ()
+    model = FittedModel(
+        target.model,
+        target.name,
+        definition,
+        source,
+        result,
+        chosen.features.name,
+        recipe,
+        notes=(*reason, *beyond_training(result.terms, tables.timeline)),
+        by_phase=errors_by_phase(result, tables.requests, how.eval_filter),
+        candidates=chosen.candidates,
+        feature_definitions=chosen.features,
+        error_over_load=error_over_load(result, load, how),
+        load_extrapolation=load_extrapolation(result, columns, load, how),
+    )
+    return StepTimes(cover, choice, model)
+
+
+def _definition(choice: TargetChoice, lags: Mapping[tuple[str, str], int]) -> tuple[str, str]:
+    """Return what is measured and where it comes from, as published."""
+    if choice.source == "duration":
+        return DURATION.definition, DURATION.source
+    if any(lags.values()):
+        ahead = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
+        return f"{CYCLE_TIME.definition}; {ahead}", CYCLE_TIME.source
+    return CYCLE_TIME.definition, CYCLE_TIME.source
+
+
+def beta_options(options: ScopeOptions) -> FitOptions:
+    """Return how step times are fitted."""
+    mixed = pl.col("has_prefill")
+    # A mean over an interval is easier to predict than a step: the error of the model is its error on steps.
+    single = pl.col("source") != "interval"
+    return FitOptions(
+        groups=(("decode_only", ~mixed), ("mixed", mixed)),
+        eval_filter=single,
+        reference=options.reference,
+        # A step takes no less than nothing, whatever it carries.
+        signs=options.signs(intercept=True),
+    )
+
+
+def _offered(sets: Sequence[FeatureSet]) -> FeatureSet:
+    """Return the features of all sets once, those with a ratio to choose once for every ratio, and what measures load."""
+    features: dict[str, Feature] = {}
+    for one in sets:
+        for feature in one.features:
+            if not feature.is_tuned:
+                features[feature.name] = feature
+        for number, ratio in enumerate(one.ratios):
+            for feature in one.at(ratio).features:
+                if feature.name not in features:
+                    features[_at(feature.name, number)] = replace(feature, name=_at(feature.name, number))
+    return FeatureSet("offered", (*features.values(), *LOAD_FEATURES))
+
+
+def _at(name: str, number: int) -> str:
+    return f"{name}__{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class _ChosenSet:
+    """The features to fit, the training rows with exactly these, and what was tried."""
+
+    features: FeatureSet
+    rows: pl.DataFrame
+    candidates: tuple[Candidate, ...] = ()
+
+
+def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOptions) -> _ChosenSet:
+    """Choose the feature set by the rule of `candidates`, on the training part alone. A set that was asked for is taken.
+
+    Args:
+        rows: Training frame with the features of `_offered`, and the load.
+        sets: The candidates in order of preference.
+        options: How the model is fitted.
+    """
+    # The same rows for all: a model of its own outliers would be judged without those that speak against it.
+    first = _ratios(sets[0])[0]
+    marked = mark_outliers(_taken(rows, first), columns_of(first.features), options)
+    rows_judged = rows.with_columns(marked["excluded_reason"])
+    how = replace(options, drop_outliers=False)
+    tuned = [_with_ratio(rows_judged, one, how) for one in sets]
+    found = [try_features(_taken(rows_judged, one), one.name, columns_of(one.features), how) for one in tuned]
+    tried = choose([c for c in found if c is not None]) if any(found) else ()
+    name = next((c.name for c in tried if c.chosen), sets[0].name)
+    winner = next(one for one in tuned if one.name == name)
+    kept = _taken(rows, winner)
+    unused = {f.name for f in _offered(sets).features} - set(winner.features.names)
+    features = winner.features
+    return _ChosenSet(features, kept.drop(unused & set(kept.columns)), tried if len(sets) > 1 else ())
+
+
+@dataclass(frozen=True, slots=True)
+class _TunedSet:
+    """A set with its ratio chosen, and the number that its columns of that ratio carry."""
+
+    features: FeatureSet
+    number: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.features.name
+
+
+def _ratios(features: FeatureSet) -> list[_TunedSet]:
+    """Return a set with each ratio it may have; itself where it has none."""
+    tried = [_TunedSet(features.at(ratio), number) for number, ratio in enumerate(features.ratios)]
+    return tried or [_TunedSet(features)]
+
+
+def _with_ratio(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -> _TunedSet:
+    """Choose the ratio of a set that has one: by the rule for candidates."""
+    tried = _ratios(features)
+    if len(tried) == 1:
+        return tried[0]
+    scores = []
+    for one in tried:
+        found = try_features(_taken(rows, one), one.name, columns_of(one.features), options, quick=True)
+        scores.append(found.score if found else float("inf"))
+    return tried[scores.index(min(scores))]
+
+
+def _taken(rows: pl.DataFrame, one: _TunedSet) -> pl.DataFrame:
+    """Give the columns of the chosen ratio the names of the features."""
+    if one.number is None:
+        return rows
+    names = {_at(n, one.number): n for n in one.features.names if _at(n, one.number) in rows.columns}
+    return rows.rename(names)

@@ -1,0 +1,456 @@
+"""Results of the commands as text for a terminal, at most 80 columns wide; imports nothing heavy.
+
+The reader is a person: blocks per scope, numbers to three digits, never cut or wrapped. Programs read `--json`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import textwrap
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from tracefit.errors import spreadsheet_safe
+from tracefit.reports.scopes import ScopeLabel, scope_labels
+from tracefit.reports.text import WIDTH, columns, count, indented, mape_misleads, number, plural, share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tracefit.coefficients.predict import PredictedDuration, RequestPrediction, StepPrediction
+    from tracefit.features.sets import FeatureSet
+    from tracefit.results.comparison import CompareResult, Drift
+    from tracefit.results.exports import ExportResult
+    from tracefit.results.ingestion import IngestPlan, IngestResult
+    from tracefit.results.inspection import Inspection, RunFacts, ScopeFacts, ServerFacts
+    from tracefit.results.predictions import RowPredictions
+    from tracefit.results.requests import Quantiles, RequestGroup, RequestSummary
+    from tracefit.results.training import LatencySummary, ModelSummary, RunResult, SynthResult, TrainResult
+    from tracefit.results.verification import VerifyResult
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Break a sentence between words, its further lines indented; names and paths stay whole."""
+    return textwrap.fill(
+        text, WIDTH - 2, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+# Ingesting and training
+
+
+def ingest_text(result: IngestResult) -> str:
+    """Give what was read, and the tables folder."""
+    return f"{_runs(result)}\n\ntables  {result.tables}"
+
+
+def _runs(result: IngestResult) -> str:
+    head = ("run", "spans", "steps", "requests", "rejects", "dropped events", "duplicates")
+    rows = [
+        (
+            r.run_id,
+            *(
+                count(n)
+                for n in (r.spans, r.steps, r.requests, r.rejects, r.dropped_events, r.duplicate_spans)
+            ),
+        )
+        for r in result.runs
+    ]
+    return columns(head, rows)
+
+
+def plan_text(plan: IngestPlan) -> str:
+    """Give the files that an ingest would read, two lines each."""
+    lines = []
+    for f in plan.files:
+        packed = f", {f.compression}" if f.compression else ""
+        lines += [
+            f"{f.run_id}  {f.file}",
+            f"  {f.shape}{packed}; {f.status}: {count(f.bytes_to_read)} of {count(f.bytes)} bytes to read",
+        ]
+    return "\n".join([*lines, *(_wrapped(f"left out: {text}", "  ") for text in plan.left_out)])
+
+
+def train_text(result: TrainResult) -> str:
+    """Give the models' errors scope by scope, and where the files are."""
+    lines = [*_scopes(result), *(_wrapped(f"not fitted: {text}", "  ") for text in result.not_fitted)]
+    lines += [f"wrote   {path}" for path in result.files]
+    page = next((path for path in result.files if path.suffix == ".html"), None)
+    return "\n".join([*lines, *([f"open    {page}"] if page is not None else [])])
+
+
+def run_text(result: RunResult) -> str:
+    """Give what the main job read and made, ending in the page to open."""
+    return f"{_runs(result.ingested)}\n\n{train_text(result.trained)}"
+
+
+def _scopes(result: TrainResult) -> list[str]:
+    labels = scope_labels({s.scope_id: (s.runs, s.settings) for s in result.scopes})
+    lines: list[str] = []
+    for scope_id in dict.fromkeys([*labels, *(m.scope_id for m in result.fitted)]):
+        fitted = [m for m in result.fitted if m.scope_id == scope_id]
+        latencies = [x for x in result.latencies if x.scope_id == scope_id]
+        head = ("model", "median error", "P90", "MAE us", "baseline us", "held out")
+        lines.append(_scope_line(labels.get(scope_id, ScopeLabel(scope_id))))
+        lines.append(indented(columns(head, [_model_row(m) for m in fitted])))
+        lines += [indented(_wrapped(text, "  ")) for text in _misleading(fitted)]
+        if latencies:
+            lines.append(indented(_wrapped(f"median errors of requests: {_latencies(latencies)}", "  ")))
+        verdicts = result.verdicts.get(scope_id, {})
+        if verdicts:
+            lines.append(
+                indented(_wrapped(", ".join(f"{use}: {answer}" for use, answer in verdicts.items()), "  "))
+            )
+        lines.append("")
+    return lines
+
+
+def _scope_line(label: ScopeLabel) -> str:
+    return f"scope {label.name}" + (f"\n  {_wrapped(label.detail, '  ')}" if label.detail else "")
+
+
+def _model_row(m: ModelSummary) -> tuple[str, ...]:
+    errors = (_percent(m.holdout_mdape_pct), _percent(m.holdout_p90_ape_pct))
+    return (m.name, *errors, number(m.holdout_mae), number(m.baseline_mae), count(m.rows_holdout))
+
+
+def _percent(value: float | None) -> str:
+    return number(value) if value is None else f"{number(value)} %"
+
+
+def _misleading(fitted: Iterable[ModelSummary]) -> list[str]:
+    return [
+        f"{m.name}: the mean error of {_percent(m.holdout_mape_pct)} misleads: a few rows dominate it"
+        for m in fitted
+        if mape_misleads(m.holdout_mape_pct, m.holdout_mdape_pct)
+    ]
+
+
+def _latencies(found: Iterable[LatencySummary]) -> str:
+    return "; ".join(
+        f"{x.name.upper()} {_percent(x.teacher_forced_mdape_pct)} (from averages {_percent(x.averages_only_mdape_pct)})"
+        for x in found
+    )
+
+
+def features_text(sets: Sequence[FeatureSet]) -> str:
+    """Give the features of each set: name, unit and formula, then the reason."""
+    parts = []
+    for one in sets:
+        lines = [one.name]
+        for f in one.features:
+            lines += [f"  {f.name}, {f.unit} = {f.formula}", indented(indented(_wrapped(f.reason)))]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def synth_text(result: SynthResult) -> str:
+    """Give what was generated and where it is."""
+    lines = [f"{count(result.requests)} requests, {count(result.steps)} steps"]
+    return "\n".join([*lines, *(f"wrote   {folder}" for folder in result.folders)])
+
+
+# Inspecting
+
+
+def inspection_text(found: Inspection) -> str:
+    """Give what the runs hold, how healthy their journeys are, and what can be trained."""
+    parts = [*(_run(run) for run in found.runs), *(_allowed(scope) for scope in found.scopes)]
+    if found.exit_code:
+        parts.append("Nothing can be trained from this.")
+    return "\n\n".join(parts)
+
+
+def _run(run: RunFacts) -> str:
+    facts = [
+        ("size", f"{run.bytes / 1e6:,.1f} MB"),
+        *((("file", f"{f.name}: {f.shape}{_packed(f.compression)}")) for f in run.files),
+        ("service", ", ".join(run.services) or "not named"),
+        *(("scope", f"{s.scope}, {s.spans:,} spans, dialect {s.dialect}") for s in run.scopes),
+        *([("scope", f"others, {run.other_spans:,} spans, left out")] if run.other_spans else []),
+        *((("rejects", f"{run.rejects:,} records could not be read"),) if run.rejects else ()),
+        *(("implausible", f"{n:,} left out: {rule}") for rule, n in run.implausible.items()),
+        *((("duplicates", f"{run.duplicate_spans:,} spans"),) if run.duplicate_spans else ()),
+    ]
+    checks = [(c.name, f"{c.held:,} of {c.of:,}") for c in run.checks if c.of]
+    return "\n".join(
+        [
+            f"run {run.run_id}",
+            indented(columns(None, facts, left={0, 1})),
+            "",
+            *(indented(_server(s)) for s in run.servers),
+            "",
+            indented(columns(("event", "count"), [(n, f"{c:,}") for n, c in run.events.items()])),
+            "",
+            indented(columns(("check", "holds"), checks)),
+            *(indented(_wrapped(f"{c.name}: {c.detail}", "  ")) for c in run.checks if c.of and c.detail),
+        ]
+    )
+
+
+def _packed(compression: str) -> str:
+    return "" if compression == "none" else f", {compression}"
+
+
+def _server(s: ServerFacts) -> str:
+    first, last = s.first_unix_ns, s.last_unix_ns
+    time = "time not known"
+    if first is not None and last is not None:
+        time = (
+            f"{datetime.fromtimestamp(first / 1e9, UTC):%Y-%m-%d %H:%M:%S} UTC, {(last - first) / 1e9:,.1f} s"
+        )
+    counts = f"{plural(s.epochs, 'epoch')}, {plural(s.requests, 'request')}, {plural(s.steps, 'step')}"
+    rates = f"steps {share(s.step_sampling)}, journeys {share(s.journey_sampling)}, snapshots {share(s.snapshot_sampling)}"
+    return "\n".join(
+        [
+            f"server {s.server}: {time}",
+            f"  {counts}, {plural(s.dropped_events, 'dropped event')}",
+            f"  sampled: {rates}",
+        ]
+    )
+
+
+def _allowed(scope: ScopeFacts) -> str:
+    name = max((len(a.what) for a in scope.allows), default=0)
+    lines = [
+        _wrapped(f"  {a.what:<{name}}  {a.verdict:<7}  {a.reason}", " " * (name + 13)) for a in scope.allows
+    ]
+    return "\n".join([_wrapped(f"scope {scope.scope_id} ({', '.join(scope.runs)}) allows", "  "), *lines])
+
+
+# Requests
+
+
+_METRICS = ("ttft", "itl", "e2e", "queue")
+_POINTS = ("p50", "p90", "p99")
+_FACTS = (
+    "by",
+    "name",
+    "requests",
+    "failed",
+    "in_flight",
+    "preemptions",
+    "prompt_tokens",
+    "output_tokens",
+    "seconds",
+    "requests_per_s",
+    "output_tokens_per_s",
+)
+
+
+def requests_text(summary: RequestSummary) -> str:
+    """Give counts, latencies and throughput of requests: in total, by phase, by run, over time. Times in milliseconds."""
+    total = summary.total
+    states = ", ".join(f"{count:,} {state}" for state, count in summary.states.items())
+    counts = f"{total.failed:,} failed, {total.in_flight:,} in flight, {total.preemptions:,} preemptions"
+    rates = f"{number(total.output_tokens_per_s)} output tokens/s, {number(total.requests_per_s)} requests/s"
+    tokens = f"{total.prompt_tokens:,} prompt and {total.output_tokens:,} output tokens"
+    head = [_wrapped(f"{total.requests:,} requests: {counts} ({states})", "  "), f"{rates}, {tokens}"]
+    parts = [
+        "\n".join(head),
+        columns(
+            ("", "n", "mean ms", *(f"{p} ms" for p in _POINTS)),
+            [
+                _quantile_row(metric.upper() if metric != "queue" else metric, getattr(total, metric))
+                for metric in _METRICS
+            ],
+        ),
+        "by phase\n"
+        + columns(
+            ("phase", "share %", "n", "mean ms", *(f"{p} ms" for p in _POINTS)),
+            [_with_share(_quantile_row(p.phase, p.seconds), p.share) for p in summary.phases],
+        ),
+        "by run\n" + _groups(summary.runs),
+    ]
+    if summary.windows:
+        parts.append("over time\n" + _groups(summary.windows))
+    return "\n\n".join(parts)
+
+
+def requests_csv(summary: RequestSummary) -> str:
+    """Return one line per group: all, each run, each window of time. Times in seconds."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    points = ("n", "mean", *_POINTS)
+    writer.writerow([*_FACTS, *(f"{m}_{p}" for m in _METRICS for p in points)])
+    for group in summary.groups:
+        facts = [spreadsheet_safe(getattr(group, name)) for name in _FACTS]
+        writer.writerow([*facts, *(getattr(getattr(group, m), p) for m in _METRICS for p in points)])
+    return text.getvalue()
+
+
+def _groups(groups: Sequence[RequestGroup]) -> str:
+    counts = [
+        (g.name, count(g.requests), count(g.failed), number(g.output_tokens_per_s), *_points_ms(g.queue))
+        for g in groups
+    ]
+    latencies = [(g.name, *_points_ms(g.ttft), *_points_ms(g.itl), *_points_ms(g.e2e)) for g in groups]
+    heads = [f"{name} {p}" for name in ("TTFT", "ITL", "E2E") for p in ("p50", "p99")]
+    return "\n".join(
+        [
+            columns(("", "requests", "failed", "tokens/s", "queue p50 ms", "p99 ms"), counts),
+            columns(("ms", *heads), latencies),
+        ]
+    )
+
+
+def _points_ms(q: Quantiles) -> tuple[str, str]:
+    return _milliseconds(q.p50), _milliseconds(q.p99)
+
+
+def _quantile_row(name: str, q: Quantiles) -> tuple[str, ...]:
+    return (name, f"{q.n:,}", *(_milliseconds(value) for value in (q.mean, q.p50, q.p90, q.p99)))
+
+
+def _with_share(row: tuple[str, ...], part: float | None) -> tuple[str, ...]:
+    return (row[0], number(None if part is None else 100 * part), *row[1:])
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return number(None if seconds is None else 1000 * seconds)
+
+
+# Predicting, exporting, verifying, comparing
+
+_RANGE_NOTE = "90 % range: nine of ten held-out measurements were within it of their prediction"
+
+
+def step_text(predicted: StepPrediction) -> str:
+    """Give the time of a step."""
+    rows = [("step", predicted.step)]
+    return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
+
+
+def request_text(predicted: RequestPrediction) -> str:
+    """Give the time of a request, part by part."""
+    rows = [
+        ("admission", predicted.admission),
+        ("queue wait", predicted.queue_wait),
+        (
+            f"prefill ({predicted.prefill_steps:,} step{'s' * (predicted.prefill_steps > 1)})",
+            predicted.prefill,
+        ),
+        ("TTFT", predicted.ttft),
+        ("ITL", predicted.itl),
+        ("E2E", predicted.e2e),
+        ("departure, after E2E", predicted.departure),
+    ]
+    return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
+
+
+def rows_text(predicted: RowPredictions) -> str:
+    """Give the predicted rows as CSV, or the file they were written to."""
+    if predicted.out is not None:
+        outside = (
+            ""
+            if predicted.out_of_range is None
+            else f", {predicted.out_of_range:,} outside the training range"
+        )
+        return f"{predicted.rows:,} rows{outside}\nwrote   {predicted.out}"
+    text = io.StringIO()
+    if predicted.predictions:
+        writer = csv.DictWriter(text, list(predicted.predictions[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(
+            {key: spreadsheet_safe(cell) for key, cell in row.items()} for row in predicted.predictions
+        )
+    return text.getvalue()
+
+
+def export_text(result: ExportResult) -> str:
+    """Give the files written for a consumer, and the held-out error of the exported form."""
+    rows = [
+        (
+            e.what,
+            count(e.n),
+            number(e.mape_pct),
+            number(e.bias_pct),
+            f"{number(e.mae)} {e.unit}",
+            f"{number(e.baseline_mae)} {e.unit}",
+        )
+        for e in result.errors
+    ]
+    head = ("exported form, held out", "rows", "MAPE %", "bias %", "MAE", "baseline")
+    lines = [f"scope   {result.scope_id}", "", columns(head, rows), ""]
+    lines += [_wrapped(f"note    {note}", " " * 8) for note in result.notes]
+    lines += [f"wrote   {path}" for path in result.files]
+    return "\n".join([*lines, f"use     {result.usage}"])
+
+
+def verify_text(result: VerifyResult) -> str:
+    """Say whether a refit confirms a file."""
+    head = f"{result.numbers:,} values refitted, {result.differing:,} not confirmed"
+    lines = [f"{result.file}: {'verified' if result.verified else 'NOT verified'}", head]
+    lines += [f"input differs: {text}" for text in result.inputs]
+    lines += [f"{d.place}: {d.in_file} in the file, {d.refitted} refitted" for d in result.differences]
+    if result.differing > len(result.differences):
+        lines.append(f"and {result.differing - len(result.differences):,} more")
+    return "\n".join([*lines, *(f"note: {text}" for text in result.notes)])
+
+
+def compare_text(result: CompareResult) -> str:
+    """Give the differences of two files, or whether an old one is still good."""
+    lines: list[str] = []
+    for one in result.models:
+        lines += [f"{one.model}  {one.scope_id}"]
+        for c in one.changes:
+            values = (_interval(c.first, c.first_ci95), _interval(c.second, c.second_ci95))
+            lines += [f"  {c.part}: {c.term}, {c.unit}", f"    {values[0]} -> {values[1]}{_apart(c.apart)}"]
+        lines += [
+            _wrapped(
+                f"  {s.part}: predictions move by {number(s.mean_us)} us on average ({number(s.low_us)} to "
+                f"{number(s.high_us)}; the first file predicts {number(s.first_us)} us) over the range both were trained on",
+                "    ",
+            )
+            for s in one.shifts
+        ]
+        lines.append("")
+    if result.verdict is not None:
+        for scope_id in dict.fromkeys(d.scope_id for d in result.drift):
+            found = [d for d in result.drift if d.scope_id == scope_id]
+            head = ("MAPE %", "published", "now", "limit", "bias % now", "rows", "verdict")
+            lines += [f"scope {scope_id}", indented(columns(head, [_drift_row(d) for d in found])), ""]
+            lines += [f"{d.model}: undecided: {d.reason}" for d in found if d.reason]
+        lines.append(f"verdict: {_VERDICTS[result.verdict]}")
+    return "\n".join([*lines, *(_wrapped(f"note: {text}", "  ") for text in result.notes)])
+
+
+def _drift_row(d: Drift) -> tuple[str, ...]:
+    errors = (d.then_mape_pct, d.now_mape_pct, d.limit_pct, d.now_bias_pct)
+    return (d.model, *(number(v) for v in errors), count(d.rows), d.verdict)
+
+
+_VERDICTS = {
+    "good": "the file is still good on these traces",
+    "drifted": "the file has drifted: train a new one",
+    "unknown": "these traces are too few to decide",
+}
+
+
+def _interval(value: float | None, ci95: tuple[float, float] | None) -> str:
+    if value is None:
+        return "-"
+    return number(value, 4) + (f" [{number(ci95[0], 4)}, {number(ci95[1], 4)}]" if ci95 else "")
+
+
+def _apart(apart: bool | None) -> str:
+    return "" if apart is None else ", intervals apart" if apart else ", intervals overlap"
+
+
+def _spans(scope_id: str | None, rows: Iterable[tuple[str, PredictedDuration | None]]) -> list[str]:
+    table = [(name, *(_ms(s, end) for end in ("value_us", "low_us", "high_us"))) for name, s in rows]
+    body = [f"{name:<22}{value:>12}  {low:>12} to {high}" for name, value, low, high in table]
+    return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}  {'90 % range':>12}", *body, "", _RANGE_NOTE]
+
+
+def _ms(found: PredictedDuration | None, end: str) -> str:
+    if found is None:
+        return "-"
+    value = getattr(found, end)
+    return "open" if value is None else f"{value / 1e3:,.3f}"
+
+
+def _notes(assumed: Sequence[str], outside: Sequence[str]) -> list[str]:
+    texts = [*(f"assumed: {text}" for text in assumed), *(f"outside: {text}" for text in outside)]
+    return [_wrapped(text, "  ") for text in texts]

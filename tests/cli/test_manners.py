@@ -1,0 +1,48 @@
+"""Small things a person meets at the command line: hints, short help, closed pipes, warnings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("--featuers", "--features"), ("--gpus", "--gpu"), ("--sampel-csv", "--sample-csv")]
+)
+def test_a_misspelt_option_is_answered_with_the_most_similar_one(tracefit, tmp_path, wrong, right):
+    code, out, err = tracefit("run", tmp_path, "--out", tmp_path / "out", wrong, "x")
+    assert (code, out) == (2, "")
+    assert err.rstrip().endswith(f"did you mean {right}?")
+
+
+def test_h_is_help(tracefit):
+    assert tracefit("-h")[0] == tracefit("run", "-h")[0] == 0
+    assert tracefit("run", "-h")[1] == tracefit("run", "--help")[1]
+
+
+def test_a_pipe_that_is_closed_ends_quietly(trained):
+    """A report is longer than a pipe holds; its reader takes one line."""
+    command = [sys.executable, "-c", "from tracefit.cli import main; main()", "report", str(trained)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert "tracefit report" in running.stdout.readline()
+        running.stdout.close()
+        err = running.stderr.read()
+    assert (running.returncode, err) == (141, ""), "as a shell has it of a closed pipe"
+
+
+def test_a_setting_that_nothing_knows_is_warned_of(tracefit, traces, tmp_path):
+    folder = traces.load(steps=40, requests=5).write(tmp_path / "busy")
+    *_, err = tracefit("inspect", folder, "--set", "frobnicate=3")
+    assert "warning: --set frobnicate: no setting of this name is known" in err
+    *_, err = tracefit("inspect", folder, "--set", "max_num_seqs=64")
+    assert err == ""
+
+
+def test_a_run_without_configuration_is_warned_of(tracefit, traces, tmp_path, quick):
+    folder = traces.load().write(tmp_path / "bare", config=False)
+    *_, err = tracefit("run", folder, "--out", tmp_path / "out")
+    assert "bare: no server configuration was found" in err
+    assert "--run-config" in err
+    assert "--gpu" in err

@@ -1,0 +1,75 @@
+"""A target of requests is added by its declaration alone: it is fitted, composed and listed like the others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import polars as pl
+import pytest
+
+import tracefit
+from tracefit.commands.requests import phase_columns
+from tracefit.features import targets
+from tracefit.features.targets import TARGETS, Target, target_named
+
+HANDOFF = Target(
+    name="execution",
+    label="execution",
+    title="time in the engine",
+    definition="first SCHEDULED to FIRST_TOKEN",
+    column="prefill_us",
+    begins="first_scheduled_ns",
+    step="first_scheduled_step",
+    feature_set="departure",
+    state="own_step",
+)
+
+
+@pytest.fixture
+def job(tmp_path, new_traces, quick, monkeypatch):
+    """Run the main job with other targets; return its output folder and its result."""
+
+    def of(declared):
+        monkeypatch.setattr(targets, "TARGETS", declared)
+        result = tracefit.run([new_traces().load().write(tmp_path / "run")], tmp_path / "out")
+        return tmp_path / "out", result
+
+    return of
+
+
+def test_a_declared_target_is_fitted_published_and_listed(job):
+    out, result = job((*TARGETS, HANDOFF))
+    models = {m["name"]: m for m in json.loads((out / "models/alpha.json").read_text())["models"]}
+    assert list(models) == [*(t.model for t in TARGETS), "alpha.execution"]
+    assert models["alpha.execution"]["target"]["definition"] == HANDOFF.definition
+    assert "alpha.execution" in {m.name for m in result.trained.fitted}
+    rows = pl.read_parquet(f"{out}/tables/alpha_training/*/*.parquet").filter(target="execution")
+    requests = pl.read_parquet(f"{out}/tables/requests/*/*.parquet")
+    assert sorted(rows["y"]) == sorted(requests["prefill_us"].drop_nulls())
+    allowed = {a.what for scope in tracefit.inspect([out.parent / "run"]).scopes for a in scope.allows}
+    assert HANDOFF.title in allowed
+
+
+def test_a_target_adds_to_the_latencies_it_declares(job):
+    """The hold-out has one request less known of nothing: with the admission counted twice TTFT is longer by it."""
+    twice = replace(target_named("admission"), name="again", label="again", forms=("line",))
+    out, _ = job(TARGETS)
+    before = json.loads((out / "evaluation.json").read_text())["scopes"][0]["latency"]
+    out, _ = job((*TARGETS, twice))
+    after = json.loads((out / "evaluation.json").read_text())["scopes"][0]["latency"]
+    for latency in ("ttft", "e2e", "client"):
+        assert after[latency]["teacher_forced"]["bias_pct"] > before[latency]["teacher_forced"]["bias_pct"]
+    assert after["prefill"] == before["prefill"]
+
+
+def test_parts_of_a_request_come_in_the_order_of_their_events():
+    assert [t.name for t in targets.parts_of("ttft")] == ["admission", "queue_wait"]
+    assert list(phase_columns()) == [
+        "admission",
+        "queue wait",
+        "requeue wait",
+        "prefill",
+        "decode",
+        "departure",
+    ]
