@@ -7,8 +7,8 @@ context token + 40 per prefill request; the API works 1,450 us on a request.
 from __future__ import annotations
 
 import csv
-import io
 import hashlib
+import io
 import json
 import math
 import re
