@@ -294,6 +294,24 @@ class Verdict(_Part):
     criteria: tuple[Criterion, ...]
 
 
+class RequestRange(_Part):
+    """How measured latencies lie about those that `predict` composes of a request's lengths, its batch and the queue.
+
+    `low_ratio` and `high_ratio` are the 5th and 95th percentile of measured / predicted over the requests of the training
+    part. Both are null unless 85 to 95 % of the later, held-out requests lie between the two.
+    """
+
+    scope_id: str
+    latency: Literal["ttft", "itl", "e2e"]
+    low_ratio: float | None
+    high_ratio: float | None
+    requests: int = Field(description="of the training part")
+    coverage_pct: float | None = Field(description="share of the held-out requests that lie in the range")
+    holdout: Metrics
+    baseline: Metrics = Field(description="the training median, for the same held-out requests")
+    reason: str | None = Field(default=None, description="why there is no range")
+
+
 class ScopeEvaluation(_Part):
     """Everything about one scope."""
 
@@ -310,6 +328,9 @@ class ScopeEvaluation(_Part):
         description="latencies of requests, composed of the models: ttft, itl, e2e, client, prefill, execution",
     )
     latency_missing: str | None = Field(default=None, description="why there are none")
+    requests: tuple[RequestRange, ...] = Field(
+        default=(), description="what `predict` makes of requests, held against what was measured"
+    )
     summed_step_time: SummedEntry | None = None
     timeline: TimelineEntry
     exclusions: dict[str, dict[str, int]] = Field(
