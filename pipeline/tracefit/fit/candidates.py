@@ -30,7 +30,7 @@ TIE = 0.02
 
 SET_RULE = (
     "smallest geometric mean of the error inside the training load (blocks of time left out in turn) and the error beyond "
-    "it (fitted on the lower half of the load, evaluated on the upper half); within 2 % of it the fewest features"
+    "it (fitted on the lower half of the load, judged on the upper half); within 2 % of it the fewest features"
 )
 
 

@@ -195,7 +195,7 @@ class Candidate:
         name: Feature set or form.
         features: Features it had to go on.
         inside_mae: Error inside the training load: blocks of time left out in turn.
-        beyond_mae: Error beyond it: fitted on the lower half of the load, evaluated on the upper; null of too few rows.
+        beyond_mae: Error beyond it: fitted on the lower half of the load, judged on the upper; null of too few rows.
         chosen: It is the one that was fitted.
         reason: Why it was chosen, or was not.
     """

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from tracefit.results.figures import ScopeRows
 
 _PREAMBLE = "Errors are measured on the hold-out: the last 30 % of each run in time; only idle gaps and restarts are left out of it."
+_HEADLINE_NOTE = (
+    "TTFT, ITL and E2E are predicted with the measured batches and waits of each request (teacher-forced): they measure the "
+    "step and overhead models. Predictions from averages alone, as for a single request, are less exact: see *Request "
+    "latencies*."
+)
 _TERMS = (
     ("step", "one iteration of the engine over its batch"),
     (
@@ -90,6 +95,7 @@ def build_report(
     parts: list[ReportPart] = [
         _subject(evaluation, traced),
         _overview(evaluation, labels),
+        _HEADLINE_NOTE,
         *_first_figure(scopes, labels),
         *_verdict_parts(evaluation, labels),
         _PREAMBLE,
