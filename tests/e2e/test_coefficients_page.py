@@ -11,7 +11,8 @@ import pytest
 
 import tracefit
 from tracefit import consumers
-from tracefit.commands.compare import MIN_ROWS, Tolerance
+from tracefit.commands.compare import Tolerance
+from tracefit.fit.splits import MIN_TRAIN_ROWS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coefficients.md").read_text()
@@ -55,7 +56,7 @@ def test_the_numbers_of_the_drift_check_are_the_codes():
     tolerance, page = Tolerance(), (ROOT / "docs/how-to/drift-check.md").read_text().replace("\n", " ")
     assert f"above both {tolerance.factor:g} times" in page
     assert f"plus {tolerance.slack_pct:g} points" in page
-    assert f"fewer than {MIN_ROWS} rows" in page
+    assert f"fewer than {MIN_TRAIN_ROWS} rows" in page
 
 
 def test_every_consumer_is_on_the_page():
