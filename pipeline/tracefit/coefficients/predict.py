@@ -426,7 +426,7 @@ class _RequestPredictor:
             raise UsageError(f"the prompt takes more than {MAX_PREFILL_STEPS:,} steps", where="prompt")
         others, reqs = self.traffic["prompt_tokens_per_step"], 1 + self.traffic["prompts_per_step"]
         for i in range(count):
-            tokens = min(budget, left - i * budget)
+            tokens = min(budget, left - i * budget) if i else min(budget, left)
             shared = min(tokens + others, budget)
             total, done = total + self._step(self.beside, context, shared, done, reqs), done + tokens
         return total, count

@@ -192,7 +192,7 @@ def _with_traffic(models: ScopeModels, given: pl.DataFrame) -> pl.DataFrame:
         with_itself=pl.col("beside") + 1,
         budget=(pl.lit(limit) - pl.col("beside")).clip(lower_bound=1.0) if cut else pl.lit(float("inf")),
     )
-    return TRAFFIC_FORMULAS.frame(given, TRAFFIC).with_columns(pl.col(*TRAFFIC).fill_null(0.0))
+    return TRAFFIC_FORMULAS.frame(given, TRAFFIC).with_columns(pl.col(*TRAFFIC).fill_null(0.0).fill_nan(0.0))
 
 
 def _cycle(
@@ -260,10 +260,13 @@ def _others(models: ScopeModels, given: pl.DataFrame) -> list[pl.Expr]:
     mean = others_like(models.workload)
     own = dict(zip(OTHERS, ("prompt_tokens", "cached", "output_tokens", "output_tokens"), strict=True))
     like = {name: pl.col(own[name]) if mean is None else pl.lit(mean[name]) for name in OTHERS}
-    return [
-        (pl.col(name).fill_null(value) if name in given.columns else value).alias(name)
+    filled = {
+        name: pl.col(name).fill_null(value) if name in given.columns else value
         for name, value in like.items()
-    ]
+    }
+    unknown = pl.lit(float("inf")) if mean is None else filled["others_output"]
+    steps = pl.col("others_output").fill_null(unknown) if "others_output" in given.columns else unknown
+    return [*(value.alias(name) for name, value in filled.items()), steps.alias("steps_of_others")]
 
 
 def _steps(

@@ -6,6 +6,7 @@ a block on average.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ OTHERS = ("others_prompt", "others_cached", "others_output", "others_max")
 prefix cache, output, and output allowed (max_tokens)."""
 
 TRAFFIC: dict[str, str] = {
-    "prompts_per_step": "beside / others_output",
+    "prompts_per_step": "beside / steps_of_others",
     "prompt_tokens_per_step": "prompts_per_step * max(others_prompt - others_cached, 1)",
     "prompt_step_tokens": "min(max(others_prompt - others_cached, prompt_tokens_per_step, 1), budget)",
     "prompt_step_reqs": "max(prompts_per_step, 1)",
@@ -50,8 +51,9 @@ TRAFFIC: dict[str, str] = {
 }
 """Prompts of other requests among the steps of `beside` running requests, where as many arrive as finish.
 
-Each of them finishes after `others_output` steps and another one takes its place, so that a share of the steps carries
-a prompt, or several. `budget` is the number of prompt tokens a step has room for.
+Each of them finishes after `steps_of_others` steps, one per output token, and another one takes its place, so that a
+share of the steps carries a prompt, or several. `steps_of_others` is infinite where nothing is known of the others: no
+prompts are assumed then. `budget` is the number of prompt tokens a step has room for.
 """
 
 REQUEST_COLUMNS: dict[str, str] = {
@@ -177,7 +179,9 @@ class RequestInput:
                     strict=True,
                 )
             )
-        others |= {name: value for name, value in self.features.items() if name in OTHERS}
+        stated = {name: value for name, value in self.features.items() if name in OTHERS}
+        others |= stated
+        known = mean is not None or "others_output" in stated
         context, batch = self.context, self.batch
         if context is None:
             context = others["others_prompt"] + others["others_output"] / 2
@@ -188,11 +192,11 @@ class RequestInput:
         if batch or self.queue:
             like = "this request" if mean is None else f"the mean of {mean.requests:,} requests trained on"
             lengths = f"prompt {others['others_prompt']:.0f}, output {others['others_output']:.0f}"
-            assumed.append(f"the others are like {like}: {lengths}; as many arrive as finish")
+            arrive = "as many arrive as finish" if known else "none of them arrives while it runs"
+            assumed.append(f"the others are like {like}: {lengths}; {arrive}")
         if self.context is None and batch:
             assumed.append(f"context {context:.0f} of the others: halfway through their outputs")
         values = {
-            **others,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "queue": self.queue,
@@ -200,7 +204,8 @@ class RequestInput:
             "context": context,
             "cached": self.cached,
         }
-        return {name: _counted(name, value) for name, value in values.items()}, assumed
+        counted = {name: _counted(name, value) for name, value in (values | others).items()}
+        return {**counted, "steps_of_others": others["others_output"] if known else math.inf}, assumed
 
 
 def others_like(mean: Workload | None) -> dict[str, float] | None:
