@@ -424,7 +424,7 @@ def compare_text(result: CompareResult) -> str:
     if result.verdict is not None:
         for scope_id in dict.fromkeys(d.scope_id for d in result.drift):
             found = [d for d in result.drift if d.scope_id == scope_id]
-            head = ("MAPE %", "published", "now", "limit", "bias % now", "rows", "verdict")
+            head = ("median error %", "published", "now", "limit", "bias % now", "rows", "verdict")
             lines += [f"scope {scope_id}", indented(columns(head, [_drift_row(d) for d in found])), ""]
             lines += [f"{d.model}: undecided: {d.reason}" for d in found if d.reason]
         lines.append(f"verdict: {_VERDICTS[result.verdict]}")
@@ -432,7 +432,7 @@ def compare_text(result: CompareResult) -> str:
 
 
 def _drift_row(d: Drift) -> tuple[str, ...]:
-    errors = (d.then_mape_pct, d.now_mape_pct, d.limit_pct, d.now_bias_pct)
+    errors = (d.then_mdape_pct, d.now_mdape_pct, d.limit_pct, d.now_bias_pct)
     return (d.model, *(number(v) for v in errors), count(d.rows), d.verdict)
 
 
