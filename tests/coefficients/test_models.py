@@ -89,7 +89,13 @@ def test_a_queue_makes_a_request_wait_for_the_outputs_ahead(small):
 @pytest.fixture
 def busy(small, parts):
     """The small server, trained on requests of 60 prompt and 10 output tokens, 20 allowed; and how well it predicts."""
-    mean = {"requests": 40, "prompt_tokens": 60, "cached_prompt_tokens": 0, "output_tokens": 10, "max_tokens": 20}
+    mean = {
+        "requests": 40,
+        "prompt_tokens": 60,
+        "cached_prompt_tokens": 0,
+        "output_tokens": 10,
+        "max_tokens": 20,
+    }
     step = deepcopy(parts["step"])
     step["scope"]["workload"] = mean
     (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))

@@ -154,6 +154,10 @@ class Entry(_Part):
     interval_coverage_pct: float | None = Field(
         default=None, description="share of hold-out rows within their prediction interval"
     )
+    prefill_reach_pct: float | None = Field(
+        default=None,
+        description="of a model of step times: the most prompt tokens of a step trained on, of the tokens a step may have",
+    )
     collinearity: tuple[CollinearityEntry, ...] = ()
     learning_curve: tuple[LearningPoint, ...] = ()
     rows_by_source: dict[str, int] = Field(

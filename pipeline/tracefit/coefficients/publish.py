@@ -18,9 +18,10 @@ from tracefit.coefficients import verdicts
 from tracefit.coefficients.models import Models
 from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
 from tracefit.features.definitions import definitions
-from tracefit.fit.latency import split_requests
+from tracefit.fit.latency import holdout_begins, split_requests
 from tracefit.fit.metrics import LEVEL_PCT, PERCENTS
 from tracefit.fit.splits import counted, evaluation_rows
+from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -126,7 +127,7 @@ def _model(
             cf.FeatureLeftOut(feature=x.feature, reason=x.reason) for x in fitted.features_left_out
         ),
         "training": _training(scope, fitted),
-        "validation": validation_entry(model),
+        "validation": validation_entry(model, _prefill_reach_pct(scope, model)),
         "scope": scope_facts(scope.scope).model_copy(update={"workload": workload}),
         "feature_set": model.feature_set,
         "definitions": definitions(_formulas(fitted), scope.scope.context),
@@ -292,8 +293,13 @@ def evaluate(
     )
 
 
-def validation_entry(model: FittedModel) -> ev.Entry:
-    """Return a model's validation; the coefficient file and the evaluation publish the same one."""
+def validation_entry(model: FittedModel, prefill_reach_pct: float | None = None) -> ev.Entry:
+    """Return a model's validation; the coefficient file and the evaluation publish the same one.
+
+    Args:
+        model: The model.
+        prefill_reach_pct: See `evaluation.Entry`.
+    """
     fitted, v, boundary = model.fitted, model.validation, model.boundary
     intervals = [(r.regime.name, r.prediction_interval) for r in fitted.regimes]
     if boundary is not None:
@@ -321,6 +327,7 @@ def validation_entry(model: FittedModel) -> ev.Entry:
             for name, one in intervals
         ),
         interval_coverage_pct=v.interval_coverage_pct,
+        prefill_reach_pct=prefill_reach_pct,
         collinearity=tuple(_collinearity(regime) for regime in fitted.regimes),
         learning_curve=v.learning_curve,
         rows_by_source=_rows_by_source(fitted.rows),
@@ -368,6 +375,16 @@ def _rows_by_source(rows: pl.DataFrame) -> dict[str, int]:
     if "source" not in rows.columns:
         return {}
     return dict(sorted(counted(rows, "train").group_by("source").len().iter_rows()))
+
+
+def _prefill_reach_pct(scope: FittedScope, model: FittedModel) -> float | None:
+    """Return the most prompt tokens of a step of the training part, in percent of the server's token budget."""
+    budget = scope.scope.context.settings.max_num_batched_tokens
+    if model.name not in cf.STEP_MODELS or not budget:
+        return None
+    steps = scope.tables.timeline.join(holdout_begins(model), on=SERVER)
+    most = steps.filter(pl.col("ts_start_ns") < pl.col("holdout_from_ns"))["prefill_tokens"].max()
+    return 100 * most / budget if isinstance(most, int | float) else None
 
 
 def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
@@ -429,7 +446,7 @@ def _scope(
     thresholds: Sequence[verdicts.Threshold],
     requests: tuple[ev.RequestRange, ...],
 ) -> ev.ScopeEvaluation:
-    models = {m.name: validation_entry(m) for m in scope.models}
+    models = {m.name: validation_entry(m, _prefill_reach_pct(scope, m)) for m in scope.models}
     return ev.ScopeEvaluation(
         scope_id=scope.scope.scope_id,
         runs=tuple(sorted(scope.tables.runs["run_id"].unique())),
