@@ -115,6 +115,7 @@ def _range(latency, low, high):
         "high_ratio": high,
         "requests": 40,
         "coverage_pct": 90.0,
+        "reason": "60 % of the held-out requests lie in it" if low is None else None,
         "holdout": errors,
         "baseline": errors,
     }
@@ -154,6 +155,11 @@ def test_a_composed_latency_has_the_range_measured_on_requests(busy):
     assert told.itl.high_us == pytest.approx(1.5 * told.itl.value_us)
     assert (told.ttft.low_us, told.ttft.high_us) == (None, None), "none was published"
     assert told.prefill.low_us is None, "intervals of steps do not add up"
+    assert told.ranges == (
+        "TTFT: no range, 60 % of the held-out requests lie in it",
+        "ITL: 90 % of 50 held-out requests lie in it",
+        "E2E: no range, for the files hold none of requests",
+    )
 
 
 def test_outside_the_training_range_there_is_no_range(busy):

@@ -124,6 +124,8 @@ class RequestPrediction:
     prefill_steps: int
     assumed: tuple[str, ...] = ()
     out_of_range: tuple[str, ...] = ()
+    ranges: tuple[str, ...] = ()
+    """How well each range of a composed latency covers held-out requests, or why there is none."""
 
 
 # -- one row of one model --------------------------------------------------------------------------------
@@ -361,7 +363,6 @@ class _RequestPredictor:
             None if admission is None or wait is None else admission.value_us + wait.value_us + prefill_us
         )
         e2e_us = None if ttft_us is None else ttft_us + itl_us * (described.output_tokens - 1)
-        notes = (tuple(dict.fromkeys(texts)) for texts in (self.assumed, self.out_of_range))
         return RequestPrediction(
             models.scope_id,
             admission,
@@ -372,8 +373,20 @@ class _RequestPredictor:
             None if ttft_us is None else self._in_range("ttft", ttft_us),
             None if e2e_us is None else self._in_range("e2e", e2e_us),
             steps,
-            *notes,
+            tuple(dict.fromkeys(self.assumed)),
+            tuple(dict.fromkeys(self.out_of_range)),
+            tuple(self._about_range(name) for name in ("ttft", "itl", "e2e")),
         )
+
+    def _about_range(self, latency: str) -> str:
+        found, name = self.models.ranges.get(latency), latency.upper()
+        if found is None:
+            return f"{name}: no range, for the files hold none of requests"
+        if found.reason is not None:
+            return f"{name}: no range, {found.reason}"
+        if self.out_of_range:
+            return f"{name}: no range, the input is outside the training range"
+        return f"{name}: {found.coverage_pct:.0f} % of {found.holdout.n} held-out requests lie in it"
 
     def _in_range(self, latency: str, value_us: float) -> PredictedDuration:
         """Put the published range about a composed latency; none about one whose inputs are outside the training range."""

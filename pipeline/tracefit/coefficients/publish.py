@@ -18,10 +18,10 @@ from tracefit.coefficients import verdicts
 from tracefit.coefficients.models import Models
 from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
 from tracefit.features.definitions import definitions
-from tracefit.fit.latency import holdout_begins, split_requests
+from tracefit.fit.latency import split_requests
 from tracefit.fit.metrics import LEVEL_PCT, PERCENTS
 from tracefit.fit.splits import counted, evaluation_rows
-from tracefit.tables.keys import SERVER
+from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -382,8 +382,9 @@ def _prefill_reach_pct(scope: FittedScope, model: FittedModel) -> float | None:
     budget = scope.scope.context.settings.max_num_batched_tokens
     if model.name not in cf.STEP_MODELS or not budget:
         return None
-    steps = scope.tables.timeline.join(holdout_begins(model), on=SERVER)
-    most = steps.filter(pl.col("ts_start_ns") < pl.col("holdout_from_ns"))["prefill_tokens"].max()
+    steps = scope.tables.timeline.select(*ENGINE, "step_id", "prefill_tokens")
+    trained = counted(model.fitted.rows, "train").select(*ENGINE, "step_id")
+    most = trained.join(steps, on=[*ENGINE, "step_id"])["prefill_tokens"].max()
     return 100 * most / budget if isinstance(most, int | float) else None
 
 

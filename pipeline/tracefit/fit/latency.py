@@ -99,7 +99,7 @@ def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.
         model = next((m for m in models if m.name == name or m.name.split(".")[0] == name), None)
         if model is None:
             continue
-        ends = holdout_begins(model).rename({"holdout_from_ns": f"{name}_from_ns"})
+        ends = _ends(model).rename({"holdout_from_ns": f"{name}_from_ns"})
         rows = rows.join(ends, on=SERVER, how="left", maintain_order="left")
         sides.append(pl.col(event) >= pl.col(f"{name}_from_ns"))
     # An event that is missing does not tell: the others do. A server no model has rows of has no hold-out.
@@ -109,8 +109,7 @@ def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.
     return rows.select(*requests.columns, "at_ns", split=split.otherwise(pl.lit("partly")))
 
 
-def holdout_begins(model: FittedModel) -> pl.DataFrame:
-    """Return `holdout_from_ns` of each server a model was trained on."""
+def _ends(model: FittedModel) -> pl.DataFrame:
     return (
         model.fitted.rows.drop_nulls("holdout_from_ns")
         .group_by(SERVER)
@@ -124,7 +123,7 @@ def _predicted_steps(
     """Predict every step whose batch is known, as trained and in hindsight; add whether it began in the training part."""
     timeline = training.with_roofline(tables.timeline, scope.context)
     rows = training.step_rows(timeline, features, training.constants_of(scope.context), tables.lags)
-    rows = rows.join(holdout_begins(beta), on=SERVER, how="left", maintain_order="left")
+    rows = rows.join(_ends(beta), on=SERVER, how="left", maintain_order="left")
     # A start is known of steps that something happens in; those between count, or averages would be of eventful steps.
     began = pl.col("ts_start_ns").forward_fill().over(ENGINE)
     in_training = (began < pl.col("holdout_from_ns")).fill_null(value=False)
