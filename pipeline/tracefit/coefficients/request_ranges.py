@@ -164,7 +164,7 @@ def _no_range(trained: int, held_out: int, coverage: float | None) -> str | None
     if trained < MIN_TRAIN_ROWS or held_out < MIN_HOLDOUT_ROWS or coverage is None:
         return f"{trained} requests of the training part and {held_out} held-out ones are too few for one"
     low, high = COVERAGE_PCT
-    if not low <= coverage <= high:
+    if not low <= round(coverage) <= high:
         return (
             f"{coverage:.0f} % of the held-out requests lie in the range of nine in ten of the training part, "
             f"not {low:.0f} to {high:.0f} %"
