@@ -76,7 +76,7 @@ site: $(READY) ## make a web site of docs/ in build/site (installs mkdocs-materi
 	build/site-tools/bin/mkdocs build --strict
 
 bench: $(READY) ## measure speed and memory on generated traces (takes minutes)
-	for script in ingestion timeline training; do $(BIN)/python tests/benchmarks/$$script.py; done
+	for script in ingestion timeline training receive; do $(BIN)/python tests/benchmarks/$$script.py; done
 
 bench-models: $(READY) ## measure how well models hold beyond their load, on generated surges (takes half an hour)
 	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/models.py

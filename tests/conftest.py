@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import time
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -293,6 +294,27 @@ class Traces:
                 departs=300 + 20 * float(rng.standard_normal()),
             )
         return self
+
+
+@pytest.fixture
+def grows_linearly():
+    """Return a check that eight times the input takes about eight times as long, not sixty-four times.
+
+    It compares CPU times with one another, so that it holds on any machine. `prepare` makes what is timed, of a size.
+    """
+
+    def check(prepare, size):
+        costs = []
+        for n in (size, 8 * size):
+            job, spent = prepare(n), []
+            for _ in range(2):
+                began = time.process_time()
+                job()
+                spent.append(time.process_time() - began)
+            costs.append(min(spent))
+        assert costs[1] < 24 * max(costs[0], 0.001), f"{costs[0]:.4f} s, then {costs[1]:.4f} s"
+
+    return check
 
 
 @pytest.fixture

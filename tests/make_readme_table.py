@@ -1,4 +1,4 @@
-"""Write the result table of README.md anew from models/evaluation.json."""
+"""Write the result table of README.md from models/evaluation.json."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def main(readme: Path, evaluation: Path) -> None:
         name = scope["scope_id"].rsplit(".", 1)[0]
         for model, entry in scope["models"].items():
             held = entry["holdout"]
+            errors = [held["mdape_pct"], held["p90_ape_pct"]]
             maes = [held["mae"], entry["baseline"]["mae"], entry["gradient_boosting"]["mae"]]
-            cells = [name, model, f"{held['n']:,}", *(_number(v) for v in (held["mape_pct"], *maes))]
+            cells = [name, model, f"{held['n']:,}", *(_number(v) for v in (*errors, *maes))]
             rows.append(f"| {' | '.join(cells)} |")
     text = readme.read_text(encoding="utf-8")
     table = re.compile(r"(?:^\| \S+ \| (?:alpha|beta)\..*\n)+", re.MULTILINE)

@@ -23,6 +23,7 @@ from tracefit.results.exports import ExportResult
 from tracefit.results.ingestion import IngestPlan, IngestResult
 from tracefit.results.inspection import Inspection
 from tracefit.results.predictions import RowPredictions
+from tracefit.results.receiving import ReceiveResult
 from tracefit.results.requests import RequestSummary
 from tracefit.results.training import ReportResult, RunResult, SynthResult, TrainResult
 from tracefit.results.verification import VerifyResult
@@ -47,6 +48,7 @@ RESULTS: dict[str, Any] = {
     "run": RunResult,
     "inspect": Inspection,
     "ingest": IngestResult | IngestPlan,
+    "receive": ReceiveResult,
     "train": TrainResult,
     "requests": RequestSummary | list[dict[str, str | float | int | None]],
     "report": ReportResult,

@@ -77,6 +77,7 @@ COMMANDS = {
     "ingest --dry-run": ("{runs}", "--out", "{out}/tables", "--dry-run"),
     "predict --prompt": ("{shipped}", "--scope", "llama-3.1-8b", "--prompt", "800", "--output", "9"),
     "predict --rows": ("{shipped}/beta.json", "--scope", "llama-3.1-8b", "--rows", "{out}/rows.csv"),
+    "receive": ("--out", "{out}/traces", "--grpc-port", "0", "--http-port", "0", "--stop-after", "0.1s"),
     "features": ("batch",),
     "synth": ("--out", "{out}", "--requests", "3"),
     "predict": ("{shipped}", "--scope", "llama-3.1-8b", "--batch", "32", "--context", "1500"),

@@ -68,7 +68,7 @@ def test_the_expectation_is_exported_and_its_error_stands_beside_the_clocks(trai
     errors = (rows["y"] - expected["intercept"]["value"]).abs()
     validation = admission["validation"]
     assert work["terms"] == []
-    assert validation["by"]["expectation"]["mae"] == pytest.approx(errors.mean(), rel=1e-6)
+    assert validation["by_group"]["expectation"]["mae"] == pytest.approx(errors.mean(), rel=1e-6)
     assert "| `alpha.admission`, expectation |" in (trained / "report.md").read_text()
 
 

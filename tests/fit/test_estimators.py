@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+
 import numpy as np
 import pytest
 from scipy.optimize import lsq_linear
@@ -10,7 +12,9 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import ElasticNet, Lasso, LinearRegression, Ridge
 from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
 
+from tracefit.fit import estimators
 from tracefit.fit.estimators import RobustLinear, confidence_intervals, huber_weights
 from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.select import choose_penalty, time_blocks
@@ -175,6 +179,29 @@ def test_it_is_an_estimator_as_scikit_learn_knows_them():
     assert copy.n_features_in_ == 3
 
 
+_NOT_PROMISED = {
+    "check_estimators_empty_data_messages": "without features the model is a constant",
+    "check_sample_weight_equivalence_on_dense_data": "a weight is an inverse variance up to a factor, no count of rows",
+}
+
+
+@parametrize_with_checks([RobustLinear()], expected_failed_checks=lambda _: _NOT_PROMISED)
+def test_it_keeps_the_contract_of_scikit_learn(estimator, check):
+    check(estimator)
+
+
+def test_the_model_keeps_nothing_of_the_rows():
+    x, y = _noisy(n=400)
+    model = RobustLinear().fit(x, y)
+    assert all(np.size(value) <= 3 for value in vars(model).values())
+    assert 1 <= model.n_iter_ <= 31
+
+
+def test_the_example_of_the_docstring_holds():
+    assert doctest.testmod(estimators).failed == 0
+    assert doctest.testmod(estimators).attempted >= 6
+
+
 def test_fitting_leaves_data_and_parameters_alone():
     x, y = _noisy()
     before = x.copy(), y.copy()
@@ -202,9 +229,10 @@ def _intervals(seed, *, n=150, memory=0.0, blocks=15, chosen=False):
         if chosen
         else PenaltyChoice("ridge", 1e-6, 0.0, 0)
     )
-    model = RobustLinear(choice.penalty, choice.strength).fit(x, y)
+    model = RobustLinear(choice.penalty, choice.strength)
+    rows = model.fit_rows(x, y)
     block = time_blocks(one_run, time, blocks)
-    intercept, slopes = confidence_intervals(x, y, model, block)
+    intercept, slopes = confidence_intervals(x, y, model, rows, block)
     return [intercept, *slopes]
 
 
@@ -231,8 +259,9 @@ def test_an_interval_is_as_wide_as_theory_has_it():
 @pytest.mark.parametrize("level", [2000.0, -3000.0])
 def test_where_nothing_can_be_negative_neither_can_an_interval(level):
     x, y = _noisy()
-    model = RobustLinear(positive=True).fit(x, y - TRUTH[0] + level)
-    intercept, slopes = confidence_intervals(x, y - TRUTH[0] + level, model, np.arange(len(y)) // 10)
+    model = RobustLinear(positive=True)
+    rows = model.fit_rows(x, y - TRUTH[0] + level)
+    intercept, slopes = confidence_intervals(x, y - TRUTH[0] + level, model, rows, np.arange(len(y)) // 10)
     assert slopes[1] is None
     assert (intercept is None) == (model.intercept_ == 0) == (level < 0)
     for interval in (intercept, *slopes):
@@ -241,8 +270,9 @@ def test_where_nothing_can_be_negative_neither_can_an_interval(level):
 
 def test_an_interval_holds_its_own_value_and_a_dropped_feature_has_none():
     x, y = _noisy()
-    model = RobustLinear("lasso", 0.3).fit(x, y)
-    _, slopes = confidence_intervals(x, y, model, np.arange(len(y)) // 10)
+    model = RobustLinear("lasso", 0.3)
+    rows = model.fit_rows(x, y)
+    _, slopes = confidence_intervals(x, y, model, rows, np.arange(len(y)) // 10)
     for value, interval in zip(model.coef_, slopes, strict=True):
         assert (interval is None) == (value == 0)
         assert interval is None or interval[0] < value < interval[1]

@@ -43,7 +43,7 @@ def test_the_peak_is_predicted_from_a_quiet_afternoon(surge):
     scope, entry, model = _beta(surge)
     assert model["feature_set"] == "roofline_max"
     assert entry["holdout"]["mape_pct"] <= 4.0
-    assert entry["reference"]["mape_pct"] > 1.5 * entry["holdout"]["mape_pct"]
+    assert entry["gradient_boosting"]["mape_pct"] > 1.5 * entry["holdout"]["mape_pct"]
     assert abs(scope["summed_step_time"]["bias_pct"]) <= 4.0
 
 
@@ -64,8 +64,8 @@ def test_errors_inside_and_outside_the_training_ranges_add_up(surge):
     _, entry, model = _beta(surge)
     held = _holdout(surge)
     outside = pl.any_horizontal(
-        (pl.col(t["feature"]) < t["seen"][0] * (1 - 1e-9))
-        | (pl.col(t["feature"]) > t["seen"][1] * (1 + 1e-9))
+        (pl.col(t["feature"]) < t["training_range"][0] * (1 - 1e-9))
+        | (pl.col(t["feature"]) > t["training_range"][1] * (1 + 1e-9))
         for t in model["terms"]
     )
     counts = {name: errors["n"] for name, errors in entry["by_load"].items()}
@@ -89,7 +89,7 @@ def test_the_lower_half_of_the_load_predicts_the_upper(surge):
     steps = pl.read_parquet(surge / "tables" / "beta_training" / "**" / "*.parquet")
     assert beyond["n"] == pytest.approx(steps.height / 2, rel=0.1)
     assert beyond["mape_pct"] <= 1.25 * entry["by_load"]["inside"]["mape_pct"]
-    assert beyond["mape_pct"] < beyond["reference"]["mape_pct"]
+    assert beyond["mape_pct"] < beyond["gradient_boosting"]["mape_pct"]
 
 
 def test_the_report_draws_the_error_over_the_load(surge):
@@ -107,7 +107,7 @@ def test_every_prediction_in_the_box_of_the_training_ranges_is_positive(surge):
     """Ten thousand random points of the box of all features, corners among them."""
     _, _, model = _beta(surge)
     rng = np.random.default_rng(0)
-    low, high = np.array([t["seen"] for t in model["terms"]]).T
+    low, high = np.array([t["training_range"] for t in model["terms"]]).T
     points = low + (high - low) * np.where(rng.random((10_000, 1)) < 0.5, rng.random((10_000, len(low))), rng.integers(0, 2, (10_000, len(low))))  # fmt: skip
     predicted = model["intercept"]["value"] + points @ [t["value"] for t in model["terms"]]
     assert predicted.min() > 0

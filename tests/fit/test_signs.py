@@ -45,8 +45,9 @@ def test_a_free_slope_costs_a_lasso_the_same_either_way():
 
 def test_only_what_is_bound_has_an_interval_that_ends_at_zero():
     x, y = _data(2, (4.0, 0.02, 0.02, 5.0))
-    model = RobustLinear(strength=0.0, positive=(True, False, False, False)).fit(x, y)
-    _, (first, second, _) = confidence_intervals(x, y, model, np.arange(len(y)) // 10)
+    model = RobustLinear(strength=0.0, positive=(True, False, False, False))
+    rows = model.fit_rows(x, y)
+    _, (first, second, _) = confidence_intervals(x, y, model, rows, np.arange(len(y)) // 10)
     assert first is None or first[0] >= 0
     assert second is not None
     assert second[0] < 0 < second[1]

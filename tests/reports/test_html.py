@@ -59,7 +59,7 @@ def test_the_verdict_comes_first(page):
     assert headings[1] == "Data"
     assert headings[-1] == "Provenance"
     tables = [table["text"] for table in page.all("table")]
-    assert "median error" in tables[0]
+    assert "median / P90 error" in tables[0]
     first = next(text for text in tables if text.startswith("use"))
     for use in ("simulation", "capacity planning", "autoscaling", "alerting"):
         assert use in first

@@ -164,18 +164,20 @@ def server_options(
     return ServerOptions(run_config, model_config, gpu, settings_from(given, where="--set"))
 
 
-def ingest_options(context: typer.Context) -> IngestOptions:
-    """Collect the options on what is kept of traces and how much of a file is read.
+def keys_of(texts: list[str] | None) -> tuple[str, ...]:
+    """Return the keys of attributes in the values of an option; several may stand in one, comma separated."""
+    keys = [key.strip() for text in texts or [] for key in text.split(",")]
+    return tuple(key for key in keys if key)
 
-    Several keys of attributes may stand in one value, comma separated.
-    """
+
+def ingest_options(context: typer.Context) -> IngestOptions:
+    """Collect the options on what is kept of traces and how much of a file is read."""
     from tracefit.commands.ingest import IngestOptions
 
     given = context.params
-    keys = [key.strip() for text in given["keep_attributes"] or [] for key in text.split(",")]
     return IngestOptions(
         all_spans=given["all_spans"],
-        keep_attributes=tuple(key for key in keys if key),
+        keep_attributes=keys_of(given["keep_attributes"]),
         show_values=given["show_values"],
         max_document=given["max_document"] << 20,
         max_rejects=given["max_rejects"],

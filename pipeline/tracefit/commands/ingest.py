@@ -117,7 +117,8 @@ def ingest(
     Raises:
         UsageError: A path, a configuration file or an option is wrong, or the folder cannot be written; the tables are
             as they were.
-        DataError: A run holds no vLLM spans at all; nothing of it is written.
+        DataError: Not a single run holds vLLM spans; nothing of them is written. One among others is left out, and the
+            result names it.
     """
     with open_inputs(paths) as inputs:
         return ingest_inputs(
@@ -134,7 +135,7 @@ def ingest_inputs(
     inputs: Inputs,
     out: str | Path,
     server: ServerOptions,
-    told: Progress,
+    progress: Progress,
     *,
     options: IngestOptions = IngestOptions(),
     workers: int | None = None,
@@ -146,22 +147,31 @@ def ingest_inputs(
     warnings = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
 
     def waiting() -> None:
-        told.warn(f"{store.root}: another process is writing there; waiting for it")
+        progress.warn(f"{store.root}: another process is writing there; waiting for it")
 
     with disk_errors(store.root), store.lock(waiting):
         sweep(store.root)
-        work = _Work(store, workers or available_cores(), options, told)
+        work = _Work(store, workers or available_cores(), options, progress)
+        summaries: list[RunSummary] = []
+        failed: list[DataError] = []
         try:
-            summaries = [
-                work.run(source, context, warnings)
-                for source, context in zip(inputs.runs, contexts, strict=True)
-            ]
+            for source, context in zip(inputs.runs, contexts, strict=True):
+                try:
+                    summaries.append(work.run(source, context, warnings))
+                except DataError as error:
+                    # Each run stands alone; of a single one, its error is the command's.
+                    if len(inputs.runs) == 1:
+                        raise
+                    failed.append(error)
+                    warnings.append(f"left out: {error.line()}")
         finally:
             _sweep_stage(store)
+    if failed and not summaries:
+        raise failed[0]
     write_timelines(store, [s.run_id for s in summaries if _is_small(store, s.run_id)])
     for text in warnings:
-        told.warn(text)
-    return IngestResult(Path(out), tuple(summaries), tuple(warnings))
+        progress.warn(text)
+    return IngestResult(Path(out), tuple(summaries), tuple(warnings), tuple(e.line() for e in failed))
 
 
 def _context(source: RunSource, server: ServerOptions) -> RunContext:
@@ -180,25 +190,29 @@ class _Work:
     store: TableStore
     workers: int
     options: IngestOptions
-    told: Progress
+    progress: Progress
 
     def run(self, source: RunSource, context: RunContext, warnings: list[str]) -> RunSummary:
         """Bring one run's tables up to date."""
-        self.told.stage(f"reading {source.run_id}")
+        self.progress.stage(f"reading {source.run_id}")
         manifest = self.store.manifest()
         run_id = resolve_run_id(manifest, source)
+        known = manifest.runs.get(run_id)
+        if known is not None and known.tables and not self.store.is_intact(run_id):
+            warnings.append(f"{run_id}: its tables are damaged, or files of them missing; it is read anew")
+            known = None
         if run_id != source.run_id:
             warnings.append(
                 f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
             )
-        options, known = options_hash(self.options.rows), manifest.runs.get(run_id)
+        options = options_hash(self.options.rows)
         reading = Reading(
             known=KnownFiles.of(known, options, self.store.root),
             options=self.options.rows,
             limits=self.options.limits,
             root=self.store.root,
             workers=self.workers,
-            progress=self.told,
+            progress=self.progress,
         )
         read = reading.read(source.trace_files)
         memory.give_back()
@@ -223,7 +237,7 @@ class _Work:
         limits: dict[str, float],
     ) -> None:
         with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
-            self.told.stage(f"writing {run_id}")
+            self.progress.stage(f"writing {run_id}")
             counts = build_tables(
                 run.files,
                 run_id=run_id,
@@ -287,9 +301,9 @@ def _require_spans(source: RunSource, counts: IngestCounts) -> None:
             where=source.name,
             hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them",
         )
-    seen = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
+    found = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
     raise DataError(
-        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({seen})",
+        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({found})",
         where=source.name,
         hint="start stock vLLM with --otlp-traces-endpoint, or inference-sim's fork of vLLM with --enable-journey-tracing "
         "and --step-tracing-enabled too",

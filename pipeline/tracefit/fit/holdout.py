@@ -157,9 +157,9 @@ def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
         fitted: The model.
     """
     held = counted(fitted.rows, "holdout")
-    speaker = active_regime(fitted.regimes, held)
+    active = active_regime(fitted.regimes, held)
     return tuple(
-        _refitted(part, held.filter(pl.Series(speaker == index))) for index, part in enumerate(fitted.regimes)
+        _refitted(part, held.filter(pl.Series(active == index))) for index, part in enumerate(fitted.regimes)
     )
 
 

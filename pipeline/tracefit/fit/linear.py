@@ -134,19 +134,19 @@ class FittedRegime:
 
 def predict_regimes(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> Vector:
     """Predict rows, each by the first part whose condition holds; shape (n,)."""
-    speaker = active_regime(parts, rows)
+    active = active_regime(parts, rows)
     predicted = np.zeros(rows.height)
     for index, part in enumerate(parts):
-        predicted = np.where(speaker == index, part.predict(rows), predicted)
+        predicted = np.where(active == index, part.predict(rows), predicted)
     return predicted
 
 
 def active_regime(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> Integers:
     """Return the index of the part that speaks for each row; shape (n,)."""
-    speaker = np.full(rows.height, len(parts) - 1)
+    active = np.full(rows.height, len(parts) - 1)
     for index in reversed(range(len(parts) - 1)):
-        speaker[which(rows, parts[index].regime.holds())] = index
-    return speaker
+        active[which(rows, parts[index].regime.holds())] = index
+    return active
 
 
 def which(rows: pl.DataFrame, condition: pl.Expr) -> Flags:

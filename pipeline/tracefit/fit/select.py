@@ -217,10 +217,10 @@ def _fold_predictions(
     positive: Positive,
 ) -> Matrix:
     """Predict one fold by every candidate fitted on the others; shape (n_candidates, n_rows)."""
-    first = RobustLinear(*candidates[0], rounds=FOLD_ROUNDS, positive=positive).fit(*train)
+    first = RobustLinear(*candidates[0], max_iter=FOLD_ROUNDS, positive=positive).fit_rows(*train)
     center, scale = train[0].mean(axis=0), train[0].std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
-    of = moments(np.asfortranarray((train[0] - center) / scale), train[1], first.weights_)
+    of = moments(np.asfortranarray((train[0] - center) / scale), train[1], first.weights)
     lines = [line(of, -center / scale, *candidate, positive=positive) for candidate in candidates]
     return np.array([intercept + x @ (slopes / scale) for intercept, slopes in lines])
 
@@ -233,6 +233,6 @@ def out_of_fold(
     for fold in np.unique(blocks):
         test = blocks == fold
         rest = ~test if not test.all() else test
-        model = RobustLinear(choice.penalty, choice.strength, rounds=FOLD_ROUNDS, positive=positive)
+        model = RobustLinear(choice.penalty, choice.strength, max_iter=FOLD_ROUNDS, positive=positive)
         predicted[test] = model.fit(x[rest], y[rest], weights[rest]).predict(x[test])
     return np.asarray(np.maximum(predicted, 0.0))

@@ -83,16 +83,16 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
         have = f"{used.height} training and {holdout.height} held-out rows"
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
         return TooFewRows(f"{have}, {need}", rows)
-    judged = evaluation_rows(holdout, options.eval_filter)
-    curve = learning_curve(parts, designs, judged, fewest=MIN_TRAIN_ROWS)
+    evaluated = evaluation_rows(holdout, options.eval_filter)
+    curve = learning_curve(parts, designs, evaluated, fewest=MIN_TRAIN_ROWS)
     return LinearFit(
         regimes=tuple(parts),
         huber=HUBER,
         rows_train=int((rows["split"] == "train").sum()),
         rows_used=used.height,
-        rows_holdout=judged.height,
+        rows_holdout=evaluated.height,
         validation=replace(
-            validate(parts, used, judged, options),
+            validate(parts, used, evaluated, options),
             learning_curve=curve,
             held_out_equations=equation_errors(parts, holdout),
         ),
@@ -174,8 +174,9 @@ def _fit_part(
         misleading = [FeatureLeftOut(c.name, reason) for c in data.columns]
         part, level = _fit_part(used, aside, regime, [], options)
         return replace(part, features_left_out=(*left, *misleading, *part.features_left_out)), level
-    model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(data.x, data.y, data.weights)
-    intercept_ci, intervals = confidence_intervals(data.x, data.y, model, data.blocks())
+    model = RobustLinear(choice.penalty, choice.strength, positive=positive)
+    rows = model.fit_rows(data.x, data.y, data.weights)
+    intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
     bounds, _ = bounds_of(positive, len(data.columns))
     penalized = f"set to zero by the {_SPELLED[choice.penalty]}"
     fitted = zip(data.columns, model.coef_, bounds, strict=True)

@@ -37,43 +37,43 @@ WITHIN_PCT = 5.0
 
 
 def validate(
-    parts: list[FittedRegime], used: pl.DataFrame, judged: pl.DataFrame, options: FitOptions
+    parts: list[FittedRegime], used: pl.DataFrame, evaluated: pl.DataFrame, options: FitOptions
 ) -> Validation:
     """Measure parts on the held-out rows, with what stands beside them.
 
     Args:
         parts: The model.
         used: The rows it was fitted on.
-        judged: The held-out rows the error is measured on.
+        evaluated: The held-out rows the error is measured on.
         options: How it was fitted.
     """
-    y, y_held = target_of(used), target_of(judged)
-    predicted = predict_regimes(parts, judged)
+    y, y_held = target_of(used), target_of(evaluated)
+    predicted = predict_regimes(parts, evaluated)
     measured = measure(y_held, predicted)
     baseline = measure(y_held, np.full(len(y_held), float(np.median(y))))
-    groups = {name: which(judged, condition) for name, condition in options.groups}
-    outside, extrapolated = _extrapolated(parts, judged)
+    groups = {name: which(evaluated, condition) for name, condition in options.groups}
+    outside, extrapolated = _extrapolated(parts, evaluated)
     close = np.abs(predicted - y_held) <= WITHIN_PCT / 100 * np.abs(y_held)
     names = sorted({t.feature.name for part in parts for t in part.terms})
     return Validation(
         train=measure(y, predict_regimes(parts, used)),
         holdout=measured,
         baseline=baseline,
-        reference=reference(used, judged, names) if options.reference and names else None,
+        reference=reference(used, evaluated, names) if options.reference and names else None,
         by_group={
             name: measure(y_held[rows], predicted[rows]) for name, rows in groups.items() if rows.any()
         },
         within_5_pct=100 * float(close.mean()),
         extrapolated_rows=int(outside.sum()),
         extrapolated=extrapolated,
-        interval_coverage_pct=_coverage_pct(parts, judged),
+        interval_coverage_pct=_coverage_pct(parts, evaluated),
         by_load={
             name: measure(y_held[rows], predicted[rows])
             for name, rows in (("inside", ~outside), ("outside", outside))
             if rows.any()
         },
         skill=skill(measured, baseline),
-        classifier=_classify(parts, judged, options.label)
+        classifier=_classify(parts, evaluated, options.label)
         if len(parts) > 1 and options.label is not None
         else None,
     )
@@ -97,15 +97,15 @@ def equation_errors(parts: list[FittedRegime], holdout: pl.DataFrame) -> Equatio
     )
 
 
-def _extrapolated(parts: list[FittedRegime], judged: pl.DataFrame) -> tuple[Flags, dict[str, int]]:
+def _extrapolated(parts: list[FittedRegime], evaluated: pl.DataFrame) -> tuple[Flags, dict[str, int]]:
     """Tell held-out rows with a feature outside the range of the training rows of their part, and count by feature."""
-    outside = np.zeros(judged.height, dtype=bool)
+    outside = np.zeros(evaluated.height, dtype=bool)
     by_feature: dict[str, int] = {}
-    speaker = active_regime(parts, judged)
+    active = active_regime(parts, evaluated)
     for index, part in enumerate(parts):
         for term in part.terms:
-            values = judged[term.feature.name].cast(pl.Float64).to_numpy()
-            beyond = (speaker == index) & (
+            values = evaluated[term.feature.name].cast(pl.Float64).to_numpy()
+            beyond = (active == index) & (
                 (values < term.training_range[0]) | (values > term.training_range[1])
             )
             if beyond.any():
@@ -114,18 +114,18 @@ def _extrapolated(parts: list[FittedRegime], judged: pl.DataFrame) -> tuple[Flag
     return outside, by_feature
 
 
-def _coverage_pct(parts: list[FittedRegime], judged: pl.DataFrame) -> float:
-    speaker = active_regime(parts, judged)
-    low, high = np.zeros(judged.height), np.zeros(judged.height)
+def _coverage_pct(parts: list[FittedRegime], evaluated: pl.DataFrame) -> float:
+    active = active_regime(parts, evaluated)
+    low, high = np.zeros(evaluated.height), np.zeros(evaluated.height)
     for index, part in enumerate(parts):
-        limits = part.prediction_interval.limits(part.predict(judged))
-        low, high = (np.where(speaker == index, *pair) for pair in zip(limits, (low, high), strict=True))
-    return coverage_pct(low, target_of(judged), high)
+        limits = part.prediction_interval.limits(part.predict(evaluated))
+        low, high = (np.where(active == index, *pair) for pair in zip(limits, (low, high), strict=True))
+    return coverage_pct(low, target_of(evaluated), high)
 
 
-def _classify(parts: list[FittedRegime], judged: pl.DataFrame, truth: pl.Expr) -> Classifier:
+def _classify(parts: list[FittedRegime], evaluated: pl.DataFrame, truth: pl.Expr) -> Classifier:
     """Hold the first regime's condition against what happened, on the rows that tell what happened."""
-    known = judged.filter(truth.is_not_null())
+    known = evaluated.filter(truth.is_not_null())
     true, told = which(known, truth), which(known, parts[0].regime.holds())
     rates = [float((told[true == side] == side).mean()) for side in (True, False) if (true == side).any()]
     return Classifier(
@@ -137,14 +137,14 @@ def _classify(parts: list[FittedRegime], judged: pl.DataFrame, truth: pl.Expr) -
     )
 
 
-def reference(used: pl.DataFrame, judged: pl.DataFrame, names: list[str]) -> Metrics:
+def reference(used: pl.DataFrame, evaluated: pl.DataFrame, names: list[str]) -> Metrics:
     """Gradient boosting on the same features and rows: what a model nobody can read would get."""
     boosted = HistGradientBoostingRegressor(loss="absolute_error", max_iter=200, random_state=0)
     # One thread: threads that wait for each other on a busy machine cost more than they bring on frames this small,
     # and sums do not depend on how many there are.
     with threadpool_limits(1):
         boosted.fit(matrix(used, names), target_of(used))
-    return measure(target_of(judged), np.maximum(boosted.predict(matrix(judged, names)), 0.0))
+    return measure(target_of(evaluated), np.maximum(boosted.predict(matrix(evaluated, names)), 0.0))
 
 
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
@@ -154,7 +154,7 @@ SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
 def learning_curve(
     parts: Sequence[FittedRegime],
     designs: Sequence[Design],
-    judged: pl.DataFrame,
+    evaluated: pl.DataFrame,
     *,
     fewest: int,
 ) -> tuple[LearningPoint, ...]:
@@ -165,10 +165,10 @@ def learning_curve(
     Args:
         parts: The fitted model.
         designs: The training rows of each part.
-        judged: The held-out rows.
+        evaluated: The held-out rows.
         fewest: Rows that every part needs.
     """
-    y = target_of(judged)
+    y = target_of(evaluated)
     points = []
     for share in SHARES:
         chosen = [design.latest(share) for design in designs]
@@ -183,7 +183,7 @@ def learning_curve(
                 model.fit(design.x[mine], design.y[mine], design.weights[mine])
                 terms = linear_terms(design.columns, model.coef_, design.x)
                 refitted[index] = replace(part, intercept=model.intercept_, terms=terms)
-        errors = measure(y, predict_regimes(refitted, judged))
+        errors = measure(y, predict_regimes(refitted, evaluated))
         if errors.mae is not None:
             points.append(LearningPoint(share, sum(rows), errors.mae, errors.mape_pct))
     return tuple(points)

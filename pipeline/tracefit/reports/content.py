@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from tracefit.results.figures import ScopeRows
 
 _PREAMBLE = "Errors are measured on the hold-out: the last 30 % of each run in time; only idle gaps and restarts are left out of it."
+_HEADLINE_NOTE = (
+    "TTFT, ITL and E2E are predicted with the measured batches and waits of each request (teacher-forced): they measure the "
+    "step and overhead models. Predictions from averages alone, as for a single request, are less exact: see *Request "
+    "latencies*."
+)
 _TERMS = (
     ("step", "one iteration of the engine over its batch"),
     (
@@ -90,6 +95,7 @@ def build_report(
     parts: list[ReportPart] = [
         _subject(evaluation, traced),
         _overview(evaluation, labels),
+        _HEADLINE_NOTE,
         *_first_figure(scopes, labels),
         *_verdict_parts(evaluation, labels),
         _PREAMBLE,
@@ -155,9 +161,9 @@ def _overview(evaluation: Evaluation, labels: Mapping[str, ScopeLabel]) -> Table
         label = labels[scope.scope_id]
         step = next((e for name, e in scope.models.items() if name.startswith("beta.")), None)
         errors = [
-            _median_error(step.holdout, step.baseline) if step else "-",
+            _headline(step.holdout, step.baseline) if step else "-",
             *(
-                _median_error(scope.latency[key].teacher_forced, scope.latency[key].baseline)
+                _headline(scope.latency[key].teacher_forced, scope.latency[key].baseline)
                 if key in scope.latency
                 else "-"
                 for key in _HEADLINES
@@ -172,13 +178,15 @@ def _overview(evaluation: Evaluation, labels: Mapping[str, ScopeLabel]) -> Table
         name = f"`{label.name}`" + (f" ({label.detail})" if label.detail else "")
         rows.append((name, ", ".join(f"`{r}`" for r in scope.runs), *errors, holds))
     head = ("scope", "runs", "step time", *_HEADLINES.values(), "holds for")
-    return table((*head[:2], *(f"{h}, median error" for h in head[2:6]), head[6]), rows)
+    return table((*head[:2], *(f"{h}, median / P90 error" for h in head[2:6]), head[6]), rows)
 
 
-def _median_error(found: Metrics, baseline: Metrics) -> str:
+def _headline(found: Metrics, baseline: Metrics) -> str:
+    """Write median and P90 of the percentage errors, and those of the baseline."""
     if found.mdape_pct is None:
         return "-"
-    return f"{number(found.mdape_pct)} % (baseline {number(baseline.mdape_pct)} %)"
+    ours, base = (f"{number(m.mdape_pct)} / {number(m.p90_ape_pct)} %" for m in (found, baseline))
+    return f"{ours} (baseline {base})"
 
 
 def _first_figure(scopes: list[_Section], labels: Mapping[str, ScopeLabel]) -> list[ReportPart]:

@@ -11,6 +11,7 @@ import textwrap
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from tracefit.errors import printable, spreadsheet_safe
 from tracefit.reports.scopes import ScopeLabel, scope_labels
 from tracefit.reports.text import WIDTH, columns, count, indented, mape_misleads, number, plural, share
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tracefit.results.ingestion import IngestPlan, IngestResult
     from tracefit.results.inspection import Inspection, RunFacts, ScopeFacts, ServerFacts
     from tracefit.results.predictions import RowPredictions
+    from tracefit.results.receiving import ReceiveResult
     from tracefit.results.requests import Quantiles, RequestGroup, RequestSummary
     from tracefit.results.training import LatencySummary, ModelSummary, RunResult, SynthResult, TrainResult
     from tracefit.results.verification import VerifyResult
@@ -95,7 +97,11 @@ def _scopes(result: TrainResult) -> list[str]:
         lines.append(indented(columns(head, [_model_row(m) for m in fitted])))
         lines += [indented(_wrapped(text, "  ")) for text in _misleading(fitted)]
         if latencies:
-            lines.append(indented(_wrapped(f"median errors of requests: {_latencies(latencies)}", "  ")))
+            lines.append(
+                indented(
+                    _wrapped(f"median errors with measured waits and batches: {_latencies(latencies)}", "  ")
+                )
+            )
         verdicts = result.verdicts.get(scope_id, {})
         if verdicts:
             lines.append(
@@ -142,6 +148,18 @@ def features_text(sets: Sequence[FeatureSet]) -> str:
             lines += [f"  {f.name}, {f.unit} = {f.formula}", indented(indented(_wrapped(f.reason)))]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def receive_text(result: ReceiveResult) -> str:
+    """Give what was received, by sender, and the folder it is in."""
+    head = ("service", "instance", "spans")
+    rows = [
+        (printable(r.service), printable(r.instance) or "-", count(r.spans)) for r in result.received_from
+    ]
+    table = columns(head, rows, left={0, 1}) if rows else "nothing was received"
+    files = f"{plural(len(result.files), 'file')}, {count(result.bytes)} bytes"
+    requests = f"{count(result.exports)} acknowledged, {count(result.refused)} refused"
+    return f"{table}\n\nrequests  {requests}\nwritten   {files}, below {result.out}"
 
 
 def synth_text(result: SynthResult) -> str:
@@ -274,7 +292,7 @@ def requests_csv(summary: RequestSummary) -> str:
     points = ("n", "mean", *_POINTS)
     writer.writerow([*_FACTS, *(f"{m}_{p}" for m in _METRICS for p in points)])
     for group in summary.groups:
-        facts = [getattr(group, name) for name in _FACTS]
+        facts = [spreadsheet_safe(getattr(group, name)) for name in _FACTS]
         writer.writerow([*facts, *(getattr(getattr(group, m), p) for m in _METRICS for p in points)])
     return text.getvalue()
 
@@ -351,7 +369,9 @@ def rows_text(predicted: RowPredictions) -> str:
     if predicted.predictions:
         writer = csv.DictWriter(text, list(predicted.predictions[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(predicted.predictions)
+        writer.writerows(
+            {key: spreadsheet_safe(cell) for key, cell in row.items()} for row in predicted.predictions
+        )
     return text.getvalue()
 
 

@@ -269,7 +269,7 @@ def _epoch_starts(
     for found in marks.windows():
         scanner.feed(found)
     starts = scanner.starts()
-    sound = replace(sieve, limits=counted.believed(), strays=scanner.strays(), bounds=scanner.bounds())
+    sound = replace(sieve, limits=counted.accepted(), strays=scanner.strays(), bounds=scanner.bounds())
     return starts, sound
 
 
@@ -291,7 +291,7 @@ class _LimitCount:
                 self.values[f"{c.limit} {c.name}"] += rows[c.name].count()
                 self.above[f"{c.limit} {c.name}"] += int((rows[c.name] > self.limits[c.limit]).sum() or 0)
 
-    def believed(self) -> dict[str, float]:
+    def accepted(self) -> dict[str, float]:
         """Return the settings that the run does not contradict."""
         refuted = {key.split()[0] for key, n in self.above.items() if n > self.values[key] * _ODD_SHARE}
         return {name: most for name, most in self.limits.items() if name not in refuted}

@@ -106,7 +106,7 @@ def on_core_clock(journeys: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     return journeys.with_columns(ts_ns=pl.when(off).then(there).otherwise("ts_ns")), int(moved)
 
 
-def tell_apart(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
+def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
     """Give every engine a server name of its own where several share one: `name#1`, `name#2`, in order of time.
 
     Hosts are told apart by the zero of their monotonic clock. Where step spans of one clock interleave, their step
@@ -125,9 +125,11 @@ def tell_apart(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFr
     """
     if _are_one_each(spans):
         return pl.DataFrame(schema={"span_row": spans.schema["span_row"], "server": pl.String})
-    seen = _with_clock(spans)
-    groups = [group for _, group in seen.group_by("server", "clock", maintain_order=True)]
-    engines = pl.concat([seen.clear(), *(_with_counter(group, marks_of) for group in groups)], how="diagonal")
+    clocked = _with_clock(spans)
+    groups = [group for _, group in clocked.group_by("server", "clock", maintain_order=True)]
+    engines = pl.concat(
+        [clocked.clear(), *(_with_counter(group, marks_of) for group in groups)], how="diagonal"
+    )
     # By starts alone: a request that outlives a jump of the wall clock does not make two hosts.
     lives = engines.group_by("server", "clock", "counter").agg(
         begin=pl.col("start_unix_ns").min(), end=pl.col("start_unix_ns").max()
@@ -143,7 +145,7 @@ def tell_apart(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFr
 
 
 def _are_one_each(spans: pl.DataFrame) -> bool:
-    """Whether no server has zeros far apart or step spans that interleave: the usual case, told with few copies."""
+    """Whether no server has zeros far apart or step spans that interleave: the usual case, decided with few copies."""
     zeros = spans.group_by("server").agg(pl.col("zero").max() - pl.col("zero").min())
     if (zeros["zero"] > SAME_CLOCK_NS).any():
         return False
@@ -169,16 +171,16 @@ def _with_counter(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
     lives = chains.group_by("chain").agg(begin=pl.col("first_ns").min(), end=pl.col("last_ns").max())
     lives = lives.sort("begin", "chain")
     lives = lives.with_columns(_slots(lives)).select("chain", counter="slot")
-    known = chains.join(lives, on="chain", suffix="_told").select("span_row", counter="counter_told")
+    known = chains.join(lives, on="chain", suffix="_slot").select("span_row", counter="counter_slot")
     others = spans.join(known, on="span_row", how="anti").select("span_row")
     # Snapshots carry wall-clock time alone.
     marks = marks_of(spans.select("span_row")).with_columns(
         ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - spans["zero"].drop_nulls().first())
     )
-    told = pl.concat([known, _by_agreement(others, known, marks)])
+    assigned = pl.concat([known, _by_agreement(others, known, marks)])
     return (
         spans.drop("counter")
-        .join(told, on="span_row", how="left")
+        .join(assigned, on="span_row", how="left")
         .with_columns(pl.col("counter").fill_null(0))
     )
 
@@ -226,29 +228,29 @@ def _by_agreement(others: pl.DataFrame, known: pl.DataFrame, marks: pl.DataFrame
     With few steps sampled that is rough at first; the spans that are told apart clearly make it finer.
     """
     timed = marks.drop_nulls(["ts_ns", "step"]).sort("ts_ns")
-    asked = timed.join(others, on="span_row", how="semi")
+    undecided = timed.join(others, on="span_row", how="semi")
     clock = timed.filter("is_summary").join(known, on="span_row", how="inner")
-    told = known.clear()
+    assigned = known.clear()
     for _ in range(_ROUNDS):
         counters = sorted(clock["counter"].unique())
-        errors = pl.concat([_errors(asked, clock.filter(counter=number), number) for number in counters])
+        errors = pl.concat([_errors(undecided, clock.filter(counter=number), number) for number in counters])
         ranked = errors.sort("span_row", "error", "counter")
-        told = ranked.group_by("span_row", maintain_order=True).agg(
+        assigned = ranked.group_by("span_row", maintain_order=True).agg(
             pl.col("counter").first(),
             margin=pl.col("error").get(1, null_on_oob=True) - pl.col("error").first(),
         )
-        clear = told.filter(pl.col("margin") > _CLEAR_STEPS).select("span_row", "counter")
+        clear = assigned.filter(pl.col("margin") > _CLEAR_STEPS).select("span_row", "counter")
         clock = timed.join(pl.concat([known, clear]), on="span_row", how="inner")
-    return told.select("span_row", "counter")
+    return assigned.select("span_row", "counter")
 
 
-def _errors(asked: pl.DataFrame, clock: pl.DataFrame, counter: int) -> pl.DataFrame:
+def _errors(undecided: pl.DataFrame, clock: pl.DataFrame, counter: int) -> pl.DataFrame:
     """Mean distance of each span's events from one counter as others tell it: span_row, counter, error in steps."""
     points = clock.select("ts_ns", at_ns="ts_ns", at_step="step")
     before, after = (
         points.rename({"at_ns": f"{side}_ns", "at_step": f"{side}_step"}) for side in ("before", "after")
     )
-    sides = asked.select("span_row", "step", "ts_ns")
+    sides = undecided.select("span_row", "step", "ts_ns")
     sides = sides.join_asof(before, on="ts_ns", allow_exact_matches=False)
     sides = sides.join_asof(after, on="ts_ns", strategy="forward", allow_exact_matches=False)
     span_ns = (pl.col("after_ns") - pl.col("before_ns")).clip(lower_bound=1)

@@ -44,7 +44,7 @@ def _us(end: str, start: str) -> pl.Expr:
 def with_state(requests: pl.DataFrame) -> pl.DataFrame:
     """Add `state`, by the finish status, else the last event of the core, else the end of the API span.
 
-    A request that only its API span tells of, and that left it without an error, is done in a way nobody told: null.
+    A request that only its API span describes, and that left it without an error, is done in an unknown way: null.
 
     Args:
         requests: finish_status, last_event (of the core), arrival_ns, departed_ns, aborted_ns.
@@ -67,11 +67,11 @@ def with_durations(requests: pl.DataFrame) -> pl.DataFrame:
     Source of the formulas: the request metrics of vLLM; the wait after a preemption belongs to neither prefill nor
     decode.
     """
-    seen = pl.col("preempted_events").fill_null(0)
-    lost = pl.col("num_preemptions") > seen
+    counted = pl.col("preempted_events").fill_null(0)
+    lost = pl.col("num_preemptions") > counted
     # Never preempted: the requeue wait is a true zero. Preempted without the events of it: unknown.
     requeue = {
-        side: pl.when(lost).then(None).when(seen > 0).then(f"requeue_{side}_us").otherwise(0.0)
+        side: pl.when(lost).then(None).when(counted > 0).then(f"requeue_{side}_us").otherwise(0.0)
         for side in ("before", "after")
     }
     cut_off = pl.col("finish_status").is_in(_CUT_OFF)
@@ -98,7 +98,7 @@ def with_durations(requests: pl.DataFrame) -> pl.DataFrame:
 def with_rates(requests: pl.DataFrame) -> pl.DataFrame:
     """Add times per token, throughput and shares of the latency to rows whose durations are known.
 
-    An inference time that somebody told is kept; one that is worked out ends with the last token.
+    An inference time that the trace gives is kept; one that is worked out ends with the last token.
     """
     e2e = pl.when(pl.col("e2e_us") > 0).then("e2e_us")
     later = pl.when(pl.col("output_tokens") > 1).then(pl.col("output_tokens") - 1)

@@ -87,7 +87,7 @@ class EpochScanner:
         return pl.concat([pl.DataFrame(schema=STRAYS), *found])
 
     def bounds(self) -> pl.DataFrame:
-        """Return the lowest and the highest step of every server that is believed: server, least, most."""
+        """Return the lowest and the highest step of every server that is accepted: server, least, most."""
         found = [(name, s.least, s.most) for name, s in self._servers.items() if s.step is not None]
         return pl.DataFrame(
             found, schema={"server": pl.String, "least": pl.Int64, "most": pl.Int64}, orient="row"
@@ -100,7 +100,7 @@ class _Server:
 
     first_clock: int | None = None
     step: int | None = None
-    """Step of the last mark that is believed."""
+    """Step of the last mark that is accepted."""
     least: int = np.iinfo(np.int64).max
     most: int = 0
     exact: tuple[int, int] | None = None
@@ -147,21 +147,21 @@ class _Server:
             self.first_clock = int(clock[0])
         previous = np.concatenate([[step[0] if self.step is None else self.step], step[:-1]])
         is_jump = previous.astype(np.float64) - step > STEP_JITTER
-        told = np.maximum.accumulate(np.where(is_jump, clock, self.jump_clock))
+        last_jump = np.maximum.accumulate(np.where(is_jump, clock, self.jump_clock))
         self.jumps.update(clock[is_jump].tolist())
-        self._compare_summaries(clock[exact], step[exact], told[exact])
-        self.step, self.jump_clock = int(step[-1]), int(told[-1])
+        self._compare_summaries(clock[exact], step[exact], last_jump[exact])
+        self.step, self.jump_clock = int(step[-1]), int(last_jump[-1])
 
     def _compare_summaries(
-        self, clock: NDArray[np.int64], step: NDArray[np.int64], told: NDArray[np.int64]
+        self, clock: NDArray[np.int64], step: NDArray[np.int64], last_jump: NDArray[np.int64]
     ) -> None:
-        """Find backward jumps between summaries that no large jump in between has already told of."""
+        """Find backward jumps between summaries that no large jump in between has already marked."""
         if not len(clock):
             return
         last_step, last_clock = self.exact or (int(step[0]) - 1, int(clock[0]))
         steps_before = np.concatenate([[last_step], step[:-1]])
         clocks_before = np.concatenate([[last_clock], clock[:-1]])
-        is_back = (steps_before >= step) & (told <= clocks_before)
+        is_back = (steps_before >= step) & (last_jump <= clocks_before)
         self.jumps.update(clock[is_back].tolist())
         self.exact = (int(step[-1]), int(clock[-1]))
 

@@ -1,6 +1,6 @@
 """Frames of any number in, windows in sorted order out, with few rows in memory at a time.
 
-Frames that come in are sorted and laid down on disk as blocks. The first key of every block is remembered; going over
+Frames that come in are sorted and spilled to disk as blocks. The first key of every block is remembered; going over
 the blocks in the order of these keys, all rows below the first key of the block that comes next are complete. Traces
 come nearly in order, so that few blocks wait at any time.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HELD_BYTES = 80 << 20
-"""Rows that the sorts of one run keep in memory together before some are laid down on disk."""
+"""Rows that the sorts of one run keep in memory together before some are spilled to disk."""
 
 WINDOW_BYTES = 16 << 20
 """Rows of a window, about, as they are in memory."""
@@ -58,10 +58,10 @@ class SortSpace:
         self.sorts.append(ExternalSort(self, key, order))
         return self.sorts[-1]
 
-    def make_room(self) -> None:
-        """Lay rows down on disk until few enough are held, those of the largest sort first."""
+    def evict(self) -> None:
+        """Spill rows to disk until few enough are held, those of the largest sort first."""
         while sum(sort.held_bytes for sort in self.sorts) > HELD_BYTES:
-            max(self.sorts, key=lambda sort: sort.held_bytes).lay_down()
+            max(self.sorts, key=lambda sort: sort.held_bytes).spill()
 
 
 @dataclass(slots=True)
@@ -93,14 +93,14 @@ class ExternalSort:
         self._held.append(frame)
         self.held_bytes += int(frame.estimated_size())
         self.rows += frame.height
-        self.space.make_room()
+        self.space.evict()
 
     def windows(self) -> Iterator[pl.DataFrame]:
         """Yield all rows in order, as frames none of which is empty; what was taken is given back once."""
         if not self._blocks:
             yield from self._held_windows()
             return
-        self.lay_down()
+        self.spill()
         blocks = sorted(self._blocks, key=lambda block: block.first)
         files = {path: pa.ipc.open_file(pa.OSFile(str(path))) for path in {b.run for b in blocks}}
         waiting: list[pl.DataFrame] = []
@@ -127,8 +127,8 @@ class ExternalSort:
         for begin, end in pairwise(_cuts(rows.select(pl.col(self.key).gather(places)), windows)):
             yield rows[places[begin:end]]
 
-    def lay_down(self) -> None:
-        """Put what is in memory on disk."""
+    def spill(self) -> None:
+        """Write the rows in memory to disk, as blocks in the order of the key."""
         if not self._held:
             return
         # Blocks need the order of the key alone; the rest of it is made when a window is.

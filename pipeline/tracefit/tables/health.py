@@ -139,6 +139,6 @@ def _steps_in_order(steps: pl.DataFrame) -> Check:
 
 
 def _tokens_add_up(steps: pl.DataFrame) -> Check:
-    told = steps.drop_nulls(["scheduled_tokens", "prefill_tokens", "decode_tokens"])
+    known = steps.drop_nulls(["scheduled_tokens", "prefill_tokens", "decode_tokens"])
     total = pl.col("prefill_tokens") + pl.col("decode_tokens")
-    return _check("tokens of a step add up", told, {"otherwise": total != pl.col("scheduled_tokens")})
+    return _check("tokens of a step add up", known, {"otherwise": total != pl.col("scheduled_tokens")})

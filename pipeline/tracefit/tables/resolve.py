@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.tables import dialects
-from tracefit.tables.clocks import clocks_of, tell_apart, without_lone_clocks
+from tracefit.tables.clocks import clocks_of, split_engines, without_lone_clocks
 from tracefit.tables.staging import read_staged
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
     Engines that share a name get one each.
     """
     is_api = pl.col("scope").is_in(dialects.FRONT_SCOPES).fill_null(value=False)
-    apart = tell_apart(spans.select("scope", *_ENGINE).filter(~is_api), marks.of)
+    apart = split_engines(spans.select("scope", *_ENGINE).filter(~is_api), marks.of)
     if apart.height:
         apart = apart.with_columns(pl.col("server").cast(pl.Categorical))
         spans = spans.join(apart, on="span_row", how="left", suffix="_apart", maintain_order="left")
@@ -176,7 +176,7 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """Clock and step counter of the engines' events, for `tell_apart`; read where it asks for them."""
+    """Clock and step counter of the engines' events, for `split_engines`; read where it asks for them."""
 
     stage: Path
     parts: Sequence[str]

@@ -32,8 +32,8 @@ class RunTally:
     def add(self, table: str, window: pl.DataFrame) -> None:
         """Take the next rows of a table."""
         if table == "spans":
-            ours = window.filter(dialects.is_known())
-            self._keep("spans", ours.group_by(_SERVER).agg(_SPANS))
+            vllm_spans = window.filter(dialects.is_known())
+            self._keep("spans", vllm_spans.group_by(_SERVER).agg(_SPANS))
         elif table == "journey_events":
             self._keep("counters", step_counters(_NO_STEPS, window))
         elif table == "request_snapshots":
@@ -111,7 +111,7 @@ class RunTally:
             .agg(
                 pl.col("requests").sum(),
                 arrival_rate_per_s=(pl.col("arrivals").sum() - 1) / ((last - first) / 1e9),
-                prefix_hit_ratio=pl.col("cached_tokens").sum() / pl.col("told_prompt_tokens").sum(),
+                prefix_hit_ratio=pl.col("cached_tokens").sum() / pl.col("known_prompt_tokens").sum(),
                 **{f"{c}_mean": pl.col(c).sum() / pl.col(f"{c}_known").sum() for c in _MEANS},
             )
         )
@@ -145,7 +145,7 @@ _LOAD = [
     pl.col("prompt_tokens")
     .filter(pl.col("cached_prompt_tokens").is_not_null())
     .sum()
-    .alias("told_prompt_tokens"),
+    .alias("known_prompt_tokens"),
 ]
 
 
@@ -190,8 +190,8 @@ def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     engine = ["run_id", _SERVER, "epoch", "step_id"]
     # QUEUED carries the last step before it, 0 at a fresh start: it names no step of its own.
     named = journeys.filter(pl.col("step_id").is_not_null() & (pl.col("event") != "QUEUED"))
-    seen = pl.concat([steps.select(engine), named.select(engine)])
-    return seen.group_by(engine[:3]).agg(
+    named_steps = pl.concat([steps.select(engine), named.select(engine)])
+    return named_steps.group_by(engine[:3]).agg(
         first_step=pl.col("step_id").min(), last_step=pl.col("step_id").max()
     )
 

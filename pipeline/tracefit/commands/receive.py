@@ -1,0 +1,205 @@
+"""Receive traces from running servers: listen, write run folders, end in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from tracefit.commands.ingest import ServerOptions
+from tracefit.errors import UsageError
+from tracefit.progress import NullProgress, Progress
+from tracefit.receive.intake import Intake
+from tracefit.receive.observed import Observed
+from tracefit.receive.options import ReceiveOptions, Token
+from tracefit.receive.spans import PrivacyFilter
+from tracefit.receive.store import TraceStore
+from tracefit.results.receiving import ReceivedFrom, ReceiveResult
+from tracefit.server.context import read_context
+from tracefit.server.settings import ServerSettings, merge, read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tracefit.receive.grpc_server import GrpcServer
+    from tracefit.receive.http_server import HttpServer
+
+_CHECK_S = 0.5
+_TO_FILL_IN = ("model", "gpu", "tensor_parallel", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+_CONFIG_HEAD = """\
+# What tracefit has to know of the server behind these traces: fill in what is missing.
+# Every setting of `vllm serve` may stand here, under its own name.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where the receiver listens, and the folder it writes to."""
+
+    host: str
+    grpc_port: int
+    http_port: int
+    out: Path
+
+
+def receive(
+    out: str | Path,
+    *,
+    server: ServerOptions | None = None,
+    options: ReceiveOptions | None = None,
+    live: bool = False,
+    listening: Callable[[Listening], None] | None = None,
+    progress: Progress | None = None,
+) -> ReceiveResult:
+    """Listen for OTLP traces and write them to run folders below `out`, until SIGTERM, SIGINT or `stop_after_s`.
+
+    A request is acknowledged when its spans are on disk, so that nothing acknowledged is lost, whatever ends the process.
+
+    Args:
+        out: Folder of run folders; one is made for each `service.name` that sends.
+        server: What is known about the servers; it goes into each run's exp-config.yaml and config.json.
+        options: Where to listen, who may send, what is kept.
+        live: Show on the terminal what comes in.
+        listening: Called once both ports are open.
+        progress: Told of what the traces lack.
+
+    Raises:
+        UsageError: A port is taken, the folder cannot be written, or an option or a file is wrong.
+    """
+    options = options or ReceiveOptions()
+    options.require_safe()
+    token = Token(options.token_file)
+    configs = _configs(server or ServerOptions())
+    root = Path(out)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        store = TraceStore(root.resolve(), rotation=options.rotation, configs=configs)
+    except OSError as error:
+        raise UsageError(f"cannot be written ({error.strerror})", where=str(out)) from error
+    receiver = _Receiver(store, options, token, progress or NullProgress())
+    asyncio.run(receiver.run(live=live, listening=listening or (lambda _: None)))
+    return receiver.result(root)
+
+
+def _configs(server: ServerOptions) -> dict[str, bytes]:
+    """Return the configuration files of a run: what is known, and what is to be filled in.
+
+    Raises:
+        UsageError: A file or a setting is wrong, or contradicts another.
+    """
+    # As `run` will read it: better refused now than when the traces are there.
+    read_context(server.run_config, server.model_config, server.settings, gpu=server.gpu)
+    given = merge(
+        read_settings(server.run_config) if server.run_config else ServerSettings(), server.settings
+    )
+    known = {**given.values(), **given.other}
+    if server.gpu is not None:
+        known["gpu"] = str(Path(server.gpu).resolve()) if server.gpu.endswith(".json") else server.gpu
+    text = yaml.safe_dump(known, sort_keys=False) if known else ""
+    blanks = "".join(f"# {name}:\n" for name in _TO_FILL_IN if name not in known)
+    configs = {"exp-config.yaml": f"{_CONFIG_HEAD}{text}{blanks}".encode()}
+    if server.model_config is not None:
+        configs["config.json"] = server.model_config.read_bytes()
+    return configs
+
+
+class _Receiver:
+    """Both ports, the disk, and what is told of them."""
+
+    def __init__(self, store: TraceStore, options: ReceiveOptions, token: Token, told: Progress) -> None:
+        self._store = store
+        self._options = options
+        self._told = told
+        self._token = token
+        self._observed = Observed()
+        privacy = PrivacyFilter(options.keep_attributes, all_spans=options.all_spans)
+        self._intake = Intake(store, privacy, self._observed, options.limits)
+        self._warnings: list[str] = []
+
+    async def run(self, *, live: bool, listening: Callable[[Listening], None]) -> None:
+        """Receive until told to stop, then let what is in progress end."""
+        servers = _servers(self._intake, self._token)
+        stop = asyncio.Event()
+        with _signals(stop):
+            try:
+                grpc_port, http_port = [await each.start(self._options) for each in servers]
+            except UsageError:
+                await asyncio.gather(*(each.stop() for each in servers))
+                raise
+            writing = asyncio.create_task(self._intake.run())
+            watching = [asyncio.create_task(self._watch())]
+            if live:
+                from tracefit.receive.live import show_live  # noqa: PLC0415 - rich is for those who look
+
+                watching.append(asyncio.create_task(show_live(self._observed)))
+            listening(Listening(self._options.host, grpc_port, http_port, self._store.root))
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait(
+                {stopping, writing},
+                timeout=self._options.stop_after_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            await asyncio.gather(*(each.stop() for each in servers))
+            self._intake.close()
+            await writing
+            for task in (stopping, *watching):
+                task.cancel()
+            await asyncio.gather(stopping, *watching, return_exceptions=True)
+        self._warn()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            self._warn()
+
+    def _warn(self) -> None:
+        for text in self._observed.new_warnings():
+            self._warnings.append(text)
+            self._told.warn(text)
+
+    def result(self, out: Path) -> ReceiveResult:
+        """Return what was received, the most active senders first."""
+        senders = self._intake.spans_by_sender.most_common()
+        return ReceiveResult(
+            out=out,
+            files=tuple(self._store.files),
+            bytes=self._store.written_bytes,
+            spans=self._observed.spans,
+            exports=self._observed.exports,
+            refused=self._observed.refused,
+            dropped_events=self._observed.dropped_events,
+            received_from=tuple(ReceivedFrom(s.service, s.instance, spans) for s, spans in senders),
+            warnings=tuple(self._warnings),
+        )
+
+
+def _servers(intake: Intake, token: Token) -> tuple[GrpcServer, HttpServer]:
+    try:
+        from tracefit.receive.grpc_server import GrpcServer  # noqa: PLC0415 - packages of the extra alone
+        from tracefit.receive.http_server import HttpServer  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"receiving needs the Python package {error.name}", hint="pip install 'tracefit[receive]'"
+        ) from error
+    return GrpcServer(intake, token), HttpServer(intake, token)
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """Stop in order on SIGTERM and SIGINT; a thread that is not the main one gets no signals."""
+    loop = asyncio.get_running_loop()
+    caught = (signal.SIGTERM, signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    for number in caught if is_main else ():
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in caught if is_main else ():
+            loop.remove_signal_handler(number)

@@ -1,0 +1,132 @@
+"""OTLP/gRPC: the trace service of opentelemetry-proto, on grpcio.
+
+Two settings of the library make its memory ours to bound. The method is registered as one that takes a stream, which is
+the same on the wire but hands over a request before its message is read. And the library does not decompress: its limit
+would count compressed bytes alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any, NoReturn
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what a client does wrong is not for the receiver's terminal
+
+import grpc
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+from tracefit.errors import UsageError
+from tracefit.receive.intake import BusyError
+from tracefit.receive.spans import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tracefit.receive.intake import Intake
+    from tracefit.receive.options import ReceiveOptions, Token
+
+if TYPE_CHECKING:
+    _Context = grpc.aio.ServicerContext[bytes, bytes]
+
+_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+_OTHER_SIGNALS = "tracefit receives traces alone; set OTEL_METRICS_EXPORTER=none and OTEL_LOGS_EXPORTER=none"
+_ACKNOWLEDGED = ExportTraceServiceResponse().SerializeToString()
+_IDENTITY_AND_GZIP = 0b101
+
+logging.getLogger("grpc._cython.cygrpc").addHandler(
+    logging.NullHandler()
+)  # clients that hang up, with a traceback
+
+
+class GrpcServer:
+    """The gRPC port."""
+
+    def __init__(self, intake: Intake, token: Token) -> None:
+        limits = intake.limits
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", limits.message_bytes),
+                ("grpc.max_metadata_size", limits.header_bytes),
+                ("grpc.absolute_max_metadata_size", limits.header_bytes),
+                ("grpc.max_concurrent_streams", limits.readers),
+                ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_AND_GZIP),
+                ("grpc.per_message_decompression", 0),
+                ("grpc.keepalive_time_ms", 60_000),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ]
+        )
+        self._server.add_generic_rpc_handlers((_Handlers(intake, token),))
+        self._drain_s = limits.drain_s
+
+    async def start(self, options: ReceiveOptions) -> int:
+        """Listen; return the port.
+
+        Raises:
+            UsageError: The port is taken, or certificate and key cannot be used.
+        """
+        address = f"[{options.host}]" if ":" in options.host else options.host
+        address = f"{address}:{options.grpc_port}"
+        try:
+            if options.tls_cert and options.tls_key:
+                pair = (options.tls_key.read_bytes(), options.tls_cert.read_bytes())
+                port = self._server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+            else:
+                port = self._server.add_insecure_port(address)
+        except (RuntimeError, OSError) as error:
+            raise UsageError(
+                "cannot listen", where=f"gRPC, {address}", hint="is the port taken? --grpc-port takes another"
+            ) from error
+        await self._server.start()
+        return int(port)
+
+    async def stop(self) -> None:
+        """Take no more requests and wait for those in progress."""
+        await self._server.stop(self._drain_s)
+
+
+class _Handlers(grpc.GenericRpcHandler):
+    def __init__(self, intake: Intake, token: Token) -> None:
+        self._intake = intake
+        self._token = token
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        if handler_call_details.method == _EXPORT:
+            return grpc.stream_unary_rpc_method_handler(self._export)
+        return grpc.stream_unary_rpc_method_handler(_refuse_other)
+
+    async def _export(self, messages: AsyncIterator[bytes], context: _Context) -> bytes:
+        metadata = dict(context.invocation_metadata() or ())
+        if not self._token.accepts(metadata.get("authorization", "")):
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "a token is needed, as `authorization: Bearer …`"
+            )
+        try:
+            await self._intake.take(lambda: anext(aiter(messages)))
+        except BusyError as error:
+            await _refuse_for_now(context, error)
+        except RequestError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.line())
+        except StopAsyncIteration:  # no message, or one beyond the limit, which the library has refused
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no message")
+        return _ACKNOWLEDGED
+
+
+async def _refuse_for_now(context: _Context, error: BusyError) -> NoReturn:
+    """Refuse such that senders try again: without the delay, OTLP has them drop the spans."""
+    retry = RetryInfo()
+    retry.retry_delay.seconds = error.retry_s
+    status = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message=error.line())
+    status.details.add().Pack(retry)
+    trailers = (
+        ("grpc-status-details-bin", status.SerializeToString()),
+        ("google.rpc.retryinfo-bin", retry.SerializeToString()),  # where OpenTelemetry's Python SDK looks
+    )
+    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.line(), trailers)
+
+
+async def _refuse_other(_: AsyncIterator[bytes], context: _Context) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, _OTHER_SIGNALS)

@@ -1,0 +1,243 @@
+"""OTLP/HTTP: POST /v1/traces, protobuf and JSON, plain and gzip. h11 knows HTTP/1.1, asyncio the sockets.
+
+Every wait for a sender has a limit, and so has everything it sends before it is known who it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from typing import TYPE_CHECKING
+
+import h11
+from google.protobuf import json_format
+from google.rpc.status_pb2 import Status
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+from tracefit.errors import UsageError
+from tracefit.receive.intake import BusyError
+from tracefit.receive.spans import RequestError
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from tracefit.receive.intake import Encoding, Intake
+    from tracefit.receive.options import ReceiveOptions, Token
+
+_ENCODINGS: dict[str, Encoding] = {"application/x-protobuf": "protobuf", "application/json": "json"}
+_OTHER_SIGNALS = ("/v1/logs", "/v1/metrics")
+_TRACES_ALONE = "tracefit receives traces alone; set OTEL_METRICS_EXPORTER=none and OTEL_LOGS_EXPORTER=none"
+_TOO_MANY = (
+    b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
+_IDLE_S = 75.0
+_READ_BYTES = 64 << 10
+_GRPC_CODES = {400: 3, 401: 16, 404: 12, 405: 12, 413: 3, 415: 3, 429: 8}
+
+
+class _RefusalError(RequestError):
+    """A request that is answered with another code than 400."""
+
+    def __init__(self, code: int, text: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(text)
+        self.code = code
+        self.headers = headers
+
+
+class HttpServer:
+    """The HTTP port."""
+
+    def __init__(self, intake: Intake, token: Token) -> None:
+        self._intake = intake
+        self._token = token
+        self._connections: set[_Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, options: ReceiveOptions) -> int:
+        """Listen; return the port.
+
+        Raises:
+            UsageError: The port is taken, or certificate and key cannot be used.
+        """
+        context = None
+        where = f"HTTP, {options.host}:{options.http_port}"
+        try:
+            if options.tls_cert:
+                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+                context.load_cert_chain(options.tls_cert, options.tls_key)
+            self._server = await asyncio.start_server(
+                self._serve, options.host, options.http_port, ssl=context, limit=_READ_BYTES
+            )
+        except ssl.SSLError as error:
+            raise UsageError("not a certificate and its key", where=str(options.tls_cert)) from error
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen ({error.strerror})", where=where, hint="--http-port takes another port"
+            ) from error
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Take no more requests and wait for those in progress."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.close_when_idle()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=self._intake.limits.drain_s)
+            for task in late:
+                task.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is None or len(self._connections) >= self._intake.limits.connections:
+            writer.write(_TOO_MANY)
+            writer.close()
+            return
+        connection = _Connection(reader, writer, self._intake, self._token)
+        self._connections.add(connection)
+        self._tasks.add(task)
+        try:
+            await connection.serve()
+        finally:
+            self._connections.discard(connection)
+            self._tasks.discard(task)
+            writer.close()
+
+
+class _Connection:
+    """One connection of one sender, request after request."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, intake: Intake, token: Token
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._intake = intake
+        self._token = token
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=intake.limits.header_bytes)
+        self._is_idle = True
+        self._is_closing = False
+
+    def close_when_idle(self) -> None:
+        """Answer the request in progress, if there is one, and close."""
+        self._is_closing = True
+        if self._is_idle:
+            self._writer.close()
+
+    async def serve(self) -> None:
+        """Answer requests until the sender leaves or is to leave."""
+        with contextlib.suppress(OSError, TimeoutError, h11.LocalProtocolError):
+            try:
+                while await self._serve_one():
+                    self._http.start_next_cycle()
+                    self._is_idle = True
+            except h11.RemoteProtocolError as error:
+                await self._send(
+                    _RefusalError(error.error_status_hint, "not a request that HTTP/1.1 knows"), "protobuf"
+                )
+
+    async def _serve_one(self) -> bool:
+        """Answer one request; return whether another may follow."""
+        async with asyncio.timeout(_IDLE_S):
+            request = await self._event()
+        if not isinstance(request, h11.Request):
+            return False
+        self._is_idle = False
+        headers = {bytes(name).decode("latin-1"): bytes(value) for name, value in request.headers}
+        kind = headers.get("content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+        encoding = _ENCODINGS.get(kind)
+        answer = None
+        try:
+            await self._take(request, headers, encoding)
+        except _RefusalError as refusal:
+            answer = refusal
+        except BusyError as error:
+            answer = _RefusalError(429, error.line(), (("retry-after", str(error.retry_s)),))
+        except RequestError as error:
+            answer = _RefusalError(400, error.line())
+        if answer is not None and not self._http.they_are_waiting_for_100_continue:
+            await self._discard()
+        await self._send(answer, encoding or "protobuf")
+        return self._http.states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE} and not self._is_closing
+
+    async def _take(self, request: h11.Request, headers: dict[str, bytes], encoding: Encoding | None) -> None:
+        # h11 has a limit for headers it waits for, none for those that came at once.
+        if sum(len(name) + len(value) for name, value in headers.items()) > self._intake.limits.header_bytes:
+            raise _RefusalError(431, "headers too long")
+        path = request.target.partition(b"?")[0].decode("latin-1")
+        if path in _OTHER_SIGNALS:
+            raise _RefusalError(404, _TRACES_ALONE)
+        if path != "/v1/traces":
+            raise _RefusalError(404, "no such path; traces are posted to /v1/traces")
+        if request.method != b"POST":
+            raise _RefusalError(405, "traces are posted", (("allow", "POST"),))
+        if not self._token.accepts(headers.get("authorization", b"")):
+            raise _RefusalError(
+                401, "a token is needed, as `authorization: Bearer …`", (("www-authenticate", "Bearer"),)
+            )
+        compression = headers.get("content-encoding", b"identity").strip().lower()
+        if encoding is None or compression not in (b"identity", b"gzip"):
+            raise _RefusalError(415, "send application/x-protobuf or application/json, plain or gzip")
+        if int(headers.get("content-length", b"0")) > self._intake.limits.message_bytes:
+            raise self._too_long()
+        await self._intake.take(self._body, encoding, is_gzip=compression == b"gzip")
+
+    def _too_long(self) -> _RefusalError:
+        return _RefusalError(413, f"longer than {self._intake.limits.message_bytes:,} bytes")
+
+    async def _body(self) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        if self._http.they_are_waiting_for_100_continue:
+            await self._write(h11.InformationalResponse(status_code=100, headers=[]))
+        while isinstance(event := await self._event(), h11.Data):
+            chunks.append(bytes(event.data))
+            size += len(event.data)
+            if size > self._intake.limits.message_bytes:
+                raise self._too_long()
+        if not isinstance(event, h11.EndOfMessage):
+            raise RequestError("cut short")
+        return b"".join(chunks)
+
+    async def _discard(self) -> None:
+        """Read the rest of a refused request and forget it: who is still sending does not see an answer."""
+        left = self._intake.limits.message_bytes
+        with contextlib.suppress(TimeoutError, h11.RemoteProtocolError):
+            async with asyncio.timeout(self._intake.limits.read_s):
+                while left > 0 and self._http.their_state is h11.SEND_BODY:
+                    event = await self._event()
+                    left -= len(event.data) if isinstance(event, h11.Data) else 0
+
+    async def _event(self) -> h11.Event:
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            self._http.receive_data(await self._reader.read(_READ_BYTES))
+        if isinstance(event, type):  # h11.PAUSED: the sender is ahead of the answers
+            return h11.ConnectionClosed()
+        return event
+
+    async def _send(self, refusal: _RefusalError | None, encoding: Encoding) -> None:
+        """Answer: done, or a refusal as OTLP wants it, a google.rpc.Status."""
+        message: Message = ExportTraceServiceResponse()
+        if refusal is not None:
+            message = Status(code=_GRPC_CODES.get(refusal.code, 2), message=refusal.what)
+        as_json = encoding == "json"
+        body = json_format.MessageToJson(message).encode() if as_json else message.SerializeToString()
+        headers = [
+            ("content-type", "application/json" if as_json else "application/x-protobuf"),
+            ("content-length", str(len(body))),
+            *(refusal.headers if refusal else ()),
+        ]
+        if self._is_closing or self._http.their_state is h11.SEND_BODY:
+            headers.append(("connection", "close"))
+        await self._write(
+            h11.Response(status_code=refusal.code if refusal else 200, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        )
+
+    async def _write(self, *events: h11.Event) -> None:
+        self._writer.write(b"".join(self._http.send(event) or b"" for event in events))
+        async with asyncio.timeout(self._intake.limits.read_s):
+            await self._writer.drain()

@@ -1,0 +1,171 @@
+"""What the spans say as they come in, and what is missing in them: for the live view, and for warnings while there is time.
+
+These are first impressions of the last minutes. What is published comes from the tables.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+
+from tracefit.tables import dialects
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_RECENT = 1000
+"""Times that medians are taken of."""
+
+_OPEN_REQUESTS = 10_000
+"""Requests of which one of both spans has come, remembered until the other does."""
+
+_WINDOW_S = 10.0
+_ENOUGH_REQUESTS = 50
+"""Finished requests after which a kind of span that has not come is missing: a request takes many steps."""
+
+_SPELLED = {spelled: e.event for e in dialects.JOURNEY_EVENTS for spelled in e.spellings}
+_STEP_SCOPES = {s.scope for s in dialects.SPELLINGS if s.event == dialects.STEP_EVENT}
+_STOCK_TTFT = "gen_ai.latency.time_to_first_token"
+
+
+@dataclass(slots=True)
+class Observed:
+    """Counts since the start, and the last times seen.
+
+    Attributes:
+        spans: Spans acknowledged.
+        exports: Requests to the receiver acknowledged.
+        refused: Requests to the receiver that were refused.
+        steps: Engine steps traced.
+        requests: Requests of the server that finished.
+        dropped_events: Events that senders say their SDK dropped.
+        largest_span: Most events of a step span, dropped ones included.
+        ttft_s: Last times from arrival to the first token, in seconds.
+        cycle_us: Last times from the start of a step to the start of the next one while requests ran, in microseconds.
+    """
+
+    spans: int = 0
+    exports: int = 0
+    refused: int = 0
+    steps: int = 0
+    step_spans: int = 0
+    requests: int = 0
+    dropped_events: int = 0
+    largest_span: int = 0
+    ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    cycle_us: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _open_requests: OrderedDict[bytes, tuple[str, int]] = field(default_factory=OrderedDict)
+    _history: deque[tuple[float, int, int]] = field(default_factory=deque)
+    _warned: set[str] = field(default_factory=set)
+
+    def add(self, scope: str, span: Any) -> None:
+        """Take note of a span of vLLM's, whose attributes are encoded."""
+        self.dropped_events += span.dropped_events_count
+        if scope in dialects.CORE_SCOPES:
+            self._add_core(span)
+        elif scope in _STEP_SCOPES:
+            self._add_steps(span)
+        elif scope in dialects.FRONT_SCOPES and span.name == "llm_request":
+            self._add_api(scope, span)
+
+    def _add_core(self, span: Any) -> None:
+        for event in span.events:
+            name = _SPELLED.get(event.name)
+            if name == "FINISHED":
+                self.requests += 1
+            elif name == "FIRST_TOKEN":
+                self._match(span.trace_id, "first token", event.time_unix_nano)
+
+    def _add_api(self, scope: str, span: Any) -> None:
+        if scope in dialects.API_SCOPES:
+            self._match(span.trace_id, "arrival", span.start_time_unix_nano)
+            return
+        self.requests += 1
+        attributes = map(KeyValue.FromString, span.attributes)
+        self.ttft_s.extend(a.value.double_value for a in attributes if a.key == _STOCK_TTFT)
+
+    def _match(self, trace_id: bytes, what: Literal["arrival", "first token"], unix_ns: int) -> None:
+        """Bring arrival and first token together: two processes export them, in any order."""
+        known, other_ns = self._open_requests.pop(trace_id, (what, 0))
+        if known != what:
+            self.ttft_s.append(abs(unix_ns - other_ns) / 1e9)
+            return
+        self._open_requests[trace_id] = (what, unix_ns)
+        if len(self._open_requests) > _OPEN_REQUESTS:
+            self._open_requests.popitem(last=False)
+
+    def _add_steps(self, span: Any) -> None:
+        self.step_spans += 1
+        self.largest_span = max(self.largest_span, len(span.events) + span.dropped_events_count)
+        before: tuple[int, int, int] | None = None
+        for event in span.events:
+            if event.name != dialects.STEP_EVENT:
+                continue
+            self.steps += 1
+            numbers = {a.key: a.value.int_value for a in map(KeyValue.FromString, event.attributes)}
+            step, start = numbers.get("step.id", 0), numbers.get("step.ts_start_ns", 0)
+            if before is not None and step == before[0] + 1 and before[2]:
+                self.cycle_us.append((start - before[1]) / 1e3)
+            before = (
+                step,
+                start,
+                numbers.get("queue.running_depth", 0) + numbers.get("queue.waiting_depth", 0),
+            )
+
+    def rates(self) -> tuple[float, float]:
+        """Return spans and steps per second, of the last ten seconds."""
+        now = time.monotonic()
+        self._history.append((now, self.spans, self.steps))
+        while len(self._history) > 2 and now - self._history[1][0] >= _WINDOW_S:
+            self._history.popleft()
+        then, spans, steps = self._history[0]
+        seconds = now - then
+        return ((self.spans - spans) / seconds, (self.steps - steps) / seconds) if seconds else (0.0, 0.0)
+
+    @property
+    def median_ttft_s(self) -> float | None:
+        """Median of the last times to the first token."""
+        return statistics.median(self.ttft_s) if self.ttft_s else None
+
+    @property
+    def median_cycle_us(self) -> float | None:
+        """Median of the last step times."""
+        return statistics.median(self.cycle_us) if self.cycle_us else None
+
+    def new_warnings(self) -> list[str]:
+        """Return what the traces lack, each once: the server can still be started with the right flags."""
+        fresh = [(kind, text) for kind, text in self._missing() if kind not in self._warned]
+        self._warned |= {kind for kind, _ in fresh}
+        return [text for _, text in fresh]
+
+    def _missing(self) -> Iterator[tuple[str, str]]:
+        if self.dropped_events:
+            needed = 1 << max(self.largest_span - 1, 128).bit_length()
+            yield (
+                "dropped",
+                (
+                    f"the server's SDK has dropped {self.dropped_events:,} events: a step span has up to {self.largest_span:,} "
+                    f"of them; start the server with OTEL_SPAN_EVENT_COUNT_LIMIT={needed}"
+                ),
+            )
+        if self.requests >= _ENOUGH_REQUESTS and not self.step_spans:
+            yield (
+                "steps",
+                (
+                    f"{self.requests:,} requests and no step: start the server with --step-tracing-enabled "
+                    "--step-tracing-sample-rate 0.1"
+                ),
+            )
+        if self.step_spans and self.steps >= 10 * _ENOUGH_REQUESTS and not self.requests:
+            yield (
+                "journeys",
+                (
+                    f"{self.steps:,} steps and no request: start the server with --enable-journey-tracing "
+                    "--journey-tracing-sample-rate 1.0"
+                ),
+            )

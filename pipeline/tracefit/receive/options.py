@@ -1,0 +1,189 @@
+"""Options of the receiver, its limits, and how sizes and times are written on the command line."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tracefit.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SIZE_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+_TIME_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_AMOUNT = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)")
+_MIN_TOKEN_BYTES, _MAX_TOKEN_BYTES = 16, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """When a trace file is closed and the next one begun: at this many bytes, or this long after its first record."""
+
+    size_bytes: int = 64 << 20
+    seconds: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one sender, and all of them together, can make the receiver hold in memory.
+
+    Attributes:
+        message_bytes: Longest request, as sent and decompressed.
+        header_bytes: Longest headers of a request.
+        readers: Requests that are read and decoded at the same time.
+        queued_requests: Requests that wait, unread, for one of these places; the next one is refused.
+        queue_s: How long one waits, at most.
+        read_s: How long a sender may take to deliver a request.
+        pending_bytes: Bytes that wait for the disk; above them, requests are refused before they are read.
+        connections: HTTP connections, at most.
+        folders: Folders made for different servers, at most.
+        drain_s: How long requests in progress have to end, once the receiver is told to stop.
+    """
+
+    message_bytes: int = 16 << 20
+    header_bytes: int = 16 << 10
+    readers: int = 8
+    queued_requests: int = 256
+    queue_s: float = 5.0
+    read_s: float = 10.0
+    pending_bytes: int = 64 << 20
+    connections: int = 256
+    folders: int = 1024
+    drain_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveOptions:
+    """Where the receiver listens, who may send, and what of it is kept.
+
+    Attributes:
+        host: Address to listen on.
+        grpc_port: Port of OTLP/gRPC; 0 takes a free one.
+        http_port: Port of OTLP/HTTP; 0 takes a free one.
+        tls_cert: Certificate chain, PEM; with `tls_key`, both ports speak TLS alone.
+        tls_key: Private key, PEM.
+        insecure: Listen on an address that is not loopback without TLS.
+        token_file: File whose first line senders must present as `authorization: Bearer …`.
+        rotation: When files are rotated.
+        all_spans: Keep names and attributes of spans that are not vLLM's.
+        keep_attributes: Span attributes to keep beside those that `ingest` keeps.
+        stop_after_s: Stop by itself after so long.
+        limits: Bounds on memory and time.
+    """
+
+    host: str = "127.0.0.1"
+    grpc_port: int = 4317
+    http_port: int = 4318
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
+    token_file: Path | None = None
+    rotation: Rotation = field(default_factory=Rotation)
+    all_spans: bool = False
+    keep_attributes: tuple[str, ...] = ()
+    stop_after_s: float | None = None
+    limits: Limits = field(default_factory=Limits)
+
+    def require_safe(self) -> None:
+        """Refuse to listen where others could read along or send.
+
+        Raises:
+            UsageError: Half a TLS configuration, or an address beyond this machine without TLS.
+        """
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UsageError("--tls-cert and --tls-key go together", hint="give both, or neither")
+        if not (self.tls_cert or self.insecure or is_loopback(self.host)):
+            raise UsageError(
+                f"--host {self.host}: other machines could send and read along without encryption",
+                hint="give --tls-cert and --tls-key, or say --insecure",
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is reached from this machine alone; a name other than localhost may not be."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Token:
+    """The secret that senders must present; without a file, nobody needs one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._expected = None if path is None else b"Bearer " + _read_token(path)
+
+    def accepts(self, authorization: str | bytes) -> bool:
+        """Return whether the value of an `authorization` header is right; takes as long for any wrong one."""
+        given = authorization.encode() if isinstance(authorization, str) else authorization
+        return self._expected is None or hmac.compare_digest(given, self._expected)
+
+
+def _read_token(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            token = stream.readline(_MAX_TOKEN_BYTES + 2).strip()
+    except OSError as error:
+        raise UsageError(f"cannot be read ({error.strerror})", where=str(path)) from error
+    if not _MIN_TOKEN_BYTES <= len(token) <= _MAX_TOKEN_BYTES or not token.isascii() or b" " in token:
+        raise UsageError(
+            f"the first line must be a token of {_MIN_TOKEN_BYTES} or more ASCII characters without blanks",
+            where=str(path),
+            hint="`openssl rand -hex 32` makes one",
+        )
+    return token
+
+
+def parse_size(text: str, *, option: str) -> int:
+    """Read `64MiB`, `500 kB` or a number of bytes.
+
+    Raises:
+        UsageError: It is not a size above zero.
+    """
+    match = _AMOUNT.fullmatch(text.strip())
+    factor = _SIZE_UNITS.get(match[2].upper()) if match else None
+    if match is None or factor is None or int(float(match[1]) * factor) < 1:
+        raise UsageError(f"{option} {text}: not a size", hint="for example 64MiB")
+    return int(float(match[1]) * factor)
+
+
+def parse_duration(text: str, *, option: str) -> float:
+    """Read `90s`, `5min` or `1h`, in seconds.
+
+    Raises:
+        UsageError: It is not a time above zero.
+    """
+    match = _AMOUNT.fullmatch(text.strip())
+    factor = _TIME_UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None or not float(match[1]) * factor > 0:
+        raise UsageError(f"{option} {text}: not a time", hint="for example 5min or 30s")
+    return float(match[1]) * factor
+
+
+def parse_rotation(text: str) -> Rotation:
+    """Read `--rotate`: a size, a time, or both with a comma between; what is not given keeps its default.
+
+    Raises:
+        UsageError: One of them is neither.
+    """
+    size, seconds = Rotation().size_bytes, Rotation().seconds
+    for part in text.split(","):
+        match = _AMOUNT.fullmatch(part.strip())
+        if match and match[2].lower() in _TIME_UNITS:
+            seconds = parse_duration(part, option="--rotate")
+        else:
+            size = parse_size(part, option="--rotate")
+    return Rotation(size, seconds)

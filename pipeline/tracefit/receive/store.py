@@ -1,0 +1,206 @@
+"""Trace files on disk: a folder per sender, rotated files of length-prefixed zstd, and no acknowledgement before the disk.
+
+`OUT/<service.name>/exp-config.yaml` makes a run of everything below it; its files lie in a folder for each
+service.instance.id, because the API process and the engine core of one server are two instances with newer SDKs, and
+belong to one run. A record is four bytes of length, big-endian, and one zstd frame with a `TracesData`; files are made
+anew, never opened again, so that what a crash cut short is the end of a file and nothing is written behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import sys
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from tracefit.inputs.framing import LENGTH_BYTES
+from tracefit.inputs.run_folders import CONFIG_NAMES, clean_run_id
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from tracefit.receive.options import Rotation
+    from tracefit.receive.spans import Part, Sender
+
+_RECORD_BYTES = 1 << 20
+"""Messages are joined up to so many bytes: several in one frame compress better."""
+
+_OPEN_FILES = 64
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_ZSTD_LEVEL = 3
+
+
+def folder_name(text: str) -> str:
+    """Return the name of the folder for a service or an instance: as it is, or cleaned, with a hash of what it was.
+
+    Names come from the network: none leads out of the folder, hides in it or is a configuration file, and two different
+    ones do not share a folder.
+    """
+    if _PLAIN_NAME.fullmatch(text) and not text.endswith(".") and text not in CONFIG_NAMES:
+        return text
+    return f"{clean_run_id(text[:200])[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+@dataclass(slots=True)
+class _OpenFile:
+    """A file that is being written; `durable_bytes` are on disk."""
+
+    path: Path
+    descriptor: int
+    opened_at: float
+    durable_bytes: int = 0
+
+
+class TraceStore:
+    """Writes parts to the files of their senders. One thread at a time."""
+
+    def __init__(self, root: Path, *, rotation: Rotation, configs: Mapping[str, bytes]) -> None:
+        self.root = root
+        self.files: list[Path] = []
+        self.written_bytes = 0
+        self._rotation = rotation
+        self._configs = configs
+        self._folders: dict[Sender, Path] = {}
+        self._open: OrderedDict[Sender, _OpenFile] = OrderedDict()
+        self._numbers = itertools.count(1)
+
+    def commit(self, parts: Iterable[Part]) -> dict[Sender, OSError]:
+        """Write parts and wait until they are on disk; return the senders of which they are not, and why."""
+        by_sender: dict[Sender, list[bytes]] = {}
+        for part in parts:
+            by_sender.setdefault(part.sender, []).append(part.payload)
+        failed = {}
+        for sender, payloads in by_sender.items():
+            try:
+                self._append(sender, b"".join(_framed(payloads)))
+            except OSError as error:
+                failed[sender] = error
+        return failed
+
+    def close(self) -> None:
+        """Close every file; what was committed is on disk already."""
+        while self._open:
+            os.close(self._open.popitem()[1].descriptor)
+
+    def _append(self, sender: Sender, data: bytes) -> None:
+        file = self._file_of(sender)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(file.descriptor, view) :]
+            os.fsync(file.descriptor)
+        except OSError:
+            self._abandon(sender, file)
+            raise
+        file.durable_bytes += len(data)
+        self.written_bytes += len(data)
+
+    def _abandon(self, sender: Sender, file: _OpenFile) -> None:
+        """Take back what was not acknowledged, and write no more to the file: after an error its state is not sure."""
+        del self._open[sender]
+        with contextlib.suppress(OSError):
+            if file.durable_bytes:
+                os.ftruncate(file.descriptor, file.durable_bytes)
+            else:
+                file.path.unlink()
+                self.files.remove(file.path)
+        with contextlib.suppress(OSError):
+            os.close(file.descriptor)
+
+    def _file_of(self, sender: Sender) -> _OpenFile:
+        now = time.monotonic()
+        file = self._open.get(sender)
+        if file is not None and not self._is_full(file, now):
+            self._open.move_to_end(sender)
+            return file
+        if file is not None:
+            os.close(self._open.pop(sender).descriptor)
+        elif len(self._open) >= _OPEN_FILES:
+            os.close(self._open.popitem(last=False)[1].descriptor)
+        self._open[sender] = self._new_file(self._folder_of(sender), now)
+        return self._open[sender]
+
+    def _is_full(self, file: _OpenFile, now: float) -> bool:
+        return (
+            file.durable_bytes >= self._rotation.size_bytes or now - file.opened_at >= self._rotation.seconds
+        )
+
+    def _folder_of(self, sender: Sender) -> Path:
+        folder = self._folders.get(sender)
+        if folder is None:
+            run = self.root / folder_name(sender.service)
+            folder = run / folder_name(sender.instance) if sender.instance else run
+            _make_folder(folder, self.root)
+            for name, content in self._configs.items():
+                _place(run / name, content)
+            self._folders[sender] = folder
+        return folder
+
+    def _new_file(self, folder: Path, now: float) -> _OpenFile:
+        while True:
+            stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")[:-3]
+            path = folder / f"traces-{stamp}Z-{next(self._numbers)}.binpb"
+            with contextlib.suppress(FileExistsError):
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o640)
+                _sync_folder(folder)
+                self.files.append(path)
+                return _OpenFile(path, descriptor, now)
+
+
+def _framed(payloads: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield records: messages, one behind another, are one message."""
+    for record in _joined(payloads):
+        frame = zstd.compress(record, level=_ZSTD_LEVEL)
+        yield len(frame).to_bytes(LENGTH_BYTES, "big") + frame
+
+
+def _joined(payloads: Iterable[bytes]) -> Iterator[bytes]:
+    group: list[bytes] = []
+    size = 0
+    for payload in payloads:
+        if group and size + len(payload) > _RECORD_BYTES:
+            yield b"".join(group)
+            group, size = [], 0
+        group.append(payload)
+        size += len(payload)
+    if group:
+        yield b"".join(group)
+
+
+def _make_folder(folder: Path, root: Path) -> None:
+    """Make a folder below the root such that it survives a crash."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in (folder, *folder.parents):
+        _sync_folder(made.parent)
+        if made == root:
+            break
+
+
+def _place(path: Path, content: bytes) -> None:
+    """Write a configuration file, unless the user or an earlier start has put one there."""
+    if path.exists():
+        return
+    draft = path.with_name(f".{path.name}.new")
+    draft.write_bytes(content)
+    draft.rename(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,30 @@
+"""Training tables as other readers meet them: a folder of parts is one table."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+import tracefit
+
+
+@pytest.fixture
+def two_scopes(tmp_path, traces, new_traces, quick):
+    """Train on two runs whose scopes offer different features: one has a GPU, the other none."""
+    traces.load().write(tmp_path / "runs" / "bare", config=False)
+    folder = new_traces().load(seed=3).write(tmp_path / "runs" / "whole")
+    with (folder / "exp-config.yaml").open("a") as config:
+        config.write("gpu: H100\n")
+    tracefit.run(str(tmp_path / "runs"), tmp_path / "out")
+    return tmp_path / "out" / "tables"
+
+
+def test_every_part_of_a_training_table_has_the_same_columns(two_scopes):
+    for name in ("alpha_training", "beta_training"):
+        bare, whole = sorted((two_scopes / name).rglob("*.parquet"))
+        assert pl.read_parquet_schema(bare) == pl.read_parquet_schema(whole)
+        together = pl.read_parquet([bare, whole], hive_partitioning=False)
+        assert together["run_id"].unique().sort().to_list() == ["bare", "whole"]
+    lacking = {c for c in together.columns if together.filter(run_id="bare")[c].is_null().all()}
+    known = {c for c in together.columns if together.filter(run_id="whole")[c].is_not_null().any()}
+    assert lacking & known, "the scopes were offered different features"

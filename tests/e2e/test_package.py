@@ -1,0 +1,76 @@
+"""The wheel in an environment of its own, outside the checkout: the main job runs and leaves its report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILD = "import sys; from setuptools import build_meta as b; print(b.build_{kind}(sys.argv[1]))"
+
+
+def _run(*command, cwd):
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Build the source distribution of the checkout, and from that alone the wheel."""
+    root = tmp_path_factory.mktemp("dist")
+    tracked = _run("git", "ls-files", "-z", "pipeline", "pyproject.toml", "README.md", "LICENSE", cwd=ROOT)
+    for name in tracked.rstrip("\0").split("\0"):
+        (root / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "tree" / name).write_bytes((ROOT / name).read_bytes())
+    _run(sys.executable, "-c", BUILD.format(kind="sdist"), root, cwd=root / "tree")
+    (packed,) = root.glob("*.tar.gz")
+    _run("tar", "xzf", packed, cwd=root)
+    _run(
+        sys.executable, "-c", BUILD.format(kind="wheel"), root, cwd=root / packed.name.removesuffix(".tar.gz")
+    )
+    (built,) = root.glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_the_main_job_outside_the_checkout(tmp_path, wheel):
+    """Libraries come from the environment of the tests, so that no index is needed; tracefit from the wheel alone."""
+    _run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv/bin/python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    _run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    libraries = Path(sysconfig.get_path("purelib"))
+    own = Path(
+        _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    )
+    for library in libraries.iterdir():
+        if (
+            "tracefit" not in library.name
+            and not library.name.endswith(".pth")
+            and not (own / library.name).exists()
+        ):
+            (own / library.name).symlink_to(library)
+    tool = tmp_path / "venv/bin/tracefit"
+    where = _run(python, "-c", "import tracefit; print(tracefit.__file__)", cwd=tmp_path)
+    assert where.startswith(str(own))
+    assert _run(tool, "--version", cwd=tmp_path).split() == ["tracefit", wheel.name.split("-")[1]]
+    _run(tool, "run", ROOT / "fixtures/runs/llama-8b-linear", "--out", "out", "--fast", cwd=tmp_path)
+    model = json.loads((tmp_path / "out/models/beta.json").read_text())["models"][0]
+    assert model["name"] == "beta.cycle_time"
+    assert "<html" in (tmp_path / "out/report.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tracked = _run("git", "ls-files", "pipeline/tracefit", cwd=ROOT).split()
+    inside = {name for name in names if ".dist-info/" not in name}
+    assert inside == {name.removeprefix("pipeline/") for name in tracked}
+    assert "tracefit/py.typed" in inside

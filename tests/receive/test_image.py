@@ -1,0 +1,95 @@
+"""The container image and the compose example, as far as they can be checked without a builder."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from tracefit.cli import app
+from tracefit.server.settings import parse_serve_command
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text())
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
+STAGES = [stage.splitlines() for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]]
+
+
+def words(stage, instruction):
+    return [line.partition(" ")[2] for line in stage if line.startswith(f"{instruction} ")]
+
+
+def test_one_stage_builds_the_wheel_and_a_slim_one_runs_it():
+    build, final = STAGES
+    assert build[0].endswith("AS build")
+    assert all("-slim" in stage[0] for stage in STAGES)
+    assert any("pip wheel" in run for run in words(build, "RUN"))
+    assert any("--from=build" in copy for copy in words(final, "COPY"))
+    assert words(final, "ENTRYPOINT") == ['["tracefit"]']
+
+
+def test_it_does_not_run_as_root():
+    final = STAGES[-1]
+    (user,) = words(final, "USER")
+    assert int(user) > 0
+    lines = [line.split(" ")[0] for line in final]
+    assert lines.index("USER") > max(n for n, word in enumerate(lines) if word in ("RUN", "COPY"))
+
+
+def test_what_is_copied_is_there_and_in_the_context():
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for stage in STAGES:
+        for copy in words(stage, "COPY"):
+            if "--from" not in copy:
+                for source in copy.split()[:-1]:
+                    assert (ROOT / source).exists()
+                    assert source in allowed
+
+
+def test_the_versions_of_the_image_are_those_of_the_lock_file():
+    """The image's own sed line, run on the lock file."""
+    (line,) = (run for run in words(STAGES[-1], "RUN") if "requirements.lock" in run)
+    command = line.partition(" > ")[0].replace("/tmp/requirements.lock", str(ROOT / "requirements.lock"))  # noqa: S108
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.split()
+    assert len(found) > 30
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", version) for version in found)
+    names = {version.partition("==")[0] for version in found}
+    assert {"grpcio", "h11", "googleapis-common-protos", "polars", "opentelemetry-proto"} <= names
+
+
+def test_the_receiver_of_the_example_has_options_that_exist():
+    service = COMPOSE["services"]["receive"]
+    command, *arguments = service["command"]
+    known = {opt for p in get_command(app).commands[command].params for opt in p.opts}
+    flags = [a for a in arguments if a.startswith("--")]
+    assert flags
+    assert set(flags) <= known
+    assert "ports" not in service, "without TLS, it is for the server beside it alone"
+    assert COMPOSE["networks"]["traces"]["internal"]
+
+
+def test_the_server_of_the_example_traces_what_is_needed():
+    service = COMPOSE["services"]["vllm"]
+    command = service["command"]
+    settings = parse_serve_command("vllm serve " + " ".join(command[1:]), where="compose.yaml")
+    assert settings.step_tracing_sample_rate == 0.1
+    assert settings.journey_tracing_sample_rate == 1.0
+    assert "--enable-journey-tracing" in command
+    assert "--step-tracing-enabled" in command
+    assert "--otlp-traces-endpoint=http://receive:4317" in command
+    assert int(service["environment"]["OTEL_SPAN_EVENT_COUNT_LIMIT"]) > 128
+
+
+@pytest.mark.slow
+def test_the_image_is_built_and_speaks():
+    if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
+        pytest.skip("no container builder here")
+    subprocess.run(["docker", "build", "-t", "tracefit-test", ROOT], check=True)
+    said = subprocess.run(
+        ["docker", "run", "--rm", "tracefit-test", "--version"], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.startswith("tracefit ")

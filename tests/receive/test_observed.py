@@ -1,0 +1,128 @@
+"""What is shown and warned of while traces come in."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tracefit.receive.live import live_table
+from tracefit.receive.observed import Observed
+from tracefit.receive.spans import PrivacyFilter
+
+
+def observe(traces, observed=None):
+    observed = observed or Observed()
+    observed.spans += sum(part.spans for part in PrivacyFilter().parts(traces.protobuf(), observed))
+    return observed
+
+
+def test_ttft_is_from_arrival_to_the_first_token(traces):
+    """In whichever order both spans come."""
+    traces.core(2, [("FIRST_TOKEN", 30_000, 1), ("FINISHED", 40_000, 2)])
+    traces.api(2, {"ARRIVED": 10_000, "DEPARTED": 41_000})
+    traces.api(3, {"ARRIVED": 50_000, "DEPARTED": 91_000})
+    traces.core(3, [("FIRST_TOKEN", 80_000, 1), ("FINISHED", 90_000, 2)])
+    observed = observe(traces)
+    assert observed.ttft_s == pytest.approx([0.02, 0.03])
+    assert (observed.requests, observed.spans) == (2, 4)
+
+
+def test_stock_servers_say_their_ttft_themselves(traces):
+    traces.span(
+        "vllm.llm_engine",
+        "llm_request",
+        (1, 1, 0),
+        [],
+        attributes={"gen_ai.latency.time_to_first_token": 0.25},
+    )
+    observed = observe(traces)
+    assert (list(observed.ttft_s), observed.requests) == ([0.25], 1)
+
+
+def test_a_step_lasts_until_the_next_one_while_the_engine_is_busy(traces):
+    """9 ms between 1 and 2; 3 follows an empty engine; 5 is not adjacent to 3."""
+    traces.steps(
+        traces.summary(1, 1000),
+        traces.summary(2, 10_000, running_depth=0),
+        traces.summary(3, 90_000),
+        traces.summary(5, 120_000),
+    )
+    observed = observe(traces)
+    assert list(observed.cycle_us) == [9000.0]
+    assert observed.steps == 4
+
+
+def test_dropped_events_are_warned_of_at_once_and_once(traces):
+    """127 events of 200: the limit that is needed is the next power of two above what a span has."""
+    traces.steps(*(traces.summary(n, n * 10_000) for n in range(127)), dropped=173)
+    observed = observe(traces)
+    (text,) = observed.new_warnings()
+    assert "dropped 173 events" in text
+    assert "OTEL_SPAN_EVENT_COUNT_LIMIT=512" in text
+    observe(traces, observed)
+    assert observed.new_warnings() == []
+    assert observed.dropped_events == 346
+
+
+def test_a_server_that_traces_no_steps_is_warned_of(traces):
+    for number in range(1, 50):
+        traces.request(number, number * 1e6, step=number)
+    observed = observe(traces)
+    assert observed.new_warnings() == []
+    traces.records.clear()
+    traces.request(51, 0, step=1)
+    observe(traces, observed)
+    (text,) = observed.new_warnings()
+    assert "--step-tracing-enabled" in text
+
+
+def test_a_server_that_traces_no_requests_is_warned_of(traces):
+    for number in range(5):
+        traces.steps(*(traces.summary(n, n * 10_000) for n in range(number * 100, number * 100 + 100)))
+    (text,) = observe(traces).new_warnings()
+    assert "--enable-journey-tracing" in text
+
+
+def test_a_server_that_traces_both_is_not(traces):
+    for number in range(1, 60):
+        traces.request(number, number * 1e6, step=number)
+    traces.steps(traces.summary(1, 0))
+    assert observe(traces).new_warnings() == []
+
+
+def test_rates_are_those_of_the_last_ten_seconds(monkeypatch):
+    now, observed = [0.0], Observed()
+    monkeypatch.setattr("tracefit.receive.observed.time.monotonic", lambda: now[0])
+    assert observed.rates() == (0.0, 0.0)
+    now[0], observed.spans, observed.steps = 5.0, 500, 50
+    assert observed.rates() == (100.0, 10.0)
+    now[0] = 16.0  # from 5 s on: nothing came
+    assert observed.rates() == (0.0, 0.0)
+
+
+def test_the_view_shows_what_there_is(traces):
+    observed = observe(
+        traces.steps(traces.summary(1, 1000), traces.summary(2, 10_000), dropped=7).request(1, 0, step=1)
+    )
+    text = io.StringIO()
+    Console(file=text, width=80).print(live_table(observed))
+    shown = dict(line.rstrip().split("  ", 1) for line in text.getvalue().splitlines())
+    shown = {name: value.strip() for name, value in shown.items()}
+    assert shown == {
+        "spans": "3 (0/s)",
+        "steps": "2 (0/s)",
+        "requests": "1",
+        "TTFT, median": "0.011 s",
+        "step time, median": "9.00 ms",
+        "events dropped by the sender": "7",
+        "requests refused": "0",
+    }
+
+
+def test_open_requests_are_forgotten_after_a_while(traces, monkeypatch):
+    monkeypatch.setattr("tracefit.receive.observed._OPEN_REQUESTS", 3)
+    for number in range(1, 10):
+        traces.core(number, [("FIRST_TOKEN", 30_000, 1)])
+    assert len(observe(traces)._open_requests) == 3
