@@ -9,7 +9,7 @@ import pytest
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.commands.figure_data import engine_run, model_rows, thinned
-from tracefit.fit.results import Overload, QueueStretch
+from tracefit.fit.results import Overload, QueuePeriod
 from tracefit.reports.figures import engine_figure, model_figures, robust_limits
 from tracefit.tables.store import TableStore
 
@@ -161,7 +161,7 @@ def test_the_engine_over_its_run_by_hand():
         }
     )
     queued = [
-        QueueStretch(server=s, from_ns=40_000_000_000, to_ns=60_000_000_000, peak=10, share=0.25)
+        QueuePeriod(server=s, from_ns=40_000_000_000, to_ns=60_000_000_000, peak=10, share=0.25)
         for s in ("s", "another")
     ]
     overload = Overload(run_id="r", reasons=("why",), trained_on=False, queued=tuple(queued))
