@@ -146,7 +146,7 @@ NO_TRAINING = pl.DataFrame(
 
 
 def test_the_engine_over_its_run_by_hand():
-    """80 s, 80 bins: one step of one second each; idle at 10, somebody waits from 20 to 29 and from 40 to 59; the latter is
+    """80 s, 80 bins: one step of one second each; idle at 10, a request waits from 20 to 29 and from 40 to 59; the latter is
     what the evaluation calls an overload.
     """
     waiting = [1 if 20 <= k < 30 or 40 <= k < 60 else 0 for k in range(81)]

@@ -1,4 +1,4 @@
-"""Engines told by hand: the tables of a few steps and requests, every number of which a test can reckon."""
+"""Engines tables_of by hand: the tables of a few steps and requests, every number of which a test can reckon."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Story:
 
 
 @dataclass
-class Told:
+class EngineTables:
     """The tables of some stories, and what is made of them."""
 
     stories: tuple[Story, ...]
@@ -142,7 +142,7 @@ class Told:
 
 @pytest.fixture
 def story() -> Story:
-    """Return an engine of which nothing is told yet."""
+    """Return an engine of which nothing is tables_of yet."""
     return Story()
 
 
@@ -153,6 +153,6 @@ def new_story() -> type[Story]:
 
 
 @pytest.fixture
-def told() -> type[Told]:
-    """Return what makes tables of stories: `told((story,)).timeline()`."""
-    return Told
+def tables_of() -> type[EngineTables]:
+    """Return the class that makes tables of stories: `tables_of((story,)).timeline()`."""
+    return EngineTables

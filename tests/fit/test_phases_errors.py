@@ -1,4 +1,4 @@
-"""Errors of step times by workload phase: planted loads, one of which the training part has not seen."""
+"""Errors of step times by workload phase: planted loads, one of them absent from the training part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _steps():
 
 
 def _requests(server="s"):
-    """Two a second, and ten a second from 90 s on; one that nobody saw come."""
+    """Two a second, and ten a second from 90 s on; one without an arrival."""
     arrivals = [*np.arange(0, 90, 0.5), *np.arange(90, 120, 0.1)]
     columns = {"arrival_ns": [round(at * SECOND) for at in arrivals], "queued_ns": None}
     frame = pl.DataFrame(

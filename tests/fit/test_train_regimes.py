@@ -1,4 +1,4 @@
-"""Models by regimes: a condition tells which line speaks for a row."""
+"""Models by regimes: a condition selects the line that predicts a row."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _frame(n=400, *, full=0.5, wrong=0):
     """A wait of 5,000 + 100 per request ahead without a slot, of 200 with one; the last `wrong` rows lie about slots."""
     rng = np.random.default_rng(0)
     queued, ahead = rng.random(n) < full, rng.integers(0, 50, n)
-    told = np.where(np.arange(n) >= n - wrong, ~queued, queued)
+    condition = np.where(np.arange(n) >= n - wrong, ~queued, queued)
     columns = {
         "run_id": "r",
         "server": "s",
         "ts_ns": np.arange(n) * 1000,
         "ahead": ahead,
-        "slots": np.where(told, 0.0, 3.0),
+        "slots": np.where(condition, 0.0, 3.0),
         "queued": queued,
         "y": np.where(queued, 5000.0 + 100 * ahead, 200.0),
         "excluded_reason": None,
@@ -79,8 +79,10 @@ def test_the_only_regime_that_was_fitted_speaks_for_all():
 def test_the_condition_is_held_against_what_happened():
     """Of 120 held-out rows the last 20 say the opposite of the truth."""
     held = _frame(wrong=20).filter(split="holdout")
-    hit = held.with_columns(told=pl.col("slots") <= 0).select("queued", "told")
-    counts = {pair: hit.filter(queued=pair[0], told=pair[1]).height for pair in [(True, True), (True, False)]}
+    hit = held.with_columns(condition=pl.col("slots") <= 0).select("queued", "condition")
+    counts = {
+        pair: hit.filter(queued=pair[0], condition=pair[1]).height for pair in [(True, True), (True, False)]
+    }
     classifier = _fit(_frame(wrong=20)).validation.classifier
     assert (classifier.true_positive, classifier.false_negative) == (counts[True, True], counts[True, False])
     assert classifier.false_negative + classifier.false_positive == 20
