@@ -31,6 +31,7 @@ from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
 from tracefit.tables.disk import write_files
 from tracefit.tables.keys import ENGINE
+from tracefit.tables.overlap import find_overlaps
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
@@ -99,6 +100,13 @@ def train(
     progress = progress or NullProgress()
     store = TableStore(find_tables(tables)).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
+    overlaps = find_overlaps(store, runs)
+    for one in overlaps:
+        progress.warn(
+            f"run {one.run_id}: {one.spans:,} of its spans are in run {one.other} too; it is left out of training, for "
+            "they would count twice"
+        )
+    runs = runs.filter(~pl.col("run_id").is_in([one.run_id for one in overlaps]))
     for text in _without_configuration(runs):
         progress.warn(text)
     scopes = fit_runs(store, runs, options, progress)

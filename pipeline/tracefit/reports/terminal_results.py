@@ -11,7 +11,7 @@ import textwrap
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from tracefit.errors import printable
+from tracefit.errors import printable, spreadsheet_safe
 from tracefit.reports.scopes import ScopeLabel, scope_labels
 from tracefit.reports.text import WIDTH, columns, count, indented, mape_misleads, number, plural, share
 
@@ -292,7 +292,7 @@ def requests_csv(summary: RequestSummary) -> str:
     points = ("n", "mean", *_POINTS)
     writer.writerow([*_FACTS, *(f"{m}_{p}" for m in _METRICS for p in points)])
     for group in summary.groups:
-        facts = [getattr(group, name) for name in _FACTS]
+        facts = [spreadsheet_safe(getattr(group, name)) for name in _FACTS]
         writer.writerow([*facts, *(getattr(getattr(group, m), p) for m in _METRICS for p in points)])
     return text.getvalue()
 
@@ -369,7 +369,9 @@ def rows_text(predicted: RowPredictions) -> str:
     if predicted.predictions:
         writer = csv.DictWriter(text, list(predicted.predictions[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(predicted.predictions)
+        writer.writerows(
+            {key: spreadsheet_safe(cell) for key, cell in row.items()} for row in predicted.predictions
+        )
     return text.getvalue()
 
 
