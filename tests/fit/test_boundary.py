@@ -184,7 +184,7 @@ def _unknown_steps(idle_after=False):
 
 
 @pytest.mark.parametrize(("arrived_ms", "until_ms"), [(15, 5), (22, 8), (31, 9), (41, 9)])
-def test_a_boundary_nobody_stamped_lies_evenly_between_those_around_it(arrived_ms, until_ms):
+def test_an_unknown_boundary_lies_evenly_between_those_around_it(arrived_ms, until_ms):
     """A request waits for 20, 30, 40 and 50 ms: the first two starts are not in the trace."""
     rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": [0], "ts_ns": [arrived_ms * MS]})
     predicted, known = admission_with_clock(rows, _unknown_steps(), np.zeros(1), 0.0)

@@ -90,7 +90,7 @@ def test_scheduling_ahead_adds_a_step_to_the_first_token():
     assert with_lag - without == pytest.approx(12_000)
 
 
-def test_what_nobody_knows_stays_unknown():
+def test_unknown_values_stay_unknown():
     assert _averaged([None])["mean_prefill_us"].to_list() == [None]
     nothing = averages_of(STEPS.clear(), REQUESTS.clear())
     row = _averaged([400], averages=nothing).row(0, named=True)

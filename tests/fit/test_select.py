@@ -37,7 +37,7 @@ def test_a_constant_says_which_value_it_has():
     assert _reasons(left) == {"slots": "constant in the training rows (64)"}
 
 
-def test_what_nobody_knows_is_left_out():
+def test_unknown_features_are_left_out():
     a, b = _columns()
     b[:3] = np.nan
     kept, left = usable_features(np.column_stack([np.full(len(a), np.nan), a, b]), ["gpu", "a", "b"])

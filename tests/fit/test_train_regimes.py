@@ -59,7 +59,7 @@ def test_each_regime_has_its_own_line():
     assert queued.rows_used + free.rows_used == 280
 
 
-def test_the_first_condition_that_holds_speaks():
+def test_the_first_condition_that_holds_predicts():
     parts = _fit(_frame()).regimes
     rows = pl.DataFrame({"slots": [0.0, 1.0, -2.0, None], "ahead": [10, 10, 20, 10]})
     assert predict_regimes(parts, rows) == pytest.approx([6000, 200, 7000, 200], rel=1e-2)
@@ -70,7 +70,7 @@ def test_a_regime_with_too_few_rows_leaves_them_to_the_next():
     assert [(p.regime.name, p.rows_used) for p in fitted.regimes] == [("free", 280)]
 
 
-def test_the_only_regime_that_was_fitted_speaks_for_all():
+def test_the_only_fitted_regime_predicts_all_rows():
     fitted = _fit(_frame(full=0.97))
     assert [p.regime.name for p in fitted.regimes] == ["queued"]
     assert fitted.regimes[0].regime.any_of == ()
@@ -91,7 +91,7 @@ def test_the_condition_is_held_against_what_happened():
     assert classifier.balanced_accuracy == pytest.approx(sum(rates) / 2)
 
 
-def test_a_row_of_which_nobody_knows_what_happened_is_no_hit_and_no_miss():
+def test_a_row_without_a_label_is_no_hit_and_no_miss():
     """Of 120 held-out rows the last 15 do not say whether they were queued."""
     unsure = pl.when(pl.col("ts_ns") < 385_000).then("queued")
     classifier = _fit(_frame().with_columns(queued=unsure)).validation.classifier

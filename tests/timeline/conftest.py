@@ -1,4 +1,4 @@
-"""Engines tables_of by hand: the tables of a few steps and requests, every number of which a test can reckon."""
+"""Engines written by hand: tables of a few steps and requests whose every number a test can compute."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class EngineTables:
 
 @pytest.fixture
 def story() -> Story:
-    """Return an engine of which nothing is tables_of yet."""
+    """Return an engine without steps or requests."""
     return Story()
 
 

@@ -47,6 +47,7 @@ def execution_lags(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     starts = pl.concat([exact, first.join(exact, on=step, how="anti").select(exact.columns)])
     nexts = starts.select(*ENGINE, step_id=pl.col("step_id") - 1, next_start_ns="ts_start_ns")
     late = journeys.filter(_is_update()).join(nexts, on=step, how="inner")
+    # Nearly all events of a server are late, or nearly none: half is a safe border.
     return (
         late.group_by(SERVER)
         .agg(events=pl.len(), late=(pl.col("ts_ns") > pl.col("next_start_ns")).mean())
@@ -110,6 +111,8 @@ def step_starts(steps: pl.DataFrame, core: pl.DataFrame) -> pl.DataFrame:
         step, starts increasing within an engine.
     """
     exact = steps.select("position", "engine", "server_number", at="ts_start_ns")
+    # Events inside schedule() give their own step's start, the earliest first. An update ends its step: it gives the start of
+    # the next one (with scheduling ahead, of the one after), and the latest event is nearest to it.
     kinds = {
         "scheduled": _at(
             core.filter(pl.col("event").is_in(_INSIDE)), pl.col("step_id"), pl.col("ts_ns").min()
@@ -153,6 +156,7 @@ def _offsets(kinds: dict[str, pl.DataFrame], exact: pl.DataFrame) -> pl.DataFram
     sides = servers.join(pl.DataFrame({"kind": list(kinds), "sign": [1.0, -1.0]}), how="cross")
     table = sides.join(direct, on=["server_number", "kind"], how="left")
     table = table.join(pairs, on="server_number", how="left").sort("server_number", "kind")
+    # Two rows per server, one of each kind: reversed, each kind gets the offset of the other one.
     table = table.with_columns(other=pl.col("offset_ns").reverse().over("server_number"))
     gap = pl.col("gap_ns") * pl.col("sign")
     return table.select(

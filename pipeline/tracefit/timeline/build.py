@@ -73,6 +73,7 @@ def build_timeline(
     axis = lay_out(steps, snapshots, journeys)
     lags = execution_lags(steps, journeys)
     core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
+    # A server with too few events for a lag is taken to schedule and execute in the same cycle.
     evidence = _Evidence(
         axis,
         # A step has one summary; should another claim its id, the first in time stands.
@@ -126,6 +127,7 @@ def _with_truth(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
     joined = joined.join(shown, on="position", how="left", maintain_order="left")
     have = set(joined.columns)
 
+    # A summary comes first; the journeys fill in where there is none.
     def either(name: str) -> pl.Expr:
         options = [pl.col(c) for c in (name, f"journey.{name}") if c in have]
         return pl.coalesce(options).alias(name) if options else pl.lit(None, pl.Int64).alias(name)

@@ -98,6 +98,7 @@ def _accepted(step_ids: pl.DataFrame) -> pl.DataFrame:
 
 def range_add(size: int, first: Ints, last: Ints, amount: Floats | Ints) -> Floats:
     """Sum amounts over inclusive ranges of positions: a difference array; shape (size,)."""
+    # Each range adds its amount at its first position and takes it off behind its last one; the cumulative sum covers it.
     begun, ended = bincount_at(size, first, amount), bincount_at(size + 1, last + 1, amount)
     return np.cumsum(begun - ended[:size])
 

@@ -42,6 +42,7 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
         total=pl.col("kv_blocks_total").max(), first_step=pl.col("step_id").min()
     )
     found = queued.join(after, on=[*ENGINE, "step_id"], how="left").join(total, on=ENGINE, how="left")
+    # QUEUED carries the counter of the step before: below the first step the engine had not run yet.
     fresh = pl.col("step_id") < pl.col("first_step")
 
     def at_start(name: str, value: int) -> pl.Expr:
