@@ -153,6 +153,6 @@ def new_story() -> type[Story]:
 
 
 @pytest.fixture
-def tables_of() -> type[EngineTables]:
-    """Return the class that makes tables of stories: `tables_of((story,)).timeline()`."""
+def engine_tables() -> type[EngineTables]:
+    """Return the class that makes tables of stories: `engine_tables((story,)).timeline()`."""
     return EngineTables
