@@ -42,7 +42,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def ingest_text(result: IngestResult) -> str:
-    """Give what was read, and the tables folder."""
+    """Return the counts of what was read, and the tables folder."""
     return f"{_runs(result)}\n\ntables  {result.tables}"
 
 
@@ -62,7 +62,7 @@ def _runs(result: IngestResult) -> str:
 
 
 def plan_text(plan: IngestPlan) -> str:
-    """Give the files that an ingest would read, two lines each."""
+    """Return the files that an ingest would read, two lines each."""
     lines = []
     for f in plan.files:
         packed = f", {f.compression}" if f.compression else ""
@@ -74,7 +74,7 @@ def plan_text(plan: IngestPlan) -> str:
 
 
 def train_text(result: TrainResult) -> str:
-    """Give the models' errors scope by scope, and where the files are."""
+    """Return the models' errors scope by scope, and the written files."""
     lines = [*_scopes(result), *(_wrapped(f"not fitted: {text}", "  ") for text in result.not_fitted)]
     lines += [f"wrote   {path}" for path in result.files]
     page = next((path for path in result.files if path.suffix == ".html"), None)
@@ -82,7 +82,7 @@ def train_text(result: TrainResult) -> str:
 
 
 def run_text(result: RunResult) -> str:
-    """Give what the main job read and made, ending in the page to open."""
+    """Return a summary of what the main job read and wrote, ending with the page to open."""
     return f"{_runs(result.ingested)}\n\n{train_text(result.trained)}"
 
 
@@ -140,7 +140,7 @@ def _latencies(found: Iterable[LatencySummary]) -> str:
 
 
 def features_text(sets: Sequence[FeatureSet]) -> str:
-    """Give the features of each set: name, unit and formula, then the reason."""
+    """Return the features of each set: name, unit and formula, then the reason."""
     parts = []
     for one in sets:
         lines = [one.name]
@@ -151,7 +151,7 @@ def features_text(sets: Sequence[FeatureSet]) -> str:
 
 
 def receive_text(result: ReceiveResult) -> str:
-    """Give what was received, by sender, and the folder it is in."""
+    """Return what was received, by sender, and the folder it is in."""
     head = ("service", "instance", "spans")
     rows = [
         (printable(r.service), printable(r.instance) or "-", count(r.spans)) for r in result.received_from
@@ -163,7 +163,7 @@ def receive_text(result: ReceiveResult) -> str:
 
 
 def synth_text(result: SynthResult) -> str:
-    """Give what was generated and where it is."""
+    """Return what was generated, and its folder."""
     lines = [f"{count(result.requests)} requests, {count(result.steps)} steps"]
     return "\n".join([*lines, *(f"wrote   {folder}" for folder in result.folders)])
 
@@ -172,7 +172,7 @@ def synth_text(result: SynthResult) -> str:
 
 
 def inspection_text(found: Inspection) -> str:
-    """Give what the runs hold, how healthy their journeys are, and what can be trained."""
+    """Return what the runs hold, the health of their journeys, and what can be trained."""
     parts = [*(_run(run) for run in found.runs), *(_allowed(scope) for scope in found.scopes)]
     if found.exit_code:
         parts.append("Nothing can be trained from this.")
@@ -257,7 +257,7 @@ _FACTS = (
 
 
 def requests_text(summary: RequestSummary) -> str:
-    """Give counts, latencies and throughput of requests: in total, by phase, by run, over time. Times in milliseconds."""
+    """Return counts, latencies and throughput of requests: in total, by phase, by run, over time; in milliseconds."""
     total = summary.total
     states = ", ".join(f"{count:,} {state}" for state, count in summary.states.items())
     counts = f"{total.failed:,} failed, {total.in_flight:,} in flight, {total.preemptions:,} preemptions"
@@ -320,8 +320,8 @@ def _quantile_row(name: str, q: Quantiles) -> tuple[str, ...]:
     return (name, f"{q.n:,}", *(_milliseconds(value) for value in (q.mean, q.p50, q.p90, q.p99)))
 
 
-def _with_share(row: tuple[str, ...], part: float | None) -> tuple[str, ...]:
-    return (row[0], number(None if part is None else 100 * part), *row[1:])
+def _with_share(row: tuple[str, ...], of_total: float | None) -> tuple[str, ...]:
+    return (row[0], number(None if of_total is None else 100 * of_total), *row[1:])
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -330,17 +330,17 @@ def _milliseconds(seconds: float | None) -> str:
 
 # Predicting, exporting, verifying, comparing
 
-_RANGE_NOTE = "90 % range: nine of ten held-out measurements were within it of their prediction"
+_RANGE_NOTE = "90 % range: where nine of ten measurements lay about their prediction"
 
 
 def step_text(predicted: StepPrediction) -> str:
-    """Give the time of a step."""
+    """Return the predicted time of a step."""
     rows = [("step", predicted.step)]
     return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
 
 
 def request_text(predicted: RequestPrediction) -> str:
-    """Give the time of a request, part by part."""
+    """Return the predicted latencies of a request, interval by interval."""
     rows = [
         ("admission", predicted.admission),
         ("queue wait", predicted.queue_wait),
@@ -353,11 +353,13 @@ def request_text(predicted: RequestPrediction) -> str:
         ("E2E", predicted.e2e),
         ("departure, after E2E", predicted.departure),
     ]
-    return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
+    ranges = [_wrapped(f"range: {text}", "  ") for text in predicted.ranges]
+    notes = _notes(predicted.assumed, predicted.out_of_range)
+    return "\n".join([*_spans(predicted.scope_id, rows), *ranges, *notes])
 
 
 def rows_text(predicted: RowPredictions) -> str:
-    """Give the predicted rows as CSV, or the file they were written to."""
+    """Return the predicted rows as CSV, or the file they were written to."""
     if predicted.out is not None:
         outside = (
             ""
@@ -376,7 +378,7 @@ def rows_text(predicted: RowPredictions) -> str:
 
 
 def export_text(result: ExportResult) -> str:
-    """Give the files written for a consumer, and the held-out error of the exported form."""
+    """Return the files written for a consumer, and the held-out error of the exported form."""
     rows = [
         (
             e.what,
@@ -396,7 +398,7 @@ def export_text(result: ExportResult) -> str:
 
 
 def verify_text(result: VerifyResult) -> str:
-    """Say whether a refit confirms a file."""
+    """Return whether a refit confirms a file."""
     head = f"{result.numbers:,} values refitted, {result.differing:,} not confirmed"
     lines = [f"{result.file}: {'verified' if result.verified else 'NOT verified'}", head]
     lines += [f"input differs: {text}" for text in result.inputs]
@@ -407,7 +409,7 @@ def verify_text(result: VerifyResult) -> str:
 
 
 def compare_text(result: CompareResult) -> str:
-    """Give the differences of two files, or whether an old one is still good."""
+    """Return the differences of two files, or whether an old one is still good."""
     lines: list[str] = []
     for one in result.models:
         lines += [f"{one.model}  {one.scope_id}"]
@@ -426,7 +428,7 @@ def compare_text(result: CompareResult) -> str:
     if result.verdict is not None:
         for scope_id in dict.fromkeys(d.scope_id for d in result.drift):
             found = [d for d in result.drift if d.scope_id == scope_id]
-            head = ("MAPE %", "published", "now", "limit", "bias % now", "rows", "verdict")
+            head = ("median error %", "published", "now", "limit", "bias % now", "rows", "verdict")
             lines += [f"scope {scope_id}", indented(columns(head, [_drift_row(d) for d in found])), ""]
             lines += [f"{d.model}: undecided: {d.reason}" for d in found if d.reason]
         lines.append(f"verdict: {_VERDICTS[result.verdict]}")
@@ -434,7 +436,7 @@ def compare_text(result: CompareResult) -> str:
 
 
 def _drift_row(d: Drift) -> tuple[str, ...]:
-    errors = (d.then_mape_pct, d.now_mape_pct, d.limit_pct, d.now_bias_pct)
+    errors = (d.then_mdape_pct, d.now_mdape_pct, d.limit_pct, d.now_bias_pct)
     return (d.model, *(number(v) for v in errors), count(d.rows), d.verdict)
 
 
@@ -456,9 +458,14 @@ def _apart(apart: bool | None) -> str:
 
 
 def _spans(scope_id: str | None, rows: Iterable[tuple[str, PredictedDuration | None]]) -> list[str]:
-    table = [(name, *(_ms(s, end) for end in ("value_us", "low_us", "high_us"))) for name, s in rows]
-    body = [f"{name:<22}{value:>12}  {low:>12} to {high}" for name, value, low, high in table]
+    body = [f"{name:<22}{_ms(s, 'value_us'):>12}{_range(s)}" for name, s in rows]
     return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}  {'90 % range':>12}", *body, "", _RANGE_NOTE]
+
+
+def _range(found: PredictedDuration | None) -> str:
+    if found is None or found.low_us is None:
+        return ""
+    return f"  {_ms(found, 'low_us'):>12} to {_ms(found, 'high_us')}"
 
 
 def _ms(found: PredictedDuration | None, end: str) -> str:

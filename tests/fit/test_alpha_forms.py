@@ -1,4 +1,4 @@
-"""Forms of waits compete inside the training part: which stamp a server uses decides, nobody has to say it."""
+"""The form of a wait is chosen on the training rows: it follows from the stamp that a server uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tracefit.synth import SynthOptions, surge_phases, synth, write_run
     ],
 )
 def test_the_form_of_the_laws_stays_unless_another_is_clearly_better(lawful, other, chosen):
-    """By 5 %, and by a microsecond, which is what stamps tell."""
+    """By 5 % and by a microsecond, the resolution of the stamps."""
     tried = choose_form(Candidate("lawful", 2, lawful, None), Candidate("other", 4, other, None))
     assert [c.name for c in tried if c.chosen] == [chosen]
     assert all(c.reason for c in tried)
