@@ -1,8 +1,8 @@
 """Training frames: which rows train, which are held out, and which are left out of either part, by the published rules.
 
 The first 70 % of each server's rows in time train, the rest is held out. Training rows also lose warm-up, outliers and steps
-that mostly repeat work after a preemption. Held-out rows lose idle gaps and epoch boundaries only: an error without its
-hiccups is not the error that a user sees.
+that mostly repeat work after a preemption. Held-out rows lose idle gaps, epoch boundaries and impossible times only: an error
+without its hiccups is not the error that a user sees.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OUTLIER = "outlier"
 PREEMPTION_HEAVY = "preemption_heavy"
 UNKNOWN_FEATURES = "unknown_features"
 
-ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY)
+ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY, training.NOT_POSITIVE)
 """Reasons that apply to both parts."""
 
 MIN_TRAIN_ROWS = 30
