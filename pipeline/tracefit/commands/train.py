@@ -123,13 +123,14 @@ def train(
         },
         files=_named_files(options),
     )
-    alpha = publish.coefficient_file("alpha", scopes, made_by)
-    beta = publish.coefficient_file("beta", scopes, made_by)
+    alpha, beta = publish.coefficient_files(scopes, made_by)
     across = None
     if options.across:
         progress.stage("leaving out runs, models and GPUs")
         across = fit_across(scopes, scope_options(options))
-    evaluation = publish.evaluate(scopes, runs, across, options.thresholds)
+    evaluation = publish.evaluate(
+        scopes, runs, across, requests=alpha.requests, thresholds=options.thresholds
+    )
     report = Path(report_folder or out)
     texts = {
         Path(out) / "alpha.json": to_json(alpha),

@@ -95,7 +95,13 @@ def _verify_file(
     if lacking or any(text.startswith("features ") for text in inputs):
         return VerifyResult(path, False, 0, tuple(inputs), 0, (), tuple(notes))
     scopes = fit_runs(store, runs, options, progress)
-    again = json.loads(to_json(publish.coefficient_file(document.kind, scopes, made_by)))
+    again = json.loads(
+        to_json(
+            dict(zip(("alpha", "beta"), publish.coefficient_files(scopes, made_by), strict=True))[
+                document.kind
+            ]
+        )
+    )
     compared = list(_compare(_by_name(plain), _by_name(again), ""))
     found = [d for d in compared if d is not None]
     return VerifyResult(

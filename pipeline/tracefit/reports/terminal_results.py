@@ -330,7 +330,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 # Predicting, exporting, verifying, comparing
 
-_RANGE_NOTE = "90 % range: nine of ten held-out measurements were within it of their prediction"
+_RANGE_NOTE = "90 % range: where nine of ten measurements lay about their prediction"
 
 
 def step_text(predicted: StepPrediction) -> str:
@@ -353,7 +353,9 @@ def request_text(predicted: RequestPrediction) -> str:
         ("E2E", predicted.e2e),
         ("departure, after E2E", predicted.departure),
     ]
-    return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
+    ranges = [_wrapped(f"range: {text}", "  ") for text in predicted.ranges]
+    notes = _notes(predicted.assumed, predicted.out_of_range)
+    return "\n".join([*_spans(predicted.scope_id, rows), *ranges, *notes])
 
 
 def rows_text(predicted: RowPredictions) -> str:
@@ -426,7 +428,7 @@ def compare_text(result: CompareResult) -> str:
     if result.verdict is not None:
         for scope_id in dict.fromkeys(d.scope_id for d in result.drift):
             found = [d for d in result.drift if d.scope_id == scope_id]
-            head = ("MAPE %", "published", "now", "limit", "bias % now", "rows", "verdict")
+            head = ("median error %", "published", "now", "limit", "bias % now", "rows", "verdict")
             lines += [f"scope {scope_id}", indented(columns(head, [_drift_row(d) for d in found])), ""]
             lines += [f"{d.model}: undecided: {d.reason}" for d in found if d.reason]
         lines.append(f"verdict: {_VERDICTS[result.verdict]}")
@@ -434,7 +436,7 @@ def compare_text(result: CompareResult) -> str:
 
 
 def _drift_row(d: Drift) -> tuple[str, ...]:
-    errors = (d.then_mape_pct, d.now_mape_pct, d.limit_pct, d.now_bias_pct)
+    errors = (d.then_mdape_pct, d.now_mdape_pct, d.limit_pct, d.now_bias_pct)
     return (d.model, *(number(v) for v in errors), count(d.rows), d.verdict)
 
 
@@ -456,9 +458,14 @@ def _apart(apart: bool | None) -> str:
 
 
 def _spans(scope_id: str | None, rows: Iterable[tuple[str, PredictedDuration | None]]) -> list[str]:
-    table = [(name, *(_ms(s, end) for end in ("value_us", "low_us", "high_us"))) for name, s in rows]
-    body = [f"{name:<22}{value:>12}  {low:>12} to {high}" for name, value, low, high in table]
+    body = [f"{name:<22}{_ms(s, 'value_us'):>12}{_range(s)}" for name, s in rows]
     return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}  {'90 % range':>12}", *body, "", _RANGE_NOTE]
+
+
+def _range(found: PredictedDuration | None) -> str:
+    if found is None or found.low_us is None:
+        return ""
+    return f"  {_ms(found, 'low_us'):>12} to {_ms(found, 'high_us')}"
 
 
 def _ms(found: PredictedDuration | None, end: str) -> str:
