@@ -130,12 +130,12 @@ class Replayed:
     def misses(self) -> list[str]:
         """Say what is asked and not met."""
         found = [
-            f"{name} P{p} {self.off(self.fitted, (name, p)):+.1f} % (limit {most:g} %)"
-            for (name, p), most in BAR_PCT.items()
+            f"{name} P{p} {self.off(self.fitted, (name, p)):+.1f} % (bar {most:g} %)"
+            for (name, p), most in .items()
             if abs(self.off(self.fitted, (name, p))) > most
         ]
         fitted, defaults = (
-            max(abs(self.off(simulated, what)) / most for what, most in BAR_PCT.items())
+            max(abs(self.off(simulated, what)) / most for what, most in .items())
             for simulated in (self.fitted, self.defaults)
         )
         return [*found, *(["BLIS's defaults are closer"] if fitted >= defaults else [])]

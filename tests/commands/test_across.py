@@ -98,6 +98,7 @@ def test_step_times_on_a_gpu_that_was_never_seen_are_within_fifteen_percent(tmp_
     assert not any("GPU" in note for note in evaluation["across_notes"])
 
 
+@pytest.mark.slow
 def test_one_model_on_the_other_gpu_cannot_tell_weights_from_a_constant(tmp_path, evaluation_of):
     _on(("A100", "H100"), (("llama-8b", 1),), tmp_path / "runs")
     evaluation, report = evaluation_of(across=True, features="roofline")
