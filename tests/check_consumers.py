@@ -131,11 +131,11 @@ class Replayed:
         """Say what is asked and not met."""
         found = [
             f"{name} P{p} {self.off(self.fitted, (name, p)):+.1f} % (bar {most:g} %)"
-            for (name, p), most in .items()
+            for (name, p), most in BAR_PCT.items()
             if abs(self.off(self.fitted, (name, p))) > most
         ]
         fitted, defaults = (
-            max(abs(self.off(simulated, what)) / most for what, most in .items())
+            max(abs(self.off(simulated, what)) / most for what, most in BAR_PCT.items())
             for simulated in (self.fitted, self.defaults)
         )
         return [*found, *(["BLIS's defaults are closer"] if fitted >= defaults else [])]
