@@ -25,6 +25,7 @@ import polars as pl
 from tracefit import TrainOptions
 from tracefit import run as run_all
 from tracefit.commands.export import ExportResult, export
+from tracefit.consumers.blis_fit import BAR_PCT
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.synth.laws import RooflineLaw
 from tracefit.synth.models import GPUS, MODELS, Model

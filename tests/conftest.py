@@ -6,6 +6,7 @@ Independent of the project's own generator: what a test expects of a trace can b
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import time
@@ -307,12 +308,17 @@ def grows_linearly():
         costs = []
         for n in (size, 8 * size):
             job, spent = prepare(n), []
-            for _ in range(2):
-                began = time.process_time()
-                job()
-                spent.append(time.process_time() - began)
+            for _ in range(3):
+                gc.collect()
+                gc.disable()  # its passes over what is alive are not the job's
+                try:
+                    began = time.process_time()
+                    job()
+                    spent.append(time.process_time() - began)
+                finally:
+                    gc.enable()
             costs.append(min(spent))
-        assert costs[1] < 24 * max(costs[0], 0.001), f"{costs[0]:.4f} s, then {costs[1]:.4f} s"
+        assert costs[1] < 40 * max(costs[0], 0.001), f"{costs[0]:.4f} s, then {costs[1]:.4f} s"
 
     return check
 

@@ -497,7 +497,7 @@ def test_a_scope_that_cannot_be_replayed_says_so(made, tmp_path):
     out = tmp_path / "half"
     shutil.copytree(made, out)
     manifest = out / "tables/manifest.json"
-    for path in (out / "tables/runs").rglob("*.parquet"):
+    for path in list((out / "tables/runs").rglob("*.parquet")):
         pl.read_parquet(path).with_columns(journey_sampling=0.5).write_parquet(path)
         named = f"part-{sha256(path.read_bytes()).hexdigest()[:16]}.parquet"
         manifest.write_text(manifest.read_text().replace(path.name, named))
