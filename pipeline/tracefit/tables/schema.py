@@ -290,6 +290,11 @@ RUNS = Table(
         Column(
             "implausible", "json", "rule that rows broke to how many did (of the run); they are in `rejects`"
         ),
+        Column(
+            "missing_attributes",
+            "json",
+            "event to its attributes that none of these events has a usable value of (of the run)",
+        ),
         _i("epochs", "engine starts seen"),
         _i("steps", "steps with a summary"),
         _i("requests", "requests"),
