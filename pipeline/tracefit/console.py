@@ -44,7 +44,8 @@ class _Stderr(logging.Handler):
     """One line per record, on whatever stderr is by then."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        _on_stderr(f"{record.levelname.lower()}: {record.getMessage()}\n")
+        trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
+        _on_stderr(f"{record.levelname.lower()}: {record.getMessage()}\n{trace}")
 
 
 def set_log_level(level: LogLevel) -> None:

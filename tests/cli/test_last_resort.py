@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ COMMANDS = {
     "run": ("tracefit.commands.run.train", "run {runs} --out {out} --fast"),
     "ingest": ("tracefit.commands.ingest.open_inputs", "ingest {runs} --out {out}/tables"),
     "inspect": ("tracefit.commands.inspect.open_inputs", "inspect {runs}"),
-    "train": ("tracefit.fit.scope.fit_target", "train {out} --out {out}/models"),
+    "train": ("tracefit.commands.train.load_scope", "train {out} --out {out}/models"),
     "report": ("tracefit.commands.report.html_page", "report {out}"),
     "compare": ("tracefit.commands.compare.compare", "compare {out} {out}"),
     "verify": ("tracefit.commands.verify.fit_runs", "verify {out}"),
@@ -60,12 +61,12 @@ def test_the_line_names_the_run_and_the_debug_log_has_the_traceback(tracefit, mo
     def fail(*_, **__):
         raise pl.exceptions.PanicException("index out of range")
 
-    monkeypatch.setattr("tracefit.fit.scope.fit_target", fail)
+    monkeypatch.setattr("tracefit.commands.train.load_scope", fail)
     for level in ([], ["--log-level", "debug"]):
         code, _, stderr = tracefit("train", out, "--out", out / "models", "--fast", *level)
         assert code == 4
         assert stderr.splitlines()[-1].startswith(f"tracefit: train on {out}: fitting ")
-        assert "(busy): unexpected PanicException (index out of range) in scope.py:" in stderr
+        assert "(busy): unexpected PanicException (index out of range) in train.py:" in stderr
         assert ("Traceback (most recent call last)" in stderr) == bool(level)
 
 
@@ -97,3 +98,17 @@ main()
         assert ended.returncode == 0, ended.stderr
         assert ("RuntimeWarning: invalid value encountered in cast" in ended.stderr) == bool(level)
         assert level or not ended.stderr
+
+
+def test_a_fit_that_fails_costs_its_own_model(tracefit, monkeypatch, out):
+    def fail(*_, **__):
+        raise IndexError("boolean index did not match")
+
+    monkeypatch.setattr("tracefit.fit.scope.fit_step_times", fail)
+    code, _, stderr = tracefit("train", out, "--out", out / "models", "--fast", "--features", "batch")
+    assert (code, stderr) == (0, "")
+    (scope,) = json.loads((out / "evaluation.json").read_text())["scopes"]
+    assert set(scope["models"]) == {"alpha.queue_wait", "alpha.admission", "alpha.departure"}
+    (missing,) = scope["not_fitted"]
+    assert missing["name"] == "beta.cycle_time"
+    assert missing["reason"] == "unexpected IndexError (boolean index did not match)"
