@@ -18,7 +18,7 @@ ORDER = (
     ("inputs",),
     ("otlp",),
     ("tables",),
-    ("kv", "timeline"),
+    ("kv", "timeline", "receive"),
     ("server",),
     ("features",),
     ("fit",),

@@ -165,11 +165,9 @@ def one_line_errors(terminal: Terminal) -> Iterator[None]:
         terminal.close()
         _say("interrupted")
         raise typer.Exit(INTERRUPTED) from None
-    except (typer.Exit, typer.Abort, TyperException, SystemExit):
+    except (typer.Exit, typer.Abort, TyperException, SystemExit, _StdoutError):
         raise
     except BaseException as error:  # a panic of polars is no Exception
-        if isinstance(error, OSError) and _is_stdout(error):
-            raise
         terminal.close()
         raise typer.Exit(_unexpected(error, terminal.doing)) from error
     finally:
@@ -196,22 +194,19 @@ def _exit_code(app: typer.Typer) -> int:
             code = _fail(error)
         except TyperException as error:
             if type(error).__name__ == "NoArgsIsHelpError":
-                sys.stdout.write(error.message)
+                _on_stdout(error.message)
             else:
                 _say(usage_line(error))
             code = error.exit_code
         except (KeyboardInterrupt, typer.Abort):
             _say("interrupted")
             code = INTERRUPTED
-        # What cannot be written shows now, not when the interpreter ends, which has an exit code of its own.
-        sys.stdout.flush()
-    except OSError as error:
-        if not _is_stdout(error):
-            return _unexpected(error, "")
+        _on_stdout("")
+    except _StdoutError as error:
         _silence(sys.stdout)
-        if error.errno == errno.EPIPE:
+        if error.number == errno.EPIPE:
             return SIGPIPE  # whoever reads wants no more, as with `| head`
-        return _fail(UsageError(f"cannot be written ({error.strerror})", where="standard output"))
+        return _fail(UsageError(f"cannot be written ({os.strerror(error.number)})", where="standard output"))
     except Exception as error:  # noqa: BLE001 - the last resort
         return _unexpected(error, "")
     finally:
@@ -219,9 +214,21 @@ def _exit_code(app: typer.Typer) -> int:
     return code
 
 
-def _is_stdout(error: OSError) -> bool:
-    """Tell a failure to write a result from that of a file, which names it."""
-    return error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)
+class _StdoutError(Exception):
+    """A result cannot be written. No OSError, which the command line's library takes for its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _on_stdout(text: str) -> None:
+    """Write a result now, not when the interpreter ends, which has an exit code of its own for what fails."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise _StdoutError(error.errno or errno.EIO) from error
 
 
 def _open_streams() -> None:
@@ -339,11 +346,11 @@ def _source(context: Any, param: Any) -> str:
 def show(result: Any, text: str, *, as_json: bool, quiet: bool) -> None:
     """Print a result: JSON for programs, text for people, nothing when quiet."""
     if as_json:
-        sys.stdout.write(json.dumps(_plain(result), indent=2) + "\n")
+        _on_stdout(json.dumps(_plain(result), indent=2) + "\n")
     elif not quiet:
         # Ids in traces and names in coefficient files come from elsewhere: a terminal must not obey them.
         lines = text.rstrip().split("\n")
-        sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
+        _on_stdout("".join(f"{printable(line)}\n" for line in lines))
 
 
 def _plain(value: Any) -> Any:

@@ -78,6 +78,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def spreadsheet_safe(value: object) -> object:
+    """Return what a cell of a CSV file can hold without a spreadsheet taking it for a formula."""
+    is_formula = isinstance(value, str) and value[:1] in tuple("=+-@\t\r")
+    return f"'{value}" if is_formula else value
+
+
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return a question that suggests the known name closest to `name`, or null if none is close.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ class Commands(TyperGroup):
                 if _settable(option) or option.name == "config":
                     option.envvar = variable(flag(option))
                     option.show_envvar = False
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Refuse empty values: an empty path would be the working folder."""
+        for before, value in pairwise(["", *args]):
+            if value == "" or (value.startswith("--") and value.endswith("=")):
+                raise UsageError(f"{value.rstrip('=') or before}: is empty")
+        return super().resolve_command(ctx, args)
 
     def variables(self) -> set[str]:
         """Return the names of all environment variables that set an option."""

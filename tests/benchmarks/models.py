@@ -91,14 +91,14 @@ def measure(options: SynthOptions, surge: float, folder: Path) -> Measured:
         rows=steps["holdout"]["n"],
         equations=sum(equations["rows_by_source"].values()) if equations else steps["holdout"]["n"],
         step=steps["holdout"]["mape_pct"],
-        boosted=(steps["reference"] or {}).get("mape_pct"),
+        boosted=(steps["gradient_boosting"] or {}).get("mape_pct"),
         bias=evaluation["summed_step_time"]["bias_pct"],
         decode=latency["itl"]["teacher_forced"]["mape_pct"] if latency else None,
         prefill=latency["prefill"]["teacher_forced"]["mape_pct"] if latency else None,
         features=models["beta.cycle_time"]["feature_set"],
         tail=_tail(out, models["beta.cycle_time"]),
         admission=admission["holdout"]["mae"],
-        admission_reference=admission["reference"]["mae"],
+        admission_reference=admission["gradient_boosting"]["mae"],
         admission_form=models["alpha.admission"]["form"],
     )
 

@@ -79,8 +79,8 @@ def test_a_step_in_text_and_in_json(tracefit, beta):
 def test_a_request_says_what_it_cannot(tracefit, beta):
     code, out, _ = tracefit("predict", beta, "--prompt", 50, "--output", 3)
     assert code == 0
-    assert re.search(r"ITL +1\.050 ", out)
-    assert re.search(r"TTFT +- ", out)
+    assert re.search(r"ITL +1\.050\n", out)
+    assert re.search(r"TTFT +-\n", out)
     assert "no model alpha.queue_wait" in out
 
 

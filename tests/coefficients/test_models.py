@@ -86,6 +86,110 @@ def test_a_queue_makes_a_request_wait_for_the_outputs_ahead(small):
     assert told.itl.value_us == pytest.approx(1000 + 50 * 8 + 0.5 * 8 * 55.5)
 
 
+@pytest.fixture
+def busy(small, parts):
+    """The small server, trained on requests of 60 prompt and 10 output tokens, 20 allowed; and how well it predicts."""
+    mean = {
+        "requests": 40,
+        "prompt_tokens": 60,
+        "cached_prompt_tokens": 0,
+        "output_tokens": 10,
+        "max_tokens": 20,
+    }
+    step = deepcopy(parts["step"])
+    step["scope"]["workload"] = mean
+    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    alpha = json.loads((small / "alpha.json").read_text())
+    alpha["requests"] = [_range("itl", 0.8, 1.5), _range("ttft", None, None)]
+    (small / "alpha.json").write_text(json.dumps(alpha))
+    return tracefit.load(small)
+
+
+def _range(latency, low, high):
+    metrics = dict.fromkeys(("mape_pct", "mdape_pct", "mae", "rmse", "r2", "bias_pct", "p99_ape_pct"))
+    errors = {"n": 50, **metrics, "p90_ape_pct": None}
+    return {
+        "scope_id": "small.gpu.tp1.00000000",
+        "latency": latency,
+        "low_ratio": low,
+        "high_ratio": high,
+        "requests": 40,
+        "coverage_pct": 90.0,
+        "reason": "60 % of the held-out requests lie in it" if low is None else None,
+        "holdout": errors,
+        "baseline": errors,
+    }
+
+
+def test_prompts_of_others_lengthen_the_steps_of_a_request(busy):
+    """2 others of 10 output tokens: a fifth of the steps carries a prompt of 60, 12 tokens a step on average."""
+    told = busy.predict_request(prompt_tokens=50, output_tokens=11, batch=2, context=100)
+    alone = 1000 + 50 * 3 + 0.5 * 255.5
+    mixed = alone + 10 * 60 + 100 * 60 / 63
+    assert told.itl.value_us == pytest.approx(0.8 * alone + 0.2 * mixed)
+    # Its own prompt shares its step with 12 tokens of others.
+    assert told.prefill.value_us == pytest.approx(1000 + 50 * 2 + 0.5 * 200 + 10 * 62 + 100 * 62 / 64)
+    # It meets a step in proportion to how long it is: E[c^2] / E[c], half of which is left.
+    short, long = 1200, 1200 + 600 + 100 * 60 / 62
+    met = (0.8 * short**2 + 0.2 * long**2) / (0.8 * short + 0.2 * long)
+    assert told.admission.value_us == pytest.approx(380 + met / 2)
+    assert any("prompt 60, output 10; as many arrive as finish" in text for text in told.assumed)
+
+
+def test_those_ahead_are_like_the_requests_trained_on(busy):
+    """3 ahead with 20 tokens allowed each: 5,000 + 100 * 60, though the request itself is far longer."""
+    told = busy.predict_request(prompt_tokens=90, output_tokens=500, queue=3, batch=8)
+    assert told.queue_wait.value_us == 11_000
+
+
+def test_lengths_of_others_can_be_stated(small):
+    asked = {"prompt_tokens": 50, "output_tokens": 11, "batch": 2, "context": 100}
+    models = tracefit.load(small)
+    stated = models.predict_request(**asked, features={"others_prompt": 60, "others_output": 10})
+    assert stated.itl.value_us > models.predict_request(**asked).itl.value_us
+
+
+def test_a_composed_latency_has_the_range_measured_on_requests(busy):
+    told = busy.predict_request(prompt_tokens=40, output_tokens=11, batch=2, context=100)
+    assert told.itl.low_us == pytest.approx(0.8 * told.itl.value_us)
+    assert told.itl.high_us == pytest.approx(1.5 * told.itl.value_us)
+    assert (told.ttft.low_us, told.ttft.high_us) == (None, None), "none was published"
+    assert told.prefill.low_us is None, "intervals of steps do not add up"
+    assert told.ranges == (
+        "TTFT: no range, 60 % of the held-out requests lie in it",
+        "ITL: 90 % of 50 held-out requests lie in it",
+        "E2E: no range, for the files hold none of requests",
+    )
+
+
+def test_outside_the_training_range_there_is_no_range(busy):
+    told = busy.predict_request(prompt_tokens=90, output_tokens=11)
+    assert any("prefill_tokens 90" in text for text in told.out_of_range)
+    assert (told.itl.low_us, told.itl.high_us) == (None, None)
+    step = busy.predict_step(batch=2, prefill=90)
+    assert (step.step.low_us, step.step.high_us) == (None, None)
+    assert busy.predict_step(batch=2, prefill=50).step.low_us is not None
+
+
+def test_rows_of_requests_meet_the_same_prompts_of_others(busy):
+    rows = pl.DataFrame(
+        {
+            "prompt_tokens": [50, 250, 90, 50],
+            "output_tokens": [11, 1, 500, 7],
+            "batch": [2, 2, 8, 0],
+            "context": [100, 0, None, None],
+            "queue": [0, 0, 3, 0],
+            "others_output": [None, None, 4.0, None],
+        }
+    )
+    together = busy.predict_request(rows)
+    for row, found in zip(rows.to_dicts(), together.to_dicts(), strict=True):
+        features = {"others_output": row.pop("others_output")}
+        one = busy.predict_request(**row, features={k: v for k, v in features.items() if v is not None})
+        for name in ("admission", "queue_wait", "prefill", "itl", "departure", "ttft", "e2e"):
+            assert getattr(one, name).value_us == pytest.approx(found[f"{name}_us"]), (row, name)
+
+
 def test_a_long_prompt_takes_the_steps_that_the_token_budget_leaves_it(small):
     """Beside 2 decoding requests 98 tokens fit a step: 250 tokens are 98 + 98 + 54."""
     told = tracefit.load(small).predict_request(prompt_tokens=250, output_tokens=1, batch=2, context=0)
@@ -193,7 +297,7 @@ def test_scopes_are_told_apart_by_a_part_of_their_name(small, parts):
     assert sorted(models.scope_ids) == ["large.gpu.tp1.00000000", "small.gpu.tp1.00000000"]
     assert models.predict_step(scope="large", batch=1).step.value_us == 9050
     for scope in (None, "gpu", "tiny"):
-        with pytest.raises(UsageError, match=r"--scope: .*large\.gpu"):
+        with pytest.raises(UsageError, match=r"scope`: .*large\.gpu"):
             models.predict_step(scope=scope, batch=1)
 
 

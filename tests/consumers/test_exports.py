@@ -12,6 +12,7 @@ import json
 import math
 import re
 import shutil
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -351,7 +352,7 @@ def test_llm_d_inference_sim_takes_all_of_the_spread_since_0_10(made, tmp_path):
     assert {k: v for k, v in new.items() if k != "prefill-time-std-dev"}.items() <= old.items()
     assert "loads from llm-d-inference-sim v0.10.0" in newer.notes[0]
     assert "up to v0.9.2" in older.notes[0]
-    with pytest.raises(UsageError, match="--consumer-version newest: is not a version"):
+    with pytest.raises(UsageError, match="`consumer_version` newest: is not a version"):
         export(made / "models", "llm-d-inference-sim", tmp_path, consumer_version="newest")
     with pytest.raises(UsageError, match="blis has one form for all versions"):
         export(made / "models", "blis", tmp_path, consumer_version="1.0")
@@ -445,7 +446,7 @@ def test_csv_holds_every_number(made, tmp_path):
 
 @pytest.mark.parametrize("to", ["vidur", "LLMServingSim", "aiconfigurator"])
 def test_consumers_below_steps_are_refused_with_the_reason(made, tmp_path, to):
-    with pytest.raises(DataError, match="per operator, below what a trace of steps can tell"):
+    with pytest.raises(DataError, match="per operator, finer than a trace of steps can resolve"):
         export(made / "models", to, tmp_path)
 
 
@@ -454,7 +455,7 @@ def test_what_an_export_needs_is_named(made, trained, tmp_path):
         export(made / "models", "bliss", tmp_path)
     copy = tmp_path / "beta.json"
     copy.write_text((made / "models/beta.json").read_text())
-    with pytest.raises(UsageError, match="--tables"):
+    with pytest.raises(UsageError, match="give them with `tables`"):
         export(copy, "wva", tmp_path)
     with pytest.raises(DataError, match="runs llama-8b-linear that the models were trained on are not here"):
         export(copy, "wva", tmp_path, tables=trained / "tables")
@@ -493,8 +494,12 @@ def test_a_scope_that_cannot_be_replayed_says_so(made, tmp_path):
     """Of half the journeys a replay would have half the load."""
     out = tmp_path / "half"
     shutil.copytree(made, out)
+    manifest = out / "tables/manifest.json"
     for path in (out / "tables/runs").rglob("*.parquet"):
         pl.read_parquet(path).with_columns(journey_sampling=0.5).write_parquet(path)
+        named = f"part-{sha256(path.read_bytes()).hexdigest()[:16]}.parquet"
+        manifest.write_text(manifest.read_text().replace(path.name, named))
+        path.rename(path.with_name(named))
     result = export(out / "models", "blis", tmp_path / "blis")
     assert not any(e.what.endswith("replayed") for e in result.errors)
     (reason,) = (n for n in result.notes if n.startswith("weighting: "))

@@ -146,7 +146,7 @@ def test_a_sparse_run_is_judged_on_its_intervals_too(sparse):
     assert entry["holdout"]["n"] == equations["per_equation"]["n"] == held.height
     assert equations["per_step"]["n"] > 2 * held.height
     text = (sparse / "report.md").read_text()
-    assert f"per equation (n = {held.height:,})" in text
+    assert f"% each (n = {held.height:,})" in text
     assert f"weighted by steps (n = {equations['per_step']['n']:,} steps)" in text
 
 

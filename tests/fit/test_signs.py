@@ -113,7 +113,7 @@ def test_every_time_per_token_request_or_byte_declares_its_sign():
         if not f.sign
     }
     constant = {f.name for f in BUILT_IN["batch"].features[-8:]}
-    assert free == {"prefill_share", *constant}
+    assert free == constant
 
 
 def test_options_of_signs_contradict_each_other():

@@ -32,12 +32,12 @@ def requests(
     """
     with one_line_errors(Terminal(quiet=False, task=f"requests of {tables}")):
         from tracefit.commands.requests import requests as requests_command
-        from tracefit.commands.requests import seconds_view
+        from tracefit.commands.requests import seconds_csv, seconds_view
         from tracefit.reports.terminal_results import requests_csv, requests_text
 
         if each:
             rows = seconds_view(tables)
-            show(rows.to_dicts() if json else (), rows.write_csv(), as_json=json, quiet=False)
+            show(rows.to_dicts() if json else (), seconds_csv(rows), as_json=json, quiet=False)
             return
         summary = requests_command(tables)
         text = requests_csv(summary) if csv else requests_text(summary)

@@ -154,6 +154,10 @@ class Entry(_Part):
     interval_coverage_pct: float | None = Field(
         default=None, description="share of hold-out rows within their prediction interval"
     )
+    prefill_reach_pct: float | None = Field(
+        default=None,
+        description="of a model of step times: the most prompt tokens of a step trained on, of the tokens a step may have",
+    )
     collinearity: tuple[CollinearityEntry, ...] = ()
     learning_curve: tuple[LearningPoint, ...] = ()
     rows_by_source: dict[str, int] = Field(
@@ -294,6 +298,24 @@ class Verdict(_Part):
     criteria: tuple[Criterion, ...]
 
 
+class RequestRange(_Part):
+    """How measured latencies lie about those that `predict` composes of a request's lengths, its batch and the queue.
+
+    `low_ratio` and `high_ratio` are the 5th and 95th percentile of measured / predicted over the requests of the training
+    part. Both are null unless 85 to 95 % of the later, held-out requests lie between the two.
+    """
+
+    scope_id: str
+    latency: Literal["ttft", "itl", "e2e"]
+    low_ratio: float | None
+    high_ratio: float | None
+    requests: int = Field(description="of the training part")
+    coverage_pct: float | None = Field(description="share of the held-out requests that lie in the range")
+    holdout: Metrics
+    baseline: Metrics = Field(description="the training median, for the same held-out requests")
+    reason: str | None = Field(default=None, description="why there is no range")
+
+
 class ScopeEvaluation(_Part):
     """Everything about one scope."""
 
@@ -310,6 +332,9 @@ class ScopeEvaluation(_Part):
         description="latencies of requests, composed of the models: ttft, itl, e2e, client, prefill, execution",
     )
     latency_missing: str | None = Field(default=None, description="why there are none")
+    requests: tuple[RequestRange, ...] = Field(
+        default=(), description="what `predict` makes of requests, held against what was measured"
+    )
     summed_step_time: SummedEntry | None = None
     timeline: TimelineEntry
     exclusions: dict[str, dict[str, int]] = Field(

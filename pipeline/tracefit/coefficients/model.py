@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from tracefit.coefficients.evaluation import Entry
+from tracefit.coefficients.evaluation import Entry, RequestRange
 
 FILE_SCHEMA: Literal["tracefit/coefficients"] = "tracefit/coefficients"
 FILE_VERSION: Literal[2] = 2
@@ -212,6 +212,16 @@ class Provenance(Strict):
     )
 
 
+class Workload(Strict):
+    """The mean of the requests that came in the training part: what those beside a predicted request are taken to be."""
+
+    requests: int
+    prompt_tokens: float
+    cached_prompt_tokens: float = Field(description="found in the prefix cache; 0 where it is not known")
+    output_tokens: float
+    max_tokens: float | None = Field(description="output tokens allowed; null where it is not known")
+
+
 class ScopeFacts(Strict):
     """What the model holds for; everything in `assumed` was not stated by any input."""
 
@@ -221,6 +231,9 @@ class ScopeFacts(Strict):
     hardware: dict[str, Scalar]
     settings: dict[str, Scalar]
     assumed: tuple[str, ...] = ()
+    workload: Workload | None = Field(
+        default=None, description="null where no journeys of requests are traced"
+    )
 
 
 class _ModelBase(Strict):
@@ -309,6 +322,10 @@ class CoefficientFile(Strict):
     kind: Literal["alpha", "beta"]
     models: tuple[Model, ...] = Field(max_length=10_000)
     not_fitted: tuple[NotFitted, ...] = ()
+    requests: tuple[RequestRange, ...] = Field(
+        default=(),
+        description="ranges of request latencies that are composed of the models of both files; in alpha.json",
+    )
     provenance: Provenance | None = None
 
     @model_validator(mode="after")

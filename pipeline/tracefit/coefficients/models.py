@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
+    from tracefit.coefficients.evaluation import RequestRange
     from tracefit.coefficients.model import CoefficientFile, Model
 
 _FILES = ("alpha.json", "beta.json")
@@ -104,7 +105,9 @@ class Models:
                 hint=f"name one with --scope: {', '.join(self._by_scope)}" if self._by_scope else None,
             )
         # Kept, so that each model is compiled once for all predictions.
-        return self._scopes.setdefault(found[0], ScopeModels(found[0] or None, self._by_scope[found[0]]))
+        return self._scopes.setdefault(
+            found[0], ScopeModels(found[0] or None, self._by_scope[found[0]], self._ranges(found[0]))
+        )
 
     def model(self, name: str, scope: str | None = None) -> Model:
         """Return a model by name.
@@ -113,6 +116,9 @@ class Models:
             UsageError: It is not there.
         """
         return self.scope(scope).require(name)
+
+    def _ranges(self, scope_id: str) -> dict[str, RequestRange]:
+        return {r.latency: r for file in self.files for r in file.requests if r.scope_id == scope_id}
 
     @overload
     def predict_step(self, rows: pl.DataFrame, *, scope: str | None = None) -> pl.DataFrame: ...

@@ -10,11 +10,12 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.compiled import CompiledModel, expected_at_boundary, line_value
+from tracefit.coefficients.compiled import CompiledModel, Formulas, expected_at_boundary, line_value
 from tracefit.coefficients.model import STEP_MODELS, BoundaryModel
 from tracefit.coefficients.workload import (
     REQUEST_COLUMNS,
     STEP_COLUMNS,
+    TRAFFIC,
     RequestInput,
     StepInput,
     server_constants,
@@ -24,9 +25,12 @@ from tracefit.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tracefit.coefficients.model import LinearForm, Model, Term
+    from tracefit.coefficients.evaluation import RequestRange
+    from tracefit.coefficients.model import LinearForm, Model, Term, Workload
 
 MAX_PREFILL_STEPS = 10_000
+
+TRAFFIC_FORMULAS = Formulas.parse(TRAFFIC, where="traffic")
 INTERVAL_ROWS = 20
 """Fewer held-out rows than this do not make an interval of their own."""
 
@@ -47,23 +51,6 @@ class PredictedDuration:
     value_us: float
     low_us: float | None = None
     high_us: float | None = None
-
-    def __add__(self, other: PredictedDuration) -> PredictedDuration:
-        """Add durations; ends add up, as if both were off to the same side."""
-        return PredictedDuration(
-            self.value_us + other.value_us,
-            _sum(self.low_us, other.low_us),
-            _sum(self.high_us, other.high_us),
-        )
-
-    def times(self, count: float) -> PredictedDuration:
-        """Return so many of this duration, all off to the same side."""
-        low, high = (None if end is None else count * end for end in (self.low_us, self.high_us))
-        return PredictedDuration(count * self.value_us, low, high)
-
-
-def _sum(left: float | None, right: float | None) -> float | None:
-    return None if left is None or right is None else left + right
 
 
 def interval_about(value_us: float, p90_ape_pct: float | None) -> PredictedDuration:
@@ -117,7 +104,7 @@ class RequestPrediction:
         admission: ARRIVED to QUEUED.
         queue_wait: QUEUED to first SCHEDULED.
         prefill: First SCHEDULED to FIRST_TOKEN.
-        itl: Time of a decode step.
+        itl: Mean time of a decode step, those with prompts of others among them.
         departure: FINISHED to DEPARTED.
         ttft: admission + queue wait + prefill.
         e2e: ttft + (output tokens - 1) * itl, ARRIVED to FINISHED.
@@ -137,6 +124,8 @@ class RequestPrediction:
     prefill_steps: int
     assumed: tuple[str, ...] = ()
     out_of_range: tuple[str, ...] = ()
+    ranges: tuple[str, ...] = ()
+    """How well each range of a composed latency covers held-out requests, or why there is none."""
 
 
 # -- one row of one model --------------------------------------------------------------------------------
@@ -226,7 +215,8 @@ def _predict_form(
         unknown = formulas.inputs([n for n in names if n not in values], given)
         known = [n for n, v in given.items() if v is not None]
         raise compiled.lacks(sorted(unknown - set(known)), known)
-    interval = interval_about(predicted, p90_ape_pct(model, group))
+    # The held-out errors are those of rows in the training range: outside they say nothing.
+    interval = interval_about(predicted, None if out_of_range else p90_ape_pct(model, group))
     return Prediction(interval, values, tuple(assumed), tuple(out_of_range))
 
 
@@ -247,6 +237,8 @@ class ScopeModels:
 
     scope_id: str | None
     models: Mapping[str, Model]
+    ranges: Mapping[str, RequestRange] = field(default_factory=dict)
+    """Ranges of composed latencies: ttft, itl, e2e."""
     _compiled: dict[str, CompiledModel] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -284,6 +276,11 @@ class ScopeModels:
         """Settings of the server by name, null where not known."""
         scope = next((m.scope for m in self.models.values() if m.scope is not None), None)
         return server_constants(scope)
+
+    @property
+    def workload(self) -> Workload | None:
+        """The mean request the models were trained on; null where the files do not state it."""
+        return next((m.scope.workload for m in self.models.values() if m.scope and m.scope.workload), None)
 
     def setting(self, name: str) -> object:
         """Return any setting of the server as the files have it."""
@@ -338,60 +335,113 @@ class _RequestPredictor:
 
     def __init__(self, models: ScopeModels, described: RequestInput) -> None:
         self.models, self.described = models, described
-        self.inputs, assumed = described.inputs(models.server)
+        self.inputs, assumed = described.inputs(models.server, models.workload)
         self.assumed, self.out_of_range = list(assumed), list[str]()
+        self.beside = models.beside(self.inputs["batch"] or 0.0)
+        self.traffic = self._traffic(self.beside)
 
     def predict(self) -> RequestPrediction:
         described, models, inputs = self.described, self.models, self.inputs
         batch, context = inputs["batch"] or 0.0, inputs["context"] or 0.0
-        cycle = self._step(batch, context) if batch else None
-        cycle_us = cycle.value_us if cycle is not None else None
-        inputs["decode_cycle_us"] = cycle_us
+        mean_us, met_us = self._cycle(batch, context) if batch else (None, None)
+        inputs["decode_cycle_us"] = met_us
         # The request decodes with the others, halfway through its output on average.
         own = described.prompt_tokens + described.output_tokens / 2
-        beside = models.beside(batch)
-        itl = self._step(beside + 1, (beside * context + own) / (beside + 1))
-        prefill, steps = self._prefill(beside, context)
-        if models.setting("async_scheduling") is True and cycle is not None:
-            prefill = prefill + cycle
+        itl_us, _ = self._cycle(self.beside + 1, (self.beside * context + own) / (self.beside + 1))
+        prefill_us, steps = self._prefill(context)
+        if models.setting("async_scheduling") is True and mean_us is not None:
+            prefill_us += mean_us
             self.assumed.append("scheduling runs a step ahead: the prompt waits one cycle more")
-        admission = self._overhead("admission", inputs, cycle_us)
-        wait = self._overhead("queue_wait", inputs, cycle_us)
-        departure = self._overhead("departure", {**inputs, "batch": beside + 1}, cycle_us)
+        admission = self._overhead("admission", inputs, met_us)
+        wait = self._overhead("queue_wait", inputs, met_us)
+        departure = self._overhead("departure", {**inputs, "batch": self.beside + 1}, met_us)
         if wait is not None and described.queue and not self._depends_on_queue("alpha.queue_wait"):
             self.out_of_range.append(
                 "alpha.queue_wait: nothing in it depends on the queue, no request waited in training"
             )
-        ttft = None if admission is None or wait is None else admission + wait + prefill
-        e2e = None if ttft is None else ttft + itl.times(described.output_tokens - 1)
-        notes = (tuple(dict.fromkeys(texts)) for texts in (self.assumed, self.out_of_range))
-        return RequestPrediction(
-            models.scope_id, admission, wait, prefill, itl, departure, ttft, e2e, steps, *notes
+        ttft_us = (
+            None if admission is None or wait is None else admission.value_us + wait.value_us + prefill_us
         )
+        e2e_us = None if ttft_us is None else ttft_us + itl_us * (described.output_tokens - 1)
+        return RequestPrediction(
+            models.scope_id,
+            admission,
+            wait,
+            PredictedDuration(prefill_us),
+            self._in_range("itl", itl_us),
+            departure,
+            None if ttft_us is None else self._in_range("ttft", ttft_us),
+            None if e2e_us is None else self._in_range("e2e", e2e_us),
+            steps,
+            tuple(dict.fromkeys(self.assumed)),
+            tuple(dict.fromkeys(self.out_of_range)),
+            tuple(self._about_range(name) for name in ("ttft", "itl", "e2e")),
+        )
+
+    def _about_range(self, latency: str) -> str:
+        found, name = self.models.ranges.get(latency), latency.upper()
+        if found is None:
+            return f"{name}: no range, for the files hold none of requests"
+        if found.reason is not None:
+            return f"{name}: no range, {found.reason}"
+        if self.out_of_range:
+            return f"{name}: no range, the input is outside the training range"
+        return f"{name}: {found.coverage_pct:.0f} % of {found.holdout.n} held-out requests lie in it"
+
+    def _in_range(self, latency: str, value_us: float) -> PredictedDuration:
+        """Put the published range about a composed latency; none about one whose inputs are outside the training range."""
+        found = self.models.ranges.get(latency)
+        if found is None or found.low_ratio is None or found.high_ratio is None or self.out_of_range:
+            return PredictedDuration(value_us)
+        return PredictedDuration(value_us, found.low_ratio * value_us, found.high_ratio * value_us)
+
+    def _traffic(self, beside: float) -> dict[str, float]:
+        given = {**self.inputs, "beside": beside, "budget": self.models.budget(beside) or math.inf}
+        return {
+            name: value or 0.0
+            for name, value in TRAFFIC_FORMULAS.row(given, TRAFFIC).items()
+            if name in TRAFFIC
+        }
+
+    def _cycle(self, decoding: float, context: float) -> tuple[float, float]:
+        """Return the mean time of a step, those with prompts of others among them, and of one that an arrival meets."""
+        alone = self._step(decoding, context)
+        share = self.traffic["prompt_step_share"] if self.beside else 0.0
+        if not share:
+            return alone, alone
+        tokens, reqs = self.traffic["prompt_step_tokens"], self.traffic["prompt_step_reqs"]
+        mixed = self._step(decoding, context, tokens, reqs=reqs)
+        mean = (1 - share) * alone + share * mixed
+        return mean, ((1 - share) * alone**2 + share * mixed**2) / mean if mean else 0.0
 
     def _note(self, found: Prediction | StepPrediction) -> None:
         self.assumed += found.assumed
         self.out_of_range += found.out_of_range
 
     def _step(
-        self, decoding: float, context: float, prefill: float = 0, done: float = 0
-    ) -> PredictedDuration:
-        step = StepInput(decoding, context, prefill, prefill_done=done, features=self.described.features)
+        self, decoding: float, context: float, prefill: float = 0, done: float = 0, reqs: float | None = None
+    ) -> float:
+        step = StepInput(decoding, context, prefill, reqs, done, features=self.described.features)
         found = self.models.step(step, stand_in=True)
         self._note(found)
-        return found.step
+        return found.step.value_us
 
-    def _prefill(self, beside: float, context: float) -> tuple[PredictedDuration, int]:
-        """Add up the steps of the prompt, cut by what running requests leave of the token budget."""
-        total, done = PredictedDuration(0.0, 0.0, 0.0), self.described.cached
+    def _prefill(self, context: float) -> tuple[float, int]:
+        """Add up the steps of the prompt, cut by what running requests leave of the token budget.
+
+        Prompts of others that arrive meanwhile share these steps.
+        """
+        total, done = 0.0, self.described.cached
         left = self.described.prompt_tokens - done
-        budget = self.models.budget(beside) or left
-        count = math.ceil(left / budget)
+        budget = self.models.budget(self.beside) or math.inf
+        count = math.ceil(left / budget) if budget < math.inf else 1
         if count > MAX_PREFILL_STEPS:
             raise UsageError(f"the prompt takes more than {MAX_PREFILL_STEPS:,} steps", where="prompt")
+        others, reqs = self.traffic["prompt_tokens_per_step"], 1 + self.traffic["prompts_per_step"]
         for i in range(count):
-            tokens = min(budget, left - i * budget)
-            total, done = total + self._step(beside, context, tokens, done), done + tokens
+            tokens = min(budget, left - i * budget) if i else min(budget, left)
+            shared = min(tokens + others, budget)
+            total, done = total + self._step(self.beside, context, shared, done, reqs), done + tokens
         return total, count
 
     def _overhead(

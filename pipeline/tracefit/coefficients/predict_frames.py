@@ -13,8 +13,8 @@ from tracefit.coefficients.compiled import (
     terms_of,
 )
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
-from tracefit.coefficients.predict import p90_ape_pct, stand_ins
-from tracefit.coefficients.workload import REQUEST_INPUTS, STEP_INPUTS
+from tracefit.coefficients.predict import TRAFFIC_FORMULAS, p90_ape_pct, stand_ins
+from tracefit.coefficients.workload import OTHERS, REQUEST_INPUTS, STEP_INPUTS, TRAFFIC, others_like
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,11 +53,13 @@ def _predict(compiled: CompiledModel, rows: pl.DataFrame, inputs: pl.DataFrame) 
     if clash := [c for c in OUTPUTS if c in rows.columns]:
         raise UsageError(f"the rows have a column {clash[0]} already", hint="rename it")
     predicted, q = compiled.expression(), _p90(compiled, "prefill_tokens" in computed.columns) / 100
+    outside = _out_of_range(compiled)
     outputs = {
         "predicted_us": predicted,
-        "low_us": predicted / (1 + q),
-        "high_us": pl.when(q < 1).then(predicted / (1 - q)),
-        "out_of_range": _out_of_range(compiled),
+        # The held-out errors are those of rows in the training range: outside they say nothing.
+        "low_us": pl.when(outside.is_null()).then(predicted / (1 + q)),
+        "high_us": pl.when(outside.is_null() & (q < 1)).then(predicted / (1 - q)),
+        "out_of_range": outside,
     }
     # `with_columns` gives the prediction of a constant to every row, as `select` alone would not.
     return rows.hstack(computed.with_columns(**outputs).select(OUTPUTS))
@@ -155,24 +157,23 @@ def predict_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     Raises:
         UsageError: A column is missing or has values that make no sense, or there is no model of step times.
     """
-    given = _inputs(models, rows)
-    given = given.with_columns(decode_cycle_us=_steps(models, given, "batch", pl.col("context")))
-    given = given.with_columns(decode_cycle_us=pl.when(pl.col("batch") > 0).then("decode_cycle_us"))
+    given = _with_traffic(models, _inputs(models, rows))
+    busy = pl.col("batch") > 0
+    mean_us, met_us = _cycle(models, given, "batch", pl.col("context"))
+    given = given.with_columns(decode_cycle_us=met_us, mean_cycle_us=mean_us)
+    given = given.with_columns(pl.when(busy).then(pl.col("decode_cycle_us", "mean_cycle_us")))
     # The request decodes with the others, halfway through its output on average.
     own = pl.col("prompt_tokens") + pl.col("output_tokens") / 2
-    slots = models.server["max_num_seqs"]
-    beside = pl.col("batch") if slots is None else pl.col("batch").clip(0.0, max(slots - 1, 0.0))
-    given = given.with_columns(beside=beside).with_columns(with_itself=pl.col("beside") + 1)
     shared = (pl.col("beside") * pl.col("context") + own) / pl.col("with_itself")
     prefill = _prefill(models, given)
     if models.setting("async_scheduling") is True:
-        prefill = prefill + given["decode_cycle_us"].fill_null(0.0)
+        prefill = prefill + given["mean_cycle_us"].fill_null(0.0)
     durations = pl.DataFrame(
         {
             "admission_us": _overhead(models, "admission", given),
             "queue_wait_us": _overhead(models, "queue_wait", given),
             "prefill_us": prefill,
-            "itl_us": _steps(models, given, "with_itself", shared),
+            "itl_us": _cycle(models, given, "with_itself", shared)[0],
             "departure_us": _overhead(models, "departure", given.with_columns(batch="with_itself")),
             "tokens": given["output_tokens"],
         }
@@ -180,6 +181,39 @@ def predict_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     ttft = pl.col("admission_us") + pl.col("queue_wait_us") + pl.col("prefill_us")
     durations = durations.with_columns(ttft_us=ttft, e2e_us=ttft + (pl.col("tokens") - 1) * pl.col("itl_us"))
     return rows.hstack(durations.select(DURATIONS))
+
+
+def _with_traffic(models: ScopeModels, given: pl.DataFrame) -> pl.DataFrame:
+    """Add the requests beside each one, what their prompts make of the steps, and the room they leave for prompts."""
+    slots, limit = models.server["max_num_seqs"], models.server["max_num_batched_tokens"]
+    cut = limit is not None and models.setting("enable_chunked_prefill") is not False
+    beside = pl.col("batch") if slots is None else pl.col("batch").clip(0.0, max(slots - 1, 0.0))
+    given = given.with_columns(beside=beside).with_columns(
+        with_itself=pl.col("beside") + 1,
+        budget=(pl.lit(limit) - pl.col("beside")).clip(lower_bound=1.0) if cut else pl.lit(float("inf")),
+    )
+    return TRAFFIC_FORMULAS.frame(given, TRAFFIC).with_columns(pl.col(*TRAFFIC).fill_null(0.0).fill_nan(0.0))
+
+
+def _cycle(
+    models: ScopeModels, given: pl.DataFrame, batch: str, context: pl.Expr
+) -> tuple[pl.Series, pl.Series]:
+    """Return the mean time of a step, those with prompts of others among them, and of one that an arrival meets."""
+    prompt = {"prefill": pl.col("prompt_step_tokens"), "prefill_reqs": pl.col("prompt_step_reqs")}
+    steps = pl.DataFrame(
+        {
+            "alone": _steps(models, given, batch, context),
+            "mixed": _steps(models, given, batch, context, **prompt),
+            "share": given["prompt_step_share"],
+        }
+    )
+    share, alone, mixed = pl.col("share"), pl.col("alone"), pl.col("mixed")
+    several = share > 0
+    mean = pl.when(several).then((1 - share) * alone + share * mixed).otherwise(alone)
+    squares = (1 - share) * alone**2 + share * mixed**2
+    met = pl.when(mean == 0).then(0.0).when(several).then(squares / mean).otherwise(alone)
+    found = steps.select(mean=mean, met=met)
+    return found["mean"], found["met"]
 
 
 def _inputs(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
@@ -191,14 +225,15 @@ def _inputs(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     if clash:
         raise UsageError(f"the rows have a column {clash[0]} already", hint="rename it")
     known = [c for c in REQUEST_INPUTS if c in rows.columns]
+    known += [c for c in OTHERS if c in rows.columns]
     if not all(rows.schema[c].is_numeric() or rows.schema[c] == pl.Null for c in known):
         raise UsageError("described requests are not all of numbers", where=", ".join(known))
     given = rows.with_columns(pl.col(c).cast(pl.Float64) for c in known)
     given = given.with_columns(pl.lit(None, pl.Float64).alias(c) for c in REQUEST_INPUTS if c not in known)
-    halfway = pl.col("prompt_tokens") + pl.col("output_tokens") / 2
-    given = given.with_columns(
-        pl.col("queue", "cached").fill_null(0.0), context=pl.col("context").fill_null(halfway)
-    )
+    given = given.with_columns(pl.col("queue", "cached").fill_null(0.0))
+    given = given.with_columns(_others(models, given))
+    halfway = pl.col("others_prompt") + pl.col("others_output") / 2
+    given = given.with_columns(context=pl.col("context").fill_null(halfway))
     server = models.server
     slots, blocks, size = (server[n] for n in ("max_num_seqs", "num_gpu_blocks", "block_size"))
     limits = [pl.lit(slots, pl.Float64)] if slots is not None else []
@@ -220,6 +255,20 @@ def _inputs(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     return given
 
 
+def _others(models: ScopeModels, given: pl.DataFrame) -> list[pl.Expr]:
+    """Return the columns of `OTHERS`: as given, else of the mean request trained on, else as the request's own."""
+    mean = others_like(models.workload)
+    own = dict(zip(OTHERS, ("prompt_tokens", "cached", "output_tokens", "output_tokens"), strict=True))
+    like = {name: pl.col(own[name]) if mean is None else pl.lit(mean[name]) for name in OTHERS}
+    filled = {
+        name: pl.col(name).fill_null(value) if name in given.columns else value
+        for name, value in like.items()
+    }
+    unknown = pl.lit(float("inf")) if mean is None else filled["others_output"]
+    steps = pl.col("others_output").fill_null(unknown) if "others_output" in given.columns else unknown
+    return [*(value.alias(name) for name, value in filled.items()), steps.alias("steps_of_others")]
+
+
 def _steps(
     models: ScopeModels, given: pl.DataFrame, batch: str, context: pl.Expr, **more: pl.Expr
 ) -> pl.Series:
@@ -236,20 +285,20 @@ def _steps(
 
 def _prefill(models: ScopeModels, given: pl.DataFrame) -> pl.Series:
     """Add up the steps of every prompt, cut by what running requests leave of the token budget."""
-    limit = models.server["max_num_batched_tokens"]
-    cut = limit is not None and models.setting("enable_chunked_prefill") is not False
     left = pl.col("prompt_tokens") - pl.col("cached")
-    budget = (pl.lit(limit) - pl.col("beside")).clip(lower_bound=1.0) if cut else left
-    rows = given.with_row_index("request").with_columns(budget=budget)
-    rows = rows.with_columns(chunks=(left / pl.col("budget")).ceil().cast(pl.Int64))
+    chunks = pl.max_horizontal((left / pl.col("budget")).ceil(), 1.0)
+    rows = given.with_row_index("request").with_columns(chunks=chunks.cast(pl.Int64))
     if int(rows["chunks"].sum() or 0) > MAX_PREFILL_STEPS:
         raise UsageError(f"the prompts take more than {MAX_PREFILL_STEPS:,} steps together")
     rows = rows.with_columns(chunk=pl.int_ranges(0, "chunks")).explode("chunk")
-    done = pl.col("chunk") * pl.col("budget")
-    rows = rows.with_columns(
-        prefill=pl.min_horizontal(pl.col("budget"), left - done), prefill_done=pl.col("cached") + done
-    )
-    chunk = {"prefill": pl.col("prefill"), "prefill_done": pl.col("prefill_done")}
+    # Without a budget there is one chunk, and 0 times it would not be a number.
+    done = pl.when(pl.col("chunk") == 0).then(0.0).otherwise(pl.col("chunk") * pl.col("budget"))
+    own = pl.min_horizontal(pl.col("budget"), left - done)
+    chunk = {
+        "prefill": pl.min_horizontal(own + pl.col("prompt_tokens_per_step"), "budget"),
+        "prefill_reqs": 1 + pl.col("prompts_per_step"),
+        "prefill_done": pl.col("cached") + done,
+    }
     us = _steps(models, rows, "beside", pl.col("context"), **chunk)
     sums = rows.select("request", us=us).group_by("request", maintain_order=True).agg(pl.col("us").sum())
     return sums["us"]

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import polars as pl
 
@@ -15,9 +15,13 @@ from tracefit._version import __version__
 from tracefit.coefficients import evaluation as ev
 from tracefit.coefficients import model as cf
 from tracefit.coefficients import verdicts
+from tracefit.coefficients.models import Models
+from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
 from tracefit.features.definitions import definitions
+from tracefit.fit.latency import split_requests
 from tracefit.fit.metrics import LEVEL_PCT, PERCENTS
 from tracefit.fit.splits import counted, evaluation_rows
+from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -61,12 +65,45 @@ def libraries() -> dict[str, str]:
     return {name: version(name) for name in _LIBRARIES}
 
 
-def coefficient_file(kind: Kind, scopes: Sequence[FittedScope], made_by: cf.Provenance) -> cf.CoefficientFile:
-    """Return the models of one kind over all scopes, as the file publishes them."""
+def coefficient_files(
+    scopes: Sequence[FittedScope], made_by: cf.Provenance
+) -> tuple[cf.CoefficientFile, cf.CoefficientFile]:
+    """Return alpha.json and beta.json; the former states how far requests composed of both lie from measured ones."""
+    requests = {
+        s.scope.scope_id: split_requests(s.tables.requests, s.models)
+        for s in scopes
+        if s.tables.requests.height
+    }
+    workloads = {scope_id: workload_of(rows) for scope_id, rows in requests.items()}
+    alpha, beta = (_coefficient_file(kind, scopes, made_by, workloads) for kind in get_args(Kind))
+    models = Models((alpha, beta))
+    ranges = [
+        one
+        for s in scopes
+        if s.scope.scope_id in requests and any(m.name in cf.STEP_MODELS for m in s.models)
+        for one in request_ranges(
+            models.scope(s.scope.scope_id),
+            described_requests(requests[s.scope.scope_id], s.tables.timeline),
+        )
+    ]
+    return alpha.model_copy(update={"requests": tuple(ranges)}), beta
+
+
+def _coefficient_file(
+    kind: Kind,
+    scopes: Sequence[FittedScope],
+    made_by: cf.Provenance,
+    workloads: Mapping[str, cf.Workload | None],
+) -> cf.CoefficientFile:
     prefix = f"{kind}."
     return cf.CoefficientFile(
         kind=kind,
-        models=tuple(_model(s, m) for s in scopes for m in s.models if m.name.startswith(prefix)),
+        models=tuple(
+            _model(s, m, workloads.get(s.scope.scope_id))
+            for s in scopes
+            for m in s.models
+            if m.name.startswith(prefix)
+        ),
         not_fitted=tuple(
             cf.NotFitted(name=m.name, scope_id=s.scope.scope_id, reason=m.reason, remedy=m.remedy)
             for s in scopes
@@ -77,7 +114,9 @@ def coefficient_file(kind: Kind, scopes: Sequence[FittedScope], made_by: cf.Prov
     )
 
 
-def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel | cf.RegimesModel | cf.BoundaryModel:
+def _model(
+    scope: FittedScope, model: FittedModel, workload: cf.Workload | None
+) -> cf.LinearModel | cf.RegimesModel | cf.BoundaryModel:
     fitted, first = model.fitted, model.fitted.regimes[0]
     common = {
         "name": model.name,
@@ -88,8 +127,8 @@ def _model(scope: FittedScope, model: FittedModel) -> cf.LinearModel | cf.Regime
             cf.FeatureLeftOut(feature=x.feature, reason=x.reason) for x in fitted.features_left_out
         ),
         "training": _training(scope, fitted),
-        "validation": validation_entry(model),
-        "scope": scope_facts(scope.scope),
+        "validation": validation_entry(model, _prefill_reach_pct(scope, model)),
+        "scope": scope_facts(scope.scope).model_copy(update={"workload": workload}),
         "feature_set": model.feature_set,
         "definitions": definitions(_formulas(fitted), scope.scope.context),
         "notes": model.notes,
@@ -238,19 +277,29 @@ def evaluate(
     scopes: Sequence[FittedScope],
     all_runs: pl.DataFrame,
     across: AcrossResult | None = None,
+    *,
+    requests: Sequence[ev.RequestRange] = (),
     thresholds: Sequence[verdicts.Threshold] = verdicts.THRESHOLDS,
 ) -> ev.Evaluation:
     """Return everything that was measured, and what it is worth by the thresholds."""
     return ev.Evaluation(
         ingest=_ingest(all_runs),
-        scopes=tuple(_scope(s, thresholds) for s in scopes),
+        scopes=tuple(
+            _scope(s, thresholds, tuple(r for r in requests if r.scope_id == s.scope.scope_id))
+            for s in scopes
+        ),
         across=tuple(_across(one) for one in across.errors) if across else (),
         across_notes=across.notes if across else (),
     )
 
 
-def validation_entry(model: FittedModel) -> ev.Entry:
-    """Return a model's validation; the coefficient file and the evaluation publish the same one."""
+def validation_entry(model: FittedModel, prefill_reach_pct: float | None = None) -> ev.Entry:
+    """Return a model's validation; the coefficient file and the evaluation publish the same one.
+
+    Args:
+        model: The model.
+        prefill_reach_pct: See `evaluation.Entry`.
+    """
     fitted, v, boundary = model.fitted, model.validation, model.boundary
     intervals = [(r.regime.name, r.prediction_interval) for r in fitted.regimes]
     if boundary is not None:
@@ -278,6 +327,7 @@ def validation_entry(model: FittedModel) -> ev.Entry:
             for name, one in intervals
         ),
         interval_coverage_pct=v.interval_coverage_pct,
+        prefill_reach_pct=prefill_reach_pct,
         collinearity=tuple(_collinearity(regime) for regime in fitted.regimes),
         learning_curve=v.learning_curve,
         rows_by_source=_rows_by_source(fitted.rows),
@@ -325,6 +375,17 @@ def _rows_by_source(rows: pl.DataFrame) -> dict[str, int]:
     if "source" not in rows.columns:
         return {}
     return dict(sorted(counted(rows, "train").group_by("source").len().iter_rows()))
+
+
+def _prefill_reach_pct(scope: FittedScope, model: FittedModel) -> float | None:
+    """Return the most prompt tokens of a step of the training part, in percent of the server's token budget."""
+    budget = scope.scope.context.settings.max_num_batched_tokens
+    if model.name not in cf.STEP_MODELS or not budget:
+        return None
+    steps = scope.tables.timeline.select(*ENGINE, "step_id", "prefill_tokens")
+    trained = counted(model.fitted.rows, "train").select(*ENGINE, "step_id")
+    most = trained.join(steps, on=[*ENGINE, "step_id"])["prefill_tokens"].max()
+    return 100 * most / budget if isinstance(most, int | float) else None
 
 
 def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
@@ -385,8 +446,12 @@ def _sum(frame: pl.DataFrame, column: str) -> int:
     return int(frame[column].sum() or 0)
 
 
-def _scope(scope: FittedScope, thresholds: Sequence[verdicts.Threshold]) -> ev.ScopeEvaluation:
-    models = {m.name: validation_entry(m) for m in scope.models}
+def _scope(
+    scope: FittedScope,
+    thresholds: Sequence[verdicts.Threshold],
+    requests: tuple[ev.RequestRange, ...],
+) -> ev.ScopeEvaluation:
+    models = {m.name: validation_entry(m, _prefill_reach_pct(scope, m)) for m in scope.models}
     return ev.ScopeEvaluation(
         scope_id=scope.scope.scope_id,
         runs=tuple(sorted(scope.tables.runs["run_id"].unique())),
@@ -396,6 +461,7 @@ def _scope(scope: FittedScope, thresholds: Sequence[verdicts.Threshold]) -> ev.S
         not_fitted=scope.missing,
         latency={name: _latency(name, one) for name, one in scope.composed.latencies.items()},
         latency_missing=scope.composed.missing,
+        requests=requests,
         summed_step_time=_summed(scope.summed),
         timeline=_timeline(scope),
         exclusions={m.name: _exclusions(m.fitted.rows) for m in scope.models},

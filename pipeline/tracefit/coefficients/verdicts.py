@@ -32,6 +32,8 @@ class Measure:
     unit: str
     higher_is_better: bool
     of: Callable[[Entry], float | None]
+    needed: bool = True
+    """Where the model does not give it, the answer is no yes."""
 
 
 def _extrapolated_pct(entry: Entry) -> float | None:
@@ -76,6 +78,14 @@ MEASURES: dict[str, Measure] = {
     "step_extrapolated_pct": Measure(
         STEP_MODELS, "held-out steps outside the range trained on", " %", False, _extrapolated_pct
     ),
+    "step_prefill_reach_pct": Measure(
+        STEP_MODELS,
+        "most prompt tokens of a step trained on, of those a step may carry,",
+        " %",
+        True,
+        lambda e: e.prefill_reach_pct,
+        needed=False,
+    ),
     "queue_wait_skill": Measure(
         _WAIT,
         "share of the median baseline's error that the queue-wait model removes",
@@ -112,10 +122,12 @@ THRESHOLDS: tuple[Threshold, ...] = (
     Threshold("simulation", "step_bias_pct", 5.0, 15.0),
     Threshold("simulation", "step_skill", 0.5, 0.1),
     Threshold("simulation", "step_extrapolated_pct", 10.0, 50.0),
+    Threshold("simulation", "step_prefill_reach_pct", 25.0, 0.0),
     Threshold("simulation", "admission_mdape_pct", 10.0, 50.0),
     Threshold("capacity planning", "step_bias_pct", 3.0, 10.0),
     Threshold("capacity planning", "step_mape_pct", 15.0, 30.0),
     Threshold("capacity planning", "step_extrapolated_pct", 10.0, 50.0),
+    Threshold("capacity planning", "step_prefill_reach_pct", 25.0, 0.0),
     Threshold("autoscaling", "step_mape_pct", 15.0, 30.0),
     Threshold("autoscaling", "step_bias_pct", 5.0, 15.0),
     Threshold("autoscaling", "queue_regime_accuracy", 0.95, 0.8),
@@ -126,7 +138,8 @@ THRESHOLDS: tuple[Threshold, ...] = (
 """What each use requires of the models.
 
 A simulator needs steps that are right one by one and in sum, and the API work; capacity planning needs sums; an
-autoscaler needs to know when requests begin to queue; an alert needs few large errors and the wait itself.
+autoscaler needs to know when requests begin to queue; an alert needs few large errors and the wait itself. Simulation and
+planning ask about prompts of any length: a model that was trained on short ones alone holds for those.
 """
 
 
@@ -141,7 +154,9 @@ def verdicts_of(
     """
     by_use: dict[str, list[Criterion]] = {}
     for threshold in thresholds:
-        by_use.setdefault(threshold.use, []).append(_criterion(models, threshold))
+        criterion = _criterion(models, threshold)
+        if MEASURES[threshold.measure].needed or criterion.value is not None:
+            by_use.setdefault(threshold.use, []).append(criterion)
     return {use: _verdict(tuple(criteria)) for use, criteria in by_use.items()}
 
 

@@ -6,6 +6,7 @@ a block on average.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from tracefit.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.coefficients.model import ScopeFacts
+    from tracefit.coefficients.model import ScopeFacts, Workload
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -37,6 +38,24 @@ STEP_COLUMNS: dict[str, str] = {
 
 REQUEST_INPUTS = ("prompt_tokens", "output_tokens", "queue", "batch", "context", "cached")
 
+OTHERS = ("others_prompt", "others_cached", "others_output", "others_max")
+"""Mean lengths in tokens of the requests that wait and run beside the one described: prompt, part of it found in the
+prefix cache, output, and output allowed (max_tokens)."""
+
+TRAFFIC: dict[str, str] = {
+    "prompts_per_step": "beside / steps_of_others",
+    "prompt_tokens_per_step": "prompts_per_step * max(others_prompt - others_cached, 1)",
+    "prompt_step_tokens": "min(max(others_prompt - others_cached, prompt_tokens_per_step, 1), budget)",
+    "prompt_step_reqs": "max(prompts_per_step, 1)",
+    "prompt_step_share": "min(prompt_tokens_per_step / prompt_step_tokens, 1)",
+}
+"""Prompts of other requests among the steps of `beside` running requests, where as many arrive as finish.
+
+Each of them finishes after `steps_of_others` steps, one per output token, and another one takes its place, so that a
+share of the steps carries a prompt, or several. `steps_of_others` is infinite where nothing is known of the others: no
+prompts are assumed then. `budget` is the number of prompt tokens a step has room for.
+"""
+
 REQUEST_COLUMNS: dict[str, str] = {
     "max_tokens": "output_tokens",
     "cached_prompt_tokens": "cached",
@@ -49,12 +68,12 @@ REQUEST_COLUMNS: dict[str, str] = {
     "running_depth": "batch",
     "waiting_depth": "queue",
     "batch_fullness": "batch / max_num_seqs",
-    "tokens_ahead": "queue * prompt_tokens",
-    "outputs_ahead": "queue * output_tokens",
-    "token_steps_ahead": "outputs_ahead * (prompt_tokens + output_tokens / 2)",
-    "blocks_ahead": "queue * (prompt_tokens / block_size + 0.5)",
-    "block_demand": "(queue + 1) * (prompt_tokens / block_size + 0.5)",
-    "running_remaining_tokens": "batch * output_tokens / 2",
+    "tokens_ahead": "queue * others_prompt",
+    "outputs_ahead": "queue * others_max",
+    "token_steps_ahead": "outputs_ahead * (others_prompt + others_output / 2)",
+    "blocks_ahead": "queue * (others_prompt / block_size + 0.5)",
+    "block_demand": "blocks_ahead + prompt_tokens / block_size + 0.5",
+    "running_remaining_tokens": "batch * (others_max - others_output / 2)",
     "kv_blocks_total": "num_gpu_blocks - 1",
     "kv_blocks_used": "batch * (context / block_size + 0.5)",
     "kv_blocks_free": "max(kv_blocks_total - kv_blocks_used, 0)",
@@ -65,7 +84,10 @@ REQUEST_COLUMNS: dict[str, str] = {
     "state_age_us": "decode_cycle_us / 2",
     "step_residual_us": "decode_cycle_us / 2",
 }
-"""What a request finds when `queue` requests like itself wait and `batch` run, halfway through their outputs."""
+"""What a request finds when `queue` others wait and `batch` run, halfway through their outputs.
+
+`decode_cycle_us` is the mean step time that an arrival meets, E[c^2] / E[c]: long steps meet more arrivals.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +137,12 @@ class RequestInput:
     Attributes:
         prompt_tokens: Its prompt.
         output_tokens: Tokens it will generate, at least 1.
-        queue: Requests waiting ahead of it, taken to be like itself.
-        batch: Requests that run beside it; not given, none with an empty queue and otherwise as many as slots and KV
-            blocks hold.
-        context: Mean tokens in the cache of those; as itself halfway through if not given.
+        queue: Requests waiting ahead of it.
+        batch: Requests that run beside it while it decodes, on average; not given, none with an empty queue and
+            otherwise as many as slots and KV blocks hold.
+        context: Mean tokens in the cache of those; halfway through their outputs if not given.
         cached: Tokens of the prompt found in the prefix cache.
-        features: Columns or features by name; they win over what follows from the rest.
+        features: Columns or features by name, those of `OTHERS` too; they win over what follows from the rest.
     """
 
     prompt_tokens: float
@@ -131,11 +153,14 @@ class RequestInput:
     cached: float = 0.0
     features: Mapping[str, float] = field(default_factory=dict)
 
-    def inputs(self, server: Mapping[str, float | None]) -> tuple[dict[str, float | None], list[str]]:
-        """Values of `REQUEST_INPUTS`, and what had to be assumed.
+    def inputs(
+        self, server: Mapping[str, float | None], mean: Workload | None = None
+    ) -> tuple[dict[str, float | None], list[str]]:
+        """Values of `REQUEST_INPUTS` and `OTHERS`, and what had to be assumed.
 
         Args:
             server: Settings by name, see `server_constants`.
+            mean: The mean request the models were trained on; the others are like it, or like this one without it.
 
         Raises:
             UsageError: A count is negative, there is no output, or how many requests run is not known.
@@ -145,17 +170,32 @@ class RequestInput:
         if not 0 <= self.cached < self.prompt_tokens:
             raise UsageError("fewer tokens are cached than the prompt has, and it has some", where="cached")
         assumed: list[str] = []
+        others = others_like(mean)
+        if others is None:
+            others = dict(
+                zip(
+                    OTHERS,
+                    (self.prompt_tokens, self.cached, self.output_tokens, self.output_tokens),
+                    strict=True,
+                )
+            )
+        stated = {name: value for name, value in self.features.items() if name in OTHERS}
+        others |= stated
+        known = mean is not None or "others_output" in stated
         context, batch = self.context, self.batch
         if context is None:
-            context = self.prompt_tokens + self.output_tokens / 2
+            context = others["others_prompt"] + others["others_output"] / 2
         if batch is None:
             batch = 0.0 if self.queue == 0 else _capacity(context, server)
             what = "nothing else runs" if self.queue == 0 else "as many as slots and KV blocks hold"
             assumed.append(f"batch {batch:.0f}: {what}")
+        if batch or self.queue:
+            like = "this request" if mean is None else f"the mean of {mean.requests:,} requests trained on"
+            lengths = f"prompt {others['others_prompt']:.0f}, output {others['others_output']:.0f}"
+            arrive = "as many arrive as finish" if known else "none of them arrives while it runs"
+            assumed.append(f"the others are like {like}: {lengths}; {arrive}")
         if self.context is None and batch:
-            assumed.append(f"context {context:g} of the others: like this request, halfway through")
-        if self.queue:
-            assumed.append("those waiting ahead are like this request, those running halfway through theirs")
+            assumed.append(f"context {context:.0f} of the others: halfway through their outputs")
         values = {
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
@@ -164,7 +204,17 @@ class RequestInput:
             "context": context,
             "cached": self.cached,
         }
-        return {name: _counted(name, value) for name, value in values.items()}, assumed
+        counted = {name: _counted(name, value) for name, value in (values | others).items()}
+        return {**counted, "steps_of_others": others["others_output"] if known else math.inf}, assumed
+
+
+def others_like(mean: Workload | None) -> dict[str, float] | None:
+    """Return the values of `OTHERS` for requests like the mean one; null without one."""
+    if mean is None:
+        return None
+    longest = mean.output_tokens if mean.max_tokens is None else max(mean.max_tokens, mean.output_tokens)
+    values = (mean.prompt_tokens, mean.cached_prompt_tokens, mean.output_tokens, longest)
+    return dict(zip(OTHERS, values, strict=True))
 
 
 def _counted(name: str, value: float) -> float:

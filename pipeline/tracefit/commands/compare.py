@@ -44,7 +44,7 @@ class Tolerance:
     """How much worse an old file may do on new traces.
 
     Attributes:
-        factor: Times the held-out error it was published with.
+        factor: Times the median error it was published with.
         slack_pct: Percentage points above it, where that is more.
     """
 
@@ -147,8 +147,11 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
 
 
 def _drift_of(model: Model, scope: ModelScope, tables: ScopeTables, tolerance: Tolerance) -> Drift:
-    then = model.validation.holdout if model.validation else None
-    base = (then.mape_pct if then else None, then.mae if then else None)
+    # The median: a few requests that met something else say nothing of whether the coefficients still hold. Of both
+    # parts of the training data, since the new traces are as much like the one as like the other.
+    parts = (model.validation.train, model.validation.holdout) if model.validation else ()
+    medians = [part.mdape_pct for part in parts if part.mdape_pct is not None]
+    base = (max(medians, default=None), model.validation.holdout.mae if model.validation else None)
     try:
         rows, predicted = _predicted(model, scope, tables)
     except (UsageError, DataError) as error:
@@ -162,16 +165,16 @@ def _drift_of(model: Model, scope: ModelScope, tables: ScopeTables, tolerance: T
     reason = None
     if now.n < MIN_TRAIN_ROWS:
         reason = f"{now.n} rows are fewer than {MIN_TRAIN_ROWS}"
-    elif limit is None or now.mape_pct is None:
-        reason = "the file states no held-out error"
+    elif limit is None or now.mdape_pct is None:
+        reason = "the file states no errors"
     else:
-        verdict = "drifted" if now.mape_pct > limit else "good"
+        verdict = "drifted" if now.mdape_pct > limit else "good"
     return Drift(
         model.name,
         model.scope_id,
         now.n,
         base[0],
-        now.mape_pct,
+        now.mdape_pct,
         base[1],
         now.mae,
         now.bias_pct,

@@ -117,7 +117,8 @@ def ingest(
     Raises:
         UsageError: A path, a configuration file or an option is wrong, or the folder cannot be written; the tables are
             as they were.
-        DataError: A run holds no vLLM spans at all; nothing of it is written.
+        DataError: Not a single run holds vLLM spans; nothing of them is written. One among others is left out, and the
+            result names it.
     """
     with open_inputs(paths) as inputs:
         return ingest_inputs(
@@ -151,17 +152,26 @@ def ingest_inputs(
     with disk_errors(store.root), store.lock(waiting):
         sweep(store.root)
         work = _Work(store, workers or available_cores(), options, progress)
+        summaries: list[RunSummary] = []
+        failed: list[DataError] = []
         try:
-            summaries = [
-                work.run(source, context, warnings)
-                for source, context in zip(inputs.runs, contexts, strict=True)
-            ]
+            for source, context in zip(inputs.runs, contexts, strict=True):
+                try:
+                    summaries.append(work.run(source, context, warnings))
+                except DataError as error:
+                    # Each run stands alone; of a single one, its error is the command's.
+                    if len(inputs.runs) == 1:
+                        raise
+                    failed.append(error)
+                    warnings.append(f"left out: {error.line()}")
         finally:
             _sweep_stage(store)
+    if failed and not summaries:
+        raise failed[0]
     write_timelines(store, [s.run_id for s in summaries if _is_small(store, s.run_id)])
     for text in warnings:
         progress.warn(text)
-    return IngestResult(Path(out), tuple(summaries), tuple(warnings))
+    return IngestResult(Path(out), tuple(summaries), tuple(warnings), tuple(e.line() for e in failed))
 
 
 def _context(source: RunSource, server: ServerOptions) -> RunContext:
@@ -187,11 +197,15 @@ class _Work:
         self.progress.stage(f"reading {source.run_id}")
         manifest = self.store.manifest()
         run_id = resolve_run_id(manifest, source)
+        known = manifest.runs.get(run_id)
+        if known is not None and known.tables and not self.store.is_intact(run_id):
+            warnings.append(f"{run_id}: its tables are damaged, or files of them missing; it is read anew")
+            known = None
         if run_id != source.run_id:
             warnings.append(
                 f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
             )
-        options, known = options_hash(self.options.rows), manifest.runs.get(run_id)
+        options = options_hash(self.options.rows)
         reading = Reading(
             known=KnownFiles.of(known, options, self.store.root),
             options=self.options.rows,

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
     import polars as pl
 
+    from tracefit.inputs.discovery import Inputs, RunSource
     from tracefit.inputs.files import TraceFile
+    from tracefit.results.ingestion import IngestResult
     from tracefit.server.context import RunContext
 
 
@@ -66,7 +68,7 @@ def inspect(
         # Runs are ingested in the order they are found; of two with one name the second has a number by now.
         files = {
             run.run_id: tuple(_file_shape(file) for file in source.trace_files)
-            for run, source in zip(result.runs, inputs.runs, strict=True)
+            for run, source in zip(result.runs, _read(inputs, result), strict=True)
         }
         return _inspect_tables(TableStore(scratch), files, progress)
 
@@ -79,6 +81,15 @@ def _file_shape(file: TraceFile) -> FileShape:
     """
     contents = inspect_file(file)
     return FileShape(file.name.rpartition("/")[2], file.size, contents.compression or "none", str(contents))
+
+
+def _read(inputs: Inputs, result: IngestResult) -> list[RunSource]:
+    """Return the runs that were read, in order; the others are named in the result."""
+    return [
+        source
+        for source in inputs.runs
+        if not any(text.startswith(f"{source.name}: ") for text in result.failed)
+    ]
 
 
 def _scopes(spans: pl.DataFrame) -> tuple[ScopeSpans, ...]:

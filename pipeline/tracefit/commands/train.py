@@ -31,6 +31,7 @@ from tracefit.server.documents import read_bytes
 from tracefit.tables import schema
 from tracefit.tables.disk import write_files
 from tracefit.tables.keys import ENGINE
+from tracefit.tables.overlap import find_overlaps
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
@@ -102,6 +103,13 @@ def train(
     progress = progress or NullProgress()
     store = TableStore(find_tables(tables)).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
+    overlaps = find_overlaps(store, runs)
+    for one in overlaps:
+        progress.warn(
+            f"run {one.run_id}: {one.spans:,} of its spans are in run {one.other} too; it is left out of training, for "
+            "they would count twice"
+        )
+    runs = runs.filter(~pl.col("run_id").is_in([one.run_id for one in overlaps]))
     for text in _without_configuration(runs):
         progress.warn(text)
     scopes = fit_runs(store, runs, options, progress)
@@ -118,13 +126,14 @@ def train(
         },
         files=_named_files(options),
     )
-    alpha = publish.coefficient_file("alpha", scopes, made_by)
-    beta = publish.coefficient_file("beta", scopes, made_by)
+    alpha, beta = publish.coefficient_files(scopes, made_by)
     across = None
     if options.across:
         progress.stage("leaving out runs, models and GPUs")
         across = fit_across(scopes, scope_options(options))
-    evaluation = publish.evaluate(scopes, runs, across, options.thresholds)
+    evaluation = publish.evaluate(
+        scopes, runs, across, requests=alpha.requests, thresholds=options.thresholds
+    )
     report = Path(report_folder or out)
     texts = {
         Path(out) / "alpha.json": to_json(alpha),

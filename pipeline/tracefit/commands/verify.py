@@ -97,7 +97,13 @@ def _verify_file(
     if lacking or any(text.startswith("features ") for text in inputs):
         return VerifyResult(path, False, 0, tuple(inputs), 0, (), tuple(notes))
     scopes = fit_runs(store, runs, options, progress)
-    again = json.loads(to_json(publish.coefficient_file(document.kind, scopes, made_by)))
+    again = json.loads(
+        to_json(
+            dict(zip(("alpha", "beta"), publish.coefficient_files(scopes, made_by), strict=True))[
+                document.kind
+            ]
+        )
+    )
     compared = list(_compare(_by_name(plain), _by_name(again), ""))
     found = [d for d in compared if d is not None]
     return VerifyResult(
@@ -113,6 +119,10 @@ def _verify_file(
 
 def _options(made_by: Provenance, features: str | Path | None) -> TrainOptions:
     known = {name: made_by.options[name] for name in TrainOptions.__slots__ if name in made_by.options}
+    usual = TrainOptions()
+    odd = [name for name, value in known.items() if type(value) is not type(getattr(usual, name))]
+    if odd:
+        raise DataError(f"its options are not of their types: {', '.join(odd)}", where="provenance.options")
     # A mapping of options by name is beyond what the type of `replace` can express.
     options = replace(TrainOptions(), **known)  # type: ignore[arg-type]
     return options if features is None else replace(options, features=str(features))
@@ -164,7 +174,7 @@ def _by_name(plain: Mapping[str, object]) -> dict[str, object]:
     models = plain["models"]
     if not isinstance(models, list):
         raise TypeError("models is no list")
-    keyed = {f"{m['name']} of {m['scope_id']}": m for m in models}
+    keyed = {f"{m['name']} of {m.get('scope_id')}": m for m in models}
     return {**{k: v for k, v in plain.items() if k not in {"models", "provenance", "not_fitted"}}, **keyed}
 
 

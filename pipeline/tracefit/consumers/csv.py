@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.coefficients.model import BoundaryModel, LinearModel, RegimesModel
 from tracefit.consumers.base import OUT, Export, HeldOut, consumer_of_files
+from tracefit.errors import spreadsheet_safe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +40,8 @@ def to_csv(models: ScopeModels) -> Export:
     writer.writerow(_HEAD)
     for model in models.models.values():
         for form, condition, row in _rows(model):
-            writer.writerow([models.scope_id, model.name, form, condition, *row])
+            cells = (models.scope_id, model.name, form, condition, *row)
+            writer.writerow([spreadsheet_safe(cell) for cell in cells])
     errors = tuple(
         HeldOut(
             m.name, "us", v.holdout.n, v.holdout.mape_pct, v.holdout.mae, v.holdout.bias_pct, v.baseline.mae

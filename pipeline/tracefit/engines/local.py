@@ -30,8 +30,11 @@ from tracefit.tables.staging import write_staged
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from concurrent.futures import Future, ProcessPoolExecutor
+    from multiprocessing.connection import Connection
 
     from tracefit.otlp.decode import SpanBatch
+
+_TURN_S = 0.2
 
 TASKS_PER_WORKER = 2
 """Tasks that wait for a worker or for their turn: each may hold a block's bytes."""
@@ -119,8 +122,12 @@ def run_tasks(tasks: Iterable[Task], *, workers: int) -> Iterator[tuple[Task, De
 
 
 def _result(task: Task, future: Future[Decoded]) -> tuple[Task, Decoded]:
+    from concurrent.futures import wait as wait_for  # noqa: PLC0415
     from concurrent.futures.process import BrokenProcessPool  # noqa: PLC0415 - one worker needs no pool
 
+    # In turns: once polars has its own handler of Ctrl-C, a wait without an end is not interrupted.
+    while not wait_for([future], timeout=_TURN_S).done:
+        pass
     try:
         return task, future.result()
     except BrokenProcessPool as error:
@@ -137,12 +144,20 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415
 
     context = multiprocessing.get_context("spawn")
+    ends, stop = context.Pipe(duplex=False)
     with _worker_surroundings(workers):  # the pool starts a process too, which keeps track of its locks
-        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
+        pool = ProcessPoolExecutor(
+            workers, mp_context=context, initializer=_begin, initargs=(ends,)
+        )
     try:
         yield pool
+    except BaseException:
+        stop.close()  # what workers are at is not waited for
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+        stop.close()
+        ends.close()
 
 
 @contextmanager
@@ -174,14 +189,17 @@ def _worker_surroundings(workers: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _begin() -> None:
+def _begin(ends: Connection) -> None:
     """Set up a worker: its warnings would reach the user's terminal, past the log."""
     warnings.simplefilter("ignore")
-    _end_with_parent()
+    _end_with_parent(ends)
 
 
-def _end_with_parent() -> None:
-    """End this worker when its parent dies: nobody wants the rest, and another process may take over the folder."""
+def _end_with_parent(ends: Connection) -> None:
+    """End this worker when its parent dies, or closes the other side of `ends`: nobody wants the rest.
+
+    Another process may take over the folder.
+    """
     from multiprocessing import parent_process  # noqa: PLC0415
     from multiprocessing.connection import wait  # noqa: PLC0415
 
@@ -189,7 +207,7 @@ def _end_with_parent() -> None:
     assert parent is not None  # noqa: S101 - only workers call this
 
     def watch() -> None:
-        wait([parent.sentinel])
+        wait([parent.sentinel, ends])
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -217,7 +217,8 @@ def _expression(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
         case Name(name):
             if name in constants:
                 return pl.lit(constants[name], dtype=pl.Float64)
-            return pl.col(name).cast(pl.Float64)
+            # A column of texts has no numbers: its rows lack the feature.
+            return pl.col(name).cast(pl.Float64, strict=False)
         case Binary(operator, left, right):
             return _binary(operator, _expression(left, constants), _expression(right, constants))
         case Call(function, arguments):

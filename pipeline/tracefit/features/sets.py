@@ -316,6 +316,8 @@ BATCH = FeatureSet(
             "1",
             "prefill_tokens / (prefill_tokens + decode_tokens)",
             "prefill against decode; 0 of no token",
+            # A ratio is no amount of work, but it grows with one: below 0 a step would get shorter by a prompt.
+            sign=_COST,
         ),
         Feature("waiting_depth", "request", "waiting_depth", "the scheduler walks the queue", sign=_COST),
         Feature(

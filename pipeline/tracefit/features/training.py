@@ -231,6 +231,10 @@ WORKLOAD_COLUMNS = (
 """What alpha training frames say of every request's load, whether a model uses it or not."""
 
 
+NOT_POSITIVE = "not_positive"
+"""Reason to leave out a request whose interval ends at or before its beginning: an abort departs before it finishes."""
+
+
 def alpha_rows(
     requests: pl.DataFrame, timeline: pl.DataFrame, queue: pl.DataFrame | None, target: Target
 ) -> pl.DataFrame:
@@ -254,7 +258,8 @@ def alpha_rows(
         finishing_reqs=pl.when(pl.col("finished_step").is_not_null()).then(finishing),
     ).filter(pl.col("y").is_not_null() & pl.col("ts_ns").is_not_null())
     rows = _with_workload(rows).with_columns(
-        excluded_reason=pl.lit(None, pl.String), request_id=pl.coalesce("core_request_id", "request_id")
+        excluded_reason=pl.when(pl.col("y") <= 0).then(pl.lit(NOT_POSITIVE)),
+        request_id=pl.coalesce("core_request_id", "request_id"),
     )
     if target.state == "own_step":
         rows = rows.join(

@@ -76,7 +76,7 @@ def compose_latencies(
         return ComposedLatencies({}, "step.duration_us, beta's target, is not the time of a step here")
     if not tables.requests.height:
         return ComposedLatencies({}, "the traces hold no journeys of requests")
-    requests = _split(tables.requests, named)
+    requests = split_requests(tables.requests, models)
     if not (requests["split"] == "holdout").any() or not (requests["split"] == "train").any():
         return ComposedLatencies({}, "no request lies in the hold-out of every model, or none before it")
     steps = _predicted_steps(scope, tables, beta, features)
@@ -86,7 +86,7 @@ def compose_latencies(
     return ComposedLatencies(_measured(_composed(rows)))
 
 
-def _split(requests: pl.DataFrame, models: Mapping[str, FittedModel]) -> pl.DataFrame:
+def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.DataFrame:
     """Add `at_ns` and `split`: holdout where no model has trained on any part of the request, train where all may have.
 
     What lies between, `partly`, counts on neither side: a request that came in the training part and was computed in
@@ -96,7 +96,7 @@ def _split(requests: pl.DataFrame, models: Mapping[str, FittedModel]) -> pl.Data
     sides = []
     begins = [*((target.model, target.begins) for target in targets.TARGETS), ("beta", targets.STEP_BEGINS)]
     for name, event in begins:
-        model = next((m for n, m in models.items() if n == name or n.split(".")[0] == name), None)
+        model = next((m for m in models if m.name == name or m.name.split(".")[0] == name), None)
         if model is None:
             continue
         ends = _ends(model).rename({"holdout_from_ns": f"{name}_from_ns"})

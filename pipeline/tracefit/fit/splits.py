@@ -1,6 +1,7 @@
 """Training frames: which rows train, which are held out, and which are left out of what, by the published rules.
 
-Hold-out rows lose idle gaps and epoch boundaries, nothing else: an error without its hiccups is not the error.
+Hold-out rows lose idle gaps, epoch boundaries and times that cannot be, nothing else: an error without its hiccups is
+not the error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OUTLIER = "outlier"
 PREEMPTION_HEAVY = "preemption_heavy"
 UNKNOWN_FEATURES = "unknown_features"
 
-ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY)
+ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY, training.NOT_POSITIVE)
 """Reasons that apply to both parts."""
 
 MIN_TRAIN_ROWS = 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from tracefit.errors import printable
 from tracefit.reports.document import Figure, Table
 
 if TYPE_CHECKING:
@@ -23,7 +24,16 @@ def markdown_text(report: Report) -> str:
             parts += [f"{part.folded}:", _table(part)] if part.folded else [_table(part)]
         else:
             parts.append(part)
-    return "\n\n".join(parts) + "\n"
+    return _harmless("\n\n".join(parts)) + "\n"
+
+
+def _harmless(text: str) -> str:
+    """Take tags, links and codes of terminals out of Markdown: names in traces come from elsewhere.
+
+    The report itself has none of them.
+    """
+    text = text.replace("<", "&lt;").replace("](", "]\\(")
+    return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def _table(table: Table) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from tracefit.errors import printable
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.markdown import plain
 from tracefit.reports.text import columns
@@ -27,33 +28,33 @@ class PipeConsole(Console):
 
 def print_report(report: Report, console: Console) -> None:
     """Print the whole report on a terminal."""
-    console.rule(report.title)
+    console.rule(_plain(report.title))
     for part in report.parts:
         if isinstance(part, Figure):
-            console.print(Text(f"\n{part.title}", style="bold"))
-            console.print(Text(plain(part.caption), style="dim"))
+            console.print(Text(f"\n{_plain(part.title)}", style="bold"))
+            console.print(Text(_plain(part.caption), style="dim"))
             _print_table(part.summary, console)
         elif isinstance(part, Table):
             if part.folded:
-                console.print(Text(f"\n{plain(part.folded)}:"))
+                console.print(Text(f"\n{_plain(part.folded)}:"))
             _print_table(part, console)
         elif part.startswith("#"):
             level = len(part) - len(part.lstrip("#"))
-            text = plain(part.lstrip("# "))
+            text = _plain(part.lstrip("# "))
             if level <= 2:
                 console.print()
                 console.rule(text)
             else:
                 console.print(Text(f"\n{text}", style="bold underline"))
         else:
-            console.print(Text(plain(part)))
+            console.print(Text(_plain(part)))
     console.print()
 
 
 def _print_table(table: Table, console: Console) -> None:
     left = {k for k, number in enumerate(table.numeric()) if not number}
-    cells = [[plain(cell) for cell in row] for row in table.rows]
-    head = [plain(name) for name in table.head]
+    cells = [[_plain(cell) for cell in row] for row in table.rows]
+    head = [_plain(name) for name in table.head]
     text = columns(head, cells, left=left)
     if max(len(line) for line in text.splitlines()) > console.width:
         _print_blocks(head, table, console)
@@ -63,14 +64,19 @@ def _print_table(table: Table, console: Console) -> None:
     console.print(Text(first, style="bold"), no_wrap=True, overflow="ignore", crop=False)
     drawn = Text(rest)
     for mark, style in _STYLES.items():
-        drawn.highlight_regex(rf"(?<=  ){plain(mark)}(?=  |$|\n)", style)
+        drawn.highlight_regex(rf"(?<=  ){_plain(mark)}(?=  |$|\n)", style)
     console.print(drawn, no_wrap=True, overflow="ignore", crop=False)
 
 
 def _print_blocks(head: list[str], table: Table, console: Console) -> None:
     """Print one block per row: its first cell, then a line per further cell."""
     for row in table.rows:
-        console.print(Text(plain(row[0]) or "-", style="bold"))
+        console.print(Text(_plain(row[0]) or "-", style="bold"))
         for name, cell in zip(head[1:], row[1:], strict=True):
             if cell:
-                console.print(Text(f"  {name}: ").append(plain(cell), style=_STYLES.get(cell, "")))
+                console.print(Text(f"  {name}: ").append(_plain(cell), style=_STYLES.get(cell, "")))
+
+
+def _plain(text: str) -> str:
+    """Return text without marks and of which a terminal obeys nothing: names in traces come from elsewhere."""
+    return "\n".join(map(printable, plain(text).split("\n")))

@@ -11,7 +11,7 @@ import textwrap
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from tracefit.errors import printable
+from tracefit.errors import printable, spreadsheet_safe
 from tracefit.reports.scopes import ScopeLabel, scope_labels
 from tracefit.reports.text import WIDTH, columns, count, indented, mape_misleads, number, plural, share
 from tracefit.server.tracing import without_attribute
@@ -297,7 +297,7 @@ def requests_csv(summary: RequestSummary) -> str:
     points = ("n", "mean", *_POINTS)
     writer.writerow([*_FACTS, *(f"{m}_{p}" for m in _METRICS for p in points)])
     for group in summary.groups:
-        facts = [getattr(group, name) for name in _FACTS]
+        facts = [spreadsheet_safe(getattr(group, name)) for name in _FACTS]
         writer.writerow([*facts, *(getattr(getattr(group, m), p) for m in _METRICS for p in points)])
     return text.getvalue()
 
@@ -335,7 +335,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 # Predicting, exporting, verifying, comparing
 
-_RANGE_NOTE = "90 % range: nine of ten held-out measurements were within it of their prediction"
+_RANGE_NOTE = "90 % range: where nine of ten measurements lay about their prediction"
 
 
 def step_text(predicted: StepPrediction) -> str:
@@ -358,7 +358,9 @@ def request_text(predicted: RequestPrediction) -> str:
         ("E2E", predicted.e2e),
         ("departure, after E2E", predicted.departure),
     ]
-    return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
+    ranges = [_wrapped(f"range: {text}", "  ") for text in predicted.ranges]
+    notes = _notes(predicted.assumed, predicted.out_of_range)
+    return "\n".join([*_spans(predicted.scope_id, rows), *ranges, *notes])
 
 
 def rows_text(predicted: RowPredictions) -> str:
@@ -374,7 +376,9 @@ def rows_text(predicted: RowPredictions) -> str:
     if predicted.predictions:
         writer = csv.DictWriter(text, list(predicted.predictions[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(predicted.predictions)
+        writer.writerows(
+            {key: spreadsheet_safe(cell) for key, cell in row.items()} for row in predicted.predictions
+        )
     return text.getvalue()
 
 
@@ -429,7 +433,7 @@ def compare_text(result: CompareResult) -> str:
     if result.verdict is not None:
         for scope_id in dict.fromkeys(d.scope_id for d in result.drift):
             found = [d for d in result.drift if d.scope_id == scope_id]
-            head = ("MAPE %", "published", "now", "limit", "bias % now", "rows", "verdict")
+            head = ("median error %", "published", "now", "limit", "bias % now", "rows", "verdict")
             lines += [f"scope {scope_id}", indented(columns(head, [_drift_row(d) for d in found])), ""]
             lines += [f"{d.model}: undecided: {d.reason}" for d in found if d.reason]
         lines.append(f"verdict: {_VERDICTS[result.verdict]}")
@@ -437,7 +441,7 @@ def compare_text(result: CompareResult) -> str:
 
 
 def _drift_row(d: Drift) -> tuple[str, ...]:
-    errors = (d.then_mape_pct, d.now_mape_pct, d.limit_pct, d.now_bias_pct)
+    errors = (d.then_mdape_pct, d.now_mdape_pct, d.limit_pct, d.now_bias_pct)
     return (d.model, *(number(v) for v in errors), count(d.rows), d.verdict)
 
 
@@ -459,9 +463,14 @@ def _apart(apart: bool | None) -> str:
 
 
 def _spans(scope_id: str | None, rows: Iterable[tuple[str, PredictedDuration | None]]) -> list[str]:
-    table = [(name, *(_ms(s, end) for end in ("value_us", "low_us", "high_us"))) for name, s in rows]
-    body = [f"{name:<22}{value:>12}  {low:>12} to {high}" for name, value, low, high in table]
+    body = [f"{name:<22}{_ms(s, 'value_us'):>12}{_range(s)}" for name, s in rows]
     return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}  {'90 % range':>12}", *body, "", _RANGE_NOTE]
+
+
+def _range(found: PredictedDuration | None) -> str:
+    if found is None or found.low_us is None:
+        return ""
+    return f"  {_ms(found, 'low_us'):>12} to {_ms(found, 'high_us')}"
 
 
 def _ms(found: PredictedDuration | None, end: str) -> str:

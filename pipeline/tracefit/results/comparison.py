@@ -29,8 +29,8 @@ class Drift:
         model: Its name.
         scope_id: Its scope.
         rows: Rows of the new traces it was evaluated on; only idle gaps are left out.
-        then_mape_pct: Held-out error it was published with.
-        now_mape_pct: Error on the new traces.
+        then_mdape_pct: Median error it was published with: that of its training or its held-out rows, the larger one.
+        now_mdape_pct: Median error on the new traces.
         then_mae_us: Mean absolute error it was published with.
         now_mae_us: Mean absolute error on the new traces.
         now_bias_pct: 100 * (sum predicted - sum actual) / sum actual on the new traces.
@@ -42,8 +42,8 @@ class Drift:
     model: str
     scope_id: str | None
     rows: int
-    then_mape_pct: float | None
-    now_mape_pct: float | None
+    then_mdape_pct: float | None
+    now_mdape_pct: float | None
     then_mae_us: float | None
     now_mae_us: float | None
     now_bias_pct: float | None

@@ -31,17 +31,25 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class IngestResult:
-    """Where the tables are, and what went into them."""
+    """Where the tables are, and what went into them.
+
+    Attributes:
+        tables: The folder.
+        runs: Runs that were read.
+        warnings: What the user should know.
+        failed: Runs that could not be read, each with the reason.
+    """
 
     tables: Path
     runs: tuple[RunSummary, ...]
     warnings: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
-        """0, or 3 when something is in quarantine: rejects, implausible values, dropped events or duplicates."""
+        """0, or 3 when something is in quarantine: runs, rejects, implausible values, dropped events or duplicates."""
         troubled = any(r.rejects or r.implausible or r.dropped_events or r.duplicate_spans for r in self.runs)
-        return EXIT_QUARANTINE if troubled else EXIT_DONE
+        return EXIT_QUARANTINE if troubled or self.failed else EXIT_DONE
 
 
 @dataclass(frozen=True, slots=True)

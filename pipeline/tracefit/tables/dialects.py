@@ -338,6 +338,21 @@ SPAN_ATTRIBUTES = tuple(
 )
 """Span attributes that are kept: ids, counts, times, routes, the model, sampling parameters. Nothing a user wrote."""
 
+REASONS = (
+    "client_disconnect",
+    "client_cancelled",
+    "cancelled",
+    "aborted",
+    "timeout",
+    "error",
+    "generation_error",
+    "validation_error",
+    "internal_error",
+    "exception",
+    "shutdown",
+)
+"""Words for why a request ended, kept as they are; error messages, which may quote a prompt, are not."""
+
 _REQUEST_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.attribute)
 REQUEST_ATTRIBUTES = {
     column: tuple(

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
+    import io
     from collections.abc import Callable, Iterator, Mapping
 
 SCRATCH_PREFIX = ".writing-"
@@ -57,6 +59,20 @@ def inside(root: Path, *names: str) -> Path:
         if path.is_symlink():
             raise _link(path)
     return path
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file of the tables folder for reading.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        OSError: It cannot be read, or is a pipe or a device, which would never end.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(handle, "rb")
 
 
 def refuse_links(folder: Path) -> None:

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from tracefit._version import __version__
 from tracefit.errors import DataError
-from tracefit.tables.disk import inside, write_whole
+from tracefit.tables.disk import inside, open_regular, write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,7 +111,8 @@ def read_manifest(root: Path) -> Manifest:
     """
     path = inside(root, MANIFEST_NAME)
     try:
-        text = path.read_bytes()
+        with open_regular(path) as stream:
+            text = stream.read()
     except FileNotFoundError:
         return Manifest()
     except OSError as error:

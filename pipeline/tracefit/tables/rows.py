@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tracefit.otlp.decode import SpanBatch, Wanted
 
 UNKNOWN_SERVER = "unknown"
+OTHER_REASON = "other"
 
 NO_STEP = "step.BATCH_SUMMARY without step.id or step.ts_start_ns"
 NO_SNAPSHOT = "step.REQUEST_SNAPSHOT without step.id or request.id"
@@ -127,6 +128,7 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> Rows:
     spans = batch.spans.with_columns(
         server=pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER))
     ).drop("service_instance_id", "host_name")
+    spans = spans.with_columns(status_message=_or_other(pl.col("status_message")))
     others = spans.filter(~known).drop("span_row", "dropped_attributes", *dialects.SPAN_KEYS)
     vllm_spans = spans.filter(known).with_row_index("row")
     place = vllm_spans.select("span_row", "row", span_scope="scope")
@@ -235,8 +237,19 @@ def _columns_of(
     return [
         pl.col("row"),
         pl.when(pl.col("unix_ns") > 0).then("unix_ns").alias("unix_ns"),
-        *(_first(frame, spellings, types[name]).alias(name) for name, spellings in keys.items()),
+        *(_column(frame, name, spellings, types[name]) for name, spellings in keys.items()),
     ]
+
+
+def _column(frame: pl.DataFrame, name: str, spellings: Iterable[str], dtype: pl.DataType) -> pl.Expr:
+    value = _first(frame, spellings, dtype)
+    return (_or_other(value) if name == "reason" else value).alias(name)
+
+
+def _or_other(text: pl.Expr) -> pl.Expr:
+    """Keep words that servers are known to use; any other text, which can hold a prompt, becomes `other`."""
+    is_known = text.is_in(dialects.REASONS) | text.is_null() | (text == "")
+    return pl.when(is_known).then(text).otherwise(pl.lit(OTHER_REASON))
 
 
 def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:

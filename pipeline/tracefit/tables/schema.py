@@ -342,7 +342,7 @@ SPANS = Table(
         _ns("start_unix_ns", "start"),
         _ns("end_unix_ns", "end"),
         _s("status_code", "UNSET, OK or ERROR"),
-        _s("status_message", "status message"),
+        _s("status_message", "a known reason, or `other`: messages may quote prompts"),
         _s("service_name", "service.name"),
         Column("attributes", "map", "allow-listed span attributes, scalars as JSON text"),
         _i("dropped_events", "events of this span the SDK dropped"),
@@ -373,7 +373,7 @@ JOURNEY_EVENTS = Table(
         _n("num_preemptions", "preemptions so far"),
         _s("schedule_kind", "FIRST or RESUME"),
         _s("finish_status", "stopped, length, aborted, ignored or error"),
-        _s("reason", "reason of an API abort"),
+        _s("reason", "reason of an API abort: a known one, or `other`"),
     ),
     checks=(
         Check("ts_ns", "off the run's clock", pl.col(OFF_CLOCK), (OFF_CLOCK,)),

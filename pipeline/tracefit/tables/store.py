@@ -26,6 +26,7 @@ from tracefit.tables.disk import (
     disk_errors,
     inside,
     locked,
+    open_regular,
     refuse_links,
     scratch_folder,
 )
@@ -49,6 +50,9 @@ ROW_GROUP_BYTES = 16 << 20
 PIECE_ROWS = 16 * 1024
 """Rows converted at a time: the copies that takes are small."""
 
+_HASH_DIGITS = 16
+_AGAIN = "ingest the run again"
+
 _PLACES = {MANIFEST_NAME, STAGE_NAME, *schema.TABLES}
 
 
@@ -64,6 +68,7 @@ class TableStore:
         if not str(root):
             raise UsageError("the name of a tables folder is empty", hint="name a folder, or . for this one")
         self.root = Path(root)
+        self._checked: set[Path] = set()
         try:
             str(self.root).encode()
         except UnicodeEncodeError as error:
@@ -117,6 +122,30 @@ class TableStore:
                 if place.is_dir():
                     refuse_links(place)
 
+    def is_intact(self, run_id: str) -> bool:
+        """Tell whether the tables of a run are there as they were written."""
+        run = self.manifest().runs[run_id]
+        try:
+            for name, part in run.tables.items():
+                self._check(self._path(name, run_id, part))
+        except (OSError, DataError):
+            return False
+        return True
+
+    def _check(self, part: Path) -> None:
+        """Hold a part against the hash in its name, once; a page of Parquet reads back as other values unnoticed.
+
+        Raises:
+            DataError: It is another file than was written.
+        """
+        if part in self._checked:
+            return
+        with open_regular(part) as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if part.name != f"part-{digest[:_HASH_DIGITS]}.parquet":
+            raise DataError("is not what was written", where=str(part), hint=_AGAIN)
+        self._checked.add(part)
+
     def publish(self, run_id: str, run: IngestedRun, parts: Mapping[str, Path], *, keep: bool) -> IngestedRun:
         """Put finished parts in their places and make them the valid ones, in one step. The caller holds the lock.
 
@@ -166,12 +195,14 @@ class TableStore:
             DataError: A part is not a readable Parquet file.
             UsageError: A part, or a folder it lies in, is a symbolic link.
         """
-        parts = self._parts(name, run_ids)
         try:
-            frames = [_read_part(part, columns) for part in parts]
+            frames = [self._read_part(part, columns) for part in self._parts(name, run_ids)]
         except FileNotFoundError:
             # Replaced between two looks: the manifest knows what took its place.
-            frames = [_read_part(part, columns) for part in self._parts(name, run_ids)]
+            try:
+                frames = [self._read_part(part, columns) for part in self._parts(name, run_ids)]
+            except FileNotFoundError as error:
+                raise DataError("is missing", where=str(error.filename), hint=_AGAIN) from error
         if not frames:
             empty = schema.TABLES[name].empty()
             return empty if columns is None else empty.select(c for c in empty.columns if c in columns)
@@ -181,6 +212,15 @@ class TableStore:
             [c for c in schema.TABLES[name].columns if c.name not in found.columns] if columns is None else []
         )
         return found.with_columns(pl.lit(None, c.polars).alias(c.name) for c in lacking)
+
+    def _read_part(self, part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
+        try:
+            self._check(part)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise DataError(f"cannot be read ({error.strerror})", where=str(part), hint=_AGAIN) from error
+        return _read_part(part, columns)
 
     def _parts(self, name: str, run_ids: list[str] | None) -> list[Path]:
         runs = sorted(self.manifest().runs.items())
@@ -309,7 +349,9 @@ class _TableFileWriter:
         if self._writer:
             self._writer.close()
         self.stream.sync()
-        return self.path.rename(self.path.with_name(f"part-{self.stream.digest.hexdigest()[:16]}.parquet"))
+        return self.path.rename(
+            self.path.with_name(f"part-{self.stream.digest.hexdigest()[:_HASH_DIGITS]}.parquet")
+        )
 
     def _write_group(self, rows: pa.Table) -> None:
         if self._writer is None:
@@ -356,9 +398,7 @@ def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(
-            "is not a readable Parquet file", where=str(part), hint="ingest the run again"
-        ) from error
+        raise DataError("is not a readable Parquet file", where=str(part), hint=_AGAIN) from error
     if not isinstance(frame, pl.DataFrame):
         raise DataError("holds no table", where=str(part))
     return frame.rename({name: today[name] for name in frame.columns if today[name] != name})

@@ -1,0 +1,172 @@
+"""Predictions of whole requests held against measured ones: how far TTFT, ITL and E2E lie from what `predict` composes.
+
+The intervals of the single models do not add up to one of a composed latency: errors of a step repeat in every step of a
+request, and the batch changes while it runs. The range is therefore measured on the composed latencies themselves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+import polars as pl
+
+from tracefit.coefficients.evaluation import RequestRange
+from tracefit.coefficients.model import Workload
+from tracefit.coefficients.predict_frames import predict_requests
+from tracefit.fit.latency import CUT_OFF
+from tracefit.fit.metrics import measure
+from tracefit.fit.results import NO_ROWS
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.tables.keys import ENGINE, SERVER
+
+if TYPE_CHECKING:
+    from tracefit.coefficients.predict import ScopeModels
+
+Composed = Literal["ttft", "itl", "e2e"]
+
+TAILS = (0.05, 0.95)
+COVERAGE_PCT = (85.0, 95.0)
+"""A range of nine in ten is published where held-out requests say that it is one."""
+
+
+def workload_of(requests: pl.DataFrame) -> Workload | None:
+    """Return the mean request of the training part; null where no lengths are known.
+
+    Args:
+        requests: Columns of the `requests` table, and `split`.
+    """
+    known = requests.filter(
+        (pl.col("split") == "train") & (pl.col("prompt_tokens") > 0) & (pl.col("output_tokens") > 0)
+    )
+    if not known.height:
+        return None
+    means = known.select(
+        pl.col("prompt_tokens").mean(),
+        pl.col("cached_prompt_tokens").fill_null(0).clip(0, pl.col("prompt_tokens")).mean(),
+        pl.col("output_tokens").mean(),
+        pl.col("max_tokens").mean(),
+    )
+    return Workload(requests=known.height, **means.row(0, named=True))
+
+
+def described_requests(requests: pl.DataFrame, timeline: pl.DataFrame) -> pl.DataFrame:
+    """Describe requests as a person would who asks for a prediction, of what the engine did.
+
+    Args:
+        requests: Columns of the `requests` table, and `split`.
+        timeline: The engines' steps.
+
+    Returns:
+        Requests with known lengths: prompt_tokens, output_tokens, cached, `queue` (those waiting in the step before it
+        was queued), `batch` and `context` (others beside it and mean tokens in the caches of a decoding request, over the
+        steps it decoded in); split, and the measured ttft_us, itl_us and e2e_us, null where it was cut off.
+    """
+    steps = timeline.sort(*ENGINE, "step_id")
+    decodes = pl.col("num_decode_reqs")
+    sums = steps.select(
+        *ENGINE,
+        step="step_id",
+        decodes=decodes.fill_null(0).cum_sum().over(ENGINE),
+        steps=decodes.is_not_null().cast(pl.Int64).cum_sum().over(ENGINE),
+        tokens=pl.col("context_tokens").fill_null(0).cum_sum().over(ENGINE),
+    )
+    rows = requests.filter((pl.col("prompt_tokens") > 0) & (pl.col("output_tokens") > 0)).drop_nulls(
+        "queued_ns"
+    )
+    for column, prefix in (("first_token_step", "from"), ("finished_step", "to")):
+        ends = sums.rename({c: f"{prefix}_{c}" for c in ("decodes", "steps", "tokens")})
+        rows = rows.join(ends, left_on=[*ENGINE, column], right_on=[*ENGINE, "step"], how="left")
+    met = steps.drop_nulls("ts_start_ns").select(
+        *SERVER, "ts_start_ns", "waiting_depth", met=pl.col("num_decode_reqs") + pl.col("num_prefill_reqs")
+    )
+    # One server after the other: what polars can check to be sorted.
+    rows = (
+        pl.concat(
+            part.sort("queued_ns").join_asof(
+                met.filter(pl.all_horizontal(pl.col(k) == v for k, v in zip(SERVER, key, strict=True)))
+                .drop(SERVER)
+                .sort("ts_start_ns"),
+                left_on="queued_ns",
+                right_on="ts_start_ns",
+            )
+            for key, part in rows.group_by(SERVER, maintain_order=True)
+        )
+        if rows.height
+        else rows.with_columns(waiting_depth=None, met=None)
+    )
+    decoded, took = (pl.col(f"to_{c}") - pl.col(f"from_{c}") for c in ("decodes", "steps"))
+    beside = pl.when(took > 0).then(decoded / took - 1).otherwise("met")
+    context = pl.when(decoded > 0).then((pl.col("to_tokens") - pl.col("from_tokens")) / decoded)
+    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
+    cached = pl.col("cached_prompt_tokens").fill_null(0).clip(0, pl.col("prompt_tokens") - 1)
+    return rows.select(
+        pl.col("prompt_tokens", "output_tokens").cast(pl.Float64),
+        cached=cached.cast(pl.Float64),
+        queue=pl.col("waiting_depth").fill_null(0).cast(pl.Float64),
+        batch=beside.fill_null(0.0).clip(lower_bound=0.0).cast(pl.Float64),
+        context=context.cast(pl.Float64),
+        split="split",
+        measured_ttft_us="ttft_us",
+        measured_itl_us=pl.when(~cut_off).then("itl_us"),
+        measured_e2e_us=pl.when(~cut_off).then("e2e_us"),
+    )
+
+
+def request_ranges(models: ScopeModels, described: pl.DataFrame) -> tuple[RequestRange, ...]:
+    """Measure what `predict` makes of requests of the training part, and hold the range against later ones.
+
+    Args:
+        models: The models of one scope.
+        described: See `described_requests`.
+    """
+    if models.scope_id is None or not described.height:
+        return ()
+    predicted = predict_requests(
+        models, described.select("prompt_tokens", "output_tokens", "cached", "queue", "batch", "context")
+    )
+    rows = described.hstack(predicted.select("ttft_us", "itl_us", "e2e_us"))
+    return tuple(
+        found for name in get_args(Composed) if (found := _range(models.scope_id, name, rows)) is not None
+    )
+
+
+def _range(scope_id: str, latency: Composed, rows: pl.DataFrame) -> RequestRange | None:
+    measured, predicted = pl.col(f"measured_{latency}_us"), pl.col(f"{latency}_us")
+    known = rows.filter((measured > 0) & (predicted > 0)).select(
+        "split", measured=measured.cast(pl.Float64), predicted=predicted
+    )
+    if not known.height:
+        return None
+    train, held = (known.filter(pl.col("split") == side) for side in ("train", "holdout"))
+    ratio = pl.col("measured") / pl.col("predicted")
+    low, high = (train.select(ratio.quantile(q, "linear")).item() for q in TAILS)
+    coverage = None
+    if train.height and held.height:
+        coverage = 100 * float(held.select(ratio.is_between(low, high).mean()).item())
+    actual = held["measured"].to_numpy()
+    median = train["measured"].median()
+    reason = _no_range(train.height, held.height, coverage)
+    return RequestRange(
+        scope_id=scope_id,
+        latency=latency,
+        low_ratio=None if reason else low,
+        high_ratio=None if reason else high,
+        requests=train.height,
+        coverage_pct=coverage,
+        holdout=measure(actual, held["predicted"].to_numpy()),
+        baseline=measure(actual, np.full(actual.size, median)) if isinstance(median, float) else NO_ROWS,
+        reason=reason,
+    )
+
+
+def _no_range(trained: int, held_out: int, coverage: float | None) -> str | None:
+    if trained < MIN_TRAIN_ROWS or held_out < MIN_HOLDOUT_ROWS or coverage is None:
+        return f"{trained} requests of the training part and {held_out} held-out ones are too few for one"
+    low, high = COVERAGE_PCT
+    if not low <= round(coverage) <= high:
+        return (
+            f"{coverage:.0f} % of the held-out requests lie in the range of nine in ten of the training part, "
+            f"not {low:.0f} to {high:.0f} %"
+        )
+    return None

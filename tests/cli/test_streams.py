@@ -1,0 +1,117 @@
+"""Streams that are closed, full, ASCII or not read to the end, a working folder that is gone, Ctrl-C: no traceback."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = f"{sys.executable} -m tracefit.cli"
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Return a function that runs a line in a shell: exit code of the command, stdout, stderr."""
+
+    def call(line, **environment):
+        done = subprocess.run(
+            ["bash", "-c", line],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env=os.environ | environment,
+        )
+        assert "Traceback" not in done.stderr + done.stdout
+        assert "Exception ignored" not in done.stderr
+        return done.returncode, done.stdout, done.stderr
+
+    return call
+
+
+def test_a_closed_stdout_takes_the_result_to_nowhere(shell):
+    assert shell(f"{COMMAND} features >&-") == (0, "", "")
+
+
+def test_a_full_stdout_is_one_line_and_exit_code_2(shell):
+    code, _, stderr = shell(f"{COMMAND} features >/dev/full")
+    assert (code, stderr) == (
+        2,
+        "tracefit: standard output: cannot be written (No space left on device)\n",
+    )
+
+
+def test_a_reader_that_goes_away_is_told_of_by_the_exit_code_alone():
+    gone, stdout = os.pipe()
+    os.close(gone)
+    command = [sys.executable, "-m", "tracefit.cli", "features"]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(stdout)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("where", ["&-", "/dev/full"])
+def test_a_stderr_that_takes_nothing_leaves_the_exit_code_as_it_is(shell, where):
+    assert shell(f"{COMMAND} inspect nothing-here 2>{where}")[0] == 2
+
+
+def test_an_ascii_terminal_gets_escapes(shell, trained):
+    code, stdout, _ = shell(f"{COMMAND} report {trained} --out .", PYTHONIOENCODING="ascii")
+    assert code == 0
+    assert stdout.isascii()
+
+
+def test_a_working_folder_that_is_gone_is_one_line(shell):
+    code, _, stderr = shell(f"mkdir gone; cd gone; rmdir ../gone; {COMMAND} inspect here")
+    assert (code, stderr) == (
+        2,
+        "tracefit: the working folder is gone; change to one that is there\n",
+    )
+
+
+SLOW = """
+import sys, time
+sys.path.insert(0, {folder!r})
+import tracefit.engines.local as local, tracefit.commands.reading as reading, tracefit.inputs.blocks as blocks
+blocks.BLOCK_BYTES = reading.BLOCK_BYTES = 20_000
+reading.BYTES_PER_WORKER = 1
+import slow_task
+local.decode_task = slow_task.decode
+from tracefit.cli import main
+main()
+"""
+"""The command with two workers that both say when they begin, and then do not end by themselves."""
+
+TASK = """
+import pathlib, time
+def decode(task):
+    pathlib.Path({marker!r}).write_text("began")
+    time.sleep(60)
+"""
+
+
+def test_ctrl_c_with_workers_is_one_line(tmp_path, traces):
+    """The whole group of processes gets the signal, as from a terminal."""
+    run = traces.load(steps=240, requests=30).write(tmp_path / "run")
+    marker = tmp_path / "began"
+    os.mkfifo(marker)
+    fifo = os.open(marker, os.O_RDONLY | os.O_NONBLOCK)
+    (tmp_path / "slow_task.py").write_text(TASK.format(marker=str(marker)))
+    arguments = ["ingest", run, "--out", tmp_path / "tables", "--workers", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW.format(folder=str(tmp_path)), *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert select.select([fifo], [], [], 120)[0]
+    os.close(fifo)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "tracefit: interrupted\n")
+    assert list(Path(tmp_path / "tables").glob(".writing-*")) == []

@@ -1,0 +1,107 @@
+"""Ranges of composed latencies: described from tables by hand, calibrated on requests whose errors are planted."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+import tracefit
+from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
+
+ENGINE = {"run_id": "r", "server": "s", "epoch": 0}
+
+
+def _requests(**columns):
+    rows = {
+        "prompt_tokens": [40, 60, None],
+        "cached_prompt_tokens": [None, 20, None],
+        "output_tokens": [3, 5, 7],
+        "max_tokens": [8, 16, None],
+        "finish_status": ["stop", "aborted", "stop"],
+        "queued_ns": [10, 25, 30],
+        "first_token_step": [2, 3, 4],
+        "finished_step": [4, 6, 9],
+        "ttft_us": [1.0, 2.0, 3.0],
+        "itl_us": [1.0, 2.0, 3.0],
+        "e2e_us": [4.0, 5.0, 6.0],
+        "split": ["train", "train", "holdout"],
+    }
+    return pl.DataFrame(rows | columns).with_columns(**{k: pl.lit(v) for k, v in ENGINE.items()})
+
+
+def _timeline():
+    return pl.DataFrame(
+        {
+            "step_id": [1, 2, 3, 4, 5, 6],
+            "ts_start_ns": [0, 20, 40, 60, 80, 100],
+            "num_decode_reqs": [0, 4, 5, 3, 7, 9],
+            "num_prefill_reqs": [1, 0, 0, 0, 0, 0],
+            "context_tokens": [0, 400, 500, 420, 700, 900],
+            "waiting_depth": [2, 6, 0, 0, 0, 0],
+        }
+    ).with_columns(**{k: pl.lit(v) for k, v in ENGINE.items()})
+
+
+def test_the_mean_request_is_that_of_the_training_part():
+    mean = workload_of(_requests())
+    assert mean is not None
+    assert (mean.requests, mean.prompt_tokens, mean.cached_prompt_tokens) == (2, 50, 10)
+    assert (mean.output_tokens, mean.max_tokens) == (4, 12)
+    assert workload_of(_requests(output_tokens=[0, 0, 7])) is None
+
+
+def test_a_request_is_described_by_what_ran_beside_it():
+    first, second = described_requests(_requests(), _timeline()).sort("prompt_tokens").to_dicts()
+    # It decoded in steps 3 and 4, of 5 and 3 requests with 920 tokens: 3 others, 115 tokens each.
+    assert (first["batch"], first["context"], first["queue"]) == (3, 115, 2)
+    # In steps 4 to 6 of 3, 7 and 9 requests with 2,020 tokens; 6 waited in the step before it was queued.
+    assert second["batch"] == pytest.approx(19 / 3 - 1)
+    assert second["context"] == pytest.approx(2020 / 19)
+    assert (second["queue"], second["cached"]) == (6, 20)
+    assert (second["measured_ttft_us"], second["measured_e2e_us"]) == (2.0, None), "it was cut off"
+
+
+def _described(models, ratios, split):
+    rows = pl.DataFrame(
+        {
+            "prompt_tokens": [50.0] * len(ratios),
+            "output_tokens": [11.0] * len(ratios),
+            "cached": [0.0] * len(ratios),
+            "queue": [0.0] * len(ratios),
+            "batch": [2.0] * len(ratios),
+            "context": [100.0] * len(ratios),
+        }
+    )
+    predicted = models.predict_request(rows)
+    measured = [
+        (predicted[f"{n}_us"] * pl.Series(ratios)).alias(f"measured_{n}_us") for n in ("ttft", "itl", "e2e")
+    ]
+    return rows.with_columns(pl.Series("split", split), *measured)
+
+
+def test_the_range_is_that_of_the_training_requests_where_held_out_ones_keep_to_it(small):
+    models = tracefit.load(small)
+    trained, later = list(np.linspace(0.8, 1.2, 101)), list(np.linspace(0.8, 1.2, 40))
+    rows = _described(models, trained + later, ["train"] * 101 + ["holdout"] * 40)
+    for one in request_ranges(models.scope(None), rows):
+        assert (one.low_ratio, one.high_ratio) == (pytest.approx(0.82), pytest.approx(1.18))
+        assert one.coverage_pct == pytest.approx(90, abs=0.1), "2 of 40 on either side"
+        assert (one.requests, one.holdout.n, one.reason) == (101, 40, None)
+
+
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        (np.linspace(1.3, 1.5, 40), "0 % of the held-out"),
+        (np.full(40, 1.0), "100 % of the held-out"),
+        (np.full(5, 1.0), "too few"),
+    ],
+)
+def test_a_range_that_held_out_requests_do_not_confirm_is_none(small, later, said):
+    models = tracefit.load(small)
+    trained = list(np.linspace(0.8, 1.2, 101))
+    rows = _described(models, trained + list(later), ["train"] * 101 + ["holdout"] * len(later))
+    for one in request_ranges(models.scope(None), rows):
+        assert (one.low_ratio, one.high_ratio) == (None, None)
+        assert said in one.reason
