@@ -119,7 +119,7 @@ class Replayed:
     requests: int
     strict: bool
     trace: dict[tuple[str, int], float]
-    ours: dict[tuple[str, int], float]
+    fitted: dict[tuple[str, int], float]
     defaults: dict[tuple[str, int], float]
     reason: str | None
 
@@ -130,15 +130,15 @@ class Replayed:
     def misses(self) -> list[str]:
         """Say what is asked and not met."""
         found = [
-            f"{name} P{p} {self.off(self.ours, (name, p)):+.1f} % (asked {most:g} %)"
+            f"{name} P{p} {self.off(self.fitted, (name, p)):+.1f} % (limit {most:g} %)"
             for (name, p), most in ASKED_PCT.items()
-            if abs(self.off(self.ours, (name, p))) > most
+            if abs(self.off(self.fitted, (name, p))) > most
         ]
-        ours, defaults = (
+        fitted, defaults = (
             max(abs(self.off(simulated, what)) / most for what, most in ASKED_PCT.items())
-            for simulated in (self.ours, self.defaults)
+            for simulated in (self.fitted, self.defaults)
         )
-        return [*found, *(["BLIS's defaults are closer"] if ours >= defaults else [])]
+        return [*found, *(["BLIS's defaults are closer"] if fitted >= defaults else [])]
 
 
 def generate(one: Generated, folder: Path) -> Path:
@@ -187,7 +187,7 @@ def compare(run: str, made: Path, blis: Path, reason: str | None) -> Replayed:
     """Export the scope of a run from this run's models and tables, and replay it."""
     folder = made / "blis"
     exported = export(made / "models", "blis", folder, tables=made / "tables")
-    ours = replay(replay_command(exported), made / "ours.json", blis / "blis")
+    fitted = replay(replay_command(exported), made / "fitted.json", blis / "blis")
     own = replay(replay_command(exported), made / "defaults.json", blis / "blis", blis / "defaults.yaml")
     requests = pl.concat(
         [pl.read_parquet(p) for p in (made / "tables/requests").rglob("*.parquet")], how="diagonal_relaxed"
@@ -209,7 +209,7 @@ def compare(run: str, made: Path, blis: Path, reason: str | None) -> Replayed:
     trained = steps.filter(pl.col("split") == "holdout")["ts_ns"].min()
     strict = counted.filter(pl.col("arrival_ns") >= trained)
     counted = strict if strict.height >= MIN_STRICT else counted
-    for prefix, replayed in (("ours", ours), ("own", own)):
+    for prefix, replayed in (("fitted", fitted), ("own", own)):
         counted = counted.with_columns(
             pl.Series(f"{prefix}_{key}", [replayed[i][key] for i in counted["i"]])
             for key in ("ttft_us", "itl_mean_us", "e2e_us")
@@ -240,7 +240,7 @@ def table(found: list[Replayed]) -> str:
         cells = []
         for name in ("TTFT", "ITL", "E2E"):
             pairs = [
-                f"{one.off(one.ours, (name, p)):+.1f} ({one.off(one.defaults, (name, p)):+.0f})"
+                f"{one.off(one.fitted, (name, p)):+.1f} ({one.off(one.defaults, (name, p)):+.0f})"
                 for p in PERCENTILES
             ]
             cells.append(f"  {'  '.join(pairs):^44s}")

@@ -45,7 +45,7 @@ def picture(found: Sequence[Replayed]) -> str:
 def _described(found: Sequence[Replayed]) -> str:
     """Say what is drawn in numbers, for those who cannot see it."""
     worst = {
-        name: max((abs(one.off(one.ours, (name, p))), one.run, p) for one in found for p in (50, 90))
+        name: max((abs(one.off(one.fitted, (name, p))), one.run, p) for one in found for p in (50, 90))
         for name in LATENCIES
     }
     said = "; ".join(f"{name} {off:.1f} % at P{p} of {run}" for name, (off, run, p) in worst.items())
@@ -68,7 +68,7 @@ def _panel(found: Sequence[Replayed], name: str, x0: int, height: int) -> list[s
     values = [
         values_of[name, p]
         for one in found
-        for values_of in (one.trace, one.ours, one.defaults)
+        for values_of in (one.trace, one.fitted, one.defaults)
         for p in PERCENTILES
     ]
     low, high = math.log10(min(values)) - 0.05, math.log10(max(values)) + 0.05
@@ -90,7 +90,7 @@ def _panel(found: Sequence[Replayed], name: str, x0: int, height: int) -> list[s
         for j, p in enumerate(PERCENTILES):
             y = middle + 9 * (j - 1)
             parts.append(f'<circle class="d" cx="{at(one.defaults[name, p]):.1f}" cy="{y:.1f}" r="3.2"/>')
-            parts.append(f'<circle class="o" cx="{at(one.ours[name, p]):.1f}" cy="{y:.1f}" r="3"/>')
+            parts.append(f'<circle class="o" cx="{at(one.fitted[name, p]):.1f}" cy="{y:.1f}" r="3"/>')
             x = at(one.trace[name, p])
             parts.append(f'<line class="t" x1="{x:.1f}" x2="{x:.1f}" y1="{y - 4.5:.1f}" y2="{y + 4.5:.1f}"/>')
     return parts

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OURS = [Requirement(text) for text in PROJECT["dependencies"]]
+REQUIREMENTS = [Requirement(text) for text in PROJECT["dependencies"]]
 
 OTHERS = {
     # Requires-Dist of the wheel; numba 0.61.2, which it pins, holds numpy below 2.3.
@@ -76,11 +76,11 @@ def _common_version(requirements):
 
 def _conflicts(*others):
     found = []
-    for ours in OURS:
-        name = canonicalize_name(ours.name)
+    for requirement in REQUIREMENTS:
+        name = canonicalize_name(requirement.name)
         same = [r for text in others if canonicalize_name((r := Requirement(text)).name) == name]
-        if same and _common_version([ours, *same]) is None:
-            found.append([str(ours), *map(str, same)])
+        if same and _common_version([requirement, *same]) is None:
+            found.append([str(requirement), *map(str, same)])
     return found
 
 
@@ -94,7 +94,9 @@ def test_the_programs_of_one_server_and_tracefit_share_an_environment():
 
 
 def test_a_conflict_is_found():
-    assert _conflicts("protobuf<4") == [[next(str(r) for r in OURS if r.name == "protobuf"), "protobuf<4"]]
+    assert _conflicts("protobuf<4") == [
+        [next(str(r) for r in REQUIREMENTS if r.name == "protobuf"), "protobuf<4"]
+    ]
 
 
 def _pinned(file):
@@ -105,18 +107,20 @@ def _pinned(file):
     return versions
 
 
-@pytest.mark.parametrize("ours", OURS, ids=str)
-def test_the_minimum_lock_pins_each_lower_bound(ours):
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_the_minimum_lock_pins_each_lower_bound(requirement):
     """So that what `make test-minimum` installs is what pyproject.toml declares."""
-    (bound,) = (s for s in ours.specifier if s.operator == ">=")
-    assert _pinned("requirements-minimum.lock")[canonicalize_name(ours.name)] == {Version(bound.version)}
+    (bound,) = (s for s in requirement.specifier if s.operator == ">=")
+    assert _pinned("requirements-minimum.lock")[canonicalize_name(requirement.name)] == {
+        Version(bound.version)
+    }
 
 
-@pytest.mark.parametrize("ours", OURS, ids=str)
-def test_the_lock_pins_every_requirement_at_a_version_it_takes(ours):
-    versions = _pinned("requirements.lock")[canonicalize_name(ours.name)]
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_the_lock_pins_every_requirement_at_a_version_it_takes(requirement):
+    versions = _pinned("requirements.lock")[canonicalize_name(requirement.name)]
     assert versions
-    assert all(version in ours.specifier for version in versions)
+    assert all(version in requirement.specifier for version in versions)
 
 
 def test_an_upper_bound_has_its_reason_beside_it():

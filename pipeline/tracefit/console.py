@@ -41,7 +41,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class _Stderr(logging.Handler):
-    """One line per record, on whatever stderr is by then."""
+    """Writes one line per record to the current stderr, which may have been replaced since the start."""
 
     def emit(self, record: logging.LogRecord) -> None:
         trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
@@ -128,7 +128,7 @@ class Terminal:
 
 
 def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
-    """Start a line that turns, or a bar in bytes where it is known how many come."""
+    """Start a spinner, or a bar in bytes if their number is known."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -151,7 +151,7 @@ def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
 
 @contextmanager
 def one_line_errors(terminal: Terminal) -> Iterator[None]:
-    """Turn errors into one line and an exit code: those tracefit raises on purpose, and any other as a last resort."""
+    """Print every `TracefitError` as one line, any other error too as a last resort, and exit with its code."""
     try:
         yield
     except TracefitError as error:
@@ -205,7 +205,7 @@ def _exit_code(app: typer.Typer) -> int:
     except _StdoutError as error:
         _silence(sys.stdout)
         if error.number == errno.EPIPE:
-            return SIGPIPE  # whoever reads wants no more, as with `| head`
+            return SIGPIPE  # the reader has closed the pipe, as `| head` does
         return _fail(UsageError(f"cannot be written ({os.strerror(error.number)})", where="standard output"))
     except Exception as error:  # noqa: BLE001 - the last resort
         return _unexpected(error, "")
@@ -215,7 +215,7 @@ def _exit_code(app: typer.Typer) -> int:
 
 
 class _StdoutError(Exception):
-    """A result cannot be written. No OSError, which the command line's library takes for its own."""
+    """A result cannot be written. It is no OSError, because typer handles those itself."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -223,7 +223,7 @@ class _StdoutError(Exception):
 
 
 def _on_stdout(text: str) -> None:
-    """Write a result now, not when the interpreter ends, which has an exit code of its own for what fails."""
+    """Write a result now: a failure when the interpreter ends would give its own exit code."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -232,7 +232,7 @@ def _on_stdout(text: str) -> None:
 
 
 def _open_streams() -> None:
-    """Make streams that take every text: a closed one takes it to nowhere, one that is not Unicode with escapes."""
+    """Make streams that accept every text: a closed one discards it, one without Unicode escapes it."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -250,7 +250,7 @@ def _require_working_folder() -> None:
 
 
 def _silence(stream: TextIO) -> None:
-    """Send what is left in a stream that cannot be written to nowhere, where it cannot fail again."""
+    """Discard the buffered rest of a broken stream, so that it cannot fail again at exit."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -258,7 +258,7 @@ def _silence(stream: TextIO) -> None:
 
 
 def _on_stderr(text: str) -> None:
-    """Write to stderr; if that cannot be, the exit code alone says how the command ended."""
+    """Write to stderr; if that fails, only the exit code shows how the command ended."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -328,12 +328,12 @@ def usage_line(error: TyperException) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known option that is most like the one that was written."""
+    """Return the known option most similar to a misspelt one."""
     return max(known, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
 
 
 def _source(context: Any, param: Any) -> str:
-    """Name the variable or the file that a wrong value comes from; empty for a flag."""
+    """Return the variable or file of a wrong value; empty for a flag."""
     if context is None or param is None or param.name is None:
         return ""
     source = context.get_parameter_source(param.name)

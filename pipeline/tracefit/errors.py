@@ -64,7 +64,7 @@ class TracefitError(Exception):
 
 
 class DataError(TracefitError):
-    """The data cannot support the result that was asked for."""
+    """The data cannot support the requested result."""
 
 
 class UsageError(TracefitError):
@@ -88,9 +88,9 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     """Return a question that suggests the known name closest to `name`, or null if none is close.
 
     Args:
-        name: What was written.
-        known: What there is.
-        cutoff: How alike two names must be, 0 to 1.
+        name: The misspelt name.
+        known: The known names.
+        cutoff: Smallest similarity, 0 to 1.
     """
     close = difflib.get_close_matches(name[:64], list(known), n=1, cutoff=cutoff)
     return f"did you mean {close[0]}?" if close else None

@@ -36,7 +36,7 @@ def load(path: str | Path, name: str, scope: str = "") -> dict[str, Any]:
 
     Args:
         path: alpha.json or beta.json, of version 1 or 2.
-        name: Such as `beta.cycle_time`.
+        name: The name of the model, for example `beta.cycle_time`.
         scope: A part of its scope_id, where the file holds several.
     """
     document = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def predict(
         model: A model of a coefficient file.
         features: Values by name.
         step_starts: For form `boundary`: when the next steps start, in us after the event, in order; empty when the
-            engine is idle. None, if nobody knows: then `without_clock` is evaluated.
+            engine is idle. None if unknown: then `without_clock` is evaluated.
         api_wait_us: For form `boundary` with a `queue`: work left on the events before this one.
     """
     values = _Values(model, features)
@@ -97,7 +97,7 @@ def _line(form: dict[str, Any], values: _Values) -> float | None:
 
 
 def _holds(when: dict[str, Any], values: _Values) -> bool:
-    """Tell whether a condition holds: an empty `any` does not, an empty `all` does, a comparison with None does not."""
+    """Return whether a condition holds: an empty `any` does not, an empty `all` does, a comparison with None does not."""
 
     def one(comparison: dict[str, Any]) -> bool:
         left, right = values.get(comparison["feature"]), comparison.get("value")
@@ -134,7 +134,7 @@ class _Values:
         return None if value is None else float(value)
 
     def _compute(self, node: ast.expr) -> float | None:
-        """Compute a formula, of which nothing but the nodes named here is allowed."""
+        """Compute a formula; only the nodes named here are allowed."""
         if isinstance(node, ast.Name):
             return self.get(node.id)
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):

@@ -1,7 +1,7 @@
-"""Allocators set up for work in large pieces: what one piece frees is there for the next, and little more is kept.
+"""Set up the allocators for work in large pieces: each piece reuses the memory of the one before.
 
-By default polars and pyarrow keep freed memory for long, and the C library gives every large block back at once, to ask
-for it again a moment later: a tenth of the time of an ingest goes into pages that are taken and zeroed anew.
+By default polars and pyarrow keep freed memory for long, and the C library returns every large block to the system at
+once, only to request it again: a tenth of the time of an ingest goes into zeroing these pages.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def reuse_freed() -> None:
-    """Set up the allocators of this process; of no effect on what is imported already.
+    """Set up the allocators of this process; without effect on libraries that are imported already.
 
-    Only for processes that are tracefit's own: the C library's allocator is everybody's.
+    Only for tracefit's own processes: the whole process shares the C library's allocator.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -41,6 +41,6 @@ def reuse_freed() -> None:
 
 
 def give_back() -> None:
-    """Return to the system what the C library holds and nobody uses."""
+    """Return unused memory of the C library to the system."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -26,7 +26,7 @@ _FILE = "tracefit.config"
 
 
 class Commands(TyperGroup):
-    """The commands, every option of which can also be set by environment or configuration file."""
+    """A group of commands whose options can also be set by environment or configuration file."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -104,7 +104,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _defaults(document: dict[str, Any], commands: Commands, where: str) -> dict[str, dict[str, Any]]:
-    """Sort the file's keys by command: those at the top go to every command that has such an option."""
+    """Sort the file's keys by command: a key at the top goes to every command with that option."""
     options = {
         name: {flag(o): o for o in _options(c) if _settable(o)} for name, c in commands.commands.items()
     }

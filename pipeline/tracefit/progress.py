@@ -1,4 +1,4 @@
-"""How long work reports on itself: stages, bytes read, warnings.
+"""The interface through which a command reports its progress: stages, bytes read, warnings.
 
 A command takes any object with these four methods; `NullProgress` ignores everything, the command line draws a line
 on the terminal (`tracefit.console.Terminal`).

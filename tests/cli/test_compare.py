@@ -41,9 +41,9 @@ def two(tmp_path):
 
 def test_coefficients_side_by_side(tracefit, two):
     code, out, err = tracefit("compare", *two, "--json")
-    told = json.loads(out)
-    assert (code, err, told["verdict"]) == (0, "", None)
-    changes = {c["term"]: c for c in told["models"][0]["changes"]}
+    result = json.loads(out)
+    assert (code, err, result["verdict"]) == (0, "", None)
+    changes = {c["term"]: c for c in result["models"][0]["changes"]}
     assert (changes["intercept"]["first"], changes["intercept"]["second"]) == (1000, 980)
     assert changes["intercept"]["apart"] is True, "995 to 1,005 and 975 to 985"
     assert changes["prefill_tokens"]["apart"] is False, "9 to 11 and 11 to 13"
@@ -51,8 +51,8 @@ def test_coefficients_side_by_side(tracefit, two):
 
 def test_predictions_are_compared_where_both_were_trained(tracefit, two):
     """Over 20 to 100 tokens the second less the first is -20 + 2 x: 20 to 180 us."""
-    told = json.loads(tracefit("compare", *two, "--json")[1])
-    (shift,) = told["models"][0]["shifts"]
+    result = json.loads(tracefit("compare", *two, "--json")[1])
+    (shift,) = result["models"][0]["shifts"]
     assert shift["ranges"] == {"prefill_tokens": [20, 100]}
     assert (shift["low_us"], shift["high_us"]) == (pytest.approx(20), pytest.approx(180))
     assert shift["mean_us"] == pytest.approx(100, rel=0.1)
@@ -61,18 +61,18 @@ def test_predictions_are_compared_where_both_were_trained(tracefit, two):
     assert "apart" in text
 
 
-def test_ranges_that_do_not_meet_are_told(tracefit, two, tmp_path):
+def test_ranges_that_do_not_meet_are_reported(tracefit, two, tmp_path):
     far = _file(tmp_path / "far.json", training_range=(500, 900))
     code, out, _ = tracefit("compare", two[0], far, "--json")
-    told = json.loads(out)
-    assert (code, told["models"][0]["shifts"]) == (0, [])
-    assert any("prefill_tokens do not meet" in note for note in told["notes"])
+    result = json.loads(out)
+    assert (code, result["models"][0]["shifts"]) == (0, [])
+    assert any("prefill_tokens do not meet" in note for note in result["notes"])
 
 
 def test_files_of_one_other_scope_are_compared_and_it_is_said(tracefit, two, tmp_path):
     other = _file(tmp_path / "o.json", scope="b.gpu.tp1.00000000")
-    told = json.loads(tracefit("compare", two[0], other, "--json")[1])
-    assert any("which is another one" in note for note in told["notes"])
+    result = json.loads(tracefit("compare", two[0], other, "--json")[1])
+    assert any("which is another one" in note for note in result["notes"])
 
 
 def test_files_with_nothing_in_common_are_one_line(tracefit, two, tmp_path):
@@ -85,12 +85,12 @@ def test_files_with_nothing_in_common_are_one_line(tracefit, two, tmp_path):
 
 
 def test_a_trained_file_against_itself_has_not_moved(tracefit, trained):
-    told = json.loads(tracefit("compare", trained / "models", trained / "models", "--json")[1])
-    assert len(told["models"]) == 4
-    for model in told["models"]:
+    result = json.loads(tracefit("compare", trained / "models", trained / "models", "--json")[1])
+    assert len(result["models"]) == 4
+    for model in result["models"]:
         assert all(c["first"] == c["second"] for c in model["changes"])
         assert all(s["low_us"] == s["high_us"] == 0 for s in model["shifts"])
-    assert any(s["points"] > 100 for m in told["models"] for s in m["shifts"])
+    assert any(s["points"] > 100 for m in result["models"] for s in m["shifts"])
 
 
 def _tables(tmp_path, new_traces, change=None, **load):
@@ -105,9 +105,9 @@ def _tables(tmp_path, new_traces, change=None, **load):
 def test_an_old_file_is_good_on_more_of_the_same(tracefit, trained, tmp_path, new_traces):
     tables = _tables(tmp_path, new_traces, seed=8)
     code, out, err = tracefit("compare", trained / "models", tables, "--json")
-    told = json.loads(out)
-    assert (code, err, told["verdict"]) == (0, "", "good")
-    drift = {d["model"]: d for d in told["drift"]}
+    result = json.loads(out)
+    assert (code, err, result["verdict"]) == (0, "", "good")
+    drift = {d["model"]: d for d in result["drift"]}
     beta = drift["beta.cycle_time"]
     assert beta["rows"] == 239, "every cycle of the new run but idle gaps"
     assert beta["now_mdape_pct"] < 2
@@ -119,7 +119,7 @@ class _Slower:
     """A clock that runs slower: every time of the trace is this much longer after boot."""
 
     @staticmethod
-    def stretch(folder):
+    def slow_down(folder):
         path = folder / "traces.json"
         lines = []
         for line in path.read_text().splitlines():
@@ -152,11 +152,11 @@ def test_training_data_never_drifts_from_what_was_trained_on_it(tracefit, traine
 
 def test_a_server_that_became_slower_has_drifted(tracefit, trained, tmp_path, new_traces):
     """Steps take 1.3 times as long: the old file is 1 - 1/1.3 = 23 % low."""
-    tables = _tables(tmp_path, new_traces, _Slower.stretch, seed=8)
+    tables = _tables(tmp_path, new_traces, _Slower.slow_down, seed=8)
     code, out, _ = tracefit("compare", trained / "models", tables, "--json")
-    told = json.loads(out)
-    assert (code, told["verdict"]) == (1, "drifted")
-    beta = next(d for d in told["drift"] if d["model"] == "beta.cycle_time")
+    result = json.loads(out)
+    assert (code, result["verdict"]) == (1, "drifted")
+    beta = next(d for d in result["drift"] if d["model"] == "beta.cycle_time")
     assert (beta["verdict"], beta["now_mdape_pct"]) == ("drifted", pytest.approx(23, abs=1.5))
     assert beta["now_bias_pct"] == pytest.approx(-23, abs=1.5)
     assert beta["limit_pct"] == pytest.approx(max(1.5 * beta["then_mdape_pct"], beta["then_mdape_pct"] + 2))
@@ -168,9 +168,9 @@ def test_a_server_that_became_slower_has_drifted(tracefit, trained, tmp_path, ne
 def test_new_traces_that_are_too_short_cannot_tell(tracefit, trained, tmp_path, new_traces):
     tables = _tables(tmp_path, new_traces, seed=8, steps=20, requests=10)
     code, out, _ = tracefit("compare", trained / "models/beta.json", tables, "--json")
-    told = json.loads(out)
-    assert (code, told["verdict"]) == (1, "unknown")
-    assert "fewer than 30" in told["drift"][0]["reason"]
+    result = json.loads(out)
+    assert (code, result["verdict"]) == (1, "unknown")
+    assert "fewer than 30" in result["drift"][0]["reason"]
 
 
 def test_new_traces_of_another_server_are_one_line(tracefit, trained, tmp_path, new_traces):

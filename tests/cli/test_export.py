@@ -26,9 +26,9 @@ def test_an_export_prints_the_error_of_the_exported_form(tracefit, tmp_path, tra
         trained / "tables",
         "--json",
     )
-    told = json.loads(out)
-    assert (code, told["consumer"], told["errors"][0]["unit"]) == (0, "llm-d-inference-sim", "us")
-    assert [Path(f).name for f in told["files"]] == ["config.yaml"]
+    result = json.loads(out)
+    assert (code, result["consumer"], result["errors"][0]["unit"]) == (0, "llm-d-inference-sim", "us")
+    assert [Path(f).name for f in result["files"]] == ["config.yaml"]
 
 
 def test_what_cannot_be_converted_is_one_line_and_1(tracefit, tmp_path, trained):

@@ -68,8 +68,8 @@ def test_a_step_in_text_and_in_json(tracefit, beta):
     assert "1.900" in out
     assert "prefill_tokens 70 is outside 0 to 60" in out
     code, out, _ = tracefit("predict", beta, "--batch", 4, "--prefill", 70, "--json")
-    told = json.loads(out)
-    assert (code, told["step"]["value_us"], told["features"]) == (
+    result = json.loads(out)
+    assert (code, result["step"]["value_us"], result["features"]) == (
         0,
         1900,
         [["prefill_tokens", 70], ["num_decode_reqs", 4]],
@@ -94,15 +94,15 @@ def test_rows_of_a_file_in_and_out(tracefit, beta, tmp_path, suffix):
     frame = pl.DataFrame({"note": ["a", "b"], "num_decode_reqs": [4, 7], "prefill_tokens": [40, 0]})
     writers = {"csv": frame.write_csv, "parquet": frame.write_parquet, "ndjson": frame.write_ndjson}
     writers[suffix](tmp_path / f"rows.{suffix}")
-    out_file = tmp_path / "made" / f"told.{suffix}"
+    out_file = tmp_path / "made" / f"predicted.{suffix}"
     code, out, err = tracefit("predict", beta, "--rows", tmp_path / f"rows.{suffix}", "--out", out_file)
     assert (code, err) == (0, "")
     assert "2 rows, 1 outside" in out
     readers = {"csv": pl.read_csv, "parquet": pl.read_parquet, "ndjson": pl.read_ndjson}
-    told = readers[suffix](out_file)
-    assert told["note"].to_list() == ["a", "b"]
-    assert told["predicted_us"].to_list() == [1600, 1350]
-    assert told["out_of_range"].to_list() == [None, "num_decode_reqs"]
+    result = readers[suffix](out_file)
+    assert result["note"].to_list() == ["a", "b"]
+    assert result["predicted_us"].to_list() == [1600, 1350]
+    assert result["out_of_range"].to_list() == [None, "num_decode_reqs"]
 
 
 def test_rows_go_to_stdout_where_no_file_is_named(tracefit, beta, tmp_path):

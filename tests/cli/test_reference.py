@@ -33,13 +33,13 @@ def test_every_command_has_help(name):
 def test_every_argument_and_option_is_in_the_reference(command, param):
     page = (ROOT / "docs/reference/cli.md").read_text()
     sections = page.split("\n## tracefit ")
-    (mine,) = (
+    (section,) = (
         (s for s in sections if s.startswith(f"{command}\n"))
         if param.name not in ("config", "log_level")
         else sections[:1]
     )
     wanted = f"`{param.opts[0]}`" if param.param_type_name == "option" else f"| {param.name.upper()}"
-    assert wanted in mine
+    assert wanted in section
 
 
 @pytest.mark.parametrize("page", ["api.md", "cli.md", "tables.md", "features.md"])

@@ -16,10 +16,10 @@ def test_a_file_is_confirmed_by_the_tables_it_came_from(tracefit, trained, kind)
     code, out, err = tracefit(
         "verify", trained / f"models/{kind}.json", "--tables", trained / "tables", "--json"
     )
-    told = json.loads(out)
-    assert (code, err, told["verified"], told["differing"], told["inputs"]) == (0, "", True, 0, [])
+    result = json.loads(out)
+    assert (code, err, result["verified"], result["differing"], result["inputs"]) == (0, "", True, 0, [])
     text = (trained / f"models/{kind}.json").read_text()
-    assert told["numbers"] > 50 * len(json.loads(text)["models"])
+    assert result["numbers"] > 50 * len(json.loads(text)["models"])
 
 
 @pytest.fixture

@@ -198,16 +198,16 @@ def test_the_environment_is_as_it_was_after_workers_ran(tmp_path, lines, monkeyp
     assert dict(os.environ) == before
 
 
-def test_after_so_many_rejects_a_file_is_not_read_on_and_that_is_told(tmp_path, lines, new_traces):
+def test_after_so_many_rejects_a_file_is_not_read_on_and_that_is_reported(tmp_path, lines, new_traces):
     """Other files of the run are read to their end."""
     bad = '{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"zz","spanId":"zz"}]}]}]}'
     folder = _write(tmp_path / "run" / "traces-1.json", [*lines[:20], *[bad] * 50, *lines[20:40]])
     _write(folder / "traces-2.json", lines[40:])
     options = IngestOptions(max_rejects=10)
-    told = _Told()
-    (run,) = ingest([folder], tmp_path / "tables", options=options, progress=told).runs
+    progress = _Warnings()
+    (run,) = ingest([folder], tmp_path / "tables", options=options, progress=progress).runs
     assert run.rejects >= 10
-    assert any("traces-1.json" in text and "--max-rejects" in text for text in told.warnings)
+    assert any("traces-1.json" in text and "--max-rejects" in text for text in progress.warnings)
     store = TableStore(tmp_path / "tables")
     assert (
         store.read("spans").filter(source_file=str(folder / "traces-2.json")).height == len(lines) - 41
@@ -220,7 +220,7 @@ def test_after_so_many_rejects_a_file_is_not_read_on_and_that_is_told(tmp_path, 
     assert everything.rejects == 50
 
 
-class _Told(NullProgress):
+class _Warnings(NullProgress):
     def __init__(self):
         self.warnings = []
 

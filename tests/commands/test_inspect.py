@@ -33,32 +33,37 @@ def test_facts_of_a_run_are_those_that_went_in(tmp_path, traces):
     folder = traces.write(tmp_path / "busy")
     (folder / "traces.json.gz").write_bytes(gzip.compress((folder / "traces.json").read_bytes()))
     (folder / "traces.json").unlink()
-    (told,) = inspect([folder]).runs
-    assert (told.run_id, told.services, told.rejects, told.duplicate_spans) == ("busy", ("vllm",), 0, 0)
-    assert [(f.name, f.compression, f.shape) for f in told.files] == [
+    (inspected,) = inspect([folder]).runs
+    assert (inspected.run_id, inspected.services, inspected.rejects, inspected.duplicate_spans) == (
+        "busy",
+        ("vllm",),
+        0,
+        0,
+    )
+    assert [(f.name, f.compression, f.shape) for f in inspected.files] == [
         ("traces.json.gz", "gzip", "OTLP JSON lines")
     ]
-    assert told.bytes == told.files[0].bytes == (folder / "traces.json.gz").stat().st_size
-    spans = {s.scope: s.spans for s in told.scopes}
+    assert inspected.bytes == inspected.files[0].bytes == (folder / "traces.json.gz").stat().st_size
+    spans = {s.scope: s.spans for s in inspected.scopes}
     assert spans == {"vllm.api": 60, "vllm.scheduler": 60, "vllm.scheduler.step": 1}
-    assert told.events["step.BATCH_SUMMARY"] == 120
-    assert told.events["api.ARRIVED"] == told.events["journey.FINISHED"] == 60
-    (server,) = told.servers
+    assert inspected.events["step.BATCH_SUMMARY"] == 120
+    assert inspected.events["api.ARRIVED"] == inspected.events["journey.FINISHED"] == 60
+    (server,) = inspected.servers
     assert (server.server, server.epochs, server.requests, server.steps) == ("engine", 1, 60, 120)
     assert server.step_sampling == 1.0
-    assert all(check.held == check.of for check in told.checks)
+    assert all(check.held == check.of for check in inspected.checks)
 
 
-def test_protobuf_is_told_by_its_content(tmp_path, traces):
+def test_protobuf_is_detected_by_its_content(tmp_path, traces):
     traces.request(1, 0, step=1)
-    (told,) = inspect([traces.write(tmp_path / "run", name="traces.pb")]).runs
-    assert [f.shape for f in told.files] == ["one OTLP protobuf message"]
+    (inspected,) = inspect([traces.write(tmp_path / "run", name="traces.pb")]).runs
+    assert [f.shape for f in inspected.files] == ["one OTLP protobuf message"]
 
 
 def test_a_single_trace_file_is_a_run_too(tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
-    (told,) = inspect([folder / "traces.json"]).runs
-    assert told.events["api.ARRIVED"] == 1
+    (inspected,) = inspect([folder / "traces.json"]).runs
+    assert inspected.events["api.ARRIVED"] == 1
 
 
 def test_nothing_is_written(tmp_path, traces, files_in):
@@ -77,12 +82,12 @@ def test_tables_tell_the_same_as_the_traces_they_are_of(tmp_path, traces):
     assert of_tables.runs[0].events == of_traces.runs[0].events
 
 
-def test_dropped_events_and_servers_are_told(tmp_path, traces):
+def test_dropped_events_and_servers_are_reported(tmp_path, traces):
     traces.steps(traces.summary(1, 1000), dropped=7)
     traces.server = "other"
     traces.steps(traces.summary(1, 1000), traces.summary(2, 2000), server="other")
-    (told,) = inspect([traces.write(tmp_path / "run")]).runs
-    assert {s.server: (s.steps, s.dropped_events) for s in told.servers} == {
+    (inspected,) = inspect([traces.write(tmp_path / "run")]).runs
+    assert {s.server: (s.steps, s.dropped_events) for s in inspected.servers} == {
         "engine": (1, 7),
         "other": (2, 0),
     }
@@ -93,8 +98,8 @@ def test_events_outside_their_steps_are_counted(tmp_path, traces):
     traces.steps(*(traces.summary(k, 1000 + 2000 * (k - 1)) for k in range(1, 8)))
     traces.core(1, [("QUEUED", 900, 0), ("SCHEDULED", 1010, 2, {"schedule.kind": "FIRST"})])
     traces.core(2, [("QUEUED", 900, 0), ("SCHEDULED", 3010, 2, {"schedule.kind": "FIRST"})])
-    (told,) = inspect([traces.write(tmp_path / "run")]).runs
-    clock = {c.name: c for c in told.checks}["events within their steps"]
+    (inspected,) = inspect([traces.write(tmp_path / "run")]).runs
+    clock = {c.name: c for c in inspected.checks}["events within their steps"]
     assert (clock.held, clock.of, clock.detail) == (1, 2, "1 stamped outside the step they name")
 
 
@@ -182,7 +187,7 @@ def test_evidence_of_steps_alone(tmp_path, traces, allows):
     assert found["prefix hits"].reason == "no snapshots"
 
 
-def test_durations_that_are_the_step_time_are_told_so(tmp_path, traces, allows):
+def test_durations_that_are_the_step_time_are_reported_as_such(tmp_path, traces, allows):
     folder = traces.load(steps=120, requests=0, covered=0.95).write(tmp_path / "run")
     assert allows(inspect([folder]))["step.duration_us"].verdict == "yes"
 

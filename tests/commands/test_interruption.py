@@ -154,7 +154,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_whole(
     assert contents(tables) == contents(tmp_path / "fresh")
 
 
-class _Told(NullProgress):
+class _Warnings(NullProgress):
     def __init__(self):
         self.warnings = []
         self.waits = threading.Event()
@@ -169,11 +169,11 @@ def test_a_folder_in_use_is_waited_for(tmp_path, traces):
     (tmp_path / "tables").mkdir()
     held = os.open(tmp_path / "tables", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    told = _Told()
-    second = threading.Thread(target=ingest, args=([run], tmp_path / "tables"), kwargs={"progress": told})
+    progress = _Warnings()
+    second = threading.Thread(target=ingest, args=([run], tmp_path / "tables"), kwargs={"progress": progress})
     second.start()
-    assert told.waits.wait(30)
-    assert told.warnings == [f"{tmp_path / 'tables'}: another process is writing there; waiting for it"]
+    assert progress.waits.wait(30)
+    assert progress.warnings == [f"{tmp_path / 'tables'}: another process is writing there; waiting for it"]
     assert not list((tmp_path / "tables").iterdir())
     os.close(held)
     second.join(30)

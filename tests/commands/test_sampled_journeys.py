@@ -1,4 +1,4 @@
-"""With half of the journeys nobody knows the queue exactly: what sampled steps tell of it must do."""
+"""With half of the journeys the queue is not known exactly: the state of the nearest sampled step takes its place."""
 
 from __future__ import annotations
 

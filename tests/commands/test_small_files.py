@@ -120,15 +120,15 @@ def test_files_in_bundles_give_the_tables_of_files_one_by_one(tmp_path, records,
 
 def test_every_file_has_counts_of_its_own(tmp_path, records, write):
     others = _of_others(records)
-    ours = [record for record in records if record not in others]
-    write(0, ours[:30])
-    write(1, [*ours[30:35], *others[:7]], "lines")
+    vllm_records = [record for record in records if record not in others]
+    write(0, vllm_records[:30])
+    write(1, [*vllm_records[30:35], *others[:7]], "lines")
     write(2, others[7:9])
-    folder = write(3, ours[35:], "damaged")
+    folder = write(3, vllm_records[35:], "damaged")
     ingest([folder], tmp_path / "tables")
     files = TableStore(tmp_path / "tables").manifest().runs["run"].files
     counts = [[(p.spans, p.other_spans, p.rejects) for p in file.parts] for file in files]
-    assert counts == [[(30, 0, 0)], [(5, 7, 0)], [(0, 2, 0)], [(len(ours) - 35, 0, 1)]]
+    assert counts == [[(30, 0, 0)], [(5, 7, 0)], [(0, 2, 0)], [(len(vllm_records) - 35, 0, 1)]]
     assert len({part.name for file in files for part in file.parts}) == 1
 
 
@@ -200,8 +200,8 @@ def test_copies_of_a_file_have_rows_of_their_own(tmp_path, records, write, one_b
     for number, container in ((1, "object"), (40, "object"), (41, "lines")):  # before it and after it
         write(number, records[7::FILES], container)
     result = ingest([folder], tmp_path / "tables")
-    ours = len(records[7::FILES]) - len(_of_others(records[7::FILES]))
-    assert [(r.run_id, r.duplicate_spans) for r in result.runs] == [("run", 3 * ours)]
+    vllm_records = len(records[7::FILES]) - len(_of_others(records[7::FILES]))
+    assert [(r.run_id, r.duplicate_spans) for r in result.runs] == [("run", 3 * vllm_records)]
     apart = one_by_one(folder, tmp_path / "apart")
     assert all(rows.equals(apart[name]) for name, rows in _every_table(tmp_path / "tables").items())
 

@@ -123,7 +123,7 @@ def test_good_records_survive_any_damage_to_another(otlp, shape, sizes, which, m
     wrapped[which] = mutate(wrapped[which], mutation)
     if shape == "lines" and not wrapped[which].endswith(b"\n"):
         wrapped[which] += b"\n"  # what glues two lines together is the business of who decodes them
-    # A record that lost just as many bytes as the next ones have cannot be told from a longer one.
+    # A record that lost just as many bytes as the next ones have cannot be distinguished from a longer one.
     lost = len(wrap(shape, parts[which])) - len(wrapped[which])
     assume(lost not in accumulate(map(len, wrapped[which + 1 :])))
     data = b"".join(wrapped)

@@ -110,7 +110,7 @@ def test_giant_numbers_are_a_reject(otlp, number, key):
     a, c = lines_of(otlp, 1, 3)
     bad = otlp.to_json(otlp.record(otlp.span(2, **{key: "MARK"}))).replace(b'"MARK"', number)
     found = otlp.read(b"\n".join([a, bad, c]))
-    if key == "flags":  # of no use to anyone here, so that nobody has to understand it
+    if key == "flags":  # not used here, so that its value is not checked
         assert {f"{1:016x}", f"{3:016x}"} <= set(found.ids)
     else:
         assert found.ids == ids(1, 3)

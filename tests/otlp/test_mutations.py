@@ -17,10 +17,10 @@ MAX_REJECTS_PER_FILE = 60
 
 @dataclass(frozen=True)
 class Good:
-    """A file and the stretches of it that stand alone: start, stop, and the ids of the spans inside."""
+    """A file and the ranges of it that stand alone: start, stop, and the ids of the spans inside."""
 
     data: bytes
-    stretches: tuple[tuple[int, int, frozenset[str]], ...]
+    ranges: tuple[tuple[int, int, frozenset[str]], ...]
 
 
 def _records(otlp, rng):
@@ -53,11 +53,11 @@ def _ids(record):
 def _file(records, of):
     """Make a file of one piece per record; each piece stands alone."""
     pieces = [of(each) for each in records]
-    stretches, position = [], 0
+    ranges, position = [], 0
     for piece, record in zip(pieces, records, strict=True):
-        stretches.append((position, position + len(piece), _ids(record)))
+        ranges.append((position, position + len(piece), _ids(record)))
         position += len(piece)
-    return Good(b"".join(pieces), tuple(stretches))
+    return Good(b"".join(pieces), tuple(ranges))
 
 
 def _make(otlp, shape, records):
@@ -126,13 +126,13 @@ def _joined(good, pieces):
 
 
 def _untouched(good, pieces, delimiter):
-    """Return the ids of stretches that are still there, byte after byte, with their delimiter before them."""
+    """Return the ids of ranges that are still there, byte after byte, with their delimiter before them."""
     ids = set()
     for number, piece in enumerate(pieces):
         if isinstance(piece, bytes):
             continue
         before = _joined(good, pieces[:number])[-1:]
-        for start, stop, inside in good.stretches:
+        for start, stop, inside in good.ranges:
             whole = piece[0] <= start and stop <= piece[1]
             if whole and (start > piece[0] or delimiter is None or before in (b"", delimiter)):
                 ids |= inside

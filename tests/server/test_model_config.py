@@ -149,7 +149,7 @@ def test_unknown_wrapper_of_a_known_text_model_is_read(config_of):
     assert parse_architecture(json.dumps(config), where="x").hidden == 4096
 
 
-def test_family_is_told_by_architectures_where_model_type_is_not_known(parse):
+def test_family_is_detected_by_architectures_where_model_type_is_not_known(parse):
     arch = parse(model_type="Yi", architectures=["LlamaForCausalLM"])
 
     assert arch.model_type == "llama"

@@ -19,7 +19,7 @@ def test_a_restart_counts_steps_from_one_on_the_same_clock(read):
 
 
 @pytest.mark.parametrize(("choice", "instances"), [("auto", 3), ("process", 6), ("none", 0)])
-def test_servers_are_told_apart_by_their_resource(choice, instances):
+def test_servers_are_distinguished_by_their_resource(choice, instances):
     run = synth(SynthOptions(requests=12, servers=3, instance_ids=choice))
     ids = {batch.resource.as_dict().get("service.instance.id") for batch in run.batches}
     assert len(ids - {None}) == instances

@@ -32,7 +32,7 @@ def _tokens(plan):
 
 
 def _worked_example(*, chunked_prefill):
-    # C holds one block, the null block is nobody's: 20 are free.
+    # C holds one block, no request can use the null block: 20 are free.
     config = SchedulerConfig(
         max_num_seqs=8, max_num_batched_tokens=64, num_blocks=22, chunked_prefill=chunked_prefill
     )

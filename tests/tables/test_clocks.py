@@ -73,10 +73,10 @@ def _requests(table):
 
 def _twins(traces, *, apart=1000, late_us=430.0, **how):
     """Two engines whose counters are so far apart, each with ten requests: 1, 3, 5, ... and 2, 4, 6, ..."""
-    mine = [(1 + 2 * n, 102 + 3 * n) for n in range(10)]
-    yours = [(2 + 2 * n, 102 + apart + 3 * n) for n in range(10)]
-    _engine(traces, "a", 100, 0.0, requests=mine, **how)
-    return _engine(traces, "b", 100 + apart, late_us, requests=yours, **how)
+    requests_of_a = [(1 + 2 * n, 102 + 3 * n) for n in range(10)]
+    requests_of_b = [(2 + 2 * n, 102 + apart + 3 * n) for n in range(10)]
+    _engine(traces, "a", 100, 0.0, requests=requests_of_a, **how)
+    return _engine(traces, "b", 100 + apart, late_us, requests=requests_of_b, **how)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_step_counters_side_by_side_are_servers_of_their_own(tables_of, traces, 
         ("vllm#1", 1, 40, 10),
         ("vllm#2", 1, 40, 10),
     ]
-    told = _requests(table)
-    assert {told[f"cmpl-{2 * n + 1}"] for n in range(10)} == {"vllm#1"}
-    assert {told[f"cmpl-{2 * n + 2}"] for n in range(10)} == {"vllm#2"}
+    server_of = _requests(table)
+    assert {server_of[f"cmpl-{2 * n + 1}"] for n in range(10)} == {"vllm#1"}
+    assert {server_of[f"cmpl-{2 * n + 2}"] for n in range(10)} == {"vllm#2"}
     cycles = table("timeline").filter(cycle_source="adjacent")["cycle_us"]
     assert (cycles.len(), set(cycles.round(6))) == (78, {1000.0})
 

@@ -49,7 +49,7 @@ def test_a_request_that_was_aborted_while_it_waited_is_complete(traces, checks_o
     assert checks_of(traces)["complete lifecycles"] == (1, 1, "")
 
 
-def test_spans_of_one_layer_alone_are_told(traces, checks_of):
+def test_spans_of_one_layer_alone_are_reported(traces, checks_of):
     traces.request(1, 0, step=1)
     traces.api(2, {"ARRIVED": 70_000, "DEPARTED": 80_000})
     orphan = [("QUEUED", 90_000, 9), ("SCHEDULED", 90_200, 10, {"schedule.kind": "FIRST"})]
@@ -67,7 +67,7 @@ def test_spans_of_one_layer_alone_are_told(traces, checks_of):
         ((2000, 2200, 11_000, 10_000), "1 FINISHED before FIRST_TOKEN"),
     ],
 )
-def test_events_that_run_backwards_in_time_are_told(traces, checks_of, times, detail):
+def test_events_that_run_backwards_in_time_are_reported(traces, checks_of, times, detail):
     traces.api(1, {"ARRIVED": 1000, "DEPARTED": 60_000})
     queued, scheduled, first, finished = times
     events = [
@@ -88,13 +88,13 @@ def test_events_that_run_backwards_in_time_are_told(traces, checks_of, times, de
         ((5, 6, 6, 5), "1 FINISHED in a step before FIRST_TOKEN"),
     ],
 )
-def test_steps_that_run_backwards_are_told(traces, checks_of, steps, detail):
+def test_steps_that_run_backwards_are_reported(traces, checks_of, steps, detail):
     names = ("QUEUED", "SCHEDULED", "FIRST_TOKEN", "FINISHED")
     traces.core(1, [(n, 1000 * i, step) for i, (n, step) in enumerate(zip(names, steps, strict=True))])
     assert checks_of(traces)["step order"] == (0, 1, detail)
 
 
-def test_more_steps_than_tokens_are_told(traces, checks_of):
+def test_more_steps_than_tokens_are_reported(traces, checks_of):
     """Five tokens from the first to the last in step 6: five steps apart instead of four."""
     events = [
         ("QUEUED", 0, 0),
@@ -124,7 +124,7 @@ PREEMPTIONS = {
 }
 
 
-def test_a_resume_that_comes_first_is_told(traces, checks_of):
+def test_a_resume_that_comes_first_is_reported(traces, checks_of):
     _preempted(traces, [("SCHEDULED", 1000, 1, "RESUME")])
     assert checks_of(traces)["preemption pairing"] == (0, 1, "1 resumed without a preemption")
 
@@ -136,14 +136,14 @@ def test_preemptions_pair_with_what_follows(traces, checks_of, case):
     assert checks_of(traces)["preemption pairing"] == wanted
 
 
-def test_a_step_whose_tokens_do_not_add_up_is_told(traces, checks_of):
+def test_a_step_whose_tokens_do_not_add_up_is_reported(traces, checks_of):
     traces.steps(
         traces.summary(1, 1000), traces.summary(2, 3000, scheduled_tokens=9), traces.summary(3, 5000)
     )
     assert checks_of(traces)["tokens of a step add up"] == (2, 3, "1 otherwise")
 
 
-def test_starts_out_of_order_are_told(traces, checks_of):
+def test_starts_out_of_order_are_reported(traces, checks_of):
     steps = [traces.summary(k, at) for k, at in ((1, 1000), (2, 3000), (3, 2000), (4, 7000))]
     # The wall clock goes on: only the engine's own clock runs backwards.
     for event, at in zip(steps, (1, 2, 3, 4), strict=True):

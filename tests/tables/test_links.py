@@ -27,8 +27,8 @@ def received(tmp_path, traces):
         link = next((tmp_path / "tables").glob(place))
         away = link.rename(tmp_path / "away")
         if away.is_dir():
-            (away / "mine").mkdir()
-            (away / "mine" / "part-of-me.parquet").write_text("mine")
+            (away / "own_file").mkdir()
+            (away / "own_file" / "part-of-me.parquet").write_text("own_file")
         link.symlink_to(away)
         return run, tmp_path / "tables", link, lambda: _within(away)
 
@@ -86,29 +86,29 @@ def beside(tmp_path, traces):
     def make(name):
         run = traces.request(1, 0, step=1).write(tmp_path / "run")
         ingest([run], tmp_path / "tables")
-        mine = tmp_path / "own" / "run_id=run" / "part-0123456789abcdef.parquet"
-        mine.parent.mkdir(parents=True)
-        mine.write_text("mine")
+        own_file = tmp_path / "own" / "run_id=run" / "part-0123456789abcdef.parquet"
+        own_file.parent.mkdir(parents=True)
+        own_file.write_text("own_file")
         link = tmp_path / "tables" / name
         link.symlink_to(tmp_path / "own")
         traces.request(2, 0, step=2).write(run)
-        return run, link, mine
+        return run, link, own_file
 
     return make
 
 
 def test_a_leftover_of_a_writer_that_died_is_no_link(beside):
-    run, link, mine = beside(".writing-old")
+    run, link, own_file = beside(".writing-old")
     with _refused(link):
         ingest([run], link.parent)
-    assert mine.exists()
+    assert own_file.exists()
 
 
 def test_a_link_that_is_none_of_the_tables_stays_with_what_is_behind_it(beside):
-    run, link, mine = beside("own")
+    run, link, own_file = beside("own")
     ingest([run], link.parent)
     assert link.is_symlink()
-    assert mine.exists()
+    assert own_file.exists()
 
 
 def test_the_tables_folder_itself_may_be_behind_a_link(tmp_path, traces):

@@ -78,28 +78,28 @@ def test_the_order_of_a_runs_files_does_not_matter(tmp_path, new_traces):
 
 
 @pytest.fixture
-def namesakes(tmp_path, new_traces):
+def same_name_runs(tmp_path, new_traces):
     """Return two run folders of one name and different contents."""
     return [new_traces().request(n, 0, step=1).write(tmp_path / f"day{n}" / "run") for n in (1, 2)]
 
 
-def test_other_contents_of_the_same_name_get_a_number_and_a_warning(tmp_path, namesakes):
-    results = [ingest([folder], tmp_path / "tables") for folder in namesakes]
+def test_other_contents_of_the_same_name_get_a_number_and_a_warning(tmp_path, same_name_runs):
+    results = [ingest([folder], tmp_path / "tables") for folder in same_name_runs]
     assert [r.runs[0].run_id for r in results] == ["run", "run-2"]
     assert results[0].warnings == ()
     assert "run-2" in results[1].warnings[0]
     assert TableStore(tmp_path / "tables").read("requests")["request_id"].to_list() == ["cmpl-1", "cmpl-2"]
 
 
-def test_namesakes_of_one_call_are_numbered_and_warned_about_too(tmp_path, namesakes):
-    result = ingest(namesakes, tmp_path / "tables")
+def test_namesakes_of_one_call_are_numbered_and_warned_about_too(tmp_path, same_name_runs):
+    result = ingest(same_name_runs, tmp_path / "tables")
     assert [r.run_id for r in result.runs] == ["run", "run-2"]
     assert "run-2" in result.warnings[0]
 
 
-def test_ingesting_again_in_another_order_changes_nothing(tmp_path, namesakes):
-    ingest(namesakes, tmp_path / "tables")
-    again = ingest(namesakes[::-1], tmp_path / "tables")
+def test_ingesting_again_in_another_order_changes_nothing(tmp_path, same_name_runs):
+    ingest(same_name_runs, tmp_path / "tables")
+    again = ingest(same_name_runs[::-1], tmp_path / "tables")
     assert TableStore(tmp_path / "tables").runs() == ["run", "run-2"]
     assert [r.run_id for r in again.runs] == ["run-2", "run"]
 

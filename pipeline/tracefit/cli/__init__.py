@@ -1,4 +1,4 @@
-"""The command line: arguments to one call into the library. Heavy imports happen inside the commands."""
+"""The command line: turn arguments into one call of the library. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 

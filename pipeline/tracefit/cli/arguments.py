@@ -171,7 +171,7 @@ def keys_of(texts: list[str] | None) -> tuple[str, ...]:
 
 
 def ingest_options(context: typer.Context) -> IngestOptions:
-    """Collect the options on what is kept of traces and how much of a file is read."""
+    """Collect the options that bound reading and choose which part of the traces is kept."""
     from tracefit.commands.ingest import IngestOptions
 
     given = context.params

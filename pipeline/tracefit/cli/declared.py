@@ -1,4 +1,4 @@
-"""Commands on what is declared: feature sets, and traces with known coefficients."""
+"""Commands without input files: show the declared feature sets, and generate traces with known coefficients."""
 
 from __future__ import annotations
 

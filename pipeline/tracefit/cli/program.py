@@ -49,7 +49,7 @@ def _log_level(context: typer.Context, level: LogLevel | None) -> LogLevel | Non
 @app.callback()
 def _main(
     context: typer.Context,
-    version: Annotated[  # the callbacks do what these options ask for
+    version: Annotated[  # the callbacks implement these options
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     config: Annotated[

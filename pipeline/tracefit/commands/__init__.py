@@ -1,1 +1,1 @@
-"""What a user asks for, a module for each command. The command line and the Python API both call these."""
+"""The commands of tracefit, a module each. The command line and the Python API both call these."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How much worse an old file may do on new traces.
+    """How much worse an old file may be on new traces.
 
     Attributes:
         factor: Times the median error it was published with.
@@ -70,7 +70,7 @@ def compare(
         tolerance: For a drift check.
 
     Raises:
-        UsageError: A file or folder is not what it should be.
+        UsageError: A file or folder is not valid.
         DataError: The two have no model in common.
     """
     one, other = find_models(first), find_models(second)

@@ -1,4 +1,4 @@
-"""Count what can be trained from tables, without fitting, by the rules that training follows."""
+"""Count the rows that training would use, without fitting: the evidence in tables for each model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Evidence:
 
 
 def gather(store: TableStore, run_id: str) -> Evidence:
-    """Count what the tables of one run hold."""
+    """Count the evidence in the tables of one run."""
     steps, timeline = store.read("steps", [run_id]), store.read("timeline", [run_id])
     requests, journeys = store.read("requests", [run_id]), store.read("journey_events", [run_id])
     ends = splits.warm_up_ends(step_counters(steps, journeys))
@@ -110,7 +110,7 @@ def _waits(requests: pl.DataFrame, target: Target, ends: pl.DataFrame) -> Rows:
 
 
 def _rows(frame: pl.DataFrame, time: str, step: str, warm_up_ends: pl.DataFrame, *, idle: pl.Expr) -> Rows:
-    """Split rows as training does, and count those it would use."""
+    """Split rows as training does, and count the rows it would use."""
     reason = pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise(pl.lit(None, pl.String))
     marked = frame.with_columns(ts_ns=pl.col(time), excluded_reason=reason)
     split = splits.split_by_time(marked).join(warm_up_ends, on=[*SERVER, "epoch"], how="left")
@@ -122,7 +122,7 @@ def _rows(frame: pl.DataFrame, time: str, step: str, warm_up_ends: pl.DataFrame,
 
 
 def allowances(evidence: Evidence, *, has_model_config: bool, has_gpu: bool) -> tuple[Allowance, ...]:
-    """Derive what the counts of one scope allow, in reading order."""
+    """Return which models the counts of one scope allow, in reading order."""
     return (
         _step_time(evidence),
         _durations(evidence),

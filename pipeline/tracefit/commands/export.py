@@ -1,4 +1,4 @@
-"""Coefficient files to what a consumer loads."""
+"""Export coefficient files in the form that a consumer loads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def export(
     run: str | None = None,
     consumer_version: str | None = None,
 ) -> ExportResult:
-    """Write what a consumer loads, refitted in the consumer's own form where that differs.
+    """Write the files that a consumer loads, refitted where the consumer's form differs.
 
     Args:
         models: A coefficient file, a folder of them, or a folder that `run` wrote.
@@ -52,7 +52,7 @@ def export(
 
     Raises:
         UsageError: The consumer, a file or a folder is wrong.
-        DataError: What the consumer needs cannot be had from these data, with the reason.
+        DataError: The data cannot give the consumer's form; the error has the reason.
     """
     if to.lower() in _REFUSED:
         raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()]}")
@@ -73,7 +73,7 @@ def _consumer(to: str, version: str | None) -> tuple[Consumer, tuple[int, ...] |
     """Return a consumer by name, and its version as numbers.
 
     Raises:
-        UsageError: The consumer is not known, the version is none, or the consumer has one form only.
+        UsageError: The consumer is not known, the version is not valid, or the consumer has one form only.
     """
     known = consumers.known()
     if to not in known:

@@ -1,4 +1,4 @@
-"""Prepare what the report's figures show: models evaluated on their rows, engines over their runs, latency percentiles."""
+"""Prepare the data of the report's figures: models evaluated on their rows, engines over their runs, latency percentiles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     AnyModel = LinearModel | RegimesModel | BoundaryModel
 
 MOST_ENGINES = 4
-"""Engines drawn per scope; the others are in the tables."""
+"""Engines drawn per scope; the tables have all of them."""
 
 LATENCIES = ("ttft", "itl", "e2e")
 PERCENTS = (*range(0, 100, 5), 99, 100)
@@ -286,14 +286,14 @@ def engine_run(
     server: str,
     overload: Overload | None = None,
 ) -> EngineRun | None:
-    """Sum up what one engine did over its run.
+    """Summarize one engine over its run.
 
     Args:
         timeline: The server's rows of the `timeline` table, the columns `TIMELINE_COLUMNS` at least.
         training: Its rows of `beta_training`, for the warm-up and the hold-out; may be empty.
         run_id: The run.
         server: The server.
-        overload: What the evaluation says of the run, where it was overloaded.
+        overload: The overload of the run in the evaluation, if there was one.
 
     Returns:
         Null where fewer than two steps are known.

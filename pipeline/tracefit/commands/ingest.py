@@ -1,4 +1,7 @@
-"""Trace files to tables."""
+"""Ingest trace files into tables: `ingest`, its options, and the order of its work on each run.
+
+Files that the tables folder knows are not decoded again. Each run is published in one step.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What the user says about the server, instead of or on top of the run's own files.
+    """Facts about the server from the user, instead of or beyond the run's own files.
 
     Attributes:
         run_config: exp-config.yaml, run.yaml, a command line or a server log, for every run.
@@ -58,15 +61,15 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
-    """What of the traces is kept. Traces are private data: nothing a user wrote is, unless it is asked for.
+    """Which part of the traces is kept. Traces are private data: text of users is not kept, except on request.
 
     Attributes:
         all_spans: Keep spans of other services and scopes too, in the `spans` table alone.
         keep_attributes: Keys of span attributes to keep beside the usual ones (ids, counts, routes, the model, sampling
             parameters).
-        show_values: Show the beginning of a record that was rejected as it is, not its structure and keys alone.
+        show_values: Show the beginning of a rejected record as it is, not only its structure and keys.
         max_document: Bytes of the longest record; it is held whole.
-        max_rejects: Bad records of a file after which it is not read further.
+        max_rejects: Bad records of a file after which reading it stops.
     """
 
     all_spans: bool = False
@@ -77,12 +80,12 @@ class IngestOptions:
 
     @property
     def limits(self) -> Limits:
-        """How much of a file is held and borne."""
+        """Bounds on reading one file."""
         return Limits(self.max_document, self.max_rejects)
 
     @property
     def rows(self) -> RowOptions:
-        """The same in the words of the tables."""
+        """The options for the rows of the tables."""
         attributes = tuple(sorted({*dialects.SPAN_ATTRIBUTES, *self.keep_attributes}))
         return RowOptions(attributes, self.all_spans, self.show_values, self.max_rejects)
 
@@ -98,21 +101,21 @@ def ingest(
 ) -> IngestResult:
     """Read traces and write the tables of every run found.
 
-    What the tables folder knows already is not decoded again: a run that is there with the same files stays, one whose
+    Known files are not decoded again: a run with the same files stays as it is, one whose
     files have grown or become more is brought up to date, and the result is that of reading everything at once. The
-    folder changes run by run, in one step each; whatever interrupts the work, running it again completes it.
+    folder changes run by run, in one step each; after an interruption, running the command again completes the work.
 
-    Memory hardly grows with the files: each worker holds one stretch of a file at a time, and of a whole run a few
+    Memory hardly grows with the files: each worker holds one range of a file at a time, and of a whole run a few
     hundred bytes per span. The `timeline` of a run of more than `SMALL_RUN_ROWS` events is left to `train`.
 
     Args:
-        paths: Run folders, folders of run folders, trace files (those beside no run configuration make one run
+        paths: Run folders, folders of run folders, trace files (files without a run configuration beside them make one run
             together), patterns, `s3://`, `gs://` or `file://` URLs of these, or `-` for standard input.
         out: The tables folder. One process at a time writes there; a second one waits.
         server: What is known about the server beyond the run's files.
-        options: What of the traces is kept.
+        options: Which part of the traces is kept.
         workers: Processes that decode, at most; as many as there are cores if not given.
-        progress: Told of what is going on.
+        progress: Receives reports on the progress.
 
     Raises:
         UsageError: A path, a configuration file or an option is wrong, or the folder cannot be written; the tables are
@@ -140,7 +143,7 @@ def ingest_inputs(
     options: IngestOptions = IngestOptions(),
     workers: int | None = None,
 ) -> IngestResult:
-    """Write the tables of runs that were found already; the result has them in the same order. See `ingest`."""
+    """Write the tables of known runs, in the same order. See `ingest`."""
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = [_context(source, server) for source in inputs.runs]
@@ -185,7 +188,7 @@ def _context(source: RunSource, server: ServerOptions) -> RunContext:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What is the same for every run of one call; the folder's lock is held."""
+    """The facts that all runs of one call share; the folder's lock is held."""
 
     store: TableStore
     workers: int
@@ -251,7 +254,7 @@ class _Work:
             self.store.publish(run_id, run, writer.close(), keep=False)
 
     def _add_kv_events(self, run_id: str, source: RunSource, context: RunContext) -> None:
-        """Read the run's KV-cache events, unless they are in its tables already."""
+        """Read the run's KV-cache events, unless its tables have them."""
         run = self.store.manifest().runs[run_id]
         if "kv_events" in run.tables:
             return
@@ -323,7 +326,7 @@ def _run_columns(files: Sequence[ReadFile], context: RunContext) -> dict[str, st
 
 
 def _limits(context: RunContext) -> dict[str, float]:
-    """Return the settings that bound what tables can hold; vLLM's defaults, which are assumed, bound nothing."""
+    """Return the settings that bound values of the tables; vLLM's defaults, which are assumed, bound nothing."""
     settings = context.settings
     names = {c.limit for table in schema.TABLES.values() for c in table.columns if c.limit}
     known = {name: getattr(settings, name) for name in names if settings.sources.get(name) != "assumed"}
@@ -389,7 +392,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
 
 
 def _require_no_typo(key: str) -> None:
-    """Refuse a key that is nearly a known one; any other that nobody knows is kept as a fact of the scope."""
+    """Refuse a key that is nearly a known one; any other unknown key is kept as a fact of the scope."""
     name = canonical_name(key)
     meant = None if name in SETTINGS else did_you_mean(name, SETTINGS, cutoff=0.85)
     if meant:

@@ -1,4 +1,4 @@
-"""Inspect traces before anything is fitted: facts, health of the journeys, and what can be trained."""
+"""Inspect traces before fitting: facts, health of the journeys, and the models that can be trained."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def inspect(
 
     Args:
         paths: Run folders, folders of run folders or trace files; or one folder that `run` or `ingest` wrote.
-        server: What is known about the server beyond the run's files; of no effect on tables.
+        server: Facts about the server beyond the run's files; without effect on tables.
         progress: Receives reports on the progress.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What an ingest would read, and as what, without reading it or writing anything."""
+"""Plan an ingest: which files it would read, in which format, without decoding or writing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 def plan_ingest(
     paths: str | Path | Iterable[str | Path], out: str | Path, *, options: IngestOptions | None = None
 ) -> IngestPlan:
-    """Say what `ingest` would read of the same paths into the same folder. Nothing is written.
+    """Return which files `ingest` would read from the same paths into the same folder. Nothing is written.
 
     Args:
         paths: As for `ingest`.
-        out: The tables folder; it need not be there.
+        out: The tables folder; it need not exist.
         options: As for `ingest`.
 
     Raises:

@@ -1,6 +1,6 @@
-"""The trace files of a run to staged parts: what is known is left alone, what lies in a bucket is fetched first.
+"""Decode the trace files of a run into staged parts; known files are skipped, remote ones are fetched first.
 
-One rule: a file whose name, size and hash the manifest knows is not decoded again; one that has grown or changed is.
+One rule: a file with the same name, size and hash as in the manifest is not decoded again; any other file is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EXPANSION = 10
 
 @dataclass(frozen=True, slots=True)
 class FilesRead:
-    """What the manifest is to say of a run's files, in the order of their names, and whether it said so before."""
+    """The manifest entries of a run's files, in the order of their names, and whether they are unchanged."""
 
     files: tuple[ReadFile, ...]
     all_known: bool
@@ -57,7 +57,7 @@ class KnownFiles:
 
     @classmethod
     def of(cls, run: IngestedRun | None, options: str, root: Path) -> KnownFiles:
-        """Return the files of a run whose staged parts are there.
+        """Return the files of a run whose staged parts exist.
 
         Raises:
             UsageError: The folder of parts is a symbolic link.
@@ -74,14 +74,14 @@ class KnownFiles:
         )
 
     def unchanged_remote(self, file: TraceFile) -> ReadFile | None:
-        """Return what is known of a file in a bucket that has not changed since, by its size and its time."""
+        """Return the entry of an unchanged file in a bucket, by its size and modification time."""
         known = self.files.get(file.name)
         if file.filesystem is None or file.modified_ns is None or known is None:
             return None
         return known if (known.size_bytes, known.modified_ns) == (file.size, file.modified_ns) else None
 
     def unchanged(self, file: TraceFile, sha256: str | None = None) -> ReadFile | None:
-        """Return what is known of a file of this name, size and hash; a file is hashed only where that can decide.
+        """Return the entry of an unchanged file, by name, size and hash; it is hashed only if name and size are equal.
 
         Raises:
             UsageError: It cannot be read.
@@ -108,12 +108,12 @@ class Reading:
     """How the files of a run are read; the same for all of them.
 
     Attributes:
-        known: What need not be decoded again.
-        options: What of a span is kept.
-        limits: How much of a file is held and borne.
+        known: Files that need not be decoded again.
+        options: Which part of a span is kept.
+        limits: Bounds on reading one file.
         root: The tables folder; copies of files in buckets lie there for a while.
         workers: Most processes to use.
-        progress: Hears how much is read, and of files that are not read to their end.
+        progress: Receives the bytes read, and warnings about files that are not read to their end.
     """
 
     known: KnownFiles
@@ -124,11 +124,11 @@ class Reading:
     progress: Progress
 
     def read(self, files: Iterable[TraceFile]) -> FilesRead:
-        """Bring all files to staged parts; return them in the order of their names.
+        """Decode all files into staged parts; return them in the order of their names.
 
         Raises:
             UsageError: A file cannot be read.
-            DataError: A file holds something else than traces, or a worker died.
+            DataError: A file holds other data than traces, or a worker died.
             OSError: A part or a copy cannot be written.
         """
         read: list[ReadFile] = []
@@ -204,7 +204,7 @@ class _Decoder:
         limit = self._reading.limits.max_rejects
         for item, parts in zip(task.items, decoded, strict=True):
             name = item.source_file
-            # Results come in the order of the file: what lies behind the last reject that is listed does not count.
+            # Results come in the order of the file: rows after the last listed reject do not count.
             if self._rejects[name] >= limit:
                 continue
             self._parts[name] += parts
@@ -216,7 +216,7 @@ class _Decoder:
                 self._stopped.append(Reject(name, offset, 0, reason))
 
     def _tasks(self, *, by_path: bool) -> Iterator[Task]:
-        """Bundle what is small: each task costs something whatever its size."""
+        """Yield tasks; small blocks share one, because each task has a fixed cost."""
         items: list[Block | Reject] = []
         size, encoding = 0, None
         for item in self._items(by_path=by_path):
@@ -269,9 +269,9 @@ def _is_compressed(file: TraceFile) -> bool:
 
 
 def resolve_run_id(manifest: Manifest, source: RunSource) -> str:
-    """Return the id of a run: its name, or with a number where another run has that name.
+    """Return the id of a run: its name, with a number if another run has that name.
 
-    A run that is there is the same if it was read from the same folder, or if all its files are still there, under
+    A stored run is the same run if it was read from the same folder, or if all its files still exist, under
     their names or with their contents.
     """
     names = {file.name for file in source.trace_files}
@@ -296,5 +296,5 @@ def content_hash(files: Iterable[ReadFile]) -> str:
 
 
 def options_hash(options: RowOptions) -> str:
-    """Hash the options that decide what is kept of a span."""
+    """Hash the options that decide which part of a span is kept."""
     return hashlib.sha256(repr(options).encode()).hexdigest()

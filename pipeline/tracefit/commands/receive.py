@@ -59,15 +59,15 @@ def receive(
 ) -> ReceiveResult:
     """Listen for OTLP traces and write them to run folders below `out`, until SIGTERM, SIGINT or `stop_after_s`.
 
-    A request is acknowledged when its spans are on disk, so that nothing acknowledged is lost, whatever ends the process.
+    A request is acknowledged when its spans are on disk, so that nothing acknowledged is lost, even if the process is killed.
 
     Args:
         out: Folder of run folders; one is made for each `service.name` that sends.
-        server: What is known about the servers; it goes into each run's exp-config.yaml and config.json.
-        options: Where to listen, who may send, what is kept.
-        live: Show on the terminal what comes in.
+        server: Facts about the servers; they go into each run's exp-config.yaml and config.json.
+        options: Where to listen, which senders are allowed, and which spans are kept.
+        live: Show incoming spans on the terminal.
         listening: Called once both ports are open.
-        progress: Told of what the traces lack.
+        progress: Receives warnings about missing parts of the traces.
 
     Raises:
         UsageError: A port is taken, the folder cannot be written, or an option or a file is wrong.
@@ -88,7 +88,7 @@ def receive(
 
 
 def _configs(server: ServerOptions) -> dict[str, bytes]:
-    """Return the configuration files of a run: what is known, and what is to be filled in.
+    """Return the configuration files of a run: the known facts, and lines to fill in.
 
     Raises:
         UsageError: A file or a setting is wrong, or contradicts another.
@@ -110,12 +110,12 @@ def _configs(server: ServerOptions) -> dict[str, bytes]:
 
 
 class _Receiver:
-    """Both ports, the disk, and what is told of them."""
+    """Both ports, the disk, and the reports about them."""
 
-    def __init__(self, store: TraceStore, options: ReceiveOptions, token: Token, told: Progress) -> None:
+    def __init__(self, store: TraceStore, options: ReceiveOptions, token: Token, progress: Progress) -> None:
         self._store = store
         self._options = options
-        self._told = told
+        self._progress = progress
         self._token = token
         self._observed = Observed()
         privacy = PrivacyFilter(options.keep_attributes, all_spans=options.all_spans)
@@ -123,7 +123,7 @@ class _Receiver:
         self._warnings: list[str] = []
 
     async def run(self, *, live: bool, listening: Callable[[Listening], None]) -> None:
-        """Receive until told to stop, then let what is in progress end."""
+        """Receive until a stop is requested, then finish open requests."""
         servers = _servers(self._intake, self._token)
         stop = asyncio.Event()
         with _signals(stop):
@@ -135,7 +135,7 @@ class _Receiver:
             writing = asyncio.create_task(self._intake.run())
             watching = [asyncio.create_task(self._watch())]
             if live:
-                from tracefit.receive.live import show_live  # noqa: PLC0415 - rich is for those who look
+                from tracefit.receive.live import show_live  # noqa: PLC0415 - rich is needed only for the live view
 
                 watching.append(asyncio.create_task(show_live(self._observed)))
             listening(Listening(self._options.host, grpc_port, http_port, self._store.root))
@@ -161,10 +161,10 @@ class _Receiver:
     def _warn(self) -> None:
         for text in self._observed.new_warnings():
             self._warnings.append(text)
-            self._told.warn(text)
+            self._progress.warn(text)
 
     def result(self, out: Path) -> ReceiveResult:
-        """Return what was received, the most active senders first."""
+        """Return the totals received, the most active senders first."""
         senders = self._intake.spans_by_sender.most_common()
         return ReceiveResult(
             out=out,

@@ -27,7 +27,7 @@ The timeline of a larger one is left to `train`, which has more: about 1 KiB for
 
 
 def write_timelines(store: TableStore, run_ids: Iterable[str]) -> None:
-    """Build the `timeline` of those runs whose tables have none.
+    """Build the `timeline` of the runs without one.
 
     Args:
         store: Ingested tables.

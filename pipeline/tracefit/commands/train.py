@@ -96,7 +96,7 @@ def train(
         progress: Receives reports on the progress.
 
     Raises:
-        UsageError: The folders are not what they should be.
+        UsageError: A folder is not valid.
         DataError: Not a single model can be fitted; nothing is written.
     """
     options = options or TrainOptions()
@@ -210,7 +210,7 @@ def fit_runs(
 
 
 def overload_text(one: Overload) -> str:
-    """Say that a run was overloaded, why, and what became of it."""
+    """Return the warning for an overloaded run: the reason, and whether it is trained on."""
     fate = (
         "trained on all the same"
         if one.trained_on
@@ -230,7 +230,7 @@ def _is_file(choice: str) -> bool:
 
 
 def scope_options(options: TrainOptions) -> ScopeOptions:
-    """Return what the fits need to know of the options of training."""
+    """Return the options of training that the fits need."""
     if options.positive and options.any_sign:
         raise UsageError("--positive and --any-sign contradict each other", hint="give one of them")
     return ScopeOptions(
@@ -347,7 +347,7 @@ def _write_training_frames(store: TableStore, scopes: list[FittedScope]) -> None
 def _training_columns(kind: str, scopes: list[FittedScope]) -> dict[str, pl.DataType]:
     """Return the further columns of a training table: the load of requests, and the features of any model.
 
-    Every part of the table has all of them, null where a scope knows nothing of it: other readers take the folder as one
+    Every part of the table has all of them, null where a scope lacks one: other readers take the folder as one
     table with one schema.
     """
     table = schema.TABLES[f"{kind}_training"]

@@ -51,8 +51,8 @@ def verify(
         progress: Receives reports on the progress.
 
     Raises:
-        UsageError: The file or the folder is not what it should be.
-        DataError: The file does not say how it was made.
+        UsageError: The file or the folder is not valid.
+        DataError: The file does not state how it was made.
     """
     path = find_models(file)
     store = TableStore(find_tables(tables) if tables is not None else tables_of(path)).require()

@@ -1,1 +1,1 @@
-"""Where blocks are decoded: on this machine, in one process or several."""
+"""Engines decide where blocks are decoded: on this machine, in one process or several."""

@@ -1,7 +1,7 @@
-"""Blocks to staged rows in local processes.
+"""Decode blocks into staged rows, in local processes.
 
 The engine only decides where `decode_task` runs: in this process, or in workers of a `ProcessPoolExecutor`. Results come
-in the order of the tasks, and are the same whatever the number of workers.
+in the order of the tasks, and do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ TASKS_PER_WORKER = 2
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is decoded together, and where the rows go.
+    """Blocks that are decoded together, and the folder for their rows.
 
     Attributes:
-        items: Blocks of one encoding, and rejects that were found while they were cut.
-        options: What of the input is kept.
+        items: Blocks of one encoding, and the rejects between them.
+        options: Which part of the input is kept.
         scratch: A folder on the same disk to write in.
         stage: The folder of staged parts.
     """
@@ -95,10 +95,10 @@ def available_cores() -> int:
 
 
 def run_tasks(tasks: Iterable[Task], *, workers: int) -> Iterator[tuple[Task, Decoded]]:
-    """Decode tasks and yield each with its parts, in their order.
+    """Decode tasks and yield each with its parts, in the order of the tasks.
 
     Args:
-        tasks: The tasks; they are asked for one by one as workers become free.
+        tasks: The tasks; the iterator is advanced as workers become free.
         workers: Processes to use; one means this one.
 
     Raises:
@@ -139,16 +139,14 @@ def _result(task: Task, future: Future[Decoded]) -> tuple[Task, Decoded]:
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Make a pool whose processes start anew: a forked one would have the locks of polars' threads, and no threads."""
+    """Return a pool of spawned processes: a forked one would have the locks of polars' threads, and no threads."""
     import multiprocessing  # noqa: PLC0415 - as above
     from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415
 
     context = multiprocessing.get_context("spawn")
     ends, stop = context.Pipe(duplex=False)
     with _worker_surroundings(workers):  # the pool starts a process too, which keeps track of its locks
-        pool = ProcessPoolExecutor(
-            workers, mp_context=context, initializer=_begin, initargs=(ends,)
-        )
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(ends,))
     try:
         yield pool
     except BaseException:
@@ -162,9 +160,9 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _worker_surroundings(workers: int) -> Iterator[None]:
-    """Set up what a worker that starts here sees.
+    """Set the environment that new workers start with.
 
-    It imports nothing from the working folder, which may hold anything, and does not run the caller's script again.
+    They import nothing from the working folder, which may hold any file, and do not run the caller's script again.
     Each worker has its own cores; more threads would only wait for each other.
     """
     threads = str(max(1, available_cores() // workers))
@@ -196,9 +194,9 @@ def _begin(ends: Connection) -> None:
 
 
 def _end_with_parent(ends: Connection) -> None:
-    """End this worker when its parent dies, or closes the other side of `ends`: nobody wants the rest.
+    """End this worker when its parent dies or closes the other side of `ends`.
 
-    Another process may take over the folder.
+    Its result is lost then, and another process may take over the folder.
     """
     from multiprocessing import parent_process  # noqa: PLC0415
     from multiprocessing.connection import wait  # noqa: PLC0415

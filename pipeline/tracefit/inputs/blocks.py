@@ -1,8 +1,8 @@
-"""A trace file to blocks of whole records: the units in which it is decoded, by this process or another.
+"""Cut a trace file into blocks of whole records: the units of decoding, in this process or another.
 
-A block of an uncompressed local file is a range of it, which whoever decodes it reads for himself; any other has its
-bytes with it. Offsets count in the decompressed file. At most a few blocks are in memory, and never more of one record
-than `Limits.max_document`.
+A block of an uncompressed local file is a byte range, which the decoding process reads itself; any other block carries
+its bytes. Offsets count in the decompressed file. At most a few blocks are in memory, and at most `Limits.max_document`
+bytes of one record.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from tracefit.inputs.formats import Contents
 
 BLOCK_BYTES = 24 << 20
-"""About the size of a block; the last is smaller, one with a longer record larger."""
+"""Usual size of a block; the last one is smaller, a block with a longer record is larger."""
 
 _EXCERPT_BYTES, _EDGE_BYTES = 4096, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is read of one file, whatever its size.
+    """Bounds on reading one file.
 
     Attributes:
-        max_document: Bytes of the longest record; it is held whole.
-        max_rejects: After so many rejects in a file its reading stops.
+        max_document: Bytes of the longest record that is read; a record is held whole.
+        max_rejects: Rejects of a file after which reading it stops.
     """
 
     max_document: int = 256 << 20
@@ -44,15 +44,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Whole records one behind another.
+    """Consecutive whole records of one file.
 
     Attributes:
         source_file: The file, as the user knows it.
-        shape: How records lie in it.
-        encoding: How they are encoded.
-        offset: Where it begins, in bytes of the decompressed file.
-        path: Where to read it from, if it has no payload.
-        size: Its bytes.
+        shape: How the file lays out its records.
+        encoding: How the records are encoded.
+        offset: Where the block begins, in bytes of the decompressed file.
+        path: The file to read the block from, if it has no payload.
+        size: Number of bytes.
         payload: The bytes themselves, if there is no path.
     """
 
@@ -74,20 +74,20 @@ def read_blocks(
     show_values: bool = False,
     by_path: bool = True,
 ) -> Iterator[Block | Reject]:
-    """Yield a file's blocks in order, and rejects for what is in none.
+    """Yield the blocks of a file in order, and rejects for the bytes between them.
 
-    Compression and shape come from the content. Damage inside a block is found when it is decoded.
+    Compression and shape are detected from the content. Damage inside a block is found when it is decoded.
 
     Args:
         file: The file.
-        limits: How much of it is held and borne.
+        limits: Bounds on record length and rejects.
         on_read: Receives the number of bytes of the file, as stored, that were read.
-        content_hash: Takes in what is read of the file.
-        show_values: Whether excerpts of rejects may show what is in the records, which is private.
+        content_hash: Receives the bytes as they are read.
+        show_values: Whether excerpts of rejects may show values of records, which are private.
         by_path: Whether blocks of uncompressed local files come as ranges, for other processes to read.
 
     Raises:
-        UsageError: If the file cannot be opened, or not be read to its end.
+        UsageError: If the file cannot be opened or read to its end.
     """
     rejects = 0
     with file.open(on_read=on_read, content_hash=content_hash) as raw:
@@ -103,7 +103,7 @@ def load(block: Block) -> bytes:
     """Return the bytes of a block.
 
     Raises:
-        UsageError: If the file they are in cannot be read any more.
+        UsageError: If its file can no longer be read.
     """
     if block.payload is not None or block.path is None:
         return block.payload or b""
@@ -158,7 +158,7 @@ class _Splitter:
                 size = whole_records(self._buffer[:longest], shape, is_last=False)
             if not size and len(self._buffer) > longest:
                 yield from self._skipped(self._advice(), shape, encoding)
-                size = 1
+                size = 1  # there was progress: read on in the usual size
             elif size:
                 yield self._block(shape, encoding, size)
             wanted = usual if size else min(2 * wanted, self._limits.max_document + 1)
@@ -176,7 +176,7 @@ class _Splitter:
         return contents
 
     def _fill(self, size: int) -> Iterator[Reject]:
-        """Read until the buffer holds `size` bytes, or all there are; yield a reject for what is missing on the way."""
+        """Read until the buffer holds `size` bytes or the file ends; yield a reject for each gap on the way."""
         parts, held = [self._buffer], len(self._buffer)
         while held < size and not self._is_last:
             piece = next(self._content, None)
@@ -195,6 +195,7 @@ class _Splitter:
         self._offset += size
 
     def _block(self, shape: Shape, encoding: Encoding, size: int) -> Block:
+        # Bytes of a plain part lie in the file at the same offset only as long as nothing compressed came before.
         is_range = self._by_path and self._offset + size <= self._stored
         path = self._file.path if is_range else None
         payload = None if is_range else self._buffer[:size]
@@ -203,9 +204,10 @@ class _Splitter:
         return block
 
     def _skipped(self, reason: str, shape: Shape, encoding: Encoding) -> Iterator[Reject]:
-        """Move to where the next record begins, or to the end, and yield one reject for what was passed over."""
+        """Skip to the next record, or to the end, and yield one reject for the skipped bytes."""
         start, begins = self._offset, self._buffer[:_EXCERPT_BYTES]
         while (found := self._next(shape)) < 0:
+            # A record header may lie across the edge of the buffer, so that its last bytes are searched again.
             self._drop(max(len(self._buffer) - _EDGE_BYTES, 1))
             yield from self._fill(BLOCK_BYTES)
             if self._is_last and len(self._buffer) <= _EDGE_BYTES:

@@ -1,9 +1,9 @@
-"""Compressed files to their content: gzip members, zstd frames, length-prefixed zstd, plain parts, in any order.
+"""Decompress a file: gzip members, zstd frames, length-prefixed zstd and plain parts, in any order.
 
-A file is read as *units* one behind another: a gzip member, a zstd frame, or (the old form of the Collector's file
-exporter) a 4-byte big-endian length and a zstd frame with one record. Where a unit is damaged, what comes before the
-damage is handed out, then a `Gap`, then the next unit that can be decompressed. Where no unit begins, the bytes are
-plain. Memory, expansion, guesses and re-reading are bounded: every size in a file is the sender's claim.
+A file is a sequence of *units*: a gzip member, a zstd frame, or (the old form of the Collector's file exporter) a 4-byte
+big-endian length and a zstd frame with one record. Of a damaged unit the content before the damage is yielded, then a
+`Gap`, then the next unit that can be decompressed. Where no unit begins, the bytes are plain. Memory, expansion, guesses
+and re-reading are bounded, because every size in a file is an unverified claim of its writer.
 """
 
 from __future__ import annotations
@@ -34,28 +34,30 @@ if TYPE_CHECKING:
 Compression = Literal["gzip", "zstd", "framed zstd"]
 
 CHUNK_BYTES = 1 << 20
-"""Bytes handed out at a time, at most."""
+"""Largest chunk that is yielded, in bytes."""
 
 MAX_EXPANSION = 200
 """Decompressed bytes allowed per compressed byte; traces reach 30."""
 
 FREE_EXPANSION_BYTES = 64 << 20
-"""Decompressed bytes allowed whatever the ratio, so that small files of zeros are just odd, not hostile."""
+"""Decompressed bytes allowed at any ratio, so that a small file of zeros is odd but not refused."""
 
 MAX_RECORD_BYTES = 64 << 20
-"""A record of length-prefixed zstd that is longer when decompressed is a gap."""
+"""Longest decompressed record of length-prefixed zstd; a longer one is a gap."""
 
 MAX_GUESSES = 10_000
-"""Bytes that look like the beginning of a unit are tried so often in a file."""
+"""How many places of a file that look like the beginning of a unit are tried."""
 
 MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
-"""Bytes of a file that are read again to find what follows damage: so many, and so often what was read."""
+"""Bytes that may be read again to find the unit after damage: a fixed number, plus a multiple of the bytes read so far."""
 
 _HEAD_BYTES, _TEXT_BYTES, _PIECE_BYTES = 1 << 20, 4096, 64 << 10
 _TRIAL_BYTES, _MAX_TRIALS = 16 << 10, 16
 _BYTEWISE_STEPS, _STEP_BYTES = 1 << 20, 4096
 _LENGTH_BYTES = 4
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+# The magic numbers of gzip (with the deflate method and no reserved flag) and of a zstd frame whose header has its
+# reserved bit clear: the more bytes a match needs, the fewer guesses are wasted on random ones.
 _UNIT_START = re.compile(
     rb"\x1f\x8b\x08[\x00-\x1f]|\x28\xb5\x2f\xfd[^\x08-\x0f\x18-\x1f\x28-\x2f\x38-\x3f\x48-\x4f]",
     re.DOTALL,
@@ -64,7 +66,7 @@ _UNIT_OR_RECORD_START = re.compile(
     _UNIT_START.pattern + rb'|\{\s{0,9}"(?:resourceSpans|resource_spans|batches|trace)"\s{0,9}:', re.DOTALL
 )
 _UNIT_START_BYTES = 48
-"""As many bytes of these patterns as can lie across the edge of what is searched."""
+"""Bytes that searched pieces overlap, so that a match across their edge is found."""
 _SKIPPABLE_FRAME = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
 _SHORTEST_FRAME = 9
 _TOO_SHORT_FRAME = re.compile(
@@ -72,7 +74,7 @@ _TOO_SHORT_FRAME = re.compile(
     % b"|".join(re.escape(bytes([n]) + _ZSTD_MAGIC) + b"." * (n - 4) for n in range(4, _SHORTEST_FRAME)),
     re.DOTALL,
 )
-"""Length-prefixed zstd too short to be a frame; a file can hold millions of them."""
+"""Length-prefixed zstd too short to be a frame; a hostile file can hold millions of them, which are skipped together."""
 
 _UNIT_NAMES: dict[Compression, str] = {
     "gzip": "gzip member",
@@ -86,7 +88,7 @@ _ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 27}
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Something that could not be decompressed; `count` neighbouring units of length-prefixed zstd are one gap."""
+    """A place where content is missing; `count` adjacent units of length-prefixed zstd make one gap."""
 
     reason: str
     count: int = 1
@@ -105,18 +107,18 @@ def decompressed(raw: BinaryIO) -> Iterator[bytes | Gap]:
     Length-prefixed zstd gives JSON lines, a record each, or length-prefixed protobuf.
 
     Args:
-        raw: The file, at its beginning. One that cannot be rewound is copied to a temporary file first.
+        raw: The file, at its beginning. A stream that cannot be rewound is copied to a temporary file first.
 
     Yields:
-        Chunks of at most `CHUNK_BYTES` (a record of length-prefixed zstd: `MAX_RECORD_BYTES`), and gaps where
-        something is missing between them.
+        Chunks of at most `CHUNK_BYTES` (`MAX_RECORD_BYTES` for a record of length-prefixed zstd), and a gap wherever
+        content is missing.
     """
     for piece in pieces(raw):
         yield piece if isinstance(piece, Gap) else piece.data
 
 
 def pieces(raw: BinaryIO) -> Iterator[Piece | Gap]:
-    """Yield the content of a file like `decompressed`, and whether it is stored like that."""
+    """Yield the content of a file like `decompressed`, each chunk with whether the file stores it as it is."""
     if raw.seekable():
         yield from _joined(_Reader(raw).read())
         return
@@ -126,7 +128,7 @@ def pieces(raw: BinaryIO) -> Iterator[Piece | Gap]:
 
 
 def compression_of(head: bytes) -> Compression | None:
-    """Return how a file is compressed that begins with these bytes (eight are enough)."""
+    """Return the compression of a file from its first bytes (eight are enough), or None if it is plain."""
     if head.startswith(b"\x1f\x8b"):
         return "gzip"
     if head.startswith(_ZSTD_MAGIC) or _SKIPPABLE_FRAME.match(head):
@@ -135,7 +137,7 @@ def compression_of(head: bytes) -> Compression | None:
 
 
 def _joined(items: Iterator[Piece | Gap]) -> Iterator[Piece | Gap]:
-    """Yield the same items, neighbouring gaps as one: there can be millions of them."""
+    """Yield the same items with adjacent gaps joined into one: there can be millions of them."""
     for is_gap, group in itertools.groupby(items, key=lambda item: isinstance(item, Gap)):
         if is_gap:
             first = cast("Gap", next(group))
@@ -145,7 +147,7 @@ def _joined(items: Iterator[Piece | Gap]) -> Iterator[Piece | Gap]:
 
 
 class _DamageError(Exception):
-    """A unit cannot be decompressed to its end; `position` is how far it was read."""
+    """A unit cannot be decompressed to its end; `position` is where reading stopped, `is_final` refuses the rest of the file."""
 
     def __init__(self, reason: str, position: int, *, is_final: bool = False) -> None:
         super().__init__(reason)
@@ -155,7 +157,7 @@ class _DamageError(Exception):
 
 
 class _Decoder(Protocol):
-    """The decompressor of one unit, as zstd's is."""
+    """The decompressor of one unit, with the interface of zstd's."""
 
     @property
     def eof(self) -> bool: ...
@@ -193,7 +195,7 @@ def _decoder(kind: Compression) -> _Decoder:
 
 
 class _Reader:
-    """Reads one file, and keeps account of what damage in it has cost so far."""
+    """Reads one file, and counts the guesses and re-reads that damage has cost so far."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
@@ -202,9 +204,9 @@ class _Reader:
         self._reread = 0
         self._steps_left = _BYTEWISE_STEPS
         self._expanded = self._compressed = 0
-        self._in_frames = False  # records of length-prefixed zstd were seen
+        self._in_frames = False  # length-prefixed zstd has occurred
         self._is_binary = False  # these records are protobuf
-        self._is_stored = True  # what was handed out is the file's own bytes
+        self._is_stored = True  # all bytes yielded so far are the file's own, at the same offset
 
     def read(self) -> Iterator[Piece | Gap]:
         position = 0
@@ -224,7 +226,8 @@ class _Reader:
                 yield gap
 
     def _bytes(self, position: int, size: int) -> bytes:
-        """Return `size` bytes of the file, or all there are; most units are read from what is in memory."""
+        """Return `size` bytes of the file, or fewer at its end."""
+        # Units are small and mostly read in order: a window of the file saves a read for each.
         begin = position - self._window_start
         if begin < 0 or (begin + size > len(self._window) and not (self._at_end and self._window)):
             self._raw.seek(position)
@@ -236,7 +239,7 @@ class _Reader:
     # Units.
 
     def _unit(self, kind: Compression, start: int) -> Generator[Piece, None, int]:
-        """Yield what is in a unit; return where it ends."""
+        """Yield the content of a unit; return where it ends."""
         end = yield from self._decoded(kind, start)
         # Tape blocks are padded with zeros; framed protobuf begins with zeros too, but no unit or end follows them.
         zeros = end
@@ -250,10 +253,10 @@ class _Reader:
     def _decoded(
         self, kind: Compression, start: int, *, careful_from: int | None = None, skip: int = 0
     ) -> Generator[Piece, None, int]:
-        """Yield what one unit holds behind its first `skip` bytes; return where it ends.
+        """Yield the content of one unit after its first `skip` bytes; return where the unit ends.
 
-        The call that meets a corrupt byte drops its output. So the unit is then decompressed again, from the piece with
-        that byte on (`careful_from`) byte by byte.
+        The library drops the output of the call that meets a corrupt byte. To save that output, the unit is then
+        decompressed once more, and from the piece with the corrupt byte on (`careful_from`) byte by byte.
         """
         decoder, size = _decoder(kind), 1024
         piece_start = position = start
@@ -285,7 +288,7 @@ class _Reader:
         return end
 
     def _careful_size(self, left: int) -> int:
-        """Return how much to decompress at once with `left` bytes to go before the piece that is corrupt."""
+        """Return how many bytes to decompress at once, `left` bytes before the corrupt piece."""
         if left > 0:
             return min(left, _PIECE_BYTES)
         self._steps_left -= 1
@@ -299,7 +302,7 @@ class _Reader:
             raise _DamageError(reason, 0, is_final=True)
 
     def _framed(self, start: int) -> Generator[Piece | Gap, None, int]:
-        """Yield the one record behind a length as a line of JSON or as length-prefixed protobuf; return its end."""
+        """Yield the one record after a length, as a line of JSON or as length-prefixed protobuf; return its end."""
         self._in_frames = True
         if self._bytes(start + _LENGTH_BYTES - 1, 1) < bytes([_SHORTEST_FRAME]):
             data = self._bytes(start, _PIECE_BYTES)
@@ -328,9 +331,9 @@ class _Reader:
         return end
 
     def _small_records(self, start: int) -> tuple[list[bytes], int]:
-        """Return small records that follow one another, and where they end.
+        """Return consecutive small records, and where they end.
 
-        They are decompressed in one call, for to set up a decompressor takes longer than most of them are worth.
+        One call decompresses them all: setting up a decompressor for each takes longer than decompressing it.
         """
         data, position = self._bytes(start, _PIECE_BYTES), 0
         frames: list[bytes] = []
@@ -346,14 +349,14 @@ class _Reader:
                 ends.append(ends[-1] + size)
                 position = stop
             text = _CODEC.decompress(b"".join(frames), ends[-1], asbytes=True) if frames else b""
-        except (zstd.ZstdError, OSError):  # one of them is not good: each by itself, then
+        except (zstd.ZstdError, OSError):  # one frame is damaged: the caller reads them one by one
             return [], start
         self._count_expansion(len(text), position)
         self._compressed += position
         return [text[begin:end] for begin, end in itertools.pairwise(ends)], start + position
 
     def _canonical(self, record: bytes) -> bytes:
-        """Return a record as the file would hold it without compression; what is neither goes with those before it."""
+        """Return a record as an uncompressed file would hold it; an unrecognised one takes the encoding of the record before."""
         if wire.is_traces(record, 0, len(record)):
             self._is_binary = True
         elif record.lstrip().startswith((b"{", b"[")):
@@ -362,12 +365,13 @@ class _Reader:
             return b""
         if self._is_binary:
             return len(record).to_bytes(_LENGTH_BYTES, "big") + record
+        # White space in JSON: a record over several lines becomes one line.
         return record.replace(b"\n", b" ") + b"\n"
 
     # Damage.
 
     def _behind(self, damage: _DamageError, kind: Compression, start: int) -> tuple[int, Gap]:
-        """Return where reading goes on behind a damaged unit, -1 for nowhere, and what is reported of it."""
+        """Return where reading continues after a damaged unit (-1: nowhere), and the gap to report."""
         if kind == "framed zstd" and not damage.is_final:
             # The length leads to the next record most of the time; if it does, nothing has to be guessed.
             size = int.from_bytes(self._bytes(start, _LENGTH_BYTES), "big")
@@ -386,7 +390,7 @@ class _Reader:
         return found, Gap(f"{damage.reason}; read on at the next {self._name_at(found)}")
 
     def _next_unit(self, start: int) -> int:
-        """Return where, from `start` on, the next unit begins that can be decompressed, or plain records; -1 for nowhere."""
+        """Return where, from `start` on, the next readable unit or plain record begins, or -1."""
         # Junk before a file's plain records is part of its content. A file that is no trace file is not read through.
         pattern, limit = (_UNIT_START, _HEAD_BYTES) if self._is_stored else (_UNIT_OR_RECORD_START, None)
         while limit is None or start < limit:
@@ -400,7 +404,7 @@ class _Reader:
         return -1
 
     def _unit_in(self, data: bytes, start: int, pattern: re.Pattern[bytes]) -> int:
-        """Return where in the file a unit begins in `data`, which is at `start` of the file, or -1."""
+        """Return the file offset of the first unit in `data`, which lies at `start` of the file, or -1."""
         for match in pattern.finditer(data):
             position = start + match.start()
             if not self._guesses_left or self._reread > MAX_REREAD_BYTES + MAX_REREAD_SHARE * position:
@@ -417,12 +421,12 @@ class _Reader:
         return -1
 
     def _name_at(self, position: int) -> str:
-        """Return what reading goes on with."""
+        """Return the name of the unit at a position, for the message of a gap."""
         kind = compression_of(self._bytes(position, 8))
         return _UNIT_NAMES[kind] if kind else "JSON"
 
     def _can_decode(self, kind: Compression, position: int) -> bool:
-        """Return whether something can be decompressed there."""
+        """Return whether decompressing at a position yields any content."""
         decoder = _decoder(kind)
         for _ in range(_MAX_TRIALS):
             data = self._bytes(position, _TRIAL_BYTES)
@@ -436,7 +440,7 @@ class _Reader:
         return False
 
     def _is_framed(self, position: int) -> bool:
-        """Return whether a length is there, and behind it a zstd frame of just that length."""
+        """Return whether a position holds a length followed by a zstd frame of exactly that length."""
         size = int.from_bytes(self._bytes(position, _LENGTH_BYTES), "big")
         if not _SHORTEST_FRAME <= size <= MAX_RECORD_BYTES:
             return False
@@ -450,7 +454,7 @@ class _Reader:
     # Plain parts.
 
     def _plain(self, start: int) -> Generator[Piece | Gap, None, int]:
-        """Yield bytes that are not compressed, up to the next unit or the end; return where that is."""
+        """Yield uncompressed bytes up to the next unit or the end; return where they end."""
         head = self._bytes(start, _TEXT_BYTES)
         is_text = _is_text(head)
         if not (is_text or wire.RESOURCE_SPANS_TAG in (head[0], *head[_LENGTH_BYTES : _LENGTH_BYTES + 1])):
@@ -474,7 +478,7 @@ class _Reader:
 
 
 def _is_text(head: bytes) -> bool:
-    """Return whether a part of a file is JSON, as far as its beginning shows."""
+    """Return whether bytes look like JSON text."""
     if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"[")):
         return True
     text = head.decode(errors="replace")

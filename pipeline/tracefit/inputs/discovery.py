@@ -1,4 +1,8 @@
-"""What the user points at becomes runs, each with its trace files, configuration files and KV-event files."""
+"""Turn the paths a user names into runs, each with its trace files, configuration files and KV-event files.
+
+`open_inputs` accepts files, folders, glob patterns, URLs of object stores, pipes and standard input. It decides which
+files are traces, and which of them belong to one run, by the folders they lie in.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +55,12 @@ class RunSource:
 
     Attributes:
         run_id: Its cleaned name; two runs may have the same.
-        name: What the user knows its folder, or its first file, by.
+        name: The name shown to the user: of its folder, or of its first file.
         trace_files: Its files, in the order of their names.
-        run_config: exp-config.yaml or run.yaml; that of a bucket is a copy on disk.
+        run_config: exp-config.yaml or run.yaml; for a bucket, a copy on disk.
         model_config: config.json, likewise.
         kv_files: Its files of KV-cache events.
-        folder: Where its folder is, which tells it from others of its name; None for files named one by one.
+        folder: The path of its folder, to distinguish runs of the same name; None for files named one by one.
     """
 
     run_id: str
@@ -79,7 +83,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All that the user pointed at."""
+    """All runs under the paths a user named."""
 
     runs: tuple[RunSource, ...]
     left_out: tuple[LeftOut, ...] = ()
@@ -94,9 +98,9 @@ def open_inputs(
 ) -> Iterator[Inputs]:
     """Find the runs under the given paths.
 
-    Files named one by one belong to the run whose configuration lies beside them; those without one make up one run
-    together. Below a folder, trace files are known by their names (`traces*.json`, …) or by what is in them; a run is
-    the nearest folder above them with a run configuration or, where there is none, their own folder. Folders of dates
+    Files named one by one belong to the run whose configuration lies beside them; files without a configuration form
+    one run together. Below a folder, trace files are recognised by name (`traces*.json`, …) or by content; their run is
+    the nearest folder above them with a run configuration or, if there is none, their own folder. Folders of dates
     (`year=2026/month=02/…`, `2026/02/…`) do not count.
 
     Args:
@@ -105,12 +109,12 @@ def open_inputs(
         filesystem_of: Opens object stores.
 
     Yields:
-        The runs. What came through a pipe, and the configuration files of buckets, lie on disk until the end of the
-        block: they are read more than once.
+        The runs. Copies of piped input and of configuration files in buckets stay on disk until the block ends, because
+        they are read more than once.
 
     Raises:
         UsageError: A path does not exist or cannot be read, or a folder holds no trace files.
-        DataError: A file that was named holds OTLP logs or metrics.
+        DataError: A named file holds OTLP logs or metrics.
     """
     with ExitStack() as copies:
         if isinstance(paths, str | Path):  # a string is one path, not its letters
@@ -119,7 +123,7 @@ def open_inputs(
 
 
 def refuse_other_signal(file: TraceFile) -> None:
-    """Look into a file and refuse it if it is of another signal.
+    """Refuse a file that holds another signal than traces.
 
     Raises:
         DataError: If it holds OTLP logs or metrics.
@@ -146,11 +150,11 @@ class _Finder:
                 if isinstance(found, Folder):
                     runs += self._runs_in(found)
                     continue
-                # A remote file is read once: what it holds shows then.
+                # A remote file is read once, while it is copied: its signal is checked then.
                 if found.filesystem is None and not _matches(KV_NAME, found):
                     refuse_other_signal(found)
                 named.append(found)
-        runs += self._runs_of(named)
+        runs += self._runs_of(named)  # together: several files of one folder are one run
         if not runs:
             raise UsageError("no trace files were named", hint="name a run folder, or trace files")
         return Inputs(
@@ -170,7 +174,7 @@ class _Finder:
             groups.setdefault(folder if _is_configured(beside) else "", []).append(file)
         for folder, group in groups.items():
             kv_files = [file for file in group if _matches(KV_NAME, file)]
-            # A pattern may have matched the configuration too.
+            # A pattern such as `run/*` also matches the configuration files, which are no traces.
             beside = configs[folder] if folder else {}
             traces = [file for file in group if file not in kv_files and _base_name(file) not in beside]
             if traces:
@@ -178,6 +182,7 @@ class _Finder:
                 runs.append(self._run(name, traces[0].name, traces, kv_files, beside, folder or None))
             else:
                 unassigned += kv_files
+        # KV events without traces beside them: there is nothing better to go by than the order of the paths.
         if runs and unassigned:
             runs[0] = replace(runs[0], kv_files=(*runs[0].kv_files, *unassigned))
         return runs
@@ -208,7 +213,7 @@ class _Finder:
         return nullcontext(stream)
 
     def _target(self, name: str) -> Path:
-        """Return a path for a copy, in a folder of its own that goes away in the end."""
+        """Return a path for a copy, in a folder of its own that is removed in the end."""
         return Path(self._copies.enter_context(tempfile.TemporaryDirectory(prefix="tracefit-")), name)
 
     def _runs_in(self, folder: Folder) -> list[RunSource]:
@@ -250,7 +255,8 @@ class _Finder:
         ]
 
     def _is_trace_file(self, file: TraceFile) -> bool:
-        """Return whether a file below a folder is one of traces, by its name or by its content."""
+        """Return whether a file below a folder holds traces, by its name or its content."""
+        # Files in a bucket are not opened to decide: that costs a round trip for each.
         is_named = _matches(TRACE_NAME, file)
         if is_named and file.filesystem is not None:
             return True
@@ -292,8 +298,9 @@ class _Finder:
 
 
 def _find(path: str, filesystem_of: FileSystemOf) -> list[TraceFile | Folder]:
-    """Return the files and folders that a path, a pattern or a URL stands for."""
+    """Return the files and folders that a path, a pattern or a URL matches."""
     url = _URL.match(path)
+    # A local file may be called `s3:` too, and then it is meant.
     if url is None or os.path.lexists(path):
         return find_local(path)
     scheme, rest = url["scheme"].lower(), path[url.end() :]
@@ -356,7 +363,7 @@ def _matches(pattern: re.Pattern[str], file: TraceFile) -> bool:
 
 
 def _without_repeats(files: Iterable[TraceFile]) -> list[TraceFile]:
-    """Leave out files that are there twice, such as under a link."""
+    """Drop files that occur twice, such as under a link."""
     unique: dict[str, TraceFile] = {}
     for file in files:
         unique.setdefault(_place(file), file)

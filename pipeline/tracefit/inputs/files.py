@@ -1,7 +1,7 @@
-"""One input file, wherever it lies: on disk, in a bucket, or copied from a pipe.
+"""One input file: on disk, in a bucket, or copied from a pipe.
 
-A `TraceFile` is a name for the user and a place to read from. It can be read any number of times and, where it lies on
-the local disk, sent to another process. Every failure to read it is a `UsageError` that names it.
+A `TraceFile` has a name for the user and a place to read from. It can be read any number of times and, if it is on the
+local disk, sent to another process. Every failure to read it is a `UsageError` that names it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class TraceFile:
     """A file that can be read from its beginning, any number of times.
 
     Attributes:
-        name: What the user knows it by: a path, a URL without credentials, or `-`. Always valid UTF-8.
-        path: Where it is in its file system; for what came through a pipe, the copy on disk.
+        name: The name shown to the user: a path, a URL without credentials, or `-`. Always valid UTF-8.
+        path: Its path in its file system; for a pipe, the path of the copy on disk.
         size: Bytes as stored.
-        modified_ns: Unix time of its last change, where that is known.
-        filesystem: The file system it is in; None is the local disk.
+        modified_ns: Unix time of its last change, if known.
+        filesystem: Its file system; None is the local disk.
     """
 
     name: str
@@ -48,7 +48,7 @@ class TraceFile:
 
         Args:
             path: Where it is.
-            name: What to call it, if not by its path.
+            name: The name shown to the user, if not the path.
 
         Raises:
             UsageError: If it does not exist, is not accessible, or is a folder, pipe or device.
@@ -69,7 +69,7 @@ class TraceFile:
 
         Args:
             on_read: Receives the number of bytes of the file that were read, once for each byte.
-            content_hash: Takes in what is read.
+            content_hash: Receives the bytes as they are read.
 
         Raises:
             UsageError: If it cannot be opened; later, from `read`, if reading it fails.
@@ -90,7 +90,7 @@ class TraceFile:
 
 
 def display_name(name: str) -> str:
-    """Return a name as text that can be written anywhere: file names need not be valid UTF-8."""
+    """Return a file name as valid UTF-8 text, which names on disk need not be."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -108,7 +108,7 @@ def reason_of(error: OSError) -> str:
 
 
 def read_fully(raw: BinaryIO, size: int) -> bytes:
-    """Read `size` bytes, or all there are: a pipe or a store may return fewer than asked for."""
+    """Read `size` bytes, or all there are: one read of a pipe or a store may return fewer."""
     data = raw.read(size)
     while 0 < len(data) < size and (piece := raw.read(size - len(data))):
         data += piece
@@ -123,13 +123,13 @@ class ContentHash:
         self._size = 0
 
     def take(self, offset: int, data: bytes) -> None:
-        """Take in what was read at an offset, as far as it continues what was read before."""
+        """Hash the bytes read at an offset, as far as they continue the bytes hashed so far."""
         if offset <= self._size < offset + len(data):
             self._digest.update(memoryview(data)[self._size - offset :])
             self._size = offset + len(data)
 
     def of(self, file: TraceFile) -> str:
-        """Return the hash in hex; what was not read of the file so far is read now.
+        """Return the hash in hex, after reading the rest of the file.
 
         Raises:
             UsageError: If it cannot be read.

@@ -1,4 +1,4 @@
-"""What a local path or pattern stands for: files, and folders with all that is below them."""
+"""Expand a local path or glob pattern into files, and folders with all files below them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Folder:
     """A folder, local or remote, and all files below it.
 
     Attributes:
-        name: What the user knows it by.
-        parts: The names of the folders above it and its own, for a run to be named after.
-        files: Each with the folders on the way to it and its own name; sorted, without hidden ones.
-        irregular: What has a name but is no file, such as a pipe or a link to nothing.
+        name: The name shown to the user.
+        parts: The names of the folders above it and its own; runs are named after them.
+        files: Each file with its path below this folder, in parts; sorted, without hidden ones.
+        irregular: Names that are no regular files, such as pipes and broken links.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Folder:
 
 
 def find_local(path: str) -> list[TraceFile | Folder]:
-    """Return the files and folders that a path or pattern stands for, in the order of their names.
+    """Return the files and folders that match a path or pattern, sorted by name.
 
     Raises:
-        UsageError: If there is nothing, or nothing that may be read.
+        UsageError: If nothing matches, or the match may not be read.
     """
     if not path or "\0" in path:
         raise UsageError("is not a path", where=repr(path))
@@ -76,7 +76,7 @@ def _folder(root: str) -> Folder:
 
 
 def _walk(root: str) -> Iterator[tuple[FolderParts, str]]:
-    """Yield what is below a folder and is no folder. Links are followed; each folder is entered once."""
+    """Yield all non-folders below a folder. Links are followed, and each folder is entered once, so that loops end."""
     entered: set[tuple[int, int]] = set()
     for folder, below, names in os.walk(root, followlinks=True, onerror=_refuse_folder):
         status = Path(folder).stat()

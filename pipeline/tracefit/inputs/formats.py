@@ -1,7 +1,7 @@
-"""What a file holds, from its content alone: names are no promise.
+"""Detect the format of a file from its content alone: a file name proves nothing.
 
-`detect_format` looks at the first bytes of the content. Damage there does not decide: good records behind a junk line,
-message or member are found, so that a file is what most of its head is.
+`detect_format` examines the first bytes of the content. Damage there does not decide: good records after a junk line,
+message or gzip member are found, so that most of the head decides the format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tracefit.inputs.otlp_wire import Signal
 
 HEAD_BYTES = 4 << 20
-"""Bytes looked at. A file whose first record is longer is known by its keys, or not at all."""
+"""Bytes examined. A file with a longer first record is recognised by its JSON keys, or not at all."""
 
 MOST_JUNK_BYTES = 64 << 20
 """Bytes looked at where the head shows nothing: a damaged beginning is short, and a file of something else may be huge."""
@@ -48,13 +48,13 @@ _ENCODING_WORDS: dict[Encoding | None, str] = {"json": "OTLP JSON", "protobuf": 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the head of a file shows.
+    """The format of a file, as far as its head shows.
 
     Attributes:
-        shape: How records lie in it; `unknown` if nothing looks like OTLP.
-        encoding: How they are encoded; None if there are none.
-        compression: How the file begins.
-        signal: What the first record holds.
+        shape: How the file lays out its records; `unknown` if nothing looks like OTLP.
+        encoding: How the records are encoded; None if there are none.
+        compression: Compression of its first bytes.
+        signal: Signal of the first record.
     """
 
     shape: Shape
@@ -64,11 +64,11 @@ class Contents:
 
     @property
     def is_traces(self) -> bool:
-        """Whether there are OTLP traces in it, as far as the head shows."""
+        """Whether the file holds OTLP traces, as far as the head shows."""
         return self.shape not in ("unknown", "empty") and self.signal == "traces"
 
     def __str__(self) -> str:
-        """Return the shape in words, and the signal if it is another."""
+        """Return the shape in words, and the signal if it is not traces."""
         encoding = _ENCODING_WORDS[self.encoding]
         words = _SHAPE_WORDS[self.shape].format(encoding)
         if self.compression == "framed zstd" and self.encoding:
@@ -77,7 +77,7 @@ class Contents:
 
 
 def inspect_file(file: TraceFile) -> Contents:
-    """Look into a file, of which a few MiB are read.
+    """Return the format of a file, from its first few MiB.
 
     Raises:
         UsageError: If it cannot be read.
@@ -130,16 +130,17 @@ def _behind_junk(file: TraceFile, found: Contents) -> Contents:
 
 
 def detect_format(head: bytes, *, is_whole: bool, compression: Compression | None = None) -> Contents:
-    """Return what content is that begins with `head`.
+    """Return the format of content that begins with `head`.
 
     Args:
         head: The beginning, decompressed.
-        is_whole: Whether there is nothing behind it.
+        is_whole: Whether `head` is the whole content.
         compression: How the file is compressed.
     """
     if not head.removeprefix(BOM).strip():
         return Contents("empty" if is_whole else "lines", None, compression)
-    # A length of that first byte would be beyond any file's; elsewhere a string in protobuf can hold the keys of JSON.
+    # Keys alone prove nothing: a string in protobuf can hold JSON. But a length that begins with the byte of a bracket
+    # would be larger than any file.
     is_json_text = head.removeprefix(BOM).lstrip()[:1] in (b"{", b"[") and _TRACES_KEY.search(head)
     if not is_json_text and (binary := _binary_shape(head, is_whole=is_whole)):
         first = next((item for item in records(head, binary) if isinstance(item, Record)), None)
@@ -172,8 +173,8 @@ def _begins_bare(head: bytes) -> bool:
 def _is_document(head: bytes) -> bool:
     """Return whether JSON is one document over many lines rather than a record per line.
 
-    The first line that shows it decides: a record is whole on its line, a document breaks after a bracket, a colon or a
-    comma. A record may be cut there too; then the next line begins another.
+    The first conclusive line decides: one that is whole JSON is a record; one that ends in a bracket, a colon or a comma
+    is part of a document, unless a record was cut there and the next line begins another.
     """
     texts = (record.payload.strip() for record in records(head, "lines") if isinstance(record, Record))
     line = next(texts, b"")

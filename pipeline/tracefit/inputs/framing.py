@@ -1,11 +1,11 @@
-"""Where records lie in the bytes of a file: lines, a document, framed messages, a bare message. No reading, no decoding.
+"""Find the records in the bytes of a file: lines, a document, framed messages, a bare message. No I/O, no decoding.
 
 - `lines`: a record per line. `document`: the whole text is one record.
-- `framed`: a 4-byte big-endian length and a `TracesData`, again and again.
-- `bare`: one `TracesData` without a length; each of its `resource_spans` fields is a record, and a `TracesData` on the
-  wire, so that damage costs one of them.
+- `framed`: repeatedly a 4-byte big-endian length and a `TracesData`.
+- `bare`: one `TracesData` without a length; each of its `resource_spans` fields is a record, and by itself a
+  `TracesData` on the wire, so that damage costs one of them.
 
-Lengths can lie and bytes can be missing. What is not a record is `Damage` up to the next place that holds one.
+Lengths can be wrong and bytes can be missing. Bytes that are no record are `Damage`, up to the next record.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ Shape = Literal["lines", "document", "framed", "bare", "empty", "unknown"]
 BOM = b"\xef\xbb\xbf"
 LENGTH_BYTES = 4
 MAX_GUESSES, _MAX_LOOKS = 10_000, 500_000
-"""Likely beginnings of a record behind damage that are looked at closely in one block, and at all."""
+"""Candidates for a record after damage: how many are parsed in one block, and how many are considered at all."""
 
 _LINE = re.compile(rb"\S[^\n]*")
 
-# A tag and the length behind it; a match is the tag alone, for the next byte can be the true one.
+# The tag of `resource_spans` before a varint length. A match is the tag alone, as the next byte can be the true one.
+# Of a frame the 4-byte length comes before it, whose first byte is small: no message is longer than 272 MiB.
 _FRAMED_START = re.compile(rb"(?<=[\x00-\x10].{3})\x0a(?=[\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
 _BARE_START = re.compile(rb"\x0a(?=[\x80-\xff]{0,4}[\x00-\x7f](?:[\x0a\x12\x1a]|\xc2\x3e))")
+# Fields and frames too short to hold a span: a file can hold millions of them. Each alternative of the patterns fixes
+# the length byte and as many bytes after it, so that the regex engine skips a whole field at once.
 _TINY_FIELD = rb"\x0a(?:%b)" % b"|".join(
     re.escape(bytes([size])) + b".{%d}" % size for size in range(wire.SHORTEST_RESOURCE_SPANS)
 )
@@ -40,21 +43,21 @@ _TINY_FRAME = rb"\0\0\0(?:%b)" % b"|".join(
 _TINY = {"framed": re.compile(_TINY_FRAME, re.DOTALL), "bare": re.compile(_TINY_FIELD, re.DOTALL)}
 _ONE_TINY_FRAME = re.compile(rb"\0\0\0.(%b)" % _TINY_FIELD, re.DOTALL)
 _RESOURCE_SPANS_TAGS = b"\x0a\x12\x1a"
-"""A resource, its spans or its schema URL: what the content of `resource_spans` begins with."""
+"""First byte of the content of `resource_spans`: the tag of its resource, its scope_spans or its schema URL."""
 
 _MANY_BYTES, _MOST_BYTES = 16 << 10, 1 << 20
-"""Records too short to hold a span are one record together if they are so many bytes, up to so many."""
+"""A run of records too short to hold a span is joined to one record, if it has at least and at most so many bytes."""
 
 
 class Record(NamedTuple):
-    """One record, and where its payload begins in the block."""
+    """One record, and the offset of its payload in the block."""
 
     offset: int
     payload: bytes
 
 
 class Damage(NamedTuple):
-    """A part of a block that is no record."""
+    """Bytes of a block that are no record."""
 
     offset: int
     length: int
@@ -62,7 +65,7 @@ class Damage(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """From where to where a record lies in a buffer, its length included; `reason` says why it is none."""
+    """The range of a record in a buffer, length prefix included; of damage, if `reason` is set."""
 
     start: int
     stop: int
@@ -70,11 +73,11 @@ class _Extent(NamedTuple):
 
 
 def whole_records(buffer: bytes, shape: Shape, *, is_last: bool) -> int:
-    """Return how many bytes from the beginning of a buffer are whole records, or damage between them.
+    """Return how many bytes at the beginning of a buffer are whole records, or damage between them.
 
     Args:
-        buffer: A part of a file that begins with a record.
-        shape: How records lie in it.
+        buffer: Bytes of a file, from the beginning of a record.
+        shape: How the file lays out its records.
         is_last: Whether the file ends with the buffer; then all of it counts.
     """
     if is_last:
@@ -90,14 +93,14 @@ def whole_records(buffer: bytes, shape: Shape, *, is_last: bool) -> int:
 
 
 def records(block: bytes, shape: Shape) -> Iterator[Record | Damage]:
-    """Yield the records of a block of whole records, in order, and what lies between them.
+    """Yield the records of a block in order, and the damage between them.
 
     Args:
-        block: As `whole_records` measures it.
-        shape: How records lie in it.
+        block: Whole records, as `whole_records` measures them.
+        shape: How the file lays out its records.
 
     Yields:
-        Records without their framing: lines without their end, a byte order mark or blanks alone; messages without
+        Records without their framing: lines without line end and byte order mark, and no blank lines; messages without
         their length. Very many messages too short to hold a span are one record.
     """
     if shape == "lines":
@@ -122,9 +125,9 @@ def records(block: bytes, shape: Shape) -> Iterator[Record | Damage]:
 def next_record(
     buffer: bytes, shape: Shape, start: int, stop: int | None = None, *, is_last: bool = True
 ) -> int:
-    """Return where, from `start` on and before `stop`, a record begins, or -1.
+    """Return where the first record between `start` and `stop` begins, or -1.
 
-    A message counts if it looks right inside and is whole; with `is_last` false, it may end behind the buffer.
+    A message counts if its inner fields are plausible and it is whole; if `is_last` is false, it may end after the buffer.
     """
     if shape == "lines":
         return buffer.find(b"\n", start, stop) + 1 or -1
@@ -145,13 +148,14 @@ def _lines(block: bytes) -> Iterator[Record]:
 
 
 def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]:
-    """Yield the extents of framed or bare records and of damage, as far as the buffer shows where they end."""
+    """Yield the extents of framed or bare records and of damage, as far as their ends are known from the buffer."""
     end_of = _frame_end if shape == "framed" else _field_end
     finder = _Finder(buffer, shape, is_last=is_last)
-    position = tried = 0
+    position = tried = 0  # `tried`: up to where a run of tiny records was looked for
     while position < len(buffer):
         plain_end = _plain_end(buffer, position, shape)
         if 0 < plain_end < len(buffer) and _plain_end(buffer, plain_end, shape):
+            # The usual case: this record is beyond doubt, and so is the next.
             yield _Extent(position, plain_end)
             position = plain_end
             continue
@@ -166,8 +170,8 @@ def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]
             return
         if end:
             if not is_last and len(buffer) - wire.LONGEST_HEADER < end:
-                return  # too little of what follows is there
-            # A record that lost bytes reaches into the next. So where none begins behind it, one is looked for inside.
+                return  # too few of the bytes after it are here to check what follows
+            # A record that lost bytes reaches into the next one. So if no record begins after it, one is searched inside.
             is_followed = end == len(buffer) or _may_begin(buffer, shape, end, is_last=is_last)
             found = -1 if is_followed else finder.next(position + 1, end)
             if found < 0:
@@ -179,16 +183,16 @@ def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]
             found = finder.next(position + 1, len(buffer))
             reason = _fault(buffer, shape, position)
         if found < 0:
-            # What could be a header across the edge stays for the next buffer.
+            # The last bytes may be the beginning of a header: they stay for the next buffer.
             found = len(buffer) if is_last else max(len(buffer) - wire.LONGEST_HEADER, position + 1)
         yield _Extent(position, found, reason)
         position = found
 
 
 def end_of_run(pattern: re.Pattern[bytes], buffer: bytes, start: int, stop: int) -> int:
-    """Return where the last of the matches ends that follow each other from `start` on; `start` if there is none.
+    """Return the end of the last of the consecutive matches from `start` on; `start` if there is none.
 
-    One by one: a pattern that repeats a group a hundred thousand times is more than the regex engine can be trusted with.
+    The matches are made one by one: a pattern that repeats a group a hundred thousand times can exhaust the regex engine.
     """
     match = pattern.scanner(buffer, start, stop).match  # type: ignore[attr-defined]  # not in its type stubs
     while (found := match()) is not None:
@@ -197,10 +201,10 @@ def end_of_run(pattern: re.Pattern[bytes], buffer: bytes, start: int, stop: int)
 
 
 def _plain_end(buffer: bytes, position: int, shape: Shape) -> int:
-    """Return where a record ends that is beyond doubt at first sight, else 0.
+    """Return the end of a record that is valid beyond doubt, else 0.
 
-    Its one field, or the first with another behind it, fills it as its length says: by chance one place in a million
-    looks so.
+    Its only field, or its first one before another, ends exactly where the lengths say: by chance that is the case at one
+    place in a million.
     """
     begin = position + LENGTH_BYTES if shape == "framed" else position
     if begin + wire.LONGEST_HEADER > len(buffer) or buffer[begin] != wire.RESOURCE_SPANS_TAG:
@@ -217,7 +221,7 @@ def _plain_end(buffer: bytes, position: int, shape: Shape) -> int:
 
 
 def _frame_end(buffer: bytes, position: int) -> int | None:
-    """Return where the framed record ends that begins at a position, 0 if there is none, None if it is too early to tell."""
+    """Return the end of the framed record at a position; 0 if there is none, None if more bytes are needed to know."""
     begin = position + LENGTH_BYTES
     if begin >= len(buffer):
         return None
@@ -229,7 +233,7 @@ def _frame_end(buffer: bytes, position: int) -> int | None:
 
 
 def _field_end(buffer: bytes, position: int) -> int | None:
-    """Return the same for a `resource_spans` field."""
+    """Return the same for the `resource_spans` field at a position."""
     if buffer[position] != wire.RESOURCE_SPANS_TAG:
         return 0
     field = wire.read_field(buffer, position)
@@ -241,12 +245,12 @@ def _field_end(buffer: bytes, position: int) -> int | None:
 
 
 def _may_begin(buffer: bytes, shape: Shape, position: int, *, is_last: bool) -> bool:
-    """Return whether what is at a position looks like a record two levels deep, as far as the buffer shows."""
+    """Return whether the bytes at a position look like a record, checked two levels deep as far as they are here."""
     end = _frame_end(buffer, position) if shape == "framed" else _field_end(buffer, position)
     if end == 0 or (end is None and is_last):
         return False
     field = wire.read_field(buffer, position + (LENGTH_BYTES if shape == "framed" else 0))
-    # Where a record that lost bytes seems to end, an id is bytes behind a tag and a length too.
+    # One level is not enough: after a record that lost bytes, an id also looks like a tag, a length and bytes.
     return field is None or wire.is_resource_spans(buffer, field[2], field[3]) is not False
 
 
@@ -264,10 +268,10 @@ def _fault(buffer: bytes, shape: Shape, position: int) -> str:
 
 
 class _Finder:
-    """Looks for the next record where the last length is not to be trusted.
+    """Searches the next record after a length that cannot be trusted.
 
-    Only what looks right inside counts, and the number of close looks is bounded: a hostile file can hold many likely
-    beginnings.
+    A candidate counts only if its inner fields are plausible, and the number of candidates is bounded: a hostile file can
+    hold millions of them.
     """
 
     def __init__(self, buffer: bytes, shape: Shape, *, is_last: bool) -> None:
@@ -278,7 +282,7 @@ class _Finder:
         self._looks_left = _MAX_LOOKS
 
     def next(self, start: int, stop: int) -> int:
-        """Return where, from `start` on and before `stop`, a record begins, or -1."""
+        """Return where the first record between `start` and `stop` begins, or -1."""
         header = LENGTH_BYTES if self._is_framed else 0
         pattern = _FRAMED_START if self._is_framed else _BARE_START
         for match in pattern.finditer(self._buffer, start + header):
@@ -299,10 +303,10 @@ class _Finder:
         return -1
 
     def _is_likely(self, start: int, stop: int, begin: int, end: int, *, is_cut: bool) -> bool:
-        """Return whether a message may be one of traces; `begin` and `end` are those of its first field's content."""
+        """Return whether a message may hold traces; `begin` and `end` bound the content of its first field."""
         if wire.is_resource_spans(self._buffer, begin, end) is False:
             return False
         if self._is_framed:
             return wire.is_traces(self._buffer, start, stop) is not False
-        # Attributes nest like `resource_spans`: without a length before it, only a span makes sure.
+        # Attributes nest like `resource_spans`. A bare field has no length before it to confirm it, only a span inside.
         return is_cut or wire.has_span(self._buffer, begin, end)

@@ -1,7 +1,7 @@
-"""The protobuf wire format of OTLP, as far as it takes to find messages among other bytes.
+"""The protobuf wire format of OTLP, as far as needed to find messages among other bytes.
 
-Tags and shortest sizes of OTLP stand here and nowhere else in this room. A `TracesData` is a sequence of `resource_spans`
-fields; each holds `scope_spans`, each of these spans. Logs and metrics nest alike.
+Tags and smallest sizes of OTLP messages are defined here and nowhere else in this room. A `TracesData` is a sequence of `resource_spans`
+fields; each holds `scope_spans`, and each of these holds spans. Logs and metrics nest alike.
 """
 
 from __future__ import annotations
@@ -11,24 +11,29 @@ from typing import Literal
 
 Signal = Literal["traces", "logs", "metrics"]
 Field = tuple[int, int, int, int]
-"""Field number, wire type, where its content begins, where it ends (as it claims, which may be beyond the buffer)."""
+"""Field number, wire type, begin and end of the content; the end is a claim and may lie beyond the buffer."""
 
 RESOURCE_SPANS_TAG = 0x0A
 SHORTEST_RESOURCE_SPANS = 32
 """Bytes of the shortest content with a span in it: two ids of 18 and 10 bytes in a span in a `scope_spans`."""
 LONGEST_HEADER = 16
 
-_RESOURCE_SPANS_FIELDS = (1, 2, 3, 1000)  # resource, scope_spans, schema_url, and what the second once was
+_RESOURCE_SPANS_FIELDS = (
+    1,
+    2,
+    3,
+    1000,
+)  # resource, scope_spans, schema_url, and instrumentation_library_spans of old
 _SCOPE_SPANS = (2, 1000)
 _TRACE_ID_HEADER = b"\x0a\x10"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _METRIC_NAME = re.compile(rb"[A-Za-z][A-Za-z0-9_./-]{0,254}")
 _MAX_FIELDS = 64
-"""Fields of a message that are looked at: more would not make it more plausible."""
+"""Fields of a message that are examined: more would not make it more plausible."""
 
 
 def read_varint(buffer: bytes | bytearray, position: int) -> tuple[int, int]:
-    """Return the base-128 number at a position and the position behind it; the number is -1 where there is none."""
+    """Return the base-128 number at a position and the position after it; the number is -1 if there is none."""
     value = 0
     for shift, byte in enumerate(buffer[position : position + 10]):
         value |= (byte & 0x7F) << (7 * shift)
@@ -62,7 +67,7 @@ def fields(
         buffer: Bytes that hold the message, or its beginning.
         start: Where it begins.
         stop: Where it ends.
-        limit: Fields to look at; a message of more is filled as far as anybody looked.
+        limit: Fields to examine; a message with more counts as filled if these fit.
 
     Returns:
         The fields, and None in place of a bool where the buffer ends before that is known.
@@ -88,7 +93,7 @@ def is_traces(buffer: bytes | bytearray, start: int, stop: int) -> bool | None:
 
 
 def is_resource_spans(buffer: bytes | bytearray, start: int, stop: int) -> bool | None:
-    """Return whether the content of a field is that of `resource_spans`; None if it is too early to tell."""
+    """Return whether the content of a field is that of `resource_spans`; None if more bytes are needed to know."""
     inside, fills = fields(buffer, start, stop)
     return fills if all(f[0] in _RESOURCE_SPANS_FIELDS and f[1] == _BYTES for f in inside) else False
 
@@ -104,7 +109,7 @@ def has_span(buffer: bytes | bytearray, start: int, stop: int) -> bool:
 
 
 def signal_of(payload: bytes) -> Signal:
-    """Return which signal an export request holds, from its first item; `traces` also where that does not show.
+    """Return which signal an export request holds, from its first item; `traces` also if the item does not show it.
 
     The three requests nest alike (resource, scope, item). A log record's times are the fixed64 fields 1 and 11, a
     span's are 7 and 8, and a metric has none; its first field is a name, where a span's is an id of random bytes.

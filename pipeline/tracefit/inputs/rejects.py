@@ -1,4 +1,4 @@
-"""What could not be read: a `Reject` with its place and reason, and an excerpt that gives nothing private away.
+"""The record of unreadable input: a `Reject` with place and reason, and an excerpt without private data.
 
 An excerpt shows the structure of a record and its keys. Strings and numbers, which can hold prompts, appear only if
 the user asks for values.
@@ -33,15 +33,15 @@ _KNOWN_KEYS = _OTLP_KEYS | {re.sub("[A-Z]", lambda m: f"_{m[0].lower()}", key) f
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A part of a file that could not be read.
+    """Bytes of a file that could not be read.
 
     Attributes:
         source_file: The file, as the user knows it.
-        source_offset: Where it begins, in bytes of the decompressed file.
-        length: Bytes of the decompressed file.
-        reason: What is wrong with it.
-        excerpt: Its structure and keys; values only if the user asked for them.
-        count: How many it stands for, where they are too many to list.
+        source_offset: Where they begin in the decompressed file.
+        length: How many bytes of the decompressed file they are.
+        reason: The fault.
+        excerpt: Structure and keys of the record; values only on request of the user.
+        count: How many rejects it stands for, where there are too many to list.
     """
 
     source_file: str
@@ -53,15 +53,14 @@ class Reject:
 
 
 def excerpt(payload: bytes, encoding: Encoding, *, show_values: bool = False) -> str:
-    """Return the outline of a record that was rejected.
+    """Return the outline of a rejected record.
 
-    What looks like a key in text that is not whole JSON may be part of a string. There only the keys of OTLP itself are
-    shown.
+    In text that is not whole JSON, an apparent key may be part of a string. So only keys of OTLP itself are shown there.
 
     Args:
-        payload: The record, or a piece of it; it may begin or end anywhere.
-        encoding: What the payload was expected to be.
-        show_values: Show the beginning of the payload as it is.
+        payload: The record, or any piece of it.
+        encoding: The expected encoding of the payload.
+        show_values: Whether to show the beginning of the payload as it is.
 
     Returns:
         At most `MAX_EXCERPT_CHARS` characters. Strings and numbers of JSON are shown as `…`; of other
@@ -86,7 +85,7 @@ def is_json(text: bytes) -> bool:
 
 
 def _escaped(payload: bytes, encoding: Encoding) -> str:
-    """Return the payload with everything escaped that a terminal would not print as itself."""
+    """Return the payload as text, with every character escaped that a terminal does not print as itself."""
     text = payload.decode("utf-8" if encoding == "json" else "latin-1", errors="replace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 

@@ -1,6 +1,6 @@
-"""Object stores: what an `s3://` or `gs://` URL stands for, and copies of remote files on disk.
+"""Object stores: expand an `s3://` or `gs://` URL into files, and copy remote files to disk.
 
-Credentials and options of a URL go to the store and into no name.
+Credentials and options of a URL go to the store and never into a name that is shown.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem
 
 FileSystemOf = Callable[[str], tuple["FileSystem", str]]
-"""From the URL of a bucket, with whatever credentials and options it has, to its file system and the path in that."""
+"""Takes the URL of a bucket, credentials and options included; returns its file system and the path in that."""
 
 _AT_ONCE = 8
-"""Files fetched at a time: a small one is little more than a round trip."""
+"""Files fetched at a time: a small one takes little more than a round trip."""
 
 _SECONDS_TO_GIVE_UP = 20
 """Google's client retries for a quarter of an hour by default."""
@@ -57,14 +57,14 @@ def open_filesystem(url: str) -> tuple[FileSystem, str]:
 
 
 def find_remote(scheme: str, rest: str, filesystem_of: FileSystemOf) -> list[TraceFile | Folder]:
-    """Return the files and folders that a URL stands for; `rest` is what follows `scheme://`.
+    """Return the files and folders that a URL matches; `rest` is the URL after `scheme://`.
 
     Raises:
-        UsageError: If there is nothing, or the store refuses.
+        UsageError: If nothing matches, or the store refuses access.
     """
     plain, question, options = rest.partition("?")
     location, _, key = plain.partition("/")
-    bucket = f"{scheme}://{location.rpartition('@')[2]}"  # what is before an @ is secret
+    bucket = f"{scheme}://{location.rpartition('@')[2]}"  # credentials stand before an @
     key = key.strip("/")
     try:
         return _find(bucket, key, *filesystem_of(f"{scheme}://{location}/{question}{options}"))
@@ -85,7 +85,7 @@ def fetch(
     Args:
         files: The files.
         folder: Where to put the copies.
-        on_read: Receives the number of bytes that were read, from one thread at a time.
+        on_read: Receives the number of bytes read, from one thread at a time.
 
     Returns:
         The copies, in the order of the files.
@@ -119,7 +119,7 @@ def _find(bucket: str, key: str, filesystem: FileSystem, base: str) -> list[Trac
 
     base = base.rstrip("/")
     pattern = _GLOB.search(key)
-    # A store can list what begins alike; patterns it does not know.
+    # A store lists by prefix and knows no patterns: list the folder above the first wildcard, and match here.
     folder = key[: pattern.start()].rpartition("/")[0] if pattern else key
     info = filesystem.get_file_info("/".join(filter(None, (base, folder))))
 
@@ -143,7 +143,7 @@ def _folder(name: str, files: list[TraceFile]) -> Folder:
 
 
 def _matching(bucket: str, key: str, files: list[TraceFile]) -> list[TraceFile | Folder]:
-    """Return files that match a pattern, and folders that do with all their files."""
+    """Return the files that match a pattern, and the folders that match it, with all their files."""
     pattern = re.compile(re.escape(f"{bucket}/") + _regex_of(key))
     found: dict[str, list[TraceFile]] = {}
     for file in files:

@@ -1,4 +1,7 @@
-"""Which folder a run is: the nearest with a run configuration, not counting folders of dates."""
+"""The naming rules of run folders: which files belong to which run, and what the run is called.
+
+The folder of a run is the nearest one above a file that has a run configuration. Folders of dates do not count.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _LOOSE_SUFFIXES = re.compile(r"(\.(json|jsonl|binpb|pb|gz|zst))+$")
 _UNCLEAN = re.compile(r"[^A-Za-z0-9._-]+")
 
 FolderParts = tuple[str, ...]
-"""The names of the folders on the way to a folder and its own."""
+"""The path of a folder: the names of the folders above it and its own."""
 
 
 def run_folder(folder: FolderParts, configured: set[FolderParts]) -> FolderParts:
@@ -26,7 +29,7 @@ def run_folder(folder: FolderParts, configured: set[FolderParts]) -> FolderParts
 
 
 def without_dates(folders: FolderParts) -> FolderParts:
-    """Leave off the folders that an exporter makes of the time: `year=…/month=…/…`, or year, month and so on alone."""
+    """Drop trailing folders that an exporter names after the time: `year=…/month=…/…`, or numbers alone as in `2026/02`."""
     while folders and _KEYED_FOLDER.fullmatch(folders[-1]):
         folders = folders[:-1]
     digits = len(folders)
@@ -42,7 +45,7 @@ def clean_run_id(name: str) -> str:
 
 
 def common_stem(names: list[str]) -> str:
-    """Return what the names of files without a run folder have in common; the first one's stem if that is nothing."""
+    """Return the common prefix of file names without a run folder; the stem of the first if there is none."""
     stems = [_LOOSE_SUFFIXES.sub("", name) for name in names]
     common = stems[0]
     for stem in stems[1:]:

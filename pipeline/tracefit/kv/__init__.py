@@ -1,4 +1,4 @@
-"""KV-cache recordings of vLLM servers to the `kv_events` table and to columns of requests, runs and steps."""
+"""Read KV-cache recordings of vLLM servers into the `kv_events` table and columns of requests, runs and steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Batches of KV-cache events as vLLM writes them, arrays in JSON or msgpack, to rows, one per event.
+"""Decode batches of KV-cache events, as vLLM writes them in JSON or msgpack, into rows, one per event.
 
-Token ids are what users wrote: they are passed over, never read.
+Token ids encode what users wrote: they are skipped and never decoded.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _AnyEvent: Any = Union[tuple(_event_type(name, *fields) for name, fields in _EVE
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """Events that a server publishes together at `ts`, unix time in s. Each is decoded by itself: some are bad."""
+    """Events that a server publishes together at `ts`, unix time in s. Each is decoded by itself, as some may be bad."""
 
     ts: _UNIX_S
     events: list[msgspec.Raw]
@@ -96,7 +96,7 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_batch(payload: bytes, encoding: Encoding) -> Batch | str:
-    """Return the batch in a payload, or the reason why there is none."""
+    """Return the batch in a payload, or the reason for its rejection."""
     decode = _DECODE[encoding]
     try:
         batch: Batch = decode(payload, type=WholeBatch)
@@ -111,7 +111,7 @@ def decode_batch(payload: bytes, encoding: Encoding) -> Batch | str:
 
 
 def _decode_event(raw: msgspec.Raw, encoding: Encoding) -> Any:
-    """Return an event, or the reason why it cannot be read: a text."""
+    """Return an event, or the reason for its rejection as text."""
     decode = _DECODE[encoding]
     try:
         return decode(raw, type=_AnyEvent)
@@ -127,7 +127,7 @@ def _decode_event(raw: msgspec.Raw, encoding: Encoding) -> Any:
 
 
 def _detail(error: Exception) -> str:
-    """Return what is wrong and where; the error of a value that does not fit names types and places, no values."""
+    """Return the fault and its place in a batch: types and positions, never values."""
     return str(error) if isinstance(error, msgspec.ValidationError) else "malformed"
 
 
@@ -174,9 +174,9 @@ def event_rows(
 
 
 class BlockAges:
-    """When the blocks that are in the caches were stored, by rank, medium and hash.
+    """Store times of the blocks in the caches, by rank, medium and hash.
 
-    All are forgotten when they are more than a server can have: their removal was not recorded then.
+    All are dropped once there are more than a server can have: then removals are missing in the recording.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class BlockAges:
         self._count = 0
 
     def store(self, rank: int | None, medium: str | None, hashes: list[Hash], ts: float) -> None:
-        """Note when blocks were stored, unix time in s; of one that is there already the first time counts."""
+        """Record the store time of blocks, unix time in s; a block that is already stored keeps its first time."""
         cache = self._stored.setdefault(rank, {}).setdefault(medium, {})
         before = len(cache)
         for one in hashes[-MAX_TRACKED_BLOCKS:]:
@@ -195,7 +195,7 @@ class BlockAges:
             self._count = 0
 
     def remove(self, rank: int | None, medium: str | None, hashes: list[Hash], ts: float) -> float | None:
-        """Forget blocks; return their mean time in us since they were stored, null where none of them was seen."""
+        """Drop blocks; return their mean age in us, or null if no store time is known."""
         cache = self._stored.get(rank, {}).get(medium, {})
         stored = (cache.pop(hash_number(one), None) for one in hashes)
         lived = [(ts - since) * 1e6 for since in stored if since is not None]
@@ -203,11 +203,11 @@ class BlockAges:
         return sum(lived) / len(lived) if lived else None
 
     def clear(self, rank: int | None) -> None:
-        """Forget the blocks of a rank, in whatever medium."""
+        """Drop the blocks of a rank in every medium."""
         self._count -= sum(map(len, self._stored.pop(rank, {}).values()))
 
 
 def hash_number(block_hash: Hash) -> int:
-    """Return a block hash as a number of 64 bits: vLLM's own numbers are the last eight bytes of the others."""
+    """Return a block hash as a number of 64 bits: vLLM's integer hashes are the last eight bytes of its byte hashes."""
     number = block_hash if isinstance(block_hash, int) else int.from_bytes(block_hash, "big")
     return number & (1 << 64) - 1

@@ -1,4 +1,4 @@
-"""What KV-cache events add to the other tables of a run, and to the steps that are trained on."""
+"""Add the facts of KV-cache events to the other tables of a run, and to the steps used in training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _REJECT_COLUMNS = {column.name: column.polars for column in schema.REJECTS.colum
 def kv_tables(
     read: KvRows, tables: Mapping[str, pl.DataFrame], *, run_id: str, block_size: int | None = None
 ) -> dict[str, pl.DataFrame]:
-    """Return the tables of one run that its recordings change: kv_events, requests, runs and rejects.
+    """Return the tables of one run with its recordings added: kv_events, requests, runs and rejects.
 
     `tables` has the steps, journey_events, requests, runs and rejects of its traces. `block_size` is the tokens of a
     block, where the events do not have it.
@@ -63,7 +63,7 @@ def with_kv_requests(
 ) -> pl.DataFrame:
     """Fill `kv_blocks_offloaded`, `kv_blocks_loaded` and, where snapshots lack it, `cached_prompt_tokens`.
 
-    After a preemption the blocks of a request start over: what was offloaded before it does not count. Prompt tokens
+    After a preemption the blocks of a request start over: blocks offloaded before it do not count. Prompt tokens
     loaded from another medium before the first token are prefix hits; hits in the engine's own cache leave no event, so
     that they are a lower bound. `block_size` is the tokens of a block, where the events do not have it.
     """
@@ -163,7 +163,7 @@ def with_kv_cache(
     `kv_blocks_stored` and `kv_blocks_evicted` are those of the engine's own cache, `kv_blocks_transferred` those of the
     transfers that begin with the step, `kv_blocks_offloaded` and `kv_blocks_loaded` those that the scheduler commits to
     store to and load from other media, `kv_offload_evicted` those that these evict. A transfer is in flight from the step
-    it is initiated in to the one before it is seen to be complete; one whose end is never seen stays in flight. Pressure
+    that initiates it to the one before its end is recorded; one without a recorded end stays in flight. Pressure
     is blocks in flight / KV blocks of the engine. The lifetime is the mean over the events that remove blocks in the step.
 
     Args:

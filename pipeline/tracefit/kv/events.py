@@ -1,4 +1,4 @@
-"""Rows of KV-cache events to the `kv_events` table: which engine, which step, each transfer once."""
+"""Build the `kv_events` table: find the engine and step of each event, and drop repeated transfers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def build_kv_events(
 ) -> tuple[pl.DataFrame, int]:
     """Return the `kv_events` table of one run, and how many events were left out as duplicates.
 
-    An event belongs to the engine that had its request, else to the only engine of the run, else to none that is known.
+    An event belongs to the engine of its request, else to the only engine of the run, else to no known engine.
     Its step is the one it names, else that of its batch, else, where the steps before and after its time are both known,
     the one that was running. The end of a transfer names the step it was initiated in: that is `initiated_step`, and the
     step it ended in is the batch's.
 
-    Some builds report the beginning of a transfer twice: of several with one transfer id and step the first counts.
+    Some builds report the beginning of a transfer twice: the first event of a transfer id and step counts.
 
     Args:
         rows: Columns as `batches.ROW_COLUMNS`, in the order they were read.
@@ -63,7 +63,7 @@ def _with_server(rows: pl.DataFrame, steps: pl.DataFrame, journeys: pl.DataFrame
 
 
 def _with_epoch(rows: pl.DataFrame, steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
-    """Attach the epoch that was running at each event's time; before the first known one that is epoch 0."""
+    """Attach the epoch that was running at each event's time; epoch 0 before the first known one."""
     times = pl.concat([frame.select("server", "epoch", "unix_ns") for frame in (steps, journeys)])
     begins = times.drop_nulls().group_by("server", "epoch").agg(pl.col("unix_ns").min()).sort("unix_ns")
     joined = rows.sort("unix_ns").join_asof(begins, on="unix_ns", by="server", check_sortedness=False)
@@ -71,7 +71,7 @@ def _with_epoch(rows: pl.DataFrame, steps: pl.DataFrame, journeys: pl.DataFrame)
 
 
 def _with_step(rows: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
-    """Fill `step_id` by the clock where the event has none, and say in `step_source` where it comes from."""
+    """Fill `step_id` by the clock where the event has none, and name the source in `step_source`."""
     known = steps.drop_nulls("unix_ns").sort(*ENGINE, "step_id")
     following = pl.col("step_id", "unix_ns").shift(-1).over(ENGINE).name.prefix("next_")
     between = known.select(*ENGINE, "unix_ns", "step_id", following).filter(
@@ -90,10 +90,10 @@ def _with_step(rows: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def transfers(events: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per transfer of the `kv_events` table that was begun, with what is known of its end.
+    """Return one row per transfer with a recorded beginning, and its end if known.
 
     Columns are those of the event that it begins with, `step_id` and `unix_ns` as `initiated_step` and `initiated_ns`, and
-    completed_step, completed_ns (wall clock; null: no end was seen) and success.
+    completed_step, completed_ns (wall clock; null: no end was recorded) and success.
     """
     key = [*ENGINE, "data_parallel_rank", "event", "transfer_id"]
     # Ids may come again after a restart that left no trace: the n-th end belongs to the n-th beginning.

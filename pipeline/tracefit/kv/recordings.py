@@ -1,4 +1,4 @@
-"""Files of KV-cache events to batches with their offsets: JSON lines, or msgpack messages one after the other."""
+"""Read files of KV-cache events, JSON lines or consecutive msgpack messages, into batches with their offsets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHUNK_ROWS = 1 << 16
 
 
 class RecordedBatch(NamedTuple):
-    """A batch and where its record begins, in bytes of the decompressed file."""
+    """A batch, and the offset of its record in the decompressed file."""
 
     offset: int
     encoding: Encoding
@@ -48,7 +48,7 @@ _Items = Generator[RecordedBatch | Reject, None, int]
 
 @dataclass(frozen=True, slots=True)
 class KvRows:
-    """Events of some recordings, columns as `ROW_COLUMNS`, in the order they were read, and what could not be read."""
+    """Events of some recordings, columns as `ROW_COLUMNS`, in input order, and the rejects."""
 
     rows: pl.DataFrame
     rejects: list[Reject]
@@ -57,11 +57,11 @@ class KvRows:
 def read_kv(files: Iterable[TraceFile], *, max_rejects: int = MAX_REJECTS) -> KvRows:
     """Read the KV-cache recordings of one run.
 
-    Memory grows with the number of events, not with what they carry. A bad event costs nothing beside itself.
+    Memory grows with the number of events, not with their token ids. A bad event costs only itself.
 
     Args:
         files: The recordings, in the order of their times.
-        max_rejects: After so many rejects in a file its reading stops, with one reject for the rest.
+        max_rejects: Rejects of a file after which reading it stops, with one reject for the rest.
 
     Raises:
         UsageError: A file cannot be opened, or not be read to its end.
@@ -102,9 +102,9 @@ def _rows_of_file(file: TraceFile, ages: BlockAges) -> Iterator[tuple[Any, ...] 
 
 
 def read_recording(file: TraceFile) -> Iterator[RecordedBatch | Reject]:
-    """Yield the batches of one file in their order, in bounded memory, and a reject for each part of it that is none.
+    """Yield the batches of one file in order, in bounded memory, and a reject for each unreadable part.
 
-    The content decides on compression and encoding. A msgpack message may be behind its length, 4 bytes.
+    Compression and encoding are detected from the content. A 4-byte length may precede each msgpack message.
 
     Raises:
         UsageError: The file cannot be opened, or not be read to its end.
@@ -119,7 +119,7 @@ def read_recording(file: TraceFile) -> Iterator[RecordedBatch | Reject]:
             chunks = (item for item in items if not isinstance(item, Gap))
             head = next(chunks)
             read = read or (_read_lines if _is_text(head) else _read_messages)
-            # A record does not go on behind a gap.
+            # No record continues across a gap.
             offset = yield from read(file.name, chain([head], chunks), offset)
 
 
@@ -129,7 +129,7 @@ def _is_text(head: bytes) -> bool:
 
 
 def _cut(chunks: Iterable[bytes], offset: int, where: re.Pattern[bytes]) -> Iterator[tuple[int, int, bytes]]:
-    """Yield a file in pieces that end where a pattern's matches end: offset, size, and content.
+    """Yield a file in pieces that end where a match of a pattern ends: offset, size, and content.
 
     The content of a piece that is too large is shorter than its size. The last piece may be empty.
     """
@@ -152,7 +152,7 @@ def _cut(chunks: Iterable[bytes], offset: int, where: re.Pattern[bytes]) -> Iter
 
 
 def _read_lines(name: str, chunks: Iterable[bytes], offset: int) -> _Items:
-    """Yield what is in lines; return the offset behind them."""
+    """Yield the batches in lines; return the offset after them."""
     for offset, size, content in _cut(chunks, offset, _LINE_END):  # noqa: B020, PLR1704
         if len(content) < size:
             yield Reject(name, offset, size, "record too large")
@@ -179,7 +179,7 @@ def _read_lines(name: str, chunks: Iterable[bytes], offset: int) -> _Items:
 
 
 def _read_messages(name: str, chunks: Iterable[bytes], offset: int) -> _Items:
-    """Yield what is in msgpack messages; return the offset behind them."""
+    """Yield the batches in msgpack messages; return the offset after them."""
 
     def reject(begin: int, size: int, reason: str) -> Reject:
         return Reject(name, begin, size, reason, f"<binary, {size} bytes>")
@@ -203,7 +203,7 @@ def _read_messages(name: str, chunks: Iterable[bytes], offset: int) -> _Items:
         elif not length:
             held = content
             continue
-        # Behind a message may be the length of the next.
+        # The length of the next message may follow a message.
         if end - begin not in (0, _LENGTH_BYTES):
             yield reject(begin, end - begin, batch)
     if held:

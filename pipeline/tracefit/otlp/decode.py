@@ -1,7 +1,7 @@
-"""Blocks of whole records to frames of spans and events: the pure half of ingestion.
+"""Decode blocks of whole records into frames of spans and events: the pure half of ingestion.
 
-`decode_blocks` knows nothing of files or processes, and keeps no state. JSON and protobuf each have a reader that goes
-down to the event; from there one builder makes columns of both.
+`decode_blocks` knows nothing of files or processes, and keeps no state. JSON and protobuf each have a reader that parses
+down to the event; one builder makes columns of both.
 """
 
 from __future__ import annotations
@@ -91,19 +91,19 @@ _RECORDS_BYTES = 32 << 20
 """Bytes of records whose spans are built together; columns take several times as much while they are made."""
 
 _MAX_RECORDS = 1 << 16
-"""Records, or places without one, that are held at a time: a file of tiny ones has them by the million."""
+"""Records and damage held at a time: a file of tiny ones has millions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What of spans and events becomes columns; the rest is counted alone.
+    """Which data of spans and events become columns; the rest is only counted.
 
     Attributes:
         span_keys: Attribute keys of spans that get a String column each.
         kept_keys: Attribute keys of spans that are kept in `attributes`.
         events: Event name to attribute key to the type of its column.
-        show_values: Whether excerpts of rejects may show what is in the records, which is private.
-        max_rejects: Rejects of a block after which the rest of it is left out.
+        show_values: Whether excerpts of rejects may show values of records, which are private.
+        max_rejects: Rejects of a block after which the rest of it is not decoded.
     """
 
     span_keys: tuple[str, ...] = ()
@@ -115,13 +115,13 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class SpanBatch:
-    """Spans of some records as columns, in the order they were read.
+    """Spans of some records as columns, in input order.
 
     Attributes:
         spans: One row per span, columns as in `SPAN_COLUMNS` and `Wanted.span_keys`; `span_row` counts from 0.
-        events: Name of a wanted event to its events: `EVENT_COLUMNS`, then a column per wanted key that one of them has.
+        events: Event name to a frame of its events: `EVENT_COLUMNS`, then a column per wanted key that occurs.
         event_counts: span_row, name, count: how many events of each name a span has, wanted or not.
-        rejects: What of the input is not in the frames, columns as in `REJECT_COLUMNS`.
+        rejects: Input that is not in the frames, columns as in `REJECT_COLUMNS`.
     """
 
     spans: pl.DataFrame
@@ -135,7 +135,7 @@ class SpanBatch:
 
 
 class _Record(NamedTuple):
-    """A record and where it comes from: the number of its block, its offset in the decompressed file, and its shape."""
+    """A record with its origin: the number of its block, its offset in the decompressed file, and its shape."""
 
     file: int
     offset: int
@@ -144,7 +144,7 @@ class _Record(NamedTuple):
 
 
 class _Encoding(Protocol):
-    """What differs between JSON and protobuf."""
+    """The functions that differ between JSON and protobuf."""
 
     name: Encoding
     syntax: layouts.Syntax
@@ -194,8 +194,8 @@ def decode_blocks(blocks: Sequence[tuple[int, Block, bytes]], wanted: Wanted) ->
     """Decode blocks of one encoding together.
 
     Args:
-        blocks: Numbers of blocks, which `file` says in the frames, the blocks, and their bytes.
-        wanted: What becomes columns.
+        blocks: Each block with its number (column `file` of the frames) and its bytes.
+        wanted: Which data become columns.
 
     Yields:
         Batches of spans: one, or more where the records are long.
@@ -206,7 +206,7 @@ def decode_blocks(blocks: Sequence[tuple[int, Block, bytes]], wanted: Wanted) ->
     for file, block, payload in blocks:
         for item in records(payload, block.shape):
             if decoder.rejected[file] >= wanted.max_rejects:
-                break  # whoever counts the file's rejects says so
+                break  # the reader of the file counts its rejects, and reports the limit
             decoder.add(file, block, payload, item)
             if decoder.is_full:
                 yield from decoder.flush()
@@ -214,7 +214,7 @@ def decode_blocks(blocks: Sequence[tuple[int, Block, bytes]], wanted: Wanted) ->
 
 
 class _Decoder:
-    """Holds records until there are enough to be worth frames."""
+    """Collects records until there are enough to make frames of: each frame has a fixed cost."""
 
     def __init__(self, encoding: _Encoding, wanted: Wanted) -> None:
         self.rejected: Counter[int] = Counter()
@@ -225,7 +225,7 @@ class _Decoder:
         self._size = 0
 
     def add(self, file: int, block: Block, payload: bytes, item: Record | Damage) -> None:
-        """Take a record of a block, or what is none."""
+        """Collect one record of a block, or damage."""
         offset = block.offset + item.offset
         if isinstance(item, Damage):
             shown = payload[item.offset : item.offset + item.length]
@@ -242,11 +242,13 @@ class _Decoder:
         return self._size >= _RECORDS_BYTES or len(self._held) + len(self._damage) >= _MAX_RECORDS
 
     def flush(self) -> Iterator[SpanBatch]:
-        """Decode what is held; records that turn out to hold odd attributes are read again with care."""
+        """Decode the collected records; those with odd attributes are read once more by the careful reader."""
         held, damage = self._held, self._damage
         self._held, self._damage, self._size = [], [], 0
         if not held and not damage:
             return
+        # The quick readers take attributes on trust and leave them to the builder. If it finds some that cannot be read,
+        # their records go to the careful reader, which rejects bad spans alone. Each round adds a record: the loop ends.
         with_care: set[int] = set()
         while True:
             groups, found = self._read(held, with_care)
@@ -261,7 +263,7 @@ class _Decoder:
             yield SpanBatch(*batch, reject_frame([*damage, *found] if not number else []))
 
     def _read(self, held: Sequence[_Record], with_care: set[int]) -> tuple[_Groups, list[tuple[int, Reject]]]:
-        """Return the spans of records, and rejects for what is none of them."""
+        """Return the spans of records, and rejects for the rest."""
         groups: _Groups = []
         rejects: list[tuple[int, Reject]] = []
         rejected = self.rejected.copy()
@@ -277,7 +279,7 @@ class _Decoder:
         return groups, rejects
 
     def _check(self, record: _Record, max_rejects: int) -> CheckedRecord:
-        """Read a record with care; of a message that is none, those that it swallowed because its length lies."""
+        """Read a record carefully; if it is unreadable, read the records inside, which a wrong length has swallowed."""
         reject = _reject_maker(record, self._encoding, self._wanted)
         checked = self._encoding.check(record.payload, reject, max_rejects)
         inside = next_record(record.payload, record.shape, 1) if checked.is_unreadable else -1
@@ -298,7 +300,7 @@ class _Decoder:
 
 
 _Groups = list[tuple[int, SpanGroup]]
-"""Groups of spans, each with the number of its record among those held."""
+"""Groups of spans, each with the index of its record among the collected ones."""
 
 
 def _reject_maker(record: _Record, encoding: _Encoding, wanted: Wanted) -> MakeReject:
@@ -311,7 +313,7 @@ def _reject_maker(record: _Record, encoding: _Encoding, wanted: Wanted) -> MakeR
 
 
 def _parts(groups: _Groups, held: Sequence[_Record]) -> Iterator[_Groups]:
-    """Cut the spans of very long records into parts, each of which is built by itself."""
+    """Cut the spans of very long records into pieces of about equally many events, to bound the memory of the builder."""
     size = sum(len(record.payload) for record in held)
     pieces = 1 + size // (2 * _RECORDS_BYTES)
     if pieces == 1:
@@ -357,7 +359,7 @@ def _build(
             rows = np.flatnonzero(codes == names[name])
             found, bad = _read_attributes(events.texts, rows, keys, encoding, events.odd)
             unreadable |= set(number[span_row[bad]].tolist())
-            # Rows of bad events are missing, but then nothing of this is used.
+            # Rows of bad events are missing here; then the error below discards these frames.
             if found:
                 frames[name] = _in_order([(r, _event_frame(r, c, keys, events, span_row)) for r, c in found])
     attributes, bad = _span_attributes(spans, groups, encoding, wanted)
@@ -368,8 +370,8 @@ def _build(
     return frame.hstack(attributes), frames, _event_counts(names, codes, span_row)
 
 
-_Part = tuple["NDArray[np.int64]", dict[str, pl.Series]]
-"""Spans or events with the same attributes: which they are, and columns of those that are wanted and there."""
+_AttributeColumns = tuple["NDArray[np.int64]", dict[str, pl.Series]]
+"""Rows of spans or events that were read together, and a column for each wanted attribute that they have."""
 
 
 def _read_attributes(
@@ -378,18 +380,18 @@ def _read_attributes(
     keys: Collection[str],
     encoding: _Encoding,
     known: Mapping[int, Pairs],
-) -> tuple[list[_Part], list[int]]:
-    """Read the attributes of some spans or events: column by column, and one by one what no layout fits.
+) -> tuple[list[_AttributeColumns], list[int]]:
+    """Read the attributes of some spans or events: by column where a layout matches, else one by one.
 
     Args:
-        texts: The attributes of all of them.
-        rows: Which to read, ascending.
+        texts: The attributes of all spans or events.
+        rows: The rows to read, ascending.
         keys: Attributes that become columns.
-        encoding: Reads them.
-        known: Attributes that were read already, by row.
+        encoding: The encoding of the texts.
+        known: Attributes that were read before, by row.
 
     Returns:
-        The attributes, in parts, and the rows that cannot be read.
+        The columns, for two groups of rows at most, and the rows that cannot be read.
     """
     if known:
         is_known = np.isin(rows, np.array(sorted(known), np.int64))
@@ -405,15 +407,15 @@ def _read_attributes(
         except FieldError:
             bad.append(row)
         else:
-            pairs.append(dict(read))  # of a key that is there twice, the last counts
-    parts: list[_Part] = [(found.rows, found.columns)] if len(found.rows) else []
+            pairs.append(dict(read))  # the last counts if a key occurs twice
+    parts: list[_AttributeColumns] = [(found.rows, found.columns)] if len(found.rows) else []
     if pairs:
         parts.append((rest[~np.isin(rest, bad)] if bad else rest, _columns_of(pairs, keys)))
     return parts, bad
 
 
 def _in_order(parts: Sequence[tuple[NDArray[np.int64], pl.DataFrame]]) -> pl.DataFrame:
-    """Put parts together in the order of their rows."""
+    """Concatenate frames in the order of their rows."""
     if len(parts) == 1:
         return parts[0][1]
     frame = pl.concat([frame for _, frame in parts], how="diagonal")
@@ -421,7 +423,7 @@ def _in_order(parts: Sequence[tuple[NDArray[np.int64], pl.DataFrame]]) -> pl.Dat
 
 
 def _columns_of(pairs: list[dict[str, Any]], keys: Collection[str]) -> dict[str, pl.Series]:
-    """Make columns of attributes that were read one by one; of several kinds of values it is text."""
+    """Make columns of attributes that were read one by one; a column with several kinds of values is text."""
     columns = {}
     for key in keys:
         values = [each.get(key) for each in pairs]
@@ -450,7 +452,7 @@ def _span_attributes(
 ) -> tuple[pl.DataFrame, list[int]]:
     """Return the attributes of spans as columns, and the rows of spans that cannot be read."""
     texts = PackedTexts.of([span.attributes for span in spans])
-    # Spans of a scope are written alike, mostly; the names of step spans are all different.
+    # By scope, because one exporter writes its spans alike; not by name, as every step span has a name of its own.
     scopes = {scope: code for code, scope in enumerate({group.origin.scope: None for _, group in groups})}
     codes = np.array([scopes[group.origin.scope] for _, group in groups], np.int64)
     scope_of = np.repeat(codes, [len(group.spans) for _, group in groups])
@@ -468,12 +470,12 @@ def _span_attributes(
 
 
 def _attribute_frame(found: dict[str, pl.Series], count: int, wanted: Wanted) -> pl.DataFrame:
-    """Return the wanted attributes of spans as text, and those that are kept as a list of key and value."""
+    """Return the wanted attributes of spans as text columns, and the kept ones as a list of key and value."""
     texts = {key: _as_text(column) for key, column in found.items()}
     kept = [pl.struct(key=pl.lit(key), value=key) for key in sorted(wanted.kept_keys.intersection(texts))]
     lists = pl.concat_list(kept) if kept else pl.lit([], ATTRIBUTE_LIST)
     rows = pl.DataFrame({"": pl.repeat(None, count, eager=True), **texts})
-    # Not `select` alone, which gives a single row where there is nothing but literals.
+    # Not `select` alone, which returns a single row if all its expressions are literals.
     return rows.with_columns(
         lists.list.filter(pl.element().struct["value"].is_not_null()).alias("attributes"),
     ).select("attributes", *texts.keys() & set(wanted.span_keys))
@@ -481,7 +483,7 @@ def _attribute_frame(found: dict[str, pl.Series], count: int, wanted: Wanted) ->
 
 def _as_text(column: pl.Series) -> pl.Series:
     if column.dtype == pl.Float64:
-        known = column.unique()
+        known = column.unique()  # each number is formatted once: Python's shortest form, not that of polars
         return column.replace_strict(known, [scalar_text(value) for value in known], return_dtype=pl.String)
     return column.cast(pl.String)
 
@@ -529,7 +531,7 @@ def _span_frame(
 def _event_counts(
     names: dict[str, int], codes: NDArray[np.int64], span_row: NDArray[np.uint32]
 ) -> pl.DataFrame:
-    # `np.unique` would import `numpy.ma`, which takes as long as decoding a few megabytes.
+    # Row and name in one number, so that one sort groups them. `np.unique` would import `numpy.ma`, which takes as long as decoding a few megabytes.
     pairs = np.sort(span_row.astype(np.int64) * max(len(names), 1) + codes)
     starts = np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1])) if len(pairs) else pairs
     counts = np.diff(np.append(starts, len(pairs)))
@@ -539,17 +541,19 @@ def _event_counts(
 
 
 def as_type(column: pl.Series, dtype: pl.DataType) -> pl.Series:
-    """Return values as the type their column has, null where they are no such thing.
+    """Return values converted to the type of their column, null if they cannot be.
 
     Exporters differ in how they write a number: 7, 7.0 and "7" are the same.
     """
     if column.dtype == dtype:
         return column
+    # A cast would turn booleans into numbers and text into booleans: no exporter means that.
     if (column.dtype == pl.Boolean and dtype.is_numeric()) or (
         column.dtype == pl.String and dtype == pl.Boolean
     ):
         return pl.Series([None], dtype=dtype).new_from_index(0, len(column))
     if column.dtype == pl.String and dtype.is_integer():
+        # By way of a float only what is no integer: beyond 2^53 floats are not exact.
         exact = column.cast(dtype, strict=False)
         return exact.zip_with(
             exact.is_not_null(), column.cast(pl.Float64, strict=False).cast(dtype, strict=False)
@@ -558,7 +562,7 @@ def as_type(column: pl.Series, dtype: pl.DataType) -> pl.Series:
 
 
 def empty_batch(wanted: Wanted) -> SpanBatch:
-    """Return a batch of nothing, with the columns in place."""
+    """Return a batch without rows, with all columns."""
     spans = pl.DataFrame(
         schema={**SPAN_COLUMNS, "attributes": ATTRIBUTE_LIST, **dict.fromkeys(wanted.span_keys, pl.String)}
     )

@@ -1,8 +1,8 @@
-"""OTLP JSON in any of its spellings, and damaged: one record to the spans that `json_records` would give.
+"""Read OTLP JSON in unusual spellings or damaged: the careful counterpart of `json_records`, with the same result.
 
-It accepts what the Collector, Tempo and hand-saved files write: snake_case keys, base64 ids, nulls, numbers for strings
-and strings for numbers, names of enums, Tempo's envelopes, arrays of records, records glued together or cut. A bad span
-costs itself and not its siblings; what is left out is a reject that says where and why.
+It accepts the output of the Collector, of Tempo and of hand-saved files: snake_case keys, base64 ids, nulls, numbers for
+strings and strings for numbers, names of enums, Tempo's envelopes, arrays of records, records glued together or cut. A
+bad span costs itself and not its siblings; everything left out is a reject with place and reason.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _BETWEEN = b" \t\r\n,[]"
 _BOM = b"\xef\xbb\xbf"
 _NOT_A_RECORD = "not a record"
 _MAX_ENVELOPES = 16
-"""Envelopes around a record; Tempo has one."""
+"""Nested envelopes around a record that are opened; Tempo writes one."""
 
 _HEX = re.compile("[0-9a-fA-F]+")
 _SCALAR_KINDS = (("intValue", Int64), ("doubleValue", float), ("boolValue", bool), ("stringValue", str))
@@ -67,16 +67,16 @@ _RECORD_KEYS = {"trace", "batches", "resourceSpans", "resource_spans"}
 
 
 class TooManyRejectsError(Exception):
-    """A record has more bad spans than are listed of a file."""
+    """A record has more bad spans than a file may have rejects."""
 
 
 class MakeReject(Protocol):
-    """Makes the reject of a stretch of a record."""
+    """Makes the reject of a byte range of a record."""
 
     def __call__(
         self, reason: str, start: int = 0, end: int | None = None, shown: bytes | None = None
     ) -> Reject:
-        """Return a reject of the bytes from `start` to `end`, of which `shown` stands in the excerpt."""
+        """Return a reject of the bytes from `start` to `end`; its excerpt shows `shown`, or all of them."""
         ...
 
 
@@ -86,7 +86,7 @@ def normalise(payload: bytes, reject: MakeReject, max_rejects: int) -> CheckedRe
     Args:
         payload: The record's text.
         reject: Makes a reject.
-        max_rejects: Rejects after which the record is not read further.
+        max_rejects: Rejects after which reading the record stops.
 
     Returns:
         The good spans, and a reject for everything else.
@@ -100,7 +100,7 @@ def normalise(payload: bytes, reject: MakeReject, max_rejects: int) -> CheckedRe
 
 
 def object_end(text: bytes, start: int, stop: int) -> int:
-    """Return where the JSON object that begins at `start` ends, or -1 if it does not before `stop`."""
+    """Return the end of the JSON object that begins at `start`, or -1 if it has none before `stop`."""
     depth = 0
     for token in _STRUCTURE.finditer(text, start, stop):
         mark = text[token.start()]
@@ -114,7 +114,7 @@ def object_end(text: bytes, start: int, stop: int) -> int:
 
 
 class _Reader:
-    """Reads one record, and keeps count of its spans, for the rejects to name them."""
+    """Reads one record, and counts its spans, so that rejects can name them by number."""
 
     def __init__(self, payload: bytes, reject: MakeReject, max_rejects: int) -> None:
         self.groups: list[SpanGroup] = []
@@ -122,7 +122,7 @@ class _Reader:
         self._payload = payload
         self._reject = reject
         self._left = max_rejects
-        self._spans_seen = 0
+        self._spans_read = 0
 
     def read(self) -> None:
         try:
@@ -133,9 +133,10 @@ class _Reader:
             self._read_envelopes(whole)
 
     def _read_pieces(self, reason: str) -> None:
-        """Read what is whole in a text that is not."""
+        """Read the whole records in a text that is not whole JSON."""
         text, size = self._payload, len(self._payload)
-        # No string of JSON can hold the beginning of a record unescaped: one ends at the latest where another begins.
+        # No JSON string can hold the beginning of a record, whose quotes would be escaped. So a record ends where another
+        # begins, at the latest.
         starts = [found.start() for found in _RECORD_START.finditer(text)]
         if not starts and not text.startswith(b"{"):
             self._add(self._reject(reason))
@@ -166,7 +167,7 @@ class _Reader:
             raise TooManyRejectsError
 
     def _each(self, place: str, read: Callable[[Raw], None], each: list[Raw]) -> None:
-        """Read items, and reject those that are bad."""
+        """Read items, and reject the bad ones."""
         for item in each:
             try:
                 read(item)
@@ -210,21 +211,21 @@ class _Reader:
         spans: list[Span] = []
         self.groups.append(SpanGroup(Origin.of(resource, text(scope, "name")), spans))
         for each in _list(_get(item, "spans"), "spans"):
-            self._spans_seen += 1
+            self._spans_read += 1
             try:
                 spans.append(read_span(each))
             except FieldError as error:
-                self._add(self._reject(f"span {self._spans_seen - 1}: {error.what}", shown=bytes(each)))
+                self._add(self._reject(f"span {self._spans_read - 1}: {error.what}", shown=bytes(each)))
 
 
 def _whole(text: bytes) -> Raw:
-    """Return a text that is one JSON value.
+    """Return a text as one JSON value, still unparsed.
 
     Raises:
-        FieldError: It is not.
+        FieldError: The text is not one JSON value.
     """
     try:
-        if not text.isascii():
+        if not text.isascii():  # msgspec does not check the UTF-8 of a raw value
             text.decode()
         return msgspec.json.decode(text.removeprefix(_BOM), type=Raw)
     except UnicodeDecodeError as error:
@@ -241,6 +242,7 @@ def read_span(raw: Raw) -> Span:
     Raises:
         FieldError: A field is not valid.
     """
+    # Most spans of a damaged record are good: the typed reader is several times as fast.
     try:
         return json_records.read_span(raw)
     except (FieldError, *DECODE_ERRORS):
@@ -279,6 +281,7 @@ def _enum(owner: Json, name: str, prefix: str, names: tuple[str, ...]) -> int:
     value = get(owner, name)
     if isinstance(value, str) and value.removeprefix(prefix) in names:
         return enum_number(value, prefix, names)
+    # ProtoJSON allows unknown numbers, which a newer version may define.
     return number(owner, name, Int32)
 
 
@@ -290,12 +293,13 @@ def _id(owner: Json, name: str) -> str:
 
 
 def _parent_id(span: Json) -> str:
+    # An id of zeros means no parent, as an empty one does; `_id` refuses it, because a span needs one.
     plain = _hex_id(span, "parentSpanId") if text(span, "parentSpanId") else ""
     return plain if plain.strip("0") else ""
 
 
 def _hex_id(owner: Json, name: str) -> str:
-    """Read an id as lower-case hex: it comes as hex, or as base64, which is shorter."""
+    """Return an id as lower-case hex; the record has it as hex, or as base64, which is shorter."""
     size, spelled = ID_BYTES[name], text(owner, name)
     if len(spelled) == 2 * size and _HEX.fullmatch(spelled):
         return spelled.lower()
@@ -318,7 +322,7 @@ def read_attributes(owner: Json) -> Pairs:
 
 
 def _value(tree: Any) -> Scalar:
-    """Read one value, a nested one as JSON text."""
+    """Return one value; a nested one as JSON text."""
     value = as_object({} if tree is None else tree, "value")
     scalar = _scalar(value)
     if scalar is not None:
@@ -328,13 +332,13 @@ def _value(tree: Any) -> Scalar:
 
 
 def _scalar(value: Json) -> Scalar:
-    """Read a scalar; all kinds that are set have to be valid, and the first counts."""
+    """Return a scalar, None if there is none; every kind that is set must be valid, and the first counts."""
     scalars = [optional(value, name, kind) for name, kind in _SCALAR_KINDS]
     return next((scalar for scalar in scalars if scalar is not None), None)
 
 
 def _plain(tree: Any, depth: int) -> Plain:
-    """Read a value inside another, as what it is in plain JSON."""
+    """Return a value inside another as plain JSON."""
     check_depth(depth)
     value = as_object({} if tree is None else tree, "value")
     scalar = _scalar(value)
@@ -379,7 +383,7 @@ def as_object(value: Any, name: str) -> Json:
     """Return the value if it is a JSON object.
 
     Raises:
-        FieldError: It is not.
+        FieldError: The value is not an object.
     """
     if not isinstance(value, dict):
         raise FieldError(f"{name} is not an object")
@@ -401,7 +405,7 @@ def items(owner: Json, name: str) -> list[Any]:
 
 
 def optional(owner: Json, name: str, kind: Any) -> Any:
-    """Convert a scalar field just as the typed structs do, or return None if it is unset.
+    """Return a scalar field converted as the typed structs convert it, or None if it is unset.
 
     Raises:
         FieldError: It cannot be converted.
@@ -427,7 +431,8 @@ def text(owner: Json, name: str) -> str:
     return value or ""
 
 
-# The upper levels of a record are taken apart without reading what is below: a record can be long.
+# The upper levels of a record are split without parsing the levels below: a record can be long, and its spans are then
+# parsed one by one, so that a bad one costs itself alone.
 
 
 def _fields(raw: Raw, name: str) -> dict[str, Raw]:
@@ -446,6 +451,7 @@ def _list(raw: Raw | None, name: str) -> list[Raw]:
 
 def _get(fields: dict[str, Raw], name: str) -> Raw | None:
     spellings = (fields.get(name), fields.get(_snake_case(name)))
+    # A raw null is unset, as in ProtoJSON.
     return next((raw for raw in spellings if raw is not None and bytes(memoryview(raw)[:5]) != b"null"), None)
 
 

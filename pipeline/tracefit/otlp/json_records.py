@@ -1,7 +1,7 @@
-"""OTLP JSON as exporters write it, decoded into typed structs down to the event.
+"""Decode OTLP JSON as exporters write it, with typed structs down to the event.
 
-The attributes of spans and events stay JSON text: `layouts` reads them column by column. A record that these structs refuse
-(snake_case keys, nulls, base64 ids, damage) goes through `json_normaliser`, which gives back the same spans.
+The attributes of spans and events stay JSON text: `layouts` reads them column by column. A record that these structs
+refuse (snake_case keys, nulls, base64 ids, damage) goes through `json_normaliser`, which returns the same spans.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _NO_ATTRIBUTES = Raw(b"[]")
 
 
 class _Struct(msgspec.Struct, gc=False, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Structs without reference cycles, whose fields are all that OTLP knows: any other key is a reason to look closer."""
+    """Structs with all fields of OTLP; any other key sends the record to the careful reader. They form no cycles (`gc`)."""
 
 
 class Value(_Struct, frozen=True):
-    """An attribute value; nested ones are left as text."""
+    """An attribute value; a nested one stays JSON text."""
 
     int_value: Int64 | None = None
     double_value: float | None = None
@@ -58,7 +58,7 @@ class Value(_Struct, frozen=True):
     bytes_value: Raw = _UNSET
 
     def scalar(self) -> Scalar:
-        """Return what is set; if several are, which is not valid, the first counts.
+        """Return the value that is set; the first, if a record sets several, which OTLP does not allow.
 
         Raises:
             FieldError: A nested value is not valid.
@@ -78,7 +78,7 @@ class KeyValue(_Struct, frozen=True):
 
 
 class Event(_Struct, frozen=True):
-    """A span event; its attributes are left as JSON text."""
+    """A span event; its attributes stay JSON text."""
 
     time_unix_nano: Nanos = 0
     name: str = ""
@@ -152,7 +152,7 @@ class _KeyValueList(_Struct, frozen=True):
 _LONG_BYTES, _SHORTEST_OBJECT = 4 << 20, 14
 _EMPTY_RECORDS = (b"{}", b"[]")
 
-# Not strict: 64-bit integers come as strings, which msgspec then converts without a Python str in between.
+# Not strict: OTLP writes 64-bit integers as strings, which msgspec then converts without a Python str in between.
 _RECORDS = msgspec.json.Decoder(_TracesData, strict=False)
 _SPANS = msgspec.json.Decoder(SpanStruct, strict=False)
 _PAIRS = msgspec.json.Decoder(list[KeyValue], strict=False)
@@ -160,14 +160,14 @@ _LISTS = msgspec.json.Decoder(_List, strict=False)
 _KEY_VALUE_LISTS = msgspec.json.Decoder(_KeyValueList, strict=False)
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for text that is not what it was asked for."""
+"""The errors of msgspec for text that is not JSON, or not of the wanted type."""
 
 
 def is_mostly_empty(payload: bytes) -> bool:
-    """Return whether a long record has more objects than spans and events of its length can.
+    """Return whether a long record has more objects than real spans and events of its length can have.
 
-    The shortest attribute takes 17 bytes for each of its two objects. Objects that are empty would take many times their
-    length in memory.
+    The shortest attribute takes 17 bytes for each of its two objects. Decoded, empty objects take many times their length
+    in memory, so that a hostile record of them is refused.
     """
     size = len(payload)
     return size > _LONG_BYTES and (
@@ -176,10 +176,10 @@ def is_mostly_empty(payload: bytes) -> bool:
 
 
 def read_record(payload: bytes) -> list[SpanGroup] | None:
-    """Decode a record as exporters write it; attributes are taken on trust.
+    """Decode a record as exporters write it; attributes are not checked yet.
 
     Returns:
-        Its spans; None if a closer look is needed, which may find the record good or bad.
+        Its spans; None if the careful reader must decide whether the record is good or bad.
     """
     if payload in _EMPTY_RECORDS:
         return []
@@ -201,8 +201,8 @@ def read_span(raw: Raw) -> Span:
     """Decode one span as exporters write it, the attributes of its events included.
 
     Raises:
-        FieldError: An id or an attribute is not as it should be.
-        DecodeError: Any other field is not; also UnicodeDecodeError and RecursionError.
+        FieldError: An id or an attribute is not valid.
+        DecodeError: Any other field is not valid; also UnicodeDecodeError and RecursionError.
     """
     span = _SPANS.decode(raw)
     for attributes in (span.attributes, *(event.attributes for event in span.events)):
@@ -220,15 +220,16 @@ def _groups(resource: _Resource, scope_spans: list[_ScopeSpans]) -> list[SpanGro
 
 
 def _checked(spans: list[SpanStruct]) -> list[Span]:
-    """Return spans whose ids are hex and not zero, in lower case.
+    """Return checked spans, their ids in lower case.
 
     Raises:
-        FieldError: An id is not, or an enum has an unknown name.
+        FieldError: An id is not hex or all zero, or an enum has an unknown name.
     """
     traces, ids = [span.trace_id for span in spans], [span.span_id for span in spans]
     parents = [span.parent_span_id for span in spans if span.parent_span_id]
     sizes_fit = set(map(len, traces)) == {32} and {*map(len, ids), *map(len, parents), 16} == {16}
-    # All at once: a thousand ids are checked in the time of a few.
+    # One regex over all ids joined: a thousand are checked in the time of a few. Sizes are checked before, so that
+    # the groups of 16 digits fall on the edges of the ids.
     every = "".join([*traces, *ids, *parents])
     is_upper = _UPPER_CASE.search(every) is not None
     if not (sizes_fit and _HEX_IDS.fullmatch(every.lower() if is_upper else every)):
@@ -299,7 +300,7 @@ def read_pairs(attributes: bytes | Raw) -> Pairs:
     """Return keys and values of the attributes of one event.
 
     Raises:
-        FieldError: They are not as exporters write them.
+        FieldError: They are written in an unusual way.
     """
     try:
         return [(each.key, each.value.scalar()) for each in _PAIRS.decode(attributes)]
@@ -308,7 +309,7 @@ def read_pairs(attributes: bytes | Raw) -> Pairs:
 
 
 def write_pairs(pairs: Pairs) -> Raw:
-    """Write attributes as exporters do, for `read_pairs` and `layouts` to read."""
+    """Write attributes as exporters do, so that `read_pairs` and `layouts` can read them."""
     kinds = {bool: "boolValue", int: "intValue", str: "stringValue", float: "doubleValue"}
     items = [
         # A double as text: JSON has no number for NaN.

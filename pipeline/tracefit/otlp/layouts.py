@@ -1,10 +1,10 @@
-"""Attributes of many events, read column by column.
+"""Read the attributes of many events column by column.
 
-The events of one name are written by one line of code, so that their attributes come in one order and differ in the
-values alone. The first event shows how its first attribute is written: the text before the value, the value's kind, the
-text behind it. These are compared with all the other events at once, and where they fit the values are read, and so on
-with the next attribute. An event that lacks the attribute stays where it is until its own comes up. What fits nowhere is
-left to be parsed one by one.
+One line of code writes all events of a name, so that their attributes come in one order and differ only in the values.
+The first event shows the *layout* of its first attribute: the text before the value, the kind of the value, the text
+after it. The layout is compared with all other events at once, and the values of the events that match are read; then
+the next attribute follows. An event without the attribute keeps its position until its next attribute comes up. Events
+that match no layout are left to be parsed one by one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 Kind = Literal["int", "double", "bool", "string", "bytes"]
 
 FEW_EVENTS = 24
-"""So few events are parsed one by one in less time than it takes to set up arrays."""
+"""Fewer events than this are parsed one by one in less time than it takes to set up arrays."""
 
 _BLOCK_ROWS = 8192
-"""Events read at a time: what is looked at stays in the processor's cache."""
+"""Events read at a time, so that their bytes stay in the processor's cache."""
 
 _MAX_FAILURES, _FREE_ROUNDS = 8, 64
-"""Events that fit nowhere, and attributes tried, before the few that each of them brings forward are counted."""
+"""Events without match, and attributes tried, before reading stops for lack of progress."""
 
 _INT64_DIGITS, _INT64_MAX = 19, np.uint64(2**63 - 1)
 _LONGEST_NUMBER = 32
@@ -48,9 +48,9 @@ class Values(NamedTuple):
 
     Attributes:
         stops: Where each value ends.
-        valid: Which could be read; what else is said of the others means nothing.
-        content: The number or boolean, or where a text begins that is cut out later.
-        sizes: Bytes of that text.
+        valid: Which values could be read; the other arrays mean nothing at the rest.
+        content: The number or boolean; of a text the position where it begins.
+        sizes: The size of that text in bytes.
     """
 
     stops: Positions
@@ -61,18 +61,18 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """How an attribute is written.
+    """The layout of one attribute.
 
     Attributes:
         key: Its key.
         kind: The value's kind.
         before: The text before the value.
         read: Reads the values that begin at some positions.
-        skip: Finds where they end, if nobody wants them; None if that takes as long as to read them.
-        behind: The text behind the value, up to where the next attribute begins or the event ends.
-        any_byte: Offsets in `before` where any byte will do (sizes, in protobuf).
-        is_text: Whether the reader gives places of texts, not values.
-        first: The value of the first event, where all events may have the same.
+        skip: Finds only the ends of values that are not wanted; None if that takes as long as reading them.
+        behind: The text after the value, up to the next attribute or the end of the event.
+        any_byte: Offsets in `before` that may hold any byte (sizes, in protobuf).
+        is_text: Whether the reader returns positions of texts, not values.
+        first: The value of the first event, if all events may have the same.
     """
 
     key: str
@@ -87,17 +87,17 @@ class Attribute:
 
 
 class Syntax(NamedTuple):
-    """How attributes follow each other: between brackets and commas, or simply end to end."""
+    """The syntax of a list of attributes: between brackets and commas (JSON), or simply end to end (protobuf)."""
 
     attribute_at: Callable[[bytes, int, int], Attribute | None]
-    """Takes apart the attribute at a place of a text that ends at another; None if it is unusual."""
+    """Takes a text, the position of an attribute and the end; returns the layout, or None if it is unusual."""
     opening: bytes = b""
     separator: bytes = b""
     closing: bytes = b""
 
 
 class Columns(NamedTuple):
-    """Events that could be read: which they are (ascending, shape (n,)), and a column for each wanted key."""
+    """Events that could be read: their rows (ascending, shape (n,)), and a column for each wanted key."""
 
     rows: Positions
     columns: dict[str, pl.Series]
@@ -119,20 +119,20 @@ def read_columns(
 
     Args:
         texts: The attributes of all events.
-        rows: Which of them to read, ascending.
-        wanted: Keys that columns are made of.
-        syntax: How they are written.
+        rows: The events to read, ascending.
+        wanted: Keys that become columns.
+        syntax: The syntax of the attributes.
 
     Returns:
-        What could be read, and the rows that could not. A value that an event lacks is null; a column whose values are
-        of several kinds is text.
+        The events that could be read, and the rows of those that could not. A value that an event lacks is null; a column
+        with values of several kinds is text.
     """
     pieces: dict[str, list[_Piece]] = {}
     done: list[Positions] = [rows[:0]]
     for start in range(0, len(rows) if len(rows) >= FEW_EVENTS else 0, _BLOCK_ROWS):
-        walk = _Walk(texts, rows[start : start + _BLOCK_ROWS], wanted, syntax)
-        done.append(walk.read())
-        for piece in walk.pieces:
+        reader = _LayoutReader(texts, rows[start : start + _BLOCK_ROWS], wanted, syntax)
+        done.append(reader.read())
+        for piece in reader.pieces:
             pieces.setdefault(piece.attribute.key, []).append(piece)
     read = np.sort(np.concatenate(done))
     columns: dict[str, pl.Series] = {}
@@ -144,8 +144,8 @@ def read_columns(
     return Columns(read, columns), rows if not len(read) else np.setdiff1d(rows, read, assume_unique=True)
 
 
-class _Walk:
-    """Some events on the way through their attributes: each has a place in its text, and leaves at its end."""
+class _LayoutReader:
+    """Reads a block of events attribute by attribute; an event is done when its position reaches its end."""
 
     def __init__(self, texts: PackedTexts, rows: Positions, wanted: Collection[str], syntax: Syntax) -> None:
         self._texts = texts
@@ -157,22 +157,23 @@ class _Walk:
         self.pieces: list[_Piece] = []
 
     def read(self) -> Positions:
-        """Read as far as possible; return the events that could be read to their end."""
+        """Return the events that could be read to their end."""
         self._open()
         failures = rounds = advanced = 0
-        # Where each attribute brings few events forward, parsing them one by one is faster.
+        # When each attribute advances only a few events, parsing those one by one is faster.
         while (
             len(self._rows) and failures < _MAX_FAILURES and advanced >= (rounds - _FREE_ROUNDS) * FEW_EVENTS
         ):
             attribute = self._syntax.attribute_at(
                 self._texts.data, int(self._at[0]), int(self._texts.ends[self._rows[0]])
             )
-            # Bytes are passed over, but not made a column of: there are several ways to write them.
+            # Bytes are skipped, but never become a column: base64 can be written in several ways.
             is_usual = attribute is not None and not (
                 attribute.kind == "bytes" and attribute.key in self._wanted
             )
             first = int(self._rows[0])
             moved = self._advance(attribute) if attribute is not None and is_usual else np.zeros(0, np.int64)
+            # The first event did not match its own layout: it is left to the parser, and the next one shows its layout.
             if first not in moved[:1]:
                 failures += 1
                 self._keep(self._rows != first)
@@ -181,7 +182,7 @@ class _Walk:
         return np.concatenate(self._done) if self._done else self._rows[:0]
 
     def _open(self) -> None:
-        """Pass the opening bracket, and let those go that have nothing in it."""
+        """Advance past the opening bracket, and finish the events without attributes."""
         opening, closing = self._syntax.opening, self._syntax.closing
         self._keep(self._texts.equal(self._at, opening))
         self._at = self._at + len(opening)
@@ -198,7 +199,7 @@ class _Walk:
             self._keep(~mask)
 
     def _advance(self, attribute: Attribute) -> Positions:
-        """Read an attribute where it comes next; return the events that have it."""
+        """Read an attribute of all events in which it comes next; return these events."""
         fits = self._texts.equal(self._at, attribute.before, attribute.any_byte)
         every = bool(fits.all())
         rows, at = (self._rows, self._at) if every else (self._rows[fits], self._at[fits])
@@ -206,7 +207,7 @@ class _Walk:
         valid, is_last, after = self._behind(attribute, values, self._texts.ends[rows])
         if not valid.all():
             every = False
-            fits[fits] = valid  # of those that fit, the ones whose value could be read
+            fits[fits] = valid  # narrows the matching events to those whose value could be read
             rows, is_last, after = rows[valid], is_last[valid], after[valid]
             values = Values(values.stops[valid], valid[valid], values.content[valid], values.sizes[valid])
         if attribute.key in self._wanted and len(rows):
@@ -215,17 +216,17 @@ class _Walk:
             self._at = after
             self._finish(is_last)
         else:
-            self._at = self._at.copy()
+            self._at = self._at.copy()  # a piece may share the old array
             self._at[fits] = after
             fits[fits] = is_last
             self._finish(fits)
         return rows
 
     def _read(self, attribute: Attribute, at: Positions) -> tuple[Values, bool]:
-        """Read values; say too whether all are as the first."""
+        """Return the values of an attribute, and whether all are equal to the first."""
         is_wanted = attribute.key in self._wanted
         if attribute.first is not None:
-            # Types, phases and the like are the same in all events of a name, and quickly known to be.
+            # Types, phases and the like are often equal in all events of a name, which one comparison shows.
             same = self._texts.equal(at, attribute.first + attribute.behind)
             if same.all():
                 return Values(
@@ -235,7 +236,7 @@ class _Walk:
         return read(self._texts, at), False
 
     def _behind(self, attribute: Attribute, values: Values, ends: Positions) -> tuple[Mask, Mask, Positions]:
-        """Check what comes behind values: which are valid, which are the last, and where the next attribute begins."""
+        """Check the text after values; return which are valid, which are the last, and where the next attribute begins."""
         valid, after = values.valid, values.stops
         if attribute.behind:
             valid, after = valid & self._texts.equal(after, attribute.behind), after + len(attribute.behind)
@@ -247,9 +248,9 @@ class _Walk:
 
 
 def _column(texts: PackedTexts, rows: Positions, pieces: Sequence[_Piece]) -> pl.Series | None:
-    """Put the values of one attribute together, null for rows without; None if a text is not UTF-8."""
+    """Return the values of one attribute as a column, null for rows without; None if a text is not UTF-8."""
     kinds = {piece.attribute.kind for piece in pieces}
-    # Pieces of a kind are made a column together: each costs something whatever its size.
+    # Pieces of one kind become a column together, because each column has a fixed cost.
     groups = [[piece] for piece in pieces] if len(kinds) > 1 else [pieces]
     series: list[pl.Series] = []
     for group in groups:
@@ -262,11 +263,11 @@ def _column(texts: PackedTexts, rows: Positions, pieces: Sequence[_Piece]) -> pl
     column = series[0] if len(series) == 1 else pl.concat(series)
     own = np.concatenate([piece.rows for group in groups for piece in group])
     if len(own) == len(rows) and (own == rows).all():
-        return column
+        return column  # every event has the attribute, in order: the usual case
     place = np.full(len(rows), -1, np.int64)
     at = np.searchsorted(rows, own)
     there = (at < len(rows)) & (rows[np.minimum(at, max(len(rows) - 1, 0))] == own) if len(rows) else at < 0
-    place[at[there]] = np.flatnonzero(there)  # of a key that is there twice, the last counts
+    place[at[there]] = np.flatnonzero(there)  # the last counts if a key occurs twice
     index = pl.Series(place)
     return column.gather(index.set(index < 0, None))
 
@@ -292,7 +293,7 @@ def _as_text(column: pl.Series) -> pl.Series:
 
 def _doubles(text: pl.Series) -> pl.Series | None:
     numbers = text.cast(pl.Float64, strict=False)
-    # What JSON calls a number and a double cannot hold is for the parser to refuse.
+    # Text that is no number, or a number beyond a double, is refused by the parser, with a reason.
     return None if numbers.null_count() or numbers.is_infinite().any() else numbers
 
 
@@ -311,7 +312,7 @@ _JSON_ATTRIBUTE = re.compile(_EITHER_ORDER.replace(" ", r"\s*").encode())
 
 
 def _json_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
-    """Take the attribute apart that begins at `start`; None if it is no scalar in the usual spelling."""
+    """Return the layout of the attribute at `start`; None if it is no scalar in the usual spelling."""
     found = _JSON_ATTRIBUTE.match(text, start, stop)
     if found is None:
         return None
@@ -337,13 +338,14 @@ def _json_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
 
 
 def _read_ints(texts: PackedTexts, positions: Positions) -> Values:
-    """Read decimal numbers; what is beyond int64, or has leading zeros, is not valid."""
+    """Read decimal numbers; one beyond int64, or with leading zeros, is not valid."""
     firsts = texts.array[positions]
     negative = firsts == ord("-")
     any_negative = bool(negative.any())
     starts = positions + negative if any_negative else positions
     sizes, numbers = texts.digits(starts)
     valid = (sizes == 1) | ((sizes > 0) & (texts.array[starts] != ord("0")))
+    # Only 19 digits can be on either side of the limit; -2^63 itself is left to the parser.
     if (sizes >= _INT64_DIGITS).any():
         valid &= (sizes < _INT64_DIGITS) | ((sizes == _INT64_DIGITS) & (numbers <= _INT64_MAX))
     signed = numbers.view(np.int64)
@@ -364,17 +366,17 @@ def _read_bools(texts: PackedTexts, positions: Positions) -> Values:
 
 
 def _read_strings(texts: PackedTexts, positions: Positions) -> Values:
-    # Up to the quote, or to a backslash, behind which the text then does not fit.
+    # Up to the quote, or to a backslash: after that the text does not match, and the parser reads the event.
     sizes = texts.sizes_until(positions, b'"\\')
     return Values(positions + sizes, sizes >= 0, positions, sizes)
 
 
 def _skip_strings(texts: PackedTexts, positions: Positions) -> Values:
-    """Find where strings end, those with escapes too."""
+    """Find the ends of strings, escapes included."""
     stops = positions + texts.sizes_until(positions, b'"\\')
     escaped = np.flatnonzero(texts.array[stops] == ord("\\"))
     while len(escaped):
-        stops[escaped] += 2
+        stops[escaped] += 2  # the backslash, and the character it escapes
         stops[escaped] += texts.sizes_until(stops[escaped], b'"\\')
         escaped = escaped[texts.array[stops[escaped]] == ord("\\")]
     return Values(stops, stops >= positions, positions, stops)
@@ -404,7 +406,7 @@ _MORE = 0x80
 
 
 def _protobuf_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
-    """Take the attribute apart that begins at `start`; None if it is no scalar as exporters write it."""
+    """Return the layout of the attribute at `start`; None if it is no scalar as exporters write it."""
     tags = []
     at, sizes, widths = start, [], []
     for level in ("attribute", "key", "value"):
@@ -429,6 +431,7 @@ def _protobuf_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
     is_text = kind in ("string", "bytes")
     if is_text:
         read = partial(_read_sized_text, width=read_varint(text, value_at + 1)[1] - value_at - 1)
+    # Sizes of the attribute and of its value differ from event to event; `_checked` compares them with the values.
     own = (1, widths[0]), (len(before) - 1 - widths[2], widths[2])
     any_byte = tuple(offset + n for offset, width in own for n in range(width))
     return Attribute(
@@ -437,12 +440,12 @@ def _protobuf_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
 
 
 def _checked(read: _Read, literal_size: int, *sizes: tuple[int, int]) -> _Read:
-    """Read values, and check that the sizes before them, of the attribute and of the value, end where they do.
+    """Return a reader that also checks the sizes of attribute and value: both must end where the value ends.
 
     Args:
         read: Reads the values.
-        literal_size: Bytes of the text before them.
-        sizes: Where in that text each of the two sizes is, and how many bytes it takes.
+        literal_size: Bytes of the text before a value.
+        sizes: Offset of each of the two sizes in that text, and its width in bytes.
     """
 
     def read_checked(texts: PackedTexts, positions: Positions) -> Values:
@@ -457,11 +460,12 @@ def _checked(read: _Read, literal_size: int, *sizes: tuple[int, int]) -> _Read:
 
 
 def _size_at(texts: PackedTexts, positions: Positions, width: int) -> Positions:
-    """Read sizes that take `width` bytes each; a size of another width gives one that fits nothing."""
+    """Read sizes of `width` bytes each; one of another width reads as a number that matches nothing."""
     size = np.zeros(len(positions), np.int64)
     for place in range(width):
         byte = texts.array[positions + place].astype(np.int64)
         size |= (byte & (_MORE - 1)) << (7 * place)
+        # Every byte but the last must announce another.
         size[(byte >= _MORE) != (place < width - 1)] = np.iinfo(np.int32).min
     return size
 

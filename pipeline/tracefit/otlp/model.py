@@ -1,4 +1,7 @@
-"""Spans between the wire and the columns: what the JSON and the protobuf reader both hand to the column builder."""
+"""The span model between readers and columns: the JSON and the protobuf reader both produce it, `decode` consumes it.
+
+Its limits and rules for values (enum names, numbers that JSON lacks, nesting) hold for both encodings.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,18 @@ MAX_VALUE_DEPTH = 40
 
 KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
 STATUS_CODES = ("UNSET", "OK", "ERROR")
-"""Names of the enums of a span, by number; on the wire they have a prefix."""
+"""Enum names of a span by number; on the wire they carry a prefix."""
 
 ID_BYTES = {"traceId": 16, "spanId": 8, "parentSpanId": 8}
 
 Scalar = int | float | bool | str | None
-"""An attribute's value: of the four scalar kinds, JSON text (a str) for nested ones, None for an empty one."""
+"""An attribute's value: one of four scalar kinds; a nested value is JSON text (a str), an empty one None."""
 
 Pairs = list[tuple[str, Scalar]]
-"""Attributes in the order of the wire."""
+"""Attributes in wire order."""
 
 Plain = Scalar | list["Plain"] | dict[str, "Plain"]
-"""A nested attribute value; bytes are base64 text in it, and numbers that JSON lacks are strings."""
+"""A nested attribute value, with bytes as base64 text, and numbers that JSON lacks as strings."""
 
 
 class FieldError(TracefitError):
@@ -45,7 +48,7 @@ class FieldError(TracefitError):
 
 
 class UnreadableRecordsError(TracefitError):
-    """Records that were taken on trust hold attributes that cannot be read; `records` has their numbers."""
+    """Records read without checks hold unreadable attributes; `records` has their indexes."""
 
     def __init__(self, records: set[int]) -> None:
         super().__init__("attributes cannot be read")
@@ -53,9 +56,9 @@ class UnreadableRecordsError(TracefitError):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A span that has been checked: ids are lower-case hex, or empty for no parent; times are within int64.
+    """A checked span: ids are lower-case hex, or empty for no parent; times are within int64.
 
-    `attributes` and `events` are as the reader of the encoding left them, which also turns them into columns.
+    `attributes` and `events` are still in the form of their encoding, whose functions turn them into columns.
     """
 
     trace_id: str
@@ -75,7 +78,7 @@ class Span(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the resource and the scope of spans say."""
+    """Facts that spans share: those of their resource and scope."""
 
     service_name: str | None = None
     service_instance_id: str | None = None
@@ -84,7 +87,7 @@ class Origin:
 
     @classmethod
     def of(cls, resource: Iterable[tuple[str, Scalar]], scope: str) -> Origin:
-        """Return the origin that resource attributes and a scope's name give; what is not a string is unset."""
+        """Return the origin for resource attributes and a scope's name; a value that is not a string is unset."""
         named = {key: value or None for key, value in resource if isinstance(value, str)}
         host = named.get("host.name") or named.get("host.id")
         return cls(named.get("service.name"), named.get("service.instance.id"), host, scope or None)
@@ -105,8 +108,8 @@ class Events(NamedTuple):
         unix_ns: Their times; shape (n,).
         texts: Their attributes, encoded.
         dropped: How many attributes the emitter left out; shape (n,).
-        odd: Attributes of the events that had to be read one by one, by their place.
-        bad: Places of events that cannot be read.
+        odd: Attributes of the events that were read one by one, by index.
+        bad: Indexes of events that cannot be read.
     """
 
     names: list[str]
@@ -118,7 +121,7 @@ class Events(NamedTuple):
 
 
 class CheckedRecord(NamedTuple):
-    """What a careful look at one record found: its good spans, and a reject for everything else."""
+    """The result of reading one record carefully: its good spans, and a reject for everything else."""
 
     groups: list[SpanGroup]
     rejects: list[Reject]
@@ -130,7 +133,7 @@ def enum_number(value: int | str, prefix: str, names: tuple[str, ...]) -> int:
     """Return the number of an enum, which JSON spells as a number or as a name.
 
     Raises:
-        FieldError: It is the name of none.
+        FieldError: No enum value has this name.
     """
     if not isinstance(value, str):
         return value

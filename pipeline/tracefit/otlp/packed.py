@@ -1,7 +1,7 @@
-"""Many short texts end to end in one buffer, and arithmetic on all of them at once.
+"""Many short texts packed end to end into one buffer, and arithmetic on all of them at once.
 
-Everything here works on arrays of positions in the buffer: numpy compares or converts what lies at a hundred thousand
-positions in the time Python needs for a thousand. Numbers are read eight bytes at a time, as one 64-bit word (the
+All methods take arrays of positions in the buffer: numpy compares or converts the bytes at a hundred thousand positions
+in the time Python needs for a thousand. Numbers are read eight bytes at a time, as one 64-bit word (the
 first byte is the lowest); the bit tricks follow https://lemire.me/blog/2022/01/21/swar-explained-parsing-eight-digits/.
 """
 
@@ -29,8 +29,9 @@ LONGEST_TEXT = 4096
 """Bytes up to which a string is read in place; longer ones are left to the parser."""
 
 _MARGIN = 256
-"""Zeros behind the last text: reading a word, a literal or a short string there stays inside the buffer."""
+"""Zeros after the last text, so that reading a word, a literal or a short string at its end stays inside the buffer."""
 
+# A byte-wise constant times `_ONES` is that byte eight times over.
 _ONES, _TOPS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
 _ONE, _SHIFT_TO_BYTES = np.uint64(1), np.uint8(3)
 _DIGIT_ZEROS, _ABOVE_NINE = _ONES * np.uint64(ord("0")), _ONES * np.uint64(0x80 - 10)
@@ -42,7 +43,7 @@ _PAIRS = tuple(
         (10_000, 32, 0x00000000FFFFFFFF),
     )
 )
-"""Factor, shift and mask that join neighbouring digits, then pairs, then fours: the first of two is worth `base`."""
+"""Factor, shift and mask that join adjacent digits, then pairs, then fours: the first of two is worth `base`."""
 _POWERS_OF_TEN = np.array([10**n for n in range(WORD + 1)], np.uint64)
 
 
@@ -70,13 +71,14 @@ class PackedTexts:
         sizes = np.fromiter(map(len, texts), np.int64, len(texts))
         data = b"".join([*texts, bytes(_MARGIN + int(sizes.max(initial=0)))])
         array = np.frombuffer(data, np.uint8)
+        # A view with a stride of one byte: words overlap, one begins at every position, and nothing is copied.
         words: Words = np.ndarray((len(array) - WORD + 1,), "<u8", array, strides=(1,))
         ends = sizes.cumsum()
         return cls(data, array, words, ends - sizes, ends)
 
     @property
     def nowhere(self) -> int:
-        """A position among the zeros, where no literal and no value is found."""
+        """A position in the final zeros, where no literal and no value is found."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def windows(self, positions: Positions, size: int) -> NDArray[np.void]:
@@ -86,14 +88,14 @@ class PackedTexts:
         return windows
 
     def equal(self, positions: Positions, literal: bytes, any_byte: tuple[int, ...] = ()) -> Mask:
-        """Return where the bytes are a literal; those at the offsets `any_byte` may be anything."""
+        """Return at which positions a literal lies; the bytes at its offsets `any_byte` may have any value."""
         count, size = len(positions), len(literal)
         if not size:
             return np.ones(count, np.bool_)
         windows = self.windows(positions, size).view(np.uint8).reshape(count, size)
         for offset in any_byte:
-            windows[:, offset] = literal[offset]
-        # Nearly always all are alike, and comparing them as one string is much the fastest way to know.
+            windows[:, offset] = literal[offset]  # a copy: fancy indexing made `windows`
+        # Nearly always all are equal, and comparing them as one string is by far the fastest test.
         if windows.tobytes() == literal * count:
             return np.ones(count, np.bool_)
         mask: Mask = (windows == np.frombuffer(literal, np.uint8)).all(axis=1)
@@ -106,6 +108,7 @@ class PackedTexts:
             How many digits there are at each position, and the number they make, modulo 2^64; shape (n,) each.
         """
         sizes, numbers = self._digits_of_word(positions)
+        # Numbers that fill the whole word may go on in the next one: its digits are appended.
         for at in (WORD, 2 * WORD):
             more = np.flatnonzero(sizes == at)
             if not len(more):
@@ -116,17 +119,21 @@ class PackedTexts:
         return sizes, numbers
 
     def _digits_of_word(self, positions: Positions) -> tuple[Positions, Words]:
+        # "0" to "9" are 0x30 to 0x39, so that the exclusive or leaves 0 to 9 of digits, and more of all other bytes.
         word = self.words[positions] ^ _DIGIT_ZEROS
-        # A byte that is no digit has its top bit set after the addition, or had it before.
+        # Adding 0x76 sets the top bit of bytes above 9, unless it was set before. A carry out of a byte goes to the bytes
+        # after it alone, which come after the first non-digit and do not count.
         count = _bytes_before_top((word + _ABOVE_NINE) | word)
-        # The digits move to the top, behind zeros; a shift by all 64 bits is 0 in numpy.
+        # Shift the digits to the end of the word: zeros come first, as leading zeros, and other bytes fall off. A shift by
+        # all 64 bits is 0 in numpy.
         value = word << (np.uint64(64) - (count << 3).astype(np.uint64))
+        # Each round multiplies and adds adjacent numbers at once: 8 digits to 4 pairs to 2 fours to 1 number.
         for factor, width, mask in _PAIRS:
             value = ((value * factor) >> width) & mask
         return count, value
 
     def sizes_until(self, positions: Positions, ends: bytes, longest: int = LONGEST_TEXT) -> Positions:
-        """Return how many bytes lie before the next byte that is one of `ends`; up to `longest`."""
+        """Return how many bytes lie before the next byte of `ends`; `longest` at most."""
         sizes = np.zeros(len(positions), np.int64)
         places = np.arange(len(positions))
         at = positions
@@ -134,6 +141,8 @@ class PackedTexts:
             word = self.words[at]
             marks = np.zeros(len(at), np.uint64)
             for end in ends:
+                # Zero where the byte is `end`. Subtracting 1 then borrows into the top bit, as it does from no other byte
+                # whose top bit was clear, at least up to the first match; later ones do not count.
                 other = word ^ (_ONES * np.uint64(end))
                 marks |= (other - _ONES) & ~other
             count = _bytes_before_top(marks)
@@ -141,6 +150,7 @@ class PackedTexts:
             more = np.flatnonzero(count == WORD)
             if not len(more):
                 break
+            # Go on with the texts that do not end in this word; those at the end of the buffer stay among its zeros.
             places, at = places[more], np.minimum(at[more] + WORD, self.nowhere)
         return sizes
 
@@ -151,53 +161,60 @@ class PackedTexts:
             How many bytes each takes (0 if it is longer than ten), and the number; shape (n,) each.
         """
         word = self.words[positions]
+        # The last byte of a number is the first with a clear top bit.
         sizes = _bytes_before_top(~word) + 1
+        # Shift up and down again to clear the bytes after the number.
         keep = np.uint64(64) - (sizes.clip(max=WORD) << 3).astype(np.uint64)
         numbers = _septets((word << keep) >> keep)
         longer = np.flatnonzero(sizes > WORD)
         if len(longer):
-            # Two more bytes at most: 7 bits of the ninth, one of the tenth.
+            # At most two more bytes fit into 64 bits: 7 bits of the ninth, 1 bit of the tenth.
             first, second = (self.array[positions[longer] + WORD + n].astype(np.uint64) for n in (0, 1))
             two = first >= np.uint64(0x80)
             high = (first & np.uint64(0x7F)) | np.where(two, (second & _ONE) << np.uint64(7), np.uint64(0))
             numbers[longer] |= high << np.uint64(7 * WORD)
+            # A tenth byte above 1 would be a 65th bit, or an eleventh byte: no valid number.
             sizes[longer] = np.where(two, np.where(second < np.uint64(2), 10, 0), 9)
         return sizes, numbers
 
     def strings(self, positions: Positions, sizes: Positions) -> pl.Series | None:
-        """Return the bytes at some positions as a String column, or None if they are not UTF-8."""
+        """Return the texts at some positions as a String column, or None if they are not UTF-8."""
         cut = self._cut(positions, sizes)
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
         array = pa.Array.from_buffers(
             pa.large_string(), len(sizes), [None, pa.py_buffer(offsets), pa.py_buffer(cut)]
         )
-        if (cut >= 0x80).any():
+        if (cut >= 0x80).any():  # ASCII alone, the usual case, is UTF-8 without a check
             try:
                 array.validate(full=True)
             except pa.ArrowInvalid:
                 return None
-        # By way of a batch: polars converts a bare array with pyarrow.compute, which takes long to import.
+        # Through a record batch: polars converts a bare array with pyarrow.compute, which takes long to import.
         return pl.DataFrame(pa.RecordBatch.from_arrays([array], ["text"])).to_series()
 
     def _cut(self, positions: Positions, sizes: Positions) -> NDArray[np.uint8]:
         longest, total = int(sizes.max(initial=0)), int(sizes.sum())
         if longest > _MARGIN or longest * len(sizes) > 8 * total:
+            # One index per byte of the result: its text's position plus its offset in the text.
             ends = sizes.cumsum()
             return self.array[np.repeat(positions - ends + sizes, sizes) + np.arange(total)]
-        # Windows as long as the longest are copied much faster than bytes one by one.
+        # Copying windows of the longest size, and then dropping the padding, is much faster than an index per byte.
         padded = self.windows(positions, max(longest, 1)).view(np.uint8).reshape(len(sizes), max(longest, 1))
         return padded[np.arange(max(longest, 1)) < sizes[:, None]]
 
 
 def _bytes_before_top(marks: Words) -> Positions:
-    """Return how many bytes come before the first that has its top bit set; eight if none has."""
+    """Return how many bytes precede the first one with its top bit set; eight if there is none."""
     tops = marks & _TOPS
+    # `tops - 1` turns the zeros below the lowest set bit into ones; `& ~tops` keeps only those. Their number is the index
+    # of that bit, 8 n + 7, and its eighth the number of whole bytes below. Without any bit all 64 are ones: 8 bytes.
     return (np.bitwise_count(~tops & (tops - _ONE)) >> _SHIFT_TO_BYTES).astype(np.int64)
 
 
 def _septets(word: Words) -> Words:
-    """Close the gaps that the top bits of eight bytes leave between the other seven of each."""
+    """Join the lower 7 bits of each of eight bytes, as protobuf stores a number, to one of 56 bits."""
+    # Every other group moves down over the gap below it: 7-bit groups by 1 bit, 14-bit groups by 2, 28-bit ones by 4.
     pairs = (word & np.uint64(0x007F007F007F007F)) | ((word & np.uint64(0x7F007F007F007F00)) >> _ONE)
     fours = (pairs & np.uint64(0x00003FFF00003FFF)) | (
         (pairs & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2)

@@ -1,8 +1,8 @@
-"""OTLP protobuf, parsed down to the event by protobuf's own parser.
+"""Decode OTLP protobuf, down to the event with protobuf's own parser.
 
-The schema is trimmed to what columns are made of, and events and attributes are declared as bytes: the wire format does
-not tell a message from the bytes of one. `layouts` reads the attributes of events column by column. A record that is
-not as exporters write it is read span by span, which finds what is wrong with it.
+The schema is trimmed to the fields that become columns. It declares events and attributes as bytes, which the wire format
+writes like messages; `layouts` reads the attributes of events column by column. A record with an unusual encoding is
+read span by span, to find its bad spans.
 """
 
 from __future__ import annotations
@@ -95,16 +95,16 @@ _CLASSES = _message_classes()
 _TracesData, Event = _CLASSES["TracesData"], _CLASSES["Event"]
 
 _MANY_EVENTS, _SHORTEST_EVENT = 100_000, 12
-"""An event with its time takes eleven bytes; empty ones would take many times their length in memory."""
+"""An event with its time takes eleven bytes. Decoded, empty events take many times their length in memory."""
 
 _SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
 
 
 def read_record(payload: bytes) -> list[SpanGroup] | None:
-    """Decode a record as exporters write it; attributes and events are taken on trust.
+    """Decode a record as exporters write it; attributes and events are not checked yet.
 
     Returns:
-        Its spans; None if a closer look is needed, which may find the record good or bad.
+        Its spans; None if the careful reader must decide whether the record is good or bad.
     """
     groups = []
     try:
@@ -124,15 +124,15 @@ def check_record(payload: bytes, reject: MakeReject, max_rejects: int) -> Checke
     Args:
         payload: The record.
         reject: Makes a reject.
-        max_rejects: Rejects after which the record is not read further.
+        max_rejects: Rejects after which reading the record stops.
 
     Returns:
-        The good spans, their events written anew as exporters do, and a reject for each bad span; one reject alone if the
-        message cannot be parsed.
+        The good spans, their events rewritten as exporters write them, and a reject for each bad span; a single reject if
+        the message cannot be parsed.
     """
     groups: list[SpanGroup] = []
     rejects: list[Reject] = []
-    spans_seen = 0
+    spans_read = 0
     try:
         data = _TracesData.FromString(payload)
     except DecodeError:
@@ -142,7 +142,7 @@ def check_record(payload: bytes, reject: MakeReject, max_rejects: int) -> Checke
             resource = [_pair(attribute) for attribute in resource_spans.resource.attributes]
         except FieldError as error:
             rejects.append(reject(f"resourceSpans: {error.what}"))
-            spans_seen += sum(len(scope_spans.spans) for scope_spans in resource_spans.scope_spans)
+            spans_read += sum(len(scope_spans.spans) for scope_spans in resource_spans.scope_spans)
             continue
         for scope_spans in resource_spans.scope_spans:
             spans: list[Span] = []
@@ -153,8 +153,8 @@ def check_record(payload: bytes, reject: MakeReject, max_rejects: int) -> Checke
                 try:
                     spans.append(_checked_span(message))
                 except FieldError as error:
-                    rejects.append(reject(f"span {spans_seen}: {error.what}"))
-                spans_seen += 1
+                    rejects.append(reject(f"span {spans_read}: {error.what}"))
+                spans_read += 1
     return CheckedRecord(groups, rejects)
 
 
@@ -183,7 +183,7 @@ def _span(message: Any) -> Span:
 
 
 def _checked_span(message: Any) -> Span:
-    """Return a span whose attributes and events are written anew, as exporters do; nested values become text."""
+    """Return a span with attributes and events rewritten as exporters write them; nested values become text."""
     span = _span(message)
     attributes = write_event(0, "", read_pairs(bytes(span.attributes)), 0)
     events = [write_event(*read_event(event)) for event in span.events]
@@ -191,11 +191,11 @@ def _checked_span(message: Any) -> Span:
 
 
 _ATTRIBUTE_HEADS = [bytes([0x1A, size]) for size in range(0x80)]
-"""The tag and the size of an attribute, as they stand before it in an event."""
+"""Tag and size before an attribute in an event, by size; all sizes of one byte."""
 
 
 def _attributes(attributes: Iterable[bytes]) -> bytes:
-    """Return the attributes of a span end to end, as those of an event are."""
+    """Return the attributes of a span end to end, in the wire format of an event's attributes."""
     try:
         return b"".join([_ATTRIBUTE_HEADS[len(each)] + each for each in attributes])
     except IndexError:  # sizes of two bytes and more
@@ -227,7 +227,7 @@ def read_event(event: bytes) -> tuple[int, str, Pairs, int]:
 
 
 def write_event(unix_ns: int, name: str, pairs: Pairs, dropped: int) -> bytes:
-    """Write an event as exporters do, its nested attributes as text."""
+    """Return an event as exporters write it, with nested attributes as text."""
     attributes = [_write_pair(key, value) for key, value in pairs]
     message = Event(
         time_unix_nano=unix_ns, name=name, attributes=attributes, dropped_attributes_count=dropped
@@ -237,7 +237,7 @@ def write_event(unix_ns: int, name: str, pairs: Pairs, dropped: int) -> bytes:
 
 
 def _write_pair(key: str, value: Scalar) -> bytes:
-    # The official schema: imported only for what is unusual.
+    # The official schema: imported only for unusual records, because loading it takes time.
     from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue  # noqa: PLC0415
 
     content = AnyValue()
@@ -253,10 +253,10 @@ def _write_pair(key: str, value: Scalar) -> bytes:
 
 
 def read_pairs(attributes: bytes) -> Pairs:
-    """Return keys and values of attributes that are written as those of an event.
+    """Return keys and values of attributes in the wire format of an event's attributes.
 
     Raises:
-        FieldError: One of them is no message, or nested too deep.
+        FieldError: An attribute is no message, or nested too deep.
     """
     return read_event(attributes)[2]
 
@@ -281,7 +281,7 @@ def _scalar(value: Any) -> Scalar:
 
 
 def _plain(value: Any, depth: int) -> Plain:
-    """Return a value inside another, as what it is in plain JSON."""
+    """Return a value inside another as plain JSON."""
     check_depth(depth)
     kind = value.WhichOneof("value")
     if kind == "double_value":
@@ -306,7 +306,9 @@ _NAME_AT = 11
 
 
 def event_columns(events: list[bytes]) -> Events:
-    """Take the times and names off serialized events; those that are written in an unusual way are read one by one."""
+    """Return serialized events as columns; events with an unusual encoding are read one by one."""
+    # All tests below look at the bytes of all events at once. They read beyond short events, into the next one or the
+    # final zeros, which does no harm: `attributes_at <= ends` then fails.
     texts = PackedTexts.of(events)
     array, starts, ends = texts.array, texts.starts, texts.ends
     sizes = array[starts + _NAME_AT - 1].astype(np.int64)
@@ -314,7 +316,7 @@ def event_columns(events: list[bytes]) -> Events:
     attributes_at = starts + _NAME_AT + sizes
     usual &= attributes_at <= ends
     usual &= (attributes_at == ends) | (array[np.minimum(attributes_at, ends)] == _ATTRIBUTE_TAG)
-    # What may be a count of dropped attributes, of one byte or two, comes last.
+    # A count of dropped attributes, of one byte or two, comes last: such events are read one by one.
     usual &= (array[ends - 2] != _DROPPED_TAG) & (array[ends - 3] != _DROPPED_TAG)
     attributes_at = np.where(usual, attributes_at, ends)
     unix_ns = texts.words[starts + 1].view(np.int64)  # a copy
@@ -323,7 +325,7 @@ def event_columns(events: list[bytes]) -> Events:
         texts.data[start:stop]
         for start, stop in zip((starts + _NAME_AT).tolist(), attributes_at.tolist(), strict=True)
     ]
-    known = {name: _text_of(name) for name in set(names)}
+    known = {name: _text_of(name) for name in set(names)}  # few names: each is decoded once
     if None in known.values():
         usual &= np.array([known[name] is not None for name in names], np.bool_)
     columns = Events(

@@ -1,4 +1,4 @@
-"""What a transformer is made of, and what one token costs in it: parameters, KV bytes, FLOPs, weight bytes.
+"""The size of a transformer and the cost of a token in it: parameters, KV bytes, FLOPs, weight bytes.
 
 Everything here is arithmetic on a `ModelArchitecture`; reading one from a Hugging Face `config.json` is
 `model_config`'s work. Only matrices are counted: norms and biases are below 0.2 % of any model supported.
@@ -41,7 +41,7 @@ class LatentAttention:
 
     @property
     def cached_elements(self) -> int:
-        """Elements cached per token and layer, whatever the number of heads."""
+        """Elements cached per token and layer, for all heads together."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -63,7 +63,7 @@ class ModelArchitecture:
         head_dim: Width of one query head; not always hidden / heads.
         latent: Sizes of latent attention; None for every other kind.
         moe_layer_ids: Which layers route tokens to experts, in order; empty for a dense model.
-        ffn: FFN width of a dense layer; where no layer is dense, what is stated for one, or an expert's.
+        ffn: FFN width of a dense layer; if no layer is dense, the stated width, or that of an expert.
         gated_ffn: Three matrices per FFN (gate, up, down) instead of two.
         experts: Routed experts of an MoE layer; 0 for a dense model.
         experts_per_token: Routed experts each token visits.
@@ -298,7 +298,7 @@ class ModelArchitecture:
     # -- facts ---------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Scalar]:
-        """Return what a coefficient file says of the model, as a flat mapping in a fixed order."""
+        """Return the model facts of a coefficient file, as a flat mapping in a fixed order."""
         windows = [window for window in self.layer_windows if window is not None]
         return {
             "model": self.name,

@@ -51,7 +51,7 @@ class ModelScope:
 def read_context(
     run_config: Path | None, model_config: Path | None, overrides: ServerSettings, *, gpu: str | None = None
 ) -> RunContext:
-    """Read what a run's files say of its server; what is given for this call wins.
+    """Return the server of a run, from the run's files; values given by the user win.
 
     Args:
         run_config: exp-config.yaml, run.yaml, a `vllm serve` command line or a server log.
@@ -60,7 +60,7 @@ def read_context(
         gpu: Name of a GPU, or a JSON file that describes one; else the run's own `gpu` setting.
 
     Raises:
-        UsageError: A file is not what it should be, a GPU is not known, or model and tensor parallelism contradict.
+        UsageError: A file is not valid, a GPU is not known, or model and tensor parallelism contradict.
     """
     settings = read_settings(run_config) if run_config else ServerSettings()
     settings = assume_defaults(merge(settings, overrides))

@@ -1,8 +1,8 @@
-"""Bounded reading of the small JSON and YAML files a user provides, and validation of what they hold.
+"""Bounded reading of the small JSON and YAML files a user provides, and validate their content.
 
 This is the only module of `server/` and `features/` that opens files. The files come from anywhere, so size, nesting
 and types are checked before a value is used. Shapes are declared as annotated types where they belong (settings, GPU,
-feature set) and applied by `validated`. Every fault is one `UsageError` line: file, key, what is wrong with it, and
+feature set) and applied by `validated`. Every fault is one `UsageError` line: file, key, the fault, and
 the nearest known key where a key is wrong.
 """
 
@@ -142,7 +142,7 @@ def parse_json_object(
 
 
 def _check_json_size(text: str, *, where: str) -> None:
-    """Refuse what would cost too much to parse, from counts of characters alone."""
+    """Refuse text that is too costly to parse, from counts of characters alone."""
     if max(text.count(mark) for mark in ",[{") > MAX_JSON_VALUES:
         raise UsageError(f"is not JSON of fewer than {MAX_JSON_VALUES:,} values", where=where)
     depth = 0
@@ -288,7 +288,7 @@ def validated(
     key: str | None = None,
     spellings: Mapping[str, str] | None = None,
 ) -> _T:
-    """Return a decoded value as the type it is declared to be.
+    """Return a decoded value as its declared type.
 
     Args:
         shape: The declared type.
@@ -298,7 +298,7 @@ def validated(
         spellings: Field name to the key the document has it under, for the error.
 
     Raises:
-        UsageError: The value is not of that type; the line names the first key at fault.
+        UsageError: The value is not of that type; the line names the first wrong key.
     """
     try:
         return shape.validate_python(value)
@@ -383,7 +383,7 @@ def _fields(kind: object) -> dict[str, object]:
 
 
 def kind_of(value: object) -> str:
-    """Name the kind of a decoded value, in the words a reader of JSON uses."""
+    """Return the kind of a decoded value, in JSON terms."""
     names: tuple[tuple[type, str], ...] = (
         (bool, "true/false"),
         (int, "a number"),

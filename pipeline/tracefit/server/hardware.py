@@ -1,4 +1,4 @@
-"""GPUs as far as step time depends on them: a catalogue with sources, and a reader of a user's own GPU file.
+"""Facts of GPUs that step time depends on: a catalogue with sources, and a reader of a user's own GPU file.
 
 Rates are dense (datasheets of NVIDIA print sparse ones, which are twice as high). GB is 10^9 bytes. Link
 bandwidth is bidirectional per GPU, over NVLink, xGMI or a bridge.
@@ -42,7 +42,7 @@ _Rate = Annotated[FiniteNumber, Field(gt=0, le=1e6)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuValues:
-    """What a GPU file states.
+    """The values of a GPU file.
 
     Attributes:
         name: Name in the catalogue or in the user's file.
@@ -97,7 +97,7 @@ class Gpu(GpuValues):
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or "gpu"
 
     def facts(self) -> dict[str, Scalar]:
-        """Return what a coefficient file says of the GPU, as a flat mapping in a fixed order."""
+        """Return the GPU facts of a coefficient file, as a flat mapping in a fixed order."""
         return {
             "gpu": self.name,
             "compute_tflops_fp16": self.compute_tflops_fp16,
@@ -222,7 +222,7 @@ def _names() -> Mapping[str, str]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Find a GPU of the catalogue by its name, a common alias, or what the driver calls it.
+    """Return a GPU of the catalogue by its name, a common alias, or the driver's name.
 
     Letter case, spaces and dashes do not matter, and the maker's name may lead: `H100`, `h100 sxm`,
     `NVIDIA H100 80GB HBM3`, `A100-SXM4-80GB`.

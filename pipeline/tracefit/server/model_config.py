@@ -1,4 +1,4 @@
-"""Read a model's `config.json` by what its keys mean, over families and their spellings.
+"""Read a model's `config.json` into a `ModelArchitecture`, for all families and their spellings.
 
 A value the config does not state is either refused (one line that names the key) or, where the family or vLLM
 defines it, filled in and listed in `ModelArchitecture.assumed`.
@@ -122,7 +122,7 @@ class _Config:
     assumed: list[str] = field(default_factory=list)
 
     def get(self, key: str) -> object:
-        """Return a key's value; None when it is absent, null, or stands where it does not count."""
+        """Return a key's value; None if it is absent, null, or in a section that does not count."""
         value = self.inner.get(key)
         return self.outer.get(key) if value is None and key in _OUTER_KEYS else value
 
@@ -146,7 +146,7 @@ class _Config:
         return default
 
     def required(self, *keys: str, most: int = _MOST_WIDTH) -> int:
-        """Return a whole number that the model cannot be described without."""
+        """Return a whole number that every model needs."""
         value = self.integer(*keys, most=most)
         if value is None:
             spellings = f" (also spelled {', '.join(keys[1:])})" if keys[1:] else ""
@@ -302,7 +302,7 @@ def _shared_width(config: _Config, expert_width: int) -> int:
 
 
 def _moe_layer_ids(config: _Config, layers: int) -> tuple[int, ...]:
-    """Return which layers are MoE, by whichever of the families' rules the config uses."""
+    """Return which layers are MoE, by the rule of the families that the config uses."""
     listed = config.integers("moe_layers", least=0, most=layers - 1)
     if listed is not None:
         return tuple(sorted(set(listed)))

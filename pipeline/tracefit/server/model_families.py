@@ -1,6 +1,6 @@
-"""What a Hugging Face model family does that its config.json does not say.
+"""Facts of Hugging Face model families that their config.json does not state.
 
-A config names a family (`model_type`) and leaves out whatever is the family's default, so a few facts per
+A config names a family (`model_type`) and leaves out the family's defaults, so a few facts per
 family are needed beside it: whether FFNs are gated, whether embeddings are tied, which layers a window is for.
 Source: each family's configuration class in the transformers library.
 """

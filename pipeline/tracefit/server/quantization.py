@@ -1,4 +1,4 @@
-"""How many bytes a number takes: data types, and the quantization that makes weights smaller.
+"""Bytes per number: data types, and quantization, which makes weights smaller.
 
 `parse_quantization` reads the `quantization_config` section of a model's config.json: which matrices it makes smaller,
 and by how much.
@@ -122,7 +122,7 @@ def parse_quantization(section: Document | None, *, where: str) -> Quantization:
         where: Name of the config, for errors.
 
     Raises:
-        UsageError: A bit count that is none.
+        UsageError: A bit count is not valid.
     """
     if section is None:
         return NOT_QUANTIZED
@@ -182,7 +182,7 @@ def _bits(section: Document, *, where: str) -> int | None:
 
 
 def _leaves_out_attention(section: Document) -> bool:
-    """Tell whether every layer's attention is left as it is, not only that of some numbered layer."""
+    """Return whether the attention of every layer is left unquantized, not only that of some numbered layers."""
     for key in _LEFT_OUT:
         patterns = section.get(key)
         for pattern in patterns if isinstance(patterns, list) else ():
@@ -200,7 +200,7 @@ def _kv_bytes(section: Document, *, where: str) -> float | None:
 
 
 def _computes_in_fp8(section: Document, method: str) -> bool:
-    """Tell whether activations are quantized to 8-bit floats too; weights alone do not change the rate."""
+    """Return whether activations are quantized to 8-bit floats too; weights alone do not change the rate."""
     if method in FP8_COMPUTE_METHODS:
         return True
     for group in _groups(section):

@@ -81,7 +81,7 @@ def as_served(
 
 
 def _with_dtype(arch: ModelArchitecture, dtype: str) -> ModelArchitecture:
-    """Change the data type of whatever is held in the model's own data type."""
+    """Change the data type of all matrices in the model's own data type."""
     new, old = bytes_of_dtype(dtype, key="dtype"), arch.dtype_bytes
     quantized = arch.quantization is not None
     sizes = (arch.attention_weight_bytes, arch.ffn_weight_bytes, arch.expert_weight_bytes, arch.kv_bytes)

@@ -1,4 +1,4 @@
-"""Settings of a vLLM server that latency depends on: what each is called, what it may be, and who stated it.
+"""Settings of a vLLM server that latency depends on: their names, valid values, and sources.
 
 Settings come from run descriptions (YAML or JSON), `vllm serve` command lines, the server's own log and the user.
 A value keeps its source. Names without a field here are kept in `other`, because they still identify the run.
@@ -110,9 +110,9 @@ class ServerSettings(BaseModel):
         return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
 
     def knobs(self) -> dict[str, Scalar]:
-        """Return the known settings that tell scopes apart beyond model, GPU and tensor parallelism.
+        """Return the known settings that distinguish scopes, beyond model, GPU and tensor parallelism.
 
-        The order is fixed, so that the mapping can be hashed as it is. Sampling rates are left out: they
+        The order is fixed, so that the mapping can be hashed. Sampling rates are left out: they
         change what is traced, not what the server does.
         """
         return {name: value for name, value in self.values().items() if name in _KNOBS}
@@ -230,8 +230,8 @@ def merge(base: ServerSettings, overrides: ServerSettings) -> ServerSettings:
     """Return settings in which `overrides` wins wherever it states a value.
 
     Args:
-        base: What the run's files say.
-        overrides: What was given for this call; its values keep their own sources.
+        base: Settings of the run's files.
+        overrides: Settings given by the user; values keep their own sources.
     """
     sources = {**base.sources, **overrides.sources}
     changes = {
@@ -243,7 +243,7 @@ def merge(base: ServerSettings, overrides: ServerSettings) -> ServerSettings:
 
 
 def assume_defaults(settings: ServerSettings) -> ServerSettings:
-    """Fill in what vLLM does where nothing is stated (`DEFAULTS`), each value marked as assumed."""
+    """Fill in vLLM's defaults (`DEFAULTS`) for missing settings, each value marked as assumed."""
     return merge(settings_from(DEFAULTS, where="vLLM's defaults", source="assumed"), settings)
 
 
@@ -257,7 +257,7 @@ def settings_from_json(text: str, *, where: str) -> ServerSettings:
     """Restore settings that `settings_to_json` wrote.
 
     Raises:
-        UsageError: The text is not what it writes.
+        UsageError: The text is not of that form.
     """
     try:
         document = json.loads(text)
@@ -281,7 +281,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 _COUNT = re.compile(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})([kmgKMG]?)", re.ASCII)
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server")
 _IMAGE = "vllm/vllm-openai"
-# The server's switches that take no value; of those it does not list, a word after the switch is its value.
+# The server's switches without value; for an option that is not listed, the next word is its value.
 _SWITCHES = FLAGS | {
     "trust_remote_code",
     "disable_log_requests",
@@ -296,7 +296,7 @@ _NAMESPACE_ITEM = re.compile(rf"\b(\w+)={_LITERAL}\s*(?=,|$)")
 
 
 def read_settings(path: Path) -> ServerSettings:
-    """Read settings from a file, by what it is.
+    """Read settings from a file, by its kind.
 
     `.yaml`, `.yml` and `.json` are run descriptions; any other file is searched for the line in which vLLM
     logs its arguments, then for a `vllm serve` command line.
@@ -311,7 +311,7 @@ def read_settings(path: Path) -> ServerSettings:
         return settings_from(_stated(document, where=where), where=where, source="read")
     if suffix in {".yaml", ".yml"}:
         return parse_settings_yaml(read_bytes(path, limit_bytes=_MAX_BYTES), where=where)
-    # A log can hold stray bytes of whatever the server printed; they do not make its arguments unreadable.
+    # A log can hold stray bytes; they do not make the arguments unreadable.
     text = read_bytes(path, limit_bytes=_MAX_LOG_BYTES).decode("utf-8", errors="replace")
     logged = _find_logged(text)
     if logged is not None:
@@ -338,7 +338,7 @@ def parse_settings_yaml(content: bytes | str, *, where: str) -> ServerSettings:
 
 
 def _stated(part: Document, *, where: str, depth: int = 0) -> Iterator[tuple[str, object]]:
-    """Yield settings of a mapping and of the nested mappings that are there to group them."""
+    """Yield the settings of a mapping and of nested mappings that only group settings."""
     for key, value in part.items():
         name = canonical_name(str(key))
         if name in _NESTED and isinstance(value, Mapping) and depth < _MAX_NESTED:
@@ -431,7 +431,7 @@ def _is_option(word: str) -> bool:
 
 
 def _takes(flag: str, word: str) -> bool:
-    """Tell whether the word after an option is its value; a switch takes only true or false, as it once did."""
+    """Return whether the word after an option is its value; a switch takes only true or false, as in old versions."""
     name = canonical_name(flag)
     if name in _SWITCHES or name.removeprefix("no_") in _SWITCHES:
         return word.lower() in {"true", "false"}
@@ -439,7 +439,7 @@ def _takes(flag: str, word: str) -> bool:
 
 
 def _option_value(flag: str, value: str | None, *, where: str) -> tuple[str, object]:
-    """Return a setting's name and what its option means."""
+    """Return the name and value of the setting that an option states."""
     name = canonical_name(flag)
     if value is None:
         if name.startswith("no_") and canonical_name(name[3:]) in _SWITCHES:

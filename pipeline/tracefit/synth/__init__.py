@@ -1,7 +1,7 @@
-"""Synthetic traces with a known answer: a small model of the engine, told in the real emitter's words.
+"""Synthetic traces with known coefficients: a small model of the engine, written as the real emitter writes spans.
 
 A run is simulated step by step with a step-time law whose coefficients are known, then written as the spans an
-instrumented server sends. A fit on such a trace can be held against the law, the timeline against the truth
+instrumented server sends. A fit on such a trace can be compared with the law, the timeline with the truth
 tables. Nothing here is shared with the rooms that read traces: the two paths agree only if both are right.
 
     run = synth(SynthOptions(name="demo", seed=1, requests=500))

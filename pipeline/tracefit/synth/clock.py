@@ -1,4 +1,4 @@
-"""The engine's life on a clock: sockets, steps, idle times, and the API process around it.
+"""Simulate an engine over time: its socket, steps and idle times, and the API process around it.
 
 One cycle of the engine core, start to start::
 
@@ -48,7 +48,7 @@ class Streams:
 
 
 class EngineClock:
-    """Runs one engine from its first arrival until nobody is left.
+    """Runs one engine from its first arrival until all requests have ended.
 
     Attributes:
         steps: Steps so far.
@@ -184,7 +184,7 @@ class EngineClock:
         self._leave_in_decode(plan, from_ns + room_ns)
 
     def _leave_in_decode(self, plan: StepPlan, now_ns: int) -> None:
-        """Let those clients go that wanted to after this many tokens."""
+        """Disconnect the clients that leave after this many tokens."""
         for share in plan.scheduled:
             log = self._quitters.get(share.request)
             if log is None:
@@ -194,14 +194,14 @@ class EngineClock:
                 self._leave(log, AbortStage.DECODE, now_ns + round(3e6 * self._streams.api.uniform()))
 
     def _leave(self, log: RequestLog, stage: AbortStage, abort_ns: int) -> None:
-        """Note that a client goes, if it is this stage in which it wanted to."""
+        """Disconnect a client if this is the stage at which it leaves."""
         if log.arrival.abort_stage is stage and log.abort_ns is None:
             log.abort_ns = max(abort_ns, log.socket_ns)
             message = (log.abort_ns + _ABORT_MESSAGE_NS, log.arrival.number, log)
             heapq.heappush(self._aborts, message)
 
     def _drain(self, until_ns: int, *, room_ns: int) -> None:
-        """Read what lies in the socket: new requests are QUEUED, aborted ones end."""
+        """Read the socket: new requests are QUEUED, aborted ones end."""
         arrived = self._arrived(until_ns)
         for log, ts_ns in zip(arrived, _stamps(until_ns, room_ns, len(arrived)), strict=True):
             log.queue_state = self._queue_state()
@@ -238,7 +238,7 @@ class EngineClock:
         )
 
     def _close(self, log: RequestLog) -> None:
-        """Stamp what the API process sees of a request that has ended."""
+        """Stamp the API events of a request that has ended."""
         draws, options = self._streams.api, self._options
         log.handoff_ns = log.arrival.arrival_ns + round(log.arrival.api_work_us * draws.uniform(180, 240))
         response_ns = round(draws.uniform(0.5e6, 1.5e6))

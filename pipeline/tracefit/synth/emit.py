@@ -1,4 +1,4 @@
-"""From the facts of a simulation to the spans the instrumented server would have sent."""
+"""Write the log of a simulation as the spans that the instrumented server would have sent."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ class Emitter:
         took_ns = step.cycle_ns if self._options.duration == "step" else step.schedule_ns
         end_ns = step.start_ns + took_ns
         yield self._event("step.BATCH_SUMMARY", end_ns, self._summary(step, end_ns))
-        # Snapshots carry no clock; they are stamped one after the other behind the summary.
+        # Snapshots carry no clock; they are stamped one after the other, after the summary.
         for i, row in enumerate(step.snapshots or ()):
             yield self._event(
                 "step.REQUEST_SNAPSHOT", end_ns + 20_000 + 12_000 * i, self._snapshot(step, row)
@@ -313,7 +313,7 @@ class Emitter:
 
 
 def export(options: SynthOptions, epochs: Iterable[EpochLog], rng: np.random.Generator) -> list[ExportBatch]:
-    """Return everything the processes of all servers sent, in the order a collector received it."""
+    """Return all export batches of all servers, in the order a collector received them."""
     id_rng, span_rng = rng.spawn(2)
     batches: list[tuple[int, ExportBatch]] = []
     for _, lives in groupby(epochs, key=lambda epoch: epoch.server):

@@ -1,4 +1,4 @@
-"""Export batches to bytes: OTLP JSON lines as the Collector's file exporter writes them, or framed protobuf."""
+"""Encode export batches as bytes: OTLP JSON lines as the Collector's file exporter writes them, or framed protobuf."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def json_lines(batches: Iterable[ExportBatch]) -> bytes:
 
 
 def framed_protobuf(batches: Iterable[ExportBatch]) -> bytes:
-    """Return one message per export batch, each behind its length in four bytes, big-endian."""
+    """Return one message per export batch, each after its length in four bytes, big-endian."""
     frames = []
     for batch in batches:
         message = _batch_message(batch).SerializeToString(deterministic=True)

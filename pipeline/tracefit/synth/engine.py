@@ -31,7 +31,7 @@ class SchedulerConfig:
     Attributes:
         max_num_seqs: Requests that can run at once.
         max_num_batched_tokens: Token budget of a step.
-        num_blocks: KV blocks, the null block included, which nobody can use.
+        num_blocks: KV blocks, including the null block, which no request can use.
         block_size: Tokens in a block.
         chunked_prefill: Whether a prompt may be split over steps.
         prefix_tokens: Length of every shared prefix, whole blocks; 0 turns the prefix cache off.
@@ -58,9 +58,9 @@ class Request:
     Attributes:
         request_id: Id in the engine core.
         prompt_tokens: Prompt length.
-        output_tokens: Tokens it will generate if nobody aborts it.
+        output_tokens: Tokens it will generate unless it is aborted.
         max_tokens: Most it may generate; where larger than `output_tokens` it stops by itself.
-        prefix: Number of the prefix it shares with others, or `NO_PREFIX`.
+        prefix: Number of its shared prefix, or `NO_PREFIX`.
         done_tokens: Output tokens so far.
         computed_tokens: Tokens in the KV cache; starts again at 0 when preempted.
         prefill_done_tokens: Most prompt tokens that were ever computed; a preemption does not lower it.
@@ -98,14 +98,14 @@ class Request:
 
 @dataclass(slots=True)
 class _Prefix:
-    """Blocks of one shared prefix: kept while in use, and as long after as nobody else needs them."""
+    """Blocks of one shared prefix: kept while in use, and after that until the blocks are needed."""
 
     blocks: int
     users: int
 
 
 class BlockPool:
-    """KV blocks as numbers: how many are free, how many hold a prefix nobody uses at the moment."""
+    """KV blocks as counts: how many are free, and how many hold an unused prefix."""
 
     def __init__(self, num_blocks: int, prefix_blocks: int = 0) -> None:
         self.total = num_blocks - 1  # block 0 is the null block
@@ -115,7 +115,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that can be handed out, those of unused prefixes included."""
+        """Blocks that can be handed out, including blocks of unused prefixes."""
         return self._empty + sum(kept.blocks for kept in self._prefixes.values() if not kept.users)
 
     def is_cached(self, prefix: int) -> bool:
@@ -139,7 +139,7 @@ class BlockPool:
         return True
 
     def _evict(self, blocks: int) -> None:
-        """Forget prefixes nobody uses, oldest first, until `blocks` are empty."""
+        """Drop unused prefixes, oldest first, until `blocks` are empty."""
         while self._empty < blocks:
             oldest = next(number for number, kept in self._prefixes.items() if not kept.users)
             self._empty += self._prefixes.pop(oldest).blocks
@@ -156,7 +156,7 @@ class BlockPool:
         return True
 
     def give_back(self, request: Request) -> None:
-        """Free what `request` holds; a shared prefix stays cached."""
+        """Free the blocks of `request`; a shared prefix stays cached."""
         own = request.blocks
         if request.holds_prefix:
             kept = self._prefixes[request.prefix]
@@ -171,7 +171,7 @@ class Scheduled(NamedTuple):
     """Share of one request in one step.
 
     Attributes:
-        request: Who.
+        request: The request.
         tokens: Tokens of the step.
         computed_tokens: Tokens in the KV cache before them.
     """
@@ -206,7 +206,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What the update of one step brought.
+    """Results of the update of one step.
 
     Attributes:
         first_token: Requests that have their first output token.
@@ -253,7 +253,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine takes another step: someone is left, or the end of someone is to be told.
+        """Whether the engine takes another step: a request is left, or the end of one is not reported yet.
 
         The second makes the empty steps of a trace: after the last request ended there is one more.
         """
@@ -264,7 +264,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, request: Request) -> bool:
-        """End a request whose client has gone; say whether there was anything left to end."""
+        """End a request whose client has gone; return whether it was still running or waiting."""
         if request.finish_status is not None:
             return False
         if request in self.running:
@@ -333,7 +333,7 @@ class Scheduler:
             index += 1
 
     def _make_room(self, request: Request, tokens: int, draft: _Draft) -> bool:
-        """Get the blocks for a running request, at the cost of those behind it; or lose its own."""
+        """Get blocks for a running request by preempting the ones after it; or preempt it."""
         while not self._allocate(request, tokens):
             victim = self.running.pop()
             self._preempt(victim)
@@ -396,7 +396,7 @@ class Scheduler:
             request.prefill_done_tokens = max(request.prefill_done_tokens, done)
         if request.prefix == NO_PREFIX or request.holds_prefix:
             return
-        # A whole prefix in own blocks becomes the cached one, unless somebody was faster.
+        # A whole prefix in own blocks becomes the cached one, unless another request was faster.
         if request.computed_tokens >= self.config.prefix_tokens:
             request.holds_prefix = self.pool.share(request)
 

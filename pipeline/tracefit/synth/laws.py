@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """What one step carried.
+    """The batch of one step.
 
     Prefill means "no output token yet", decode "has output", as the trace counts them. A request that resumes
     after a preemption can therefore be one decode request with hundreds of decode tokens.
@@ -55,7 +55,7 @@ class Composition:
 
 @runtime_checkable
 class StepLaw(Protocol):
-    """Anything that says how long a step with these contents takes."""
+    """A law of step times: the time of a step for its batch."""
 
     def step_us(self, step: Composition) -> float:
         """Return the noise-free time of a step that carries at least one token, in µs."""
@@ -64,12 +64,12 @@ class StepLaw(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearLaw:
-    """Step time as a linear function of what the trace can tell; defaults as of a small model on an H100.
+    """Step time as a linear function of facts in the trace; defaults as of a small model on an H100.
 
     time = intercept + a·(prefill + recompute tokens) + b·decode requests + c·decode context tokens
            + d·prefill requests + e·prefill context tokens
 
-    Recomputed tokens of a resumed request cost what prompt tokens cost, whatever the trace calls them.
+    Recomputed tokens of a resumed request cost as much as prompt tokens, although the trace counts them as decode.
     """
 
     intercept_us: float = 7_000.0

@@ -1,4 +1,4 @@
-"""What the simulation writes down: the facts from which both the trace and the truth are made."""
+"""The log of a simulation: the facts from which both the trace and the truth are made."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class QueueState:
 
 @dataclass(slots=True, eq=False)
 class RequestLog:
-    """One request: what was asked for, and what became of it.
+    """One request: its arrival and its outcome.
 
     Attributes:
         arrival: As the client sent it.

@@ -1,4 +1,4 @@
-"""What a synthetic run can be asked for, and what is refused."""
+"""The options of a synthetic run, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LengthMix:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of the load.
+    """A period of the load.
 
     Attributes:
         name: For the reader.
@@ -115,7 +115,7 @@ class SynthOptions:
         steps_per_span: Steps a step span covers.
         epochs: Lives of the engine: each restart begins the step counter at 1 again, on the same clock.
         servers: Servers in the same file, each with its own clock.
-        instance_ids: Who has a `service.instance.id`: nobody, a server as a whole, or, as newer SDKs do, each
+        instance_ids: The owner of a `service.instance.id`: none, a server as a whole, or, as newer SDKs do, each
             process (the API's differs from the engine's). Auto is `none` for one server, else `server`.
     """
 
@@ -187,7 +187,7 @@ class SynthOptions:
         """Return the law object, built from its name where only that was given.
 
         Raises:
-            UsageError: The law is unknown, or a roofline was asked for without a GPU.
+            UsageError: The law is unknown, or a roofline lacks a GPU.
         """
         if not isinstance(self.law, str):
             return self.law

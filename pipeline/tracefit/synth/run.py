@@ -46,7 +46,7 @@ class SynthRun:
     """A simulated run: what a collector received, and the truth.
 
     Attributes:
-        options: What was asked for.
+        options: The options of the run.
         law: The step-time law with its coefficients.
         batches: Export requests in the order a collector received them.
         truth_steps: One row per step, columns as in `STEP_COLUMNS`.
@@ -93,7 +93,7 @@ def write_run(
 ) -> Path:
     """Write a run folder `out/<name>`: trace, server config, model config, and the truth beside it.
 
-    A run folder must not hold a span twice: where both formats are asked for, the protobuf one goes to a folder
+    A run folder must not hold a span twice: with both formats, the protobuf one goes to a folder
     of its own, `<name>-proto`.
 
     Args:
@@ -106,7 +106,7 @@ def write_run(
         The run folder, of several the first.
 
     Raises:
-        UsageError: A format or compression is unknown, none was asked for, or a folder cannot be written.
+        UsageError: A format or compression is unknown, no format is given, or a folder cannot be written.
     """
     kinds = list(dict.fromkeys(formats))
     if not kinds or any(kind not in ("json", "protobuf") for kind in kinds):
@@ -243,7 +243,7 @@ def _exp_config(options: SynthOptions) -> dict[str, str | int | float | bool | N
 
 def _truth(run: SynthRun) -> dict[str, object]:
     """Return the law with its coefficients and all options, ready for JSON."""
-    # A law of the caller's own that is no dataclass is told by its repr.
+    # A law of the caller's own that is no dataclass is written as its repr.
     coefficients: object = repr(run.law)
     if is_dataclass(run.law) and not isinstance(run.law, type):
         coefficients = asdict(run.law)

@@ -41,7 +41,7 @@ class Event:
     Attributes:
         name: Its name.
         unix_ns: When it was stamped.
-        attributes: What it says.
+        attributes: Its attributes.
     """
 
     name: str

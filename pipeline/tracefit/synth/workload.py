@@ -1,4 +1,4 @@
-"""The load: who arrives when, with how many tokens, and who gives up."""
+"""Generate the load: arrival times, token counts, and the clients that leave early."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Arrival:
         api_work_us: Time from there to the engine's input socket.
         prompt_tokens: Prompt length.
         output_tokens: Tokens it gets if it is left alone.
-        max_tokens: Tokens it asked for.
+        max_tokens: The limit of output tokens in the request.
         prefix: Number of its shared prefix, or `NO_PREFIX`.
         is_chat: Whether it came on the chat route.
         is_streaming: Whether it streams.
@@ -142,6 +142,6 @@ def _abort_stages(
     count = len(output_tokens)
     aborted = rng.random(count) < options.abort_fraction
     which = rng.integers(0, 3, count)
-    # Nobody leaves in the decode of a request that has none.
+    # No client leaves during decode if its request has none.
     which = np.where(output_tokens < 2, which % 2, which)
     return [stages[which[i]] if aborted[i] else AbortStage.NEVER for i in range(count)]

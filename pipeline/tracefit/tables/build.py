@@ -1,7 +1,7 @@
-"""Staged parts of one run to its published tables, in windows: memory does not grow with the run.
+"""Build the published tables of one run from its staged parts, in windows, so that memory does not grow with the run.
 
-The parts are gone over twice: once for the clock and the step counter alone, which tell restarts, and once for
-everything. Rows leave in the order of their table, through sorts that keep on disk what does not fit into memory.
+The parts are read twice: first only for clocks and step counters, which show restarts, then for everything. Rows leave
+in the order of their table, through sorts that spill to disk.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from tracefit.tables.manifest import ReadFile
 
 WINDOW_BYTES = 8 << 20
-"""Bytes on disk of the staged parts that are read as one; they are several times that in memory."""
+"""Bytes on disk of the staged parts that are read together; in memory they take several times as much."""
 
 
 _ODD_SHARE = 0.01
-"""A setting that more of a run's rows contradict is not what the server ran with, and bounds nothing."""
+"""A setting that a larger share of a run's values contradicts is not the server's, and bounds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class IngestCounts:
-    """What went through, for the report: nothing is lost without a number here."""
+    """Counts of an ingest for its report: nothing is lost without a number here."""
 
     spans: int = 0
     other_spans: int = 0
@@ -56,7 +56,7 @@ class IngestCounts:
     dropped_attributes: int = 0
     rejects: int = 0
     clock_corrected_events: int = 0
-    """API events whose clock was not the engine core's: moved to it by way of the wall clock."""
+    """API events on another clock than the engine core's, corrected by way of the wall clock."""
     events: tuple[tuple[str, int], ...] = ()
     implausible: tuple[tuple[str, int], ...] = ()
     """Rules that rows broke, each with how many did; see `schema.Table.sift`."""
@@ -75,18 +75,18 @@ def build_tables(
     """Build every table of a run but `timeline` and the training frames.
 
     Args:
-        files: What was read, with its staged parts, in the order of their names.
+        files: The trace files with their staged parts, in the order of their names.
         run_id: The run.
         stage: The folder of staged parts.
         scratch: A folder for what does not fit into memory.
         write: Takes the next rows of a table, in order; called at least once for every table.
-        run_columns: What the `runs` table says of the whole run, beside what is counted here.
-        limits: Settings of the server that bound values of the tables; one that the run itself contradicts is not used.
+        run_columns: Values of the `runs` table for the whole run, beside the counts.
+        limits: Settings of the server that bound values of the tables; one that the run contradicts is not used.
 
     Returns:
         The counts; a run without a single span of the vLLM scopes is not written at all.
     """
-    run, spans_read = _taken_apart(files, run_id, stage, scratch, limits or {})
+    run, spans_read = _sorted_rows(files, run_id, stage, scratch, limits or {})
     memory.give_back()
     other_spans = sum(part.other_spans for file in files for part in file.parts)
     if not run.counts["spans"]:
@@ -96,13 +96,16 @@ def build_tables(
     return counts
 
 
-def _taken_apart(
+def _sorted_rows(
     files: Sequence[ReadFile], run_id: str, stage: Path, scratch: Path, limits: Mapping[str, float]
 ) -> tuple[_Run, int]:
-    """Return the rows of all tables, in sorts, and how many spans were read. What was known of each span is let go."""
+    """Return the rows of all tables, in sorts, and how many spans were read.
+
+    A function of its own, so that the facts of each span are freed before the tables are written.
+    """
     staged = parts_of(files)
     resolved = resolve(stage, staged)
-    parts = [_Part(part, known) for part, known in zip(staged, resolved.parts, strict=True)]
+    parts = [_ResolvedPart(part, known) for part, known in zip(staged, resolved.parts, strict=True)]
     starts, sieve = _epoch_starts(stage, parts, scratch, _Sieve(limits, resolved.clocks))
     run = _Run(run_id, SortSpace(scratch), starts, sieve)
     for window in _windows(stage, parts):
@@ -112,13 +115,13 @@ def _taken_apart(
 
 @dataclass(frozen=True, slots=True)
 class _Sieve:
-    """The rules of the tables, and what of the whole run they are held against.
+    """The rules of the tables, with the facts of the whole run that they are checked against.
 
     Attributes:
         limits: Settings of the server that bound values.
         clocks: Clocks of the servers, as `clocks_of` returns them.
-        strays: Marks whose step cannot be, as the scanner of epochs returns them.
-        bounds: Lowest and highest step of each server, likewise.
+        strays: Marks with an impossible step, as the scanner of epochs returns them.
+        bounds: Lowest and highest step of each server, from the same scanner.
     """
 
     limits: Mapping[str, float]
@@ -127,9 +130,9 @@ class _Sieve:
     bounds: pl.DataFrame | None = None
 
     def sift(self, name: str, rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """Return the rows of a table that stay, and the rules that others broke: row, reason.
+        """Return the rows of a table that stay, and the broken rules: row, reason.
 
-        Bounds come first: of numbers within them, differences do not overflow.
+        Bounds are checked first, because differences of numbers within them do not overflow.
         """
         table = schema.TABLES[name]
         columns = rows.columns
@@ -156,7 +159,7 @@ class _Sieve:
             return found["is_stray"].fill_null(value=False)
         if self.bounds is None:
             return pl.repeat(value=False, n=rows.height, eager=True)
-        # Snapshots have no clock of their own.
+        # Snapshots have no engine time, so that the range of accepted steps must do.
         places = rows.select(pl.col("server").cast(pl.String), "step_id").join(
             self.bounds, on="server", how="left", maintain_order="left"
         )
@@ -167,8 +170,8 @@ class _Sieve:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A staged part, and what is known of its spans."""
+class _ResolvedPart:
+    """A staged part, and the facts of its spans."""
 
     staged: RunPart
     facts: Facts
@@ -176,24 +179,24 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Staged parts that are read as one; their rows are counted on from part to part."""
+    """Staged parts that are read together; row numbers continue from part to part."""
 
     stage: Path
-    parts: Sequence[tuple[_Part, int]]
-    """Each with the number of its first row."""
+    parts: Sequence[tuple[_ResolvedPart, int]]
+    """Each part with the number of its first row."""
     facts: pl.DataFrame
     """row, server, core_zero, server_zero of the spans that count."""
 
     @classmethod
-    def of(cls, stage: Path, parts: Sequence[_Part]) -> _Window:
-        """Make ready for reading; server names become texts, which they are not while they wait."""
+    def of(cls, stage: Path, parts: Sequence[_ResolvedPart]) -> _Window:
+        """Return a window of parts; only here do server names become text, to save memory until then."""
         firsts = [0, *accumulate(part.facts.rows for part in parts[:-1])]
         numbered = list(zip(parts, firsts, strict=True))
         facts = [_moved(part.facts.spans, first) for part, first in numbered]
         return cls(stage, numbered, pl.concat(facts).with_columns(pl.col("server").cast(pl.String)))
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
-        """Return the rows of all spans; those that tell where they came from name the file too."""
+        """Return the rows of all spans, counted or not; a file number is replaced by the name of the file."""
         frames = []
         for part, first in self.parts:
             rows = read_staged(self.stage, part.staged.name, kind, columns)
@@ -205,7 +208,7 @@ class _Window:
         return pl.concat(frames)
 
     def read(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
-        """Return rows of the spans that count, with their facts."""
+        """Return the rows of the spans that count, with their facts."""
         rows = self.every(kind, columns)
         if "server" in rows.columns:
             rows = rows.drop("server")
@@ -214,15 +217,15 @@ class _Window:
     def sifted(
         self, sieve: _Sieve, kind: str, table: str, columns: Sequence[str] | None = None
     ) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """Return rows of the spans that count and keep the rules of their table, and the rules that others broke."""
+        """Return the rows of the spans that count, sifted by the rules of their table, and the broken rules."""
         return sieve.sift(table, self.read(kind, columns))
 
     def journeys(
         self, sieve: _Sieve, columns: Sequence[str] | None = None
     ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, int]:
-        """Return journey events on the engine's clock, rows of those without one, rules broken, and how many were moved."""
+        """Return journey events on the engine's clock, rows without one, broken rules, and the number of corrected events."""
         rows, broken = self.sifted(sieve, "journeys", "journey_events", columns)
-        # A layer that stamps wall-clock time alone still has a place on the engine's clock: their difference is constant.
+        # A layer that stamps only wall-clock time can still be put on the engine's clock: their difference is constant.
         rows = rows.with_columns(ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - pl.col("server_zero")))
         placed = rows.filter(pl.col("ts_ns").is_not_null())
         lost = rows.filter(pl.col("ts_ns").is_null()).select("row", reason=pl.lit(NO_CLOCK))
@@ -234,9 +237,9 @@ def _moved(rows: pl.DataFrame, first: int) -> pl.DataFrame:
     return rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
 
 
-def _windows(stage: Path, parts: Iterable[_Part]) -> Iterator[_Window]:
-    """Put small parts together, in order: each frame of rows costs something whatever its size."""
-    held: list[_Part] = []
+def _windows(stage: Path, parts: Iterable[_ResolvedPart]) -> Iterator[_Window]:
+    """Yield windows of consecutive parts; small ones share a window, because each frame has a fixed cost."""
+    held: list[_ResolvedPart] = []
     size = 0
     for part in parts:
         own = sum(file.stat().st_size for file in (stage / part.staged.name).iterdir())
@@ -250,11 +253,12 @@ def _windows(stage: Path, parts: Iterable[_Part]) -> Iterator[_Window]:
 
 
 def _epoch_starts(
-    stage: Path, parts: Sequence[_Part], scratch: Path, sieve: _Sieve
+    stage: Path, parts: Sequence[_ResolvedPart], scratch: Path, sieve: _Sieve
 ) -> tuple[pl.DataFrame, _Sieve]:
-    """Go over the marks of the whole run in the order of their clock; return epochs, and what tells odd rows."""
+    """Scan the marks of the whole run in the order of their clock; return the epochs, and the sieve for odd rows."""
     marks = SortSpace(scratch).sort(key=("clock",), order=("clock", "server", "step_id", "exact"))
     marks.add(pl.DataFrame(schema=MARKS))
+    # The settings are counted, not applied, in this pass: whether the run contradicts them shows at its end.
     free = replace(sieve, limits={})
     counted = _LimitCount(sieve.limits)
     for window in _windows(stage, parts):
@@ -275,7 +279,7 @@ def _epoch_starts(
 
 @dataclass(slots=True)
 class _LimitCount:
-    """How often the values of a run lie above the settings that are to bound them."""
+    """Counts how often the values of a run exceed the settings that should bound them."""
 
     limits: Mapping[str, float]
     values: Counter[str] = field(default_factory=Counter)
@@ -313,14 +317,14 @@ class _Run:
     layer_columns: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, window: _Window) -> None:
-        """Take some parts apart."""
+        """Add the rows of a window to the sorts of all tables."""
         spans = window.read("spans")
         self.counts["spans"] += spans.height
         self.counts["dropped_attributes"] += int(spans["dropped_attributes"].sum() or 0)
         counted = window.read("events").group_by("name").agg(pl.col("count").sum())
         self.events.update(dict(counted.iter_rows()))
         self._take("spans", spans)
-        self._take("spans", window.every("others"))
+        self._take("spans", window.every("other_scope_spans"))
         steps, odd_steps = window.sifted(self.sieve, "steps", "steps")
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
         snapshots, odd_snapshots = window.sifted(self.sieve, "snapshots", "request_snapshots")
@@ -364,14 +368,14 @@ class _Run:
     def _sort(self, name: str) -> ExternalSort:
         if name not in self.sorts:
             table = schema.TABLES.get(name)
-            # The first column of a key is the run's.
+            # The first column of a key is the run id, of which there is only one here.
             key = table.key[1:5] if table else ("trace_id",)
             order = table.order[1:] if table else key
             self.sorts[name] = self.space.sort(key, order)
         return self.sorts[name]
 
     def sum_up(self, *, other_spans: int, spans_read: int) -> IngestCounts:
-        """Return the counts, once every part was taken."""
+        """Return the counts, after the last window was added."""
         return IngestCounts(
             spans=self.counts["spans"],
             other_spans=other_spans,
@@ -389,7 +393,7 @@ class _Run:
         write: Callable[[str, pl.DataFrame], None],
         run_columns: Mapping[str, str | int | None],
     ) -> None:
-        """Write every table, in an order in which each finds what it needs counted."""
+        """Write every table, `requests` before `steps`: `RunTally` needs that order."""
         tally = RunTally(self.run_id)
         self._finish_requests()
         for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
@@ -429,9 +433,9 @@ class _Run:
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
-    """Leave one of each span, that of the first file.
+    """Return each span once, from the first file that has it.
 
-    Those of the vLLM scopes are single by now; others come as often as they were read.
+    Spans of the vLLM scopes are unique by now; spans of other scopes occur as often as they were read.
     """
     ids = ["trace_id", "span_id"]
     if spans.n_unique(ids) == spans.height:

@@ -1,12 +1,13 @@
-"""Clocks and counters that do not compare: servers behind one name, and layers on different hosts.
+"""Clocks and step counters that do not compare: several engines behind one name, and layers on different hosts.
 
-Replicas and data-parallel ranks often share a service.name and have no instance id. Hosts differ in what their
-monotonic clock counts from; engines on one host have step counters that run side by side.
+Replicas and data-parallel ranks often share a service.name and have no instance id. Two facts separate them: each host
+has a monotonic clock with a zero of its own (*zero*: wall clock less engine clock), and each engine on a host has a step
+counter of its own. `split_engines` names the engines; the other functions handle times on different clocks.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
 
@@ -14,24 +15,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SAME_CLOCK_NS = 1_000_000_000
-"""Clocks whose zeros lie less than this apart are one: within a boot, wall and monotonic clock agree to microseconds."""
+"""Zeros closer than this are one clock: within a boot, wall and monotonic clock agree to microseconds."""
+
+LONE_SHARE = 0.02
+"""A clock with one span, and less than this share of the server's spans, is a single odd time and not a host."""
 
 _FASTEST_STEP_NS = 200_000
 _UNSAMPLED_STEPS = 300
-"""A counter goes on from one step span to the next by so many steps at most, or by as many as fit in between."""
+"""A counter advances at most this many steps between two step spans, plus as many as fit into the time between them."""
 
-_AT_ONCE_NS = 500_000
-_CLEARLY_OFF_STEPS = 50.0
-_CLEAR_STEPS = 2.0
+_ADJACENT_NS = 500_000
+"""An engine opens its next step span within this time of closing the last one."""
+
+_MAX_ERROR_STEPS = 50.0
+"""Distance at which an event counts as simply not on a counter: larger ones would let one event decide for a span."""
+
+_CLEAR_MARGIN_STEPS = 2.0
+"""The best counter must beat the second best by this much before its spans refine the interpolation."""
+
 _ROUNDS = 3
 
 
-LONE_SHARE = 0.02
-"""A clock that fewer of a server's spans are on is that of a single odd time, not of a host."""
-
-
 def without_lone_clocks(spans: pl.DataFrame) -> pl.DataFrame:
-    """Take from spans whose events alone speak of a clock what they say of it: one absurd time makes no second host.
+    """Null the clock columns of spans that are alone on a clock: one absurd time is not a second host.
 
     Args:
         spans: server, zero (wall clock less engine clock), first_ns, last_ns, first_step, last_step.
@@ -40,12 +46,13 @@ def without_lone_clocks(spans: pl.DataFrame) -> pl.DataFrame:
     if not spans.select(jump.any()).item():
         return spans
     ordered = spans.select("server", "zero").with_row_index("place").drop_nulls("zero").sort("server", "zero")
-    is_new = (pl.col("zero").diff() > SAME_CLOCK_NS).over("server").fill_null(value=False)
-    groups = ordered.with_columns(clock=is_new.cast(pl.UInt32).cum_sum().over("server"))
-    shared = groups.with_columns(on_it=pl.len().over("server", "clock"), of=pl.len().over("server")).sort(
-        "place"
+    clocks = ordered.with_columns(clock=_clock_number())
+    sizes = clocks.with_columns(
+        spans_on_clock=pl.len().over("server", "clock"), spans_of_server=pl.len().over("server")
+    ).sort("place")
+    lone = sizes.filter(
+        pl.col("spans_on_clock") == 1, pl.col("spans_on_clock") < pl.col("spans_of_server") * LONE_SHARE
     )
-    lone = shared.filter(pl.col("on_it") == 1, pl.col("on_it") < pl.col("of") * LONE_SHARE)
     is_lone = pl.int_range(pl.len(), dtype=pl.UInt32).is_in(lone["place"].implode())
     columns = ("zero", "first_ns", "last_ns", "first_step", "last_step")
     return spans.with_columns(pl.when(~is_lone).then(name).alias(name) for name in columns)
@@ -54,25 +61,31 @@ def without_lone_clocks(spans: pl.DataFrame) -> pl.DataFrame:
 def clocks_of(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the ranges of wall clock less engine clock that each server's spans agree on: server, low, high."""
     ordered = spans.select(pl.col("server").cast(pl.String), "zero").drop_nulls().sort("server", "zero")
-    is_new = (pl.col("zero").diff() > SAME_CLOCK_NS).over("server").fill_null(value=False)
-    clocks = ordered.with_columns(clock=is_new.cast(pl.UInt32).cum_sum().over("server"))
+    clocks = ordered.with_columns(clock=_clock_number())
     ranges = clocks.group_by("server", "clock").agg(
         low=pl.col("zero").min() - SAME_CLOCK_NS, high=pl.col("zero").max() + SAME_CLOCK_NS
     )
     return ranges.drop("clock").sort("server", "low")
 
 
+def _clock_number() -> pl.Expr:
+    """Return the number of each clock of a server, for rows sorted by server and zero: a jump of zero is a new clock."""
+    is_new = (pl.col("zero").diff() > SAME_CLOCK_NS).over("server").fill_null(value=False)
+    return is_new.cast(pl.Int64).cum_sum().over("server")
+
+
 def is_off_clock(rows: pl.DataFrame, ts: str, clocks: pl.DataFrame) -> pl.Series:
-    """Tell rows whose time on the engine's clock is on none of the clocks of their server; by their wall-clock time.
+    """Mark rows whose engine time, compared with their wall-clock time, is on none of the clocks of their server.
 
     Args:
         rows: server, unix_ns, `ts` and server_zero, the clock that most of the server's spans are on.
-        ts: The time's column.
+        ts: The column of the engine time.
         clocks: What `clocks_of` returns.
     """
     zero = pl.col("unix_ns") - pl.col(ts)
     suspicious = ((zero - pl.col("server_zero")).abs() > SAME_CLOCK_NS).fill_null(value=False)
     marks = rows.select(suspicious).to_series()
+    # Nearly all traces end here; the join below is for servers that have several clocks.
     if not marks.any():
         return marks
     placed = (
@@ -88,34 +101,33 @@ def is_off_clock(rows: pl.DataFrame, ts: str, clocks: pl.DataFrame) -> pl.Series
 def on_core_clock(journeys: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     """Put API events on the clock of the engine core of their trace, where the two layers ran on different hosts.
 
-    Such times come by way of the wall clocks, and are as good as these agree.
+    The corrected times go by way of the two wall clocks, and are as accurate as these agree.
 
     Args:
         journeys: layer, ts_ns, unix_ns of the events of both layers, and core_zero: wall clock less engine clock of the
             core spans in their trace.
 
     Returns:
-        `journeys` with ts_ns corrected, and how many events were moved.
+        `journeys` with ts_ns corrected, and how many events were corrected.
     """
     zero, core = pl.col("unix_ns") - pl.col("ts_ns"), pl.col("core_zero")
     off = (pl.col("layer") == "api") & ((zero - core).abs() > SAME_CLOCK_NS).fill_null(value=False)
-    moved = journeys.select(off.sum()).item()
-    if not moved:
+    corrected = journeys.select(off.sum()).item()
+    if not corrected:
         return journeys, 0
-    there = pl.col("unix_ns") - core
-    return journeys.with_columns(ts_ns=pl.when(off).then(there).otherwise("ts_ns")), int(moved)
+    core_time = pl.col("unix_ns") - core
+    return journeys.with_columns(ts_ns=pl.when(off).then(core_time).otherwise("ts_ns")), int(corrected)
 
 
 def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
     """Give every engine a server name of its own where several share one: `name#1`, `name#2`, in order of time.
 
-    Hosts are told apart by the zero of their monotonic clock. Where step spans of one clock interleave, their step
-    counters are followed from span to span, and a request belongs to the engine whose counter its events agree with.
-    Lives that follow each other in time are one server, restarted. Engines of one host that trace no steps stay
-    together.
+    Hosts differ in the zero of their monotonic clock. Where step spans of one clock interleave, their step counters are
+    followed from span to span, and a request belongs to the engine whose counter its events agree with. Lifetimes that
+    follow each other in time are one server, restarted. Engines of one host that trace no steps stay together.
 
     Args:
-        spans: span_row, server, start_unix_ns, end_unix_ns of the engines' spans, and what their events say: zero (wall
+        spans: span_row, server, start_unix_ns, end_unix_ns of the engines' spans, and facts of their events: zero (wall
             clock less engine clock), first_ns, last_ns, first_step, last_step of their step summaries.
         marks_of: Gives the events of some spans (span_row): span_row, ts_ns, unix_ns, step (the counter if the event
             marks the start of a step, one more if it marks the end), is_summary. Called where counters interleave.
@@ -123,29 +135,33 @@ def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
     Returns:
         span_row, server: new names for the spans of servers that shared one.
     """
+    unchanged = pl.DataFrame(schema={"span_row": spans.schema["span_row"], "server": pl.String})
     if _are_one_each(spans):
-        return pl.DataFrame(schema={"span_row": spans.schema["span_row"], "server": pl.String})
+        return unchanged
     clocked = _with_clock(spans)
     groups = [group for _, group in clocked.group_by("server", "clock", maintain_order=True)]
     engines = pl.concat(
         [clocked.clear(), *(_with_counter(group, marks_of) for group in groups)], how="diagonal"
     )
     # By starts alone: a request that outlives a jump of the wall clock does not make two hosts.
-    lives = engines.group_by("server", "clock", "counter").agg(
-        begin=pl.col("start_unix_ns").min(), end=pl.col("start_unix_ns").max()
+    lifetimes = (
+        engines.group_by("server", "clock", "counter")
+        .agg(begin=pl.col("start_unix_ns").min(), end=pl.col("start_unix_ns").max())
+        .sort("server", "begin", "clock", "counter")
     )
-    lives = lives.sort("server", "begin", "clock", "counter")
-    parts = [life.with_columns(_slots(life)) for _, life in lives.group_by("server", maintain_order=True)]
-    shared = [part for part in parts if part["slot"].n_unique() > 1]
+    by_server = [
+        rows.with_columns(_slots(rows)) for _, rows in lifetimes.group_by("server", maintain_order=True)
+    ]
+    shared = [rows for rows in by_server if rows["slot"].n_unique() > 1]
     if not shared:
-        return pl.DataFrame(schema={"span_row": spans.schema["span_row"], "server": pl.String})
+        return unchanged
     names = pl.concat(shared).with_columns(name=pl.format("{}#{}", "server", pl.col("slot") + 1))
     renamed = engines.join(names, on=["server", "clock", "counter"], how="inner")
     return renamed.select("span_row", server="name")
 
 
 def _are_one_each(spans: pl.DataFrame) -> bool:
-    """Whether no server has zeros far apart or step spans that interleave: the usual case, decided with few copies."""
+    """Return whether no server has zeros far apart or step spans that interleave: the usual case, found with few copies."""
     zeros = spans.group_by("server").agg(pl.col("zero").max() - pl.col("zero").min())
     if (zeros["zero"] > SAME_CLOCK_NS).any():
         return False
@@ -155,29 +171,28 @@ def _are_one_each(spans: pl.DataFrame) -> bool:
 
 
 def _with_clock(spans: pl.DataFrame) -> pl.DataFrame:
-    """Tell the clocks of each server apart by their zeros."""
+    """Add the number of each span's clock; spans without a zero join the last one. `counter` is 0 for the time being."""
     ordered = spans.sort("server", "zero", "span_row", nulls_last=True)
-    jump = pl.col("zero").diff().over("server") > SAME_CLOCK_NS
-    clocks = ordered.with_columns(clock=jump.fill_null(value=False).cast(pl.Int64).cum_sum().over("server"))
+    clocks = ordered.with_columns(clock=_clock_number())
     return clocks.with_columns(counter=pl.lit(0, pl.Int64)).sort("server", "clock", "first_ns", "span_row")
 
 
 def _with_counter(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
-    """Tell the step counters behind one name on one clock; `counter` is 0 throughout if there is but one."""
+    """Add the number of each span's step counter, of spans with one name and clock; it stays 0 if there is only one.
+
+    Spans with step summaries are chained by them; all other spans follow the counter that their events agree with.
+    """
     stepping = spans.filter(pl.col("first_ns").is_not_null())
-    if not (stepping["first_ns"] <= stepping["last_ns"].cum_max().shift(1)).any():
+    if not _interleave(stepping):
         return spans
-    chains = stepping.with_columns(_chains(stepping))
-    lives = chains.group_by("chain").agg(begin=pl.col("first_ns").min(), end=pl.col("last_ns").max())
-    lives = lives.sort("begin", "chain")
-    lives = lives.with_columns(_slots(lives)).select("chain", counter="slot")
-    known = chains.join(lives, on="chain", suffix="_slot").select("span_row", counter="counter_slot")
-    others = spans.join(known, on="span_row", how="anti").select("span_row")
+    known = _counters_of_step_spans(stepping)
+    unassigned = spans.join(known, on="span_row", how="anti").select("span_row")
     # Snapshots carry wall-clock time alone.
+    zero = spans["zero"].drop_nulls().first()
     marks = marks_of(spans.select("span_row")).with_columns(
-        ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - spans["zero"].drop_nulls().first())
+        ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - zero)
     )
-    assigned = pl.concat([known, _by_agreement(others, known, marks)])
+    assigned = pl.concat([known, _by_agreement(unassigned, known, marks)])
     return (
         spans.drop("counter")
         .join(assigned, on="span_row", how="left")
@@ -185,77 +200,134 @@ def _with_counter(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
     )
 
 
-def _chains(spans: pl.DataFrame) -> pl.Series:
-    """Follow step counters from span to span: the number of the chain each span belongs to.
+def _interleave(stepping: pl.DataFrame) -> bool:
+    """Return whether a step span, in the order of `first_ns`, begins before an earlier one has ended."""
+    return bool((stepping["first_ns"] <= stepping["last_ns"].cum_max().shift(1)).any())
 
-    An engine opens a step span as it closes the one before. Otherwise a span goes on with the chain it fits best, by
-    the steps left out between them and the time left out, in steps.
+
+def _counters_of_step_spans(stepping: pl.DataFrame) -> pl.DataFrame:
+    """Return span_row and counter of step spans: chains that do not overlap in time are one counter, restarted."""
+    chained = stepping.with_columns(_chains(stepping))
+    lifetimes = (
+        chained.group_by("chain")
+        .agg(begin=pl.col("first_ns").min(), end=pl.col("last_ns").max())
+        .sort("begin", "chain")
+    )
+    counters = lifetimes.with_columns(_slots(lifetimes)).select("chain", counter="slot")
+    return (
+        chained.drop("counter")
+        .join(counters, on="chain", maintain_order="left")
+        .select("span_row", "counter")
+    )
+
+
+class _StepSpan(NamedTuple):
+    """A step span: its first and last summary on the engine's clock, and its own times on the wall clock."""
+
+    first_ns: int
+    last_ns: int
+    first_step: int
+    last_step: int
+    start_unix_ns: int
+    end_unix_ns: int
+
+
+def _chains(spans: pl.DataFrame) -> pl.Series:
+    """Return the number of the chain that each step span belongs to; a chain is one counter, followed span by span.
+
+    Each span, in the order of `first_ns`, continues the chain that it fits best, or begins a new one if it fits none.
     """
-    columns = ("first_ns", "last_ns", "first_step", "last_step", "start_unix_ns", "end_unix_ns")
-    steps, times = (float((spans[f"last_{c}"] - spans[f"first_{c}"]).sum()) for c in ("step", "ns"))
-    step_ns = max(times / steps if steps else 0.0, float(_FASTEST_STEP_NS))
-    ends: list[tuple[int, float, int]] = []
+    step_ns = _mean_step_ns(spans)
+    last_of_chain: list[_StepSpan] = []
     numbers = []
-    for first_ns, last_ns, first_step, last_step, opened_ns, closed_ns in spans.select(columns).iter_rows():
-        costs = {}
-        for number, (ended_ns, ended_step, ended_unix_ns) in enumerate(ends):
-            skipped, pause_ns = first_step - ended_step - 1, first_ns - ended_ns
-            if pause_ns > 0 and 0 <= skipped <= _UNSAMPLED_STEPS + pause_ns / _FASTEST_STEP_NS:
-                gap_ns = abs(opened_ns - ended_unix_ns)
-                costs[number] = (gap_ns > _AT_ONCE_NS, skipped + gap_ns / step_ns)
-        number = min(costs, key=costs.__getitem__, default=len(ends))
-        ends[number : number + 1] = [(last_ns, last_step, closed_ns)]
+    for span in map(_StepSpan._make, spans.select(_StepSpan._fields).iter_rows()):
+        costs = {
+            number: _cost_of_continuing(last, span, step_ns)
+            for number, last in enumerate(last_of_chain)
+            if _can_continue(last, span)
+        }
+        number = min(costs, key=costs.__getitem__, default=len(last_of_chain))
+        # Replaces the chain's last span, or appends where the chain is new.
+        last_of_chain[number : number + 1] = [span]
         numbers.append(number)
     return pl.Series("chain", numbers, pl.Int64)
 
 
-def _slots(lives: pl.DataFrame) -> pl.Series:
-    """Put lives (`begin` to `end`, sorted by begin) that do not overlap into as few slots as they fit in."""
+def _mean_step_ns(spans: pl.DataFrame) -> float:
+    steps, times = (float((spans[f"last_{c}"] - spans[f"first_{c}"]).sum()) for c in ("step", "ns"))
+    return max(times / steps if steps else 0.0, float(_FASTEST_STEP_NS))
+
+
+def _can_continue(last: _StepSpan, span: _StepSpan) -> bool:
+    """Return whether a counter can get from the end of one step span to the beginning of another."""
+    pause_ns = span.first_ns - last.last_ns
+    skipped = span.first_step - last.last_step - 1
+    return pause_ns > 0 and 0 <= skipped <= _UNSAMPLED_STEPS + pause_ns / _FASTEST_STEP_NS
+
+
+def _cost_of_continuing(last: _StepSpan, span: _StepSpan, step_ns: float) -> tuple[bool, float]:
+    """Return how badly a span continues a chain: whether it is not adjacent, then steps and time skipped, in steps."""
+    skipped = span.first_step - last.last_step - 1
+    gap_ns = abs(span.start_unix_ns - last.end_unix_ns)
+    return gap_ns > _ADJACENT_NS, skipped + gap_ns / step_ns
+
+
+def _slots(lifetimes: pl.DataFrame) -> pl.Series:
+    """Put lifetimes (`begin` to `end`, sorted by begin) into as few slots as hold them without overlap."""
     ends: list[int] = []
     slots = []
-    for begin, end in lives.select("begin", "end").iter_rows():
+    for begin, end in lifetimes.select("begin", "end").iter_rows():
         free = [slot for slot, ended in enumerate(ends) if ended < begin]
-        # The one that ended last: a restart follows at once.
+        # Of the free slots the one that ended last: a restart follows at once.
         slot = max(free, key=ends.__getitem__, default=len(ends))
         ends[slot : slot + 1] = [end]
         slots.append(slot)
     return pl.Series("slot", slots, pl.Int64)
 
 
-def _by_agreement(others: pl.DataFrame, known: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
-    """Give each span the counter its events agree with best, interpolated between what is known of that counter.
+def _by_agreement(unassigned: pl.DataFrame, known: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
+    """Give each span the counter that its events agree with best: span_row, counter.
 
-    With few steps sampled that is rough at first; the spans that are told apart clearly make it finer.
+    A counter is interpolated between the marks known to be on it. With few steps sampled that is rough at first. So the
+    spans with a clear best counter add their marks to it, and the assignment is repeated.
     """
     timed = marks.drop_nulls(["ts_ns", "step"]).sort("ts_ns")
-    undecided = timed.join(others, on="span_row", how="semi")
-    clock = timed.filter("is_summary").join(known, on="span_row", how="inner")
+    undecided = timed.join(unassigned, on="span_row", how="semi")
+    # Summaries alone at first: they are exact, and their counter is known.
+    on_counters = timed.filter("is_summary").join(known, on="span_row", how="inner")
     assigned = known.clear()
     for _ in range(_ROUNDS):
-        counters = sorted(clock["counter"].unique())
-        errors = pl.concat([_errors(undecided, clock.filter(counter=number), number) for number in counters])
-        ranked = errors.sort("span_row", "error", "counter")
-        assigned = ranked.group_by("span_row", maintain_order=True).agg(
-            pl.col("counter").first(),
-            margin=pl.col("error").get(1, null_on_oob=True) - pl.col("error").first(),
-        )
-        clear = assigned.filter(pl.col("margin") > _CLEAR_STEPS).select("span_row", "counter")
-        clock = timed.join(pl.concat([known, clear]), on="span_row", how="inner")
+        assigned = _best_counters(undecided, on_counters)
+        clear = assigned.filter(pl.col("margin") > _CLEAR_MARGIN_STEPS).select("span_row", "counter")
+        on_counters = timed.join(pl.concat([known, clear]), on="span_row", how="inner")
     return assigned.select("span_row", "counter")
 
 
-def _errors(undecided: pl.DataFrame, clock: pl.DataFrame, counter: int) -> pl.DataFrame:
-    """Mean distance of each span's events from one counter as others tell it: span_row, counter, error in steps."""
-    points = clock.select("ts_ns", at_ns="ts_ns", at_step="step")
+def _best_counters(undecided: pl.DataFrame, on_counters: pl.DataFrame) -> pl.DataFrame:
+    """Return span_row, counter and margin: each span's best counter, and how many steps the second best is worse."""
+    counters = sorted(on_counters["counter"].unique())
+    errors = pl.concat([_errors(undecided, on_counters.filter(counter=n), n) for n in counters])
+    ranked = errors.sort("span_row", "error", "counter")
+    return ranked.group_by("span_row", maintain_order=True).agg(
+        pl.col("counter").first(),
+        margin=pl.col("error").get(1, null_on_oob=True) - pl.col("error").first(),
+    )
+
+
+def _errors(undecided: pl.DataFrame, on_counter: pl.DataFrame, counter: int) -> pl.DataFrame:
+    """Return the mean distance of each span's events from one counter, interpolated: span_row, counter, error in steps."""
+    points = on_counter.select("ts_ns", at_ns="ts_ns", at_step="step")
     before, after = (
         points.rename({"at_ns": f"{side}_ns", "at_step": f"{side}_step"}) for side in ("before", "after")
     )
     sides = undecided.select("span_row", "step", "ts_ns")
+    # No exact matches: once a span's own events are among the points, they would confirm themselves.
     sides = sides.join_asof(before, on="ts_ns", allow_exact_matches=False)
     sides = sides.join_asof(after, on="ts_ns", strategy="forward", allow_exact_matches=False)
     span_ns = (pl.col("after_ns") - pl.col("before_ns")).clip(lower_bound=1)
     share = (pl.col("ts_ns") - pl.col("before_ns")) / span_ns
     between = pl.col("before_step") + share * (pl.col("after_step") - pl.col("before_step"))
-    due = pl.coalesce(between, "before_step", "after_step")
-    error = (pl.col("step") - due).abs().clip(upper_bound=_CLEARLY_OFF_STEPS)
+    # Before the first point, or after the last, the counter is taken to stand still.
+    expected = pl.coalesce(between, "before_step", "after_step")
+    error = (pl.col("step") - expected).abs().clip(upper_bound=_MAX_ERROR_STEPS)
     return sides.group_by("span_row").agg(error=error.mean()).with_columns(counter=pl.lit(counter, pl.Int64))

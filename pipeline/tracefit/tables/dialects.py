@@ -1,10 +1,10 @@
-"""How traces spell things, as one declared table: (scope, span, event, attribute) to a column.
+"""The spellings of traces as one declared table: from (scope, span, event, attribute) to a column.
 
 Three dialects are known. `journey` is the instrumented server: dotted keys (`prefill.done_tokens`), which written
-specifications also spell with underscores, their API events without a prefix. `stock` is an unmodified vLLM: one
-`llm_request` span per request, its times as attributes in seconds. `lifecycle` is what was proposed upstream: a span
-per phase of a request, whose beginning and end are the times. Another dialect is more rows here and nothing elsewhere:
-all that others need to know of dialects is derived from the rows.
+specifications also spell with underscores, with API events without a prefix. `stock` is an unmodified vLLM: one
+`llm_request` span per request, its times as attributes in seconds. `lifecycle` is a proposal for upstream: a span
+per phase of a request, whose beginning and end are the times. A new dialect is more rows here and nothing elsewhere:
+every other module derives its knowledge of dialects from these rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import polars as pl
 
 Target = Literal["journey_events", "steps", "request_snapshots", "requests"]
 Take = Literal["value", "start", "end", "duration", "later_durations"]
-"""What is read: an attribute's value; the beginning of the first such span of a request, the end of the last, the sum of
-their durations, or that sum without the first."""
+"""How to read a value: of an attribute; or from the matching spans of a request: the start of the first, the end of the
+last, the sum of their durations, or that sum without the first."""
 
 EVENT_NAME = ""
-"""In place of an attribute: the row tells what the event itself is called in the tables."""
+"""Instead of an attribute: the row names the event itself in the tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class Spelling:
     """One row of the table.
 
     Attributes:
-        dialect: Who writes so.
+        dialect: The dialect that uses the spelling.
         scope: Instrumentation scope of the span; None for any that begins with `vllm`.
         span: Name of the span; None for any of the scope.
-        event: Event of the span; None for what the span itself says.
+        event: Event of the span; None for the span itself.
         attribute: Attribute key; `EVENT_NAME` for the event as such, None for the span's own times.
         table: Table the value goes to.
         column: Column it goes to, or the event's name in the tables.
-        take: What is read.
-        factor: What the value is multiplied with.
+        take: How the value is read.
+        factor: Multiplier of the value.
     """
 
     dialect: str
@@ -245,17 +245,17 @@ FRONT_SCOPES = tuple(dict.fromkeys(s.scope for s in SPELLINGS if s.span == "llm_
 
 
 def is_known() -> pl.Expr:
-    """Tell the spans that are read, by `scope` and `name`."""
+    """Return whether a span is read, from its `scope` and `name`."""
     phase = pl.col("name").is_in(PHASE_SPANS) & pl.col("scope").str.starts_with("vllm")
     return pl.col("scope").is_in(VLLM_SCOPES).fill_null(value=False) | phase.fill_null(value=False)
 
 
 def dialect_of(scope: str | None, span: str | None = None) -> str | None:
-    """Name the dialect a scope belongs to, or None if it is none of vLLM's that is known.
+    """Return the dialect of a scope, or None if the scope is not a known one of vLLM.
 
     Args:
         scope: Instrumentation scope.
-        span: Name of the span, which tells more where several dialects share a scope.
+        span: Name of the span, for dialects that share a scope.
     """
     if span in PHASE_SPANS and (scope or "").startswith("vllm"):
         return "lifecycle"
@@ -263,7 +263,7 @@ def dialect_of(scope: str | None, span: str | None = None) -> str | None:
 
 
 def _keys(table: Target) -> dict[str, tuple[str, ...]]:
-    """Column of a table of events to the attribute keys it is read from, first present wins."""
+    """Return, by column of an event table, the attribute keys it is read from; the first present one wins."""
     keys: dict[str, dict[str, None]] = {}
     for s in SPELLINGS:
         if s.table == table and s.attribute and s.column != "ts_ns":
@@ -288,7 +288,7 @@ TS_S_KEYS = _clock_keys(_NS_PER_S)
 
 @dataclass(frozen=True, slots=True)
 class JourneyEvent:
-    """One kind of journey event in one scope: its name in the tables, its layer, and how traces spell it."""
+    """One kind of journey event in one scope: its name in the tables, its layer, and its spellings in traces."""
 
     event: str
     layer: str

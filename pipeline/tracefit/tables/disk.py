@@ -1,4 +1,7 @@
-"""Files that are there whole or not at all, and one line for a disk that will not take them."""
+"""Write files atomically, in a locked folder, and turn errors of the disk into one line.
+
+A reader sees an old file or a new one, never a part of it. Symbolic links inside a tables folder are refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 @contextmanager
 def disk_errors(root: Path) -> Iterator[None]:
-    """Turn errors of the disk into one line.
+    """Raise errors of the disk as one-line `UsageError`.
 
     Raises:
         UsageError: Something below `root` could not be written.
@@ -33,7 +36,7 @@ def disk_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # An error that came back through polars or pyarrow is left with its text alone.
+        # An error raised through polars or pyarrow has lost its number; only its text has it.
         found = _ERRNO.match(str(error))
         number = error.errno or int(found[1] if found else 0)
         full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -47,11 +50,10 @@ def disk_errors(root: Path) -> Iterator[None]:
 
 
 def inside(root: Path, *names: str) -> Path:
-    """Return the path of a file or folder of the tables folder, there or not.
+    """Return the path of a file or folder of the tables folder, which need not exist.
 
     Raises:
-        UsageError: It, or a folder on the way to it, is a symbolic link: of a tables folder that came from elsewhere it
-            may lead anywhere.
+        UsageError: The path contains a symbolic link, which may lead anywhere if the tables folder came from elsewhere.
     """
     path = root
     for name in names:
@@ -101,7 +103,7 @@ def _link(path: Path) -> UsageError:
 
 @contextmanager
 def scratch_folder(root: Path) -> Iterator[Path]:
-    """Make a folder below `root` to write in, and remove it with what is left in it."""
+    """Make a folder below `root` to write in, and remove it afterwards with everything in it."""
     root.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=root))
     try:
@@ -111,25 +113,25 @@ def scratch_folder(root: Path) -> Iterator[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Remove the scratch folders of writers that died; only the holder of the lock may."""
+    """Remove the scratch folders of dead writers; only the holder of the lock may call this."""
     for folder in root.glob(f"{SCRATCH_PREFIX}*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def create(path: Path) -> BinaryIO:
-    """Open a new file for writing. Everything the tables folder holds is written through here."""
+    """Open a new file for writing. Every file of the tables folder is written through this function."""
     return path.open("wb")
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file, so that a reader sees the old one or the new one, whatever happens."""
+    """Replace a file in one step: a reader sees the old one or the new one, even after a crash."""
     with scratch_folder(path.parent) as scratch:
         _draft(scratch, path, data).replace(path)
     sync_folder(path.parent)
 
 
 def write_files(contents: Mapping[Path, bytes | str]) -> None:
-    """Write files of one result; text as UTF-8. Each is there whole or not at all, and none if one cannot be written.
+    """Write the files of one result; text as UTF-8. Each is whole or not there, and none is written if one cannot be.
 
     Raises:
         UsageError: A file cannot be written.
@@ -159,7 +161,7 @@ def _draft(scratch: Path, path: Path, data: bytes) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in a folder last through a power cut."""
+    """Flush a folder, so that renames in it survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -169,10 +171,10 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(root: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the folder's lock, which is on the folder itself. It goes with the process, however that ends.
+    """Hold the lock of a folder, which is on the folder itself; the system releases it with the process.
 
     Args:
-        root: The tables folder; it is made if need be.
+        root: The tables folder; it is created if it does not exist.
         waiting: Called if another process holds the lock, before waiting for it.
     """
     root.mkdir(parents=True, exist_ok=True)

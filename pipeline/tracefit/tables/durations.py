@@ -1,4 +1,7 @@
-"""Durations, rates and the state of a request, from its times."""
+"""Compute the durations, rates and state of requests from their times.
+
+Formulas follow vLLM's request metrics; the columns are documented in `schema.REQUESTS`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ STATES = {
     "ignored": "FINISHED_IGNORED",
     "error": "FINISHED_ERROR",
 }
-"""Finish status of a trace to vLLM's name of the state."""
+"""vLLM's name of the state, by finish status of the trace."""
 
 _LIVE_STATES = {
     "QUEUED": "WAITING",
@@ -21,19 +24,17 @@ _LIVE_STATES = {
     "FIRST_TOKEN": "RUNNING",
     "PREEMPTED": "PREEMPTED",
 }
-"""Last event of the engine core to the state of a request that has not finished."""
+"""State of an unfinished request, by its last event of the engine core."""
 
 
 def divided(values: pl.Expr, number: float) -> pl.Expr:
-    """Divide by a number, to the same last digit in every frame.
-
-    By a column: polars divides by a number through its reciprocal, which is off by a digit in long frames alone.
-    """
+    """Return values divided by a number, equal to the last digit in frames of any length."""
+    # By a column: polars divides a long frame by a constant through its reciprocal, which can be off in the last digit.
     return values / (values * 0 + number)
 
 
 def as_us(ns: pl.Expr) -> pl.Expr:
-    """Nanoseconds to microseconds."""
+    """Return nanoseconds as microseconds."""
     return divided(ns, 1e3)
 
 
@@ -42,9 +43,9 @@ def _us(end: str, start: str) -> pl.Expr:
 
 
 def with_state(requests: pl.DataFrame) -> pl.DataFrame:
-    """Add `state`, by the finish status, else the last event of the core, else the end of the API span.
+    """Add `state`, from the finish status, else the last event of the core, else the end of the API span.
 
-    A request that only its API span describes, and that left it without an error, is done in an unknown way: null.
+    The state of a request with only an API span, which ended without an error, is unknown: null.
 
     Args:
         requests: finish_status, last_event (of the core), arrival_ns, departed_ns, aborted_ns.
@@ -62,9 +63,9 @@ def with_state(requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def with_durations(requests: pl.DataFrame) -> pl.DataFrame:
-    """Add the derived durations of a request, in us; null wherever one of the two times is.
+    """Add the durations of requests, in us; null if one of the two times is.
 
-    Source of the formulas: the request metrics of vLLM; the wait after a preemption belongs to neither prefill nor
+    Source of the formulas: the request metrics of vLLM. The wait after a preemption belongs to neither prefill nor
     decode.
     """
     counted = pl.col("preempted_events").fill_null(0)
@@ -96,9 +97,9 @@ def with_durations(requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def with_rates(requests: pl.DataFrame) -> pl.DataFrame:
-    """Add times per token, throughput and shares of the latency to rows whose durations are known.
+    """Add times per token, throughput and shares of the latency to rows with durations.
 
-    An inference time that the trace gives is kept; one that is worked out ends with the last token.
+    An inference time in the trace is kept; a computed one ends with the last token.
     """
     e2e = pl.when(pl.col("e2e_us") > 0).then("e2e_us")
     later = pl.when(pl.col("output_tokens") > 1).then(pl.col("output_tokens") - 1)

@@ -1,4 +1,8 @@
-"""Engine epochs: a restarted server counts its steps from 1 again on the same clock."""
+"""Engine epochs: a restarted server counts its steps from 1 again on the same clock.
+
+`EpochScanner` reads the events that name a step (*marks*) in the order of time and finds where the counter falls back.
+A single absurd step id, or an event stamped late, must not look like a restart; most of this module is about that.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,19 @@ With asynchronous scheduling an event of step k is stamped after step k+1 began;
 """
 
 STRAY_STEPS, FASTEST_STEP_NS = 1_000, 200_000
-"""A counter goes on by as many steps as fit into the time, and by so many besides: clocks of layers differ a little."""
+"""A counter climbs by as many steps as fit into the time, plus `STRAY_STEPS`: clocks of layers differ a little."""
 
 _NEIGHBOURS = 3
 """Marks on either side that a mark is compared with."""
 
-_BEFORE_ALL = np.iinfo(np.int64).min
+_BEFORE_ALL = int(np.iinfo(np.int64).min)
+"""A step and a time below every other: the state before the first mark, to which nothing compares as a jump."""
 
 MARKS = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64, "exact": pl.Boolean}
-"""What the scanner reads: an event of a step at a time, `exact` if it is the step's summary."""
+"""What the scanner reads: the time of an event and the step it names, `exact` if it is the step's summary."""
 
 STRAYS = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64}
-"""Marks whose step cannot be: no counter gets there from the marks before it, or from there to those behind it."""
+"""Marks with an impossible step: no counter climbs to it from the marks before, or from it to the marks after."""
 
 
 def marks_of(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
@@ -53,7 +58,7 @@ def _clock(ts: str) -> pl.Expr:
 
 @dataclass(slots=True)
 class EpochScanner:
-    """Finds the restarts of every server, going over its marks once in the order of their clock.
+    """Finds the restarts of every server in one pass over its marks, in the order of their clock.
 
     A new epoch begins where step ids jump backwards while the clock goes forward: by any amount between two step
     summaries, by more than `STEP_JITTER` between any two events. Marks that stray do not count.
@@ -62,10 +67,10 @@ class EpochScanner:
     _servers: dict[str, _Server] = field(default_factory=dict)
 
     def feed(self, window: pl.DataFrame) -> None:
-        """Read the next marks: columns as in `MARKS`, sorted by clock."""
+        """Read the next marks of all servers: columns as in `MARKS`, sorted by clock."""
         for (name,), marks in window.group_by("server", maintain_order=True):
             server = self._servers.setdefault(str(name), _Server())
-            server.feed(*(marks[c].to_numpy() for c in ("clock", "step_id", "exact")))
+            server.feed(_Marks(*(marks[c].to_numpy() for c in ("clock", "step_id", "exact"))))
 
     def starts(self) -> pl.DataFrame:
         """Return one row per server and epoch: its number and `clock`, the time of its first known event."""
@@ -82,121 +87,191 @@ class EpochScanner:
         found = [
             pl.DataFrame({"server": name, "clock": clock, "step_id": step}, schema_overrides=STRAYS)
             for name, server in self._servers.items()
-            for clock, step in server.strays
+            for clock, step in ((marks.clock, marks.step) for marks in server.strays)
         ]
         return pl.concat([pl.DataFrame(schema=STRAYS), *found])
 
     def bounds(self) -> pl.DataFrame:
-        """Return the lowest and the highest step of every server that is accepted: server, least, most."""
-        found = [(name, s.least, s.most) for name, s in self._servers.items() if s.step is not None]
+        """Return the lowest and the highest accepted step of every server: server, least, most."""
+        found = [(name, s.least, s.most) for name, s in self._servers.items() if s.epoch_starts]
         return pl.DataFrame(
             found, schema={"server": pl.String, "least": pl.Int64, "most": pl.Int64}, orient="row"
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """Marks of one server as arrays of shape (n,), in the order of their clock."""
+
+    clock: NDArray[np.int64]
+    step: NDArray[np.int64]
+    exact: NDArray[np.bool_]
+
+    @classmethod
+    def none(cls) -> _Marks:
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
+
+    def __len__(self) -> int:
+        return len(self.clock)
+
+    def at(self, index: slice | NDArray[np.bool_]) -> _Marks:
+        return _Marks(self.clock[index], self.step[index], self.exact[index])
+
+    def followed_by(self, after: _Marks) -> _Marks:
+        return _Marks(
+            np.concatenate([self.clock, after.clock]),
+            np.concatenate([self.step, after.step]),
+            np.concatenate([self.exact, after.exact]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The accepted marks so far, as far as they bear on the next one.
+
+    Attributes:
+        step: Step of the last mark.
+        jump_clock: Time of the last jump backwards that was larger than jitter.
+        summary_step: Step of the last summary.
+        summary_clock: Its time.
+    """
+
+    step: int = _BEFORE_ALL
+    jump_clock: int = _BEFORE_ALL
+    summary_step: int = _BEFORE_ALL
+    summary_clock: int = _BEFORE_ALL
+
+
 @dataclass(slots=True)
 class _Server:
-    """The scan of one server: what of the marks behind it bears on those to come."""
+    """The scan of one server.
 
-    first_clock: int | None = None
-    step: int | None = None
-    """Step of the last mark that is accepted."""
+    Attributes:
+        epoch_starts: The clocks at which epochs begin, found so far.
+        least: The lowest accepted step.
+        most: The highest accepted step.
+        strays: Marks with an impossible step.
+        last: The accepted marks so far.
+        waiting: The last marks: the neighbours of the next ones, then those that wait for their own neighbours.
+        scanned: How many of the waiting marks were scanned already, and serve as neighbours alone.
+    """
+
+    epoch_starts: set[int] = field(default_factory=set)
     least: int = np.iinfo(np.int64).max
     most: int = 0
-    exact: tuple[int, int] | None = None
-    """Step and clock of the last summary."""
-    jump_clock: int = _BEFORE_ALL
-    """Time of the last jump larger than jitter."""
-    held: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]] | None = None
-    """The last marks: those compared with, then those that wait for what follows them."""
+    strays: list[_Marks] = field(default_factory=list)
+    last: _Last = field(default_factory=_Last)
+    waiting: _Marks = field(default_factory=_Marks.none)
     scanned: int = 0
-    """How many of the held marks were scanned already."""
-    jumps: set[int] = field(default_factory=set)
-    strays: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=list)
 
-    def feed(self, clock: NDArray[np.int64], step: NDArray[np.int64], exact: NDArray[np.bool_]) -> None:
-        if self.held is not None:
-            clock, step, exact = (
-                np.concatenate([old, new]) for old, new in zip(self.held, (clock, step, exact), strict=True)
-            )
-        self._scan(clock, step, exact, stop=max(len(step) - _NEIGHBOURS, self.scanned))
+    def feed(self, marks: _Marks) -> None:
+        self.waiting = self.waiting.followed_by(marks)
+        # The last few wait: they are compared with marks that are not here yet.
+        self._scan_waiting(stop=max(len(self.waiting) - _NEIGHBOURS, self.scanned))
 
     def starts(self) -> list[int]:
         """Return the clocks at which epochs begin, the first one included."""
-        if self.held is not None:
-            self._scan(*self.held, stop=len(self.held[0]))
-            self.held = None
-        return sorted({*self.jumps, *([] if self.first_clock is None else [self.first_clock])})
+        if len(self.waiting):
+            self._scan_waiting(stop=len(self.waiting))
+            self.waiting, self.scanned = _Marks.none(), 0
+        return sorted(self.epoch_starts)
 
-    def _scan(
-        self, clock: NDArray[np.int64], step: NDArray[np.int64], exact: NDArray[np.bool_], *, stop: int
-    ) -> None:
-        """Scan marks up to `stop`; those behind it wait for what they are compared with."""
-        new, first_kept = slice(self.scanned, stop), max(stop - _NEIGHBOURS, 0)
-        stray = _stray(clock, step)[new]
-        self.held = (clock[first_kept:], step[first_kept:], exact[first_kept:])
-        self.scanned = stop - first_kept
-        clock, step, exact = clock[new], step[new], exact[new]
-        if stray.any():
-            self.strays.append((clock[stray], step[stray]))
-            clock, step, exact = clock[~stray], step[~stray], exact[~stray]
-        if not len(clock):
-            return
+    def _scan_waiting(self, *, stop: int) -> None:
+        """Scan the waiting marks up to `stop`, and keep those that the marks after it are compared with."""
+        new = slice(self.scanned, stop)
+        is_stray = _is_stray(self.waiting)[new]
+        marks = self.waiting.at(new)
+        first_kept = max(stop - _NEIGHBOURS, 0)
+        self.waiting, self.scanned = self.waiting.at(slice(first_kept, None)), stop - first_kept
+        if is_stray.any():
+            self.strays.append(marks.at(is_stray))
+            marks = marks.at(~is_stray)
+        if len(marks):
+            self._accept(marks)
+
+    def _accept(self, marks: _Marks) -> None:
+        """Find the epochs that begin among marks, none of which is a stray."""
+        clock, step = marks.clock, marks.step
         self.least, self.most = min(self.least, int(step.min())), max(self.most, int(step.max()))
-        if self.first_clock is None:
-            self.first_clock = int(clock[0])
-        previous = np.concatenate([[step[0] if self.step is None else self.step], step[:-1]])
+        if not self.epoch_starts:
+            self.epoch_starts.add(int(clock[0]))
+        previous = np.concatenate([[self.last.step], step[:-1]])
+        # As floats: the step before the first mark is so low that the difference of integers would wrap.
         is_jump = previous.astype(np.float64) - step > STEP_JITTER
-        last_jump = np.maximum.accumulate(np.where(is_jump, clock, self.jump_clock))
-        self.jumps.update(clock[is_jump].tolist())
-        self._compare_summaries(clock[exact], step[exact], last_jump[exact])
-        self.step, self.jump_clock = int(step[-1]), int(last_jump[-1])
+        last_jump = np.maximum.accumulate(np.where(is_jump, clock, self.last.jump_clock))
+        self.epoch_starts.update(clock[is_jump].tolist())
+        summaries = marks.at(marks.exact)
+        self._compare_summaries(summaries, last_jump[marks.exact])
+        self.last = _Last(
+            int(step[-1]),
+            int(last_jump[-1]),
+            int(summaries.step[-1]) if len(summaries) else self.last.summary_step,
+            int(summaries.clock[-1]) if len(summaries) else self.last.summary_clock,
+        )
 
-    def _compare_summaries(
-        self, clock: NDArray[np.int64], step: NDArray[np.int64], last_jump: NDArray[np.int64]
-    ) -> None:
-        """Find backward jumps between summaries that no large jump in between has already marked."""
-        if not len(clock):
-            return
-        last_step, last_clock = self.exact or (int(step[0]) - 1, int(clock[0]))
-        steps_before = np.concatenate([[last_step], step[:-1]])
-        clocks_before = np.concatenate([[last_clock], clock[:-1]])
-        is_back = (steps_before >= step) & (last_jump <= clocks_before)
-        self.jumps.update(clock[is_back].tolist())
-        self.exact = (int(step[-1]), int(clock[-1]))
+    def _compare_summaries(self, summaries: _Marks, last_jump: NDArray[np.int64]) -> None:
+        """Find backward jumps between summaries that no large jump in between has already marked.
+
+        Summaries come in the order of their steps, so that any jump backwards is a restart, however small.
+        """
+        steps_before = np.concatenate([[self.last.summary_step], summaries.step])[:-1]
+        clocks_before = np.concatenate([[self.last.summary_clock], summaries.clock])[:-1]
+        is_back = (steps_before >= summaries.step) & (last_jump <= clocks_before)
+        self.epoch_starts.update(summaries.clock[is_back].tolist())
 
 
-def _stray(clock: NDArray[np.int64], step: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Find marks that nearly no neighbour supports and that no counter could have come to, or gone on from.
+def _is_stray(marks: _Marks) -> NDArray[np.bool_]:
+    """Find marks that nearly no neighbour supports and that no counter could have come from or gone to.
 
     A counter can fall to nothing at a restart, but climb only as fast as steps end. So the last mark before a restart
-    and the first one behind it are no strays, however far they are from one side.
+    and the first one after it are no strays, however far they are from one side.
     """
-    supporters = np.zeros(len(step), np.int64)
-    neighbours = np.zeros(len(step), np.int64)
-    cannot = []
-    for sign in (-1, 1):
-        reached, there = np.ones(len(step), bool), np.zeros(len(step), np.int64)
-        for k in range(1, _NEIGHBOURS + 1):
-            here, other = (slice(k, None), slice(None, -k)) if sign < 0 else (slice(None, -k), slice(k, None))
-            climbed = -sign * (step[here].astype(np.float64) - step[other])
-            room = STRAY_STEPS + np.abs(clock[here].astype(np.float64) - clock[other]) / FASTEST_STEP_NS
-            supporters[here] += np.abs(climbed) <= room
-            there[here] += 1
-            reached[here] &= climbed > room
-        neighbours += there
-        cannot.append(reached & (there > 0))
-    unsupported = supporters < np.where(neighbours > 2, 2, 1)
-    is_stray: NDArray[np.bool_] = unsupported & (cannot[0] | cannot[1]) & (neighbours > 1)
-    return is_stray
+    before, after = _compare(marks, is_before=True), _compare(marks, is_before=False)
+    neighbours = before.neighbours + after.neighbours
+    is_unsupported = before.supporters + after.supporters < np.where(neighbours > 2, 2, 1)
+    is_impossible = before.is_impossible | after.is_impossible
+    # With a single neighbour either of the two could be the stray.
+    mask: NDArray[np.bool_] = is_unsupported & is_impossible & (neighbours > 1)
+    return mask
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Each mark compared with its neighbours on one side; arrays of shape (n,).
+
+    Attributes:
+        neighbours: How many there are: fewer than `_NEIGHBOURS` at the ends.
+        supporters: How many are a climb or a fall away that the time between would allow a counter to climb.
+        is_impossible: Whether there are neighbours, and the climb between each of them and the mark is too large.
+    """
+
+    neighbours: NDArray[np.int64]
+    supporters: NDArray[np.int64]
+    is_impossible: NDArray[np.bool_]
+
+
+def _compare(marks: _Marks, *, is_before: bool) -> _Comparison:
+    clock, step = marks.clock.astype(np.float64), marks.step.astype(np.float64)
+    neighbours = np.zeros(len(marks), np.int64)
+    supporters = np.zeros(len(marks), np.int64)
+    is_impossible = np.ones(len(marks), np.bool_)
+    for distance in range(1, _NEIGHBOURS + 1):
+        earlier, later = slice(None, -distance), slice(distance, None)
+        here = later if is_before else earlier
+        climbed = step[later] - step[earlier]
+        allowed = STRAY_STEPS + np.abs(clock[later] - clock[earlier]) / FASTEST_STEP_NS
+        neighbours[here] += 1
+        supporters[here] += np.abs(climbed) <= allowed
+        is_impossible[here] &= climbed > allowed
+    return _Comparison(neighbours, supporters, is_impossible & (neighbours > 0))
 
 
 def in_epoch(frame: pl.DataFrame, starts: pl.DataFrame, clock: str | None) -> pl.DataFrame:
-    """Attach the epoch running at each row's time; rows before the first mark, and without a time, are of epoch 0.
+    """Attach the epoch running at each row's time; rows before the first mark, and rows without a time, get epoch 0.
 
     Args:
         frame: Columns server, unix_ns and `clock`.
-        starts: What the scanner found.
+        starts: What `EpochScanner.starts` returned.
         clock: Column of the time on the engine's clock, which stands in for the wall clock; None if there is none.
     """
     if not starts.select(pl.col("epoch").max()).item():

@@ -1,8 +1,8 @@
-"""Frames of any number in, windows in sorted order out, with few rows in memory at a time.
+"""Sort more rows than fit into memory: any number of frames in, sorted windows out.
 
-Frames that come in are sorted and spilled to disk as blocks. The first key of every block is remembered; going over
-the blocks in the order of these keys, all rows below the first key of the block that comes next are complete. Traces
-come nearly in order, so that few blocks wait at any time.
+Incoming frames are sorted and spilled to disk as blocks, and the first key of every block is kept. The blocks are then
+read in the order of these keys: all rows below the first key of the next block are complete and can be yielded. Traces
+are nearly in order, so that few blocks wait at any time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HELD_BYTES = 80 << 20
-"""Rows that the sorts of one run keep in memory together before some are spilled to disk."""
+"""Memory of all sorts of one run together; beyond it rows are spilled to disk."""
 
 WINDOW_BYTES = 16 << 20
-"""Rows of a window, about, as they are in memory."""
+"""About the size of a window in memory."""
 
 BLOCK_ROWS = 8 * 1024
+"""Rows of a block: the smaller, the fewer rows wait for the next key, and the more keys are kept."""
 
 _Key = tuple[Any, ...]
 
@@ -43,10 +44,10 @@ class _Block:
 
 @dataclass(slots=True)
 class SortSpace:
-    """Where sorts keep their rows: in memory as long as all of them together have few, then on disk.
+    """The memory that several sorts share, and the folder they spill to.
 
     Attributes:
-        scratch: Folder for what does not fit into memory.
+        scratch: Folder for spilled rows.
         sorts: The sorts that share it.
     """
 
@@ -54,12 +55,12 @@ class SortSpace:
     sorts: list[ExternalSort] = field(default_factory=list)
 
     def sort(self, key: Sequence[str], order: Sequence[str]) -> ExternalSort:
-        """Make another sort; see there."""
+        """Return a new sort in this space, with the arguments of `ExternalSort`."""
         self.sorts.append(ExternalSort(self, key, order))
         return self.sorts[-1]
 
     def evict(self) -> None:
-        """Spill rows to disk until few enough are held, those of the largest sort first."""
+        """Spill the largest sorts until the rest fits into `HELD_BYTES`."""
         while sum(sort.held_bytes for sort in self.sorts) > HELD_BYTES:
             max(self.sorts, key=lambda sort: sort.held_bytes).spill()
 
@@ -70,10 +71,10 @@ class ExternalSort:
 
     Attributes:
         space: Where the rows are kept.
-        key: Columns that decide where windows are cut; rows of one key come in one window. Nulls are last.
-        order: All columns to sort by, those of `key` first.
-        rows: How many were added.
-        held_bytes: Size of those in memory.
+        key: Columns that decide where windows are cut: rows with equal keys share a window. Nulls are last.
+        order: All columns to sort by, `key` first.
+        rows: Number of rows added.
+        held_bytes: Size of the rows in memory.
     """
 
     space: SortSpace
@@ -86,7 +87,7 @@ class ExternalSort:
     _schema: pl.Schema | None = None
 
     def add(self, frame: pl.DataFrame) -> None:
-        """Take rows; all frames have the same columns."""
+        """Add rows; all frames have the same columns."""
         self._schema = self._schema or frame.schema
         if not frame.height:
             return
@@ -96,11 +97,12 @@ class ExternalSort:
         self.space.evict()
 
     def windows(self) -> Iterator[pl.DataFrame]:
-        """Yield all rows in order, as frames none of which is empty; what was taken is given back once."""
+        """Yield all rows in order, as non-empty frames; the sort is empty afterwards."""
         if not self._blocks:
             yield from self._held_windows()
             return
         self.spill()
+        # By first key: no later block can hold a row below the first key of the next one.
         blocks = sorted(self._blocks, key=lambda block: block.first)
         files = {path: pa.ipc.open_file(pa.OSFile(str(path))) for path in {b.run for b in blocks}}
         waiting: list[pl.DataFrame] = []
@@ -112,6 +114,7 @@ class ExternalSort:
             if new_bytes >= WINDOW_BYTES or last:
                 rows = pl.concat(waiting).sort(self.order, nulls_last=True)
                 whole = rows.height if last else _below(rows, self.key, blocks[index + 1].first)
+                # The rest may have to go after rows of the next block: it waits.
                 if whole:
                     yield rows.head(whole)
                 waiting, new_bytes = [rows.slice(whole)], 0
@@ -123,7 +126,7 @@ class ExternalSort:
         windows = 1 + self.held_bytes // WINDOW_BYTES
         self._held, self.held_bytes = [], 0
         places = rows.select(pl.arg_sort_by(*self.order, nulls_last=True)).to_series()
-        # One at a time: a sorted copy of everything would take as much memory again.
+        # Gather one window at a time: a sorted copy of everything would double the memory.
         for begin, end in pairwise(_cuts(rows.select(pl.col(self.key).gather(places)), windows)):
             yield rows[places[begin:end]]
 
@@ -131,7 +134,7 @@ class ExternalSort:
         """Write the rows in memory to disk, as blocks in the order of the key."""
         if not self._held:
             return
-        # Blocks need the order of the key alone; the rest of it is made when a window is.
+        # Blocks are sorted by the key alone; windows are sorted by the full order when they are read.
         rows = pl.concat(self._held).sort(self.key, nulls_last=True)
         self._held, self.held_bytes = [], 0
         path = self.space.scratch / f"sorted-{uuid.uuid4().hex}.arrow"
@@ -145,7 +148,7 @@ class ExternalSort:
 
 
 def _key_of(values: tuple[Any, ...]) -> _Key:
-    # Comparable as the sort has it: nulls after everything.
+    # Python cannot compare None; as (is null, value) a key sorts like the rows do, nulls last.
     return tuple((value is None, 0 if value is None else value) for value in values)
 
 
@@ -156,7 +159,7 @@ def _frame(batch: pa.RecordBatch) -> pl.DataFrame:
 
 
 def _cuts(keys: pl.DataFrame, count: int) -> list[int]:
-    """Cut sorted keys into about so many pieces of like size, never between two that are equal."""
+    """Return where to cut sorted keys into about `count` pieces of similar size, never between equal keys."""
     starts_anew = keys.select(pl.any_horizontal(pl.all().ne_missing(pl.all().shift()))).to_series().to_numpy()
     places = np.append(np.flatnonzero(starts_anew), keys.height)
     wanted = keys.height * np.arange(1, count) // count
@@ -164,7 +167,8 @@ def _cuts(keys: pl.DataFrame, count: int) -> list[int]:
 
 
 def _below(rows: pl.DataFrame, key: Sequence[str], bound: _Key) -> int:
-    """Return how many of the rows, sorted, are below a key."""
+    """Return how many of the sorted rows are below a key."""
+    # Lexicographic order, from the last column to the first: less in this column, or equal in it and less in the rest.
     is_below = pl.lit(value=False)
     for name, (is_null, value) in reversed(list(zip(key, bound, strict=True))):
         column = pl.col(name)

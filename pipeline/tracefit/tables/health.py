@@ -1,4 +1,7 @@
-"""Whether journeys and steps are whole and in order: checks that count, over tables alone."""
+"""Check that journeys and steps are complete and in order, and count the faults.
+
+The checks need only the tables, not the traces. `inspect` and the report show them.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ _STEP = [*ENGINE, "step_id"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: `held` of the `of` things it applies to are as they should be."""
+    """One check: `held` of the `of` rows it applies to are correct."""
 
     name: str
     held: int
     of: int
     detail: str = ""
-    """What is wrong with the others, in counts; empty when nothing is."""
+    """The faults of the other rows, with counts; empty if there are none."""
 
 
 def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[Check, ...]:
@@ -35,7 +38,7 @@ def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.Data
         steps: The `steps` table.
 
     Returns:
-        One check per rule, in reading order; rules that apply to nothing have `of` 0.
+        One check per rule, in reading order; a rule without rows has `of` 0.
     """
     core = requests.filter(pl.col("core_request_id").is_not_null())
     return (
@@ -51,7 +54,7 @@ def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.Data
 
 
 def _check(name: str, frame: pl.DataFrame, faults: dict[str, pl.Expr]) -> Check:
-    """Count rows without any fault, and each kind of fault."""
+    """Count the rows without fault, and each kind of fault."""
     marked = frame.select(expr.fill_null(value=False).alias(kind) for kind, expr in faults.items())
     bad = int(marked.select(pl.any_horizontal(pl.all())).sum().item() or 0) if marked.height else 0
     counts = marked.sum().row(0) if marked.height else ()
@@ -60,7 +63,7 @@ def _check(name: str, frame: pl.DataFrame, faults: dict[str, pl.Expr]) -> Check:
 
 
 def _complete(core: pl.DataFrame) -> Check:
-    """Expect all events of a request that ends, the first and the last of one that was cut off."""
+    """Expect all events of a finished request, and the first and last event of one that was cut off."""
     cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
     missing = {
         "without QUEUED": pl.col("queued_ns").is_null(),
@@ -84,7 +87,7 @@ def _after(later: str, earlier: str) -> pl.Expr:
 
 
 def _time_order(requests: pl.DataFrame) -> Check:
-    """Compare all but DEPARTED: in a burst the API process may say it before the engine says FINISHED."""
+    """Compare all times but DEPARTED: in a burst the API process may stamp it before the engine stamps FINISHED."""
     backwards = {
         "QUEUED before ARRIVED": _after("queued_ns", "arrival_ns"),
         "SCHEDULED before QUEUED": _after("first_scheduled_ns", "queued_ns"),
@@ -104,7 +107,7 @@ def _step_order(core: pl.DataFrame) -> Check:
 
 
 def _one_token_per_step(core: pl.DataFrame) -> Check:
-    """Expect one token per step, from FIRST_TOKEN to FINISHED, of a request that nothing disturbs."""
+    """Expect one token per step, from FIRST_TOKEN to FINISHED, of a request without preemption or abort."""
     cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
     undisturbed = core.filter(
         ~cut_off & (pl.col("num_preemptions").fill_null(0) == 0) & (pl.col("output_tokens") > 0)

@@ -1,7 +1,7 @@
-"""`TABLES/manifest.json`: what was read, and which files of the folder are valid.
+"""`TABLES/manifest.json`: which trace files were read, and which files of the folder are valid.
 
-The manifest is replaced last, in one rename: a reader that follows it sees each run as it was before or as it is after
-an ingest, never in between. A file that it does not name is a leftover.
+The manifest is replaced last, in one rename: a reader that follows it sees each run either as before or as after an
+ingest, never in between. A file that it does not name is a leftover.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MANIFEST_NAME = "manifest.json"
 
 
 RunId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+$")]
-"""What names a folder of a table: never a path."""
+"""The name of a run's folder in a table; never a path."""
 
 
 Count = Annotated[int, Meta(ge=0)]
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What stands in the manifest. Not pydantic: loading that takes as long as ingesting a small run."""
+    """Base of the manifest's structs. Not pydantic: loading it takes as long as ingesting a small run."""
 
 
 class StagedPart(_Strict, frozen=True):
@@ -45,7 +45,7 @@ class StagedPart(_Strict, frozen=True):
 
 
 class ReadFile(_Strict, frozen=True):
-    """A trace file that was read; of the same name, size and hash it is not decoded again."""
+    """A trace file that was read; while name, size and hash are the same, it is not decoded again."""
 
     path: Annotated[str, Meta(description="the file as it was named")]
     size_bytes: Annotated[Count, Meta(description="its size as stored")]
@@ -67,7 +67,7 @@ class TableFile(_Strict, frozen=True):
 
 
 class IngestedRun(_Strict, frozen=True):
-    """What is known of one run."""
+    """One ingested run: its files and its tables."""
 
     source: Annotated[
         str | None, Meta(description="the folder it was read from; null for files named one by one")
@@ -94,7 +94,7 @@ class Manifest(_Strict, frozen=True):
     runs: dict[RunId, IngestedRun] = {}
 
     def with_run(self, run_id: str, run: IngestedRun) -> Manifest:
-        """Return a manifest in which this run is as given."""
+        """Return a manifest with this run added or replaced."""
         return Manifest(runs={**self.runs, run_id: run})
 
     def staged(self) -> set[str]:

@@ -1,6 +1,6 @@
-"""Runs that share spans: the same traces ingested under two names, such as a window of files that rotates.
+"""Find runs that share spans: the same traces ingested under two names, for example from rotating files.
 
-Spans that are there twice would count twice, and one run's held-out rows would be among those another is trained on.
+Such spans would count twice, and rows held out of one run would train the model through the other.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _IDS = ("trace_id", "span_id")
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A run of which spans are in another run that has no fewer.
+    """A run with spans that also are in a run of at least the same size.
 
     Attributes:
         run_id: The run.
-        other: The other.
-        spans: Spans they share.
+        other: The run that is kept.
+        spans: Number of shared spans.
     """
 
     run_id: str
@@ -34,15 +34,15 @@ class Overlap:
 def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
     """Find runs that share spans with a run that is kept.
 
-    Runs are kept in order of their spans, the largest first, then of their names. Only runs that overlap in time are
-    looked into; eight bytes of each of their spans are held.
+    Larger runs are kept before smaller ones, equal ones by name. Only runs that overlap in time are compared, with
+    eight bytes in memory for each of their spans.
 
     Args:
         store: The tables.
         runs: Rows of the `runs` table.
 
     Returns:
-        One per run to leave out, in the order of the rows.
+        One overlap per run to leave out, in the order of the rows.
     """
     spans = runs.group_by("run_id", maintain_order=True).agg(
         pl.col("spans").sum(), pl.col("first_unix_ns").min(), pl.col("last_unix_ns").max()

@@ -1,4 +1,7 @@
-"""One row per request, joined over the API and the core layer, with the durations users ask for."""
+"""Build the `requests` table: one row per request, joined over the API and the core layer, with its durations.
+
+`core_requests` and `api_requests` aggregate the events of each layer, and `join_requests` joins them by trace and parent.
+"""
 
 from __future__ import annotations
 
@@ -96,9 +99,9 @@ def core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
 
 
 def _requeue_waits(core: pl.DataFrame) -> pl.DataFrame:
-    """Time between each PREEMPTED and the RESUME after it, split at the first token; in us.
+    """Return the time between each PREEMPTED and the RESUME after it, in us: sums before and after the first token.
 
-    Where one of them was never resumed the sum is unknown.
+    If one preemption has no RESUME, the sum is unknown.
     """
     preempted = core.filter(pl.col("event") == "PREEMPTED").select("row")
     turns = core.filter(pl.col("event").is_in(["PREEMPTED", "SCHEDULED", "FIRST_TOKEN"]))

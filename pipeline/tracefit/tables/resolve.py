@@ -1,7 +1,7 @@
-"""The view of a whole run: which spans count, which server each belongs to, and how clocks compare.
+"""Look at all spans of a run together: which spans count, which server each belongs to, and how clocks compare.
 
-It needs of each span its ids, its times and what its events say of their clock: about a hundred bytes, and nothing of
-its events. That is all of a run that is in memory at once.
+Each span takes about a hundred bytes here: its ids, its times and the clock of its events, but no events. Nothing else
+of a run is in memory at once.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _HEX_DIGITS_OF_64_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of the spans of one part that count.
+    """Facts of the spans of one part that count.
 
     Attributes:
         spans: row, server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero (the
             same, of the server).
-        spans_read: Spans of the run's files in the part, those that do not count included.
+        spans_read: Spans of the run's files in the part, duplicates included.
         rows: All spans of the part.
     """
 
@@ -61,7 +61,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What the view of the whole run gives.
+    """The result of looking at all spans of a run.
 
     Attributes:
         parts: Facts of each part.
@@ -76,9 +76,9 @@ CLOCKS = {"server": pl.String, "low": pl.Int64, "high": pl.Int64}
 
 
 def resolve(stage: Path, parts: Sequence[RunPart]) -> Resolved:
-    """Look at all spans of a run together.
+    """Return the spans of a run that count, with their servers, and the clocks of the servers.
 
-    A span is its (trace_id, span_id): of one that was read twice, the first counts. Spans get the server they belong to.
+    A span is identified by (trace_id, span_id): if it was read twice, the first one counts.
 
     Args:
         stage: The folder of staged parts.
@@ -95,7 +95,7 @@ def resolve(stage: Path, parts: Sequence[RunPart]) -> Resolved:
         rows.append(staged.height)
         every.append(_narrow(part.of_files(staged, "place"), number))
     spans = pl.concat(every)
-    del every, staged
+    del every, staged  # the largest frames of this function: free them before the joins below
     if not spans["place"].is_sorted():
         spans = spans.sort("place", maintain_order=True)
     spans = spans.drop("place")
@@ -110,7 +110,8 @@ def resolve(stage: Path, parts: Sequence[RunPart]) -> Resolved:
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
-    # Hashes tell that all are different, as they nearly always are, in a fraction of the memory of a copy.
+    # Nearly always all spans differ, and hashes show it in a fraction of the memory that `unique` takes. Equal hashes of
+    # different spans do no harm: then `unique` decides.
     if spans.select(_IDS).hash_rows().n_unique() == spans.height:
         return spans
     return spans.unique(_IDS, keep="first", maintain_order=True)
@@ -129,7 +130,7 @@ def _facts(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _narrow(spans: pl.DataFrame, part: int) -> pl.DataFrame:
-    """Pack ids into numbers."""
+    """Return the columns of a part that are needed here, with ids packed into numbers: 24 bytes instead of 64."""
     trace = pl.col("trace_id").str
     return spans.select(
         "place",
@@ -153,9 +154,10 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
     """Name each span's server.
 
     The API process and the engine core are two processes and, with newer SDKs, two service.instance.ids: an API
-    span belongs to the server of the core span under it. Without one it goes to the only engine there is, if so.
-    Engines that share a name get one each.
+    span belongs to the server of the core span under it; without one, to the engine if there is only one. Engines that
+    share a name get a name each.
     """
+    # API spans are no engines: they take part in no split, and inherit a name below.
     is_api = pl.col("scope").is_in(dialects.FRONT_SCOPES).fill_null(value=False)
     apart = split_engines(spans.select("scope", *_ENGINE).filter(~is_api), marks.of)
     if apart.height:
@@ -168,6 +170,7 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
         .unique(_IDS, keep="first", maintain_order=True)
     )
     names = spans.select(pl.col("server").filter(~is_api).unique()).to_series()
+    # A request without a core span, such as one that never left the API process.
     only = pl.lit(names[0] if len(names) == 1 else None, pl.Categorical)
     engine = spans.select(_IDS).join(parents, on=_IDS, how="left", maintain_order="left")["engine"]
     inherited = pl.coalesce(engine, only, "server")
@@ -176,7 +179,7 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """Clock and step counter of the engines' events, for `split_engines`; read where it asks for them."""
+    """Clock and step counter of the engines' events, for `split_engines`; read only where counters interleave."""
 
     stage: Path
     parts: Sequence[str]
@@ -196,7 +199,8 @@ def _events_of(stage: Path, part: str) -> pl.DataFrame:
     steps = read_staged(stage, part, "steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
     snapshots = read_staged(stage, part, "snapshots", ("row", "unix_ns", "step_id"))
     journeys = read_staged(stage, part, "journeys", ("row", "unix_ns", "ts_ns", "step_id", "layer", "event"))
-    # Inside a step's schedule() or, for all others, after its execution.
+    # SCHEDULED and PREEMPTED are stamped at the start of a step, in schedule(); all other events after its execution, when
+    # the counter already stands one higher.
     late = pl.when(pl.col("event").is_in(["SCHEDULED", "PREEMPTED"])).then(0).otherwise(1)
     return pl.concat(
         [

@@ -1,8 +1,7 @@
-"""Decoded spans to rows in the words of the tables.
+"""Turn decoded spans into rows with the column names of the tables.
 
-Everything here needs one span at a time: what needs a view of the whole run (duplicates, servers, epochs) comes later,
-in `resolve`. A row knows its span by `row`, the span's number in its part. A span or a reject knows its file by `file`,
-the file's number among those of the part.
+Everything here works on one span at a time; facts of the whole run (duplicates, servers, epochs) are found later, in
+`resolve`. Column `row` is the number of the span in its part, and column `file` the number of the file in its part.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ NO_CLOCK = "journey event without a time on the engine's clock"
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """What of the input is kept.
+    """Which part of the input is kept.
 
     Attributes:
         attributes: Keys of the span attributes that go into `spans.attributes`.
         all_spans: Whether spans of other scopes go into `spans` too.
-        show_values: Whether excerpts of rejects may show what is in the records, which is private.
-        max_rejects: Rejects of a file after which it is not read further.
+        show_values: Whether excerpts of rejects may show values of records, which are private.
+        max_rejects: Rejects of a file after which reading it stops.
     """
 
     attributes: tuple[str, ...] = dialects.SPAN_ATTRIBUTES
@@ -49,7 +48,7 @@ class RowOptions:
 
     @property
     def wanted(self) -> Wanted:
-        """What the decoder makes columns of."""
+        """The data that the decoder turns into columns."""
         from tracefit.otlp.decode import Wanted  # noqa: PLC0415 - staged rows are read without the decoder
 
         return Wanted(
@@ -63,18 +62,18 @@ class RowOptions:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of some records, by what they are about.
+    """Rows of some records, one frame per subject.
 
     Attributes:
-        spans: One row per span of the vLLM scopes: what the `spans` table has, the request's facts, and what its events
-            say of its clock (`zero`: wall clock less engine clock) and its step counter.
-        journeys: `journey_events`, both layers.
-        steps: `steps`.
-        snapshots: `request_snapshots`.
+        spans: One row per span of the vLLM scopes: the columns of the `spans` table, facts of the request, and facts of
+            its events: clock (`zero`: wall clock less engine clock) and range of the step counter.
+        journeys: Rows of `journey_events`, both layers.
+        steps: Rows of `steps`.
+        snapshots: Rows of `request_snapshots`.
         events: row, name, count: how many events of each name a span has.
-        incomplete: row, reason: events without the fields that place them.
-        rejects: What could not be read.
-        others: Spans of other scopes, as the `spans` table has them, if they are kept.
+        incomplete: row, reason: events without a required field.
+        rejects: Input that could not be read.
+        other_scope_spans: Spans of other scopes, with the columns of the `spans` table, if they are kept.
         counts: file, spans, other_spans (kept or not), rejects: of files that have any.
     """
 
@@ -85,7 +84,7 @@ class Rows:
     events: pl.DataFrame
     incomplete: pl.DataFrame
     rejects: pl.DataFrame
-    others: pl.DataFrame
+    other_scope_spans: pl.DataFrame
     counts: pl.DataFrame
 
     def frames(self) -> dict[str, pl.DataFrame]:
@@ -98,7 +97,7 @@ _CLOCK = ("zero", "first_ns", "last_ns", "first_step", "last_step")
 
 @cache
 def _event_types() -> dict[str, dict[str, pl.DataType]]:
-    """Return event name to attribute key to the type of the column it goes to."""
+    """Return, by event name and attribute key, the type of the column."""
     journey = _types(dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
     journey |= dict.fromkeys(dialects.TS_NS_KEYS, pl.Int64()) | dict.fromkeys(
         dialects.TS_S_KEYS, pl.Float64()
@@ -115,21 +114,18 @@ def _types(keys: Mapping[str, tuple[str, ...]], table: schema.Table) -> dict[str
 
 
 def rows_of(batch: SpanBatch, options: RowOptions) -> Rows:
-    """Put one batch into the words of the tables.
+    """Return one batch as rows with the column names of the tables.
 
     Args:
-        batch: Decoded spans, with what `RowOptions.wanted` asks for.
-        options: What of them is kept.
-
-    Returns:
-        Its rows.
+        batch: Decoded spans, with the data of `RowOptions.wanted`.
+        options: Which of them are kept.
     """
     known = dialects.is_known()
     spans = batch.spans.with_columns(
         server=pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER))
     ).drop("service_instance_id", "host_name")
     spans = spans.with_columns(status_message=_or_other(pl.col("status_message")))
-    others = spans.filter(~known).drop("span_row", "dropped_attributes", *dialects.SPAN_KEYS)
+    other_scope_spans = spans.filter(~known).drop("span_row", "dropped_attributes", *dialects.SPAN_KEYS)
     vllm_spans = spans.filter(known).with_row_index("row")
     place = vllm_spans.select("span_row", "row", span_scope="scope")
     events = {
@@ -153,8 +149,8 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> Rows:
         events=place.join(batch.event_counts, on="span_row").select("row", "name", "count"),
         incomplete=pl.concat([no_step, no_snapshot]),
         rejects=batch.rejects,
-        others=others if options.all_spans else others.clear(),
-        counts=_counts({"spans": vllm_spans, "other_spans": others, "rejects": batch.rejects}),
+        other_scope_spans=other_scope_spans if options.all_spans else other_scope_spans.clear(),
+        counts=_counts({"spans": vllm_spans, "other_spans": other_scope_spans, "rejects": batch.rejects}),
     )
 
 
@@ -172,18 +168,18 @@ def _counts(kinds: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
 
 @cache
 def no_rows() -> Rows:
-    """Return rows of nothing, with the columns in place."""
+    """Return empty frames with all columns."""
     from tracefit.otlp.decode import empty_batch  # noqa: PLC0415 - staged rows are read without the decoder
 
     return rows_of(empty_batch(RowOptions().wanted), RowOptions())
 
 
 def _clocks(journeys: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
-    """Sum up what the events of each span say of its clock and of its step counter.
+    """Return clock and step counter of each span, from its events: row, zero, first and last time and step.
 
-    An event is stamped on both clocks at once, so that the middle of a span's differences is its zero to microseconds.
+    An event is stamped on both clocks at once, so that the median of the differences is the zero to microseconds.
     """
-    # Of a time that cannot be, and of differences with it, nothing is to be learned.
+    # Impossible times would overflow the differences below; the rules of the tables report them later.
     steps = steps.filter(_is_possible("ts_start_ns", schema.STEPS), _is_possible("step_id", schema.STEPS))
     journeys = journeys.filter(_is_possible("ts_ns", schema.JOURNEY_EVENTS))
     stamps = pl.concat(
@@ -191,6 +187,7 @@ def _clocks(journeys: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     )
     zero = (pl.col("unix_ns") - pl.col("ts_ns")).median()
     zeros = stamps.group_by("row").agg(zero=zero.cast(pl.Int64))
+    # A single summary far from the span's zero has a wrong time: its step would make the range of the counter absurd.
     away = pl.col("unix_ns") - pl.col("ts_start_ns") - pl.col("zero")
     with_zero = steps.join(zeros, on="row", how="left")
     counters = (
@@ -207,13 +204,13 @@ def _clocks(journeys: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def _is_possible(name: str, table: schema.Table) -> pl.Expr:
-    """Tell values within the bounds of their column; null is."""
+    """Return whether values are within the bounds of their column; null counts as within."""
     column = next(c for c in table.columns if c.name == name)
     return pl.col(name).is_between(column.least, column.most).fill_null(value=True)
 
 
 def _first(frame: pl.DataFrame, spellings: Iterable[str], dtype: pl.DataType) -> pl.Expr:
-    """Return the first of some columns that is there; null where none is."""
+    """Return the first non-null value among columns, those missing in the frame skipped."""
     present = [name for name in spellings if name in frame.columns]
     return pl.coalesce(present) if present else pl.lit(None, dtype)
 
@@ -221,7 +218,7 @@ def _first(frame: pl.DataFrame, spellings: Iterable[str], dtype: pl.DataType) ->
 def _table_of(
     frame: pl.DataFrame | None, keys: Mapping[str, tuple[str, ...]], table: schema.Table
 ) -> pl.DataFrame:
-    """Map attribute columns to table columns; row and `unix_ns` come along."""
+    """Return attribute columns as table columns, with row and `unix_ns`."""
     types = {column.name: column.polars for column in table.columns}
     if frame is None:
         return pl.DataFrame(
@@ -247,19 +244,19 @@ def _column(frame: pl.DataFrame, name: str, spellings: Iterable[str], dtype: pl.
 
 
 def _or_other(text: pl.Expr) -> pl.Expr:
-    """Keep words that servers are known to use; any other text, which can hold a prompt, becomes `other`."""
+    """Return known words of servers as they are; any other text, which can hold a prompt, becomes `other`."""
     is_known = text.is_in(dialects.REASONS) | text.is_null() | (text == "")
     return pl.when(is_known).then(text).otherwise(pl.lit(OTHER_REASON))
 
 
 def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
-    """Collect the events of both layers, whatever their spelling."""
+    """Return the events of both layers, in every spelling."""
     nothing = _table_of(None, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
     parts = [nothing.with_columns(layer=pl.lit(""), event=pl.lit(""), ts_ns=pl.lit(0, pl.Int64))]
     for kind in dialects.JOURNEY_EVENTS:
         for frame in (events[spelled] for spelled in kind.spellings if spelled in events):
             own = frame.filter(pl.col("span_scope") == kind.scope)
-            # One select that holds a column: of literals alone it would give a single row.
+            # One select with a real column in it: of literals alone it would return a single row.
             columns = _columns_of(own, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
             parts.append(
                 own.select(*columns, layer=pl.lit(kind.layer), event=pl.lit(kind.event), ts_ns=_ts_ns(own))
@@ -278,7 +275,7 @@ def _ts_ns(frame: pl.DataFrame) -> pl.Expr:
 def _split_complete(
     frame: pl.DataFrame, needed: tuple[str, ...], reason: str
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Split rows that have every needed column from those that do not."""
+    """Return the rows that have every needed column, and the others as rejects."""
     bad = pl.any_horizontal(pl.col(c).is_null() for c in needed)
     return frame.filter(~bad), frame.filter(bad).select("row", reason=pl.lit(reason))
 

@@ -1,4 +1,8 @@
-"""The `runs` table: one row per run and server, with what `train` needs to stand alone."""
+"""Build the `runs` table: one row per run and server, with all facts that `train` needs without the traces.
+
+`RunTally` adds up the other tables of a run, window by window, and estimates which shares of steps, snapshots and
+requests were traced.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,15 @@ if TYPE_CHECKING:
 _SERVER = "server"
 
 COMPLETE_SHARE = 0.97
-"""Journeys of this share of requests count as all of them: a few are lost to clients that reuse ids."""
+"""Journeys of at least this share of requests count as all: a few are lost to clients that reuse ids."""
 
 
 @dataclass(slots=True)
 class RunTally:
-    """Sums up a run's tables, window by window, for its rows in `runs`.
+    """Adds up the tables of a run, window by window, for its rows in `runs`.
 
-    Windows come sorted, of each table all in one go; `requests` before `steps`, and `request_snapshots` too.
+    The windows of a table come sorted and without another table between; `requests` and `request_snapshots` come before
+    `steps`.
     """
 
     run_id: str
@@ -33,7 +38,7 @@ class RunTally:
     _parts: dict[str, list[pl.DataFrame]] = field(default_factory=dict)
 
     def add(self, table: str, window: pl.DataFrame) -> None:
-        """Take the next rows of a table."""
+        """Add the next rows of a table."""
         if table in _EVENTS_OF:
             self._count_values(table, window)
         if table == "rejects":
@@ -182,7 +187,7 @@ def _expected(table: str, event: str) -> list[str]:
 _ENGINE = [_SERVER, "epoch"]
 _STEP = [*_ENGINE, "step_id"]
 _NARROW_ENGINE = (pl.col(_SERVER).cast(pl.Categorical), pl.col("epoch").cast(pl.UInt32))
-"""For what is kept of every request or step of a run."""
+"""Compact types, for frames that hold every request or step of a run."""
 _NARROW_STEP = (*_NARROW_ENGINE, pl.col("step_id"))
 _MEANS = ("prompt_tokens", "max_tokens", "output_tokens")
 _NO_STEPS, _NO_JOURNEYS = schema.STEPS.empty(), schema.JOURNEY_EVENTS.empty()
@@ -198,7 +203,7 @@ _LOAD = [
     pl.col("arrival_ns").count().alias("arrivals"),
     pl.col("arrival_ns").min().alias("first_arrival"),
     pl.col("arrival_ns").max().alias("last_arrival"),
-    # Whole numbers add up to the same however they are grouped.
+    # Sums of integers, not means: they are exact in any order of windows.
     *(pl.col(c).sum() for c in _MEANS),
     *(pl.col(c).count().alias(f"{c}_known") for c in _MEANS),
     pl.col("cached_prompt_tokens").sum().alias("cached_tokens"),
@@ -210,7 +215,7 @@ _LOAD = [
 
 
 def _edges(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return when requests begin and end to decode: (server, epoch, step_id, change)."""
+    """Return the steps at which requests begin and end decoding: (server, epoch, step_id, change)."""
     ends = requests.filter(pl.col("first_token_step").is_not_null() & pl.col("finished_step").is_not_null())
     return pl.concat(
         [
@@ -221,18 +226,18 @@ def _edges(requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def _running(edges: pl.DataFrame) -> pl.DataFrame:
-    """Return how many traced requests decode from each of those steps on."""
+    """Return how many traced requests decode from each step of `edges` on."""
     ordered = edges.sort("step_id")
     members = pl.col("change").cast(pl.Int32).cum_sum().over(_ENGINE)
     return ordered.select(*_STEP, members=members)
 
 
 def _step_counts(steps: pl.DataFrame, running: pl.DataFrame, rich: pl.DataFrame) -> pl.DataFrame:
-    """Count per server the steps, those with snapshots, and the decodes in them, for `journey_sampling`.
+    """Count steps, steps with snapshots, and decodes per server, for `journey_sampling`.
 
-    Over the sampled steps, each traced request decodes in the steps between its first token and its end; the
-    summaries count everybody: the quotient estimates the share of requests with a journey. A server without step
-    summaries has no estimate.
+    A traced request decodes in the sampled steps between its first token and its end; a summary counts all requests,
+    traced or not. So the quotient estimates the share of requests with a journey. A server without step summaries has no
+    estimate.
     """
     at_steps = steps.sort("step_id").join_asof(running, on="step_id", by=_ENGINE, check_sortedness=False)
     decoding = at_steps.group_by(_SERVER).agg(
@@ -246,7 +251,7 @@ def _step_counts(steps: pl.DataFrame, running: pl.DataFrame, rich: pl.DataFrame)
 
 
 def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
-    """First and last step id of every epoch: (run_id, server, epoch, first_step, last_step), from whatever names one."""
+    """Return the first and last step of every epoch: (run_id, server, epoch, first_step, last_step)."""
     engine = ["run_id", _SERVER, "epoch", "step_id"]
     # QUEUED carries the last step before it, 0 at a fresh start: it names no step of its own.
     named = journeys.filter(pl.col("step_id").is_not_null() & (pl.col("event") != "QUEUED"))
@@ -258,7 +263,7 @@ def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
 
 @cache
 def _nothing() -> dict[str, pl.DataFrame]:
-    """Return what a run without a table's rows adds up to, with the columns in place."""
+    """Return the sums of a run without rows, with all columns."""
     edges = _edges(schema.REQUESTS.empty())
     rich = schema.REQUEST_SNAPSHOTS.empty().select(_NARROW_STEP)
     return {

@@ -1,7 +1,7 @@
 """The published tables: name, key, columns with their types, units, meaning and bounds, and the rules of their rows.
 
-Everything that writes, reads, checks or documents a table takes its shape from here. A trace is valid OTLP whatever its
-numbers say: a row that breaks a rule (`Table.sift`) never reaches the table, is counted under the rule's name in
+Every module that writes, reads, checks or documents a table takes its shape from here. A trace with absurd numbers is
+still valid OTLP. So a row that breaks a rule (`Table.sift`) never reaches the table, is counted under the rule's name in
 `runs.implausible`, and is listed in `rejects` with that name as its reason.
 """
 
@@ -60,11 +60,11 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What holds of every row of a table.
+    """A condition that every row of a table meets.
 
     Attributes:
-        name: What a row that breaks it does, for people: `steps.step_id is out of range`.
-        breaks: True on rows that break it; null counts as false.
+        name: The fault in words: `steps.step_id is out of range`.
+        breaks: True on rows with the fault; null counts as false.
         needs: Columns that `breaks` reads. Rows that lack one are not checked.
         clears: Column whose value is cleared; None leaves the whole row out.
     """
@@ -77,13 +77,13 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A rule that takes more than one value: what is wrong with `column`, and an expression that is true where it is.
+    """A rule over more than one value: the fault of `column`, and an expression that is true on rows with the fault.
 
     Attributes:
-        column: Column that is wrong.
-        what: What is wrong with it.
-        breaks: True where it is wrong.
-        needs: Columns that are read: of the table, or evidence of the run that whoever sifts adds.
+        column: The faulty column.
+        what: The fault in words.
+        breaks: True on rows with the fault.
+        needs: Columns it reads: of the table, or evidence of the run that the caller of `sift` adds.
     """
 
     column: str
@@ -107,8 +107,8 @@ class Table:
         columns: Its columns.
         open_ended: Further float columns may follow (the features of a training frame).
         checks: Rules beyond the bounds of single columns.
-        clears_values: A value that cannot be is cleared where its column is nullable, and the row stays: an event of a
-            request still tells that something happened. Elsewhere a row with one such value is left out.
+        clears_values: An impossible value of a nullable column is set to null and the row stays: an event of a request
+            still shows that something happened. In other tables, a row with one such value is left out.
     """
 
     name: str
@@ -130,8 +130,8 @@ class Table:
 
         Ties on the key are broken by every other plain column, so that row order never depends on input order.
         """
-        others = [c.name for c in self.columns if c.name not in self.key and c.kind != "map"]
-        return [*self.key, *(n for n in others if not n.startswith("source_"))]
+        rest = [c.name for c in self.columns if c.name not in self.key and c.kind != "map"]
+        return [*self.key, *(n for n in rest if not n.startswith("source_"))]
 
     def conform(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Return `frame` with exactly this table's columns, types and row order."""
@@ -152,7 +152,7 @@ class Table:
         return frame.select(*own, *extra)
 
     def rules(self, limits: Mapping[str, float]) -> Iterator[Rule]:
-        """Yield the rules of a run's rows: bounds of the columns, then what takes more than one value.
+        """Yield the rules of a run's rows: bounds of single columns, then checks over several values.
 
         Args:
             limits: Settings of the server, by name; a limit that is not known bounds nothing.
@@ -183,7 +183,7 @@ class Table:
         have = set(rows.columns)
         rules = [rule for rule in self.rules(limits) if have.issuperset(rule.needs)]
         marks = rows.select(rule.breaks.fill_null(value=False).alias(str(n)) for n, rule in enumerate(rules))
-        # Nearly always nothing is wrong.
+        # Nearly always no rule is broken, and this one pass is all.
         fired = [n for n, is_broken in enumerate(marks.max().row(0)) if is_broken] if rules else []
         if not fired:
             return rows, _BROKEN.clear()
@@ -191,7 +191,7 @@ class Table:
         left_out, cleared, broken = nothing, dict[str, pl.Series](), [_BROKEN.clear()]
         for n in fired:
             rule, mark = rules[n], marks[str(n)]
-            # A value, or a row, is wrong once.
+            # A value, or a row, is reported once, under the first rule it breaks.
             mark &= ~(left_out if rule.clears is None else cleared.get(rule.clears, nothing))
             broken.append(rows.filter(mark).select("row", reason=pl.lit(rule.name)))
             if rule.clears is None:
@@ -295,7 +295,7 @@ RUNS = Table(
             "json",
             "event to its attributes that none of these events has a usable value of (of the run)",
         ),
-        _i("epochs", "engine starts seen"),
+        _i("epochs", "engine starts in the traces"),
         _i("steps", "steps with a summary"),
         _i("requests", "requests"),
         Column("step_sampling", "float64", "steps with a summary / steps counted", "ratio"),
@@ -306,9 +306,9 @@ RUNS = Table(
         Column("max_tokens_mean", "float64", "mean of the output tokens allowed", "token"),
         Column("output_tokens_mean", "float64", "mean output length", "token"),
         _i("kv_events", "KV-cache events"),
-        _i("kv_duplicate_events", "beginnings of transfers that were told twice (of the run)"),
+        _i("kv_duplicate_events", "beginnings of transfers that were recorded twice (of the run)"),
         _i("kv_transfers", "transfers of KV blocks that were initiated"),
-        _i("kv_transfers_unfinished", "those whose end was not seen"),
+        _i("kv_transfers_unfinished", "transfers without an end"),
         Column("kv_block_lifetime_us", "float64", "mean lifetime of a removed KV block", "us"),
         Column(
             "kv_prefix_hit_ratio",
@@ -319,7 +319,7 @@ RUNS = Table(
         Column(
             "prefix_hit_ratio",
             "float64",
-            "prompt tokens found in the prefix cache, where snapshots tell",
+            "prompt tokens found in the prefix cache, from snapshots",
             "ratio",
         ),
         _ns("first_unix_ns", "first span's start"),
@@ -329,7 +329,7 @@ RUNS = Table(
 
 SPANS = Table(
     "spans",
-    "one row per span of the vLLM scopes, and of others if they were asked for",
+    "one row per span of the vLLM scopes; of other scopes with --all-spans",
     ("run_id", "server", "start_unix_ns", "trace_id", "span_id"),
     (
         *_RUN,
@@ -456,8 +456,8 @@ REQUESTS = Table(
         _s("trace_id", "lower-case hex"),
         _s("route", "http.route"),
         _s("dialect", "the dialect of the trace that describes the request"),
-        _s("state", "WAITING, RUNNING, PREEMPTED or FINISHED_*, as vLLM names them; null where nobody told"),
-        _s("stage", "PREFILL or DECODE: the last phase seen"),
+        _s("state", "WAITING, RUNNING, PREEMPTED or FINISHED_*, as vLLM names them; null if unknown"),
+        _s("stage", "PREFILL or DECODE: the last phase in the trace"),
         _ns("arrival_ns", "ARRIVED"),
         _ns("handoff_ns", "HANDOFF_TO_CORE"),
         _ns("queued_ns", "QUEUED"),
@@ -476,7 +476,7 @@ REQUESTS = Table(
         _i("max_tokens", "output tokens allowed", "token"),
         _i(
             "cached_prompt_tokens",
-            "prompt tokens found in the prefix cache, by snapshots, else those loaded from another medium",
+            "prompt tokens found in the prefix cache, by snapshots, else tokens loaded from another medium",
             "token",
         ),
         _i("kv_blocks_loaded", "KV blocks loaded from another medium", "block"),
@@ -498,11 +498,17 @@ REQUESTS = Table(
         _us("itl_p99_us", "99th percentile of its inter-token times, where every one of them is known"),
         _us("tpot_us", "(last token - FIRST_TOKEN) / (output tokens - 1); null if cut off"),
         _us("inference_us", "last token - first SCHEDULED; null if cut off"),
-        _us("kv_transfer_us", "wait for KV blocks of another server, where spans tell"),
+        _us("kv_transfer_us", "wait for KV blocks of another server, from spans"),
         _i("steps", "steps it was in, preempted times apart"),
         Column("steps_timed", "float64", "share of these steps whose scheduling time is known", "ratio"),
-        _us("scheduler_us", "scheduling time of its steps; those not known count as the mean of the others"),
-        _us("model_forward_us", "forward passes of its steps; a step's time does not tell, spans may"),
+        _us(
+            "scheduler_us",
+            "scheduling time of its steps; an unknown one counts as the mean of the known ones",
+        ),
+        _us(
+            "model_forward_us",
+            "forward passes of its steps, from spans: the time of a step does not show them",
+        ),
         _us("model_execute_us", "execution of its steps, sampling and synchronization included"),
         Column("tokens_per_s", "float64", "output tokens / e2e", "token/s"),
         Column("queue_ratio", "float64", "time_in_queue / e2e", "ratio"),
@@ -533,7 +539,7 @@ KV_EVENTS = Table(
         _i("block_size", "tokens of a block", "token"),
         Column("success", "bool", "the transfer succeeded"),
         _s("eviction_reason", "lru, capacity or preemption"),
-        _us("lifetime_us", "of removed blocks: mean time since they were stored; null where not seen"),
+        _us("lifetime_us", "of removed blocks: mean time since they were stored; null if unknown"),
         _s("source_file", "file it was read from"),
         _i("source_offset", "offset of its batch in the decompressed file", "byte"),
     ),
@@ -547,7 +553,7 @@ TIMELINE = Table(
         *_ENGINE,
         _i("step_id", "step counter"),
         _ns("ts_start_ns", "start of the step, null where nothing anchors it"),
-        _s("start_source", "what told the start: summary, scheduled or update"),
+        _s("start_source", "source of the start: summary, scheduled or update"),
         _us("start_sd_us", "standard deviation of the start; 0 of a summary"),
         _us("cycle_us", "mean cycle from this start to the next known one; null where not known"),
         _us("cycle_sd_us", "standard deviation of it that comes from the starts"),

@@ -1,4 +1,8 @@
-"""Requests that spans describe without events: attributes of stock vLLM, phases of the proposed lifecycle spans."""
+"""Build requests from spans without events: attributes of stock vLLM, phases of the proposed lifecycle spans.
+
+`requests_from_spans` applies the rules of `dialects`; `add_requests_from_spans` joins the result with the requests that
+events describe.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ _SPAN = (
 
 
 def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
-    """Return the spans that describe requests without events, with what `requests_from_spans` needs of them.
+    """Return the spans that describe requests without events, with the columns that `requests_from_spans` needs.
 
     Args:
         spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server and server_zero.
@@ -53,7 +57,7 @@ def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return one row per request that spans describe.
 
     A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. Wall-clock times are
-    put on the engine's clock where journeys show how far they are apart; elsewhere the wall clock stands in for it.
+    put on the engine's clock where journeys show their difference; elsewhere the wall clock takes its place.
 
     Args:
         spans: What `request_spans` gives, of all spans of some traces.
@@ -115,17 +119,17 @@ def _completed(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) -> pl.DataFrame:
-    """Add the requests that spans describe to the rows that events have made.
+    """Add the requests described by spans to those described by events.
 
-    A request that both describe stays one row: the events' values, the spans' in the gaps. They are one where the span
-    is the request's own, or its child.
+    A request described by both stays one row, with values of events first and of spans in the gaps. They are the same
+    request if the span is the request's own, or its child.
 
     Args:
         requests: Rows with the ids `span_id_api`, `span_id`, `parent_span_id`, and durations.
         described: As `requests_from_spans` returns them.
 
     Returns:
-        Rows of the `requests` table and whatever else `requests` had.
+        Rows of the `requests` table, with all columns of `requests`.
     """
     rows, described = requests.with_row_index("_row"), described.with_row_index("_span")
     pairs = _pairs(rows, described)
@@ -140,7 +144,7 @@ def add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) -> 
 
 
 def _pairs(rows: pl.DataFrame, described: pl.DataFrame) -> pl.DataFrame:
-    """Return which row a span describes: `_row`, `_span`, neither of them twice."""
+    """Return which span describes which row: `_row`, `_span`; ambiguous pairs are dropped."""
     row_ids = _ids(rows, "_row", ("span_id_api", "span_id", "parent_span_id"))
     span_ids = _ids(described, "_span", ("owner", "parent_span_id"))
     pairs = row_ids.join(span_ids, on=["trace_id", "id"]).select("_row", "_span").unique()

@@ -1,8 +1,8 @@
-"""Decoded rows on disk: what some blocks of trace files held, so that they need not be decoded again.
+"""Decoded rows on disk, so that an unchanged trace file is not decoded again.
 
 `TABLES/.stage/<part>/` holds one Arrow IPC file per frame of `Rows`. It is tracefit's own store, not a published table:
-the manifest says which parts are valid, and a part of another tool version is decoded anew. Small files share a part. A
-file's rows are its own all the same: they count as long as the manifest names the part for the file.
+the manifest says which parts are valid, and a part of another tool version is decoded anew. Small files share a part,
+but the rows of each stay separate: they count as long as the manifest names the part for the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def write_staged(rows: Rows, scratch: Path, stage: Path) -> str:
     """Write rows as a new part; it appears whole or not at all.
 
     Args:
-        rows: What was decoded.
+        rows: The decoded rows.
         scratch: A folder on the same disk to write in.
         stage: The folder of parts.
 
@@ -75,8 +75,8 @@ class RunPart:
 
     Attributes:
         name: Its name.
-        files: file (number in the part), place (which comes first in the run), source_file. Rows of files that are not
-            listed do not count.
+        files: file (number in the part), place (order of the file in the run), source_file. Rows of other files do not
+            count.
     """
 
     name: str
@@ -89,7 +89,7 @@ class RunPart:
 
 
 def parts_of(files: Sequence[ReadFile]) -> list[RunPart]:
-    """List the parts of a run's files, which come in the order that decides which of two like spans counts."""
+    """Return the parts of a run's files; the order of the files decides which of two equal spans counts."""
     rows: dict[str, list[tuple[int, int, str]]] = {}
     for place, (file, part) in enumerate((f, part) for f in files for part in f.parts):
         rows.setdefault(part.name, []).append((part.file, place, file.path))

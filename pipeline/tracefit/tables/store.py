@@ -105,7 +105,7 @@ class TableStore:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-        """Hold the folder for writing; wait for whoever holds it, having called `waiting`.
+        """Hold the folder for writing; if another process holds it, call `waiting` and wait.
 
         Raises:
             UsageError: A symbolic link lies where files of the tables are written or removed.
@@ -115,7 +115,7 @@ class TableStore:
             yield
 
     def _refuse_links(self) -> None:
-        """Refuse links among what is tracefit's; what else lies in the folder is not touched."""
+        """Refuse links among the files of tracefit; other files in the folder are not touched."""
         for place in self.root.iterdir():
             if place.name in _PLACES or place.name.startswith(SCRATCH_PREFIX):
                 inside(self.root, place.name)
@@ -123,7 +123,7 @@ class TableStore:
                     refuse_links(place)
 
     def is_intact(self, run_id: str) -> bool:
-        """Tell whether the tables of a run are there as they were written."""
+        """Return whether the tables of a run exist and are unchanged."""
         run = self.manifest().runs[run_id]
         try:
             for name, part in run.tables.items():
@@ -133,10 +133,10 @@ class TableStore:
         return True
 
     def _check(self, part: Path) -> None:
-        """Hold a part against the hash in its name, once; a page of Parquet reads back as other values unnoticed.
+        """Compare a part with the hash in its name, once: Parquet does not notice changed values in a page.
 
         Raises:
-            DataError: It is another file than was written.
+            DataError: The file has changed since it was written.
         """
         if part in self._checked:
             return
@@ -147,16 +147,16 @@ class TableStore:
         self._checked.add(part)
 
     def publish(self, run_id: str, run: IngestedRun, parts: Mapping[str, Path], *, keep: bool) -> IngestedRun:
-        """Put finished parts in their places and make them the valid ones, in one step. The caller holds the lock.
+        """Move finished parts to their places and make them valid, in one step. The caller holds the lock.
 
         Args:
             run_id: A cleaned run id.
-            run: What the manifest is to say of the run, beside its tables.
+            run: The run's new entry in the manifest, without its tables.
             parts: Table name to its part, on the same disk.
             keep: Whether the run's other tables stay valid.
 
         Returns:
-            What the manifest says now.
+            The run's entry, with its tables.
         """
         tables = {name: TableFile(name=part.name) for name, part in parts.items()}
         run = msgspec.structs.replace(run, tables={**run.tables, **tables} if keep else tables)
@@ -179,17 +179,17 @@ class TableStore:
         return inside(self.root, name, f"run_id={run_id}", part.name)
 
     def manifest(self) -> Manifest:
-        """Return what is valid now."""
+        """Return the current manifest."""
         return read_manifest(self.root)
 
     def runs(self) -> list[str]:
-        """Return the ids of the runs that are here, in order."""
+        """Return the ids of the ingested runs, sorted."""
         return sorted(run_id for run_id, run in self.manifest().runs.items() if "runs" in run.tables)
 
     def read(
         self, name: str, run_ids: list[str] | None = None, columns: Sequence[str] | None = None
     ) -> pl.DataFrame:
-        """Read a whole table, or the part of it that belongs to some runs; all its columns, or some of those it has.
+        """Read a table: of all runs or some, with all columns or some.
 
         Raises:
             DataError: A part is not a readable Parquet file.
@@ -198,7 +198,7 @@ class TableStore:
         try:
             frames = [self._read_part(part, columns) for part in self._parts(name, run_ids)]
         except FileNotFoundError:
-            # Replaced between two looks: the manifest knows what took its place.
+            # The run was replaced after its manifest was read: the new manifest names the new files.
             try:
                 frames = [self._read_part(part, columns) for part in self._parts(name, run_ids)]
             except FileNotFoundError as error:
@@ -231,7 +231,7 @@ class TableStore:
         """Return the store if it holds ingested runs.
 
         Raises:
-            UsageError: It does not.
+            UsageError: It holds none.
         """
         if not self.runs():
             raise UsageError(
@@ -241,14 +241,14 @@ class TableStore:
 
 
 _AHEAD = 1
-"""Frames that wait to be written, at most."""
+"""Largest number of frames that wait to be written."""
 
 
 @dataclass(slots=True)
 class RunWriter:
-    """Writes the tables of one run, each as one Parquet file, as their rows come: one table after the other.
+    """Writes the tables of one run one after the other, each as one Parquet file, as their rows arrive.
 
-    Rows are encoded beside the caller's own work. What goes wrong there is raised by one of the next calls.
+    A background thread encodes the rows. An error there is raised by one of the next calls.
     """
 
     scratch: Path
@@ -259,7 +259,7 @@ class RunWriter:
     _waiting: deque[Future[None]] = field(default_factory=deque)
 
     def write(self, name: str, rows: pl.DataFrame) -> None:
-        """Take the next rows of a table, shaped as it and in its order."""
+        """Write the next rows of a table, in its columns and order."""
         self._settle(_AHEAD)
         self._waiting.append(self._background.submit(self._write, name, rows))
 
@@ -279,12 +279,12 @@ class RunWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the files, finished or not."""
+        """Close all files, finished or not."""
         self._background.shutdown(cancel_futures=True)
         self._stack.close()
 
     def close(self) -> dict[str, Path]:
-        """Finish the last table; return the part of each, named after its contents."""
+        """Finish the last table; return the file of each table, named after its content."""
         self._settle(0)
         self._finish()
         return self._parts
@@ -323,7 +323,7 @@ class _Hashed:
 
 @dataclass(slots=True)
 class _TableFileWriter:
-    """One Parquet file, in row groups of `ROW_GROUP_ROWS` or `ROW_GROUP_BYTES`, however the rows come."""
+    """One Parquet file, in row groups of `ROW_GROUP_ROWS` or `ROW_GROUP_BYTES`, for frames of any size."""
 
     table: schema.Table
     path: Path
@@ -361,7 +361,7 @@ class _TableFileWriter:
                 rows.schema,
                 compression="zstd",
                 use_dictionary=strings,
-                store_schema=False,  # string columns are not to be read as another kind of string
+                store_schema=False,  # so that readers get plain strings, not pyarrow's large strings
             )
         self._writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
 
