@@ -25,7 +25,7 @@ import polars as pl
 from tracefit import TrainOptions
 from tracefit import run as run_all
 from tracefit.commands.export import ExportResult, export
-from tracefit.consumers.blis_fit import ASKED_PCT
+from tracefit.consumers.blis_fit import BAR_PCT
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.synth.laws import RooflineLaw
 from tracefit.synth.models import GPUS, MODELS, Model
@@ -130,12 +130,12 @@ class Replayed:
     def misses(self) -> list[str]:
         """Say what is asked and not met."""
         found = [
-            f"{name} P{p} {self.off(self.fitted, (name, p)):+.1f} % (limit {most:g} %)"
-            for (name, p), most in ASKED_PCT.items()
+            f"{name} P{p} {self.off(self.fitted, (name, p)):+.1f} % (bar {most:g} %)"
+            for (name, p), most in BAR_PCT.items()
             if abs(self.off(self.fitted, (name, p))) > most
         ]
         fitted, defaults = (
-            max(abs(self.off(simulated, what)) / most for what, most in ASKED_PCT.items())
+            max(abs(self.off(simulated, what)) / most for what, most in BAR_PCT.items())
             for simulated in (self.fitted, self.defaults)
         )
         return [*found, *(["BLIS's defaults are closer"] if fitted >= defaults else [])]

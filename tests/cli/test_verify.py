@@ -50,6 +50,7 @@ def test_a_number_that_was_changed_is_found_beyond_a_millionth(tracefit, trained
     assert ("NOT verified" in out) == bool(code)
 
 
+@pytest.mark.slow
 def test_an_error_that_was_prettied_is_found(tracefit, trained, changed):
     def pretty(model):
         model["validation"]["holdout"]["mape_pct"] /= 2
@@ -68,6 +69,7 @@ def test_other_traces_under_the_same_name_are_named(tracefit, trained, tmp_path,
     assert "settings, config.json" not in out
 
 
+@pytest.mark.slow
 def test_another_configuration_is_named(tracefit, trained, tmp_path, new_traces):
     folder = new_traces().load().write(tmp_path / "busy")
     (folder / "exp-config.yaml").write_text((folder / "exp-config.yaml").read_text() + "block_size: 32\n")

@@ -18,9 +18,9 @@ from tracefit.errors import UsageError
 
 def test_a_step_is_described_by_its_batch_and_prompt_tokens(small):
     # 1,000 + 10 * 40 + 50 * 4 + 0.5 * 4 * 30 + 100 * 40 / 44
-    told = tracefit.load(small).predict_step(batch=4, context=30, prefill=40)
-    assert told.step.value_us == pytest.approx(1660 + 100 * 40 / 44)
-    assert (told.assumed, told.out_of_range) == ((), ())
+    prediction = tracefit.load(small).predict_step(batch=4, context=30, prefill=40)
+    assert prediction.step.value_us == pytest.approx(1660 + 100 * 40 / 44)
+    assert (prediction.assumed, prediction.out_of_range) == ((), ())
 
 
 def test_the_range_is_what_held_out_rows_of_its_kind_kept_to(small):
@@ -38,52 +38,54 @@ def test_errors_beyond_the_value_itself_leave_the_range_open(small, parts):
     step = deepcopy(parts["step"])
     step["validation"]["holdout"]["p90_ape_pct"] = 100.0
     (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
-    told = tracefit.load(small).predict_step(batch=4).step
-    assert (told.low_us, told.high_us) == (pytest.approx(600), None)
+    prediction = tracefit.load(small).predict_step(batch=4).step
+    assert (prediction.low_us, prediction.high_us) == (pytest.approx(600), None)
 
 
 def test_a_question_outside_the_training_range_is_answered_and_said(small):
-    told = tracefit.load(small).predict_step(batch=7, prefill=61)
-    assert len(told.out_of_range) == 2
-    assert "prefill_tokens 61 is outside 0 to 60" in told.out_of_range[0]
-    assert "num_decode_reqs 7 is outside 0 to 6" in told.out_of_range[1]
+    prediction = tracefit.load(small).predict_step(batch=7, prefill=61)
+    assert len(prediction.out_of_range) == 2
+    assert "prefill_tokens 61 is outside 0 to 60" in prediction.out_of_range[0]
+    assert "num_decode_reqs 7 is outside 0 to 6" in prediction.out_of_range[1]
 
 
 def test_a_feature_given_by_name_wins(small):
-    told = tracefit.load(small).predict_step(batch=4, context=30, features={"context_tokens": 1000})
-    assert told.step.value_us == 1000 + 200 + 500
+    prediction = tracefit.load(small).predict_step(batch=4, context=30, features={"context_tokens": 1000})
+    assert prediction.step.value_us == 1000 + 200 + 500
 
 
 def test_a_request_on_an_idle_engine(small):
     """Admission is the API's work, 300 + 2 * 50; it waits 70; its prompt is one step; it decodes alone."""
-    told = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11)
-    assert told.admission.value_us == 400
-    assert told.queue_wait.value_us == 70
-    assert told.prefill.value_us == 1000 + 500 + 100
+    prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11)
+    assert prediction.admission.value_us == 400
+    assert prediction.queue_wait.value_us == 70
+    assert prediction.prefill.value_us == 1000 + 500 + 100
     # Halfway through its output it has 50 + 5.5 tokens in the cache.
-    assert told.itl.value_us == 1000 + 50 + 0.5 * 55.5
-    assert told.ttft.value_us == 400 + 70 + 1600
-    assert told.e2e.value_us == pytest.approx(2070 + 10 * 1077.75)
-    assert told.departure.value_us == 230
-    assert "batch 0: nothing else runs" in told.assumed
+    assert prediction.itl.value_us == 1000 + 50 + 0.5 * 55.5
+    assert prediction.ttft.value_us == 400 + 70 + 1600
+    assert prediction.e2e.value_us == pytest.approx(2070 + 10 * 1077.75)
+    assert prediction.departure.value_us == 230
+    assert "batch 0: nothing else runs" in prediction.assumed
 
 
 def test_a_request_that_meets_a_busy_engine_waits_half_a_step_for_the_boundary(small):
-    told = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11, batch=2, context=100)
+    prediction = tracefit.load(small).predict_request(
+        prompt_tokens=50, output_tokens=11, batch=2, context=100
+    )
     cycle = 1000 + 100 + 0.5 * 200
-    assert told.admission.value_us == 400 - 20 + cycle / 2
-    assert (told.admission.low_us, told.admission.high_us) == (380, 380 + cycle)
-    assert told.queue_wait.value_us == 70, "6 slots and 80 blocks are free"
-    assert told.itl.value_us == pytest.approx(1000 + 150 + 0.5 * 255.5)
+    assert prediction.admission.value_us == 400 - 20 + cycle / 2
+    assert (prediction.admission.low_us, prediction.admission.high_us) == (380, 380 + cycle)
+    assert prediction.queue_wait.value_us == 70, "6 slots and 80 blocks are free"
+    assert prediction.itl.value_us == pytest.approx(1000 + 150 + 0.5 * 255.5)
 
 
 def test_a_queue_makes_a_request_wait_for_the_outputs_ahead(small):
     """12 ahead with 11 tokens each: 5,000 + 100 * 132. Slots hold 8, blocks 100 / (5.55 + 0.5) = 16: 8 run."""
-    told = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11, queue=12)
-    assert told.queue_wait.value_us == 18_200
-    assert any(text.startswith("batch 8:") for text in told.assumed)
+    prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11, queue=12)
+    assert prediction.queue_wait.value_us == 18_200
+    assert any(text.startswith("batch 8:") for text in prediction.assumed)
     # One of the 8 has to go before it runs: it decodes with 7 others.
-    assert told.itl.value_us == pytest.approx(1000 + 50 * 8 + 0.5 * 8 * 55.5)
+    assert prediction.itl.value_us == pytest.approx(1000 + 50 * 8 + 0.5 * 8 * 55.5)
 
 
 @pytest.fixture
@@ -192,53 +194,53 @@ def test_rows_of_requests_meet_the_same_prompts_of_others(busy):
 
 def test_a_long_prompt_takes_the_steps_that_the_token_budget_leaves_it(small):
     """Beside 2 decoding requests 98 tokens fit a step: 250 tokens are 98 + 98 + 54."""
-    told = tracefit.load(small).predict_request(prompt_tokens=250, output_tokens=1, batch=2, context=0)
-    assert told.prefill_steps == 3
+    prediction = tracefit.load(small).predict_request(prompt_tokens=250, output_tokens=1, batch=2, context=0)
+    assert prediction.prefill_steps == 3
     shares = sum(100 * n / (n + 2) for n in (98, 98, 54))
-    assert told.prefill.value_us == pytest.approx(3 * 1100 + 10 * 250 + shares)
-    assert told.e2e == told.ttft, "one token: nothing is left to decode"
+    assert prediction.prefill.value_us == pytest.approx(3 * 1100 + 10 * 250 + shares)
+    assert prediction.e2e == prediction.ttft, "one token: nothing is left to decode"
 
 
 def test_cached_prompt_tokens_need_no_prefill(small):
-    told = tracefit.load(small).predict_request(prompt_tokens=250, output_tokens=1, cached=240)
-    assert (told.prefill_steps, told.prefill.value_us) == (1, 1000 + 100 + 100)
+    prediction = tracefit.load(small).predict_request(prompt_tokens=250, output_tokens=1, cached=240)
+    assert (prediction.prefill_steps, prediction.prefill.value_us) == (1, 1000 + 100 + 100)
 
 
 def test_what_a_file_lacks_is_left_out_and_said(small, parts):
     (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", parts["wait"])))
-    told = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11)
-    assert (told.admission, told.ttft, told.e2e) == (None, None, None)
-    assert told.queue_wait.value_us == 70
-    assert any("alpha.admission" in text for text in told.assumed)
+    prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11)
+    assert (prediction.admission, prediction.ttft, prediction.e2e) == (None, None, None)
+    assert prediction.queue_wait.value_us == 70
+    assert any("alpha.admission" in text for text in prediction.assumed)
 
 
 def test_a_wait_that_knows_no_queue_says_so(small, parts):
     wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": []}
     (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", wait)))
     models = tracefit.load(small)
-    asked = {"prompt_tokens": 50, "output_tokens": 11}
-    assert any("no request waited" in text for text in models.predict_request(**asked, queue=3).out_of_range)
-    assert not any("no request waited" in text for text in models.predict_request(**asked).out_of_range)
+    inputs = {"prompt_tokens": 50, "output_tokens": 11}
+    assert any("no request waited" in text for text in models.predict_request(**inputs, queue=3).out_of_range)
+    assert not any("no request waited" in text for text in models.predict_request(**inputs).out_of_range)
 
 
 def test_a_step_ahead_makes_the_prompt_wait_a_cycle_more(small, parts):
     step = deepcopy(parts["step"])
     step["scope"]["settings"]["async_scheduling"] = True
-    asked = {"prompt_tokens": 50, "output_tokens": 1, "batch": 2, "context": 100}
-    before = tracefit.load(small).predict_request(**asked).prefill.value_us
+    inputs = {"prompt_tokens": 50, "output_tokens": 1, "batch": 2, "context": 100}
+    before = tracefit.load(small).predict_request(**inputs).prefill.value_us
     (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
-    told = tracefit.load(small).predict_request(**asked)
-    assert told.prefill.value_us == pytest.approx(before + 1200)
-    assert any("a step ahead" in text for text in told.assumed)
+    prediction = tracefit.load(small).predict_request(**inputs)
+    assert prediction.prefill.value_us == pytest.approx(before + 1200)
+    assert any("a step ahead" in text for text in prediction.assumed)
 
 
 def test_a_feature_that_nothing_tells_has_the_middle_of_its_range_and_says_so(small, parts):
-    seen = {"feature": "arrival_rate_per_s", "unit": "us", "value": 2.0, "training_range": [10, 30]}
-    wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": [seen]}
+    term = {"feature": "arrival_rate_per_s", "unit": "us", "value": 2.0, "training_range": [10, 30]}
+    wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": [term]}
     (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", wait)))
-    told = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=1)
-    assert told.queue_wait.value_us == 200 + 2 * 20
-    assert any("arrival_rate_per_s 20" in text for text in told.assumed)
+    prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=1)
+    assert prediction.queue_wait.value_us == 200 + 2 * 20
+    assert any("arrival_rate_per_s 20" in text for text in prediction.assumed)
 
 
 STRANGE = [
@@ -250,11 +252,11 @@ STRANGE = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "says"), STRANGE)
-def test_a_request_that_makes_no_sense_is_refused(small, asked, says):
+@pytest.mark.parametrize(("inputs", "says"), STRANGE)
+def test_a_request_that_makes_no_sense_is_refused(small, inputs, says):
     with pytest.raises(UsageError, match=says):
-        tracefit.load(small).predict_request(**asked)
-    frame = pl.DataFrame([asked])
+        tracefit.load(small).predict_request(**inputs)
+    frame = pl.DataFrame([inputs])
     with pytest.raises(UsageError):
         tracefit.load(small).predict_request(frame)
 
@@ -273,9 +275,9 @@ def test_definitions_that_go_round_in_a_circle_are_refused(small, parts, definit
     circle = {"feature": "f", "unit": "us", "value": 1.0, "formula": "a + 1"}
     step = parts["step"] | {"terms": [circle], "definitions": definitions}
     (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
-    for asked in ({"batch": 1}, {"rows": pl.DataFrame({"batch": [1]})}):
+    for inputs in ({"batch": 1}, {"rows": pl.DataFrame({"batch": [1]})}):
         with pytest.raises(UsageError, match="defined by itself"):
-            tracefit.load(small).predict_step(**asked)
+            tracefit.load(small).predict_step(**inputs)
 
 
 def test_definitions_that_double_cost_no_more_than_their_number(small, parts):
@@ -290,7 +292,7 @@ def test_definitions_that_double_cost_no_more_than_their_number(small, parts):
     assert models.predict_step(pl.DataFrame({"batch": [3]}))["predicted_us"].to_list() == [1001]
 
 
-def test_scopes_are_told_apart_by_a_part_of_their_name(small, parts):
+def test_scopes_are_selected_by_a_part_of_their_name(small, parts):
     other = parts["step"] | {"scope_id": "large.gpu.tp1.00000000", "intercept": {"value": 9000.0}}
     (small / "beta.json").write_text(json.dumps(parts["document"]("beta", parts["step"], other)))
     models = tracefit.load(small)
@@ -311,7 +313,7 @@ def test_files_that_are_not_there_or_say_the_same_twice_are_refused(small, tmp_p
 
 def test_frames_give_what_single_questions_give(small):
     models = tracefit.load(small)
-    asked = [
+    inputs = [
         {"prompt_tokens": p, "output_tokens": o, "queue": q, "cached": c, "batch": b}
         for p in (20, 250)
         for o in (1, 40)
@@ -319,18 +321,18 @@ def test_frames_give_what_single_questions_give(small):
         for c in (0, 10)
         for b in (None, 3)
     ]
-    rows = models.predict_request(pl.DataFrame(asked))
-    for question, row in zip(asked, rows.iter_rows(named=True), strict=True):
-        told = models.predict_request(**question)
+    rows = models.predict_request(pl.DataFrame(inputs))
+    for question, row in zip(inputs, rows.iter_rows(named=True), strict=True):
+        prediction = models.predict_request(**question)
         for part in ("admission", "queue_wait", "prefill", "itl", "departure", "ttft", "e2e"):
-            assert row[f"{part}_us"] == pytest.approx(getattr(told, part).value_us), (question, part)
+            assert row[f"{part}_us"] == pytest.approx(getattr(prediction, part).value_us), (question, part)
     steps = [{"batch": b, "context": c, "prefill": p} for b in (0, 4, 9) for c in (0, 30) for p in (0, 70)]
     rows = models.predict_step(pl.DataFrame(steps))
     for question, row in zip(steps, rows.iter_rows(named=True), strict=True):
-        told = models.predict_step(**question)
-        found = (told.step.value_us, told.step.low_us, told.step.high_us)
+        prediction = models.predict_step(**question)
+        found = (prediction.step.value_us, prediction.step.low_us, prediction.step.high_us)
         assert (row["predicted_us"], row["low_us"], row["high_us"]) == pytest.approx(found), question
-        assert (row["out_of_range"] is None) == (not told.out_of_range)
+        assert (row["out_of_range"] is None) == (not prediction.out_of_range)
 
 
 def test_a_shipped_roofline_file_needs_nothing_but_its_own_definitions(trained, small, parts):
@@ -353,7 +355,7 @@ def test_a_constant_is_predicted_for_every_row(small, parts):
 def test_trained_files_predict_their_own_training_rows(trained):
     """Feature rows as training left them: the mean absolute error is the one the evaluation states."""
     rows = pl.read_parquet(trained / "tables/beta_training/*/*.parquet").filter(split="holdout")
-    told = tracefit.load(trained / "models").predict_step(rows)
+    prediction = tracefit.load(trained / "models").predict_step(rows)
     stated = json.loads((trained / "models/beta.json").read_text())["models"][0]["validation"]["holdout"]
-    error = (told["predicted_us"] - told["y"]).abs().mean()
+    error = (prediction["predicted_us"] - prediction["y"]).abs().mean()
     assert error == pytest.approx(stated["mae"], rel=1e-6)

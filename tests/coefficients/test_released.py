@@ -70,9 +70,9 @@ def test_every_key_of_version_1_that_has_another_name_today_keeps_its_value():
 
 def test_predictions_of_version_1_are_what_they_were():
     """Intercept and terms of the 8b scope in released/1/beta.json, put in by hand."""
-    told = tracefit.load(RELEASED / "1").predict_step(scope="llama-3.1-8b", batch=32, prefill=512)
+    prediction = tracefit.load(RELEASED / "1").predict_step(scope="llama-3.1-8b", batch=32, prefill=512)
     by_hand = 7003.73635 + 25.9078545 * 512 - 4.3198 * 1 + 16.4753523 * 32 + 95.9923371 * 512 / 544
-    assert told.step.value_us == pytest.approx(by_hand, rel=1e-9)
+    assert prediction.step.value_us == pytest.approx(by_hand, rel=1e-9)
 
 
 def test_names_of_version_1_that_are_words_of_its_keys_stay_as_they_are(tmp_path):

@@ -97,7 +97,7 @@ def test_a_hold_out_in_which_nobody_queued_tells_nothing_of_the_queue():
 
 
 def test_telling_regimes_apart_by_hand():
-    """9 of 10 queued and 8 of 10 others told: balanced accuracy 0.85, between 0.8 and 0.95."""
+    """9 of 10 queued and 8 of 10 other requests are classified right: balanced accuracy 0.85, between 0.8 and 0.95."""
     assert _answers(_models(queued=(9, 1, 2, 8)))["autoscaling"] == "with limits"
 
 

@@ -98,10 +98,11 @@ def test_step_times_on_a_gpu_that_was_never_seen_are_within_fifteen_percent(tmp_
     assert not any("GPU" in note for note in evaluation["across_notes"])
 
 
+@pytest.mark.slow
 def test_one_model_on_the_other_gpu_cannot_tell_weights_from_a_constant(tmp_path, evaluation_of):
     _on(("A100", "H100"), (("llama-8b", 1),), tmp_path / "runs")
     evaluation, report = evaluation_of(across=True, features="roofline")
     assert {e["left_out"] for e in evaluation["across"]} == {"a100-80gb-sxm", "h100-sxm"}
     for gpu in ("a100-80gb-sxm", "h100-sxm"):
-        assert f"leave-one-GPU-out, {gpu}: the others are one scope" in "\n".join(evaluation["across_notes"])
-    assert "the others are one scope, which cannot tell reading the weights from a constant" in report
+        assert f"leave-one-GPU-out, {gpu}: the rest is one scope" in "\n".join(evaluation["across_notes"])
+    assert "the rest is one scope, which cannot separate reading the weights from a constant" in report

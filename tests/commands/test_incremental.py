@@ -58,7 +58,7 @@ def test_only_a_new_file_is_read(tmp_path, lines, fresh, contents, decoded):
     assert contents(tmp_path / "tables") == fresh
 
 
-@pytest.mark.parametrize("cut", [0, 30])
+@pytest.mark.parametrize("cut", [pytest.param(0, marks=pytest.mark.slow), 30])
 def test_a_file_that_grew_is_decoded_again(tmp_path, lines, fresh, contents, decoded, small_pieces, cut):
     """The last line may have been cut when it was read first: what was a reject is whole now."""
     folder = _write(tmp_path / "run" / "traces.json", lines[:50])
@@ -156,6 +156,7 @@ def test_framed_protobuf_is_cut_too(tmp_path, new_traces, lines, fresh, contents
     assert contents(tmp_path / "tables") == fresh
 
 
+@pytest.mark.slow
 def test_framed_zstd_is_cut_too(tmp_path, lines, fresh, contents, decoded, small_pieces):
     packed = [pa.compress(line.encode(), "zstd", asbytes=True) for line in lines]
     (tmp_path / "run").mkdir()
@@ -166,6 +167,7 @@ def test_framed_zstd_is_cut_too(tmp_path, lines, fresh, contents, decoded, small
     assert contents(tmp_path / "tables") == fresh
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_does_not_matter(
     tmp_path, lines, fresh, contents, small_pieces, monkeypatch, calls
 ):

@@ -43,6 +43,7 @@ def _linear_parts(model):
             yield from _linear_parts(value)
 
 
+@pytest.mark.slow
 def test_positive_leaves_no_coefficient_below_zero(trained_with):
     free, _, _ = trained_with(fast=True)
     bound, _, options = trained_with(fast=True, positive=True)
@@ -61,6 +62,7 @@ def test_fast_skips_the_references_and_keeps_the_baselines(trained_with):
     assert options["fast"] is True
 
 
+@pytest.mark.slow
 def test_without_fast_every_model_of_a_feature_has_a_reference(trained_with):
     _, entries, options = trained_with()
     assert all(e["gradient_boosting"]["mae"] > 0 for e in entries.values() if e["n_features"])

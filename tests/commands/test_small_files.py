@@ -172,6 +172,7 @@ def test_a_file_that_grew_is_replaced_alone(tmp_path, records, write, one_by_one
     assert before.height < apart["spans"].height
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["gone", "other"])
 def test_of_a_run_that_lost_a_file_the_others_are_not_decoded_again(
     tmp_path, records, write, one_by_one, decoded, change

@@ -17,17 +17,17 @@ def run(requests, rates=FLAT, alpha=(0, 0, 0), limits=WIDE):
 
 
 def test_one_request_is_a_prefill_and_a_step_per_further_token():
-    told = run([(500, 10, 3)])
+    replayed = run([(500, 10, 3)])
 
-    assert (told.ttft[0], told.decode[0], told.e2e[0]) == (1000, 2000, 3000)
+    assert (replayed.ttft[0], replayed.decode[0], replayed.e2e[0]) == (1000, 2000, 3000)
 
 
 def test_alpha_delays_the_queue_and_the_client_and_counts_per_token():
-    told = run([(0, 10, 3)], alpha=(70, 500, 9))
+    replayed = run([(0, 10, 3)], alpha=(70, 500, 9))
 
-    assert told.ttft[0] == 70 + 1000 + 9
-    assert told.decode[0] == 2 * (1000 + 9)
-    assert told.e2e[0] == told.ttft[0] + told.decode[0] + 500
+    assert replayed.ttft[0] == 70 + 1000 + 9
+    assert replayed.decode[0] == 2 * (1000 + 9)
+    assert replayed.e2e[0] == replayed.ttft[0] + replayed.decode[0] + 500
 
 
 def test_a_request_waits_for_the_step_in_progress_and_for_a_slot():
@@ -44,49 +44,49 @@ def test_an_idle_engine_starts_at_once():
 def test_a_step_adds_up_request_by_request_and_is_cut_to_whole_us():
     # 2 requests, 30 prompt tokens; pairs: 10·(10 + 5) + 20·(20 + 10) = 750; the second ends with its prompt
     rates = StepRates(100.0, 7.0, 2.0, 0.5, 11.0, 0.25)
-    told = run([(0, 10, 2), (0, 20, 1)], rates)
+    replayed = run([(0, 10, 2), (0, 20, 1)], rates)
     first = 100 + 2 * 7 + 30 * 2 + 750 * 0.5
-    assert told.ttft.tolist() == [int(first)] * 2
-    assert told.decode[0] == int(100 + 7 + 11 + 0.25 * 10), "one decodes, 10 tokens in its cache"
+    assert replayed.ttft.tolist() == [int(first)] * 2
+    assert replayed.decode[0] == int(100 + 7 + 11 + 0.25 * 10), "one decodes, 10 tokens in its cache"
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
     assert run([(0, 250, 1)]).ttft[0] == 3000
     rates = StepRates(0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
-    told = run([(0, 10, 9), (0, 250, 1)], rates)
-    assert told.ttft[0] == 100, "90 tokens of the second share its step"
-    assert told.ttft[1] == 100 + 99 + 61
+    replayed = run([(0, 10, 9), (0, 250, 1)], rates)
+    assert replayed.ttft[0] == 100, "90 tokens of the second share its step"
+    assert replayed.ttft[1] == 100 + 99 + 61
 
 
 def test_the_last_that_runs_is_preempted_and_starts_anew_from_its_cached_prompt():
     """6 blocks of 4: two prompts of 8 take 4, their second tokens the others; the sixth token of the first finds none."""
-    told = run([(0, 8, 8), (0, 8, 8)], limits=ReplayLimits(64, 100, 4, 6))
+    replayed = run([(0, 8, 8), (0, 8, 8)], limits=ReplayLimits(64, 100, 4, 6))
 
-    assert told.preemptions == 1
-    assert told.e2e[0] == 8000, "it lost nothing"
+    assert replayed.preemptions == 1
+    assert replayed.e2e[0] == 8000, "it lost nothing"
     # Preempted in the step from 5000; that of 6000 finds its prompt in the cache, and all 8 tokens come again.
-    assert (told.ttft[1], told.decode[1]) == (7000, 7000)
+    assert (replayed.ttft[1], replayed.decode[1]) == (7000, 7000)
 
 
 def test_room_that_can_never_be_had_is_no_latency():
-    told = run([(0, 100, 1), (10, 4, 1)], limits=ReplayLimits(64, 100, 4, 6))
+    replayed = run([(0, 100, 1), (10, 4, 1)], limits=ReplayLimits(64, 100, 4, 6))
 
-    assert np.isnan(told.e2e[0])
+    assert np.isnan(replayed.e2e[0])
 
 
 @pytest.mark.parametrize("blocks", [None, 10_000])
 def test_blocks_that_never_run_out_change_nothing(blocks):
     requests = [(i * 300, 5 + i % 40, 1 + i % 17) for i in range(200)]
-    told = run(requests, limits=ReplayLimits(8, 64, 4, blocks))
+    replayed = run(requests, limits=ReplayLimits(8, 64, 4, blocks))
 
-    assert told.preemptions == 0
-    assert told.e2e.sum() == run(requests, limits=ReplayLimits(8, 64, 4, None)).e2e.sum()
+    assert replayed.preemptions == 0
+    assert replayed.e2e.sum() == run(requests, limits=ReplayLimits(8, 64, 4, None)).e2e.sum()
 
 
 def test_a_prefix_in_common_is_computed_once():
     """Prompts of 10, the first 8 tokens of two of them the same; 10 us a prompt token."""
     rates = StepRates(1000.0, 0.0, 10.0, 0.0, 0.0, 0.0)
     arrival, prompt, output = (np.array(v, dtype=np.int64) for v in ([0, 5000, 9000], [10] * 3, [1] * 3))
-    told = replay(arrival, prompt, output, rates, (0, 0, 0), WIDE, shared=np.array([8, 8, 0]))
+    replayed = replay(arrival, prompt, output, rates, (0, 0, 0), WIDE, shared=np.array([8, 8, 0]))
 
-    assert told.ttft.tolist() == [1100, 1020, 1100]
+    assert replayed.ttft.tolist() == [1100, 1020, 1100]

@@ -1,4 +1,4 @@
-"""Exports, each judged by the consumer's published formula written down here, on tables read row by row.
+"""Exports, each evaluated by the consumer's published formula written down here, on tables read row by row.
 
 The run is `fixtures/runs/llama-8b-linear`: a step takes 7,000 us + 26 per prefill token + 15 per decode request + 0.003 per
 context token + 40 per prefill request; the API works 1,450 us on a request.
@@ -67,8 +67,8 @@ def steps(made):
     return rows.filter(source="adjacent").join(contents.select(columns), on=keys)
 
 
-def _ape(actual, told):
-    return 100 * float(np.mean(np.abs(told - actual) / actual))
+def _ape(actual, predicted):
+    return 100 * float(np.mean(np.abs(predicted - actual) / actual))
 
 
 def _error(result, what):
@@ -129,7 +129,7 @@ def test_blis_by_its_own_formula(made, steps, tmp_path):
     assert all(isinstance(v, int) for v in found["alpha_coeffs"]), "it cuts off what is behind the point"
     chunks = _prefill_chunks(made)
     assert sum(of is not None for of in chunks.values()) > 0.95 * len(chunks)
-    told = np.array(
+    predicted = np.array(
         [
             math.floor(sum(b * t for b, t in zip(beta, _blis_terms(r, chunks), strict=True)))
             for r in steps.iter_rows(named=True)
@@ -137,7 +137,7 @@ def test_blis_by_its_own_formula(made, steps, tmp_path):
     )
     stated = _error(result, "step time")
     assert stated.n == steps.height
-    assert stated.mape_pct == pytest.approx(_ape(steps["y"].to_numpy(), told), rel=1e-6)
+    assert stated.mape_pct == pytest.approx(_ape(steps["y"].to_numpy(), predicted), rel=1e-6)
     assert stated.mae < stated.baseline_mae / 3
     assert _error(result, "step time, decode only").mape_pct < 2.6, "decode steps are what an ITL is made of"
 
@@ -157,7 +157,7 @@ def test_blis_states_the_errors_of_its_own_replay(made, tmp_path):
         b[6], b[5], b[0] * token + b[8] * kv, b[0] * pair, b[1] * token + b[9] * kv, b[1] * pair + b[9] * kv
     )
     arrival = ((requests["arrival_ns"] - requests["arrival_ns"][0]).to_numpy() / 1e3).round().astype(np.int64)
-    told = replay(
+    replayed = replay(
         arrival,
         requests["prompt_tokens"].to_numpy(),
         requests["output_tokens"].fill_null(1).clip(lower_bound=1).to_numpy(),
@@ -176,11 +176,11 @@ def test_blis_states_the_errors_of_its_own_replay(made, tmp_path):
     stated = _error(result, "E2E of a request, replayed")
     assert stated.n == rows.sum()
     assert stated.mape_pct == pytest.approx(
-        _ape(requests["client_us"].to_numpy()[rows], told.e2e[rows]), rel=1e-6
+        _ape(requests["client_us"].to_numpy()[rows], replayed.e2e[rows]), rel=1e-6
     )
     stated = _error(result, "TTFT of a request, replayed")
     assert stated.mape_pct == pytest.approx(
-        _ape(requests["ttft_us"].to_numpy()[rows], told.ttft[rows]), rel=1e-6
+        _ape(requests["ttft_us"].to_numpy()[rows], replayed.ttft[rows]), rel=1e-6
     )
     assert _error(result, "ITL of a request, replayed").mape_pct < 1
 
@@ -209,9 +209,9 @@ def test_blis_alpha0_is_the_work_of_the_api_and_no_wait(made, tmp_path):
         _table(made, "requests").select("run_id", request_id="core_request_id", tokens="output_tokens"),
         on=["run_id", "request_id"],
     )
-    told = alpha[1] + alpha[2] * held["tokens"].to_numpy()
+    predicted = alpha[1] + alpha[2] * held["tokens"].to_numpy()
     assert _error(result, "FINISHED to DEPARTED").mape_pct == pytest.approx(
-        _ape(held["y"].to_numpy(), told), rel=1e-6
+        _ape(held["y"].to_numpy(), predicted), rel=1e-6
     )
 
 
@@ -307,14 +307,14 @@ def _us(duration):
 
 def test_llm_d_inference_sim_by_its_own_formula(made, tmp_path):
     result = export(made / "models", "llm-d-inference-sim", tmp_path)
-    told = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert (told["latency-calculator"], told["max-num-seqs"]) == ("per-token", 64)
-    assert (told["model"], told["max-model-len"]) == ("meta-llama/Llama-3.1-8B-Instruct", 4096)
-    factor = told["time-factor-under-load"]
+    exported = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert (exported["latency-calculator"], exported["max-num-seqs"]) == ("per-token", 64)
+    assert (exported["model"], exported["max-model-len"]) == ("meta-llama/Llama-3.1-8B-Instruct", 4096)
+    factor = exported["time-factor-under-load"]
     assert factor >= 1
-    assert _us(told["inter-token-latency-std-dev"]) <= 0.3 * _us(told["inter-token-latency"])
+    assert _us(exported["inter-token-latency-std-dev"]) <= 0.3 * _us(exported["inter-token-latency"])
     # 7,000 us + 15 per decode request; alone, and at 64, with contexts of some hundred tokens and prefills between.
-    assert 7000 < _us(told["inter-token-latency"]) < 9000
+    assert 7000 < _us(exported["inter-token-latency"]) < 9000
     requests = _table(made, "requests").filter(
         pl.col("prefill_us") > 0, pl.col("first_scheduled_ns").is_not_null()
     )
@@ -326,7 +326,7 @@ def test_llm_d_inference_sim_by_its_own_formula(made, tmp_path):
         load = 1 + (factor - 1) * (running[row["first_scheduled_step"]] - 1) / 63
         uncached = row["prompt_tokens"] - (row["cached_prompt_tokens"] or 0)
         predicted.append(
-            (_us(told["prefill-overhead"]) + uncached * _us(told["prefill-time-per-token"])) * load
+            (_us(exported["prefill-overhead"]) + uncached * _us(exported["prefill-time-per-token"])) * load
         )
     stated = _error(result, "prefill of a request")
     assert stated.n == held.height
@@ -338,7 +338,7 @@ def test_llm_d_inference_sim_by_its_own_formula(made, tmp_path):
     itl = []
     for row in held.iter_rows(named=True):
         ran = [running[s] for s in range(row["first_token_step"] + 1, row["finished_step"] + 1)]
-        itl.append(_us(told["inter-token-latency"]) * (1 + (factor - 1) * (np.mean(ran) - 1) / 63))
+        itl.append(_us(exported["inter-token-latency"]) * (1 + (factor - 1) * (np.mean(ran) - 1) / 63))
     stated = _error(result, "inter-token latency of a request")
     assert stated.mape_pct == pytest.approx(_ape(held["itl_us"].to_numpy(), np.array(itl)), rel=1e-6)
 
@@ -360,8 +360,8 @@ def test_llm_d_inference_sim_takes_all_of_the_spread_since_0_10(made, tmp_path):
 
 def test_wva_by_its_own_formula(made, steps, tmp_path):
     result = export(made / "models", "wva", tmp_path)
-    told = yaml.safe_load((tmp_path / "service-parms.yaml").read_text())["serviceParms"]
-    alpha, beta, gamma = (told[k] for k in ("alpha", "beta", "gamma"))
+    exported = yaml.safe_load((tmp_path / "service-parms.yaml").read_text())["serviceParms"]
+    alpha, beta, gamma = (exported[k] for k in ("alpha", "beta", "gamma"))
     assert alpha == pytest.approx(7.0, rel=0.05), "milliseconds"
     requests = _table(made, "requests").filter(
         pl.col("first_scheduled_ns").is_not_null(), pl.col("output_tokens") > 0
@@ -414,18 +414,20 @@ def test_the_dynamo_mocker_by_its_own_interpolation(made, steps, tmp_path):
     ttft = RegularGridInterpolator(
         (grid["prefill_isl"],), grid["prefill_ttft_ms"], bounds_error=False, fill_value=None
     )
-    told = []
+    predicted = []
     for row in steps.iter_rows(named=True):
         batch, active = row["num_decode_reqs"], row["context_tokens"]
         decode = max(itl([[active, active / batch]])[0], 1.0) if batch else 0.0
-        told.append(decode + (max(ttft([[row["prefill_tokens"]]])[0], 0.0) if row["prefill_tokens"] else 0.0))
+        predicted.append(
+            decode + (max(ttft([[row["prefill_tokens"]]])[0], 0.0) if row["prefill_tokens"] else 0.0)
+        )
     kinds = [(bool(r["prefill_tokens"]), bool(r["num_decode_reqs"])) for r in steps.iter_rows(named=True)]
-    actual, told = steps["y"].to_numpy() / 1e3, np.array(told, dtype=float).ravel()
+    actual, predicted = steps["y"].to_numpy() / 1e3, np.array(predicted, dtype=float).ravel()
     for what, kind in {"decode": (False, True), "prefill and decode": (True, True)}.items():
         rows = np.array([k == kind for k in kinds])
         stated = _error(result, f"step time, {what}")
         assert stated.n == rows.sum()
-        assert stated.mape_pct == pytest.approx(_ape(actual[rows], told[rows]), rel=1e-6)
+        assert stated.mape_pct == pytest.approx(_ape(actual[rows], predicted[rows]), rel=1e-6)
         assert stated.mape_pct < 8
     before = (tmp_path / "perf_data.npz").read_bytes()
     export(made / "models", "dynamo-mocker", tmp_path)
@@ -436,9 +438,9 @@ def test_csv_holds_every_number(made, tmp_path):
     result = export(made / "models", "csv", tmp_path)
     rows = list(csv.DictReader(io.StringIO((tmp_path / "coefficients.csv").read_text())))
     beta = json.loads((made / "models/beta.json").read_text())["models"][0]
-    mine = {r["term"]: float(r["value"]) for r in rows if r["model"] == "beta.cycle_time"}
+    written = {r["term"]: float(r["value"]) for r in rows if r["model"] == "beta.cycle_time"}
     wanted = {"intercept": beta["intercept"]["value"]} | {t["feature"]: t["value"] for t in beta["terms"]}
-    assert mine == wanted
+    assert written == wanted
     admission = [r for r in rows if r["model"] == "alpha.admission"]
     assert {r["part"] for r in admission} == {"work", "without_clock"}
     assert _error(result, "beta.cycle_time").mape_pct == beta["validation"]["holdout"]["mape_pct"]
@@ -495,7 +497,7 @@ def test_a_scope_that_cannot_be_replayed_says_so(made, tmp_path):
     out = tmp_path / "half"
     shutil.copytree(made, out)
     manifest = out / "tables/manifest.json"
-    for path in (out / "tables/runs").rglob("*.parquet"):
+    for path in list((out / "tables/runs").rglob("*.parquet")):
         pl.read_parquet(path).with_columns(journey_sampling=0.5).write_parquet(path)
         named = f"part-{sha256(path.read_bytes()).hexdigest()[:16]}.parquet"
         manifest.write_text(manifest.read_text().replace(path.name, named))

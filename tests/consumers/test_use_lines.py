@@ -98,11 +98,11 @@ def parsed(words, documented, switches=()):
         parser.add_argument(name, type=kind, required=True)
     for name in switches:
         parser.add_argument(name, action="store_true")
-    told = vars(parser.parse_args(words))
-    files = [v for v in told.values() if isinstance(v, Path)]
+    given = vars(parser.parse_args(words))
+    files = [v for v in given.values() if isinstance(v, Path)]
     assert files
     assert all(f.exists() for f in files), "files that the export wrote"
-    return told
+    return given
 
 
 def replay_words(result):
@@ -113,18 +113,18 @@ def replay_words(result):
 def test_blis_lines_hold_what_makes_it_the_traced_server(exported):
     result, words = exported("blis")
     assert words[:2] == ["blis", "run"]
-    told = parsed(words[2:], BLIS_SERVER | BLIS_RUN)
+    given = parsed(words[2:], BLIS_SERVER | BLIS_RUN)
     limits = ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "tp")
-    assert [told[name] for name in limits] == [899, 64, 2048, 4096, 4]
-    assert told["model"] == "meta-llama/Llama-2-70b-hf"
-    hardware = json.loads(told["hardware_config"].read_text())[told["hardware"]]
+    assert [given[name] for name in limits] == [899, 64, 2048, 4096, 4]
+    assert given["model"] == "meta-llama/Llama-2-70b-hf"
+    hardware = json.loads(given["hardware_config"].read_text())[given["hardware"]]
     assert (hardware["TFlopsPeak"], hardware["BwPeakTBs"]) == (989.5, 3.35)
-    assert json.loads((told["model_config_folder"] / "config.json").read_text())["num_hidden_layers"] == 80
+    assert json.loads((given["model_config_folder"] / "config.json").read_text())["num_hidden_layers"] == 80
     again = replay_words(result)
     assert again[:2] == ["blis", "replay"]
     traced = parsed(again[2:], BLIS_SERVER | BLIS_REPLAY)["trace_data"].read_text()
     assert "req-0" not in traced, "no request is named"
-    assert len(traced.splitlines()) == told["num_requests"] + 1
+    assert len(traced.splitlines()) == given["num_requests"] + 1
 
 
 @needs_blis
@@ -148,22 +148,22 @@ def test_blis_runs_its_use_line_as_printed(exported, tmp_path):
 def test_our_replay_is_what_blis_computes(exported, made, tmp_path, blocks):
     """To the microsecond where memory suffices; where it preempts, to 0.1 % of E2E."""
     result, _ = exported("blis")
-    theirs = replayed(result, tmp_path, blocks)
-    e2e, ttft = ({i: r[key] for i, r in theirs.items()} for key in ("e2e_us", "ttft_us"))
+    blis = replayed(result, tmp_path, blocks)
+    e2e, ttft = ({i: r[key] for i, r in blis.items()} for key in ("e2e_us", "ttft_us"))
     folder = result.files[0].parent
     found = yaml.safe_load((folder / "defaults.yaml").read_text())["trained_physics_coefficients"]
     traced = pl.read_csv(folder / "trace-data.csv")
-    told = replay(
+    own = replay(
         *(traced[c].to_numpy() for c in ("arrival_time_us", "input_tokens", "output_tokens")),
         blis_rates(found["beta_coeffs"], 8192, 64, 8, 80, 28672, 4),
         tuple(found["alpha_coeffs"]),
         ReplayLimits(64, 2048, 16, blocks),
     )
     assert len(e2e) == traced.height
-    assert (told.preemptions > 0) == (blocks < 4096)
-    off = np.array([told.e2e[i] / e2e[i] - 1 for i in range(traced.height)])
+    assert (own.preemptions > 0) == (blocks < 4096)
+    off = np.array([own.e2e[i] / e2e[i] - 1 for i in range(traced.height)])
     if blocks == 4096:
-        assert [told.ttft[i] for i in range(traced.height)] == [ttft[i] for i in range(traced.height)]
+        assert [own.ttft[i] for i in range(traced.height)] == [ttft[i] for i in range(traced.height)]
         assert not off.any()
     else:
         assert np.median(np.abs(off)) < 0.001
@@ -203,11 +203,11 @@ def test_llm_d_inference_sim_takes_the_config(exported, version):
     """Closed keys, a model, Go durations, standard deviations as each version bounds them."""
     _, words = exported("llm-d-inference-sim", consumer_version=version)
     assert words[:2] == ["llm-d-inference-sim", "--config"]
-    told = yaml.safe_load(Path(words[2]).read_text())
-    assert told.keys() == LLM_D_KEYS
-    assert told["model"] == "meta-llama/Llama-2-70b-hf"
-    assert told["max-model-len"] == 4096
-    us = {k: float(v.removesuffix("us")) for k, v in told.items() if isinstance(v, str) and v.endswith("us")}
+    given = yaml.safe_load(Path(words[2]).read_text())
+    assert given.keys() == LLM_D_KEYS
+    assert given["model"] == "meta-llama/Llama-2-70b-hf"
+    assert given["max-model-len"] == 4096
+    us = {k: float(v.removesuffix("us")) for k, v in given.items() if isinstance(v, str) and v.endswith("us")}
     assert us["inter-token-latency-std-dev"] <= 0.3 * us["inter-token-latency"]
     if version:
         assert us["prefill-time-std-dev"] <= 0.3 * us["prefill-time-per-token"]
@@ -216,10 +216,10 @@ def test_llm_d_inference_sim_takes_the_config(exported, version):
 def test_the_mocker_is_the_traced_server(exported):
     _, words = exported("dynamo-mocker")
     assert words[:3] == ["python", "-m", "dynamo.mocker"]
-    told = parsed(words[3:], MOCKER, ["--no-enable-prefix-caching", "--no-enable-chunked-prefill"])
+    given = parsed(words[3:], MOCKER, ["--no-enable-prefix-caching", "--no-enable-chunked-prefill"])
     limits = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override")
-    assert [told[name] for name in limits] == [64, 2048, 16, 899]
-    assert (told["no_enable_prefix_caching"], told["no_enable_chunked_prefill"]) == (True, False)
+    assert [given[name] for name in limits] == [64, 2048, 16, 899]
+    assert (given["no_enable_prefix_caching"], given["no_enable_chunked_prefill"]) == (True, False)
 
 
 def test_the_registry_line_copies_the_set(exported, tmp_path):
@@ -255,12 +255,12 @@ def test_shared_prefixes_are_found_as_blis_finds_them(tmp_path):
     folder = write_run(synth(options), tmp_path, formats=("json",))
     tracefit.run([folder], tmp_path / "out", options=tracefit.TrainOptions(features="batch", fast=True))
     result = export(tmp_path / "out/models", "blis", tmp_path / "blis")
-    theirs = replayed(result, tmp_path, 4096)
+    blis = replayed(result, tmp_path, 4096)
     traced = pl.read_csv(tmp_path / "blis/trace-data.csv")
     shared = traced["prefix_length"].to_numpy()
     assert shared.any()
     found = yaml.safe_load((tmp_path / "blis/defaults.yaml").read_text())["trained_physics_coefficients"]
-    told = replay(
+    own = replay(
         traced["arrival_time_us"].to_numpy(),
         traced["input_tokens"].to_numpy() + shared,
         traced["output_tokens"].to_numpy(),
@@ -269,7 +269,7 @@ def test_shared_prefixes_are_found_as_blis_finds_them(tmp_path):
         ReplayLimits(64, 2048, 16, 4096),
         shared=shared,
     )
-    assert [told.e2e[i] for i in range(traced.height)] == [theirs[i]["e2e_us"] for i in range(traced.height)]
+    assert [own.e2e[i] for i in range(traced.height)] == [blis[i]["e2e_us"] for i in range(traced.height)]
 
 
 @pytest.mark.slow
@@ -282,10 +282,10 @@ def test_without_blis_its_check_skips_and_counts(tmp_path):
 
 def test_the_readme_says_what_its_replay_figure_shows():
     drawn = (ROOT / "docs/replay.svg").read_text()
-    told = " ".join((ROOT / "README.md").read_text().split())
-    assert "](docs/replay.svg)" in told
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "](docs/replay.svg)" in readme
     itl, e2e = re.search(r"; ITL ([0-9.]+) % .*; E2E ([0-9.]+) % ", drawn).groups()
-    assert f"E2E is within {e2e} % at P50 and P90, ITL within {itl} %" in told
+    assert f"E2E is within {e2e} % at P50 and P90, ITL within {itl} %" in readme
 
 
 def test_a_line_quotes_what_a_shell_would_take_apart():

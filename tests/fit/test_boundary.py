@@ -74,7 +74,7 @@ def test_the_expectation_is_exported_and_its_error_stands_beside_the_clocks(trai
 
 def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new_traces, quick, monkeypatch):
     """Thirty requests at once are named in the report; the work is that of the requests that came alone."""
-    # All of them are queued after the same time, which a line says as well: here the boundary is asked for.
+    # All of them are queued after the same time, which a line fits as well: this test needs the boundary.
     monkeypatch.setattr("tracefit.fit.alpha.try_boundary", lambda *_: None)
     trace = new_traces().load()
     alone = (one["scopeSpans"][0]["spans"][0] for one in trace.records)
@@ -184,11 +184,11 @@ def _unknown_steps(idle_after=False):
 
 
 @pytest.mark.parametrize(("arrived_ms", "until_ms"), [(15, 5), (22, 8), (31, 9), (41, 9)])
-def test_a_boundary_nobody_stamped_lies_evenly_between_those_around_it(arrived_ms, until_ms):
+def test_an_unknown_boundary_lies_evenly_between_those_around_it(arrived_ms, until_ms):
     """A request waits for 20, 30, 40 and 50 ms: the first two starts are not in the trace."""
     rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": [0], "ts_ns": [arrived_ms * MS]})
-    told, known = admission_with_clock(rows, _unknown_steps(), np.zeros(1), 0.0)
-    assert (told[0], known[0]) == (until_ms * 1e3, True)
+    predicted, known = admission_with_clock(rows, _unknown_steps(), np.zeros(1), 0.0)
+    assert (predicted[0], known[0]) == (until_ms * 1e3, True)
 
 
 def test_nothing_is_put_between_starts_with_idle_time_between_them():

@@ -1,4 +1,4 @@
-"""Candidates are judged inside and beyond the training load, and the stated rule chooses."""
+"""Candidates are evaluated inside and beyond the training load, and the stated rule chooses."""
 
 from __future__ import annotations
 

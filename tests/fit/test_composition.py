@@ -110,7 +110,7 @@ def test_with_scheduling_ahead_the_step_in_flight_still_executes_before_the_wait
     [_steps(without=(3,)), _steps((9, 11, None, 10, 12, 8))],
     ids=["not sampled", "batch not known"],
 )
-def test_a_request_with_a_step_nobody_knows_has_no_prediction_and_others_keep_theirs(steps):
+def test_a_request_with_an_unknown_step_has_no_prediction_and_others_keep_theirs(steps):
     a, b = _composed(A, B, steps=steps)
     assert a[:2] == (1, None)
     assert b == (14, 10, 0, 0, 0)

@@ -52,7 +52,7 @@ def test_more_preemptions_than_one_for_ten_requests(preempted, over):
 
 
 def _queue(peak, lasts, *, length=100.0):
-    """A run with a stretch of `lasts` seconds from second 10 on in which up to `peak` requests wait."""
+    """A run with a period of `lasts` seconds from second 10 on in which up to `peak` requests wait."""
     first = 10.0
     waiting = [(first + 0.001 * n, first + lasts - 0.001 * (peak - n)) for n in range(peak)]
     return [(0.0, 0.0), *waiting, (length, length)]
@@ -87,17 +87,17 @@ def test_without_journeys_the_sampled_steps_tell():
     assert _reasons(none, steps) == ["a queue of up to 12 requests did not empty for 30 % of the run"]
 
 
-def test_the_stretch_is_told_of_the_server_whose_queue_it_was():
+def test_the_period_names_the_server_of_its_queue():
     """From the first request that waits, at 10 s, for 30 s: of the other server's queue of 9 nothing is said."""
     both = [_requests(_queue(12, 30.0)), _requests(_queue(9, 80.0), server=pl.lit("t"))]
     (found,) = find_overloads(["r"], pl.concat(both), NO_STEPS)
-    (stretch,) = found.queued
-    assert (stretch.server, stretch.peak) == ("s", 12)
-    assert (stretch.from_ns, stretch.to_ns) == (10_000_000_000, pytest.approx(40_000_000_000, abs=2e6))
-    assert stretch.share == pytest.approx(0.3, abs=1e-3)
+    (period,) = found.queued
+    assert (period.server, period.peak) == ("s", 12)
+    assert (period.from_ns, period.to_ns) == (10_000_000_000, pytest.approx(40_000_000_000, abs=2e6))
+    assert period.share == pytest.approx(0.3, abs=1e-3)
 
 
-def test_runs_are_told_apart():
+def test_runs_are_kept_separate():
     over = _requests(_queue(20, 50.0))
     both = pl.concat([over, _requests(QUIET, run_id=pl.lit("q"))])
     assert [one.run_id for one in find_overloads(["q", "r"], both, NO_STEPS)] == ["r"]
@@ -109,6 +109,6 @@ def test_runs_are_told_apart():
 )
 def test_overloaded_runs_are_left_out_unless_asked_for_or_alone(overloaded, include, kept):
     flags = tuple(Overload(run_id, ("why",)) for run_id in overloaded)
-    runs, told = runs_to_fit(list("abc"), flags, include=include)
+    runs, overloads = runs_to_fit(list("abc"), flags, include=include)
     assert "".join(runs) == kept
-    assert [one.trained_on for one in told] == [one.run_id in kept for one in flags]
+    assert [one.trained_on for one in overloads] == [one.run_id in kept for one in flags]

@@ -8,9 +8,9 @@ import pytest
 from tracefit.fit.phases import find_phases, phase_of
 
 
-def _arrivals(*stretches):
-    """Arrivals, evenly spaced, of stretches of (seconds, per second)."""
-    gaps = np.concatenate([np.full(round(seconds * rate), 1 / rate) for seconds, rate in stretches])
+def _arrivals(*periods):
+    """Arrivals, evenly spaced, of periods of (seconds, per second)."""
+    gaps = np.concatenate([np.full(round(seconds * rate), 1 / rate) for seconds, rate in periods])
     return np.concatenate([[0.0], np.cumsum(gaps)])
 
 

@@ -37,7 +37,7 @@ def test_a_constant_says_which_value_it_has():
     assert _reasons(left) == {"slots": "constant in the training rows (64)"}
 
 
-def test_what_nobody_knows_is_left_out():
+def test_unknown_features_are_left_out():
     a, b = _columns()
     b[:3] = np.nan
     kept, left = usable_features(np.column_stack([np.full(len(a), np.nan), a, b]), ["gpu", "a", "b"])
@@ -149,8 +149,8 @@ def test_a_feature_that_few_rows_speak_for_is_left_out(varied, stays):
 
 
 @pytest.mark.parametrize(("burst", "misleads"), [(6.0, True), (1.0, False)])
-def test_a_line_through_a_burst_that_misleads_elsewhere_is_told(burst, misleads):
-    """Two of five stretches follow the feature, six times as steeply or as everywhere."""
+def test_a_line_through_a_burst_that_misleads_elsewhere_is_found(burst, misleads):
+    """Two of five periods follow the feature, six times as steeply or as everywhere."""
     rng = np.random.default_rng(5)
     x = rng.uniform(1, 100, (200, 1))
     blocks = np.arange(200) // 40

@@ -13,7 +13,7 @@ from tracefit.commands.requests import phase_columns
 from tracefit.features import targets
 from tracefit.features.targets import TARGETS, Target, target_named
 
-HANDOFF = Target(
+EXECUTION = Target(
     name="execution",
     label="execution",
     title="time in the engine",
@@ -39,16 +39,16 @@ def job(tmp_path, new_traces, quick, monkeypatch):
 
 
 def test_a_declared_target_is_fitted_published_and_listed(job):
-    out, result = job((*TARGETS, HANDOFF))
+    out, result = job((*TARGETS, EXECUTION))
     models = {m["name"]: m for m in json.loads((out / "models/alpha.json").read_text())["models"]}
     assert list(models) == [*(t.model for t in TARGETS), "alpha.execution"]
-    assert models["alpha.execution"]["target"]["definition"] == HANDOFF.definition
+    assert models["alpha.execution"]["target"]["definition"] == EXECUTION.definition
     assert "alpha.execution" in {m.name for m in result.trained.fitted}
     rows = pl.read_parquet(f"{out}/tables/alpha_training/*/*.parquet").filter(target="execution")
     requests = pl.read_parquet(f"{out}/tables/requests/*/*.parquet")
     assert sorted(rows["y"]) == sorted(requests["prefill_us"].drop_nulls())
     allowed = {a.what for scope in tracefit.inspect([out.parent / "run"]).scopes for a in scope.allows}
-    assert HANDOFF.title in allowed
+    assert EXECUTION.title in allowed
 
 
 def test_a_target_adds_to_the_latencies_it_declares(job):

@@ -8,7 +8,6 @@ import os
 import random
 import sys
 import threading
-import time
 
 import pytest
 
@@ -162,19 +161,21 @@ def test_a_length_before_zstd_that_lies_costs_nothing(size):
 
 @pytest.mark.parametrize("bad", [b"\0\0\0\4\x28\xb5\x2f\xfd", b"\0\0\0\7\x28\xb5\x2f\xfd\x08xx"])
 def test_frames_of_nothing_by_the_million_are_one_counted_gap(bad):
-    start = time.process_time()
     items = list(decompressed(io.BytesIO(records(1) + bad * 1_000_000 + records(1, 1))))
     assert [item for item in items if not isinstance(item, Gap)] == [lines(0, 1), lines(1, 2)]
     (gap,) = [item for item in items if isinstance(item, Gap)]
     assert gap.count == 1_000_000
-    assert time.process_time() - start < 10
 
 
-def test_tiny_records_by_the_hundred_thousand_cost_little():
-    start = time.process_time()
+def test_tiny_records_cost_as_much_as_there_are(grows_linearly):
     tiny = framed([zstd.compress(b"{}")])
-    assert read(tiny * 300_000 + records(1)) == (b"{}\n" * 300_000 + lines(0, 1), [])
-    assert time.process_time() - start < 10
+
+    def prepare(n):
+        content = tiny * n + records(1)
+        return lambda: read(content)
+
+    assert read(tiny * 5_000 + records(1)) == (b"{}\n" * 5_000 + lines(0, 1), [])
+    grows_linearly(prepare, 2_000)
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstd.compress, lambda data: framed([zstd.compress(data)])])
@@ -207,10 +208,12 @@ def test_traces_that_compress_well_are_no_bomb(monkeypatch):
 
 
 @pytest.mark.parametrize("magic", [b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd\x20", b"{\x1f\x8b\x08\x00"])
-def test_a_file_of_nothing_but_beginnings_is_not_looked_at_for_ever(magic):
-    start = time.process_time()
-    read(magic * 2_000_000)
-    assert time.process_time() - start < 10
+def test_a_file_of_nothing_but_beginnings_costs_as_much_as_there_are(grows_linearly, magic):
+    def prepare(n):
+        content = magic * n
+        return lambda: read(content)
+
+    grows_linearly(prepare, 25_000)
 
 
 def test_units_that_each_run_on_to_the_end_are_not_read_for_ever():

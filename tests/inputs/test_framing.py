@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import accumulate
 
 import pytest
@@ -192,17 +191,15 @@ TINY = {"framed": b"\0\0\0\2\x0a\0", "bare": b"\x0a\0", "lines": b"{}\n"}
 
 @pytest.mark.parametrize("shape", ["framed", "bare"])
 def test_tiny_messages_by_the_million_are_few_records(otlp, shape):
-    start = time.process_time()
     one = wrap(shape, otlp.message())
-    tiny = TINY[shape] * 2_000_000
+    tiny = TINY[shape] * 250_000
     data = one + tiny + one + tiny
     assert whole_records(data, shape, is_last=False) > len(data) - 32
     found = good(data, shape)
     assert found.count(otlp.message()) == 2
     assert len(found) < 100
-    assert b"".join(found) == (otlp.message() + b"\x0a\0" * 2_000_000) * 2
+    assert b"".join(found) == (otlp.message() + b"\x0a\0" * 250_000) * 2
     assert damage(data, shape) == []
-    assert time.process_time() - start < 15
 
 
 @pytest.mark.parametrize(
@@ -219,14 +216,18 @@ def test_tiny_messages_by_the_million_are_few_records(otlp, shape):
         ("lines", b"x\n"),
     ],
 )
-def test_lengths_that_lie_by_the_million_end(otlp, shape, unit):
-    start = time.process_time()
-    data = wrap(shape, otlp.message()) + unit * (8_000_000 // len(unit))
-    for is_last in (False, True):
-        whole_records(data, shape, is_last=is_last)
-    found = sum(1 for _ in records(data, shape))
-    assert found >= 1
-    assert time.process_time() - start < 15
+def test_lengths_that_lie_are_passed_over_in_as_much_time_as_there_are(otlp, grows_linearly, shape, unit):
+    def prepare(n):
+        data = wrap(shape, otlp.message()) + unit * (n // len(unit))
+
+        def read():
+            for is_last in (False, True):
+                whole_records(data, shape, is_last=is_last)
+            assert sum(1 for _ in records(data, shape)) >= 1
+
+        return read
+
+    grows_linearly(prepare, 100_000)
 
 
 def test_guesses_are_bounded(otlp, monkeypatch):

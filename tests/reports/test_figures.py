@@ -9,7 +9,7 @@ import pytest
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.commands.figure_data import engine_run, model_rows, thinned
-from tracefit.fit.results import Overload, QueueStretch
+from tracefit.fit.results import Overload, QueuePeriod
 from tracefit.reports.figures import engine_figure, model_figures, robust_limits
 from tracefit.tables.store import TableStore
 
@@ -146,7 +146,7 @@ NO_TRAINING = pl.DataFrame(
 
 
 def test_the_engine_over_its_run_by_hand():
-    """80 s, 80 bins: one step of one second each; idle at 10, somebody waits from 20 to 29 and from 40 to 59; the latter is
+    """80 s, 80 bins: one step of one second each; idle at 10, a request waits from 20 to 29 and from 40 to 59; the latter is
     what the evaluation calls an overload.
     """
     waiting = [1 if 20 <= k < 30 or 40 <= k < 60 else 0 for k in range(81)]
@@ -161,7 +161,7 @@ def test_the_engine_over_its_run_by_hand():
         }
     )
     queued = [
-        QueueStretch(server=s, from_ns=40_000_000_000, to_ns=60_000_000_000, peak=10, share=0.25)
+        QueuePeriod(server=s, from_ns=40_000_000_000, to_ns=60_000_000_000, peak=10, share=0.25)
         for s in ("s", "another")
     ]
     overload = Overload(run_id="r", reasons=("why",), trained_on=False, queued=tuple(queued))

@@ -73,7 +73,7 @@ def test_every_section_is_linked_and_every_link_leads_somewhere(page):
     assert {t.removeprefix("#") for t in targets} <= set(ids)
 
 
-def test_figures_are_told_in_words_and_numbers(page):
+def test_figures_are_described_in_words_and_numbers(page):
     figures = page.all("figure")
     assert len(figures) > 10
     wide = [f for f in figures if "wide" in f["attrs"].get("class", "")]
@@ -102,7 +102,7 @@ def test_nothing_is_fetched_and_nothing_runs(trained):
 def test_all_that_markdown_tells_is_on_the_page(trained, page):
     body = _words(page.all("main")[0]["text"])
     lines = (trained / "report.md").read_text().splitlines()
-    # A figure is told in a few rows there, and drawn here.
+    # Markdown has a figure as a few rows, the page draws it.
     drawn = [
         k for k, line in enumerate(lines) if re.match(r"\*\*.*\.\*\* ", line) and lines[k + 2][:1] == "|"
     ]

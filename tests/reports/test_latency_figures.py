@@ -39,7 +39,7 @@ def test_curves_are_the_quantiles_of_the_evaluation(scope):
 
 
 def test_what_no_model_predicts_is_drawn_as_measured(scope):
-    """1 to 101 ms: the p-th percentile is p + 1 ms. A latency nobody has is not drawn."""
+    """1 to 101 ms: the p-th percentile is p + 1 ms. A latency without values is not drawn."""
     requests = pl.DataFrame(
         {
             "ttft_us": [1000.0 * k for k in range(1, 102)],

@@ -84,7 +84,7 @@ def test_what_is_assumed_missing_and_left_out_is_said(report):
     assert "left out: warm up 20" in text
 
 
-def test_servers_and_their_sampling_rates_are_told(report):
+def test_servers_and_their_sampling_rates_are_listed(report):
     def change(evaluation):
         (server,) = evaluation["ingest"]["servers"]
         assert (server["run_id"], server["server"], server["steps"], server["requests"]) == (
@@ -105,17 +105,17 @@ def test_servers_and_their_sampling_rates_are_told(report):
     assert row == ["`busy`", "engine", "61", "1", "90", "240", "12.5 %", "-", "1.0 %", "0"]
 
 
-def test_rows_are_told_by_run_and_model_with_what_was_left_out(trained, report):
+def test_rows_are_listed_by_run_and_model_with_what_was_left_out(trained, report):
     rows = {row[1]: row for row in _rows(report(), "| run | model |")}
     evaluation = json.loads((trained / "evaluation.json").read_text())["scopes"][0]
     for file in ("alpha", "beta"):
         for model in json.loads((trained / "models" / f"{file}.json").read_text())["models"]:
             used = model["training"]
-            mine = rows[f"`{model['name']}`"]
-            assert mine[0] == "`busy`"
-            assert [_number(c) for c in mine[2:4]] == [used["rows_used"], used["rows_holdout"]]
-            told = dict(re.findall(r"([a-z ]+) (\d+)", mine[4]))
-            assert {k.strip().replace(" ", "_"): int(n) for k, n in told.items()} == used["exclusions"]
+            cells = rows[f"`{model['name']}`"]
+            assert cells[0] == "`busy`"
+            assert [_number(c) for c in cells[2:4]] == [used["rows_used"], used["rows_holdout"]]
+            left_out = dict(re.findall(r"([a-z ]+) (\d+)", cells[4]))
+            assert {k.strip().replace(" ", "_"): int(n) for k, n in left_out.items()} == used["exclusions"]
     assert set(rows) == {f"`{name}`" for name in evaluation["models"]}
 
 

@@ -80,7 +80,7 @@ def test_one_scope_is_ten_lines_within_80_columns_that_end_in_the_page_to_open()
     assert block.index("") <= 10
 
 
-def test_scopes_that_differ_by_a_hash_alone_are_told_apart_by_runs_and_settings():
+def test_scopes_that_differ_by_a_hash_alone_are_named_by_runs_and_settings():
     settings = {"max_num_seqs": "64", "dtype": "bfloat16"}
     labels = scope_labels(
         {

@@ -1,4 +1,4 @@
-"""Engines told by hand: the tables of a few steps and requests, every number of which a test can reckon."""
+"""Engines written by hand: tables of a few steps and requests whose every number a test can compute."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Story:
 
 
 @dataclass
-class Told:
+class EngineTables:
     """The tables of some stories, and what is made of them."""
 
     stories: tuple[Story, ...]
@@ -142,7 +142,7 @@ class Told:
 
 @pytest.fixture
 def story() -> Story:
-    """Return an engine of which nothing is told yet."""
+    """Return an engine without steps or requests."""
     return Story()
 
 
@@ -153,6 +153,6 @@ def new_story() -> type[Story]:
 
 
 @pytest.fixture
-def told() -> type[Told]:
-    """Return what makes tables of stories: `told((story,)).timeline()`."""
-    return Told
+def engine_tables() -> type[EngineTables]:
+    """Return the class that makes tables of stories: `engine_tables((story,)).timeline()`."""
+    return EngineTables

@@ -10,9 +10,9 @@ import pytest
 IDLE = (0, 0, 0, 0, 0, 0)
 
 
-def test_an_undisturbed_request_puts_out_a_token_a_step_and_its_context_grows_by_one(told, story):
+def test_an_undisturbed_request_puts_out_a_token_a_step_and_its_context_grows_by_one(engine_tables, story):
     story.served("a", 1, 4, prompt=100)
-    assert told((story,)).batches() == {
+    assert engine_tables((story,)).batches() == {
         1: (1, 100, 0, 0, 0, 0),
         2: (0, 0, 0, 1, 1, 100),
         3: (0, 0, 0, 1, 1, 101),
@@ -20,9 +20,9 @@ def test_an_undisturbed_request_puts_out_a_token_a_step_and_its_context_grows_by
     }
 
 
-def test_a_batch_is_the_sum_of_its_requests(told, story):
+def test_a_batch_is_the_sum_of_its_requests(engine_tables, story):
     story.served("a", 1, 4, prompt=100).served("b", 2, 3, prompt=30).served("c", 3, 3, prompt=7)
-    assert told((story,)).batches() == {
+    assert engine_tables((story,)).batches() == {
         1: (1, 100, 0, 0, 0, 0),
         2: (1, 30, 0, 1, 1, 100),
         3: (1, 7, 0, 2, 2, 101 + 30),
@@ -30,9 +30,9 @@ def test_a_batch_is_the_sum_of_its_requests(told, story):
     }
 
 
-def test_a_prompt_beyond_the_budget_is_computed_in_chunks_of_what_the_decodes_leave(told, story):
+def test_a_prompt_beyond_the_budget_is_computed_in_chunks_of_what_the_decodes_leave(engine_tables, story):
     story.served("a", 1, 4, prompt=20).served("b", 2, 4, prompt=300, prefilled=4)
-    assert told((story,)).batches(max_num_batched_tokens=128) == {
+    assert engine_tables((story,)).batches(max_num_batched_tokens=128) == {
         1: (1, 20, 0, 0, 0, 0),
         2: (1, 127, 0, 1, 1, 20),
         3: (1, 127, 127, 1, 1, 21),
@@ -40,27 +40,27 @@ def test_a_prompt_beyond_the_budget_is_computed_in_chunks_of_what_the_decodes_le
     }
 
 
-def test_the_second_chunked_prompt_gets_what_the_first_leaves(told, story):
+def test_the_second_chunked_prompt_gets_what_the_first_leaves(engine_tables, story):
     story.served("a", 1, 2, prompt=150, prefilled=2).served("b", 2, 3, prompt=120, prefilled=3)
-    assert told((story,)).batches(max_num_batched_tokens=100) == {
+    assert engine_tables((story,)).batches(max_num_batched_tokens=100) == {
         1: (1, 100, 0, 0, 0, 0),
         2: (2, 50 + 50, 100, 0, 0, 0),
         3: (1, 70, 50, 0, 0, 0),
     }
 
 
-def test_a_chunked_prompt_leaves_room_for_prompts_that_fit_beside_its_last_chunk(told, story):
+def test_a_chunked_prompt_leaves_room_for_prompts_that_fit_beside_its_last_chunk(engine_tables, story):
     story.served("a", 1, 2, prompt=150, prefilled=2).served("b", 2, 2, prompt=40)
-    assert told((story,)).batches(max_num_batched_tokens=100)[2] == (2, 50 + 40, 100, 0, 0, 0)
+    assert engine_tables((story,)).batches(max_num_batched_tokens=100)[2] == (2, 50 + 40, 100, 0, 0, 0)
 
 
-def test_without_a_known_budget_chunks_are_even(told, story):
+def test_without_a_known_budget_chunks_are_even(engine_tables, story):
     story.served("a", 1, 3, prompt=300, prefilled=3)
-    batches = told((story,)).batches(max_num_batched_tokens=None)
+    batches = engine_tables((story,)).batches(max_num_batched_tokens=None)
     assert [row[:3] for row in batches.values()] == [(1, 100, 0), (1, 100, 100), (1, 100, 200)]
 
 
-def test_preempted_in_decode_prompt_and_output_are_computed_again_as_one_decode(told, story):
+def test_preempted_in_decode_prompt_and_output_are_computed_again_as_one_decode(engine_tables, story):
     """Three tokens are out when step 4 takes its blocks; from step 6 on 100 + 3 tokens are computed again."""
     story.request(
         "a",
@@ -71,7 +71,7 @@ def test_preempted_in_decode_prompt_and_output_are_computed_again_as_one_decode(
         ("SCHEDULED", 6, {"done": 3, "schedule_kind": "RESUME"}),
         ("FINISHED", 8, {"done": 6}),
     )
-    assert told((story,)).batches() == {
+    assert engine_tables((story,)).batches() == {
         1: (1, 100, 0, 0, 0, 0),
         2: (0, 0, 0, 1, 1, 100),
         3: (0, 0, 0, 1, 1, 101),
@@ -81,7 +81,9 @@ def test_preempted_in_decode_prompt_and_output_are_computed_again_as_one_decode(
         7: (0, 0, 0, 1, 1, 103),
         8: (0, 0, 0, 1, 1, 104),
     }
-    assert told((story,)).rows("running_depth", "waiting_depth", "waiting_tokens", "num_preempted") == {
+    assert engine_tables((story,)).rows(
+        "running_depth", "waiting_depth", "waiting_tokens", "num_preempted"
+    ) == {
         **dict.fromkeys((1, 2, 3), (1, 0, 0, 0)),
         4: (0, 1, 103, 1),
         5: (0, 1, 103, 0),
@@ -89,7 +91,7 @@ def test_preempted_in_decode_prompt_and_output_are_computed_again_as_one_decode(
     }
 
 
-def test_a_recomputed_request_is_chunked_like_a_prompt(told, story):
+def test_a_recomputed_request_is_chunked_like_a_prompt(engine_tables, story):
     """20 + 3 tokens again, 16 at most in a step: the fourth token comes out of step 7."""
     story.request(
         "a",
@@ -101,7 +103,7 @@ def test_a_recomputed_request_is_chunked_like_a_prompt(told, story):
         ("FINISHED", 8, {"done": 5}),
         prompt=20,
     )
-    batches = told((story,)).batches(max_num_batched_tokens=16)
+    batches = engine_tables((story,)).batches(max_num_batched_tokens=16)
     assert [batches[step] for step in (1, 2)] == [(1, 16, 0, 0, 0, 0), (1, 4, 16, 0, 0, 0)]
     assert [batches[step] for step in (6, 7, 8)] == [
         (0, 0, 0, 1, 16, 0),
@@ -110,7 +112,7 @@ def test_a_recomputed_request_is_chunked_like_a_prompt(told, story):
     ]
 
 
-def test_preempted_in_prefill_the_prompt_begins_anew_and_is_prefill_still(told, story):
+def test_preempted_in_prefill_the_prompt_begins_anew_and_is_prefill_still(engine_tables, story):
     story.request(
         "a",
         ("QUEUED", 0),
@@ -121,7 +123,7 @@ def test_preempted_in_prefill_the_prompt_begins_anew_and_is_prefill_still(told, 
         ("FINISHED", 8, {"done": 2}),
         prompt=300,
     )
-    assert told((story,)).batches(max_num_batched_tokens=128) == {
+    assert engine_tables((story,)).batches(max_num_batched_tokens=128) == {
         1: (1, 128, 0, 0, 0, 0),
         2: (1, 128, 128, 0, 0, 0),
         3: IDLE,
@@ -133,7 +135,7 @@ def test_preempted_in_prefill_the_prompt_begins_anew_and_is_prefill_still(told, 
     }
 
 
-def test_preempted_in_the_step_after_it_was_scheduled(told, story):
+def test_preempted_in_the_step_after_it_was_scheduled(engine_tables, story):
     story.request(
         "a",
         ("QUEUED", 0),
@@ -143,13 +145,13 @@ def test_preempted_in_the_step_after_it_was_scheduled(told, story):
         ("SCHEDULED", 3, {"done": 1, "schedule_kind": "RESUME"}),
         ("FINISHED", 3, {"done": 2}),
     )
-    assert told((story,)).batches() == {1: (1, 100, 0, 0, 0, 0), 2: IDLE, 3: (0, 0, 0, 1, 101, 0)}
+    assert engine_tables((story,)).batches() == {1: (1, 100, 0, 0, 0, 0), 2: IDLE, 3: (0, 0, 0, 1, 101, 0)}
 
 
-def test_an_abort_while_waiting_carries_nothing(told, story):
+def test_an_abort_while_waiting_carries_nothing(engine_tables, story):
     story.served("a", 1, 5)
     story.request("b", ("QUEUED", 1), ("FINISHED", 3, {"finish_status": "aborted"}), prompt=50)
-    table = told((story,))
+    table = engine_tables((story,))
     assert [row[0] for row in table.batches().values()] == [1, 0, 0, 0, 0]
     assert table.rows("running_depth", "waiting_depth", "waiting_tokens") == {
         1: (1, 0, 0),
@@ -160,13 +162,13 @@ def test_an_abort_while_waiting_carries_nothing(told, story):
     }
 
 
-def test_an_abort_straight_after_queued_waits_in_no_step(told, story):
+def test_an_abort_straight_after_queued_waits_in_no_step(engine_tables, story):
     story.served("a", 1, 3)
     story.request("b", ("QUEUED", 1), ("FINISHED", 1, {"finish_status": "aborted", "at_us": 19_960}))
-    assert [row[0] for row in told((story,)).rows("waiting_depth").values()] == [0, 0, 0]
+    assert [row[0] for row in engine_tables((story,)).rows("waiting_depth").values()] == [0, 0, 0]
 
 
-def test_an_abort_in_decode_computes_its_last_step_for_nothing(told, story):
+def test_an_abort_in_decode_computes_its_last_step_for_nothing(engine_tables, story):
     """Aborted while step 4 ran: the batch of step 4 held it, its fourth token is thrown away."""
     story.served("a", 1, 6, prompt=10).request(
         "b",
@@ -175,11 +177,11 @@ def test_an_abort_in_decode_computes_its_last_step_for_nothing(told, story):
         ("FIRST_TOKEN", 1),
         ("FINISHED", 4, {"done": 3, "finish_status": "aborted"}),
     )
-    batches = told((story,)).batches()
+    batches = engine_tables((story,)).batches()
     assert [batches[step][3:] for step in (3, 4, 5)] == [(2, 2, 11 + 101), (2, 2, 12 + 102), (1, 1, 13)]
 
 
-def test_an_abort_in_prefill_ends_its_chunks(told, story):
+def test_an_abort_in_prefill_ends_its_chunks(engine_tables, story):
     story.served("a", 1, 6, prompt=10).request(
         "b",
         ("QUEUED", 1),
@@ -187,13 +189,13 @@ def test_an_abort_in_prefill_ends_its_chunks(told, story):
         ("FINISHED", 3, {"finish_status": "aborted"}),
         prompt=300,
     )
-    batches = told((story,)).batches(max_num_batched_tokens=101)
+    batches = engine_tables((story,)).batches(max_num_batched_tokens=101)
     assert [batches[step][:3] for step in (2, 3, 4)] == [(1, 100, 0), (1, 100, 100), (0, 0, 0)]
 
 
-def test_a_request_in_flight_at_the_end_decodes_on(told, story):
+def test_a_request_in_flight_at_the_end_decodes_on(engine_tables, story):
     story.request("a", ("QUEUED", 0), ("SCHEDULED", 1), ("FIRST_TOKEN", 1)).served("b", 3, 4, prompt=5)
-    assert told((story,)).batches() == {
+    assert engine_tables((story,)).batches() == {
         1: (1, 100, 0, 0, 0, 0),
         2: (0, 0, 0, 1, 1, 100),
         3: (1, 5, 0, 1, 1, 101),
@@ -201,19 +203,19 @@ def test_a_request_in_flight_at_the_end_decodes_on(told, story):
     }
 
 
-def test_a_request_in_flight_in_its_prompt_computes_it_once(told, story):
+def test_a_request_in_flight_in_its_prompt_computes_it_once(engine_tables, story):
     story.request("a", ("QUEUED", 0), ("SCHEDULED", 1), prompt=250).served("b", 9, 40, prompt=5)
-    batches = told((story,)).batches(max_num_batched_tokens=100)
+    batches = engine_tables((story,)).batches(max_num_batched_tokens=100)
     assert [row[1] for row in batches.values()] == [100, 100, 50, *[0] * 5, 5, *[0] * 31]
 
 
-def test_a_snapshot_tells_what_the_prefix_cache_held(told, story):
+def test_a_snapshot_tells_what_the_prefix_cache_held(engine_tables, story):
     story.served("a", 1, 2, prompt=100)
     story.snapshot(1, "a", num_prompt_tokens=100, effective_prompt_len=52)
-    assert told((story,)).batches() == {1: (1, 52, 48, 0, 0, 0), 2: (0, 0, 0, 1, 1, 100)}
+    assert engine_tables((story,)).batches() == {1: (1, 52, 48, 0, 0, 0), 2: (0, 0, 0, 1, 1, 100)}
 
 
-def test_a_hit_does_not_hold_for_a_prompt_computed_again(told, story):
+def test_a_hit_does_not_hold_for_a_prompt_computed_again(engine_tables, story):
     story.request(
         "a",
         ("QUEUED", 0),
@@ -224,11 +226,11 @@ def test_a_hit_does_not_hold_for_a_prompt_computed_again(told, story):
         ("FINISHED", 3, {"done": 2}),
     )
     story.snapshot(1, "a", num_prompt_tokens=100, effective_prompt_len=52)
-    batches = told((story,)).batches()
+    batches = engine_tables((story,)).batches()
     assert (batches[1][:3], batches[3][3:]) == ((1, 52, 48), (1, 101, 0))
 
 
-def test_an_event_lost_between_two_schedulings_was_a_preemption(told, story):
+def test_an_event_lost_between_two_schedulings_was_a_preemption(engine_tables, story):
     story.request(
         "a",
         ("QUEUED", 0),
@@ -237,37 +239,39 @@ def test_an_event_lost_between_two_schedulings_was_a_preemption(told, story):
         ("SCHEDULED", 4, {"done": 2, "schedule_kind": "RESUME"}),
         ("FINISHED", 5, {"done": 4}),
     )
-    assert told((story,)).batches()[4] == (0, 0, 0, 1, 102, 0)
-    assert told((story,)).rows("running_depth")[4] == (1,)
+    assert engine_tables((story,)).batches()[4] == (0, 0, 0, 1, 102, 0)
+    assert engine_tables((story,)).rows("running_depth")[4] == (1,)
 
 
-def test_events_of_one_stamp_are_taken_in_the_order_of_a_life(told, story):
+def test_events_of_one_stamp_are_taken_in_the_order_of_a_life(engine_tables, story):
     at = {"at_us": 20_000}
     story.request("a", ("FINISHED", 2, {"done": 1, **at}), ("QUEUED", 1, at), ("SCHEDULED", 2, at))
-    assert told((story,)).rows("running_depth", "waiting_depth") == {2: (1, 0)}
+    assert engine_tables((story,)).rows("running_depth", "waiting_depth") == {2: (1, 0)}
 
 
-def test_a_request_queued_before_the_first_step_that_is_known_waits_from_that(told, story):
+def test_a_request_queued_before_the_first_step_that_is_known_waits_from_that(engine_tables, story):
     story.served("a", 5, 6)
     story.request("b", ("QUEUED", 3), ("SCHEDULED", 6), ("FIRST_TOKEN", 6), ("FINISHED", 6, {"done": 1}))
-    assert told((story,)).rows("waiting_depth") == {5: (1,), 6: (0,)}
+    assert engine_tables((story,)).rows("waiting_depth") == {5: (1,), 6: (0,)}
 
 
-def test_blocks_are_held_for_whole_blocks_of_tokens(told, story):
+def test_blocks_are_held_for_whole_blocks_of_tokens(engine_tables, story):
     """20 tokens in step 1, then one more each: 32 fill two blocks, the 33rd takes a third in step 14."""
     story.served("a", 1, 15, prompt=20)
-    used = [row[0] for row in told((story,)).rows("kv_blocks_used").values()]
+    used = [row[0] for row in engine_tables((story,)).rows("kv_blocks_used").values()]
     assert used == [2] * 13 + [3] * 2
 
 
-def test_chunks_take_their_blocks_as_they_come_and_keep_them(told, story):
+def test_chunks_take_their_blocks_as_they_come_and_keep_them(engine_tables, story):
     """100 of 250 tokens a step: 7, 13 and 16 blocks of 16; a step that gives it nothing leaves it what it has."""
     story.served("a", 1, 1, prompt=100).served("b", 2, 5, prompt=250, prefilled=5)
     story.served("c", 3, 3, prompt=100)
-    used = [row[0] for row in told((story,)).rows("kv_blocks_used", max_num_batched_tokens=100).values()]
+    used = [
+        row[0] for row in engine_tables((story,)).rows("kv_blocks_used", max_num_batched_tokens=100).values()
+    ]
     assert used == [7, 7, 7 + 7, 13, 16]
 
 
 @pytest.mark.parametrize("budget", [2048, None])
-def test_no_requests_no_steps(told, story, budget):
-    assert told((story,)).timeline(max_num_batched_tokens=budget).height == 0
+def test_no_requests_no_steps(engine_tables, story, budget):
+    assert engine_tables((story,)).timeline(max_num_batched_tokens=budget).height == 0

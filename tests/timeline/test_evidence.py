@@ -8,36 +8,36 @@ COUNTS = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_token
 AGREEMENT = ("journey_agrees", "journey_error_reqs", "journey_error_tokens")
 
 
-def test_a_summary_stands_over_the_journeys(told, story):
+def test_a_summary_stands_over_the_journeys(engine_tables, story):
     """A second prompt of a request is in the summary alone: 2 decodes where the journeys know one."""
     story.served("a", 1, 3).summary(2, num_decode_reqs=2, decode_tokens=2, running_depth=2)
-    rows = told((story,)).rows(*COUNTS, "running_depth", "composition_source")
+    rows = engine_tables((story,)).rows(*COUNTS, "running_depth", "composition_source")
     assert rows[2] == (0, 2, 0, 2, 2, "summary")
     assert rows[3] == (0, 1, 0, 1, 1, "journey")
 
 
-def test_blocks_that_requests_share_are_taken_from_the_last_summary(told, story):
+def test_blocks_that_requests_share_are_taken_from_the_last_summary(engine_tables, story):
     """The journeys count 7 blocks and a summary 10 in all: 3 are held by what they do not show, or 4 are shared."""
     story.served("a", 1, 5).summary(2, kv_blocks_free=990).summary(4, kv_blocks_free=997)
-    used = told((story,)).rows("kv_blocks_used", "kv_usage_ratio")
+    used = engine_tables((story,)).rows("kv_blocks_used", "kv_usage_ratio")
     assert used == {1: (7, 0.007), 2: (10, 0.01), 3: (10, 0.01), 4: (3, 0.003), 5: (3, 0.003)}
 
 
-def test_what_a_summary_does_not_say_comes_from_the_journeys(told, story):
+def test_what_a_summary_does_not_say_comes_from_the_journeys(engine_tables, story):
     story.served("a", 1, 3).summary(2)
-    assert told((story,)).rows("context_tokens", "waiting_tokens", "running_after")[2] == (100, 0, 1)
+    assert engine_tables((story,)).rows("context_tokens", "waiting_tokens", "running_after")[2] == (100, 0, 1)
 
 
-def test_snapshots_of_all_running_requests_stand_over_the_journeys(told, story):
+def test_snapshots_of_all_running_requests_stand_over_the_journeys(engine_tables, story):
     story.served("a", 1, 3).summary(2)
     story.snapshot(2, "a", scheduled_tokens=1, num_computed_tokens=64, num_output_tokens=1)
-    assert told((story,)).rows("context_tokens") == {1: (0,), 2: (64,), 3: (101,)}
+    assert engine_tables((story,)).rows("context_tokens") == {1: (0,), 2: (64,), 3: (101,)}
 
 
-def test_agreement_is_told_where_there_are_both(told, story):
+def test_agreement_is_stated_where_there_are_both(engine_tables, story):
     story.served("a", 1, 4).summary(2).summary(3, num_decode_reqs=2, decode_tokens=2)
     story.summary(4, num_decode_reqs=0, decode_tokens=0, num_prefill_reqs=1, prefill_tokens=31)
-    assert told((story,)).rows(*AGREEMENT) == {
+    assert engine_tables((story,)).rows(*AGREEMENT) == {
         1: (None, None, None),
         2: (True, 0, 0),
         3: (False, -1, -1),
@@ -45,10 +45,10 @@ def test_agreement_is_told_where_there_are_both(told, story):
     }
 
 
-def test_without_all_journeys_nothing_is_made_up(told, story):
+def test_without_all_journeys_nothing_is_made_up(engine_tables, story):
     """The clock still has the starts that events of the sampled journeys tell."""
     story.served("a", 2, 4).summary(2).summary(6)
-    rows = told((story,)).rows(
+    rows = engine_tables((story,)).rows(
         "composition_source", "num_decode_reqs", "running_after", "start_source", complete=False
     )
     assert rows == {
@@ -59,17 +59,17 @@ def test_without_all_journeys_nothing_is_made_up(told, story):
     }
 
 
-def test_a_cycle_is_known_between_a_summary_and_an_event_of_a_sampled_journey(told, story):
+def test_a_cycle_is_known_between_a_summary_and_an_event_of_a_sampled_journey(engine_tables, story):
     story.served("a", 3, 6).summary(2)
-    rows = told((story,)).rows("cycle_us", "cycle_source", "interval_steps", complete=False)
+    rows = engine_tables((story,)).rows("cycle_us", "cycle_source", "interval_steps", complete=False)
     # Without five steps that have both kinds the SCHEDULED event, 200 us late, stands for the start as it is.
     assert rows[2] == (10_200, "interval", 1)
 
 
-def test_epochs_have_their_own_steps(told, new_story):
+def test_epochs_have_their_own_steps(engine_tables, new_story):
     before = new_story(epoch=0).served("a", 1, 3)
     after = new_story(epoch=1, begin_us=500_000).served("b", 1, 2, prompt=7)
-    table = told((before, after)).timeline().filter(pl.col("composition_source").is_not_null())
+    table = engine_tables((before, after)).timeline().filter(pl.col("composition_source").is_not_null())
     assert table.select("epoch", "step_id", "prefill_tokens", "num_decode_reqs").rows() == [
         (0, 1, 100, 0),
         (0, 2, 0, 1),
@@ -79,28 +79,28 @@ def test_epochs_have_their_own_steps(told, new_story):
     ]
 
 
-def test_no_cycle_reaches_over_a_restart(told, new_story):
+def test_no_cycle_reaches_over_a_restart(engine_tables, new_story):
     before = new_story(epoch=0).served("a", 1, 3)
     after = new_story(epoch=1, begin_us=500_000).served("b", 1, 3)
-    table = told((before, after)).timeline()
+    table = engine_tables((before, after)).timeline()
     ends = table.group_by("epoch").agg(pl.col("cycle_us", "interval_steps").last()).sort("epoch")
     assert ends.rows() == [(0, None, None), (1, None, None)]
     assert table["cycle_us"].max() < 20_000
 
 
-def test_a_request_in_flight_when_its_engine_ends_does_not_live_on_in_the_next(told, new_story):
+def test_a_request_in_flight_when_its_engine_ends_does_not_live_on_in_the_next(engine_tables, new_story):
     before = (
         new_story(epoch=0).request("a", ("QUEUED", 0), ("SCHEDULED", 1), ("FIRST_TOKEN", 1)).served("c", 1, 2)
     )
     after = new_story(epoch=1, begin_us=500_000).served("b", 1, 2, prompt=7)
-    table = told((before, after)).timeline()
+    table = engine_tables((before, after)).timeline()
     assert table.filter(epoch=1).select("running_depth", "waiting_depth").rows() == [(1, 0), (1, 0)]
 
 
-def test_a_request_queued_when_its_engine_ends_does_not_wait_in_the_next(told, new_story):
+def test_a_request_queued_when_its_engine_ends_does_not_wait_in_the_next(engine_tables, new_story):
     before = new_story(epoch=0).served("c", 1, 2).request("a", ("QUEUED", 1))
     after = new_story(epoch=1, begin_us=500_000).served("b", 1, 2)
-    table = told((before, after)).timeline()
+    table = engine_tables((before, after)).timeline()
     assert table.select("epoch", "step_id", "waiting_depth").rows() == [
         (0, 1, 0),
         (0, 2, 1),
@@ -109,10 +109,10 @@ def test_a_request_queued_when_its_engine_ends_does_not_wait_in_the_next(told, n
     ]
 
 
-def test_servers_of_one_file_do_not_mix(told, new_story):
+def test_servers_of_one_file_do_not_mix(engine_tables, new_story):
     one = new_story(server="one").served("a", 1, 3, prompt=100)
     two = new_story(server="two", begin_us=3_000).served("b", 2, 3, prompt=40).summary(3)
-    table = told((one, two)).timeline()
+    table = engine_tables((one, two)).timeline()
     assert table.select("server", "step_id", "prefill_tokens", "decode_tokens", "running_depth").rows() == [
         ("one", 1, 100, 0, 1),
         ("one", 2, 0, 1, 1),
@@ -122,38 +122,38 @@ def test_servers_of_one_file_do_not_mix(told, new_story):
     ]
 
 
-def test_two_servers_steps_of_one_number_are_two_steps(told, new_story):
+def test_two_servers_steps_of_one_number_are_two_steps(engine_tables, new_story):
     stories = [
         new_story(server=name).summary(1).summary(2, at_us=us) for name, us in (("one", 0), ("two", 500))
     ]
-    table = told(tuple(stories)).timeline(complete=False)
+    table = engine_tables(tuple(stories)).timeline(complete=False)
     assert table.filter(step_id=1).select("server", "cycle_us").rows() == [
         ("one", 10_000.0),
         ("two", 10_500.0),
     ]
 
 
-def test_of_two_summaries_of_one_step_the_first_stands(told, story):
+def test_of_two_summaries_of_one_step_the_first_stands(engine_tables, story):
     story.summary(1).summary(1, at_us=4_000, num_decode_reqs=7).summary(2)
-    assert told((story,)).rows("num_decode_reqs", "cycle_us", complete=False) == {
+    assert engine_tables((story,)).rows("num_decode_reqs", "cycle_us", complete=False) == {
         1: (1, 10_000.0),
         2: (1, None),
     }
 
 
-def test_a_damaged_step_id_costs_neither_memory_nor_the_other_steps(told, story):
+def test_a_damaged_step_id_costs_neither_memory_nor_the_other_steps(engine_tables, story):
     story.served("a", 1, 4).served("b", 2, 3).summary(3).summary(10**15, at_us=-(10**15) * 10_000 + 35_000)
-    assert list(told((story,)).rows("num_decode_reqs")) == [1, 2, 3, 4]
+    assert list(engine_tables((story,)).rows("num_decode_reqs")) == [1, 2, 3, 4]
 
 
-def test_damaged_step_ids_at_both_ends_of_the_integers(told, story):
+def test_damaged_step_ids_at_both_ends_of_the_integers(engine_tables, story):
     story.served("a", 1, 4)
     for step in (-(2**63), 2**63 - 1):
         story.request(f"odd-{step}", ("SCHEDULED", step, {"at_us": 5_000}))
-    assert list(told((story,)).rows("num_decode_reqs")) == [1, 2, 3, 4]
+    assert list(engine_tables((story,)).rows("num_decode_reqs")) == [1, 2, 3, 4]
 
 
-def test_counters_that_claim_more_steps_than_can_be_laid_out_are_not_believed(told, story):
+def test_counters_that_claim_more_steps_than_can_be_laid_out_are_not_believed(engine_tables, story):
     for step in range(0, 30_000_000, 900_000):
         story.summary(step)
-    assert told((story,)).timeline(complete=False).height == 0
+    assert engine_tables((story,)).timeline(complete=False).height == 0

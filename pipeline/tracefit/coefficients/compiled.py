@@ -45,7 +45,7 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-# -- what a model consists of ----------------------------------------------------------------------------
+# -- the linear forms of a model ---------------------------------------------------------------------------
 
 
 def linear_forms(model: Model | LinearForm) -> dict[str, LinearForm]:
@@ -58,7 +58,7 @@ def linear_forms(model: Model | LinearForm) -> dict[str, LinearForm]:
 
 
 def terms_of(model: Model) -> list[Term]:
-    """Return the terms of all linear forms of a model, those for consumers without a step clock too."""
+    """Return the terms of all linear forms of a model, including those for consumers without a step clock."""
     return [term for form in linear_forms(model).values() for term in form.terms]
 
 
@@ -79,7 +79,7 @@ def _formula_texts(model: Model) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Formulas:
-    """Parsed formulas by name, each after those it builds on.
+    """Parsed formulas by name, in an order in which each follows those it builds on.
 
     What is given by name is taken as it is, null included; its formula is not looked at.
     """
@@ -116,11 +116,11 @@ class Formulas:
         return found
 
     def inputs(self, names: Iterable[str], given: Collection[str] = ()) -> set[str]:
-        """Return the names that others come down to: those that are given, or have no formula."""
+        """Return the names at the end of all definitions: those that are given, or have no formula."""
         return {n for n in self._used(names, given) if n in given or n not in self.nodes}
 
     def missing(self, names: Iterable[str], given: Collection[str]) -> list[str]:
-        """Return the names that would have to be given as well, sorted."""
+        """Return the names that are missing, sorted: neither given nor computable."""
         return sorted(self.inputs(names, given) - set(given))
 
     def row(self, given: Mapping[str, float | None], names: Iterable[str]) -> dict[str, float | None]:
@@ -183,7 +183,7 @@ def line_expression(form: LinearForm) -> pl.Expr:
 
 
 def _holds(condition: Condition, values: Mapping[str, float | None]) -> bool:
-    """Tell whether a condition holds for one row: an empty `any` is false, an empty `all` true, null does not hold."""
+    """Return whether a condition holds for one row: an empty `any` is false, an empty `all` true, null does not hold."""
 
     def one(c: Comparison) -> bool:
         left = values[c.feature]
@@ -231,7 +231,7 @@ class CompiledModel:
 
     @property
     def inputs(self) -> set[str]:
-        """Names the model needs to be given: what its formulas come down to."""
+        """Names of the inputs that the model needs."""
         return self.formulas.inputs(self.features)
 
     def require(self, names: Iterable[str], given: Collection[str]) -> None:
@@ -245,7 +245,7 @@ class CompiledModel:
             raise self.lacks(missing, given)
 
     def lacks(self, missing: Iterable[str], given: Iterable[str]) -> UsageError:
-        """Return the error of a model that is not given all it needs."""
+        """Return the error for missing inputs."""
         return UsageError(
             f"{self.model.name} needs {', '.join(missing)}, which is not given",
             hint=f"given: {', '.join(sorted(given)[:MAX_NAMES_SHOWN])}",

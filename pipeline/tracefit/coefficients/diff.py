@@ -1,4 +1,4 @@
-"""Compare two models of the same thing: coefficient by coefficient, and by what they predict where both were trained."""
+"""Compare two models of one target: coefficient by coefficient, and by their predictions where both were trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.model import Model, Number, Term
 
 POINTS = 2000
-"""Points of the shared training range at which two models are compared."""
+"""Number of points of the shared training range at which two models are compared."""
 
 _SAME_COUNT = {"decode_tokens": "num_decode_reqs", "num_decode_reqs": "decode_tokens"}
 """A decoding request computes one token: where only one of the two is known, it stands for the other."""
@@ -56,7 +56,7 @@ class CoefficientDiff:
 
 @dataclass(frozen=True, slots=True)
 class PredictionDiff:
-    """How predictions of one part differ over the range both files were trained on, second less first.
+    """Difference of the predictions of one linear form over the range both files were trained on, second minus first.
 
     Attributes:
         part: Regime, or linear form of the model.
@@ -78,16 +78,16 @@ class PredictionDiff:
 
 
 def coefficient_diffs(first: Model, second: Model) -> list[CoefficientDiff]:
-    """Compare two models coefficient by coefficient, parts by their names."""
+    """Compare two models coefficient by coefficient; linear forms are matched by name."""
     left, right = _numbers(first), _numbers(second)
     return [_coefficient_diff(*key, left.get(key), right.get(key)) for key in dict.fromkeys([*left, *right])]
 
 
 def _numbers(model: Model) -> dict[tuple[str, str, str], Number | Term]:
     found: dict[tuple[str, str, str], Number | Term] = {}
-    for name, part in linear_forms(model).items():
-        found[name, "intercept", "us"] = part.intercept
-        found |= {(name, t.feature, t.unit): t for t in part.terms}
+    for name, form in linear_forms(model).items():
+        found[name, "intercept", "us"] = form.intercept
+        found |= {(name, t.feature, t.unit): t for t in form.terms}
     if isinstance(model, BoundaryModel):
         found["work", "offset", "us"] = model.offset
     return found
@@ -103,10 +103,10 @@ def _coefficient_diff(
 
 
 def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff], list[str]]:
-    """Compare what the parts of two models predict over their shared training range.
+    """Compare the predictions of the linear forms of two models over their shared training range.
 
     Returns:
-        One difference per part that both have and whose columns have a known range, and why others have none.
+        One difference per linear form that both have and whose columns have a known range; and why the rest have none.
     """
     found: list[PredictionDiff] = []
     notes: list[str] = []
@@ -125,9 +125,9 @@ def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff],
     return found, notes
 
 
-def _line(model: Model, part: LinearForm) -> LinearModel:
+def _line(model: Model, form: LinearForm) -> LinearModel:
     return LinearModel(
-        name=model.name, intercept=part.intercept, terms=part.terms, definitions=model.definitions
+        name=model.name, intercept=form.intercept, terms=form.terms, definitions=model.definitions
     )
 
 
@@ -163,7 +163,7 @@ def _prediction_diff(name: str, first: LinearModel, second: LinearModel) -> Pred
 
 
 def _points(columns: set[str], ranges: Mapping[str, Interval]) -> pl.DataFrame:
-    """Return points spread over the ranges, corners of single columns included, the same ones every time."""
+    """Return points distributed over the ranges, with the ends of every single column; the same points every time."""
     rng = np.random.default_rng(0)
     free = sorted(c for c in columns if c in ranges)
     points = {

@@ -71,7 +71,7 @@ class SummedEntry(_Part):
     )
     blocks: int
     max_contribution_pct: float = Field(
-        description="what the one step or interval furthest off has of bias_pct, in percentage points"
+        description="contribution of the step or interval with the largest error to bias_pct, in percentage points"
     )
     speed_change_pct: float | None = Field(
         default=None,
@@ -104,7 +104,7 @@ class LoadExtrapolationEntry(_Part):
 
 
 class StepPhaseEntry(_Part):
-    """Errors on the held-out steps of one workload phase: a stretch of time in which requests arrive at one rate."""
+    """Errors on the held-out steps of one workload phase: a period in which requests arrive at one rate."""
 
     run_id: str
     server: str
@@ -172,13 +172,13 @@ class Entry(_Part):
     )
     bursts: tuple[Burst, ...] = Field(
         default=(),
-        description="stretches outside the range of an admission model: the API process has a queue",
+        description="periods outside the range of an admission model: the API process has a queue",
     )
     skill: float | None = Field(description="1 - mae / baseline.mae on the hold-out")
 
 
 class TimelineEntry(_Part):
-    """What the step clock had to go on."""
+    """Evidence behind the step clock."""
 
     epochs: int
     servers: int
@@ -234,7 +234,7 @@ class _LatencyErrors(_Part):
 
 
 class PhaseEntry(_LatencyErrors):
-    """Errors over one workload phase: a stretch of a server's time in which requests arrive at one rate."""
+    """Errors over one workload phase: a period of a server in which requests arrive at one rate."""
 
     run_id: str
     server: str
@@ -269,7 +269,7 @@ class LatencyEntry(_LatencyErrors):
 
 
 class RowsEntry(_Part):
-    """What became of the rows of one run that one model was offered; errors are measured on those held out."""
+    """Use of the rows of one run by one model; errors are measured on the held-out rows."""
 
     model: str
     run_id: str
@@ -279,7 +279,7 @@ class RowsEntry(_Part):
 
 
 class Criterion(_Part):
-    """One measure held against its threshold."""
+    """One measure compared with its threshold."""
 
     measure: str
     value: float | None
@@ -291,7 +291,7 @@ class Criterion(_Part):
 
 
 class Verdict(_Part):
-    """What the scope's models are worth for one use: as good as the worst of the criteria."""
+    """Verdict on one use of the scope's models: the worst of the criteria."""
 
     answer: Literal["yes", "with limits", "no"]
     reasons: tuple[str, ...] = Field(description="the criteria that decide")
@@ -345,7 +345,7 @@ class ScopeEvaluation(_Part):
 
 
 class ServerEntry(_Part):
-    """What one server of one run traced; sampling rates are estimated from the traces."""
+    """Traces of one server in one run; sampling rates are estimated from the traces."""
 
     run_id: str
     server: str
@@ -363,7 +363,7 @@ class ServerEntry(_Part):
 
 
 class IngestEntry(_Part):
-    """What was read, and what of it was not usable."""
+    """Counts of what was read, and of what was not usable."""
 
     files: int
     bytes: int

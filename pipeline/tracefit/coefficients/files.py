@@ -17,7 +17,7 @@ from tracefit.errors import UsageError
 from tracefit.server.documents import parse_json_object, read_bytes
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
-"""Thousands of models fit; what Python makes of so much JSON at worst still fits in memory."""
+"""Largest file in bytes: thousands of models fit, and even the worst such JSON still fits in memory once parsed."""
 
 MAX_PLACE_CHARS = 200
 MAX_MESSAGE_CHARS = 300
@@ -104,7 +104,7 @@ def _schema_hint(kind: type[BaseModel]) -> str:
 
 
 def _check_version(plain: dict[str, Any], kind: type[BaseModel], where: str) -> None:
-    """Say first what most likely is the matter with a file of another kind or of a later tracefit."""
+    """Raise a clear error for a file of another kind or of a later tracefit, before its fields are checked."""
     fields, hint = kind.model_fields, _schema_hint(kind)
     name, version, newest = plain.get("schema"), plain.get("version"), fields["version"].default
     if name != fields["schema_"].default:

@@ -1,4 +1,8 @@
-"""The coefficient file: its published shape. One model per name and scope, in one of three forms."""
+"""The coefficient file: its published shape as pydantic models.
+
+A file holds one model per name and scope, in one of three forms: one line (`LinearModel`), one line per regime
+(`RegimesModel`), or API work followed by the wait for a step boundary (`BoundaryModel`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from tracefit.coefficients.evaluation import Entry, RequestRange
+from tracefit.features import targets
 
 FILE_SCHEMA: Literal["tracefit/coefficients"] = "tracefit/coefficients"
 FILE_VERSION: Literal[2] = 2
@@ -299,10 +304,10 @@ class BoundaryModel(_ModelBase):
 
 Model = Annotated[LinearModel | RegimesModel | BoundaryModel, Field(discriminator="form")]
 LinearForm = LinearModel | Linear | Work | Regime
-"""Anything that is an intercept and a sum of terms."""
+"""Any type with an intercept and a sum of terms."""
 
-STEP_MODELS = ("beta.cycle_time", "beta.duration")
-"""Names of models of step times, the one to prefer first."""
+STEP_MODELS = tuple(target.model for target in targets.STEP_TARGETS)
+"""Names of the models of step times, the preferred one first."""
 
 
 class NotFitted(Strict):

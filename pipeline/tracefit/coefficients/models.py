@@ -1,4 +1,4 @@
-"""Coefficient files in use: load them, predict steps and requests.
+"""Load coefficient files and predict steps and requests from them.
 
 A single prediction is made in plain Python: neither numpy nor polars nor scikit-learn is imported for it.
 """

@@ -1,4 +1,4 @@
-"""What a scope's models may be used for: stated thresholds on hold-out measures, and a verdict with its reasons.
+"""Verdicts: the uses that a scope's models are good enough for, by stated thresholds on hold-out measures.
 
 A measure at or better than `yes` allows the use, one at or better than `with_limits` allows it with that limit, anything
 worse, or a model that is not there, forbids it. A use is as good as the worst of its measures.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from tracefit.coefficients.evaluation import Criterion, Verdict
 from tracefit.coefficients.model import STEP_MODELS
 from tracefit.errors import UsageError, did_you_mean
+from tracefit.features.targets import target_named
 from tracefit.fit.splits import FEW_ROWS
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A number of one model's validation, in words; null when the model or the number is not there."""
+    """A number of one model's validation and its name in messages; null where there is no such model or number."""
 
     models: tuple[str, ...]
     what: str
@@ -45,7 +46,7 @@ def _absolute_bias_pct(entry: Entry) -> float | None:
 
 
 def _has_queued(entry: Entry) -> bool:
-    """Tell whether any request queued in the hold-out: without one, nothing there is for or against the model."""
+    """Return whether any request queued in the hold-out: without one the hold-out cannot evaluate the model."""
     counts = entry.classifier.confusion if entry.classifier else {}
     return counts.get("true_positive", 0) + counts.get("false_negative", 0) > 0
 
@@ -58,8 +59,8 @@ def _wait_skill(entry: Entry) -> float | None:
     return entry.skill if entry.classifier is None or _has_queued(entry) else None
 
 
-_WAIT = ("alpha.queue_wait",)
-_ADMISSION = ("alpha.admission",)
+_WAIT = (target_named("queue_wait").model,)
+_ADMISSION = (target_named("admission").model,)
 MEASURES: dict[str, Measure] = {
     "step_mape_pct": Measure(
         STEP_MODELS, "mean error of a step's time", " %", False, lambda e: e.holdout.mape_pct
@@ -161,14 +162,14 @@ def verdicts_of(
 
 
 def _verdict(criteria: tuple[Criterion, ...]) -> Verdict:
-    """Return the worst answer; its reasons are the criteria with that answer, or all where it is yes."""
-    answer = max((c.answer for c in criteria), key=_RANK.__getitem__)
-    reasons = dict.fromkeys(c.reason for c in criteria if c.answer == answer)
-    return Verdict(answer=answer, reasons=tuple(reasons), criteria=criteria)
+    """Return the worst answer of the criteria, with the reasons of those that gave it."""
+    worst = max((c.answer for c in criteria), key=_RANK.__getitem__)
+    reasons = dict.fromkeys(c.reason for c in criteria if c.answer == worst)
+    return Verdict(answer=worst, reasons=tuple(reasons), criteria=criteria)
 
 
 def _criterion(models: Mapping[str, Entry], threshold: Threshold) -> Criterion:
-    """Hold one measure against its threshold."""
+    """Compare one measure with its threshold."""
     measure = MEASURES[threshold.measure]
 
     def criterion(answer: Answer, reason: str, value: float | None = None) -> Criterion:
@@ -187,13 +188,13 @@ def _criterion(models: Mapping[str, Entry], threshold: Threshold) -> Criterion:
         return criterion("no", f"{measure.models[0]} is not fitted")
     value = measure.of(models[name])
     if value is None:
-        # The hold-out has no such rows: that is no proof against the model, and none for it.
+        # The hold-out has no such rows: the model is neither confirmed nor refuted.
         return criterion("with limits", f"{measure.what}: the hold-out does not tell")
     answer = _answer(value, threshold, higher_is_better=measure.higher_is_better)
     bound = threshold.with_limits if answer == "no" else threshold.yes
-    asked = f"at {'least' if measure.higher_is_better else 'most'} {bound:g}{measure.unit}"
+    required = f"at {'least' if measure.higher_is_better else 'most'} {bound:g}{measure.unit}"
     few = f" from {rows} rows only" if (rows := models[name].holdout.n) < FEW_ROWS else ""
-    return criterion(answer, f"{measure.what} {value:.3g}{measure.unit}{few} ({asked} is asked)", value)
+    return criterion(answer, f"{measure.what} {value:.3g}{measure.unit}{few} ({required} is asked)", value)
 
 
 def _answer(value: float, threshold: Threshold, *, higher_is_better: bool) -> Answer:

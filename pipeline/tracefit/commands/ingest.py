@@ -26,6 +26,7 @@ from tracefit.results.ingestion import IngestResult, RunSummary
 from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_to_json
+from tracefit.server.tracing import ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import IngestCounts, build_tables
 from tracefit.tables.disk import disk_errors, scratch_folder, sweep
@@ -308,8 +309,7 @@ def _require_spans(source: RunSource, counts: IngestCounts) -> None:
     raise DataError(
         f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({found})",
         where=source.name,
-        hint="start stock vLLM with --otlp-traces-endpoint, or inference-sim's fork of vLLM with --enable-journey-tracing "
-        "and --step-tracing-enabled too",
+        hint=f"start vLLM with {ENDPOINT_FLAG}; for steps and the events of each request add {STEP_FLAGS} and {JOURNEY_FLAGS}",
     )
 
 

@@ -11,6 +11,7 @@ from tracefit.commands.locate import find_tables
 from tracefit.errors import DataError
 from tracefit.features import targets
 from tracefit.results.requests import PhaseSummary, Quantiles, RequestGroup, RequestSummary
+from tracefit.server.tracing import ENDPOINT_FLAG, JOURNEY_FLAGS
 from tracefit.tables import schema
 from tracefit.tables.store import TableStore
 
@@ -74,7 +75,7 @@ def read_requests(tables: str | Path) -> pl.DataFrame:
         raise DataError(
             "holds no requests",
             where=str(tables),
-            hint="start stock vLLM with --otlp-traces-endpoint, or inference-sim's fork of vLLM with --enable-journey-tracing too",
+            hint=f"start vLLM with {ENDPOINT_FLAG}; for the events of each request add {JOURNEY_FLAGS}",
         )
     return found
 

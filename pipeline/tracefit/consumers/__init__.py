@@ -1,4 +1,4 @@
-"""Coefficients in the forms other programs load: one module per consumer, fitted on the consumer's own terms."""
+"""Exports of coefficients in the forms that other programs load: one module per consumer, fitted on its own terms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def known() -> Mapping[str, Consumer]:
-    """Return the consumers by name, in name order: those that any module of this room registers."""
+    """Return all consumers that the modules of this room register, by name and in name order."""
     for module in iter_modules(__path__, prefix=f"{__name__}."):
         import_module(module.name)
     return {name: REGISTRY[name] for name in sorted(REGISTRY)}

@@ -1,7 +1,8 @@
-"""What every consumer's module builds on: what an export is made from, what it says of itself, and the registry.
+"""Shared by all consumer modules: the types `Source` and `Export`, the registry, and helpers for writing and evaluating.
 
-A consumer is one module of this room: a function from a `Source` to an `Export`, registered by name with `consumer`
-(or with `consumer_of_files`, where the coefficient files alone are enough).
+A consumer is a program that loads latency coefficients in a form of its own, such as a simulator. Its module is a function
+from a `Source` (models and training tables of one scope) to an `Export` (files, errors, how to load them), registered by
+name with `consumer`, or with `consumer_of_files` where the coefficient files alone suffice.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Source:
 
     @property
     def step_source(self) -> str:
-        """Where step times come from, as `fit.frames.step_frame` takes it: as in the file."""
+        """Source of the step times, as `fit.splits.step_frame` takes it: the source that the coefficient file states."""
         target = self.models.step_model.target
         return "duration" if target is not None and target.source == "duration" else "clock"
 
@@ -76,8 +77,8 @@ class Export:
     Attributes:
         files: File name to content.
         errors: Held-out errors of the exported form.
-        notes: What a user has to know.
-        usage: How the consumer takes the files: a command that runs as it is, `OUT` standing for their folder.
+        notes: Limits and assumptions that a user has to know.
+        usage: A command that loads the files and runs as it is, with `OUT` for their folder.
     """
 
     files: dict[str, str | bytes]
@@ -94,8 +95,8 @@ class Consumer:
 
     Attributes:
         name: Its name, as `--to` takes it.
-        export: From a scope's models, and a function that reads the tables they were trained on, to the export.
-        versioned: Whether `Source.consumer_version` makes a difference.
+        export: Function of a scope's models, and of a function that reads the tables they were trained on.
+        versioned: Whether the export depends on `Source.consumer_version`.
     """
 
     name: str
@@ -132,14 +133,14 @@ def consumer_of_files(
 
 
 def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: Vector) -> HeldOut:
-    """Measure an exported form.
+    """Return the errors of an exported form.
 
     Args:
-        what: The quantity.
+        what: The quantity, in the consumer's words.
         unit: Unit of the arrays.
         actual: Measured, shape (n,).
-        predicted: By the consumer's formula with the exported numbers, shape (n,).
-        trained: What the training rows measured, any shape.
+        predicted: Predictions of the consumer's formula with the exported numbers, shape (n,).
+        trained: Measured values of the training rows, of any shape.
     """
     errors = measure(actual, predicted)
     baseline = measure(actual, np.full(len(actual), float(np.median(trained))))
@@ -147,10 +148,12 @@ def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: V
 
 
 def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Split the rows in which every column is known; of step rows single steps are held out where there are enough.
+    """Return the training and the held-out rows in which every column is known.
+
+    Held-out intervals are left out where there are enough single steps.
 
     Raises:
-        DataError: There are too few of them.
+        DataError: Either part has too few rows.
     """
     unknown = [c for c in columns if rows[c].null_count() == rows.height]
     if unknown:
@@ -179,19 +182,19 @@ def number(value: float) -> str:
 
 
 def written(value: float) -> float:
-    """Return a number as `number` writes it: errors are those of what is in the file."""
+    """Return a number rounded as `number` writes it, so that errors are those of the numbers in the file."""
     return float(number(value))
 
 
 def model_name(source: Source) -> str:
-    """Return the model as the server calls it."""
+    """Return the model's name on the server."""
     context = source.scope.context
     named = context.architecture.name if context.architecture else None
     return context.settings.model or named or "unknown/model"
 
 
 def flags(values: Mapping[str, str | float | None]) -> str:
-    """Write options of a command line as a shell takes them; None is an option that is not given."""
+    """Write command-line options, quoted for a shell; an option of None is left out."""
     given = ((name, str(value)) for name, value in values.items() if value is not None)
     return " ".join(f"--{name} {_quoted(value)}" for name, value in given)
 
@@ -203,7 +206,7 @@ def _quoted(value: str) -> str:
 
 
 def worse_than_baseline(errors: Iterable[HeldOut]) -> tuple[str, ...]:
-    """Say which exported forms do worse on the hold-out than the training median, if any do."""
+    """Return a note that names the exported forms with a larger hold-out error than the training median, if there are any."""
     worse = [
         f"{e.what} ({e.mae:,.4g} {e.unit} against {e.baseline_mae:,.4g})"
         for e in errors
@@ -221,7 +224,7 @@ def commented(notes: Iterable[str], text: str) -> str:
 
 
 def kv_blocks(source: Source) -> int | None:
-    """Return the KV blocks requests can take: as steps state them, else all but the one vLLM keeps for itself."""
+    """Return the KV blocks available to requests: as the steps state them, otherwise all but the one vLLM reserves."""
     stated = source.tables.timeline["kv_blocks_total"].max()
     if isinstance(stated, int):
         return stated

@@ -1,10 +1,10 @@
-"""BLIS (inference-sim), backend `trained-physics`: alpha and beta on exactly its terms, none negative.
+"""Export to BLIS (inference-sim), backend `trained-physics`: alpha and beta on exactly its terms, none negative.
 
-Step time = sum of beta_i times term i of `features.blis`, cut to whole us. A request is queued alpha0 us after it arrives
-(BLIS simulates the step boundaries and the queue itself), and departs alpha1 + alpha2 * (output tokens) us after it finished.
+Step time = sum of beta_i times term i of `blis_roofline`, cut to whole us. A request is queued alpha0 us after it arrives
+(BLIS simulates the step boundaries and the queue itself), and departs alpha1 + alpha2 * (output tokens) us after it finishes.
 
-Beside the coefficients are the files that make it the traced server: the GPU's rates, the model's config.json, and the
-traced requests (times and lengths alone) for a replay.
+The export also holds the files with which BLIS simulates the traced server: the GPU's rates, the model's config.json, and
+the traced requests (times and lengths only) for a replay.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from tracefit.server.hardware import Gpu
 
 MOST_TRACED = 20_000
-"""Requests of the replay's file, at most: the latest of one engine."""
+"""Most requests in the file for a replay: the latest of one engine."""
 
 _CHIPS = {
     "H100-SXM": "H100",
@@ -56,7 +56,7 @@ _CHIPS = {
     "A100-80GB-SXM": "A100-SXM",
     "L40S": "L40S",
 }
-"""GPUs under BLIS's names; others keep ours, described by the file beside the coefficients."""
+"""GPU name to BLIS's name. A GPU that is not here keeps its name and is described in hardware_config.json."""
 
 _HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
 _TRACE_COLUMNS = (
@@ -92,14 +92,14 @@ _TRACE_COLUMNS = (
 
 @consumer("blis")
 def to_blis(source: Source) -> Export:
-    """Write `defaults.yaml` with the coefficients of one scope, and what BLIS needs beside it.
+    """Write `defaults.yaml` with the coefficients of one scope, and the other files BLIS needs.
 
     Raises:
         DataError: The data cannot support them, with the reason.
         UsageError: BLIS refuses the model on so many ranks.
     """
     found = blis_coefficients(source)
-    alpha, beta = (", ".join(number(v) for v in part) for part in (found.alpha, found.beta))
+    alpha, beta = (", ".join(number(v) for v in values) for values in (found.alpha, found.beta))
     text = f"trained_physics_coefficients:\n  alpha_coeffs: [{alpha}]\n  beta_coeffs: [{beta}]\n"
     names = [f"alpha{i}" for i in range(3)] + [f"beta{i}" for i in range(len(found.beta))]
     files: dict[str, str | bytes] = {"defaults.yaml": commented(found.notes, text), **server_files(source)}
@@ -134,11 +134,11 @@ def blis_coefficients(source: Source) -> BlisCoefficients:
     return BlisCoefficients(found.alpha, found.beta, found.choice, errors, notes)
 
 
-# -- what makes it the traced server ---------------------------------------------------------------------
+# -- files that describe the traced server ---------------------------------------------------------------------
 
 
 def server_files(source: Source) -> dict[str, str | bytes]:
-    """Return the hardware file and the model's folder by their places beside the coefficients."""
+    """Return the hardware file and the model's folder, by path relative to the coefficients."""
     context = source.scope.context
     files: dict[str, str | bytes] = {}
     if context.gpu is not None:
@@ -154,7 +154,8 @@ def chip(gpu: Gpu) -> str:
 
 
 def _hardware(gpu: Gpu) -> str:
-    """Describe a GPU in BLIS's keys; the two MFU belong to its roofline backend, `trained-physics` does not read them."""
+    """Describe a GPU in BLIS's keys."""
+    # BLIS's roofline backend reads the two MFU; `trained-physics` does not, but the file must have them.
     rates = {
         "TFlopsPeak": gpu.compute_tflops_fp16,
         "TFlopsFP8": gpu.compute_tflops_fp8 or 0,
@@ -167,7 +168,7 @@ def _hardware(gpu: Gpu) -> str:
 
 
 def _with_dtype(text: str, dtype: str | None) -> str:
-    """Return a config.json with the data type BLIS insists on, stated where it is not."""
+    """Return a config.json that states a data type, which BLIS requires."""
     config = json.loads(text)
     inner = config.get("text_config")
     places = [config, *([inner] if isinstance(inner, dict) else [])]
@@ -201,7 +202,7 @@ def _server_flags(source: Source) -> str:
 
 
 def _traced_requests(source: Source) -> pl.DataFrame:
-    """Return the requests of the engine with most of them: us since the first arrived, lengths, first token, end."""
+    """Return the requests of the engine that has most: arrival, first token and end in us since the first, and lengths."""
     stamped = source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
     largest = stamped.group_by(ENGINE).len().sort("len", *ENGINE, descending=[True, False, False, False])
     rows = stamped.join(largest.head(1), on=ENGINE).sort("arrival_ns").tail(MOST_TRACED)
@@ -223,9 +224,9 @@ def _traced_requests(source: Source) -> pl.DataFrame:
 
 
 def _trace_csv(traced: pl.DataFrame) -> str:
-    """Write requests as BLIS's TraceV2, without a client, a session or a text.
+    """Write requests in BLIS's format TraceV2, without clients, sessions or texts.
 
-    Prompt tokens that were found in the prefix cache are a prefix in common with all requests that found as many.
+    Prompt tokens found in the prefix cache become a prefix shared with all requests that found the same number.
     """
     constant = {
         "client_id": "c",
@@ -252,7 +253,7 @@ def _trace_csv(traced: pl.DataFrame) -> str:
 
 
 def _workload_flags(traced: pl.DataFrame) -> str:
-    """Return as many requests as were traced, at their rate, of their lengths on the average."""
+    """Return the flags of a generated workload with the number, rate and mean lengths of the traced requests."""
     seconds = max(float(traced["arrival"].to_numpy().max(initial=0)) / 1e6, 1e-3)
     described: dict[str, str | float | None] = {
         "rate": number(traced.height / seconds),
@@ -273,7 +274,7 @@ def _workload_flags(traced: pl.DataFrame) -> str:
 
 
 def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
-    """Take alpha0 from the API work of the admission model: never from a wait."""
+    """Return alpha0, the API work of the admission model at the mean prompt, with its error and notes."""
     model = source.models.models.get("alpha.admission")
     if not isinstance(model, BoundaryModel):
         what = "there is no admission model" if model is None else "admission was fitted without a step clock"
@@ -395,7 +396,7 @@ def _entry(name: str, units: str, value: float, scope: str, cite: str, said: str
 
 
 def _quoted(text: str) -> str:
-    """Quote a text for YAML, whatever is in it."""
+    """Return a text as a YAML string; characters that cannot be in one become `?`."""
     safe = "".join(c if c.isprintable() and c not in '"\\' else "?" for c in text)
     return f'"{safe}"'
 

@@ -1,8 +1,9 @@
-"""Coefficients of BLIS: step times fitted on its own terms, the weighting chosen by what its replay makes of training requests.
+"""Fit BLIS's coefficients: step times on its own terms, with the weighting whose replay of training requests is closest.
 
-The terms cannot follow every step, so that a fit has to favour some. Whatever is favoured, what a user compares are
-latencies, and the simulator's feedback (a shorter step, a smaller batch, a shorter step) makes more of an error than
-there is in the steps: each weighting's coefficients replay the requests of the training part, and the closest stay.
+BLIS's terms cannot follow every step, so that a fit has to favour some steps by its weights. Users compare latencies of
+requests, not step times, and the simulator's feedback (a shorter step means a smaller batch, which means a shorter step)
+amplifies errors. The steps are therefore fitted under several weightings, each result replays the training requests
+(`blis_replay`), and the one with the closest latencies is exported.
 """
 
 from __future__ import annotations
@@ -48,37 +49,40 @@ _CONSTANT = _NAMES.index("blis_one")
 _REQUESTS = _NAMES.index("blis_requests")
 _DECODE_KV = _NAMES.index("blis_decode_kv_us")
 ALL_JOURNEYS = 0.99
-"""Journey sampling below which a replay would lack load."""
+"""Least journey sampling for a replay: with fewer requests it would run under too little load."""
 
 MIN_REQUESTS = 40
+"""Fewest training requests for a choice by replay."""
+
 MOST_REQUESTS = 2_000
-"""Requests of an engine that are replayed: the latest."""
+"""Most requests of an engine that are replayed: the latest ones."""
 
 DEFAULT_SLOTS = 256
 DEFAULT_BUDGET = 2_048
-"""BLIS's own scheduler limits, where the server's are not known."""
+"""BLIS's own scheduler limits, used where the server's are not known."""
 
-ASKED_PCT: Mapping[tuple[str, int], float] = {
+BAR_PCT: Mapping[tuple[str, int], float] = {
     ("TTFT", 50): 10.0,
     ("ITL", 50): 3.0,
     ("ITL", 90): 3.0,
     ("E2E", 50): 3.0,
     ("E2E", 90): 3.0,
 }
-"""The bar for a replay: latency and percentile to the error in percent that is still good."""
+"""The bar for a replay: latency and percentile to the largest acceptable error in percent."""
 
 MOST_SCALE = 1.06
 SCALE_ROUNDS = 5
+"""The factor on step times is found by this many bisections between 1 / `MOST_SCALE` and `MOST_SCALE`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weighting:
-    """What a row of the fit weighs: requests in the step ** requests_power / time ** time_power.
+    """Weight of a row in the fit: requests in the step ** requests_power / time ** time_power.
 
     Attributes:
-        requests_power: 1 where every request feels its steps alike.
-        time_power: 2 where a short step's error in percent counts as much as a long one's, 0 for errors in us.
-        robust: Huber's weights on top; else tails count in full, and so does the sum of all steps.
+        requests_power: 1 counts a step once per request in it, 0 once.
+        time_power: 2 weighs errors in percent, 0 weighs errors in us.
+        robust: Apply Huber's weights too. Without them tails count in full, which keeps the sum of all steps.
     """
 
     requests_power: float
@@ -103,18 +107,18 @@ WEIGHTINGS = (
     Weighting(1.0, 1.0, robust=False),
 )
 FALLBACK = WEIGHTINGS[2]
-"""Where no requests can be replayed: the best single one over twenty generated runs of eight models."""
+"""Weighting where no requests can be replayed: the best one over twenty generated runs of eight models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The weighting that was taken, and why.
+    """The chosen weighting and the reason.
 
     Attributes:
-        weighting: What rows weigh.
+        weighting: The weights of rows.
         reason: How it was chosen, for the user.
-        scale: Factor on every step time that makes the replayed latencies of training requests add up: 1 without
-            preemptions.
+        scale: Factor on every step time with which replayed and measured E2E of training requests have the same sum; 1
+            without preemptions.
     """
 
     weighting: Weighting
@@ -124,7 +128,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class BlisCoefficients:
-    """What BLIS loads, as it is written, and how well exactly that does."""
+    """The coefficients as written for BLIS, with the errors of exactly these."""
 
     alpha: tuple[int, int, int]
     beta: tuple[float, ...]
@@ -151,7 +155,7 @@ def fit_blis(source: Source, alpha: tuple[int, int, int]) -> BlisCoefficients:
 
     Args:
         source: One scope.
-        alpha: Whole us, as BLIS reads them.
+        alpha: alpha0 to alpha2 in whole us, as BLIS reads them.
 
     Raises:
         DataError: The data cannot support them, with the reason.
@@ -196,7 +200,7 @@ def _steps(source: Source) -> _Steps:
     rows = step_frame(source.tables, timeline, _STEP, {}, source.step_source)
     train, held = train_and_holdout(rows, _NAMES, "BLIS step terms")
     x, y = matrix(train, _NAMES), train["y"].to_numpy().astype(float)
-    # In one scope whatever does not vary is one number: BLIS's constant of a step takes it.
+    # Terms that do not vary within the scope cannot be separated: BLIS's constant of a step takes their sum.
     varies = np.array([i == _CONSTANT or np.ptp(x[:, i]) > 0 for i in range(len(_NAMES))])
     ends = rows.drop_nulls("holdout_from_ns").group_by(SERVER).agg(pl.col("holdout_from_ns").first())
     return _Steps(train, held, x, y, varies, ends)
@@ -214,48 +218,49 @@ def _step_errors(steps: _Steps, beta: tuple[float, ...]) -> Iterator[HeldOut]:
     y = steps.held["y"].to_numpy().astype(float)
     predicted = np.maximum(np.floor(matrix(steps.held, _NAMES) @ np.array(beta)), 1.0)
     mixed = steps.held["has_prefill"].to_numpy()
-    parts = {
+    groups = {
         "step time": np.ones(len(y), dtype=bool),
         "step time, mixed": mixed,
         "step time, decode only": ~mixed,
     }
     return (
-        held_out(what, "us", y[rows], predicted[rows], steps.y) for what, rows in parts.items() if rows.any()
+        held_out(what, "us", y[rows], predicted[rows], steps.y) for what, rows in groups.items() if rows.any()
     )
 
 
 _PHASES = {"prefill": {0: "compute", 8: "KV"}, "decode": {1: "compute", 9: "KV"}}
 MOST_NOMINAL = 10.0
-"""Times nominal beyond which a term does not stand for what it is called."""
+"""Largest multiple of its nominal value at which a coefficient still describes its own term."""
 
 
 def _transfer(beta: tuple[float, ...], steps: _Steps) -> Iterator[str]:
-    """Say which coefficients are no physics: they work in their scope and nowhere else.
+    """Yield a note on coefficients that stand in for other terms and hold for their own scope alone.
 
-    The roofline has one of a phase's two terms bound it: one of them may be 0, not both, and neither a multiple.
+    A phase is bound by one of its two roofline terms. One of them may therefore be 0, but not both, and neither should be a
+    large multiple of its nominal value.
     """
-    odd = []
+    implausible = []
     for phase, terms in _PHASES.items():
         varying = {i: what for i, what in terms.items() if steps.varies[i]}
         most = [i for i in varying if beta[i] > MOST_NOMINAL]
         if varying and not any(beta[i] for i in varying):
-            odd.append(f"no {phase} term is above 0")
-        odd += [f"beta{i} ({phase} {varying[i]}) is {beta[i]:.3g} times nominal" for i in most]
+            implausible.append(f"no {phase} term is above 0")
+        implausible += [f"beta{i} ({phase} {varying[i]}) is {beta[i]:.3g} times nominal" for i in most]
         if most:
-            odd += [f"beta{i} ({phase} {varying[i]}) is 0" for i in varying if not beta[i]]
-    if odd:
+            implausible += [f"beta{i} ({phase} {varying[i]}) is 0" for i in varying if not beta[i]]
+    if implausible:
         yield (
-            f"no transfer: {', '.join(odd)}; these stand in for other terms, and hold for this model, GPU, tensor parallelism "
+            f"no transfer: {', '.join(implausible)}; these stand in for other terms, and hold for this model, GPU, tensor parallelism "
             "and load alone"
         )
 
 
-DEPARTS = 0.2
-"""Share by which BLIS's step and ours may differ at a full batch without being named."""
+MAX_DIFFERENCE = 0.2
+"""Largest relative difference between BLIS's step and tracefit's at a full batch that needs no note."""
 
 
 def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Iterator[str]:
-    """Say where BLIS's straight line leaves our own model of step times when every slot decodes."""
+    """Yield a note where BLIS's step time differs from tracefit's own model when every slot decodes."""
     slots = source.scope.context.settings.max_num_seqs
     decode = steps.train.filter(~pl.col("has_prefill"))
     trained_on = float(matrix(steps.train, [_NAMES[_REQUESTS]]).max())
@@ -271,7 +276,7 @@ def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Itera
         predicted = predict_steps(source.models, full)["predicted_us"][0]
     except UsageError:  # a feature set of the user's own that a described step does not hold
         return
-    if predicted and abs(blis / predicted - 1) > DEPARTS:
+    if predicted and abs(blis / predicted - 1) > MAX_DIFFERENCE:
         yield (
             f"beyond the training load BLIS's steps leave our model's: with {slots} requests decoding (trained on up to {trained_on:.0f}) "
             f"it takes {blis / 1e3:.3g} ms, {source.models.step_model.name} {predicted / 1e3:.3g} ms; its terms are a line in the batch"
@@ -290,10 +295,10 @@ class _EngineRequests:
         prompt: Prompt tokens.
         output: Output tokens, at least 1.
         shared: Prompt tokens found in the prefix cache.
-        departure: When they left.
-        measured: Latency to what was measured of it, us.
-        counts: Which of them say something: not aborted, with more than one token.
-        boundary: Where the hold-out begins.
+        departure: Time at which they left.
+        measured: Latency to its measured values in us, shape (n,) each.
+        counts: Whether the request counts in errors: not aborted, with more than one token.
+        boundary: Time at which the hold-out begins.
     """
 
     arrival: Integers
@@ -305,7 +310,7 @@ class _EngineRequests:
     counts: Flags
     boundary: float
 
-    def part(self, rows: Flags | slice) -> _EngineRequests:
+    def select(self, rows: Flags | slice) -> _EngineRequests:
         """Return some of the requests."""
         return _EngineRequests(
             self.arrival[rows],
@@ -319,12 +324,12 @@ class _EngineRequests:
         )
 
     def training(self) -> _EngineRequests:
-        """Return those that came before the hold-out; those that left in it are replayed and do not count."""
-        early = self.part(self.arrival < self.boundary).part(slice(-MOST_REQUESTS, None))
+        """Return the requests that arrived before the hold-out; those that left in it are replayed but do not count."""
+        early = self.select(self.arrival < self.boundary).select(slice(-MOST_REQUESTS, None))
         return replace(early, counts=early.counts & (early.departure < self.boundary))
 
     def load(self) -> Integers:
-        """Return how many others were there when each arrived; shape (n,)."""
+        """Return the number of requests in the engine when each arrived; shape (n,)."""
         left = np.searchsorted(np.sort(self.departure), self.arrival)
         return np.asarray(np.searchsorted(self.arrival, self.arrival) - left)
 
@@ -337,7 +342,7 @@ def _engines(source: Source, ends: pl.DataFrame) -> tuple[list[_EngineRequests],
     stamps = ("arrival_ns", "first_token_ns", "prompt_tokens")
     rows = source.tables.requests.filter(pl.all_horizontal(pl.col(stamps).is_not_null()))
     rows = rows.join(ends, on=SERVER).sort(*ENGINE, "arrival_ns", maintain_order=True)
-    engines = [_engine(part) for _, part in rows.group_by(ENGINE, maintain_order=True)]
+    engines = [_engine(requests) for _, requests in rows.group_by(ENGINE, maintain_order=True)]
     if sum(int(e.training().counts.sum()) for e in engines) < MIN_REQUESTS:
         return [], f"fewer than {MIN_REQUESTS} training requests to replay"
     return engines, None
@@ -369,7 +374,7 @@ def _engine(rows: pl.DataFrame) -> _EngineRequests:
 
 
 def step_rates(source: Source, beta: Vector) -> StepRates:
-    """Return what BLIS charges for a step, product by product: its terms at steps that differ in one of them.
+    """Return BLIS's step time as a sum of products: the differences of its terms between steps that differ in one count.
 
     Args:
         source: One scope, its architecture and GPU known.
@@ -398,7 +403,7 @@ def step_rates(source: Source, beta: Vector) -> StepRates:
 
 
 def replay_limits(source: Source) -> ReplayLimits:
-    """Return what bounds the traced server's scheduler; BLIS's own defaults where that is not known."""
+    """Return the limits of the traced server's scheduler; BLIS's own defaults where they are not known."""
     settings = source.scope.context.settings
     return ReplayLimits(
         settings.max_num_seqs or DEFAULT_SLOTS,
@@ -410,23 +415,23 @@ def replay_limits(source: Source) -> ReplayLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """Measured and replayed latencies of the requests that count, with the load they met and how often any was preempted."""
+    """Measured and replayed latencies of the requests that count, the load they met, and the number of preemptions."""
 
     measured: Mapping[str, Vector]
     replayed: Mapping[str, Vector]
     load: Integers
     preemptions: int
 
-    def off(self, rows: Flags, name: str, percentile: int) -> float:
+    def error_pct(self, rows: Flags, name: str, percentile: int) -> float:
         """Return the error in percent of a percentile over some of the requests."""
         actual, replayed = (
-            np.percentile(of[name][rows], percentile) for of in (self.measured, self.replayed)
+            np.percentile(latencies[name][rows], percentile) for latencies in (self.measured, self.replayed)
         )
         return float(100 * (replayed / actual - 1))
 
     def worst(self, rows: Flags) -> float:
         """Return the largest error over some of the requests, in units of the bar."""
-        return max(abs(self.off(rows, *what)) / bar for what, bar in ASKED_PCT.items())
+        return max(abs(self.error_pct(rows, *what)) / bar for what, bar in BAR_PCT.items())
 
 
 def _compare(
@@ -450,8 +455,8 @@ def _compare(
         loads.append(engine.load()[rows])
         preemptions += latencies.preemptions
     return _Compared(
-        {name: np.concatenate(parts) for name, parts in measured.items()},
-        {name: np.concatenate(parts) for name, parts in replayed.items()},
+        {name: np.concatenate(values) for name, values in measured.items()},
+        {name: np.concatenate(values) for name, values in replayed.items()},
         np.concatenate(loads),
         preemptions,
     )
@@ -464,7 +469,7 @@ def _choose(
     alpha: tuple[int, int, int],
     limits: ReplayLimits,
 ) -> Choice:
-    """Take the weighting that is closest where it is furthest off: on the training requests that met less load, or more."""
+    """Choose the weighting with the smallest worst error over the training requests under light and under heavy load."""
     worst, preempted = {}, 0
     for weighting, beta in fits.items():
         compared = _compare(engines, step_rates(source, beta), alpha, limits)
@@ -497,7 +502,7 @@ def _scale(
     alpha: tuple[int, int, int],
     limits: ReplayLimits,
 ) -> float:
-    """Find the factor on step times at which the replayed E2E of training requests add up to the measured ones."""
+    """Return the factor on step times with which the replayed and the measured E2E of training requests have the same sum."""
 
     def excess(scale: float) -> float:
         compared = _compare(engines, step_rates(source, beta * scale), alpha, limits)
@@ -517,8 +522,8 @@ def _replayed_errors(
     alpha: tuple[int, int, int],
     limits: ReplayLimits,
 ) -> tuple[list[HeldOut], list[str]]:
-    """Replay the latest requests, and measure those that came in the hold-out."""
-    latest = [e.part(slice(-2 * MOST_REQUESTS, None)) for e in engines]
+    """Replay the latest requests, and return the errors of those that arrived in the hold-out, with notes."""
+    latest = [e.select(slice(-2 * MOST_REQUESTS, None)) for e in engines]
     held = [replace(e, counts=e.counts & (e.arrival >= e.boundary)) for e in latest]
     compared = _compare(held, step_rates(source, np.array(beta)), alpha, limits)
     count = len(compared.load)
@@ -537,14 +542,14 @@ def _replayed_errors(
     ]
     every = np.ones(count, dtype=bool)
     errors_text = "; ".join(
-        f"{name} {', '.join(f'P{p} {compared.off(every, name, p):+.1f} %' for p in (50, 90, 99))}"
+        f"{name} {', '.join(f'P{p} {compared.error_pct(every, name, p):+.1f} %' for p in (50, 90, 99))}"
         for name in compared.measured
     )
     return errors, [f"replayed as BLIS would, {count} held-out requests against the trace: {errors_text}"]
 
 
 def _known(values: Vector) -> Vector:
-    """Return the values that are there."""
+    """Return the finite values."""
     return values[np.isfinite(values)]
 
 
@@ -552,7 +557,7 @@ def _known(values: Vector) -> Vector:
 
 
 def whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
-    """Fit y = fixed + per_token * tokens in whole us, neither of them negative: BLIS cuts off what is behind the point.
+    """Fit y = fixed + per_token * tokens in whole us, neither negative: BLIS drops the digits after the decimal point.
 
     Args:
         tokens: Shape (n,).

@@ -1,8 +1,9 @@
-"""Requests through the queue, the scheduler and the KV cache of BLIS, for the latencies its own replay would give.
+"""Simulate BLIS: requests pass its queue, scheduler and KV cache and get the latencies that its own replay would give.
 
-What is kept of `sim/simulator.go`, `sim/batch_formation.go` and `sim/kv/cache.go` of inference-sim (August 2026): one instance, first
-come first served, chunked prefill, preemption of the last request that runs, prompts found in the prefix cache, be they shared or a
-preempted request's own, its output generated anew, step times and alpha cut to whole us.
+The simulation follows `sim/simulator.go`, `sim/batch_formation.go` and `sim/kv/cache.go` of inference-sim (August 2026) for one
+instance: first come first served, chunked prefill, preemption of the running request that came last, and a prefix cache in
+which a request finds shared prefixes and, after a preemption, its own prompt; its output is generated anew. Step times and
+alpha are cut to whole us.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepRates:
-    """What a step takes in BLIS, us: a sum of six products.
+    """Step time of BLIS as a sum of six products, in us.
 
     Attributes:
         constant: Per step.
@@ -40,10 +41,10 @@ class StepRates:
 
 @dataclass(frozen=True, slots=True)
 class ReplayLimits:
-    """What bounds the scheduler.
+    """Limits of the scheduler.
 
     Attributes:
-        max_num_seqs: Most requests that run.
+        max_num_seqs: Most running requests.
         max_num_batched_tokens: Token budget of a step.
         block_size: Tokens per KV block.
         num_blocks: KV blocks; None where memory never runs out.
@@ -88,22 +89,22 @@ def replay(
         prompts: Prompt tokens, shape (n,).
         outputs: Output tokens, at least 1, shape (n,).
         rates: The step time.
-        alpha: Whole us: ARRIVED to QUEUED, FINISHED to DEPARTED, and of the latter per output token.
-        limits: The scheduler's.
-        shared: Prompt tokens each has in common with all others of as many, as a prefix; none if not given.
+        alpha: Whole us: ARRIVED to QUEUED, FINISHED to DEPARTED, and FINISHED to DEPARTED per output token.
+        limits: Limits of the scheduler.
+        shared: Length of each prompt's shared prefix, the same for all prompts with that length; none if not given.
     """
     prefixes = [0] * len(prompts) if shared is None else shared.tolist()
     engine = _Engine(prompts.tolist(), outputs.tolist(), prefixes, limits)
     queued_at = (arrivals + alpha[0]).tolist()
-    count, coming, now = len(queued_at), 0, 0
+    count, upcoming, now = len(queued_at), 0, 0
     first = np.full(count, np.nan)
     last = np.full(count, np.nan)
-    while coming < count or engine.running or engine.waiting:
+    while upcoming < count or engine.running or engine.waiting:
         if not engine.running and not engine.waiting:
-            now = max(now, queued_at[coming])
-        while coming < count and queued_at[coming] <= now:
-            engine.waiting.append(coming)
-            coming += 1
+            now = max(now, queued_at[upcoming])
+        while upcoming < count and queued_at[upcoming] <= now:
+            engine.waiting.append(upcoming)
+            upcoming += 1
         took = engine.step(rates)
         now += took
         for request in engine.first_tokens:
@@ -120,7 +121,7 @@ def replay(
 
 @dataclass
 class _Engine:
-    """The scheduler's state between steps; a request is its place in `prompts` and `outputs`."""
+    """The scheduler's state between steps; a request is its index in `prompts` and `outputs`."""
 
     prompts: list[int]
     outputs: list[int]
@@ -129,7 +130,7 @@ class _Engine:
     running: list[int] = field(default_factory=list)
     waiting: deque[int] = field(default_factory=deque)
     computed: dict[int, int] = field(default_factory=dict)
-    """Tokens of each running request whose keys and values are there."""
+    """Tokens of each running request that are in the KV cache."""
     first_tokens: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     preemptions: int = 0
@@ -137,7 +138,7 @@ class _Engine:
 
     def __post_init__(self) -> None:
         size = self.limits.block_size
-        # Blocks that never run out are as many as all requests together fill.
+        # Memory never runs out with as many blocks as all requests together fill.
         most = sum(-(-(p + o) // size) + 1 for p, o in zip(self.prompts, self.outputs, strict=True))
         self.cache = _BlockCache(self.limits.num_blocks or most, size, self.prefixes)
 
@@ -148,6 +149,7 @@ class _Engine:
         found: list[int] = []
         preempted = self.preemptions
         at = 0
+        # Running requests first: `_reserve` may preempt from the end of the list while this walks it from the front.
         while at < len(self.running) and budget > 0:
             request = self.running[at]
             new = min(max(self.prompts[request] - self.computed[request], 1), budget)
@@ -156,6 +158,7 @@ class _Engine:
             tokens[request] = new
             budget -= new
             at += 1
+        # A step that preempted admits no one: the freed blocks are for the requests that run.
         while (
             self.waiting
             and budget > 0
@@ -180,7 +183,11 @@ class _Engine:
         return self._execute(tokens, found, rates)
 
     def _reserve(self, request: int, new: int) -> bool:
-        """Take the blocks of a running request's next tokens, preempting the last ones for them; False if itself."""
+        """Take the blocks of a running request's next tokens; preempt requests from the end of the list to free them.
+
+        Returns:
+            False if the request itself was preempted.
+        """
         while not self.cache.grow(request, self.computed[request], new, self.prompts[request]):
             victim = self.running.pop()
             self.preemptions += 1
@@ -192,7 +199,7 @@ class _Engine:
         return True
 
     def _execute(self, tokens: dict[int, int], found: list[int], rates: StepRates) -> int:
-        """Add up the step's time and move its requests on; `found` have their whole prompt in the cache, and no work."""
+        """Return the step's time and advance its requests; requests in `found` have their whole prompt in the cache."""
         self.first_tokens = list(found)
         self.finished = [request for request in found if self.outputs[request] == 1]
         prefilled = pairs = context = 0.0
@@ -230,34 +237,34 @@ class _Engine:
 
 
 class _BlockCache:
-    """KV blocks by number: free ones in the order in which they are taken, full prompt blocks found again by what they hold."""
+    """KV blocks by number: free blocks in the order they are taken, and full prompt blocks by their content."""
 
     def __init__(self, num_blocks: int, block_size: int, prefixes: list[int]) -> None:
         self.block_size = block_size
         self.prefixes = prefixes
-        # A dictionary keeps the order of its keys, gives up its first one and any other one at once.
+        # A dictionary as an ordered set: removing the first key, or any other, takes constant time.
         self.free: dict[int, None] = dict.fromkeys(range(num_blocks))
         self.held: dict[int, list[int]] = {}
         self.holders: dict[int, int] = {}
         self.content: dict[int, tuple[int, int]] = {}
         self.places: dict[tuple[int, int], int] = {}
         self.unclaimed: dict[int, int] = {}
-        """Tokens of requests whose whole prompt was found: BLIS claims no block where there is no token to add."""
+        """Prompt tokens of requests whose whole prompt was found: BLIS claims no block where no token is added."""
 
     def key(self, request: int, index: int) -> tuple[int, int]:
-        """Name what a full block of a prompt holds: a block of a shared prefix is the same for all who share it."""
+        """Return the key of a full block's content: a block of a shared prefix has the same key for all who share it."""
         prefix = self.prefixes[request]
         return (-prefix if (index + 1) * self.block_size <= prefix else request, index)
 
     def find(self, request: int, prompt: int) -> int:
-        """Count the leading full blocks of a prompt that are still there."""
+        """Return the number of leading full blocks of a prompt that are in the cache."""
         count = 0
         while (count + 1) * self.block_size <= prompt and self.key(request, count) in self.places:
             count += 1
         return count
 
     def admit(self, request: int, cached: int, new: int, prompt: int) -> bool:
-        """Take blocks for a request that begins; False, and nothing taken, where there are too few."""
+        """Take the blocks of a new request; return False and take none where there are too few."""
         blocks = [self.places[self.key(request, index)] for index in range(cached)]
         if -(-new // self.block_size) + sum(block in self.free for block in blocks) > len(self.free):
             return False
@@ -271,7 +278,7 @@ class _BlockCache:
         return self.grow(request, cached * self.block_size, new, prompt)
 
     def grow(self, request: int, done: int, new: int, prompt: int) -> bool:
-        """Take blocks for `new` tokens after `done`; False, and nothing taken, where there are too few."""
+        """Take blocks for `new` tokens after `done`; return False and take none where there are too few."""
         blocks = self.held.setdefault(request, [])
         stored = done + new - self.unclaimed.get(request, 0)
         wanted = -(-stored // self.block_size) - len(blocks)
@@ -293,12 +300,12 @@ class _BlockCache:
 
     def _forget(self, block: int) -> None:
         key = self.content.pop(block)
-        # Two may have computed the same prefix at once: the later block is the one that is found.
+        # Two requests may have computed the same prefix at once: only the later block is found, and forgotten here.
         if self.places.get(key) == block:
             del self.places[key]
 
     def release(self, request: int) -> None:
-        """Give a request's blocks back, its last one first: the beginning of a prompt is worth most."""
+        """Free a request's blocks, its last one first, so that the beginning of a prompt is reused last."""
         self.unclaimed.pop(request, None)
         for block in reversed(self.held.pop(request, [])):
             self.holders[block] -= 1

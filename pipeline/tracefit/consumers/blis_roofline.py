@@ -1,6 +1,6 @@
-"""The step-time terms of BLIS (inference-sim, backend `trained-physics`), by its definitions and not by ours.
+"""The step-time terms of BLIS (inference-sim, backend `trained-physics`), by BLIS's own definitions.
 
-A fit that is to be loaded there must be made on exactly these terms. Its liberties are kept on purpose: the head size
+Coefficients that BLIS loads must be fitted on exactly these terms. Its simplifications are kept on purpose: the head size
 is hidden // heads, FFNs have three matrices, KV elements take two bytes, windows and latent attention are unknown, a
 MoE model has MoE layers only (Llama 4: one in `interleave_moe_layer_step` + 1), a decode request's context excludes the
 token being made, a prefill request's attention sees its whole prompt, and links are as fast as memory.
@@ -46,15 +46,15 @@ BLIS_COLUMNS = (
 """Columns of the timeline that the terms are computed from."""
 
 PROMPT_COLUMN = "prefill_prompt_tokens"
-"""Optional column: sum over prefill requests of their prompts' lengths.
+"""Optional column: sum of the prompt lengths of the prefill requests.
 
-Without it a prompt is taken to be as long as it is computed after this step, exact for a prompt's last chunk.
+Without it a prompt counts as long as what is computed of it after this step, which is exact for a prompt's last chunk.
 """
 
 PAIRS_COLUMN = "prefill_pairs"
-"""Optional column: Σ t·(s + t/2) over prefill requests, as `with_prefill_pairs` works it out; null where not known.
+"""Optional column: Σ t·(s + t/2) over prefill requests, as `with_prefill_pairs` computes it; null where not known.
 
-Without it the sum is that of as many requests, all alike: up to 14 % of the prefill compute of a step with several.
+Without it all prefill requests of a step count as equal, an error of up to 14 % of the prefill compute of a step with several.
 """
 
 BLIS_TERMS: dict[str, str] = {
@@ -77,12 +77,12 @@ _ACTIVATION_BYTES = 2.0
 
 @dataclass(frozen=True, slots=True)
 class BlisModel:
-    """A model in the quantities BLIS knows.
+    """A model in the quantities that BLIS derives from its config.
 
     Attributes:
         layers: Decoder layers.
-        moe_layers: Layers it takes to be MoE.
-        interleaved: Whether it takes MoE and dense layers to alternate.
+        moe_layers: Layers that BLIS treats as MoE.
+        interleaved: Whether BLIS treats MoE and dense layers as alternating.
         hidden: Hidden size.
         heads: Query heads.
         head_dim: hidden // heads.
@@ -111,7 +111,7 @@ class BlisModel:
 
     @property
     def dense_layers(self) -> int:
-        """Layers it takes to be dense."""
+        """Layers that BLIS treats as dense."""
         return self.layers - self.moe_layers
 
     @property
@@ -121,7 +121,7 @@ class BlisModel:
 
     @property
     def flops_per_token(self) -> int:
-        """FLOPs of a token in the matrices of all layers."""
+        """FLOPs per token in the matrices of all layers."""
         moe = self.experts_per_token * self.expert_ffn + self.shared_ffn
         ffn = self.moe_layers * moe + self.dense_layers * self.dense_ffn
         return self.layers * 2 * self.projection + 6 * self.hidden * ffn
@@ -133,7 +133,7 @@ class BlisModel:
 
     @property
     def step_weight_bytes(self) -> float:
-        """Weight bytes it charges to every step, over all ranks."""
+        """Weight bytes that BLIS charges to every step, over all ranks."""
         moe = self.moe_layers * (self.experts * self.expert_ffn + self.shared_ffn)
         ffn = 3 * self.hidden * (moe + self.dense_layers * self.dense_ffn)
         return (self.layers * self.projection + ffn) * self.weight_bytes
@@ -157,7 +157,7 @@ def blis_model(arch: ModelArchitecture) -> BlisModel:
         kv_width=arch.kv_heads * head_dim,
         dense_ffn=arch.ffn,
         expert_ffn=arch.expert_ffn,
-        shared_ffn=0 if interleaved else arch.shared_ffn,  # it does not read Llama 4's shared expert
+        shared_ffn=0 if interleaved else arch.shared_ffn,  # BLIS does not read Llama 4's shared expert
         experts=arch.experts,
         experts_per_token=max(1, arch.experts_per_token),
         weight_bytes=arch.expert_weight_bytes if arch.is_moe else arch.ffn_weight_bytes,
@@ -188,11 +188,11 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
 
 
 def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
-    """Add `PAIRS_COLUMN` to a timeline: BLIS sums over the prefill requests of a step, a summary has their total.
+    """Add `PAIRS_COLUMN` to a timeline: BLIS sums over the prefill requests of a step, a summary only has their total.
 
-    A prompt that one step computes is known by its request. Of a prompt in chunks each step computed what the others
-    in it leave of its prefill tokens, the last step what was left of the prompt. A step whose tokens do not come out
-    even (a request that is not traced, or was preempted) is null.
+    A prompt that one step computes is known from its request. For a prompt in chunks, each step computed what the other
+    prompts leave of the step's prefill tokens, and the last step computed the rest of the prompt. A step whose tokens do
+    not add up (a request that is not traced, or was preempted) is null.
 
     Args:
         timeline: The `timeline` table: columns of the engine, step_id, prefill_tokens.
@@ -209,9 +209,9 @@ def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.Dat
     )
     filled = whole.group_by(key).agg(filled=pl.col("tokens").sum())
     steps = timeline.select(*key, "prefill_tokens").join(filled, on=key, how="left", maintain_order="left")
-    parts = pl.concat([whole, _chunks(whole_lives.filter(~in_one), steps)], how="vertical_relaxed")
+    computed = pl.concat([whole, _chunks(whole_lives.filter(~in_one), steps)], how="vertical_relaxed")
     tokens = pl.col("tokens").cast(pl.Float64)
-    sums = parts.group_by(key).agg(
+    sums = computed.group_by(key).agg(
         pl.col("tokens").sum(), pairs=(tokens * (pl.col("prompt_tokens") + tokens / 2)).sum()
     )
     rows = timeline.join(sums, on=key, how="left", maintain_order="left")
@@ -220,7 +220,7 @@ def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.Dat
 
 
 def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
-    """Spread prompts over their steps, those scheduled first before the others: columns of the engine, step_id, tokens.
+    """Return the tokens that each step computed of each prompt in chunks; prompts scheduled earlier take their tokens first.
 
     Args:
         chunked: Requests whose prompts took several steps, with `need`.
@@ -237,6 +237,7 @@ def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     left = steps.join(wanted, on=[*ENGINE, "step_id"]).select(
         *ENGINE, "step_id", pl.col("prefill_tokens") - pl.col("filled").fill_null(0)
     )
+    # `room`: prefill tokens of a step that no prompt accounts for yet.
     room = {tuple(row[:-1]): row[-1] or 0 for row in left.iter_rows()}
     rows = []
     ordered = chunked.sort(*ENGINE, "first_scheduled_step", "first_scheduled_ns")
@@ -302,7 +303,7 @@ def blis_expressions(
 
 
 def _peak_flops_per_us(gpu: Gpu, model: BlisModel) -> float:
-    """Return the rate BLIS takes: fp8 for weights of one byte, where the GPU has it."""
+    """Return the peak rate that BLIS assumes: fp8 for weights of one byte, where the GPU has it."""
     fp8 = model.weight_bytes == 1.0 and gpu.compute_tflops_fp8 is not None
     return ((gpu.compute_tflops_fp8 if fp8 else None) or gpu.compute_tflops_fp16) * 1e6
 
@@ -312,5 +313,5 @@ def _all_reduce_bytes_per_token(model: BlisModel, tp: int) -> float:
 
 
 def _where(tokens: pl.Expr, term: pl.Expr) -> pl.Expr:
-    """Return the term, or 0 in a step without such tokens, whatever else is unknown; null if it is not finite."""
+    """Return the term, 0 in a step without such tokens even if other columns are unknown, null if it is not finite."""
     return pl.when(tokens == 0).then(0.0).when(term.is_finite()).then(term)

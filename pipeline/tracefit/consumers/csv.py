@@ -1,4 +1,4 @@
-"""Coefficients as CSV: one row per number, for spreadsheets and other tools."""
+"""Export to CSV: one row per coefficient, for spreadsheets and other tools."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HEAD = (
 
 @consumer_of_files("csv")
 def to_csv(models: ScopeModels) -> Export:
-    """Write every number of every model of a scope; errors are those of the models, whose form this is."""
+    """Write every number of every model of a scope; the errors are those of the models themselves."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_HEAD)
@@ -83,7 +83,7 @@ def _number(name: str, unit: str, found: Number | Term) -> list[object]:
 
 
 def _condition(condition: Condition) -> str:
-    """Write a condition as a formula would be read."""
+    """Write a condition as text: comparisons joined by `and` and `or`."""
     sides = [(condition.any, " or "), (condition.all, " and ")]
     texts = [
         joint.join(f"{c.feature} {c.op} {c.feature2 or c.value}" for c in comparisons)

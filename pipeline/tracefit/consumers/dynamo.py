@@ -1,7 +1,7 @@
-"""Dynamo's mocker: one .npz of grids in ms, our step model evaluated on them.
+"""Export to Dynamo's mocker: one .npz with grids of step times in ms, on which the step model is evaluated.
 
-The mocker interpolates linearly, and beyond the grid too: prefill_ttft_ms over the new tokens of a step, decode_itl over
-(tokens in all caches, tokens per request). A step that does both takes the sum of the two.
+The mocker interpolates linearly and extrapolates beyond the grid: prefill_ttft_ms over the new tokens of a step, decode_itl
+over (tokens in all caches, tokens per request). A step with prefill and decode takes the sum of the two.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from tracefit.fit.arrays import Matrix, Vector
 
 POINTS = 33
+"""Points of each axis."""
+
 _COLUMNS = (
     "prefill_tokens",
     "decode_tokens",
@@ -56,6 +58,8 @@ def to_dynamo(source: Source) -> Export:
     """
     rows = step_frame(source.tables, source.tables.timeline, _STEP, {}, source.step_source)
     train, held = train_and_holdout(rows, list(_COLUMNS), "step times")
+    # The sum of both grids counts the constant of a step twice where it does both: where such steps are the rule, prefill
+    # leaves it out.
     beside = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") > 0)).height
     alone = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") == 0)).height
     constant = float(_predicted_ms(source, pl.DataFrame({"batch": [0.0]}))[0]) if beside > alone else 0.0
@@ -78,7 +82,7 @@ def to_dynamo(source: Source) -> Export:
 
 
 def _server_flags(source: Source) -> str:
-    """Return what makes the mocker the traced server: its own defaults are 256 sequences, 8,192 tokens, blocks of 64."""
+    """Return the flags of the traced server; the mocker's own defaults are 256 sequences, 8,192 tokens, blocks of 64."""
     settings = source.scope.context.settings
     given = {
         "model-path": model_name(source),
@@ -97,7 +101,7 @@ def _server_flags(source: Source) -> str:
 
 
 def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str, Vector | Matrix]:
-    """Evaluate the model where training steps lie; `constant_ms` is left out of prefill, decode has it already."""
+    """Evaluate the model on the range of the training steps; `constant_ms` is subtracted from prefill."""
     # polars types an extreme as any scalar a column can hold; these columns are numbers.
     most_prefill = max(float(train["prefill_tokens"].max()), 1.0)  # type: ignore[arg-type]
     decode = train.filter(pl.col("num_decode_reqs") > 0)
@@ -106,7 +110,7 @@ def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str,
     most_kv = max(float(decode["context_tokens"].max() or 2.0), 2.0)  # type: ignore[arg-type]
     isl = np.linspace(1.0, most_prefill, POINTS)
     active = np.linspace(low, max(most_kv, low + 1), POINTS)
-    # The batch is active / context: geometric steps keep its bends short.
+    # The batch is active / context, which bends most at short contexts: geometric spacing puts more points there.
     context = np.geomspace(low, max(high, low + 1), POINTS)
     batch = active[:, None] / context[None, :]
     points = pl.DataFrame({"batch": batch.ravel(), "context": np.broadcast_to(context, batch.shape).ravel()})
@@ -141,7 +145,7 @@ def _npz(arrays: Mapping[str, Vector | Matrix]) -> bytes:
 def _errors(grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, held: pl.DataFrame) -> list[HeldOut]:
     y, predicted = held["y"].to_numpy() / 1e3, mocked(grids, held)
     prefill, decode = (held[c].to_numpy() > 0 for c in ("prefill_tokens", "num_decode_reqs"))
-    parts = {
+    groups = {
         "decode": decode & ~prefill,
         "prefill": prefill & ~decode,
         "prefill and decode": prefill & decode,
@@ -149,13 +153,13 @@ def _errors(grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, held: pl.
     trained = train["y"].to_numpy() / 1e3
     return [
         held_out(f"step time, {what}", "ms", y[rows], predicted[rows], trained)
-        for what, rows in parts.items()
+        for what, rows in groups.items()
         if rows.any()
     ]
 
 
 def mocked(grids: Mapping[str, Vector | Matrix], steps: pl.DataFrame) -> Vector:
-    """Return the step times the mocker would take, in ms; shape (n,).
+    """Return the mocker's step times in ms, shape (n,).
 
     Args:
         grids: The arrays of the .npz by name.
@@ -176,6 +180,6 @@ def mocked(grids: Mapping[str, Vector | Matrix], steps: pl.DataFrame) -> Vector:
 
 
 def _place(axis: Vector, at: Vector) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int64]], Vector]:
-    """Index of the cell each value lies in, the outermost ones beyond the axis, and how far into it."""
+    """Return the index of each value's cell, the outermost one beyond the axis, and its relative position in the cell."""
     left = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, len(axis) - 2)
     return left, (at - axis[left]) / (axis[left + 1] - axis[left])

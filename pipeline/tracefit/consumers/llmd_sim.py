@@ -1,9 +1,9 @@
-"""llm-d-inference-sim, latency calculator `per-token`: Go durations in YAML.
+"""Export to llm-d-inference-sim, latency calculator `per-token`: Go durations in YAML.
 
 prefill = (prefill-overhead + uncached prompt tokens * prefill-time-per-token) * load; every token after the first takes
 inter-token-latency * load; load = 1 + (time-factor-under-load - 1) * (running requests - 1) / (max-num-seqs - 1).
 
-Up to v0.9.2 it refuses a prefill-time-std-dev above 30 % of prefill-time-per-token; v0.10.0 has no such bound.
+Up to v0.9.2 the simulator refuses a prefill-time-std-dev above 30 % of prefill-time-per-token; v0.10.0 has no such bound.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from tracefit.fit.arrays import Vector
     from tracefit.fit.inputs import ScopeTables
 
-MOST_SPREAD = 0.3
+MOST_SD_SHARE = 0.3
 """The simulator refuses a standard deviation above this share of its mean."""
 
 UNBOUNDED_FROM = (0, 10, 0)
 """First version without that bound on the standard deviation of prefill."""
 
 NEWEST = (0, 10, 0)
-"""The version files are written for where none is given."""
+"""Version that files are written for where none is given."""
 
 
 @consumer("llm-d-inference-sim", versioned=True)
@@ -68,9 +68,9 @@ def to_llmd_sim(source: Source) -> Export:
         _target(rows, "prefill_us"), ["running_start", "uncached_tokens"], "prefill time"
     )
     itl, factor, itl_sd = _decode(decode, slots)
-    overhead, per_token, spread = _prefill(prefill, slots, factor)
+    overhead, per_token, sd = _prefill(prefill, slots, factor)
     bounded = (source.consumer_version or NEWEST) < UNBOUNDED_FROM
-    prefill_sd = _at_most(spread, per_token) if bounded else spread
+    prefill_sd = _at_most(sd, per_token) if bounded else sd
     length, length_note = _model_length(source)
     values = {
         "model": json.dumps(model_name(source)),
@@ -108,7 +108,7 @@ def to_llmd_sim(source: Source) -> Export:
         "time-factor-under-load": factor,
     }
     notes = (
-        _version_note(prefill_sd, spread, bounded=bounded),
+        _version_note(prefill_sd, sd, bounded=bounded),
         *length_note,
         *worse_than_baseline(errors),
     )
@@ -116,10 +116,10 @@ def to_llmd_sim(source: Source) -> Export:
     return Export({"config.yaml": commented(notes, text)}, errors, notes, use, facts)
 
 
-def _version_note(written_sd: float, spread: float, *, bounded: bool) -> str:
-    if bounded and written_sd < spread:
+def _version_note(written_sd: float, sd: float, *, bounded: bool) -> str:
+    if bounded and written_sd < sd:
         return (
-            f"for llm-d-inference-sim up to v0.9.2: prefill-time-std-dev is cut from {_duration(spread)} to 30 % of "
+            f"for llm-d-inference-sim up to v0.9.2: prefill-time-std-dev is cut from {_duration(sd)} to 30 % of "
             "prefill-time-per-token, the most it takes"
         )
     if bounded:
@@ -128,7 +128,7 @@ def _version_note(written_sd: float, spread: float, *, bounded: bool) -> str:
 
 
 def _model_length(source: Source) -> tuple[int, tuple[str, ...]]:
-    """Return max-model-len (the simulator's own default is 1024), and what to say where the server's is not known."""
+    """Return max-model-len, and a note where the server's is not known (the simulator's own default, 1024, is too short)."""
     known = source.scope.context.settings.max_model_len
     if known is not None:
         return known, ()
@@ -142,7 +142,7 @@ def _model_length(source: Source) -> tuple[int, tuple[str, ...]]:
 
 
 def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
-    """Add to every request how many ran when it was first scheduled and, on average, while it decoded.
+    """Add the number of running requests when each request was first scheduled and, on average, while it decoded.
 
     Args:
         tables: Tables of one scope.
@@ -199,18 +199,18 @@ def _load(running: Vector, slots: int, factor: float) -> Vector:
 
 
 def _decode(rows: pl.DataFrame, slots: int) -> tuple[float, float, float]:
-    """Return inter-token latency of one request, factor at full load, and the spread."""
+    """Return the inter-token latency of one request alone, the factor at full load, and the standard deviation."""
     y, share = _y(rows), _share(rows["running_decode"].to_numpy(), slots)
     alone, more = fit_nonnegative(np.column_stack([np.ones(len(y)), share]), y)
     if alone <= 0:
         raise DataError("inter-token latency grows from nothing with the load, which no factor can express")
     itl, factor = _us(alone), written(1 + more / alone)
-    spread = float(np.std(y - itl * _load(rows["running_decode"].to_numpy(), slots, factor)))
-    return itl, factor, _at_most(spread, itl)
+    sd = float(np.std(y - itl * _load(rows["running_decode"].to_numpy(), slots, factor)))
+    return itl, factor, _at_most(sd, itl)
 
 
 def _prefill(rows: pl.DataFrame, slots: int, factor: float) -> tuple[float, float, float]:
-    """Return overhead, time per uncached token, and the spread about them."""
+    """Return the overhead, the time per uncached token, and the standard deviation about them."""
     load = _load(rows["running_start"].to_numpy(), slots, factor)
     tokens, y = rows["uncached_tokens"].to_numpy(), _y(rows)
     overhead, per_token = fit_nonnegative(np.column_stack([load, tokens * load]), y)
@@ -218,9 +218,9 @@ def _prefill(rows: pl.DataFrame, slots: int, factor: float) -> tuple[float, floa
     return overhead, per_token, _us(float(np.std(y - (overhead + per_token * tokens) * load)))
 
 
-def _at_most(spread: float, mean: float) -> float:
-    """Return a standard deviation no larger than `MOST_SPREAD` of its mean, to the nanosecond below."""
-    return math.floor(min(spread, MOST_SPREAD * mean) * 1e3) / 1e3
+def _at_most(sd: float, mean: float) -> float:
+    """Return a standard deviation no larger than `MOST_SD_SHARE` of its mean, rounded down to a nanosecond."""
+    return math.floor(min(sd, MOST_SD_SHARE * mean) * 1e3) / 1e3
 
 
 def _us(value: float) -> float:

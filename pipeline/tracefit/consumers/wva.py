@@ -1,11 +1,12 @@
-"""llm-d workload-variant-autoscaler: `serviceParms` in ms, and the older `perfParms`.
+"""Export to llm-d's workload-variant-autoscaler: `serviceParms` in ms, and the older `perfParms`.
 
 iteration = alpha + B * (beta * t_C + gamma * t_M) with t_C = (in + out)/(out + 1) and t_M = in + out/2 for mean input and
-output tokens. B * t_C is the tokens of a step and B * t_M those in its requests' caches, on average over their lives:
-that is what is fitted, step by step; it is evaluated by the formula itself on stretches of the hold-out.
+output tokens. On average over the lives of requests, B * t_C is the tokens of a step and B * t_M the tokens in the caches of
+its requests. The fit takes these two step by step; the evaluation applies the formula itself to segments of the hold-out.
 
-Older: ITL = alpha + beta * B, TTFT = gamma + delta * tokens * B. Its queueing formula takes a request to be served in
-TTFT + (out - 1) * ITL: an ITL is any step its request decodes in, those that prefill others too, and their mean counts.
+Older: ITL = alpha + beta * B, TTFT = gamma + delta * tokens * B. Its queueing formula has a request served in
+TTFT + (out - 1) * ITL. An ITL is the time of any step that a request decodes in, including steps that prefill other requests,
+and the mean over these steps counts.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _STEP = FeatureSet(
         Feature("step_decodes", "request", "num_decode_reqs"),
     ),
 )
-STRETCH_REQUESTS = 20
-"""Requests whose mean input and output stand for a stretch of the run."""
+SEGMENT_REQUESTS = 20
+"""Requests per segment of the hold-out, whose mean input and output enter the formula."""
 
 
 @consumer("wva")
@@ -63,14 +64,14 @@ def to_wva(source: Source) -> Export:
     # The formula is about means: a rare long prefill step counts in full.
     weights = train["interval_steps"].to_numpy().astype(float)
     alpha, beta, gamma = (written(v) for v in fit_nonnegative(x, y, weights, huber=np.inf))
-    stretches = _stretches(source, rows)
-    predicted = alpha + stretches["batch"].to_numpy() * (
-        beta * stretches["t_c"].to_numpy() + gamma * stretches["t_m"].to_numpy()
+    segments = _segments(source, rows)
+    predicted = alpha + segments["batch"].to_numpy() * (
+        beta * segments["t_c"].to_numpy() + gamma * segments["t_m"].to_numpy()
     )
     error = held_out(
-        f"iteration, mean over stretches of {STRETCH_REQUESTS} requests",
+        f"iteration, mean over segments of {SEGMENT_REQUESTS} requests",
         "ms",
-        stretches["y"].to_numpy(),
+        segments["y"].to_numpy(),
         predicted,
         y,
     )
@@ -98,31 +99,31 @@ def to_wva(source: Source) -> Export:
     )
 
 
-def _stretches(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
-    """Cut each server's hold-out into stretches of a number of requests: mean cycle in ms, batch, t_C and t_M."""
+def _segments(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
+    """Cut each server's hold-out into segments of `SEGMENT_REQUESTS`; return mean cycle in ms, batch, t_C and t_M of each."""
     steps = counted(rows, "holdout")
     requests = source.tables.requests.filter(
         pl.col("first_scheduled_ns").is_not_null() & (pl.col("output_tokens") > 0)
     ).sort(*SERVER, "first_scheduled_ns")
     begins = steps.group_by(SERVER).agg(from_ns=pl.col("ts_ns").min())
     held = requests.join(begins, on=SERVER).filter(pl.col("first_scheduled_ns") >= pl.col("from_ns"))
-    held = held.with_columns(stretch=pl.int_range(pl.len()).over(SERVER) // STRETCH_REQUESTS)
-    means = held.group_by(*SERVER, "stretch").agg(
+    held = held.with_columns(segment=pl.int_range(pl.len()).over(SERVER) // SEGMENT_REQUESTS)
+    means = held.group_by(*SERVER, "segment").agg(
         begin_ns=pl.col("first_scheduled_ns").min(),
         n=pl.len(),
         tokens_in=pl.col("prompt_tokens").mean(),
         tokens_out=pl.col("output_tokens").mean(),
     )
-    means = means.filter(pl.col("n") == STRETCH_REQUESTS).sort("begin_ns")
+    means = means.filter(pl.col("n") == SEGMENT_REQUESTS).sort("begin_ns")
     at = steps.sort("ts_ns").join_asof(
         means, left_on="ts_ns", right_on="begin_ns", by=SERVER, check_sortedness=False
     )
     found = (
-        at.drop_nulls("stretch")
-        .group_by(*SERVER, "stretch")
+        at.drop_nulls("segment")
+        .group_by(*SERVER, "segment")
         .agg(
             pl.col("tokens_in", "tokens_out").first(),
-            # A row that is a mean over an interval stands for its steps.
+            # A row of an interval holds a mean: it counts once per step.
             y=(pl.col("y") * pl.col("interval_steps")).sum() / pl.col("interval_steps").sum() / 1e3,
             batch=(pl.col("step_requests") * pl.col("interval_steps")).sum() / pl.col("interval_steps").sum(),
         )
@@ -133,7 +134,7 @@ def _stretches(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
     ).drop_nulls()
     if found.height < 2:
         raise DataError(
-            f"the hold-out has {held.height} requests, too few for two stretches of {STRETCH_REQUESTS}",
+            f"the hold-out has {held.height} requests, too few for two segments of {SEGMENT_REQUESTS}",
             hint="trace a longer run",
         )
     return found
@@ -144,9 +145,9 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
     train, held = train_and_holdout(decode, ["step_requests", "step_decodes"], "steps that decode")
     y, batch = train["y"].to_numpy().astype(float) / 1e3, matrix(train, ["step_requests"])[:, 0]
     # Every request that decodes in a step waits for all of it: a long one with prefills in it counts in full.
-    felt = (train["step_decodes"] * train["interval_steps"]).to_numpy().astype(float)
+    weights = (train["step_decodes"] * train["interval_steps"]).to_numpy().astype(float)
     x = np.column_stack([np.ones(len(y)), batch])
-    alpha, beta = (written(v) for v in fit_nonnegative(x, y, felt / felt.mean(), huber=np.inf))
+    alpha, beta = (written(v) for v in fit_nonnegative(x, y, weights / weights.mean(), huber=np.inf))
     itl = held_out(
         "older form: ITL, all steps that decode",
         "ms",
@@ -176,16 +177,16 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
     )
     several = held.filter(pl.col("decode_us").is_not_null() & pl.col("running_decode").is_not_null())
     after = pl.col("output_tokens") - 1
-    parts = several.select(
+    service = several.select(
         predicted=gamma + delta * pl.col("work") + after * (alpha + beta * pl.col("running_decode")),
-        took=pl.col("y") + pl.col("decode_us") / 1e3,
+        service_ms=pl.col("y") + pl.col("decode_us") / 1e3,
     )
-    trained = train.select(took=pl.col("y") + pl.col("decode_us") / 1e3).drop_nulls()
+    trained = train.select(service_ms=pl.col("y") + pl.col("decode_us") / 1e3).drop_nulls()
     whole = held_out(
         "older form: service of a request, prefill + (out - 1) ITL",
         "ms",
-        parts["took"].to_numpy(),
-        parts["predicted"].to_numpy(),
-        trained["took"].to_numpy(),
+        service["service_ms"].to_numpy(),
+        service["predicted"].to_numpy(),
+        trained["service_ms"].to_numpy(),
     )
     return (alpha, beta, gamma, delta), (itl, ttft, whole)

@@ -1,6 +1,7 @@
-"""Definitions of the names in feature formulas, down to timeline columns, with one server's numbers in them.
+"""Define the names in feature formulas, down to timeline columns, with the numbers of one server in them.
 
-A coefficient file that carries these can be evaluated without the model's config.json, the GPU catalogue or tracefit.
+A coefficient file carries these definitions and can be evaluated without the model's config.json, the GPU catalogue or
+tracefit.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
-    """Define every name that the formulas use and that is no column of a step or a request, in name order.
+    """Return the definition of every name in the formulas that is no column of a step or a request, in name order.
 
     Args:
-        formulas: Formulas of features, or names of them.
-        context: The server the numbers are of.
+        formulas: Formulas of features, or names of features.
+        context: The server whose numbers the definitions hold.
     """
     known = {name: number_text(value) for name, value in constants_of(context).items() if value is not None}
     model, gpu = context.architecture, context.gpu
@@ -33,6 +34,7 @@ def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
         known |= roofline_formulas(model, gpu, tp=tp)
     found: dict[str, str] = {}
     wanted = set().union(*(_names(formula) for formula in formulas))
+    # A definition may use further names: repeat until no new one appears.
     while wanted := {name for name in wanted if name in known and name not in found}:
         found |= {name: known[name] for name in wanted}
         wanted = set().union(*(_names(found[name]) for name in wanted))

@@ -1,7 +1,7 @@
 """The language in which features are declared: numbers, names, + - * / **, min and max.
 
 A formula is text from a file that anyone may have written. Python's own parser reads it, a whitelist of syntax nodes
-turns it into a small tree (`Node`), and only that tree is computed: as a polars expression over a frame (`to_polars`)
+turns it into a small tree (`Node`), and only that tree is evaluated: as a polars expression over a frame (`to_polars`)
 or in plain Python over one row (`evaluate`, which does not import polars).
 
 Both give the same value for every input:
@@ -165,7 +165,7 @@ def _signed(tree: ast.expr, *, calls: int) -> Node:
 
 
 def _power(base: Node, exponent: ast.expr, *, calls: int) -> Binary:
-    # A share that decays with a count cannot explode, whatever the count; any other power that is computed can.
+    # A base up to 1 gives no huge numbers for any positive exponent; with any other base the exponent must be small.
     if isinstance(base, Constant) and base.value <= 1:
         return Binary("**", base, _node(exponent, calls=calls))
     return Binary("**", base, _exponent(exponent))
@@ -237,16 +237,16 @@ def _binary(operator: Operator, left: pl.Expr, right: pl.Expr) -> pl.Expr:
             # A quotient by infinity is the 0 that is wanted; a null stays null. Adding 0 makes -0.0 into 0.0.
             return left / (right + 0.0).replace(0.0, math.inf)
         case "**":
-            # As for a quotient: a power of -0.0 would have the other sign of infinity.
+            # Adding 0 as for a quotient: a power of -0.0 would have the other sign of infinity.
             return (left + 0.0).pow(right)
 
 
-def _extreme(function: Function, parts: list[pl.Expr]) -> pl.Expr:
+def _extreme(function: Function, arguments: list[pl.Expr]) -> pl.Expr:
     import polars as pl
 
     # The horizontal functions skip nulls and NaN; a missing operand must not look like a small one.
-    known = pl.all_horizontal(*(part.is_not_null() & part.is_not_nan() for part in parts))
-    value = pl.min_horizontal(*parts) if function == "min" else pl.max_horizontal(*parts)
+    known = pl.all_horizontal(*(argument.is_not_null() & argument.is_not_nan() for argument in arguments))
+    value = pl.min_horizontal(*arguments) if function == "min" else pl.max_horizontal(*arguments)
     return pl.when(known).then(value)
 
 
@@ -273,9 +273,9 @@ def _value(node: Node, values: Mapping[str, float | None]) -> float | None:
         case Binary(operator, left, right):
             return _binary_value(operator, _value(left, values), _value(right, values))
         case Call(function, arguments):
-            parts = [_value(argument, values) for argument in arguments]
-            known = [part for part in parts if part is not None and not math.isnan(part)]
-            if len(known) < len(parts):
+            computed = [_value(argument, values) for argument in arguments]
+            known = [value for value in computed if value is not None and not math.isnan(value)]
+            if len(known) < len(computed):
                 return None
             return min(known) if function == "min" else max(known)
 

@@ -1,10 +1,10 @@
-"""What a step would take if hardware ran at its rated speed: roofline terms, in microseconds.
+"""Roofline terms: the time in us that each kind of work in a step would take if the hardware ran at its rated speed.
 
 The terms are written once, as formulas over timeline columns with one server's numbers in them (`roofline_formulas`).
 A coefficient file carries these formulas, and `add_roofline` compiles the same ones over a frame.
 
-Each term is the time of one kind of work on one GPU of a tensor-parallel group, true to the model's own
-architecture; a fit finds by how much the real step differs. With T_p, T_d the prefill and decode tokens of a
+Each term is the time of one kind of work on one GPU of a tensor-parallel group, from the model's own architecture; a
+fit finds the factor between it and the measured time. With T_p, T_d the prefill and decode tokens of a
 step, n_p, n_d its prefill and decode requests, and tp ranks:
 
 - visible tokens of a prompt token, on average: v_p = C_p/n_p + T_p/n_p/2, where C_p = `prefill_context_tokens` is the
@@ -141,12 +141,12 @@ def _compiled(formula: str, name: str) -> pl.Expr:
 
 
 def _of_requests(tokens: str, requests: str) -> pl.Expr:
-    """Return tokens in the cache of a step's requests: 0 of no request, where only the count is known."""
+    """Return the tokens in the caches of a step's requests; 0 where there is no request, even if the tokens are unknown."""
     return pl.when(pl.col(requests) == 0).then(0).otherwise(pl.col(tokens)).alias(tokens)
 
 
 def add_work(frame: pl.DataFrame, arch: ModelArchitecture, *, tp: int) -> pl.DataFrame:
-    """Add the work of every step: what its roofline terms count, in 10^6 FLOPs and 10^3 bytes, where no GPU is known.
+    """Add the amounts of work of every step, in 10^6 FLOPs and 10^3 bytes: the roofline terms where no GPU is known.
 
     Args:
         frame: One row per step, with `ROOFLINE_COLUMNS`.
@@ -179,6 +179,7 @@ def roofline_formulas(
     def number(value: float) -> str:
         return number_text(value, digits)
 
+    # FLOPs per us over all ranks. Attention runs at the fp16 rate; only the matrices of fp8 models run at the fp8 rate.
     flops = gpu.compute_tflops_fp16 * 1e6 * tp
     matrix_flops = flops
     if arch.fp8_compute and gpu.compute_tflops_fp8 is not None:
@@ -186,7 +187,10 @@ def roofline_formulas(
     matrix, head = arch.layer_flops_per_token / matrix_flops, arch.head_flops_per_token / flops
     bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
     kv = arch.kv_bytes_per_token_per_layer / arch.kv_shards(tp) / bytes_per_us
+    # `experts * expert` below is the time to read all experts of all MoE layers.
     expert = arch.moe_layers * arch.expert_bytes / tp / bytes_per_us
+    # An expert is missed by one token with this probability (experts chosen evenly), by all T tokens with its power T:
+    # expected distinct experts = experts * (1 - missed ** T).
     missed = 1 - arch.experts_per_token / arch.experts if arch.is_moe else 0.0
     return {
         "prompt_visible_tokens": "(prefill_context_tokens + prefill_tokens / 2) / num_prefill_reqs",
@@ -242,26 +246,29 @@ def _compute(phase: str, matrix: str, pair: str, head: str, visible: str) -> str
 
 
 def _visible(arch: ModelArchitecture, tokens: str) -> str:
-    """Tokens that one token attends to, summed over layers, each no more than its window."""
-    parts = [
+    """Return a formula of the tokens that one token attends to, summed over layers, each no more than its window."""
+    addends = [
         f"{count} * {tokens if window is None else f'min({tokens}, {window})'}"
         for window, count in arch.window_groups
     ]
-    return " + ".join(parts)
+    return " + ".join(addends)
 
 
 def number_text(value: float, digits: int = _FILE_DIGITS) -> str:
-    """Return a number as formulas have it."""
+    """Return a number as text for a formula."""
     return f"{value:.{digits}g}"
 
 
 def dispatch_bytes_per_token(arch: ModelArchitecture) -> float:
-    """Bytes a token moves to its experts and back, over all MoE layers."""
+    """Return the bytes that a token moves to its experts and back, over all MoE layers."""
     return arch.moe_layers * 2 * arch.experts_per_token * arch.hidden * arch.dtype_bytes
 
 
 def tp_comm_us_per_token(arch: ModelArchitecture, gpu: Gpu, tp: int) -> float:
-    """Time of a token's share of all all-reduces of a step, in us."""
+    """Return the time in us that one token adds to the all-reduces of a step.
+
+    A ring all-reduce moves 2 (tp - 1) / tp of the payload over each link (Patarasuk and Yuan 2009), twice per layer.
+    """
     link_bytes_per_us = (gpu.link_gb_s or _PCIE_GB_S) / 2 * 1e3
     payload = arch.layers * 2 * arch.hidden * arch.dtype_bytes
     return payload * 2 * (tp - 1) / tp / link_bytes_per_us

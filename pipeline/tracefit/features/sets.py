@@ -1,7 +1,7 @@
-"""Feature sets: what a model is offered, declared as formulas over a frame's columns and a run's constants.
+"""Feature sets: the features a model is offered, declared as formulas over a frame's columns and a run's constants.
 
-A feature's name is what a coefficient file calls it and what a consumer has to compute; its formula says how. Built-in
-sets are below; a user's own comes from a file with the same fields and is compiled the same way.
+A coefficient file names features by these names, and a consumer computes them by these formulas. The built-in sets are
+below; a user's own set comes from a file with the same fields and is compiled the same way.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _is_formula(text: str) -> str:
 
 
 def _number_as_text(value: object) -> object:
-    """Take the unit 1 and the formula 1, which are numbers to YAML, as text."""
+    """Return a number as text: YAML reads the unit 1 and the formula 1 as numbers."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -151,8 +151,8 @@ def add_features(
 
     Args:
         frame: One row per step or request.
-        features: What to add; a column of the same name is replaced by its own values as Float64.
-        constants: What is the same for every row, by name; null where not known.
+        features: The features to add; a column of the same name is replaced by its own values as Float64.
+        constants: Values that are the same for every row, by name; null where not known.
 
     Raises:
         UsageError: A formula needs a name that is neither a column nor a constant, or a column that is not of numbers,
@@ -174,7 +174,7 @@ def compile_set(
 
     Args:
         features: The set.
-        constants: What is the same for every row, by name; null where not known. A column of the same name wins.
+        constants: Values that are the same for every row, by name; null where not known. A column of the same name wins.
         columns: Columns of the frame the expressions are for.
 
     Raises:
@@ -268,7 +268,7 @@ _SHAPE = TypeAdapter(FeatureSet)
 # -- built-in sets ---------------------------------------------------------------------------------------
 
 _COST: Sign = "non_negative"
-"""Of a feature that takes time and gives none back."""
+"""Sign of a feature that only costs time."""
 
 _CONFIGURATION = (
     Feature("tensor_parallel", "rank", "tensor_parallel", "work and weights are divided over ranks"),
@@ -370,7 +370,7 @@ PRODUCTS = (
         "prompts and decodes in one step share the hardware, which hides part of one behind the other",
     ),
 )
-"""Products of a step's columns, offered to a model of step times only where time-blocked validation pays for them."""
+"""Products of a step's columns, offered to a model of step times only where cross-validation chooses them."""
 
 BATCH_PRODUCTS = FeatureSet("batch+products", (*BATCH.features, *PRODUCTS))
 

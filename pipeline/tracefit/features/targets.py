@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["queue", "latest_step", "own_step"]
-"""Engine state that the features of a target describe, see `features.training.alpha_rows`."""
+"""Engine state that the features of a target describe; see `features.training.alpha_rows`."""
 
 FormName = Literal["line", "regimes", "step_boundary"]
 
@@ -23,25 +23,25 @@ _EVENT_ORDER = ("arrival_ns", "queued_ns", "first_scheduled_ns", "first_token_ns
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One interval in the life of a request; its model is `alpha.<name>`.
+    """One interval in the life of a request, predicted by the model `alpha.<name>`.
 
     Attributes:
         name: Name in files, options and training frames.
-        label: What reports call it.
-        title: What messages call it where a reader has no context.
-        definition: The events it lies between, as published with the model.
+        label: Its name in reports.
+        title: Its name in messages, where a reader has no context.
+        definition: The two events it lies between, as published with the model.
         column: Column of the `requests` table with its duration, in us.
         begins: Column of the `requests` table with the event it begins at, in ns.
         step: Column of the `requests` table with the step counter at that event.
         feature_set: Name of the built-in feature set that a model is offered.
-        state: The engine state that goes with it: `queue`, the exact queue where journeys are complete; `latest_step`, the
-            latest step known before it began; `own_step`, the batch of the step it began in.
-        forms: Forms a model may take. The first is what the engine's laws give; another one must be clearly better.
-        drop_outliers: Leave outliers out of the training part. Not where the tail is what the model is for.
+        state: The engine state its features describe: `queue`, the exact queue where journeys are complete; `latest_step`, the
+            latest step known before the interval began; `own_step`, the batch of the step it began in.
+        forms: Forms a model may take. The first follows from the engine's laws; another one must be clearly better.
+        drop_outliers: Leave outliers out of the training part. Off where the tail is what the model is for.
         non_negative: No coefficient can be negative, whatever its feature declares.
-        adds_to: The shortest latency it is a part of: TTFT (and so E2E and the client's), or the client's alone. Null of one
-            that no latency is composed of.
-        follows_from_steps: Composed latencies take it from the steps themselves where batches are the real ones.
+        adds_to: The shortest latency that includes it: TTFT (and so E2E and the client's), or the client's alone. Null for a
+            target that is in no latency.
+        follows_from_steps: Composed latencies take it from the steps themselves where the batches are the traced ones.
     """
 
     name: str
@@ -61,18 +61,18 @@ class Target:
 
     @property
     def model(self) -> str:
-        """Name of its model."""
+        """Name of the model."""
         return f"alpha.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class StepTarget:
-    """The time of an engine step; its model is `beta.<name>`.
+    """The time of an engine step, predicted by the model `beta.<name>`.
 
     Attributes:
         name: Name in files.
-        source: Where its values come from, as published with the model.
-        definition: What is measured, as published with the model.
+        source: Source of its values, as published with the model.
+        definition: The measured interval, as published with the model.
     """
 
     name: str
@@ -81,7 +81,7 @@ class StepTarget:
 
     @property
     def model(self) -> str:
-        """Name of its model."""
+        """Name of the model."""
         return f"beta.{self.name}"
 
 
@@ -92,7 +92,7 @@ STEP_TARGETS = (CYCLE_TIME, DURATION)
 """In order of preference: where files hold both, predictions use the first."""
 
 STEP_BEGINS = "first_scheduled_ns"
-"""Event of a request from which on step times are what it waits for."""
+"""Event of a request at which the first of its steps begins."""
 
 TARGETS: tuple[Target, ...] = (
     Target(
@@ -149,6 +149,6 @@ def target_named(name: str) -> Target:
 
 
 def parts_of(latency: Literal["ttft", "client"]) -> tuple[Target, ...]:
-    """Return the targets that are a part of a latency and of none shorter, in the order a request goes through them."""
+    """Return the targets whose `adds_to` is `latency`, in the order a request goes through them."""
     found = (target for target in TARGETS if target.adds_to == latency)
     return tuple(sorted(found, key=lambda target: _EVENT_ORDER.index(target.begins)))

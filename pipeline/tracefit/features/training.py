@@ -1,4 +1,8 @@
-"""Training frames: targets with the features that were known when their interval began."""
+"""Training frames: one row per step or request, with its measured time and the features known when the interval began.
+
+`step_rows` and `beta_rows` make the frame of step times, `alpha_rows` the frame of one target of requests. Features describe
+the state before the interval, never what happened in it: a prediction could not know that.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +31,11 @@ STATE_COLUMNS = (
     "prefill_tokens",
     "decode_tokens",
 )
-"""What a step says of the engine's state."""
+"""Columns of a step that describe the engine's state."""
 
 
 def constants_of(context: RunContext) -> dict[str, float | None]:
-    """Return what is the same for every row of a run, by the name features use; null where not known."""
+    """Return the values that are the same for every row of a run, by their name in formulas; null where not known."""
     settings, model, gpu = context.settings, context.architecture, context.gpu
     return {
         "layers": _number(model.layers if model else None),
@@ -64,7 +68,7 @@ def _number(value: float | None) -> float | None:
 
 
 def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
-    """Add the roofline terms of every step, null without a model or a GPU, and its work, null without a model."""
+    """Add the roofline terms of every step (null without model and GPU) and its amounts of work (null without model)."""
     model, gpu, tp = context.architecture, context.gpu, context.settings.tensor_parallel or 1
     if model is None:
         return timeline.with_columns(
@@ -82,14 +86,13 @@ def step_rows(
     constants: Mapping[str, float | None],
     lags: Mapping[tuple[str, str], int],
 ) -> pl.DataFrame:
-    """One row per step of the timeline: what executes during its cycle.
+    """Return one row per step of the timeline with the features of the batch that executes during its cycle.
 
     Args:
         timeline: The `timeline` table.
-        features: What the model is offered.
-        constants: What is the same for every row.
-        lags: (run_id, server) to steps that scheduling runs ahead of execution: the batch of the step before
-            executes then.
+        features: The features a model is offered.
+        constants: Values that are the same for every row.
+        lags: (run_id, server) to steps that scheduling runs ahead of execution. With 1 the batch of the step before executes.
 
     Returns:
         The timeline in step order with the features, preemption_heavy, has_prefill and is_empty (nothing runs and
@@ -115,16 +118,16 @@ def beta_rows(
     lags: Mapping[tuple[str, str], int],
     source: str,
 ) -> pl.DataFrame:
-    """One row per step, or interval of steps, whose time is known: features and `y`, both means per step.
+    """Return one row per step, or interval of steps, whose time is known: features and `y`, both means per step.
 
-    A cycle model is linear in its features, so that an interval's mean cycle is the model at its steps' mean
-    features. With scheduling a step ahead (`lags` 1) step k executes between the starts of steps k+1 and k+2: a
+    A model of step times is linear in its features: the mean cycle of an interval is the model at the mean features of its
+    steps. With scheduling a step ahead (`lags` 1) step k executes between the starts of steps k+1 and k+2: a
     cycle is explained by the composition of the step before it.
 
     Args:
         timeline: The `timeline` table.
-        features: What the model is offered.
-        constants: What is the same for every row.
+        features: The features a model is offered.
+        constants: Values that are the same for every row.
         lags: (run_id, server) to steps that scheduling runs ahead of execution.
         source: `clock` for cycle times, `duration` for `step.duration_us` as it is.
 
@@ -139,6 +142,7 @@ def beta_rows(
     flags = [pl.col(n).any().alias(n) for n in ("preemption_heavy", "has_prefill", "is_empty")]
     begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null()
     other_engine = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in ENGINE)
+    # An interval begins at every step with a cycle or a known start, and with every engine.
     spans = rows.with_columns(interval=(begins | other_engine.fill_null(value=False)).cum_sum())
     whole = spans.group_by("interval").agg(*means, *flags)
     ends = spans.filter(pl.col("cycle_us").is_not_null()).select(
@@ -171,21 +175,21 @@ def _duration_rows(rows: pl.DataFrame, features: FeatureSet) -> pl.DataFrame:
 
 
 def _with_reason(rows: pl.DataFrame, idle: pl.Expr) -> pl.DataFrame:
-    because = pl.when(idle.fill_null(value=False)).then(pl.lit("idle_gap"))
-    return rows.with_columns(excluded_reason=because).sort(*ENGINE, "step_id")
+    reason = pl.when(idle.fill_null(value=False)).then(pl.lit("idle_gap"))
+    return rows.with_columns(excluded_reason=reason).sort(*ENGINE, "step_id")
 
 
 def _mean_of_all(column: pl.Expr) -> pl.Expr:
-    """Mean over an interval, null when one of its steps is unknown."""
+    """Return the mean over an interval; null where one of its steps is unknown."""
     return pl.when(column.null_count() == 0).then(column.mean())
 
 
 def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, str], int]) -> pl.DataFrame:
-    """Give each step what executes during its cycle: with scheduling ahead, the composition of the step before.
+    """Give each step the columns of the batch that executes during its cycle: with scheduling ahead, that of the step before.
 
     Args:
         rows: In step order, engine by engine.
-        columns: What executes.
+        columns: Columns that describe the batch.
         lags: (run_id, server) to steps that scheduling runs ahead of execution.
     """
     ahead = [(run, server) for (run, server), lag in lags.items() if lag]
@@ -201,15 +205,15 @@ def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, st
         value = pl.when("_follows").then(pl.col(name).shift(1))
         return pl.when("_is_ahead").then(value).otherwise(name).alias(name)
 
-    told = rows.with_columns(_is_ahead=is_ahead, _follows=follows)
-    return told.with_columns(before(name) for name in columns).drop("_is_ahead", "_follows")
+    marked = rows.with_columns(_is_ahead=is_ahead, _follows=follows)
+    return marked.with_columns(before(name) for name in columns).drop("_is_ahead", "_follows")
 
 
 def _preemption_heavy(rows: pl.DataFrame) -> pl.Expr:
-    """Tell steps that preempted, or whose tokens are mostly a resumed request's recomputation.
+    """Return which steps preempted a request, or mostly recompute the tokens of a resumed one.
 
-    A recomputed request that has output counts as one decode request with many tokens. Where nothing was ever
-    preempted many decode tokens are something else (speculative decoding).
+    A request with output that is recomputed counts as one decode request with many tokens. In runs without any preemption
+    many decode tokens have another cause (speculative decoding).
     """
     if not int(rows["num_preempted"].sum() or 0):
         return pl.lit(value=False)
@@ -228,7 +232,7 @@ WORKLOAD_COLUMNS = (
     "batch_fullness",
     "tokens_ahead",
 )
-"""What alpha training frames say of every request's load, whether a model uses it or not."""
+"""Columns of every alpha training frame that describe the request and its load, whether a model uses them or not."""
 
 
 NOT_POSITIVE = "not_positive"
@@ -238,16 +242,16 @@ NOT_POSITIVE = "not_positive"
 def alpha_rows(
     requests: pl.DataFrame, timeline: pl.DataFrame, queue: pl.DataFrame | None, target: Target
 ) -> pl.DataFrame:
-    """One row per request whose target is known: `y` in us, and the engine's state when its interval began.
+    """Return one row per request whose target is known: `y` in us, and the engine's state when its interval began.
 
-    `target.state` says which state: `queue` is exact where `queue` has it, `own_step` is the batch of the step that the
-    event happened in. Otherwise it is that of the latest step with a known start and batch, `state_age_us` before.
+    `target.state` selects the state: the exact `queue` where given, or the batch of the `own_step` of the event. Otherwise it is
+    the state of the latest step with a known start and batch, `state_age_us` earlier.
 
     Args:
         requests: The `requests` table.
         timeline: The `timeline` table; may be empty.
         queue: `queue_state`, null where the journeys are not complete.
-        target: What is measured.
+        target: The measured interval.
     """
     finishing = pl.len().over([*ENGINE, "finished_step"])
     rows = requests.with_columns(
@@ -276,21 +280,22 @@ def alpha_rows(
 
 
 ARRIVAL_WINDOW_S = 10.0
-"""Window of the arrival rate a request meets: the seconds before it arrived."""
+"""Length of the window before an arrival in which the arrival rate is counted."""
 
 
 def _with_workload(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add what the request brings and the load it comes in: prefix hits, and arrivals per second before its own."""
+    """Add prefix_hit_ratio, and arrival_rate_per_s of the server in the window before the request arrived."""
     hits = pl.col("cached_prompt_tokens") / pl.col("prompt_tokens")
     ordered = rows.sort(*SERVER, "arrival_ns", nulls_last=True)
     times = ordered["arrival_ns"].to_numpy()
     servers = ordered.select(pl.struct(SERVER).rank("dense")).to_series().to_numpy()
     rate = np.full(ordered.height, np.nan)
     for server in np.unique(servers):
-        mine = np.flatnonzero((servers == server) & ~np.isnan(times.astype(float)))
-        at = times[mine].astype(np.int64)
+        arrived = np.flatnonzero((servers == server) & ~np.isnan(times.astype(float)))
+        at = times[arrived].astype(np.int64)
         earlier = np.searchsorted(at, at - round(ARRIVAL_WINDOW_S * 1e9), side="left")
-        rate[mine] = (np.searchsorted(at, at, side="left") - earlier) / ARRIVAL_WINDOW_S
+        # Sorted times: the index of a time is the number of arrivals before it.
+        rate[arrived] = (np.searchsorted(at, at, side="left") - earlier) / ARRIVAL_WINDOW_S
     return ordered.with_columns(
         prefix_hit_ratio=pl.when(pl.col("prompt_tokens") > 0).then(hits),
         arrival_rate_per_s=pl.Series(rate, dtype=pl.Float64).fill_nan(None),
@@ -298,9 +303,9 @@ def _with_workload(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_next_start(rows: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
-    """Add the time from the event to the next known step start: what is left of the step in progress.
+    """Add step_residual_us, the time from the event to the next known step start: the rest of the step in progress.
 
-    Null where the engine was idle: no step was in progress.
+    Null where the engine was idle.
     """
     ends = starts.select(*ENGINE, next_start_ns="state_ns").sort("next_start_ns")
     joined = rows.sort("ts_ns").join_asof(
@@ -324,7 +329,7 @@ _QUEUE_COLUMNS = (
 
 
 def _with_queue(rows: pl.DataFrame, queue: pl.DataFrame | None) -> pl.DataFrame:
-    """Put the exact state of the queue over the nearest step's."""
+    """Replace the state of the latest step by the exact state of the queue, where known."""
     if queue is None:
         return rows.with_columns(pl.lit(None, pl.Float64).alias(name) for name in _QUEUE_COLUMNS)
     keys = [*ENGINE, "trace_id", "request_id"]
@@ -350,7 +355,7 @@ def _with_queue(rows: pl.DataFrame, queue: pl.DataFrame | None) -> pl.DataFrame:
 
 
 def _states(timeline: pl.DataFrame) -> pl.DataFrame:
-    """Batch and queue of each step, as a state that requests meet."""
+    """Return batch and queue of each step, as the state that requests meet."""
     free = pl.col("kv_blocks_total") - pl.col("kv_blocks_used")
     return timeline.select(
         *ENGINE,

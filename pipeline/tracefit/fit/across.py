@@ -1,4 +1,9 @@
-"""Errors across runs, models and GPUs: each left out in turn, predicted by a model fitted on the others."""
+"""Errors on a run, a model or a GPU that no training row came from (leave-one-out).
+
+Each run of a scope is predicted by its own models refitted on the scope's other runs. Each model and each GPU is predicted
+by one pooled fit of the step time on the scopes of the other models or GPUs. The pooled fit has roofline terms as features:
+they are times of work, so that their coefficients compare across models and GPUs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
     from tracefit.fit.linear import FeatureColumn
     from tracefit.fit.results import Validation
 
-_ONE_SCOPE = "the others are one scope, which cannot tell reading the weights from a constant; trace two models or sizes"
+_ONE_SCOPE = "the rest is one scope, which cannot separate reading the weights from a constant; trace two models or sizes"
 
 _WEIGHTS = Feature(
     "weights_read_us",
@@ -44,20 +49,20 @@ POOLED = FeatureSet(
         *(f for f in BUILT_IN["roofline"].features if f.name not in ("weight_read_us", "moe_expert_read_us")),
     ),
 )
-"""The roofline terms, with one for all weights: dense models alone cannot tell what reading an expert costs, and a byte
-is a byte. Their coefficients speak about any model on any GPU."""
+"""The roofline terms, with one term for all weights: dense models alone cannot separate the cost of reading an expert, and
+a byte costs the same whichever weight it belongs to. Their coefficients apply to any model on any GPU."""
 
 
 @threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
 def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossResult:
     """Leave out every run of a scope in turn, every model and every GPU.
 
-    Runs: every model of the scope, refitted on its other runs. Models and GPUs: the step time, one fit on the roofline
-    terms over the scopes of all others; its coefficients cannot be negative, they are multiples of times.
+    For runs, every model of a scope is refitted on the scope's other runs. For models and GPUs, the step time is fitted once
+    on the roofline terms of all remaining scopes; its coefficients are multiples of times and cannot be negative.
 
     Args:
         scopes: Every scope, fitted.
-        options: How they were fitted.
+        options: The options they were fitted with.
     """
     errors = [one for scope in scopes for one in _runs_of(scope)]
     notes = [] if errors else ["leave-one-run-out: no scope has two runs"]
@@ -99,7 +104,8 @@ def _validation(scope: FittedScope, model: FittedModel, fitted: LinearFit) -> Va
 
 
 def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
-    """Hold out all rows that `left_out` tells, whatever their training part lost; others keep their training part."""
+    """Return the frame with the rows that `left_out` selects held out, and the training rows of the rest."""
+    # Training rows that the fit left out (warm-up, outliers) are errors like any other once their group is held out.
     always = pl.when(pl.col("excluded_reason").is_in(splits.ALWAYS)).then("excluded_reason")
     return rows.filter(left_out | (pl.col("split") == "train")).with_columns(
         split=pl.when(left_out).then(pl.lit("holdout")).otherwise(pl.lit("train")),
@@ -145,33 +151,40 @@ def _leave_groups(
         return [], [f"{title}: the data have {have}, two are needed"]
     found, notes = [], []
     for name in names:
-        others = tuple(n for n in names if n != name)
+        trained_on = tuple(n for n in names if n != name)
         pooled = [_leave_out(frame.rows, pl.lit(frame.names[kind] == name)) for frame in frames]
         rows = pl.concat(pooled, how="diagonal_relaxed")
-        features = _told_apart(
-            [p for p, frame in zip(pooled, frames, strict=True) if frame.names[kind] != name]
-        )
+        training_frames = [p for p, frame in zip(pooled, frames, strict=True) if frame.names[kind] != name]
+        features = _separable_features(training_frames)
         how = replace(beta_options(options), signs=NON_NEGATIVE)
         fitted = fit_linear(rows, features, how)
         if isinstance(fitted, TooFewRows):
             notes.append(f"{title}, {name}: {fitted.reason}")
             continue
-        if sum(frame.names[kind] != name for frame in frames) == 1:
+        if len(training_frames) == 1:
             notes.append(f"{title}, {name}: {_ONE_SCOPE}")
         found.append(
             LeftOutErrors(
-                kind, name, CYCLE_TIME.model, None, POOLED.name, others, fitted.rows_used, fitted.validation
+                kind,
+                name,
+                CYCLE_TIME.model,
+                None,
+                POOLED.name,
+                trained_on,
+                fitted.rows_used,
+                fitted.validation,
             )
         )
     return found, notes
 
 
-def _told_apart(frames: Sequence[pl.DataFrame]) -> list[FeatureColumn]:
-    """Offer the features that this many scopes can tell: of those constant within most, two fewer than there are scopes.
+def _separable_features(frames: Sequence[pl.DataFrame]) -> list[FeatureColumn]:
+    """Return the features whose coefficients this many scopes can separate.
 
-    With as many coefficients as scopes a line goes through every scope's mean, whatever the truth. Of two scopes one such
-    feature is offered all the same, the first (reading weights): else what is the same in every step counts as a constant
-    of the program, which no other GPU or model changes.
+    A feature that is constant within most scopes is determined by the differences between scopes alone. At most two fewer
+    such features than scopes are offered: with as many coefficients as scopes a line goes through every scope's mean and
+    fits any data. Two scopes still get one, the first (reading weights): without it, its cost would count as a constant of
+    the program, which does not change with the GPU or the model.
     """
     spare = max(len(frames) - 2, 1 if len(frames) == 2 else 0)
     offered = []
@@ -185,5 +198,5 @@ def _told_apart(frames: Sequence[pl.DataFrame]) -> list[FeatureColumn]:
 
 
 def _is_fixed(values: pl.Series) -> bool:
-    """Tell whether nine rows in ten are alike: a step without tokens has no weights to read."""
+    """Return whether nine rows in ten are alike: a step without tokens has no weights to read."""
     return values.quantile(0.05, "nearest") == values.quantile(0.95, "nearest")

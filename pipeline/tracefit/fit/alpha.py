@@ -1,8 +1,8 @@
-"""Fit the targets of requests: one model per `features.targets.Target`, in the form that its data bear out.
+"""Fit the targets of requests (queue wait, admission, departure): one model per `features.targets.Target`.
 
-A form says which linear models a target consists of, and whether the boundary of an engine step comes on top. The first
-form of a target is what the engine's laws give; another one takes its place where it is clearly better on training rows
-that neither was fitted on (`candidates.choose_form`).
+A model takes one of the forms that its target declares. A form says which linear models the target consists of, and whether
+the wait for the next step boundary is added. The first form of a target follows from how the engine works; another form
+replaces it where it is clearly better on training rows that neither was fitted on (`candidates.choose_form`).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ SOMEONE_WAITS = (
     Comparison("waiting_depth", ">", value=0.0),
     Comparison("max_num_seqs", "<=", feature2="running_depth"),
 )
-"""What a sampled step can tell of `NO_CAPACITY`: the step left a request waiting, or no slot."""
+"""`NO_CAPACITY` as far as a sampled step shows it: the step left a request waiting, or no slot free."""
 
 NO_CAPACITY = (
     Comparison("free_slots", "<=", value=0.0),
     Comparison("free_tokens", "<=", value=0.0),
     Comparison("block_demand", ">", feature2="kv_blocks_free"),
 )
-"""A request is left waiting by the next scheduling pass when slots, token budget or KV blocks do not last for it."""
+"""The next scheduling pass leaves a request waiting when slots, token budget or KV blocks do not suffice for it."""
 
 _BOUNDARY_NOTES = (
     "work is the API process's own time: what a consumer that simulates step boundaries itself needs",
@@ -70,7 +70,7 @@ class Form:
     Attributes:
         name: Name in `Target.forms`, in notes and among the candidates.
         regimes: Offered features, and whether the queue is known exactly, to the linear models it consists of.
-        label: What the condition of the first regime should say of a row; null of a form without a condition.
+        label: The true value of the first regime's condition on a row; null for a form without a condition.
         has_boundary: The wait for the next step comes on top of API work (`boundary.fit_boundary`).
     """
 
@@ -87,11 +87,11 @@ def _one_line(columns: list[FeatureColumn], _exact: bool) -> list[Regime]:
 def _queued_or_free(columns: list[FeatureColumn], exact: bool) -> list[Regime]:
     """Return the two regimes of a queue wait: left waiting by a scheduling pass, or taken by the next one."""
     if not exact:
-        # The latest sampled step says too little of who waits for what: either regime is offered everything.
+        # The latest sampled step does not show who waits for what, so that both regimes are offered all features.
         return [Regime("queued", SOMEONE_WAITS, tuple(columns)), Regime("free", (), tuple(columns))]
-    ahead = tuple(c for c in columns if c.name in QUEUED_FEATURES)
-    here = tuple(c for c in columns if c.name in FREE_FEATURES)
-    return [Regime("queued", NO_CAPACITY, ahead), Regime("free", (), here)]
+    queued = tuple(c for c in columns if c.name in QUEUED_FEATURES)
+    free = tuple(c for c in columns if c.name in FREE_FEATURES)
+    return [Regime("queued", NO_CAPACITY, queued), Regime("free", (), free)]
 
 
 FORMS: Mapping[FormName, Form] = {
@@ -112,11 +112,11 @@ def fit_target(
     Args:
         tables: Tables of one scope.
         target: The target.
-        constants: What is the same for every row, see `training.constants_of`.
+        constants: Values that are the same for every row, see `training.constants_of`.
         options: How the models of the scope are fitted.
 
     Returns:
-        The model, or why there is none and what would give it.
+        The model, or why there is none and what to do for it.
     """
     if (missing := _missing(tables.requests, target)) is not None:
         return missing
@@ -129,7 +129,7 @@ def fit_target(
     result = fit_regimes(rows, regimes, how)
     if isinstance(result, TooFewRows):
         return Missing(target.model, f"requests with both events: {result.reason}", "trace more requests")
-    # The step clock may know too little for a boundary: the line that was fitted for it stands alone then.
+    # Too few steps may have a known start for a boundary. The fitted line is then the whole model.
     boundary = fit_boundary(result, tables.timeline) if form.has_boundary else None
     notes = (*(_BOUNDARY_NOTES if boundary else ()), *(_WAIT_NOTES if exact else ()))
     return FittedModel(
@@ -149,17 +149,17 @@ def fit_target(
 
 
 def _missing(requests: pl.DataFrame, target: Target) -> Missing | None:
-    """Say why the requests hold nothing of a target; null where they hold something."""
+    """Return why the requests hold no value of a target; null where they hold some."""
     remedy = f"start the server with {JOURNEY_FLAGS}"
     if not requests.height:
         return Missing(target.model, "the traces hold no journeys", remedy)
     if requests["dialect"].is_in(WITHOUT_EVENTS).all() and not requests[target.column].count():
-        return Missing(target.model, "the spans of these requests do not tell", remedy)
+        return Missing(target.model, "the spans of these requests do not carry it", remedy)
     return None
 
 
 def _options_of(target: Target, options: ScopeOptions) -> FitOptions:
-    """Return how a target is fitted: the same for each of its forms, so that their errors compare."""
+    """Return how a target is fitted. The options are the same for all of its forms, so that their errors compare."""
     label = next((label for name in target.forms if (label := FORMS[name].label) is not None), None)
     return FitOptions(
         drop_outliers=target.drop_outliers,
@@ -179,12 +179,12 @@ def _choose(
     *,
     exact: bool,
 ) -> tuple[Form, tuple[Candidate, ...]]:
-    """Return the form to fit and what was tried: nothing where there is but one form, or one that can be measured."""
-    lawful, *others = (FORMS[name] for name in target.forms)
-    if not others:
-        return lawful, ()
+    """Return the form to fit and the candidates that were compared: none where fewer than two forms can be measured."""
+    first, *alternatives = (FORMS[name] for name in target.forms)
+    if not alternatives:
+        return first, ()
     inner, measured = inner_rows(rows), list[Candidate]()
-    for form in (lawful, others[0]):
+    for form in (first, alternatives[0]):
         regimes = form.regimes(columns, exact)
         found = (
             try_boundary(inner, regimes, how, tables.timeline)
@@ -192,7 +192,7 @@ def _choose(
             else try_regimes(inner, form.name, regimes, how)
         )
         if found is None:
-            return lawful, ()
+            return first, ()
         measured.append(found)
     tried = choose_form(*measured)
     return next(FORMS[name] for name in target.forms for c in tried if c.chosen and c.name == name), tried

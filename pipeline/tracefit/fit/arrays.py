@@ -1,4 +1,4 @@
-"""Types of arrays, for type checkers: shapes are in the docstrings of what takes and returns them."""
+"""Array types for type checkers. Shapes are stated in the docstrings of the functions that take or return the arrays."""
 
 from __future__ import annotations
 

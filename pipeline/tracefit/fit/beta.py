@@ -1,4 +1,8 @@
-"""Fit the step time: choose what measures it and which feature set explains it, then fit and evaluate the model."""
+"""Fit the step time (beta): choose its source, choose its feature set, then fit and evaluate the model.
+
+The source is the step clock (start of a step to start of the next) unless `step.duration_us` turns out to cover the time the
+engine is busy. Of several feature sets the rule of `candidates` chooses one, on the training rows alone.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ class StepTimes:
 
     Attributes:
         cover: What `step.duration_us` covers of the time the engine was busy.
-        choice: Where step times come from; null of traces without steps.
+        choice: Where step times come from; null for traces without steps.
         result: The model, or why there is none.
     """
 
@@ -49,7 +53,7 @@ class StepTimes:
 
     @property
     def are_whole(self) -> bool:
-        """Whether the target is the time of a step, not a part of it: else latencies are no sums of it."""
+        """Whether the target is the whole time of a step: only then are latencies sums of it."""
         if self.choice is None:
             return False
         return self.choice.source == "clock" or (self.cover.share or 0.0) >= COVERED_SHARE
@@ -66,7 +70,7 @@ def duration_cover(timeline: pl.DataFrame) -> DurationCover:
 
 
 def choose_target(cover: DurationCover, wanted: BetaTarget) -> TargetChoice:
-    """Choose where step times come from: the durations where they are the step times, else the step clock."""
+    """Choose where step times come from: the durations where they cover the steps, otherwise the step clock."""
     if wanted == "duration":
         return TargetChoice("duration", "asked for with --beta-target duration")
     if wanted == "clock":
@@ -94,15 +98,15 @@ def fit_step_times(
         options: How the models of the scope are fitted.
     """
     cover = duration_cover(tables.timeline)
-    # The name says what was asked for; durations that cover the busy time are cycle times by another clock.
+    # The name follows the option. Durations that cover the busy time are cycle times measured by another clock.
     target = DURATION if options.beta_target == "duration" else CYCLE_TIME
     if not tables.timeline.height:
         remedy = f"start the server with {STEP_FLAGS}"
         return StepTimes(cover, None, Missing(target.model, "the traces hold no step events", remedy))
     choice = choose_target(cover, options.beta_target)
     if scope.context.gpu is not None and len(sets) > 1:
-        # With a GPU amounts of work are times: the roofline says the same of them.
-        sets = [one for one in sets if one.name != "work_max"]
+        # With a known GPU the roofline terms are these amounts of work, scaled to times.
+        sets = [candidate for candidate in sets if candidate.name != "work_max"]
     timeline = training.with_roofline(tables.timeline, scope.context)
     constants = training.constants_of(scope.context)
     rows, load = with_load(step_frame(tables, timeline, _offered(sets), constants, choice.source))
@@ -136,7 +140,7 @@ def fit_step_times(
 
 
 def _definition(choice: TargetChoice, lags: Mapping[tuple[str, str], int]) -> tuple[str, str]:
-    """Return what is measured and where it comes from, as published."""
+    """Return the definition of the target and its source, as published."""
     if choice.source == "duration":
         return DURATION.definition, DURATION.source
     if any(lags.values()):
@@ -148,19 +152,19 @@ def _definition(choice: TargetChoice, lags: Mapping[tuple[str, str], int]) -> tu
 def beta_options(options: ScopeOptions) -> FitOptions:
     """Return how step times are fitted."""
     mixed = pl.col("has_prefill")
-    # A mean over an interval is easier to predict than a step: the error of the model is its error on steps.
+    # A mean over an interval is easier to predict than a single step: the published error is that on single steps.
     single = pl.col("source") != "interval"
     return FitOptions(
         groups=(("decode_only", ~mixed), ("mixed", mixed)),
         eval_filter=single,
         reference=options.reference,
-        # A step takes no less than nothing, whatever it carries.
+        # An empty step takes no negative time.
         signs=options.signs(intercept=True),
     )
 
 
 def _offered(sets: Sequence[FeatureSet]) -> FeatureSet:
-    """Return the features of all sets once, those with a ratio to choose once for every ratio, and what measures load."""
+    """Return the features of all sets, each once (a tuned feature once per ratio), and those that measure load."""
     features: dict[str, Feature] = {}
     for one in sets:
         for feature in one.features:
@@ -179,7 +183,7 @@ def _at(name: str, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ChosenSet:
-    """The features to fit, the training rows with exactly these, and what was tried."""
+    """The features to fit, the frame with exactly these, and the candidates that were compared."""
 
     features: FeatureSet
     rows: pl.DataFrame
@@ -187,20 +191,20 @@ class _ChosenSet:
 
 
 def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOptions) -> _ChosenSet:
-    """Choose the feature set by the rule of `candidates`, on the training part alone. A set that was asked for is taken.
+    """Choose the feature set by the rule of `candidates`, on the training rows alone; a single set is taken as it is.
 
     Args:
         rows: Training frame with the features of `_offered`, and the load.
         sets: The candidates in order of preference.
         options: How the model is fitted.
     """
-    # The same rows for all: a model of its own outliers would be judged without those that speak against it.
+    # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
     first = _ratios(sets[0])[0]
     marked = mark_outliers(_taken(rows, first), columns_of(first.features), options)
-    rows_judged = rows.with_columns(marked["excluded_reason"])
+    common_rows = rows.with_columns(marked["excluded_reason"])
     how = replace(options, drop_outliers=False)
-    tuned = [_with_ratio(rows_judged, one, how) for one in sets]
-    found = [try_features(_taken(rows_judged, one), one.name, columns_of(one.features), how) for one in tuned]
+    tuned = [_with_ratio(common_rows, one, how) for one in sets]
+    found = [try_features(_taken(common_rows, one), one.name, columns_of(one.features), how) for one in tuned]
     tried = choose([c for c in found if c is not None]) if any(found) else ()
     name = next((c.name for c in tried if c.chosen), sets[0].name)
     winner = next(one for one in tuned if one.name == name)
@@ -212,7 +216,7 @@ def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOpti
 
 @dataclass(frozen=True, slots=True)
 class _TunedSet:
-    """A set with its ratio chosen, and the number that its columns of that ratio carry."""
+    """A set with its ratio chosen, and the number that its columns carry for that ratio."""
 
     features: FeatureSet
     number: int | None = None
@@ -223,13 +227,13 @@ class _TunedSet:
 
 
 def _ratios(features: FeatureSet) -> list[_TunedSet]:
-    """Return a set with each ratio it may have; itself where it has none."""
+    """Return the set at each of its ratios; the set itself where it has none."""
     tried = [_TunedSet(features.at(ratio), number) for number, ratio in enumerate(features.ratios)]
     return tried or [_TunedSet(features)]
 
 
 def _with_ratio(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -> _TunedSet:
-    """Choose the ratio of a set that has one: by the rule for candidates."""
+    """Return the set at the ratio with the smallest error, by the rule for candidates."""
     tried = _ratios(features)
     if len(tried) == 1:
         return tried[0]
@@ -241,7 +245,7 @@ def _with_ratio(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -
 
 
 def _taken(rows: pl.DataFrame, one: _TunedSet) -> pl.DataFrame:
-    """Give the columns of the chosen ratio the names of the features."""
+    """Rename the columns of the chosen ratio to the names of the features."""
     if one.number is None:
         return rows
     names = {_at(n, one.number): n for n in one.features.names if _at(n, one.number) in rows.columns}

@@ -1,8 +1,12 @@
-"""Admission by the step clock: API work, then the first step boundary.
+"""The admission model with a step clock: API work of a request, then the wait for the next step boundary.
 
-A request is QUEUED when the engine core drains its socket, between steps: at the first step start at or after the end of
-its API work; at that end itself when the engine is idle. The API process works on one request after the other, in the order
-they arrive. The API work is what is fitted, on requests with few in front of them.
+The API process works on one request after the other, in the order they arrive. The engine core reads the request from its
+socket between two steps: QUEUED is stamped at the first step start at or after the end of the API work, or at that end
+itself when the engine is idle. What is fitted is the API work, a constant and a share per prompt token.
+
+The first half of the module follows the API process: how long a request waits for it, and the bursts in which requests pile
+up in front of it. Requests in bursts take no part in the fit. The second half fits the work by the boundaries that the
+training requests met, predicts admissions, and evaluates them with the step clock and without it.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ REQUESTS_AHEAD = 5.0
 """A request is part of a burst when the API process has work of five requests or more to do before its own."""
 
 QUICKEST_SHARE = 0.05
-"""The 5th percentile of admissions in the training part stands for the API work: little of it is a wait for a step."""
+"""Quantile of the training admissions that stands for the API work: the shortest ones hold little wait for a step."""
 
 APART_S = 1.0
 """Requests of one burst come within a second of each other."""
@@ -64,18 +68,19 @@ def api_waits(rows: pl.DataFrame, work_us: Vector) -> Vector:
     """
     numbered = rows.select(*SERVER, "ts_ns").with_row_index("row")
     waits = np.zeros(rows.height)
-    for _, part in numbered.sort("ts_ns", maintain_order=True).group_by(SERVER):
-        mine = part["row"].to_numpy()
-        since = ((part["ts_ns"] - part["ts_ns"].min()) / 1e3).to_numpy()
-        waits[mine] = _waits(since, work_us[mine])
+    for _, requests in numbered.sort("ts_ns", maintain_order=True).group_by(SERVER):
+        indices = requests["row"].to_numpy()
+        # Microseconds since the first arrival: nanoseconds of the epoch lose their last digits in floating point.
+        since_us = ((requests["ts_ns"] - requests["ts_ns"].min()) / 1e3).to_numpy()
+        waits[indices] = _waits(since_us, work_us[indices])
     return waits
 
 
 def _waits(arrivals_us: Vector, work_us: Vector) -> Vector:
-    """Return the waits for a process that works on one after the other (Lindley 1952), arrivals sorted.
+    """Return the waits of sorted arrivals for a process that serves one request at a time (Lindley 1952).
 
-    Work on request i starts at s_i = max(a_i, s_{i-1} + w_{i-1}) = W_i + max over j <= i of (a_j - W_j), with W_i the work
-    on all before i.
+    Work on request i starts at s_i = max(a_i, s_{i-1} + w_{i-1}) = W_i + max over j <= i of (a_j - W_j), where W_i is the
+    sum of the work on all requests before i.
     """
     before = np.cumsum(work_us) - work_us
     return np.asarray(before + np.maximum.accumulate(arrivals_us - before) - arrivals_us)
@@ -90,17 +95,21 @@ def mark_bursts(rows: pl.DataFrame) -> pl.DataFrame:
     work = rows.filter((pl.col("split") == "train") & (pl.col("y") > 0))["y"].quantile(QUICKEST_SHARE)
     if work is None:
         return rows.with_columns(in_burst=pl.lit(value=False))
-    parts = []
-    for _, part in rows.with_row_index("_row").group_by(SERVER, maintain_order=True):
-        ordered = part.sort("ts_ns")
-        since = ((ordered["ts_ns"] - ordered["ts_ns"].min()) / 1e3).to_numpy()
-        ahead = requests_ahead(since, work)
-        parts.append(ordered.with_columns(in_burst=pl.Series(ahead >= REQUESTS_AHEAD)))
-    return pl.concat(parts).sort("_row").drop("_row")
+    marked = []
+    for _, requests in rows.with_row_index("_row").group_by(SERVER, maintain_order=True):
+        ordered = requests.sort("ts_ns")
+        since_us = ((ordered["ts_ns"] - ordered["ts_ns"].min()) / 1e3).to_numpy()
+        ahead = requests_ahead(since_us, work)
+        marked.append(ordered.with_columns(in_burst=pl.Series(ahead >= REQUESTS_AHEAD)))
+    return pl.concat(marked).sort("_row").drop("_row")
 
 
 def find_bursts(rows: pl.DataFrame) -> tuple[Burst, ...]:
-    """Name the bursts of every server, from rows that `mark_bursts` marked."""
+    """Return the bursts of every server: runs of marked requests with no more than `APART_S` between two of them.
+
+    Args:
+        rows: Rows that `mark_bursts` marked.
+    """
     if not rows.height:
         return ()
     seconds = (pl.col("ts_ns") - pl.col("ts_ns").min().over(SERVER)) / 1e9
@@ -120,23 +129,27 @@ def find_bursts(rows: pl.DataFrame) -> tuple[Burst, ...]:
 
 
 MIN_IDLE_ROWS = 20
+"""Fewest training requests that met an idle engine for a fit of the API work on them."""
+
 GRID_US = 50.0
 MOST_WORK_US = 20_000.0
+"""Amounts of API work that are tried: from 0 up to this, in steps of `GRID_US`."""
+
 PLATEAU = 0.002
-"""Amounts of work whose share of right boundaries is this close to the best are as good as it."""
+"""Amounts of work whose share of right boundaries is this close to the best one's count as equally good."""
 
 
 def expected_admission(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
-    """Return the expected admission of requests of which nothing else is known, in us, clipped at 0; shape (n,)."""
+    """Return the expected admission of requests known by their prompt length alone, in us, clipped at 0; shape (n,)."""
     return np.asarray(np.maximum(_work_us(fitted, prompt_tokens) + fitted.expected_wait_us, 0.0))
 
 
 def predict_admission(fitted: FittedBoundary, rows: pl.DataFrame, timeline: pl.DataFrame) -> Vector:
-    """Predict the admission rows of requests by the step clock, without it where the clock has gaps; us, shape (n,).
+    """Predict admissions by the step clock, and by the linear model where the clock has gaps; in us, shape (n,).
 
     Args:
         fitted: The model.
-        rows: All rows of their servers: how long a request waits for the API process depends on those before it.
+        rows: All admission rows of their servers: the wait for the API process depends on the requests before.
         timeline: The `timeline` table.
     """
     clocks = step_clock(timeline), interpolated_clock(timeline)
@@ -144,25 +157,30 @@ def predict_admission(fitted: FittedBoundary, rows: pl.DataFrame, timeline: pl.D
 
 
 def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | None:
-    """Fit the API work on the training rows of a linear admission fit; null where the clock knows too little.
+    """Fit the API work on the training rows of a linear admission fit.
 
-    The constant is the amount of work that finds the right boundary for most training requests (the middle of the
-    plateau, where several do); per prompt token it is told by requests that met an idle engine.
+    The constant is the amount of work that finds the right boundary for most training requests: the middle of the
+    plateau where several amounts do. The work per prompt token comes from requests that met an idle engine.
 
     Args:
-        linear: The fit for consumers without a clock; its rows are used.
+        linear: The fit for consumers without a step clock; its rows are used.
         timeline: The `timeline` table.
+
+    Returns:
+        The model; null where the boundary of fewer than `MIN_TRAIN_ROWS` training requests is known.
     """
     clock = step_clock(timeline)
     marked = mark_bursts(linear.rows)
     train = counted(marked, "train")
     if int((true_boundary(train, clock) >= 0).sum()) < MIN_TRAIN_ROWS:
         return None
-    alone = train.filter(~pl.col("in_burst"))
-    told = alone if alone.height >= MIN_TRAIN_ROWS else train
-    per_token, idle_work = _work_of_idle(told, clock)
-    work, offset = _constants(told, clock, per_token, idle_work)
-    band = PredictionInterval("difference", 0.0, 0.0)
+    # In a burst the wait for the API process dominates: its requests say little of the work on one of them.
+    outside_bursts = train.filter(~pl.col("in_burst"))
+    used = outside_bursts if outside_bursts.height >= MIN_TRAIN_ROWS else train
+    per_token, idle_work = _work_of_idle(used, clock)
+    work, offset = _constants(used, clock, per_token, idle_work)
+    # `_validated` fills in the interval and the accuracy, for which it needs a model that predicts.
+    no_interval = PredictionInterval("difference", 0.0, 0.0)
     residual, busy_share = mean_residual(timeline, train)
     fitted = FittedBoundary(
         work,
@@ -175,7 +193,7 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
         0,
         linear,
         linear.validation,
-        band,
+        no_interval,
         find_bursts(marked),
     )
     rows = _with_done(fitted, marked)
@@ -186,28 +204,30 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
 def _constants(
     train: pl.DataFrame, clock: StepClock, per_token: float, idle_work: float | None
 ) -> tuple[float, float]:
-    """Return the constant of the API work and the offset; of few requests that met a boundary idle ones tell better."""
+    """Return the constant of the API work and the offset of the QUEUED stamp from the step start, both in us."""
     slope = per_token * train["prompt_tokens"].fill_null(0).to_numpy()
     truth = true_boundary(train, clock)
     known = truth >= 0
     offset = _offset(train, clock, truth, known) if known.any() else 0.0
+    # Requests that met an idle engine measure the work directly, which few known boundaries cannot improve on.
     if idle_work is not None and int(known.sum()) < MIN_TRAIN_ROWS:
         return idle_work, offset
     grid = np.arange(0.0, MOST_WORK_US, GRID_US)
-    shares = _right_shares(train, clock, truth, slope, grid)
+    shares = _shares_explained(train, clock, truth, slope, grid)
     plateau = grid[shares >= shares.max() - PLATEAU]
+    # Every amount on the plateau explains the boundaries equally well; the direct measurement picks one of them.
     if idle_work is not None and plateau.min() <= idle_work <= plateau.max():
         return idle_work, offset
     return float(np.median(plateau)), offset
 
 
-def _right_shares(
+def _shares_explained(
     train: pl.DataFrame, clock: StepClock, truth: Integers, slope: Vector, grid: Vector
 ) -> Vector:
-    """Return the share of requests of known boundary that each constant of the API work finds it for; shape of `grid`.
+    """Return the share of requests with a known boundary that each constant on `grid` predicts it for; shape of `grid`.
 
-    A request gets its boundary from every amount of work that ends after the step start before it and no later than the
-    boundary itself: with both ends sorted, two searches count the requests for all amounts at once.
+    A constant predicts a request's boundary when the work ends after the step start before the boundary and no later than
+    the boundary itself. With both ends sorted, two searches count the requests for all constants at once.
     """
     known = truth >= 0
     arrived = train["ts_ns"].to_numpy()[known].astype(float)
@@ -223,7 +243,7 @@ def admission_with_clock(
 ) -> tuple[Vector, Flags]:
     """Predict admissions by the step clock: the boundary after the work, or its end itself when the engine was idle.
 
-    A boundary whose step the clock does not know is taken to lie evenly between the known ones around it.
+    A step start that the clock does not know is placed evenly between the known ones around it.
 
     Args:
         rows: Admission rows: engine columns and ts_ns.
@@ -244,25 +264,31 @@ def admission_with_clock(
 def _until_boundary(
     rows: pl.DataFrame, clock: StepClock, between: StepClock, done_us: Vector
 ) -> tuple[Vector, Flags]:
-    """Return the time to the boundary each request waits for, and for which of them a clock tells it; shape (n,) each."""
+    """Return the time to the boundary each request waits for, and whether either clock knows it; shape (n,) each."""
     arrived, idle = rows["ts_ns"].to_numpy(), meets_idle(rows, clock, done_us)
-    exact, near = (boundary_of(rows, one, done_us) for one in (clock, between))
-    until = np.where(exact >= 0, clock.starts[exact] - arrived, between.starts[near] - arrived) / 1e3
-    return until, np.asarray((exact >= 0) | ((near >= 0) & ~idle))
+    exact, interpolated = (boundary_of(rows, starts, done_us) for starts in (clock, between))
+    until = np.where(exact >= 0, clock.starts[exact] - arrived, between.starts[interpolated] - arrived) / 1e3
+    return until, np.asarray((exact >= 0) | ((interpolated >= 0) & ~idle))
 
 
 def _work_of_idle(train: pl.DataFrame, clock: StepClock) -> tuple[float, float | None]:
-    """Return API work per prompt token and its constant, told by requests that met an idle engine."""
+    """Return the API work per prompt token, and its constant, of the requests that met an idle engine.
+
+    Their admission is the API work alone. The constant is null of too few such requests.
+    """
     y, tokens = train["y"].to_numpy(), train["prompt_tokens"].fill_null(0).to_numpy().astype(float)
+    # Idle both on arrival and when QUEUED: a step in between would have put a wait into the admission.
     idle = meets_idle(train, clock, np.zeros(len(y))) & meets_idle(train, clock, y)
     if int(idle.sum()) < MIN_IDLE_ROWS:
         return 0.0, None
     line = RobustLinear().fit(tokens[idle, None], y[idle])
-    flat = float(np.median(y[idle]))
+    constant = float(np.median(y[idle]))
     error = y[idle] - line.predict(tokens[idle, None])
+    # Two standard errors of a slope: 2 sd(residual) / (sd(tokens) sqrt(n)). A smaller slope is taken for zero.
     spread = tokens[idle].std() * np.sqrt(idle.sum())
-    slope, sure = float(line.coef_[0]), 2 * float(error.std()) / spread if spread > 0 else np.inf
-    return (slope, line.intercept_) if slope > sure else (0.0, flat)
+    two_errors = 2 * float(error.std()) / spread if spread > 0 else np.inf
+    slope = float(line.coef_[0])
+    return (slope, line.intercept_) if slope > two_errors else (0.0, constant)
 
 
 def _offset(train: pl.DataFrame, clock: StepClock, truth: Integers, known: Flags) -> float:
@@ -271,26 +297,27 @@ def _offset(train: pl.DataFrame, clock: StepClock, truth: Integers, known: Flags
 
 
 def mean_residual(timeline: pl.DataFrame, train: pl.DataFrame) -> tuple[float, float]:
-    """Return E[c^2] / (2 E[c]) over the cycles of the training part, and the share of its time that is busy.
+    """Return the mean residual cycle and the busy share of time in the training part.
 
-    A moment of busy time falls into a cycle with a chance in proportion to its length, and half of it is left. Of a
-    cycle that holds idle time a median cycle was busy.
+    The mean residual of a cycle c at a random moment of busy time is E[c^2] / (2 E[c]) (renewal theory: the moment falls
+    into a cycle with a probability proportional to its length, and half of the cycle is left). A cycle that holds idle
+    time counts as busy for the length of a median cycle.
     """
     ends = train.group_by(SERVER).agg(until_ns=pl.col("holdout_from_ns").first())
-    told = timeline.filter(pl.col("cycle_us").is_not_null()).join(ends, on=SERVER)
-    told = told.filter(pl.col("ts_start_ns") < pl.col("until_ns"))
-    cycle, steps = told["cycle_us"].to_numpy(), told["interval_steps"].to_numpy().astype(float)
-    idle = told["idle_after"].fill_null(value=False).to_numpy()
+    cycles = timeline.filter(pl.col("cycle_us").is_not_null()).join(ends, on=SERVER)
+    cycles = cycles.filter(pl.col("ts_start_ns") < pl.col("until_ns"))
+    cycle, steps = cycles["cycle_us"].to_numpy(), cycles["interval_steps"].to_numpy().astype(float)
+    idle = cycles["idle_after"].fill_null(value=False).to_numpy()
     if not (~idle).any():
         return 0.0, 0.0
     busy = cycle[~idle] * steps[~idle]
-    held = np.minimum(cycle[idle], np.median(cycle[~idle])) * steps[idle]
+    busy_of_idle = np.minimum(cycle[idle], np.median(cycle[~idle])) * steps[idle]
     residual = float((busy * cycle[~idle]).sum() / (2 * busy.sum()))
-    return residual, float((busy.sum() + held.sum()) / (cycle * steps).sum())
+    return residual, float((busy.sum() + busy_of_idle.sum()) / (cycle * steps).sum())
 
 
 def _with_done(fitted: FittedBoundary, rows: pl.DataFrame) -> pl.DataFrame:
-    """Add done_us, from ARRIVED to the end of the API work, the wait for the API process included."""
+    """Add done_us: the time from ARRIVED to the end of the API work, including the wait for the API process."""
     work = _work_us(fitted, rows["prompt_tokens"])
     return rows.with_columns(done_us=pl.Series(api_waits(rows, work) + work))
 
@@ -319,44 +346,49 @@ def _validated(
     y = held["y"].to_numpy().astype(float)
     truth = true_boundary(held, clock)
     known = truth >= 0
-    right, without = (
+    accuracy, accuracy_without_work = (
         100 * float(np.mean(boundary_of(held, clock, w)[known] == truth[known])) if known.any() else None
         for w in (held["done_us"].to_numpy(), np.zeros(len(y)))
     )
-    told = _predict(fitted, held, clock, between)
-    told_train, y_train = _predict(fitted, train, clock, between), train["y"].to_numpy().astype(float)
-    band = prediction_interval(told_train, y_train)
-    low, high = band.limits(told)
+    predicted = _predict(fitted, held, clock, between)
+    predicted_train = _predict(fitted, train, clock, between)
+    y_train = train["y"].to_numpy().astype(float)
+    # In-sample errors serve here: three fitted numbers do not follow the noise of the training rows.
+    interval = prediction_interval(predicted_train, y_train)
+    low, high = interval.limits(predicted)
     linear = fitted.without_clock
-    measured = measure(y, told)
-    by: dict[str, Metrics] = {
+    measured = measure(y, predicted)
+    by_group: dict[str, Metrics] = {
         "without_clock": linear.validation.holdout,
         "expectation": measure(y, expected_admission(fitted, held["prompt_tokens"])),
     }
     idle = meets_idle(held, clock, held["done_us"].to_numpy())
     if idle.any():
-        by["idle_engine"] = measure(y[idle], told[idle])
+        by_group["idle_engine"] = measure(y[idle], predicted[idle])
     burst = held["in_burst"].to_numpy()
     if burst.any():
-        by |= {"burst": measure(y[burst], told[burst]), "no_burst": measure(y[~burst], told[~burst])}
-    # The same knowledge for the reference: the prompt, and what is left of the step in progress.
+        by_group |= {
+            "burst": measure(y[burst], predicted[burst]),
+            "no_burst": measure(y[~burst], predicted[~burst]),
+        }
+    # The reference gets the same inputs: the prompt, and the time left of the step in progress.
     names = [n for n in ("prompt_tokens", "step_residual_us") if train[n].is_not_null().any()]
     validation = replace(
         linear.validation,
-        train=measure(y_train, told_train),
+        train=measure(y_train, predicted_train),
         holdout=measured,
         reference=reference(train, held, names) if linear.validation.reference else None,
-        by_group=by,
-        within_5_pct=100 * float((np.abs(told - y) <= WITHIN_PCT / 100 * np.abs(y)).mean()),
+        by_group=by_group,
+        within_5_pct=100 * float((np.abs(predicted - y) <= WITHIN_PCT / 100 * np.abs(y)).mean()),
         skill=skill(measured, linear.validation.baseline),
         interval_coverage_pct=coverage_pct(low, y, high),
         learning_curve=(),
     )
     return replace(
         fitted,
-        boundary_accuracy_pct=right,
-        boundary_accuracy_without_work_pct=without,
+        boundary_accuracy_pct=accuracy,
+        boundary_accuracy_without_work_pct=accuracy_without_work,
         rows_with_clock=int(known.sum()),
         validation=validation,
-        prediction_interval=band,
+        prediction_interval=interval,
     )

@@ -1,6 +1,8 @@
-"""Choosing between candidate models: feature sets of step times, and forms of a request's wait.
+"""Choose between candidate models: feature sets for the step time, and forms for a request's wait.
 
-Every candidate is fitted on a part of the training rows and evaluated on the rest of them. The hold-out takes no part.
+Every candidate is fitted on one part of the training rows and evaluated on the rest of them, so that the hold-out remains
+unused. Feature sets follow `SET_RULE`: error inside and beyond the training load, fewer features on a tie. Forms follow
+`FORM_RULE`: the form that the engine's laws give stays unless another one is clearly better.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ if TYPE_CHECKING:
     from tracefit.fit.linear import FeatureColumn, Regime
 
 TIE = 0.02
-"""Candidates whose errors are this close to the best one's are as good: the one with the fewest features is chosen."""
+"""Candidates whose score is within this share of the best one's tie with it; the fewest features decide."""
 
 SET_RULE = (
     "smallest geometric mean of the error inside the training load (blocks of time left out in turn) and the error beyond "
-    "it (fitted on the lower half of the load, judged on the upper half); within 2 % of it the fewest features"
+    "it (fitted on the lower half of the load, evaluated on the upper half); within 2 % of it the fewest features"
 )
 
 
@@ -42,7 +44,7 @@ def try_features(
     *,
     quick: bool = False,
 ) -> Candidate | None:
-    """Measure what a linear model of some features is worth on the training rows; null of too few rows or features.
+    """Measure a linear model of some features on the training rows; null where rows or features are too few.
 
     Args:
         rows: Training frame with the column `load`.
@@ -51,10 +53,10 @@ def try_features(
         options: How it would be fitted.
         quick: Try one penalty only.
     """
-    found = training_design(rows, features, options)
-    if found is None:
+    design = training_design(rows, features, options)
+    if design is None:
         return None
-    used, data = found
+    used, data = design
     penalties = CANDIDATES[:1] if quick else CANDIDATES
     positive = options.signs.of(data.columns)
     folds = data.folds(FOLDS)
@@ -68,7 +70,7 @@ def try_features(
 
 
 def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Mark the candidate to fit and say why: see `SET_RULE`."""
+    """Mark the candidate to fit, by `SET_RULE`, and give each candidate its reason."""
     best = min(candidates, key=lambda c: c.score)
     close = [c for c in candidates if c.score <= best.score * (1 + TIE)]
     winner = min(close, key=lambda c: (c.features, c.score))
@@ -86,21 +88,21 @@ def _reason(candidate: Candidate, *, best: Candidate, winner: Candidate) -> str:
     if candidate.score <= best.score * (1 + TIE):
         return f"no better than {winner.name} with {winner.features} features"
     worse = [
-        f"{100 * (own / other - 1):.0f} % worse {where}"
-        for where, own, other in (
+        f"{100 * (error / best_error - 1):.0f} % worse {where}"
+        for where, error, best_error in (
             ("inside", candidate.inside_mae, winner.inside_mae),
             ("beyond", candidate.beyond_mae, winner.beyond_mae),
         )
-        if own is not None and other and own > other * (1 + TIE / 2)
+        if error is not None and best_error and error > best_error * (1 + TIE / 2)
     ]
     return f"{' and '.join(worse) or 'worse'} than {winner.name}"
 
 
 MIN_GAIN = 0.05
-"""Least share of the error that another form must remove to take the place of the one that the engine's laws give."""
+"""Least share of the error that another form must remove to replace the form that the engine's laws give."""
 
 CLOCK_US = 1.0
-"""A difference of errors that no stamp tells."""
+"""Smallest difference between errors, in us, that counts: the stamps resolve none below it."""
 
 FORM_RULE = (
     "by the mean absolute error on the last 30 % of the training rows in time, fitted on those before; the form that the "
@@ -110,15 +112,15 @@ FORM_RULE = (
 BOUNDARY, LINE, REGIMES = "step_boundary", "line", "regimes"
 
 _BOUNDARY_NUMBERS = 2
-"""What the step boundary is fitted by: the API work and the offset of the stamp."""
+"""Fitted numbers of the step boundary: the API work and the offset of the stamp."""
 
 
 def choose_form(lawful: Candidate, other: Candidate) -> tuple[Candidate, ...]:
-    """Mark the form to fit and say why, by `FORM_RULE`.
+    """Mark the form to fit, by `FORM_RULE`, and give both forms their reason.
 
     Args:
         lawful: The form that the engine's laws give.
-        other: The other one.
+        other: The alternative form.
     """
     gain = 1 - other.inside_mae / lawful.inside_mae if lawful.inside_mae else 0.0
     clearly = gain > MIN_GAIN and lawful.inside_mae - other.inside_mae > CLOCK_US
@@ -136,7 +138,7 @@ def choose_form(lawful: Candidate, other: Candidate) -> tuple[Candidate, ...]:
 
 
 def inner_rows(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the training rows of a frame as a frame of their own, its last 30 % in time held out."""
+    """Return the training rows as a frame of their own whose last 30 % in time are held out."""
     trained = rows.filter(pl.col("split") == "train").drop("split", "holdout_from_ns")
     return splits.split_by_time(trained)
 
@@ -144,7 +146,7 @@ def inner_rows(rows: pl.DataFrame) -> pl.DataFrame:
 def try_regimes(
     rows: pl.DataFrame, name: str, regimes: list[Regime], options: FitOptions
 ) -> Candidate | None:
-    """Measure a line or a line per regime; null of too few rows.
+    """Measure a line, or a line per regime, on the inner hold-out; null where rows are too few.
 
     Args:
         rows: As `inner_rows` returns them.
@@ -161,11 +163,11 @@ def try_regimes(
 def try_boundary(
     rows: pl.DataFrame, regimes: list[Regime], options: FitOptions, timeline: pl.DataFrame
 ) -> Candidate | None:
-    """Measure API work and the step boundary after it; null of too few rows, or where the step clock knows too little.
+    """Measure the step boundary on the inner hold-out; null where rows, or known step starts, are too few.
 
     Args:
         rows: As `inner_rows` returns them.
-        regimes: The line that speaks for requests whose boundary the step clock does not know.
+        regimes: The line for requests whose boundary the step clock does not know.
         options: How it would be fitted.
         timeline: The `timeline` table.
     """

@@ -1,7 +1,11 @@
-"""Latencies of requests composed of step times: a request's time in the engine is the sum of the steps it was in.
+"""Compose a request's latencies from predicted step times and overheads.
 
-TTFT = admission + wait + steps to the first token; ITL = steps after it / (tokens - 1); E2E = TTFT + (tokens - 1) * ITL.
-Here the batches and the waits are the real ones (teacher-forced); step times and overheads are predicted.
+TTFT = admission + queue wait + steps to the first token; ITL = steps after it / (tokens - 1); E2E = TTFT + (tokens - 1) ITL.
+
+There are two ways to know the steps of a request. `teacher_forced` takes the batches and the waits that were traced and sums
+the predicted times of exactly the steps the request was in: its error is that of the models. `averages_only` knows the
+request's own prompt and output length and averages over the training part (`averages_of`): its error is what a consumer gets
+that simulates no batches.
 """
 
 from __future__ import annotations
@@ -24,17 +28,15 @@ REQUEST = [*ENGINE, "trace_id", "core_request_id"]
 def teacher_forced(
     requests: pl.DataFrame, steps: pl.DataFrame, waits: pl.DataFrame, lags: Mapping[tuple[str, str], int]
 ) -> pl.DataFrame:
-    """Compose each request of the predicted times of the steps it was in and of its real waits.
+    """Sum the predicted times of the steps each request was in, and its traced waits.
 
-    A wait ends where the step begins that ends it: the queue wait is QUEUED to the start of the first step, the wait
-    after a preemption goes from the start of the step that preempted to that of the one that resumed. With scheduling a
-    step ahead (lag 1) step k executes in the cycle after its own: tokens come a cycle later.
-
-    Sums over steps are differences of a cumulative sum along an engine's steps.
+    A wait ends at a step start: the queue wait lasts from QUEUED to the start of the first step, the wait after a preemption
+    from the start of the step that preempted to the start of the step that resumed. With scheduling a step ahead (lag 1)
+    step k executes in the cycle after its own, so that tokens come a cycle later.
 
     Args:
         requests: The `requests` table.
-        steps: Columns of the engine, step_id, ts_start_ns, predicted_us (null where its batch is not known).
+        steps: Columns of the engine, step_id, ts_start_ns, predicted_us (null where the batch is not known).
         waits: `requeue_waits`.
         lags: (run_id, server) to steps that scheduling runs ahead of execution.
 
@@ -43,21 +45,21 @@ def teacher_forced(
         preemption), forced_requeue_before_us and forced_requeue_after_us (the first token); null where a step is not
         known.
     """
+    # A sum over consecutive steps is the difference of a cumulative sum at its two ends: no row per request and step.
     axis = _axis(steps)
-    asked = requests.join(_lag_column(requests, lags), on=SERVER, how="left", maintain_order="left")
     lag = pl.col("lag")
-    rows = asked.with_columns(
-        token_step=pl.col("first_token_step") + lag, last_step=pl.col("finished_step") + lag
-    )
-    marks = {"first_scheduled_step": "begin", "token_step": "token", "last_step": "last"}
-    for column, prefix in marks.items():
+    rows = requests.join(
+        _lag_column(requests, lags), on=SERVER, how="left", maintain_order="left"
+    ).with_columns(token_step=pl.col("first_token_step") + lag, last_step=pl.col("finished_step") + lag)
+    ends = {"first_scheduled_step": "begin", "token_step": "token", "last_step": "last"}
+    for column, prefix in ends.items():
         rows = _located(rows, axis, column, prefix)
     rows = rows.join(_requeued(waits, axis, requests, lags), on=REQUEST, how="left", maintain_order="left")
     prefill = _summed("begin", "token", inclusive=True)
     decode = _summed("token", "last", inclusive=False)
-    none_seen = pl.col("requeues").is_null()
+    never_requeued = pl.col("requeues").is_null()
     requeue = {
-        name: pl.when(none_seen).then(0.0).otherwise(pl.col(name))
+        name: pl.when(never_requeued).then(0.0).otherwise(pl.col(name))
         for name in ("requeue_before_us", "requeue_after_us", "skipped_before_us", "skipped_after_us")
     }
     return rows.select(
@@ -71,7 +73,7 @@ def teacher_forced(
 
 
 def _axis(steps: pl.DataFrame) -> pl.DataFrame:
-    """Each step with what came up to its end on its engine: predicted time, steps nobody knows, and its row."""
+    """Return each step with cumulative sums up to its end on its engine: predicted time, and steps of unknown time."""
     ordered = steps.sort(*ENGINE, "step_id")
     predicted = pl.col("predicted_us")
     return ordered.select(
@@ -82,6 +84,7 @@ def _axis(steps: pl.DataFrame) -> pl.DataFrame:
         own_unknown=predicted.is_null().cast(pl.Int64),
         sum_us=predicted.fill_null(0.0).cum_sum().over(ENGINE),
         unknown=predicted.is_null().cast(pl.Int64).cum_sum().over(ENGINE),
+        # Rows and step ids advance together unless the frame lacks a step: `_summed` compares them.
         row=pl.int_range(pl.len()).over(ENGINE),
         at=pl.col("step_id"),
     )
@@ -95,7 +98,10 @@ def _located(rows: pl.DataFrame, axis: pl.DataFrame, column: str, prefix: str) -
 
 
 def _summed(first: str, last: str, *, inclusive: bool) -> pl.Expr:
-    """Predicted time from one located step to another one, `last` included; null unless every step between is known."""
+    """Return the predicted time between two located steps, with `last` and, if `inclusive`, `first` in it.
+
+    Null unless every step between is known.
+    """
 
     def difference(name: str, own: str) -> pl.Expr:
         whole = pl.col(f"{last}_{name}") - pl.col(f"{first}_{name}")
@@ -109,9 +115,9 @@ def _summed(first: str, last: str, *, inclusive: bool) -> pl.Expr:
 def _requeued(
     waits: pl.DataFrame, axis: pl.DataFrame, requests: pl.DataFrame, lags: Mapping[tuple[str, str], int]
 ) -> pl.DataFrame:
-    """Sum each request's real waits after preemptions, and the predicted time of the steps they skip.
+    """Sum each request's traced waits after preemptions, and the predicted time of the steps these waits skip.
 
-    What the step before the preemption computed still executes `lag` cycles later: the wait begins after it.
+    With scheduling ahead, the step before the preemption still executes `lag` cycles later: the wait begins after it.
     """
     known = waits.rename({"request_id": "core_request_id"}).join(
         _lag_column(waits, lags), on=SERVER, how="left"
@@ -122,9 +128,10 @@ def _requeued(
     )
     for column, prefix in {"from_step": "lost", "resumed_step": "back"}.items():
         known = _located(known, axis, column, prefix)
-    # From the start of one step to the start of another: its own time belongs to the one that resumes.
+    # The sum runs to the end of the step that resumes, whose own time is no wait.
     skipped = _summed("lost", "back", inclusive=True) - pl.col("back_own_us")
     waited = (pl.col("back_start_ns") - pl.col("lost_start_ns")) / 1e3
+    # A preemption before the first token lengthens TTFT, a later one the time between tokens.
     before = (pl.col("preempted_step") <= pl.col("first_token_step")).fill_null(value=True)
     return known.group_by(REQUEST).agg(
         requeues=pl.len(),
@@ -149,15 +156,15 @@ def _lag_column(rows: pl.DataFrame, lags: Mapping[tuple[str, str], int]) -> pl.D
 
 @dataclass(frozen=True, slots=True)
 class Averages:
-    """What the training part says on the average; us where not told otherwise. Null where no row tells.
+    """Averages over the training part, in us unless stated otherwise; null where no row gives one.
 
     Attributes:
-        decode_us: Predicted time of a step, mean over the decoding requests of the steps.
+        decode_us: Mean predicted step time, each step weighted by its decoding requests.
         requeue_per_token_us: Wait after preemptions, per output token after the first.
         requeue_before_us: Wait after preemptions before the first token, per request.
-        hit_ratio: Share of the prompt tokens found in the prefix cache; 0 where nobody knows.
+        hit_ratio: Share of the prompt tokens found in the prefix cache; 0 where not known.
         prompt_step: One row: the columns of the timeline, mean over the requests whose prompts steps carried.
-        other_prompts: Prompt tokens of the others in such a step.
+        other_prompts: Prompt tokens of the other requests in such a step.
     """
 
     decode_us: float | None
@@ -175,10 +182,13 @@ def averages_of(steps: pl.DataFrame, requests: pl.DataFrame) -> Averages:
         steps: Its steps: the columns of the timeline and predicted_us.
         requests: Its requests, teacher-forced.
     """
+    # A request meets a step in proportion to the requests in it: means are over requests, not over steps.
     decoding = steps.filter(pl.col("predicted_us").is_not_null() & (pl.col("num_decode_reqs") > 0))
     weight = pl.col("num_decode_reqs")
-    told = pl.col("prompt_tokens").is_not_null() & pl.col("cached_prompt_tokens").is_not_null()
-    found = requests.filter(told).select(pl.col("cached_prompt_tokens", "prompt_tokens").sum()).row(0)
+    has_hits = pl.col("prompt_tokens").is_not_null() & pl.col("cached_prompt_tokens").is_not_null()
+    cached, prompt = (
+        requests.filter(has_hits).select(pl.col("cached_prompt_tokens", "prompt_tokens").sum()).row(0)
+    )
     decoded = (pl.col("output_tokens") - 1).clip(lower_bound=0)
     known = pl.col("forced_requeue_after_us").is_not_null() & decoded.is_not_null()
     after, tokens = (
@@ -186,16 +196,16 @@ def averages_of(steps: pl.DataFrame, requests: pl.DataFrame) -> Averages:
     )
     prompts = steps.filter((pl.col("num_prefill_reqs") > 0) & (pl.col("prefill_tokens") > 0))
     share = pl.col("num_prefill_reqs") / pl.col("num_prefill_reqs").sum()
-    others = pl.col("prefill_tokens") * (1 - 1 / pl.col("num_prefill_reqs"))
+    other_tokens = pl.col("prefill_tokens") * (1 - 1 / pl.col("num_prefill_reqs"))
     return Averages(
         decode_us=decoding.select((pl.col("predicted_us") * weight).sum() / weight.sum()).item()
         if decoding.height
         else None,
         requeue_per_token_us=float(after) / tokens if tokens else 0.0,
         requeue_before_us=_number(requests["forced_requeue_before_us"].mean()) or 0.0,
-        hit_ratio=float(found[0]) / float(found[1]) if found[1] else 0.0,
+        hit_ratio=float(cached) / float(prompt) if prompt else 0.0,
         prompt_step=_mean_step(prompts) if prompts.height else None,
-        other_prompts=float(prompts.select((others * share).sum()).item() or 0.0),
+        other_prompts=float(prompts.select((other_tokens * share).sum()).item() or 0.0),
     )
 
 
@@ -210,14 +220,14 @@ def averages_only(
 ) -> pl.DataFrame:
     """Predict each request from averages and its own prompt and output lengths.
 
-    A prompt that does not fit into what the mean batch leaves of the step's token budget is computed in equal parts.
-    With scheduling a step ahead the first token comes a step later.
+    A prompt longer than what the mean batch leaves of the step's token budget is computed in equal chunks. With scheduling a
+    step ahead the first token comes a step later.
 
     Args:
         requests: Rows with prompt_tokens.
-        averages: Of the training part.
+        averages: Averages over the training part.
         step_time: Timeline rows to predicted step times in us.
-        overheads_us: Target of requests to its expected duration: of each request, or the same for all; null without a model.
+        overheads_us: Target name to its expected duration, per request or the same for all; null without a model.
         token_budget: max_num_batched_tokens, null where not known.
         lag_steps: Steps that scheduling runs ahead of execution.
 
@@ -247,25 +257,27 @@ def _prompt_us(
     step_time: Callable[[pl.DataFrame], Vector],
     token_budget: int | None,
 ) -> pl.Series:
-    """Predict the steps that compute each request's prompt; null where its length is not known."""
+    """Return the time of the steps that compute each request's prompt; null where its length is not known."""
     own = pl.col("own")
+    # Running requests are scheduled first: prompts share what decodes leave of the token budget.
     left = (pl.lit(token_budget, pl.Float64) - pl.col("decode_tokens")).clip(lower_bound=1.0)
-    parts = pl.when(left.is_null()).then(1.0).otherwise((own / left).ceil()).clip(lower_bound=1.0)
+    chunks = pl.when(left.is_null()).then(1.0).otherwise((own / left).ceil()).clip(lower_bound=1.0)
     tokens = requests.select(
         own=(pl.col("prompt_tokens").cast(pl.Float64) * (1 - averages.hit_ratio)).clip(lower_bound=1.0),
         cached=pl.col("prompt_tokens").cast(pl.Float64) * averages.hit_ratio,
     )
-    rows = tokens.join(prompt_step, how="cross").with_columns(parts=parts)
-    part = own / pl.col("parts")
-    carried = part + averages.other_prompts
+    rows = tokens.join(prompt_step, how="cross").with_columns(chunks=chunks)
+    chunk = own / pl.col("chunks")
+    carried = chunk + averages.other_prompts
     rows = rows.with_columns(
-        prefill_tokens=pl.when(left < carried).then(pl.max_horizontal(left, part)).otherwise(carried),
-        prefill_context_tokens=pl.col("cached") + part * (pl.col("parts") - 1) / 2,
+        prefill_tokens=pl.when(left < carried).then(pl.max_horizontal(left, chunk)).otherwise(carried),
+        # The k-th chunk finds k - 1 chunks in the cache: (chunks - 1) / 2 on average.
+        prefill_context_tokens=pl.col("cached") + chunk * (pl.col("chunks") - 1) / 2,
     )
     predicted = pl.Series(
         step_time(rows.with_columns(own.fill_null(0.0), pl.col("prefill_tokens").fill_null(0.0)))
     )
-    return rows.select(pl.when(own.is_not_null()).then(predicted * pl.col("parts"))).to_series()
+    return rows.select(pl.when(own.is_not_null()).then(predicted * pl.col("chunks"))).to_series()
 
 
 def _mean_step(prompts: pl.DataFrame) -> pl.DataFrame:

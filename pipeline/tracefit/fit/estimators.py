@@ -26,7 +26,8 @@ HUBER = 1.345
 _MAX_ITER = 30
 _SETTLED = 1e-6
 _FLAT = 0.05
-"""Slope of a row's pull beyond the bend: zero in truth, which would let a feature that only such rows carry look certain."""
+"""Slope of a row's pull beyond the bend. In theory it is zero, but then a feature that only such rows carry would look
+certain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,8 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         return self
 
     def fit_rows(self, X: Matrix, y: Vector, sample_weight: Vector | None = None) -> RowWeights:  # noqa: N803  # sklearn's contract
-        """Fit as `fit` does, and return how much each row counted: intervals need it, the model itself does not."""
-        # Without features the model is a constant: what a target is where nothing about it is known.
+        """Fit as `fit` does, and return how much each row counted: confidence intervals need it, predictions do not."""
+        # A model without features is allowed: it is a constant, the baseline that other models are compared with.
         x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_features=0)
         y = np.asarray(y, dtype=float)
         given = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
@@ -120,13 +121,14 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         center, scale = x.mean(axis=0), x.std(axis=0)
         scale = np.where(scale > 0, scale, 1.0)
         z = np.asfortranarray((x - center) / scale)
+        # On standardised features one penalty strength suits all of them. `origin` is where the raw features are zero.
         origin = -center / scale
         settled = _SETTLED * (np.abs(y).max(initial=0.0) or 1.0)
         bent, fitted = np.ones(len(y)), np.full(len(y), np.inf)
         for rounds in range(1, self.max_iter + 2):  # noqa: B007  # read after the loop
             weights = given * bent
-            of = moments(z, y, weights)
-            intercept, slopes = line(of, origin, self.penalty, self.strength, positive=self.positive)
+            summed = moments(z, y, weights)
+            intercept, slopes = line(summed, origin, self.penalty, self.strength, positive=self.positive)
             before, fitted = fitted, intercept - origin @ slopes + z @ slopes
             if np.abs(fitted - before).max(initial=0.0) <= settled:
                 break
@@ -145,33 +147,34 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
 
 def huber_weights(residual: Vector, huber: float) -> Vector:
     """Return weights in (0, 1]: 1 within `huber` robust standard deviations, huber/|u| beyond; shape (n,)."""
-    spread = robust_sd(residual)
-    if spread <= 0 or not np.isfinite(huber):
+    sd = robust_sd(residual)
+    if sd <= 0 or not np.isfinite(huber):
         return np.ones(len(residual))
-    return np.minimum(1.0, huber / np.maximum(np.abs(residual) / spread, 1e-12))
+    return np.minimum(1.0, huber / np.maximum(np.abs(residual) / sd, 1e-12))
 
 
 def confidence_intervals(
     x: Matrix, y: Vector, model: RobustLinear, rows: RowWeights, blocks: Integers, *, level: float = 0.95
 ) -> tuple[Interval | None, list[Interval | None]]:
-    """Intervals of the intercept and of each coefficient, robust to neighbours in time resembling each other.
+    """Return confidence intervals of the intercept and of each coefficient, robust to correlation between rows near in time.
 
     Cluster-robust sandwich: V = A^-1 (sum over blocks g_b g_b') A^-1 with A = Z'DZ + penalty, D the slopes of the rows'
     pull (not its weights, which would make intervals too narrow: Huber 1981) and g_b the sum of a block's weighted
     scores, times the small-sample factor B/(B-1); quantile of Student's t with B-1 degrees of freedom (Liang and Zeger
-    1986; Cameron and Miller 2015). What a penalty or a bound set to zero has no interval; where nothing can be negative
-    neither can an interval.
+    1986; Cameron and Miller 2015). A coefficient that a penalty or a bound set to zero has no interval; the interval of a
+    number that cannot be negative starts at zero or above.
 
     Args:
         x: Raw features, shape (n, n_features).
         y: Targets, shape (n,).
-        model: LinearFit on exactly these rows.
+        model: Model fitted on exactly these rows.
         rows: What `fit_rows` returned.
         blocks: Shape (n,), the time block of each row.
-        level: Coverage aimed at.
+        level: Nominal coverage.
     """
     active = np.flatnonzero(model.coef_)
     at_least_zero, constant_at_least_zero = bounds_of(model.positive, x.shape[1])
+    # A line forced through the origin has no intercept to vary: its design has no column of ones.
     bound = constant_at_least_zero and model.intercept_ == 0
     center = np.zeros(len(active)) if bound else x[:, active].mean(axis=0)
     scale = x[:, active].std(axis=0)
@@ -188,8 +191,8 @@ def confidence_intervals(
     # Back to raw features: slope = b / scale, intercept = b0 - sum(b * center / scale).
     back = np.diag(np.concatenate([[1.0], 1 / scale]))
     back[0, 1:] = -center / scale
-    spread = np.sqrt(np.maximum(np.diag(back @ cov @ back.T), 0.0))
-    reach = float(stdtrit(max(count - 1, 1), 0.5 + level / 2)) * spread
+    errors = np.sqrt(np.maximum(np.diag(back @ cov @ back.T), 0.0))
+    reach = float(stdtrit(max(count - 1, 1), 0.5 + level / 2)) * errors
 
     def around(value: float, width: float, *, cut: bool) -> Interval:
         return max(value - width, 0.0 if cut else -np.inf), value + width
@@ -209,7 +212,9 @@ ROUNDS = 10
 
 
 def fit_nonnegative(x: Matrix, y: Vector, weights: Vector | None = None, *, huber: float = HUBER) -> Vector:
-    """Minimise sum_i w_i h_i (y_i - x_i.a)^2 over a >= 0, h_i Huber's weights; no intercept but a column of ones.
+    """Minimise sum_i w_i h_i (y_i - x_i.a)^2 over a >= 0, h_i Huber's weights.
+
+    There is no intercept; a column of ones among the terms is one.
 
     Args:
         x: Terms, shape (n, n_terms), none of them negative.
@@ -233,7 +238,7 @@ def fit_nonnegative(x: Matrix, y: Vector, weights: Vector | None = None, *, hube
 
 
 def balanced(group: Integers) -> Vector:
-    """Return weights that give every group the same say, whatever its rows; shape (n,), mean 1."""
+    """Return weights that give every group the same total, however many rows it has; shape (n,), mean 1."""
     _, index, counts = np.unique(group, return_inverse=True, return_counts=True)
     weights = 1.0 / counts[index]
     return np.asarray(weights / weights.mean())

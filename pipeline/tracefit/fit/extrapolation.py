@@ -1,6 +1,8 @@
-"""Models beyond the loads they were fitted on: what a capacity planner asks about.
+"""How well a step-time model extrapolates to higher loads than it was fitted on, which a capacity planner needs to know.
 
-The load of a step is the tokens in the caches of its batch, or the requests of the batch where tokens are not known.
+The load of a step is the number of tokens in the caches of its batch, or its requests where the tokens are not known. A model
+is fitted on the lower half of the load and evaluated on the upper half; the hold-out error is given per range of load; and
+features with far larger values in the run than in training are named.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ LOAD_FEATURES = (
     Feature("load_tokens", "token", "context_tokens + prefill_context_tokens"),
     Feature("load_requests", "request", "num_prefill_reqs + num_decode_reqs"),
 )
-"""What load is measured by: tokens in the caches of the batch, and where these are not known its requests."""
+"""Measures of load: the tokens in the caches of the batch, or its requests where the tokens are not known."""
 
 LOAD_UNITS = {RUNNING_TOKENS: "tokens in the caches of the batch", BATCH_REQUESTS: "requests of the batch"}
 
 LOWER_SHARE = 0.5
-"""Share of the rows, by load, that a model is fitted on to be judged on the rest."""
+"""Share of the rows, by load, that a model is fitted on; it is evaluated on the rest."""
 
 MAX_UNKNOWN_SHARE = 0.05
 BINS = 12
@@ -54,9 +56,9 @@ def with_load(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
     Args:
         rows: Training rows of step times with the columns of `LOAD_FEATURES`.
     """
-    counted = rows.filter(pl.col("excluded_reason").is_null())
+    included = rows.filter(pl.col("excluded_reason").is_null())
     tokens, requests = (f.name for f in LOAD_FEATURES)
-    share = counted[tokens].null_count() / max(counted.height, 1)
+    share = included[tokens].null_count() / max(included.height, 1)
     known = share <= MAX_UNKNOWN_SHARE
     column = pl.col(tokens) if known else pl.col(requests)
     named = rows.with_columns(column.cast(pl.Float64).fill_null(0.0).alias(LOAD))
@@ -78,7 +80,7 @@ def error_beyond(
     signs: Signs,
     candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES,
 ) -> float | None:
-    """Fit the lower half of the load and return the mean absolute error on the upper half; null of too few rows.
+    """Fit the lower half of the load and return the mean absolute error on the upper half; null where rows are too few.
 
     Features, penalty and coefficients are all chosen anew on the lower half, as in a fit of that half alone.
 
@@ -100,7 +102,7 @@ def error_beyond(
 def _fitted_below(
     data: Design, lower: Flags, signs: Signs, candidates: tuple[tuple[Penalty, float], ...]
 ) -> Callable[[Matrix], Vector]:
-    """Fit the `lower` rows; return what predicts others from their features, clipped at 0."""
+    """Fit the `lower` rows and return a function that predicts features of shape (n, n_features), clipped at 0."""
     names, limits = [c.name for c in data.columns], [c.max_inflation for c in data.columns]
     kept, _ = usable_features(data.x[lower], names, limits)
     x, y, weights = np.asfortranarray(data.x[lower][:, kept]), data.y[lower], data.weights[lower]
@@ -108,7 +110,7 @@ def _fitted_below(
     folds, counts = data.folds(FOLDS)[lower], data.counts[lower]
     choice = choose_penalty(x, y, folds, weights, candidates, positive=positive, counts=counts)
     model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(x, y, weights)
-    return lambda others: np.asarray(np.maximum(model.predict(others[:, kept]), 0.0))
+    return lambda features: np.asarray(np.maximum(model.predict(features[:, kept]), 0.0))
 
 
 def load_extrapolation(
@@ -116,7 +118,7 @@ def load_extrapolation(
 ) -> LoadExtrapolation | None:
     """Fit the form of a model on the lower half of the load of a whole run and measure it on the upper half.
 
-    Both halves hold rows of the training part and of the hold-out; null of too few rows.
+    Both halves hold rows of the training part and of the hold-out; null where rows are too few.
 
     Args:
         fitted: The model: its rows with the column `load`.
@@ -125,6 +127,7 @@ def load_extrapolation(
         options: How it was fitted.
     """
     rows = fitted.rows.filter(~pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False))
+    # Training rows lose warm-up and outliers as in any fit; held-out rows keep them, as in any evaluation.
     kept = rows.filter(pl.col("excluded_reason").is_null() | (pl.col("split") == "holdout"))
     cut = load_cut(kept[LOAD].to_numpy())
     if cut is None:
@@ -146,7 +149,7 @@ def load_extrapolation(
 
 
 def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorOverLoad | None:
-    """Measure a model on held-out rows in groups of equal size by load; null of no rows.
+    """Measure a model on held-out rows in groups of equal size by load; null where there are no rows.
 
     Args:
         fitted: The model: its rows with the column `load`.
@@ -172,25 +175,25 @@ def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorO
 
 
 def beyond_training(terms: Sequence[FittedTerm], steps: pl.DataFrame) -> tuple[str, ...]:
-    """Name the features that some step has by more than twice as much as any training row.
+    """Return a note for each feature whose largest value in the steps is more than twice its largest one in training.
 
-    Step times are known of few steps where few are sampled: the longest prompts may be among the others.
+    Where few steps are sampled few have a known time, and the longest prompts may be among the rest.
 
     Args:
-        terms: The terms of a model of step times.
-        steps: Every known step; features it has no column of are not looked at.
+        terms: The terms of a step-time model.
+        steps: Every known step; features that are no column of it are skipped.
     """
     notes = []
     for term in terms:
-        name, (_, seen) = term.feature.name, term.training_range
+        name, (_, trained_max) = term.feature.name, term.training_range
         if name not in steps.columns:
             continue
         values = steps[name].drop_nulls()
         most = values.max()
-        if isinstance(most, int | float) and most > 2 * max(seen, 0.0):
-            share = 100 * int((values > seen).sum()) / len(values)
+        if isinstance(most, int | float) and most > 2 * max(trained_max, 0.0):
+            share = 100 * int((values > trained_max).sum()) / len(values)
             notes.append(
-                f"{name} is up to {seen:g} in the training rows and up to {most:g} in the runs' steps ({share:.2g} % are "
+                f"{name} is up to {trained_max:g} in the training rows and up to {most:g} in the runs' steps ({share:.2g} % are "
                 "beyond): its coefficient says nothing of those"
             )
     return tuple(notes)

@@ -1,6 +1,6 @@
-"""What fits return: models with the rows they were fitted on, and everything of one scope.
+"""The objects that fits return: fitted models together with the rows they were fitted on, and all results of one scope.
 
-Their plain parts, which files publish as they are, are in `results`.
+They hold data frames and stay inside the process. Their plain fields, which files publish as they are, are in `results`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LinearFit:
-    """A fitted model with its validation: one part, or one per regime, the first whose condition holds speaking."""
+    """A fitted linear model with its validation: one line, or one per regime; the first regime whose condition holds predicts."""
 
     regimes: tuple[FittedRegime, ...]
     huber: float
@@ -49,17 +49,17 @@ class LinearFit:
 
     @property
     def terms(self) -> tuple[FittedTerm, ...]:
-        """Terms of all parts."""
-        return tuple(t for part in self.regimes for t in part.terms)
+        """Terms of all regimes."""
+        return tuple(t for regime in self.regimes for t in regime.terms)
 
     @property
     def features_left_out(self) -> tuple[FeatureLeftOut, ...]:
-        """Features left out of all parts; with several, the regime's name leads the reason."""
+        """Features left out of the regimes; with several regimes each reason starts with the regime's name."""
         many = len(self.regimes) > 1
         return tuple(
-            FeatureLeftOut(x.feature, f"{part.regime.name}: {x.reason}" if many else x.reason)
-            for part in self.regimes
-            for x in part.features_left_out
+            FeatureLeftOut(x.feature, f"{fitted.regime.name}: {x.reason}" if many else x.reason)
+            for fitted in self.regimes
+            for x in fitted.features_left_out
         )
 
 
@@ -73,13 +73,13 @@ class TooFewRows:
 
 @dataclass(frozen=True, slots=True)
 class FittedBoundary:
-    """API work in us (constant and per prompt token), the stamp's offset from the boundary, and how well it does.
+    """A fitted admission model with a step clock: API work, offset of the stamp from the boundary, and their validation.
 
     Attributes:
         work_us: Constant API work.
-        work_us_per_prompt_token: API work per prompt token; 0 where the data cannot tell.
-        offset_us: QUEUED less the step start it comes before.
-        residual_us: What is left of a step in progress at any time of it, on the average: E[c^2] / (2 E[c]) of cycles c.
+        work_us_per_prompt_token: API work per prompt token; 0 where the data do not determine it.
+        offset_us: QUEUED minus the step start it belongs to.
+        residual_us: Mean time left of the step in progress at a random moment: E[c^2] / (2 E[c]) of cycles c.
         busy_share: Share of the time in which a step is in progress.
         boundary_accuracy_pct: Held-out requests in a known step that get the right boundary, in percent.
         boundary_accuracy_without_work_pct: The same with zero API work.
@@ -97,12 +97,12 @@ class FittedBoundary:
     rows_with_clock: int
     without_clock: LinearFit
     validation: Validation
-    """Errors with the clock; `by` holds those without it."""
+    """Errors with the clock; `by_group` holds those without it."""
     prediction_interval: PredictionInterval
-    """Prediction interval with the clock, told by the training rows: three numbers do not fit themselves to their noise."""
+    """Prediction interval with the clock, from the errors on the training rows."""
 
     bursts: tuple[Burst, ...]
-    """Stretches in which requests queue in front of the API process: outside the range of what was fitted."""
+    """Periods in which requests queue in front of the API process: outside the range of the fit."""
 
     @property
     def expected_wait_us(self) -> float:
@@ -112,7 +112,7 @@ class FittedBoundary:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to fit anew on other rows of the same kind."""
+    """The settings of a fit, for fitting the same model on other rows."""
 
     regimes: tuple[Regime, ...]
     options: FitOptions
@@ -133,13 +133,13 @@ class FittedModel:
     by_phase: tuple[StepPhase, ...] = ()
     """Errors of step times in each workload phase."""
     candidates: tuple[Candidate, ...] = ()
-    """Every form that was tried, where one was chosen."""
+    """Every feature set or form that was tried, where several were."""
     feature_definitions: FeatureSet | None = None
-    """Of step times: the features the model was offered, ratios chosen."""
+    """For step times: the features the model was offered, with their ratios chosen."""
     error_over_load: ErrorOverLoad | None = None
     load_extrapolation: LoadExtrapolation | None = None
     boundary: FittedBoundary | None = None
-    """With it the model is API work and the step clock; `fitted` is what to use without a clock."""
+    """Where given, the model is API work and the step clock, and `fitted` serves consumers without a clock."""
 
     @property
     def validation(self) -> Validation:
@@ -161,7 +161,7 @@ class FittedScope:
     beta_rows: pl.DataFrame | None
     composed: ComposedLatencies
     summed: SummedTime | None
-    """Step times of beta's hold-out, summed."""
+    """Sum of the step times of beta's hold-out."""
     notes: tuple[str, ...] = field(default=())
     overloads: tuple[Overload, ...] = ()
-    """Overloaded runs of the scope; `tables` hold those of them that were trained on."""
+    """Overloaded runs of the scope; `tables` hold those that were trained on."""

@@ -1,8 +1,8 @@
-"""Step times of the hold-out: their sum, whether the machine drifted, and the model refitted on them.
+"""Step times of the hold-out: the bias of their sum, the drift of the machine, and a refit of the model on them.
 
-The sum is what a simulation of the whole run would be off by. An error that a refit on the held-out rows does not
-remove is not one of the coefficients: the batch does not determine it. What the refit removes is what changed since the
-training part, the level of the machine above all.
+The bias of the sum is the error of a simulation of the whole run. The refit separates two kinds of error: an error that
+remains after refitting on the held-out rows cannot be removed by other coefficients, since the batch does not determine it;
+an error that disappears comes from a change after the training part, mostly of the machine's speed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from tracefit.fit.linear import FittedRegime
 
 FEWEST_BLOCKS = 10
-"""Fewer tell no variance: where the hold-out is too short for them, its blocks are shorter than the rule says."""
+"""Fewest blocks that a variance is estimated from: blocks of a short hold-out are shorter than the rule says."""
 
 MOST_BLOCKS = 1_000
-"""More tell the variance no better, and drawing them takes memory: blocks of a long hold-out are longer than the rule says."""
+"""More blocks estimate the variance no better and take memory to draw: those of a long hold-out are longer than the rule says."""
 
 RESAMPLES = 2_000
 
@@ -38,10 +38,10 @@ _TENTHS = 10
 
 
 def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> SummedTime | None:
-    """Sum step times and bootstrap the bias of the sum by blocks of time; null of no time.
+    """Sum step times and bootstrap the bias of the sum by blocks of time; null where the measured sum is zero.
 
-    Steps that follow each other share the machine's mood, so that whole blocks are drawn, with replacement, 2,000
-    times with a fixed seed (Kuensch 1989, without overlap). A drift slower than a block is not in their spread.
+    Errors of consecutive steps are correlated. Whole blocks are therefore drawn with replacement, 2,000 times with a fixed
+    seed (Kuensch 1989, blocks without overlap). A drift slower than a block does not widen the interval.
 
     Args:
         predicted_us: Shape (n,).
@@ -55,14 +55,14 @@ def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> Su
     count = sums.shape[1]
     drawn = np.random.default_rng(0).integers(0, count, size=(RESAMPLES, count))
     predicted, actual = sums[0][drawn].sum(axis=1), sums[1][drawn].sum(axis=1)
-    spread = float(np.std(100 * predicted[actual > 0] / actual[actual > 0], ddof=1))
-    total, off = float(actual_us.sum()), predicted_us - actual_us
-    furthest = 100 * float(off[np.abs(off).argmax()]) / total
-    return SummedTime(float(predicted_us.sum()), total, 2 * spread, count, furthest)
+    bias_sd = float(np.std(100 * predicted[actual > 0] / actual[actual > 0], ddof=1))
+    total, error = float(actual_us.sum()), predicted_us - actual_us
+    largest = 100 * float(error[np.abs(error).argmax()]) / total
+    return SummedTime(float(predicted_us.sum()), total, 2 * bias_sd, count, largest)
 
 
 def block_length(series: Vector) -> int:
-    """Return how many neighbours in time make a block, by the rule of Politis and White (2004; Patton et al. 2009).
+    """Return how many rows adjacent in time make a block, by the rule of Politis and White (2004; Patton et al. 2009).
 
     b = (2 G^2 / D)^(1/3) n^(1/3) with G = sum lambda(k/M) |k| R(k), D = 4/3 (sum lambda(k/M) R(k))^2 over lags |k| <= M,
     lambda the flat-top window (1 to one half, then linear to 0). M is twice the lag after which the next lags'
@@ -74,10 +74,11 @@ def block_length(series: Vector) -> int:
     n = len(series)
     if n < FEWEST_BLOCKS or np.ptp(series) == 0:
         return 1
+    # `quiet` is how many consecutive lags must show no autocorrelation (K_N of the paper).
     quiet = max(5, int(np.sqrt(np.log10(n))))
     most = min(int(np.ceil(np.sqrt(n))) + quiet, n - 1)
-    about = series - series.mean()
-    covariance = np.array([about[: n - k] @ about[k:] for k in range(most + 1)]) / n
+    centered = series - series.mean()
+    covariance = np.array([centered[: n - k] @ centered[k:] for k in range(most + 1)]) / n
     within = np.abs(covariance[1:] / covariance[0]) < 2 * np.sqrt(np.log10(n) / n)
     ends = np.flatnonzero(np.lib.stride_tricks.sliding_window_view(within, min(quiet, most)).all(axis=1))
     last = min(2 * max(int(ends[0]), 1), most) if len(ends) else most
@@ -91,10 +92,10 @@ def block_length(series: Vector) -> int:
 
 
 def summed_holdout(beta: LinearFit) -> SummedTime | None:
-    """Sum the step times of beta's held-out rows, an interval as all of its steps.
+    """Sum the step times of beta's held-out rows; an interval counts as all of its steps.
 
-    Blocks are contiguous in the time of a server, as long as `block_length` says of the residuals of the training rows: the
-    longest of its servers; no fewer than 10 blocks of each server, and no more than 1,000 of all.
+    Blocks are contiguous in the time of a server. Their length is `block_length` of the residuals of the training rows, the
+    largest over the servers, with at least 10 blocks per server and at most 1,000 in total.
     """
     held = counted(beta.rows, "holdout")
     if not held.height:
@@ -112,9 +113,9 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
 def speed_change_pct(beta: LinearFit) -> float | None:
     """Return how much longer steps of equal batches take in the hold-out than in the training part, in percent.
 
-    Batches are equal as far as the model tells them: rows in tenths of its predictions. Within each tenth the medians of
-    measured by predicted time are compared, so that what the model has wrong of such a batch is not taken for a change;
-    tenths count by the rows that both parts have in them. Null where no tenth has 10 rows of either.
+    Batches count as equal within a tenth of the model's predictions. Within each tenth the medians of measured over
+    predicted time are compared, so that an error of the model on such batches cancels. Tenths are weighted by their rows in
+    the part that has fewer. Null where no tenth has 10 rows of both parts.
     """
     used, held = counted(beta.rows, "train"), counted(beta.rows, "holdout")
     predicted = [predict_regimes(beta.regimes, rows) for rows in (used, held)]
@@ -125,10 +126,10 @@ def speed_change_pct(beta: LinearFit) -> float | None:
     place = [np.searchsorted(cuts, p) for p in predicted]
     ratios, rows = [], []
     for tenth in range(_TENTHS):
-        ours = before[place[0] == tenth], after[place[1] == tenth]
-        fewest = min(len(one) for one in ours)
+        in_training, in_holdout = before[place[0] == tenth], after[place[1] == tenth]
+        fewest = min(len(in_training), len(in_holdout))
         if fewest >= MIN_HOLDOUT_ROWS:
-            ratios.append(float(np.median(ours[1]) / np.median(ours[0])))
+            ratios.append(float(np.median(in_holdout) / np.median(in_training)))
             rows.append(fewest)
     return 100 * (float(np.average(ratios, weights=rows)) - 1) if rows else None
 
@@ -148,10 +149,10 @@ def _summands(beta: LinearFit, rows: pl.DataFrame) -> tuple[Vector, Vector]:
 
 
 def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
-    """Fit the parts of a model anew on its held-out rows, with the estimator, the penalty and the signs it was trained with.
+    """Fit the regimes of a model anew on its held-out rows, with the estimator, penalty and signs it was trained with.
 
-    A term that the held-out rows cannot tell (constant, or a mix of others) keeps its value; so does a part that fewer of
-    them than a fit needs speak for.
+    A term that the held-out rows do not determine (constant, or a mix of other features) keeps its value. A regime with
+    fewer held-out rows than a fit needs stays as it is.
 
     Args:
         fitted: The model.
@@ -159,17 +160,21 @@ def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
     held = counted(fitted.rows, "holdout")
     active = active_regime(fitted.regimes, held)
     return tuple(
-        _refitted(part, held.filter(pl.Series(active == index))) for index, part in enumerate(fitted.regimes)
+        _refitted(regime, held.filter(pl.Series(active == index)))
+        for index, regime in enumerate(fitted.regimes)
     )
 
 
-def _refitted(part: FittedRegime, held: pl.DataFrame) -> FittedRegime:
+def _refitted(regime: FittedRegime, held: pl.DataFrame) -> FittedRegime:
     if held.height < MIN_TRAIN_ROWS:
-        return part
-    data, _ = design_of(held, [t.feature for t in part.terms])
-    untold = [t for t in part.terms if t.feature not in data.columns]
-    kept_us = matrix(held, [t.feature.name for t in untold]) @ np.array([t.value for t in untold])
-    model = RobustLinear(part.choice.penalty, part.choice.strength, positive=part.signs.of(data.columns))
+        return regime
+    data, _ = design_of(held, [t.feature for t in regime.terms])
+    kept = [t for t in regime.terms if t.feature not in data.columns]
+    # Terms that keep their value are subtracted: the others are fitted to what is left.
+    kept_us = matrix(held, [t.feature.name for t in kept]) @ np.array([t.value for t in kept])
+    model = RobustLinear(
+        regime.choice.penalty, regime.choice.strength, positive=regime.signs.of(data.columns)
+    )
     model.fit(data.x, data.y - kept_us, data.weights)
-    terms = (*linear_terms(data.columns, model.coef_, data.x), *untold)
-    return replace(part, intercept=model.intercept_, terms=terms)
+    terms = (*linear_terms(data.columns, model.coef_, data.x), *kept)
+    return replace(regime, intercept=model.intercept_, terms=terms)

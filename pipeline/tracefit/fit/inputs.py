@@ -1,4 +1,7 @@
-"""Inputs of a fit: the tables of one scope, how to fit a target, and which coefficients cannot be negative."""
+"""Inputs of a fit: the tables of one scope (`ScopeTables`) and the options.
+
+`ScopeOptions` are what a user chooses for all models of a scope; `FitOptions` are what follows from them for one target.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ if TYPE_CHECKING:
 BetaTarget = Literal["auto", "clock", "duration"]
 
 COVERED_SHARE = 0.8
-"""Durations that cover this share of busy time are the step times themselves."""
+"""Where `step.duration_us` covers at least this share of busy time, durations are the step times."""
 
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """How a target is fitted.
+    """Options for fitting one target.
 
     Attributes:
-        drop_outliers: Leave outliers out of the training part. Not for a target whose tail is its signal.
+        drop_outliers: Leave outliers out of the training rows. Off for a target whose tail is the signal.
         groups: Name to condition: hold-out errors are also given for these rows.
-        label: What the first regime's condition should have told, where there are regimes.
+        label: True value of the first regime's condition, where there are regimes.
         eval_filter: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
         reference: Fit the gradient-boosted reference.
         signs: Which coefficients cannot be negative.
@@ -42,12 +45,12 @@ class FitOptions:
 
 @dataclass(frozen=True, slots=True)
 class ScopeOptions:
-    """How a scope's models are fitted.
+    """Options for fitting the models of a scope.
 
     Attributes:
-        beta_target: Which step time to fit.
+        beta_target: The step time to fit.
         positive: Allow no negative coefficient and no negative intercept in any model.
-        any_sign: Allow any sign, whatever physics says of a feature.
+        any_sign: Allow any sign, also where a feature declares one.
         reference: Fit the gradient-boosted reference beside every model.
     """
 
@@ -57,7 +60,7 @@ class ScopeOptions:
     reference: bool = True
 
     def signs(self, *, intercept: bool = False) -> Signs:
-        """Return the signs in force where features declare theirs; the constant's where it cannot be negative."""
+        """Return the signs in force; `intercept` is for a target whose intercept cannot be negative."""
         if self.positive:
             return NON_NEGATIVE
         return ANY_SIGN if self.any_sign else Signs("declared", intercept=intercept)
@@ -72,12 +75,12 @@ class ScopeTables:
     sampled_steps: int
     requests: pl.DataFrame
     queue: pl.DataFrame | None
-    """What each request found when it was queued; null where journeys are not complete."""
+    """State of the engine when each request was queued; null where journeys are not complete."""
     counters: pl.DataFrame
     """run_id, server, epoch, first_step, last_step."""
     lags: Mapping[tuple[str, str], int]
     """(run_id, server) to steps that scheduling runs ahead of execution."""
     requeue_waits: pl.DataFrame
-    """`timeline.requeue_waits`: which steps a preempted request waited through."""
+    """`timeline.requeue_waits`: the steps that a preempted request waited through."""
     clock_checks: pl.DataFrame
-    """run_id, server, events, disagreeing: engine core events held against the starts of their steps."""
+    """run_id, server, events, disagreeing: engine core events compared with the starts of their steps."""

@@ -1,4 +1,10 @@
-"""Predicted latencies of requests held against what was measured: on requests that came in the hold-out of every fit."""
+"""Evaluate composed latencies: predict TTFT, ITL and E2E of held-out requests and compare them with the measured ones.
+
+Requests count that lie in the hold-out of every model they need. Three predictions stand side by side: `forced` takes the
+traced batches and waits (`composition.teacher_forced`), `refit` the same with the step-time model refitted on the hold-out,
+and `mean` only averages over the training part (`composition.averages_only`). Errors are given overall, per run and per
+workload phase, and requests without a prediction are counted by reason.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +48,10 @@ MEASURED = {
     "prefill": "prefill_us",
     "execution": "execution_us",
 }
-"""Latency to the column of it that was measured: between stamps of the server's own events."""
+"""Latency to its measured column: the time between stamps of the server's own events."""
 
 _WHOLE = ("itl", "e2e", "client", "execution")
-"""Latencies of a request that was not cut off."""
+"""Latencies that a request which was cut off does not have."""
 
 
 def compose_latencies(
@@ -56,17 +62,17 @@ def compose_latencies(
     *,
     whole_steps: bool,
 ) -> ComposedLatencies:
-    """Compose the latencies of every request from the fitted models and measure them on the held-out ones.
+    """Compose the latencies of every request from the fitted models and evaluate them on the held-out requests.
 
-    A request is held out when each of its intervals began in the hold-out of the model that speaks for it: its arrival
-    for the admission, its first step for the step time, its end for the departure.
+    A request is held out when each of its intervals began in the hold-out of the model for that interval: its arrival for
+    the admission, its first step for the step time, its end for the departure.
 
     Args:
         scope: The scope.
         tables: Its runs' tables.
-        models: What was fitted.
-        features: The set beta was fitted on; null where it was not fitted.
-        whole_steps: Beta's target is the time of a step, not a part of it.
+        models: The fitted models of the scope.
+        features: The feature set of beta; null where beta was not fitted.
+        whole_steps: Whether beta's target is the whole time of a step.
     """
     named = {m.name: m for m in models}
     beta = next((m for name, m in named.items() if name.startswith("beta.")), None)
@@ -87,10 +93,10 @@ def compose_latencies(
 
 
 def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.DataFrame:
-    """Add `at_ns` and `split`: holdout where no model has trained on any part of the request, train where all may have.
+    """Add `at_ns` and `split`: `holdout` where no model has trained on any interval of the request, `train` where all may have.
 
-    What lies between, `partly`, counts on neither side: a request that came in the training part and was computed in
-    the hold-out.
+    Requests in between are `partly` and count on neither side: they arrived in the training part and were computed in the
+    hold-out.
     """
     rows = requests.with_columns(at_ns=pl.coalesce("arrival_ns", "queued_ns"))
     sides = []
@@ -102,7 +108,7 @@ def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.
         ends = _ends(model).rename({"holdout_from_ns": f"{name}_from_ns"})
         rows = rows.join(ends, on=SERVER, how="left", maintain_order="left")
         sides.append(pl.col(event) >= pl.col(f"{name}_from_ns"))
-    # An event that is missing does not tell: the others do. A server no model has rows of has no hold-out.
+    # A missing event decides nothing, the others do. A server without rows in any model has no hold-out.
     held_out = pl.all_horizontal(side.fill_null(value=True) for side in sides) & pl.any_horizontal(sides)
     trained = pl.all_horizontal(~side.fill_null(value=False) for side in sides)
     split = pl.when(held_out).then(pl.lit("holdout")).when(trained).then(pl.lit("train"))
@@ -120,40 +126,41 @@ def _ends(model: FittedModel) -> pl.DataFrame:
 def _predicted_steps(
     scope: ModelScope, tables: ScopeTables, beta: FittedModel, features: FeatureSet
 ) -> pl.DataFrame:
-    """Predict every step whose batch is known, as trained and in hindsight; add whether it began in the training part."""
+    """Predict every step whose batch is known, as trained and refitted on the hold-out; add `in_training`."""
     timeline = training.with_roofline(tables.timeline, scope.context)
     rows = training.step_rows(timeline, features, training.constants_of(scope.context), tables.lags)
     rows = rows.join(_ends(beta), on=SERVER, how="left", maintain_order="left")
-    # A start is known of steps that something happens in; those between count, or averages would be of eventful steps.
+    # Only steps with an event have a known start. The steps between them count too: averages over steps with events alone
+    # would be biased towards prompts.
     began = pl.col("ts_start_ns").forward_fill().over(ENGINE)
     in_training = (began < pl.col("holdout_from_ns")).fill_null(value=False)
     rows = rows.with_columns(in_training=in_training)
-    # Scheduling ahead starts from idle with a step that nothing executes in: it is as long as it takes to schedule.
+    # With scheduling ahead an idle engine starts with a step in which nothing executes: it lasts as long as schedule().
     empty = pl.col("is_empty").fill_null(value=False)
     filling = rows.filter(empty & in_training & ~pl.col("idle_after") & (pl.col("interval_steps") == 1))
     empty_us = filling["cycle_us"].median()
     known = pl.col("is_empty").is_not_null()
-    later = replace(beta.fitted, regimes=refit_on_holdout(beta.fitted))
+    refitted = replace(beta.fitted, regimes=refit_on_holdout(beta.fitted))
     filled = pl.when(empty).then(pl.lit(empty_us or 0.0)).when(known)
     return rows.select(
         *tables.timeline.columns,
         "in_training",
         predicted_us=filled.then(pl.Series(_step_times(beta.fitted, rows))),
-        refit_us=filled.then(pl.Series(_step_times(later, rows))),
+        refit_us=filled.then(pl.Series(_step_times(refitted, rows))),
     )
 
 
 def _forced(requests: pl.DataFrame, steps: pl.DataFrame, tables: ScopeTables) -> pl.DataFrame:
-    """Compose the requests of the steps as predicted; add refit_prefill_us and refit_decode_us, of hindsight."""
+    """Compose the requests from the predicted steps; add refit_prefill_us and refit_decode_us from the refitted ones."""
     waits, lags = tables.requeue_waits, tables.lags
-    later = teacher_forced(requests, steps.with_columns(predicted_us="refit_us"), waits, lags)
+    refitted = teacher_forced(requests, steps.with_columns(predicted_us="refit_us"), waits, lags)
     return teacher_forced(requests, steps, waits, lags).with_columns(
-        refit_prefill_us=later["forced_prefill_us"], refit_decode_us=later["forced_decode_us"]
+        refit_prefill_us=refitted["forced_prefill_us"], refit_decode_us=refitted["forced_decode_us"]
     )
 
 
 def _step_times(beta: LinearFit, rows: pl.DataFrame) -> Vector:
-    """Predict steps; a feature nobody knows is in the middle of the training rows, as where the model was fitted."""
+    """Predict steps; an unknown feature gets the median of the training rows, as in the fit."""
     names = sorted({t.feature.name for t in beta.terms})
     middle = beta.rows.filter(pl.col("split") == "train").select(
         pl.col(n).cast(pl.Float64).median() for n in names
@@ -165,7 +172,7 @@ def _step_times(beta: LinearFit, rows: pl.DataFrame) -> Vector:
 def _with_overheads(
     rows: pl.DataFrame, tables: ScopeTables, models: Mapping[str, FittedModel]
 ) -> pl.DataFrame:
-    """Add forced_<name>_us of every target that does not follow from the steps: its model at what each request met."""
+    """Add forced_<name>_us of every target that does not follow from the steps: the prediction of its model."""
     for target in targets.TARGETS:
         if target.follows_from_steps:
             continue
@@ -173,13 +180,13 @@ def _with_overheads(
         if model is None:
             rows = rows.with_columns(pl.lit(None, pl.Float64).alias(column))
             continue
-        told = model.fitted.rows
+        predicted_rows = model.fitted.rows
         predicted = (
-            predict_admission(model.boundary, told, tables.timeline)
+            predict_admission(model.boundary, predicted_rows, tables.timeline)
             if model.boundary
-            else predict_regimes(model.fitted.regimes, told)
+            else predict_regimes(model.fitted.regimes, predicted_rows)
         )
-        keyed = told.select(*REQUEST, pl.Series(column, predicted)).drop_nulls("core_request_id")
+        keyed = predicted_rows.select(*REQUEST, pl.Series(column, predicted)).drop_nulls("core_request_id")
         rows = rows.join(keyed.unique(REQUEST), on=REQUEST, how="left", maintain_order="left")
     return rows
 
@@ -192,7 +199,7 @@ def _with_averages(
     models: Mapping[str, FittedModel],
     features: FeatureSet,
 ) -> pl.DataFrame:
-    """Add what averages over each run's training part say of its requests: a run is one workload."""
+    """Add the predictions from averages over each run's training part: a run is one workload."""
     beta = next(m.fitted for name, m in models.items() if name.startswith("beta."))
     constants = training.constants_of(scope.context)
 
@@ -200,28 +207,28 @@ def _with_averages(
         offered = training.with_roofline(timeline, scope.context)
         return _step_times(beta, add_features(offered, features, constants))
 
-    parts = []
-    for (run,), part in _groups(rows, ["run_id"]):
+    predicted = []
+    for (run,), requests in _groups(rows, ["run_id"]):
         averages = averages_of(
             steps.filter(pl.col("in_training") & (pl.col("run_id") == run)),
-            part.filter(pl.col("split") == "train"),
+            requests.filter(pl.col("split") == "train"),
         )
-        told = averages_only(
-            part,
+        of_run = averages_only(
+            requests,
             averages,
             step_time,
             overheads_us={
-                target.name: _expected(models.get(target.model), part, run) for target in targets.TARGETS
+                target.name: _expected(models.get(target.model), requests, run) for target in targets.TARGETS
             },
             token_budget=scope.context.settings.max_num_batched_tokens,
-            lag_steps=max((lag for (of, _), lag in tables.lags.items() if of == run), default=0),
+            lag_steps=max((lag for (run_id, _), lag in tables.lags.items() if run_id == run), default=0),
         )
-        parts.append(told)
-    return pl.concat(parts)
+        predicted.append(of_run)
+    return pl.concat(predicted)
 
 
 def _expected(model: FittedModel | None, rows: pl.DataFrame, run: str) -> pl.Series | float | None:
-    """Return what a model expects of requests of a run of which nothing else is known: of each, or the same for all."""
+    """Return the expected duration of a run's requests, known by prompt length alone: per request, or the same for all."""
     if model is None:
         return None
     if model.boundary is not None:
@@ -231,11 +238,11 @@ def _expected(model: FittedModel | None, rows: pl.DataFrame, run: str) -> pl.Ser
 
 
 _FORCED = ("forced", "refit")
-"""Ways whose batches and waits are the real ones: they differ in the step times alone."""
+"""Predictions with traced batches and waits; they differ in the step times alone."""
 
 
 def _composed(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add to each request what each way predicts of each latency: forced_ttft, refit_ttft, mean_ttft, ..."""
+    """Add the prediction of every latency by every way: forced_ttft, refit_ttft, mean_ttft, ..."""
     decoded = pl.col("output_tokens") - 1
     several = pl.when(decoded > 0)
     mean_decode = several.then(decoded * pl.col("mean_itl_us")).when(decoded == 0).then(0.0)
@@ -261,9 +268,9 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
             "execution": prefill + decode,
             "e2e": waited + prefill + until_last,
         }
-        rows = rows.with_columns(told.alias(f"{way}_{name}") for name, told in composed.items())
+        rows = rows.with_columns(latency.alias(f"{way}_{name}") for name, latency in composed.items())
     rows = rows.with_columns(mean_e2e=pl.col("mean_ttft") + mean_decode)
-    # A refit is of the step times alone: overheads are those of the models as trained.
+    # Only the step times are refitted: the overheads of `refit` are those of the models as trained.
     overheads = {way: "mean" if way == "mean" else "forced" for way in (*_FORCED, "mean")}
     return rows.with_columns(
         reduce(operator.add, [pl.col(f"{way}_e2e"), *(pl.col(f"{source}_{t.name}_us") for t in after)]).alias(
@@ -275,13 +282,13 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
 
 def _measured(rows: pl.DataFrame) -> dict[str, Latency]:
     phases = phases_of_servers(rows)
-    whole = pl.concat(
-        part.with_columns(phase=phases[run, server].numbers(part["at_ns"]))
+    with_phase = pl.concat(
+        requests.with_columns(phase=phases[run, server].numbers(requests["at_ns"]))
         if (run, server) in phases
-        else part.with_columns(phase=pl.lit(None, pl.Int64))
-        for (run, server), part in _groups(rows, SERVER)
+        else requests.with_columns(phase=pl.lit(None, pl.Int64))
+        for (run, server), requests in _groups(rows, SERVER)
     )
-    return {name: _latency(whole, name, phases) for name in MEASURED}
+    return {name: _latency(with_phase, name, phases) for name in MEASURED}
 
 
 def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], ServerPhases]) -> Latency:
@@ -292,16 +299,16 @@ def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], Ser
     level = float(median) if isinstance(median, int | float) else None
     partly = int((rows["split"] == "partly").sum())
     held = rows.filter(pl.col("split") == "holdout")
-    told = held.filter(pl.col("actual").is_not_null()).sort(*SERVER, "at_ns")
+    evaluated = held.filter(pl.col("actual").is_not_null()).sort(*SERVER, "at_ns")
     return Latency(
-        overall=_errors(told, name, level),
-        by_run={str(run): _errors(part, name, level) for (run,), part in _groups(told, ["run_id"])},
+        overall=_errors(evaluated, name, level),
+        by_run={str(run): _errors(rows, name, level) for (run,), rows in _groups(evaluated, ["run_id"])},
         by_phase=tuple(
-            PhaseErrors(run, server, phases[run, server].phases[number], _errors(part, name, level))
-            for (run, server, number), part in _groups(told.drop_nulls("phase"), [*SERVER, "phase"])
+            PhaseErrors(run, server, phases[run, server].phases[number], _errors(rows, name, level))
+            for (run, server, number), rows in _groups(evaluated.drop_nulls("phase"), [*SERVER, "phase"])
         ),
         left_out={**_left_out(held, name), **({"partly_in_training": partly} if partly else {})},
-        distribution=distribution(told, "actual", [f"forced_{name}", f"mean_{name}"]),
+        distribution=distribution(evaluated, "actual", [f"forced_{name}", f"mean_{name}"]),
     )
 
 
@@ -317,9 +324,9 @@ def _errors(rows: pl.DataFrame, name: str, median: float | None) -> LatencyError
 
 
 def _against(rows: pl.DataFrame, column: str) -> Metrics:
-    told = rows.filter(pl.col(column).is_not_null())
-    predicted = np.maximum(told[column].to_numpy().astype(float), 0.0)
-    return measure(told["actual"].to_numpy().astype(float), predicted)
+    known = rows.filter(pl.col(column).is_not_null())
+    predicted = np.maximum(known[column].to_numpy().astype(float), 0.0)
+    return measure(known["actual"].to_numpy().astype(float), predicted)
 
 
 def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:

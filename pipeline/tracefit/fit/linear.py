@@ -1,4 +1,9 @@
-"""What a fitted linear model is made of, and how it predicts the rows of a training frame."""
+"""Linear models: their candidate features, signs, terms and regimes, and the prediction of a training frame's rows.
+
+A model is one line, or one line per regime: a regime is a condition on the features with a line of its own, and the first
+regime whose condition holds predicts a row. `FeatureColumn` and `Regime` describe a model before the fit, `FittedTerm` and
+`FittedRegime` after it.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +25,10 @@ if TYPE_CHECKING:
 
 
 MAX_VIF = 10.0
-"""A feature whose variance inflation against those before it exceeds this says nothing new."""
+"""A feature whose variance inflation against the features before it exceeds this is left out as redundant."""
 
 MAX_PRODUCT_VIF = 100.0
-"""The same for a product of features: a square always resembles its root, and is offered only where it improves."""
+"""The limit for a product of features. A square always correlates with its root; cross-validation decides on products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class FeatureColumn:
     max_inflation: float = MAX_VIF
     """Variance inflation against the features before it above which it is left out."""
     sign: Sign | None = None
-    """What physics says of its coefficient."""
+    """Sign that physics gives its coefficient; null where it gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +49,15 @@ class Signs:
     """Which signs are in force in a fit.
 
     Attributes:
-        slopes: Of no coefficient, of those whose feature declares one, or of all.
-        intercept: The intercept cannot be negative.
+        slopes: Which coefficients cannot be negative: none, those whose feature declares it, or all.
+        intercept: Whether the intercept cannot be negative.
     """
 
     slopes: Literal["any", "declared", "non_negative"] = "declared"
     intercept: bool = False
 
     def of(self, features: Sequence[FeatureColumn]) -> Positive:
-        """Return what cannot be negative in a model of these features."""
+        """Return which coefficients cannot be negative in a model of these features, the intercept last."""
         if self.slopes == "declared":
             return (*(f.sign == "non_negative" for f in features), self.intercept)
         return (*(self.slopes == "non_negative" for _ in features), self.intercept)
@@ -90,7 +95,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """Rows that one linear model speaks for: those any of the comparisons holds for; all others if there are none."""
+    """The rows of one linear model: those for which any comparison holds; all remaining rows if there are no comparisons."""
 
     name: str
     any_of: tuple[Comparison, ...]
@@ -119,7 +124,7 @@ class FittedRegime:
 
     @property
     def least(self) -> float:
-        """Smallest value, not clipped, that any features within the ranges of the training rows give."""
+        """Smallest prediction, before clipping, over the box of the training ranges of all features."""
         return self.intercept + sum(
             min(t.value * t.training_range[0], t.value * t.training_range[1]) for t in self.terms
         )
@@ -132,25 +137,26 @@ class FittedRegime:
         return np.asarray(np.maximum(values, 0.0))
 
 
-def predict_regimes(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> Vector:
-    """Predict rows, each by the first part whose condition holds; shape (n,)."""
-    active = active_regime(parts, rows)
+def predict_regimes(regimes: Sequence[FittedRegime], rows: pl.DataFrame) -> Vector:
+    """Predict rows, each by the first regime whose condition holds; shape (n,)."""
+    active = active_regime(regimes, rows)
     predicted = np.zeros(rows.height)
-    for index, part in enumerate(parts):
-        predicted = np.where(active == index, part.predict(rows), predicted)
+    for index, regime in enumerate(regimes):
+        predicted = np.where(active == index, regime.predict(rows), predicted)
     return predicted
 
 
-def active_regime(parts: Sequence[FittedRegime], rows: pl.DataFrame) -> Integers:
-    """Return the index of the part that speaks for each row; shape (n,)."""
-    active = np.full(rows.height, len(parts) - 1)
-    for index in reversed(range(len(parts) - 1)):
-        active[which(rows, parts[index].regime.holds())] = index
+def active_regime(regimes: Sequence[FittedRegime], rows: pl.DataFrame) -> Integers:
+    """Return the index of the regime that predicts each row; shape (n,)."""
+    # From the last regime to the first: where several conditions hold the earliest one is written last and stays.
+    active = np.full(rows.height, len(regimes) - 1)
+    for index in reversed(range(len(regimes) - 1)):
+        active[which(rows, regimes[index].regime.holds())] = index
     return active
 
 
 def which(rows: pl.DataFrame, condition: pl.Expr) -> Flags:
-    """Tell which rows a condition holds for, shape (n,): not those that lack what it asks for."""
+    """Return which rows a condition holds for, shape (n,); it does not hold where it is null."""
     return rows.with_columns(_holds=condition.fill_null(value=False))["_holds"].to_numpy().astype(bool)
 
 
@@ -163,8 +169,8 @@ def linear_terms(
     """Return a term per coefficient that is not zero, with the range of its feature in the training rows `x`."""
     given = intervals or [None] * len(columns)
     return tuple(
-        FittedTerm(column, float(value), interval, (float(seen.min()), float(seen.max())))
-        for column, value, interval, seen in zip(columns, coefficients, given, x.T, strict=True)
+        FittedTerm(column, float(value), interval, (float(values.min()), float(values.max())))
+        for column, value, interval, values in zip(columns, coefficients, given, x.T, strict=True)
         if value != 0
     )
 

@@ -1,4 +1,4 @@
-"""How far predictions are from what was measured: error metrics, quantiles and prediction intervals.
+"""Error metrics, quantiles of distributions, and prediction intervals.
 
 Every report and file of tracefit states errors as this module computes them.
 """
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 def measure(actual: Vector, predicted: Vector) -> Metrics:
-    """Compare predictions with what was measured.
+    """Return the errors of predictions.
 
     Args:
-        actual: Shape (n,).
-        predicted: Shape (n,), same unit.
+        actual: Measured values, shape (n,).
+        predicted: Predictions in the same unit, shape (n,).
     """
     if actual.size == 0:
         return NO_ROWS
     error = np.abs(predicted - actual)
     nonzero = actual != 0
     ape = 100 * error[nonzero] / np.abs(actual[nonzero])
-    spread = float(np.sum((actual - actual.mean()) ** 2))
+    total_squares = float(np.sum((actual - actual.mean()) ** 2))
     total = float(actual.sum())
     quantiles = [float(q) for q in np.quantile(ape, [0.5, 0.9, 0.99])] if ape.size else [None, None, None]
     return Metrics(
@@ -40,7 +40,7 @@ def measure(actual: Vector, predicted: Vector) -> Metrics:
         mdape_pct=quantiles[0],
         mae=float(error.mean()),
         rmse=float(np.sqrt(np.mean(error**2))),
-        r2=1 - float(np.sum(error**2)) / spread if spread > 0 else None,
+        r2=1 - float(np.sum(error**2)) / total_squares if total_squares > 0 else None,
         bias_pct=100 * (float(predicted.sum()) - total) / total if total else None,
         p90_ape_pct=quantiles[1],
         p99_ape_pct=quantiles[2],
@@ -49,7 +49,7 @@ def measure(actual: Vector, predicted: Vector) -> Metrics:
 
 
 def skill(model: Metrics, baseline: Metrics) -> float | None:
-    """Share of the baseline's mean absolute error that the model removes: 1 is perfect, 0 no better, null unknown."""
+    """Return the share of the baseline's mean absolute error that the model removes: 1 is perfect, 0 no better."""
     if model.mae is None or not baseline.mae:
         return None
     return 1 - model.mae / baseline.mae
@@ -61,19 +61,19 @@ PERCENTS: tuple[int, ...] = (*range(0, 100, 5), 99, 100)
 def distribution(rows: pl.DataFrame, measured: str, predicted: Sequence[str]) -> Distribution:
     """Return quantiles of a column and of its predictions, over the rows where all are known.
 
-    A prediction that no row has is left out and takes no row with it. Predictions are clipped at 0, as everywhere.
+    A prediction that is null on all rows is left out and removes no row. Predictions are clipped at 0, as everywhere.
 
     Args:
-        rows: What was held out.
-        measured: Column that was measured.
-        predicted: Columns that predict it.
+        rows: Held-out rows.
+        measured: Column with the measured values.
+        predicted: Columns with predictions of it.
     """
-    there = [name for name in predicted if rows[name].count()]
-    known = rows.drop_nulls([measured, *there])
-    if not known.height or not there:
+    given = [name for name in predicted if rows[name].count()]
+    known = rows.drop_nulls([measured, *given])
+    if not known.height or not given:
         return Distribution(0, (), {})
-    told = {name: _quantiles(known[name].clip(lower_bound=0)) for name in there}
-    return Distribution(known.height, _quantiles(known[measured]), told)
+    quantiles = {name: _quantiles(known[name].clip(lower_bound=0)) for name in given}
+    return Distribution(known.height, _quantiles(known[measured]), quantiles)
 
 
 def _quantiles(column: pl.Series) -> tuple[float, ...]:
@@ -86,12 +86,12 @@ LEVEL_PCT = 95.0
 def prediction_interval(predicted: Vector, actual: Vector) -> PredictionInterval:
     """Return the limits that 2.5 % of rows are below and above, as conformal quantiles at k / (n + 1) (Vovk et al. 2005).
 
-    Ratios or differences, whichever make the narrower intervals over these rows: the noise of step times grows with the
-    step, that of a wait may not.
+    The limits are ratios or differences, whichever give the narrower intervals over these rows: the noise of a step time grows
+    with the step, the noise of a wait need not.
 
     Args:
         predicted: Out-of-sample predictions, shape (n,).
-        actual: What was measured, shape (n,).
+        actual: Measured values, shape (n,).
     """
     tail = (1 - LEVEL_PCT / 100) / 2
     differences = _limits(actual - predicted, tail)

@@ -1,4 +1,9 @@
-"""Runs whose server could not keep up: their waits follow the load test's length, not the server."""
+"""Find overloaded runs: runs whose server could not keep up with the load.
+
+In such a run the queue grows for as long as the load test lasts, so that waits depend on the length of the test and not on
+the server. A run is overloaded when many requests fail, when its queue does not empty for a large share of its time, or when
+it preempts many requests. Such runs are left out of the fit unless a user includes them.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +12,34 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.fit.results import Overload, QueueStretch
+from tracefit.fit.results import Overload, QueuePeriod
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_FAILED_SHARE = 0.1
-"""More requests than this share that ended in an error or whose client gave up."""
+"""A run is overloaded when a larger share of its requests ended in an error or was given up by the client."""
 
 MAX_QUEUED_SHARE = 0.25
 MIN_PEAK = 10
-"""A queue that grew to 10 requests or more and did not empty for more than a quarter of the run's time: more came in than
-went out."""
+"""A run is overloaded when its queue grew to `MIN_PEAK` requests and did not empty for a larger share of the run's time."""
 
 MAX_PREEMPTIONS_PER_REQUEST = 0.1
-"""More preemptions than one for ten requests: work is done again instead of new work."""
+"""A run is overloaded when it preempts more often: the engine repeats work instead of doing new work."""
 
 _FAILED = ("aborted", "error")
 
 REQUEST_COLUMNS = ("run_id", "server", "finish_status", "num_preemptions", "queued_ns", "first_scheduled_ns")
 STEP_COLUMNS = ("run_id", "server", "ts_start_ns", "waiting_depth", "num_preempted")
-"""What the rules look at."""
+"""Columns that the rules need."""
 
 
 def find_overloads(
     run_ids: Sequence[str], requests: pl.DataFrame, steps: pl.DataFrame
 ) -> tuple[Overload, ...]:
-    """Return the overloaded ones of some runs, in order.
+    """Return the overloaded runs among some runs, in order.
 
-    The queue is told by the journeys, and by the sampled steps of a run without any.
+    The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys.
 
     Args:
         run_ids: The runs.
@@ -44,9 +48,9 @@ def find_overloads(
     """
     found = []
     for run_id in run_ids:
-        mine, sampled = (frame.filter(pl.col("run_id") == run_id) for frame in (requests, steps))
-        queued = _growing_queues(mine, sampled)
-        reasons = [*_failures(mine), *_preemptions(mine, sampled), *_longest(queued)]
+        run_requests, run_steps = (frame.filter(pl.col("run_id") == run_id) for frame in (requests, steps))
+        queued = _growing_queues(run_requests, run_steps)
+        reasons = [*_failures(run_requests), *_preemptions(run_requests, run_steps), *_longest(queued)]
         if reasons:
             found.append(Overload(run_id, tuple(reasons), queued=queued))
     return tuple(found)
@@ -55,9 +59,9 @@ def find_overloads(
 def runs_to_fit(
     run_ids: Sequence[str], overloads: Sequence[Overload], *, include: bool
 ) -> tuple[list[str], tuple[Overload, ...]]:
-    """Return the runs of a scope to fit, and the overloaded ones with what becomes of them.
+    """Return the runs of a scope to fit, and the overloaded ones with `trained_on` set.
 
-    Overloaded runs are left out, unless they are asked for or there is no other run.
+    Overloaded runs are left out, unless `include` is set or there is no other run.
     """
     flagged = {one.run_id for one in overloads}
     sound = [run_id for run_id in run_ids if run_id not in flagged]
@@ -75,6 +79,7 @@ def _failures(requests: pl.DataFrame) -> list[str]:
 def _preemptions(requests: pl.DataFrame, steps: pl.DataFrame) -> list[str]:
     if not requests.height:
         return []
+    # Journeys and steps may each be sampled: either count is a lower bound.
     count = max(int(requests["num_preemptions"].sum() or 0), int(steps["num_preempted"].sum() or 0))
     each = count / requests.height
     return (
@@ -82,22 +87,24 @@ def _preemptions(requests: pl.DataFrame, steps: pl.DataFrame) -> list[str]:
     )
 
 
-def _longest(queued: tuple[QueueStretch, ...]) -> list[str]:
+def _longest(queued: tuple[QueuePeriod, ...]) -> list[str]:
     if not queued:
         return []
-    one = max(queued, key=lambda stretch: stretch.share)
-    return [f"a queue of up to {one.peak} requests did not empty for {100 * one.share:.0f} % of the run"]
+    longest = max(queued, key=lambda period: period.share)
+    return [
+        f"a queue of up to {longest.peak} requests did not empty for {100 * longest.share:.0f} % of the run"
+    ]
 
 
-def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[QueueStretch, ...]:
+def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[QueuePeriod, ...]:
     depth = _depth_by_journeys(requests) if requests.height else _depth_by_steps(steps)
-    # A stretch begins with the first request that waits and ends when none does.
-    stretches = (
+    # A period begins with the first request that waits and ends when none does.
+    periods = (
         depth.with_columns(
-            stretch=(pl.col("waiting") == 0).cum_sum().over("server"),
+            period=(pl.col("waiting") == 0).cum_sum().over("server"),
             length=(pl.col("ts_ns").max() - pl.col("ts_ns").min()).over("server"),
         )
-        .group_by("server", "stretch", maintain_order=True)
+        .group_by("server", "period", maintain_order=True)
         .agg(
             from_ns=pl.col("ts_ns").filter(pl.col("waiting") > 0).min(),
             to_ns=pl.col("until_ns").max(),
@@ -108,7 +115,7 @@ def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[QueueS
         .filter((pl.col("peak") >= MIN_PEAK) & (pl.col("share") > MAX_QUEUED_SHARE))
     )
     return tuple(
-        QueueStretch(*row) for row in stretches.select("server", "from_ns", "to_ns", "peak", "share").rows()
+        QueuePeriod(*row) for row in periods.select("server", "from_ns", "to_ns", "peak", "share").rows()
     )
 
 
@@ -117,6 +124,7 @@ def _depth_by_journeys(requests: pl.DataFrame) -> pl.DataFrame:
     events = pl.concat(
         waits.select("server", ts_ns=name, change=pl.lit(change, pl.Int64))
         for name, change in (("queued_ns", 1), ("first_scheduled_ns", -1))
+        # An arrival before a departure with the same stamp: otherwise the depth would drop below zero for a moment.
     ).sort("server", "ts_ns", "change", descending=[False, False, True])
     return _until(events.with_columns(waiting=pl.col("change").cum_sum().over("server")))
 
@@ -129,6 +137,6 @@ def _depth_by_steps(steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def _until(depth: pl.DataFrame) -> pl.DataFrame:
-    """Add when a depth ends: at the next event of its server."""
+    """Add `until_ns`, the end of each depth: the next event of its server."""
     following = pl.col("ts_ns").shift(-1).over("server")
     return depth.with_columns(until_ns=pl.coalesce(following, "ts_ns"))

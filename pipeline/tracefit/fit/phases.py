@@ -1,6 +1,7 @@
-"""Workload phases of a run: stretches of time in which requests arrive at one rate, and errors within each.
+"""Workload phases of a run: periods of constant arrival rate, and the errors of a step-time model within each.
 
-A model that is right on average over a run may be wrong in each of its loads.
+A model that is right on average over a run may be wrong in each of its loads. Phases are found by cutting the arrivals of a
+server where their rate changes (`find_phases`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LEAST_REQUESTS = 30
 LEAST_SECONDS = 5.0
 MOST_CUTS_DEEP = 4
 GAIN_PER_LOG = 3.0
-"""A change of rate must explain the arrivals better than none by 3 log(n) in log-likelihood."""
+"""A cut must raise the log-likelihood of n arrivals by this many log(n)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,10 @@ class ServerPhases:
     phases: tuple[Phase, ...]
 
     def numbers(self, at_ns: pl.Series) -> pl.Series:
-        """Return the index of the phase at each time, null where it is null; before the first arrival is the first."""
+        """Return the index of the phase at each time; null where the time is null, 0 before the first arrival."""
         seconds = ((at_ns - self.first_ns) / 1e9).fill_null(0.0).to_numpy()
-        told = pl.Series(phase_of(seconds, self.phases), dtype=pl.Int64)
-        return pl.select(pl.when(at_ns.is_not_null()).then(told)).to_series()
+        indices = pl.Series(phase_of(seconds, self.phases), dtype=pl.Int64)
+        return pl.select(pl.when(at_ns.is_not_null()).then(indices)).to_series()
 
 
 def phases_of_servers(arrivals: pl.DataFrame) -> dict[tuple[str, str], ServerPhases]:
@@ -51,8 +52,8 @@ def phases_of_servers(arrivals: pl.DataFrame) -> dict[tuple[str, str], ServerPha
         arrivals: Columns run_id, server, at_ns.
     """
     found = {}
-    for (run, server), part in arrivals.drop_nulls("at_ns").group_by(SERVER):
-        at = part["at_ns"].sort()
+    for (run, server), requests in arrivals.drop_nulls("at_ns").group_by(SERVER):
+        at = requests["at_ns"].sort()
         found[str(run), str(server)] = ServerPhases(int(at[0]), find_phases(((at - at[0]) / 1e9).to_numpy()))
     return found
 
@@ -60,9 +61,9 @@ def phases_of_servers(arrivals: pl.DataFrame) -> dict[tuple[str, str], ServerPha
 def find_phases(arrivals_s: Vector) -> tuple[Phase, ...]:
     """Cut a run where its arrival rate changes.
 
-    Binary segmentation of a Poisson process: a stretch of n arrivals in T seconds has the log-likelihood n log(n / T);
-    it is cut at the arrival where the two parts' likelihood is largest, if that gains 3 log(n) and either part has 30
-    requests and 5 s, and so on in the parts, four cuts deep.
+    Binary segmentation of a Poisson process: n arrivals in T seconds have the log-likelihood n log(n / T) (up to a term that
+    does not depend on the cut). The period is cut at the arrival that maximises the likelihood of both sides, if that gains
+    3 log(n) and each side has 30 requests and 5 s. Both sides are then cut in the same way, at most four levels deep.
 
     Args:
         arrivals_s: Sorted arrival times in seconds, shape (n,), the first at 0.
@@ -86,7 +87,7 @@ def _phase(arrivals_s: Vector, first: int, last: int, *, is_last: bool) -> Phase
 
 
 def _cuts(arrivals_s: Vector, first: int, last: int, deep: int) -> list[int]:
-    """Return the arrivals, between the first and the last one, at which a new rate begins."""
+    """Return the indices, between those of the first and the last arrival, at which a new rate begins."""
     begin, end, n = arrivals_s[first], arrivals_s[last], last - first
     if deep == 0 or n < 2 * LEAST_REQUESTS:
         return []
@@ -111,11 +112,11 @@ def _likelihood(count: Vector, seconds: Vector) -> Vector:
 def errors_by_phase(
     fitted: LinearFit, requests: pl.DataFrame, eval_filter: pl.Expr | None = None
 ) -> tuple[StepPhase, ...]:
-    """Measure a model of step times on the held-out rows of each phase; nothing of servers without requests.
+    """Measure a step-time model on the held-out rows of each phase; servers without requests have no phases.
 
     Args:
         fitted: The model.
-        requests: The `requests` table: a phase is a stretch in which they arrive at one rate.
+        requests: The `requests` table, whose arrivals define the phases.
         eval_filter: Held-out rows to measure the error on, as for the fit.
     """
     phases = phases_of_servers(requests.select(*SERVER, at_ns=pl.coalesce("arrival_ns", "queued_ns")))
@@ -127,17 +128,17 @@ def errors_by_phase(
     )
     found = []
     for (run, server), rows in held.group_by(SERVER, maintain_order=True):
-        if (of := phases.get((str(run), str(server)))) is None:
+        if (server_phases := phases.get((str(run), str(server)))) is None:
             continue
-        told = rows.with_columns(phase=of.numbers(rows["ts_ns"]))
-        for (number,), part in told.group_by("phase", maintain_order=True):
-            actual = target_of(part)
+        with_phase = rows.with_columns(phase=server_phases.numbers(rows["ts_ns"]))
+        for (number,), phase_rows in with_phase.group_by("phase", maintain_order=True):
+            actual = target_of(phase_rows)
             found.append(
                 StepPhase(
                     str(run),
                     str(server),
-                    of.phases[int(str(number))],
-                    measure(actual, predict_regimes(fitted.regimes, part)),
+                    server_phases.phases[int(str(number))],
+                    measure(actual, predict_regimes(fitted.regimes, phase_rows)),
                     measure(actual, np.full(len(actual), median)),
                 )
             )

@@ -1,7 +1,7 @@
-"""Results of a fit as plain data: what was fitted, how well it does, and what is missing.
+"""Results of a fit as plain data: error metrics, validation, choices that were made, and models that are missing.
 
-Nothing here computes: the modules that do import this one, and the coefficient and evaluation files publish it. A file
-is read, and a row predicted, without numpy and polars: neither is imported here.
+The modules of this room fill these types, and the coefficient and evaluation files publish them. Reading such a file and
+predicting a row from it need neither numpy nor polars: this module imports neither.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Metrics:
     Attributes:
         n: Rows.
         mape_pct: Mean of |predicted - actual| / actual.
-        mdape_pct: Median of the same.
+        mdape_pct: Median of |predicted - actual| / actual.
         mae: Mean absolute error.
         rmse: Root mean squared error.
         r2: 1 - residual / total sum of squares; null for a constant target.
         bias_pct: 100 * (sum predicted - sum actual) / sum actual.
         p90_ape_pct: 90th percentile of the absolute percentage error.
-        p99_ape_pct: 99th percentile of it.
+        p99_ape_pct: 99th percentile of the absolute percentage error.
         zero_targets: Rows with a target of zero, which percentage errors leave out.
     """
 
@@ -50,7 +50,7 @@ NO_ROWS = Metrics(0, None, None, None, None, None, None, None, None)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Quantiles at `PERCENTS` of a measured column and of its predictions, over rows that have all of them."""
+    """Quantiles at `metrics.PERCENTS` of a measured column and of its predictions, over rows that have all of them."""
 
     rows: int
     measured: tuple[float, ...]
@@ -74,17 +74,18 @@ class PenaltyChoice:
     score: float
     folds: int
     fold_scores: tuple[float, ...] = ()
-    """Every fold's share of the score, in order: they sum to it."""
+    """Contribution of each fold to the score, in order; they sum to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collinearity:
-    """How much the features of a model tell of each other.
+    """Collinearity of the features of a model.
 
     Attributes:
         condition_number: Largest by smallest singular value of the standardised features (Belsley, Kuh and Welsch
-            1980); 1 is none, above 30 is trouble. Null of no feature.
-        variance_inflation: Per feature, how much wider the variance of its coefficient is than without the others; 1 is none.
+            1980): 1 is none, above 30 is strong. Null without features.
+        variance_inflation: Per feature, the factor by which the other features raise the variance of its coefficient; 1 is
+            none.
     """
 
     condition_number: float | None
@@ -118,7 +119,7 @@ class LearningPoint:
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """How a regime's condition did on the held-out rows; the first regime is the positive one."""
+    """Confusion of the first regime's condition with the truth on the held-out rows; the first regime is positive."""
 
     balanced_accuracy: float | None
     true_positive: int
@@ -129,12 +130,12 @@ class Classifier:
 
 @dataclass(frozen=True, slots=True)
 class EquationErrors:
-    """Errors of step times on every held-out equation: single steps, and intervals by their mean.
+    """Errors of step times on all held-out rows: single steps, and intervals by their mean.
 
     Attributes:
-        rows_by_source: Held-out equations by kind.
-        per_equation: Each equation counts once.
-        per_step: Each equation counts as many times as it has steps.
+        rows_by_source: Number of held-out rows by kind.
+        per_equation: Errors with each row counted once.
+        per_step: Errors with each row counted once per step in it.
     """
 
     rows_by_source: dict[str, int]
@@ -144,7 +145,7 @@ class EquationErrors:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Errors of one model and of what stands beside it; all but `train` on the hold-out."""
+    """Errors of one model, of its baseline and of its reference; all but `train` on the hold-out."""
 
     train: Metrics
     holdout: Metrics
@@ -154,21 +155,21 @@ class Validation:
     within_5_pct: float | None
     extrapolated_rows: int
     extrapolated: dict[str, int]
-    """Held-out rows with a feature outside the range of its part's training rows, by feature."""
+    """Held-out rows with a feature outside the training range of their regime, by feature."""
     interval_coverage_pct: float
-    """Share of held-out rows within their 95 % prediction interval."""
+    """Percent of held-out rows within their 95 % prediction interval."""
     by_load: dict[str, Metrics]
     """Errors on held-out rows `inside` and `outside` the ranges of the training rows."""
     skill: float | None
     classifier: Classifier | None = None
     learning_curve: tuple[LearningPoint, ...] = ()
     held_out_equations: EquationErrors | None = None
-    """Of step times whose hold-out holds intervals."""
+    """Given for step times whose hold-out has intervals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of time, in seconds after the first arrival, and its arrivals per second."""
+    """A period of constant arrival rate, in seconds after the first arrival."""
 
     from_s: float
     to_s: float
@@ -178,7 +179,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class StepPhase:
-    """Errors on the held-out steps that began in one phase of one server, and those of the training median."""
+    """Errors on the held-out steps that began in one phase of one server: the model's, and those of the training median."""
 
     run_id: str
     server: str
@@ -189,15 +190,16 @@ class StepPhase:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A form that was tried, with mean absolute errors in us on training rows it was not fitted on.
+    """A feature set or form that was tried, with mean absolute errors in us on training rows it was not fitted on.
 
     Attributes:
         name: Feature set or form.
-        features: Features it had to go on.
+        features: Number of its features.
         inside_mae: Error inside the training load: blocks of time left out in turn.
-        beyond_mae: Error beyond it: fitted on the lower half of the load, judged on the upper; null of too few rows.
-        chosen: It is the one that was fitted.
-        reason: Why it was chosen, or was not.
+        beyond_mae: Error beyond it: fitted on the lower half of the load, evaluated on the upper; null where rows are too
+            few.
+        chosen: Whether it is the candidate that was fitted.
+        reason: Why it was chosen or not.
     """
 
     name: str
@@ -215,11 +217,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class LoadExtrapolation:
-    """A fitted form trained on the lower half of the load of all rows, and judged on the upper half.
+    """Errors of a model fitted on the lower half of the load of all rows and evaluated on the upper half.
 
     Attributes:
-        load: What load is measured by.
-        cut: Load that half of the rows do not exceed.
+        load: The measure of load.
+        cut: Median load: the border between the halves.
         errors: Errors on the upper half.
         reference: Gradient boosting on the same features and rows.
     """
@@ -241,7 +243,7 @@ class LoadBin:
 
 @dataclass(frozen=True, slots=True)
 class ErrorOverLoad:
-    """Errors on held-out rows in groups of equal size by load, and the loads that were trained on."""
+    """Errors on held-out rows in groups of equal size by load, and the training range of the load."""
 
     load: str
     training_range: tuple[float, float]
@@ -262,7 +264,7 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class DurationCover:
-    """What `step.duration_us` covers of the time the engine was busy, over consecutive sampled steps."""
+    """Share of the busy time that `step.duration_us` covers, over consecutive sampled steps."""
 
     share: float | None
     median_cycle_us: float | None
@@ -271,7 +273,7 @@ class DurationCover:
 
 @dataclass(frozen=True, slots=True)
 class TargetChoice:
-    """Where beta's target comes from, and why."""
+    """The source of beta's target, and the reason for it."""
 
     source: Literal["clock", "duration"]
     reason: str
@@ -279,7 +281,7 @@ class TargetChoice:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A model that was not fitted, and what would give it."""
+    """A model that was not fitted, the reason, and what to do for it."""
 
     name: str
     reason: str
@@ -294,10 +296,11 @@ class SummedTime:
         predicted_us: Sum predicted.
         actual_us: Sum measured.
         two_sd_pct: Two standard deviations of the bias in percent, by block bootstrap.
-        blocks: Blocks of time it was resampled by.
-        max_contribution_pct: What the one row furthest off has of the bias, in percentage points: a hiccup, where it is much.
+        blocks: Number of blocks of time in the bootstrap.
+        max_contribution_pct: Contribution of the row with the largest error to the bias, in percentage points: large for a
+            hiccup.
         speed_change_pct: How much longer steps of equal batches take in the hold-out than in the training part; null where
-            too few are alike.
+            too few batches are equal.
     """
 
     predicted_us: float
@@ -309,22 +312,22 @@ class SummedTime:
 
     @property
     def drifting(self) -> bool:
-        """Whether the sum is off by more than chance: the machine, or what it did, changed after the training part."""
+        """Whether the bias exceeds chance: the machine, or its workload, changed after the training part."""
         return abs(self.bias_pct) > self.two_sd_pct
 
     @property
     def bias_pct(self) -> float:
-        """Predicted less measured, in percent of measured."""
+        """Predicted minus measured sum, in percent of the measured one."""
         return 100 * (self.predicted_us / self.actual_us - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyErrors:
-    """Errors of one latency over one group of requests; each over the requests it has a prediction for."""
+    """Errors of one latency over one group of requests, each over the requests with a prediction."""
 
     teacher_forced: Metrics
     refit_on_holdout: Metrics
-    """Teacher-forced, the step times' model fitted on the held-out steps themselves: what no coefficients mend."""
+    """Teacher-forced with the step-time model refitted on the hold-out: the error that no coefficients remove."""
     averages_only: Metrics
     baseline: Metrics
     """The training median."""
@@ -349,7 +352,7 @@ class Latency:
     by_phase: tuple[PhaseErrors, ...]
     left_out: Mapping[str, int]
     distribution: Distribution
-    """Of the measured latency and of `forced_…` and `mean_…`, what each way predicts."""
+    """Quantiles of the measured latency and of the predictions `forced_…` and `mean_…`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,27 +364,27 @@ class ComposedLatencies:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueStretch:
-    """A stretch of one server's time in which its queue did not empty; on the engine's clock."""
+class QueuePeriod:
+    """A period in which the queue of one server did not empty; on the engine's clock."""
 
     server: str
     from_ns: int
     to_ns: int
     peak: int
-    """The most requests that waited at once."""
+    """Most requests that waited at once."""
     share: float
-    """Of the run's time."""
+    """Share of the run's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """A run that was overloaded, the rules that say so, and whether models were fitted on it nevertheless."""
+    """An overloaded run, the rules it broke, and whether models were fitted on it nevertheless."""
 
     run_id: str
     reasons: tuple[str, ...]
     trained_on: bool = False
-    queued: tuple[QueueStretch, ...] = ()
-    """Stretches with a queue that broke the rule on queues."""
+    queued: tuple[QueuePeriod, ...] = ()
+    """Periods with a queue that broke the rule on queues."""
 
 
 LeftOutKind = Literal["run", "model", "gpu"]
@@ -389,17 +392,17 @@ LeftOutKind = Literal["run", "model", "gpu"]
 
 @dataclass(frozen=True, slots=True)
 class LeftOutErrors:
-    """Errors on all rows of what was left out, of a model fitted on the training rows of the rest.
+    """Errors on all rows of a run, model or GPU, of a model fitted on the training rows of the rest.
 
     Attributes:
         kind: What was left out: one run of a scope, or all scopes of a model or GPU.
         left_out: Its name.
         model: Name of the fitted model.
         scope_id: The scope of a run; null where models or GPUs are left out.
-        feature_set: What the model was offered.
+        feature_set: The feature set the model was offered.
         trained_on: The runs, models or GPUs it was fitted on.
         rows_used: Rows it was fitted on.
-        validation: All but `train` on what was left out.
+        validation: Errors; all but `train` on the rows left out.
     """
 
     kind: LeftOutKind
@@ -414,7 +417,7 @@ class LeftOutErrors:
 
 @dataclass(frozen=True, slots=True)
 class AcrossResult:
-    """What could be left out and how it went; what could not be left out, or not be told."""
+    """Errors of everything that was left out in turn, and notes on what could not be left out or evaluated."""
 
     errors: tuple[LeftOutErrors, ...]
     notes: tuple[str, ...]

@@ -1,4 +1,7 @@
-"""Fit everything of one scope: the step time, the targets of requests, and the latencies they add up to."""
+"""Fit everything of one scope: the step time, the targets of requests, and the latencies they add up to.
+
+A scope is one model on one GPU with one set of server settings. This is the entry to the room: training calls `fit_scope`.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +37,19 @@ def fit_scope(
 ) -> FittedScope:
     """Fit beta and the alpha models of one scope, as far as its data allow.
 
-    One thread for linear algebra: its matrices have few columns, and threads that wait for each other cost more than
-    they bring.
+    Linear algebra uses one thread: with matrices of few columns, threads cost more in waiting than they gain.
 
     Args:
         scope: The scope.
         tables: Its runs' tables.
-        beta_sets: Feature sets for step times; of several, cross-validation chooses.
-        options: How.
+        beta_sets: Feature sets for step times; cross-validation chooses among several.
+        options: How to fit.
     """
     steps = _steps(scope, tables, beta_sets, options)
     beta = steps.result if isinstance(steps.result, FittedModel) else None
     constants = training.constants_of(scope.context)
-    waits = [_wait(tables, target, constants, options) for target in targets.TARGETS]
-    alphas = [one for one in waits if isinstance(one, FittedModel)]
+    results = [_wait(tables, target, constants, options) for target in targets.TARGETS]
+    alphas = [result for result in results if isinstance(result, FittedModel)]
     models = (*((beta,) if beta else ()), *alphas)
     frames = [alpha.fitted.rows for alpha in alphas]
     return FittedScope(
@@ -56,7 +58,7 @@ def fit_scope(
         cover=steps.cover,
         choice=steps.choice,
         models=models,
-        missing=tuple(one for one in (steps.result, *waits) if isinstance(one, Missing)),
+        missing=tuple(result for result in (steps.result, *results) if isinstance(result, Missing)),
         alpha_rows=pl.concat(frames, how="diagonal_relaxed") if frames else None,
         beta_rows=beta.fitted.rows if beta else None,
         composed=_alone(

@@ -1,4 +1,10 @@
-"""Which features and which penalty: decided inside the training part, by time."""
+"""Select features and the penalty of a linear model, on the training rows alone.
+
+`usable_features` drops features that are unknown, constant or collinear with earlier ones. `choose_penalty` compares
+penalties by cross-validation over blocks of time: neighbouring rows resemble each other, so that random folds would let a
+model see its test rows' neighbours. `improves` and `is_worse_than_constant` decide by the same errors whether more features
+are worth having, and whether any are.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +22,23 @@ if TYPE_CHECKING:
 
 
 MIN_VARIED_ROWS = 20
-"""A coefficient that fewer rows than this speak for is a coefficient of those rows."""
+"""A feature that differs from its most common value on fewer rows is left out: its coefficient would describe those rows."""
 
 FOLDS = 5
 FOLD_ROUNDS = 5
-"""Rounds of reweighting inside a fold: enough to rank penalties, which is all the folds are for."""
+"""Rounds of reweighting inside a fold: the folds only rank penalties, which takes few."""
 
 _TIE = 1e-3
+"""Penalties whose errors differ by a smaller share tie."""
 
 ENOUGH_ROWS = 100_000
-"""Penalties are ranked on so many rows, taken evenly over each stretch of time: more would rank them the same."""
+"""Most rows that penalties are ranked on, taken evenly over time: more rows give the same ranking."""
 
-WORTH = 0.05
+MIN_GAIN = 0.05
 """Least share of the cross-validated error that a richer model must remove."""
 
-CLEARLY = 1.1
-"""Features of no use cost a few percent of cross-validated error; those that mislead cost more."""
+HARM_FACTOR = 1.1
+"""Features are misleading above this multiple of a constant's error; useless ones raise it by a few percent only."""
 
 CANDIDATES: tuple[tuple[Penalty, float], ...] = (
     *(("ridge", s) for s in (1e-8, 1e-4, 1e-3, 1e-2)),
@@ -43,7 +50,11 @@ CANDIDATES: tuple[tuple[Penalty, float], ...] = (
 def usable_features(
     x: Matrix, names: list[str], limits: list[float] | None = None
 ) -> tuple[list[int], list[FeatureLeftOut]]:
-    """Keep, in the order declared, features that are known, vary and are not a mix of those before them.
+    """Return the features, in the order declared, that are known, vary and are not a mix of the features before them.
+
+    A feature is a mix of the kept ones when its variance inflation against them exceeds its limit: 1 / (1 - R^2) > limit,
+    with R^2 of its regression on a constant and the kept features. The regressions share one orthonormal basis of the kept
+    features, which grows by one vector per kept feature (Gram-Schmidt).
 
     Args:
         x: Raw features of the training rows, shape (n, n_features); NaN where unknown.
@@ -51,37 +62,65 @@ def usable_features(
         limits: Largest variance inflation of each; `MAX_VIF` if not given.
 
     Returns:
-        Kept column indices, and the others with reasons.
+        Kept column indices, and the other features with reasons.
     """
     kept: list[int] = []
-    left: list[FeatureLeftOut] = []
-    # Columns of length 1: `basis` spans what the kept features tell, the constant first; `kept_units` are they themselves.
-    basis = np.empty((len(x), len(names) + 1), order="F")
-    basis[:, 0] = 1 / np.sqrt(max(len(x), 1))
-    kept_units = np.empty((len(x), len(names)), order="F")
+    left_out: list[FeatureLeftOut] = []
+    basis = _Basis(rows=len(x), most=len(names))
     for index, name in enumerate(names):
         column = x[:, index]
-        reason = _unfit(column)
+        reason = _unusable(column)
         if reason is None:
-            unit = column - column.mean()
-            unit /= np.linalg.norm(unit)
-            known = basis[:, : len(kept) + 1]
-            rest = unit - known @ (unit @ known)
-            rest -= known @ (rest @ known)  # once more, against rounding
-            share = float(rest @ rest)
-            if share * (limits[index] if limits else MAX_VIF) < 1:
-                alike = np.abs(unit @ kept_units[:, : len(kept)])
-                reason = _collinear(names[kept[int(np.argmax(alike))]], share)
-        if reason is not None:
-            left.append(FeatureLeftOut(name, reason))
-            continue
-        basis[:, len(kept) + 1] = rest / np.linalg.norm(rest)
-        kept_units[:, len(kept)] = unit
-        kept.append(index)
-    return kept, left
+            unit = _standardised(column)
+            residual = basis.residual(unit)
+            # 1 - R^2: the share of the feature's variance that the kept features leave unexplained.
+            unexplained = float(residual @ residual)
+            if unexplained * (limits[index] if limits else MAX_VIF) >= 1:
+                basis.add(unit, residual)
+                kept.append(index)
+                continue
+            reason = _collinear(names[kept[basis.nearest(unit)]], unexplained)
+        left_out.append(FeatureLeftOut(name, reason))
+    return kept, left_out
 
 
-def _unfit(column: Vector) -> str | None:
+class _Basis:
+    """Orthonormal basis of a constant and the features added so far, all of shape (rows,)."""
+
+    def __init__(self, *, rows: int, most: int) -> None:
+        # Fortran order: columns are added and multiplied one by one.
+        self._vectors = np.empty((rows, most + 1), order="F")
+        self._vectors[:, 0] = 1 / np.sqrt(max(rows, 1))
+        self._units = np.empty((rows, most), order="F")
+        self._size = 0
+
+    def residual(self, unit: Vector) -> Vector:
+        """Return what the basis does not explain of a feature."""
+        vectors = self._vectors[:, : self._size + 1]
+        residual = unit - vectors @ (unit @ vectors)
+        # Projecting twice removes what rounding left of the first time ("twice is enough", Kahan).
+        residual -= vectors @ (residual @ vectors)
+        return residual
+
+    def add(self, unit: Vector, residual: Vector) -> None:
+        """Add a feature, given with its residual."""
+        self._vectors[:, self._size + 1] = residual / np.linalg.norm(residual)
+        self._units[:, self._size] = unit
+        self._size += 1
+
+    def nearest(self, unit: Vector) -> int:
+        """Return the index of the added feature with the largest absolute correlation."""
+        return int(np.argmax(np.abs(unit @ self._units[:, : self._size])))
+
+
+def _standardised(column: Vector) -> Vector:
+    """Return a feature that varies, centered and of length 1."""
+    centered = column - column.mean()
+    return np.asarray(centered / np.linalg.norm(centered))
+
+
+def _unusable(column: Vector) -> str | None:
+    """Return why a feature cannot be fitted by itself; null where it can."""
     known = column[np.isfinite(column)]
     if known.size == 0:
         return "not known in these runs"
@@ -97,21 +136,22 @@ def _unfit(column: Vector) -> str | None:
     return None
 
 
-def _collinear(nearest: str, share: float) -> str:
-    inflation = "infinite" if share < 1e-10 else f"{1 / share:.0f}"
+def _collinear(nearest: str, unexplained: float) -> str:
+    inflation = "infinite" if unexplained < 1e-10 else f"{1 / unexplained:.0f}"
     return f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
 
 
 def collinearity(x: Matrix) -> Collinearity:
-    """Measure the collinearity of features that vary, shape (n, n_features)."""
+    """Measure the collinearity of features that vary; `x` has the shape (n, n_features)."""
     if not x.shape[1]:
         return Collinearity(None, ())
     correlation = np.atleast_2d(np.corrcoef(x, rowvar=False))
     values = np.linalg.eigvalsh(correlation)
-    inverse = np.diag(np.linalg.pinv(correlation, hermitian=True))
+    # The diagonal of the inverse correlation matrix holds the variance inflations.
+    inflations = np.diag(np.linalg.pinv(correlation, hermitian=True))
     return Collinearity(
         float(np.sqrt(values[-1] / max(float(values[0]), np.finfo(float).eps))),
-        tuple(max(float(v), 1.0) for v in inverse),
+        tuple(max(float(v), 1.0) for v in inflations),
     )
 
 
@@ -119,13 +159,14 @@ def time_blocks(run: Integers, time: Integers, count: int) -> Integers:
     """Cut each run's rows into `count` contiguous blocks of time; block i of every run has number i.
 
     Args:
-        run: Shape (n,), which run a row belongs to.
-        time: Shape (n,), when it began; compared within a run only.
+        run: Number of each row's run, shape (n,).
+        time: Start of each row, shape (n,); compared within a run only.
         count: Blocks per run.
     """
     block = np.zeros(len(run), dtype=np.int64)
-    for one in np.unique(run):
-        rows = np.flatnonzero(run == one)
+    for number in np.unique(run):
+        rows = np.flatnonzero(run == number)
+        # The rank in time: argsort is the permutation, its argsort the position of each row in it.
         rank = np.argsort(np.argsort(time[rows], kind="stable"), kind="stable")
         block[rows] = rank * count // len(rows)
     return block
@@ -141,51 +182,70 @@ def choose_penalty(
     positive: Positive = False,
     counts: Vector | None = None,
 ) -> PenaltyChoice:
-    """Choose penalty and strength by leave-one-time-block-out error on the training rows.
+    """Choose penalty and strength by cross-validation over blocks of time.
 
-    Within a fold all candidates share the Huber weights of the first one's fit: the rows that count are the same for
-    all. Ties (within 0.1 %) go to the earlier candidate: Ridge before Lasso before elastic net, weaker before stronger.
-    `counts`, as `weights` if not given, say how much the error of each row counts.
+    The error of a candidate is the mean absolute error on each block, predicted by a fit on the other blocks. Within a fold
+    all candidates share the Huber weights of the first one's fit, so that the same rows count for all. Ties (within 0.1 %) go
+    to the earlier candidate: Ridge before Lasso before elastic net, weaker before stronger.
+
+    Args:
+        x: Raw features, shape (n, n_features).
+        y: Targets, shape (n,).
+        blocks: Number of each row's block of time, shape (n,): the folds.
+        weights: Inverse variance of each row up to a factor, shape (n,); equal if not given.
+        candidates: Penalties and strengths.
+        positive: What cannot be negative.
+        counts: Weight of each row's error in the comparison, shape (n,); `weights` if not given.
+
+    Returns:
+        The choice; the first candidate without a score where there are fewer than two blocks.
     """
     weights = np.ones(len(y)) if weights is None else weights
     counts = weights if counts is None else counts
-    evenly = slice(None, None, -(-len(y) // ENOUGH_ROWS) or None)
-    x, y, blocks = np.asfortranarray(x[evenly]), y[evenly], blocks[evenly]
-    weights, counts = weights[evenly], counts[evenly]
+    every_nth = slice(None, None, -(-len(y) // ENOUGH_ROWS) or None)
+    x, y, blocks = np.asfortranarray(x[every_nth]), y[every_nth], blocks[every_nth]
+    weights, counts = weights[every_nth], counts[every_nth]
     folds = [f for f in np.unique(blocks) if 0 < np.sum(blocks == f) < len(y)]
     if not folds:
         penalty, strength = candidates[0]
         return PenaltyChoice(penalty, strength, float("nan"), 0)
-    shares = []
+    errors = []
     for fold in folds:
         test = blocks == fold
         predictions = _fold_predictions(
             (x[~test], y[~test], weights[~test]), x[test], candidates, positive=positive
         )
-        off = np.abs(np.maximum(predictions, 0.0) - y[test])
-        shares.append(off @ counts[test] / counts.sum())
-    by_fold = np.array(shares)
-    errors = by_fold.sum(axis=0)
+        absolute = np.abs(np.maximum(predictions, 0.0) - y[test])
+        # Divided by the sum over all rows, the errors of the folds add up to the mean over all rows.
+        errors.append(absolute @ counts[test] / counts.sum())
+    by_fold = np.array(errors)  # shape (folds, candidates)
+    best = _first_best(by_fold.sum(axis=0))
+    scores = tuple(float(score) for score in by_fold[:, best])
+    return PenaltyChoice(*candidates[best], float(by_fold.sum(axis=0)[best]), len(folds), scores)
+
+
+def _first_best(errors: Vector) -> int:
+    """Return the index of the smallest error; ties, within `_TIE`, go to the earlier one."""
     best = 0
     for index, error in enumerate(errors):
         if error < errors[best] * (1 - _TIE):
             best = index
-    chosen = tuple(float(share) for share in by_fold[:, best])
-    return PenaltyChoice(*candidates[best], float(errors[best]), len(folds), chosen)
+    return best
 
 
 def improves(simple: PenaltyChoice, richer: PenaltyChoice) -> bool:
-    """Tell whether a richer model is worth its terms: better by a standard error over the folds, and by 5 % at least.
+    """Return whether a richer model is better by more than a standard error over the folds and by 5 % at least.
 
     Args:
-        simple: Cross-validation of the model to beat.
-        richer: That of the other, on the same rows in the same folds.
+        simple: Cross-validation of the simpler model.
+        richer: Cross-validation of the richer one, on the same rows in the same folds.
     """
     if len(simple.fold_scores) < 2 or len(simple.fold_scores) != len(richer.fold_scores):
         return False
     gains = np.array(simple.fold_scores) - np.array(richer.fold_scores)
+    # The standard error of a sum of independent gains: the score is a sum over the folds.
     error = float(gains.std(ddof=1)) * np.sqrt(len(gains))
-    return bool(gains.sum() > max(error, WORTH * simple.score))
+    return bool(gains.sum() > max(error, MIN_GAIN * simple.score))
 
 
 def is_worse_than_constant(
@@ -196,16 +256,16 @@ def is_worse_than_constant(
     choice: PenaltyChoice,
     counts: Vector | None = None,
 ) -> bool:
-    """Tell whether the features predict left-out blocks of time clearly worse than a constant does.
+    """Return whether the features predict left-out blocks of time clearly worse than a constant does.
 
-    What they learnt is one stretch of the run then: a line through a burst is wrong by the burst's size in the quiet
-    that follows.
+    Such features describe one period of the run only: a line through a burst is wrong by the size of the burst in the
+    quiet period that follows.
     """
     if not choice.folds or not x.shape[1]:
         return False
     return (
         choice.score
-        > CLEARLY * choose_penalty(x[:, :0], y, blocks, weights, CANDIDATES[:1], counts=counts).score
+        > HARM_FACTOR * choose_penalty(x[:, :0], y, blocks, weights, CANDIDATES[:1], counts=counts).score
     )
 
 
@@ -216,19 +276,23 @@ def _fold_predictions(
     *,
     positive: Positive,
 ) -> Matrix:
-    """Predict one fold by every candidate fitted on the others; shape (n_candidates, n_rows)."""
+    """Predict the rows `x` of one fold by every candidate fitted on the other folds; shape (n_candidates, n_rows)."""
     first = RobustLinear(*candidates[0], max_iter=FOLD_ROUNDS, positive=positive).fit_rows(*train)
     center, scale = train[0].mean(axis=0), train[0].std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
-    of = moments(np.asfortranarray((train[0] - center) / scale), train[1], first.weights)
-    lines = [line(of, -center / scale, *candidate, positive=positive) for candidate in candidates]
+    # One pass over the rows serves all candidates: with shared weights they differ in the penalty alone.
+    summed = moments(np.asfortranarray((train[0] - center) / scale), train[1], first.weights)
+    lines = [line(summed, -center / scale, *candidate, positive=positive) for candidate in candidates]
     return np.array([intercept + x @ (slopes / scale) for intercept, slopes in lines])
 
 
 def out_of_fold(
     x: Matrix, y: Vector, blocks: Integers, weights: Vector, choice: PenaltyChoice, *, positive: Positive
 ) -> Vector:
-    """Predict each time block by a model fitted on the others, clipped at 0, shape (n,); one block by itself."""
+    """Predict each block of time by a model fitted on the other blocks, clipped at 0; shape (n,).
+
+    A single block is predicted by a model fitted on itself.
+    """
     predicted = np.zeros(len(y))
     for fold in np.unique(blocks):
         test = blocks == fold

@@ -1,7 +1,8 @@
-"""Training frames: which rows train, which are held out, and which are left out of what, by the published rules.
+"""Training frames: which rows train, which are held out, and which are left out of either part, by the published rules.
 
-Hold-out rows lose idle gaps, epoch boundaries and times that cannot be, nothing else: an error without its hiccups is
-not the error.
+The first 70 % of each server's rows in time train, the rest is held out. Training rows also lose warm-up, outliers and steps
+that mostly repeat work after a preemption. Held-out rows lose idle gaps, epoch boundaries and impossible times only: an error
+without its hiccups is not the error that a user sees.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY, training.NOT_POSITIVE)
 
 MIN_TRAIN_ROWS = 30
 MIN_HOLDOUT_ROWS = 10
-"""Nothing is fitted on fewer rows, or judged on fewer."""
+"""Fewest rows that a model is fitted on, and evaluated on."""
 
 FEW_ROWS = 100
-"""An error from fewer rows is a guess: of so few single steps intervals are judged too, and a verdict says so."""
+"""An error from fewer rows is uncertain: intervals are evaluated too then, and a verdict says so."""
 
 
 def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
     """Add `split`: the first 70 % of each server's rows in time train, the rest is held out.
 
-    Rows that are left out of both parts do not move the boundary; they carry the part their time falls in.
+    Rows that are left out of both parts do not move the boundary; they get the part their time falls in.
 
     Args:
         rows: Columns run_id, server, ts_ns, excluded_reason.
     """
-    counted = ~pl.col("excluded_reason").is_in(ALWAYS).fill_null(value=False)
+    is_counted = ~pl.col("excluded_reason").is_in(ALWAYS).fill_null(value=False)
     boundary = (
-        rows.filter(counted)
+        rows.filter(is_counted)
         .sort(*SERVER, "ts_ns")
         .group_by(SERVER)
         .agg(
@@ -69,11 +70,11 @@ def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
 
 def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr, *, train_only: bool = True) -> pl.DataFrame:
     """Mark rows that meet `condition` with `reason`, unless they are marked already."""
+    # The first reason stays: the order of the marks is the order of the published rules.
     free = pl.col("excluded_reason").is_null() & condition.fill_null(value=False)
     if train_only:
         free = free & (pl.col("split") == "train")
-    because = pl.when(free).then(pl.lit(reason)).otherwise("excluded_reason")
-    return rows.with_columns(excluded_reason=because)
+    return rows.with_columns(excluded_reason=pl.when(free).then(pl.lit(reason)).otherwise("excluded_reason"))
 
 
 def warm_up_ends(counters: pl.DataFrame) -> pl.DataFrame:
@@ -94,13 +95,13 @@ def step_frame(
     constants: Mapping[str, float | None],
     source: str,
 ) -> pl.DataFrame:
-    """One row per step or interval of known time, split by time, warm-up and preemption-heavy rows marked.
+    """Return one row per step or interval of known time, split by time, with warm-up and preemption-heavy rows marked.
 
     Args:
         tables: Tables of one scope.
-        timeline: Its timeline, with whatever columns the features need.
-        features: What a model is offered.
-        constants: What is the same for every row.
+        timeline: Its timeline, with the columns that the features need.
+        features: The features a model is offered.
+        constants: Values that are the same for every row.
         source: `clock` or `duration`, see `training.beta_rows`.
     """
     rows = training.beta_rows(timeline, features, constants, tables.lags, source)
@@ -111,13 +112,13 @@ def step_frame(
 def request_frame(
     tables: ScopeTables, target: Target, features: FeatureSet, constants: Mapping[str, float | None]
 ) -> pl.DataFrame:
-    """One row per request whose `target` is known, split by time, warm-up marked.
+    """Return one row per request whose `target` is known, split by time, with warm-up marked.
 
     Args:
         tables: Tables of one scope.
-        target: What is measured.
-        features: What a model is offered.
-        constants: What is the same for every row.
+        target: The measured duration.
+        features: The features a model is offered.
+        constants: Values that are the same for every row.
     """
     rows = training.alpha_rows(tables.requests, tables.timeline, tables.queue, target)
     rows = split_by_time(add_features(rows, features, constants))
@@ -125,20 +126,20 @@ def request_frame(
 
 
 def mark_warm_up(rows: pl.DataFrame, counters: pl.DataFrame, step: str) -> pl.DataFrame:
-    """Mark training rows of an epoch's warm-up; `step` is the column that says when a row began."""
+    """Mark training rows of an epoch's warm-up; `step` is the column with the step a row began in."""
     ends = warm_up_ends(counters)
     joined = rows.join(ends, on=[*SERVER, "epoch"], how="left", maintain_order="left")
     return mark(joined, WARM_UP, pl.col(step) < pl.col("warm_up_until"))
 
 
 def counted(rows: pl.DataFrame, split: str) -> pl.DataFrame:
-    """Return the rows of a part that are not left out."""
+    """Return the rows of `split` that are not left out."""
     return rows.filter((pl.col("split") == split) & pl.col("excluded_reason").is_null())
 
 
 def evaluation_rows(holdout: pl.DataFrame, eval_filter: pl.Expr | None) -> pl.DataFrame:
-    """Return the held-out rows the error is measured on: those `eval_filter` asks for, all if they are fewer than 100."""
+    """Return the held-out rows for the error: those that `eval_filter` selects, or all where it selects fewer than 100."""
     if eval_filter is None:
         return holdout
-    wanted = holdout.filter(eval_filter)
-    return wanted if wanted.height >= FEW_ROWS else holdout
+    selected = holdout.filter(eval_filter)
+    return selected if selected.height >= FEW_ROWS else holdout

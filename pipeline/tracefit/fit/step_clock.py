@@ -1,4 +1,8 @@
-"""The step clock that requests meet: which step start each of them is queued at."""
+"""The step clock as requests meet it: the known step starts of each engine, and the one each request is queued at.
+
+The admission model (`boundary`) looks up the first step start after a request's API work. A start counts as the boundary only
+where the step before it has a known start too: otherwise an unknown start may lie in between.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,27 @@ from tracefit.tables.keys import ENGINE
 if TYPE_CHECKING:
     from tracefit.fit.arrays import Flags, Integers, Vector
 
-SPREADS = 3.0
-"""An estimated start is believed to within three standard deviations."""
+TOLERANCE_SDS = 3.0
+"""An estimated start is taken to be exact to within this many standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepClock:
-    """Step starts on one axis in time order, per engine: an engine's part is starts[first[e]:first[e + 1]]."""
+    """Step starts in ns, engine after engine, each in time order: starts[slice(*bounds[key])] are those of one engine."""
 
     starts: Vector
     follows: Flags
-    """Whether the step before has a known start too."""
+    """Whether the step before has a known start too, shape of `starts`."""
     idle_before: Flags
-    """Whether the step before left nothing running and nothing waiting."""
+    """Whether the step before left nothing running and nothing waiting, shape of `starts`."""
     bounds: dict[tuple[object, ...], tuple[int, int]]
+    """Engine key to the range of its starts."""
     tolerance_us: float
-    """How far an estimated start may lie before the stamp of a request that was queued at it; 0 of exact starts."""
+    """How far before an estimated start the stamp of a request queued at it may lie; 0 for exact starts."""
 
 
 def step_clock(timeline: pl.DataFrame) -> StepClock:
-    """Lay out the known step starts of the `timeline` table."""
+    """Return the known step starts of the `timeline` table."""
     known = timeline.filter(pl.col("ts_start_ns").is_not_null()).sort(*ENGINE, "ts_start_ns")
     idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
     known = known.with_columns(
@@ -48,14 +53,14 @@ def step_clock(timeline: pl.DataFrame) -> StepClock:
         known["follows"].to_numpy(),
         known["idle_before"].to_numpy(),
     )
-    spread = known.select(pl.col("start_sd_us").median().cast(pl.Float64)).item() or 0.0
-    return StepClock(*columns, bounds, SPREADS * spread)
+    start_sd = known.select(pl.col("start_sd_us").median().cast(pl.Float64)).item() or 0.0
+    return StepClock(*columns, bounds, TOLERANCE_SDS * start_sd)
 
 
 def interpolated_clock(timeline: pl.DataFrame) -> StepClock:
-    """Lay out the step starts of the `timeline` table, those not known spread evenly between the known ones around them.
+    """Return the step starts of the `timeline` table, with unknown ones spaced evenly between the known ones around them.
 
-    Nothing is put between two known starts with an idle gap after the first: nobody knows which of the steps took it.
+    No start is interpolated across an idle gap: which of the steps the gap followed is not known.
     """
     ordered = timeline.sort(*ENGINE, "step_id")
     start = pl.col("ts_start_ns")
@@ -66,32 +71,33 @@ def interpolated_clock(timeline: pl.DataFrame) -> StepClock:
 
 
 def _next_start(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Integers:
-    """Index of the first known start at or after ARRIVED + `done_us`; -1 where there is none; shape (n,)."""
+    """Return the index of the first known start at or after ARRIVED + `done_us`, -1 where there is none; shape (n,)."""
     at = rows["ts_ns"].to_numpy().astype(float) + done_us * 1e3
     names = rows.select(ENGINE)
     engine = names.select(pl.struct(ENGINE).rank("dense")).to_series().to_numpy()
     found = np.full(len(at), -1)
-    for one in np.unique(engine):
-        mine = np.flatnonzero(engine == one)
-        low, high = clock.bounds.get(names.row(int(mine[0])), (0, 0))
-        index = low + np.searchsorted(clock.starts[low:high], at[mine])
-        found[mine] = np.where(index < high, index, -1)
+    for number in np.unique(engine):
+        requests = np.flatnonzero(engine == number)
+        low, high = clock.bounds.get(names.row(int(requests[0])), (0, 0))
+        index = low + np.searchsorted(clock.starts[low:high], at[requests])
+        found[requests] = np.where(index < high, index, -1)
     return found
 
 
 def boundary_of(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Integers:
-    """Index of the boundary each request waits for; -1 where it is not known or the engine was idle."""
+    """Return the index of the boundary each request waits for, -1 where it is unknown or the engine was idle; shape (n,)."""
     index = _next_start(rows, clock, done_us)
-    sure = (index >= 0) & clock.follows[index] & ~clock.idle_before[index]
-    return np.where(sure, index, -1)
+    # After a step of unknown start another boundary may lie in between; after an idle step nothing is waited for.
+    is_known = (index >= 0) & clock.follows[index] & ~clock.idle_before[index]
+    return np.where(is_known, index, -1)
 
 
 def true_boundary(rows: pl.DataFrame, clock: StepClock) -> Integers:
-    """Index of the boundary each request was queued at; -1 where it is not known or the engine was idle."""
+    """Return the index of the boundary each request was queued at, -1 where unknown or the engine was idle; shape (n,)."""
     return boundary_of(rows, clock, rows["y"].to_numpy().astype(float) - clock.tolerance_us)
 
 
 def meets_idle(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Flags:
-    """Tell whether the engine was idle `done_us` after ARRIVED; shape (n,)."""
+    """Return whether the engine was idle `done_us` after ARRIVED; shape (n,)."""
     index = _next_start(rows, clock, done_us)
     return np.asarray((index >= 0) & clock.follows[index] & clock.idle_before[index])

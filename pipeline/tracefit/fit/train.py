@@ -1,4 +1,8 @@
-"""Fit one model on one training frame and validate it on its hold-out."""
+"""Fit one model, of one regime or several, on one training frame and validate it on the frame's hold-out.
+
+`fit_linear` and `fit_regimes` are the entries. The steps: drop features that too many rows lack, mark outliers, fit each
+regime on the rows its condition holds for (features, penalty, coefficients, intervals), evaluate all regimes together.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,7 @@ def fit_linear(
     Args:
         rows: One row per observation: run_id, server, ts_ns, y, split, excluded_reason, and the feature columns.
         features: Candidates in order of preference.
-        options: How.
+        options: How to fit.
     """
     return fit_regimes(rows, [Regime("all", (), tuple(features))], options)
 
@@ -66,9 +70,9 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
     A regime with too few training rows is not fitted; its rows fall to the next one.
 
     Args:
-        rows: As for `fit_linear`; also the features the conditions compare.
-        regimes: The first whose condition holds speaks for a row; the last one has no condition.
-        options: How.
+        rows: As for `fit_linear`, and the features that the conditions compare.
+        regimes: The regimes in order: the first whose condition holds predicts a row. The last one has no condition.
+        options: How to fit.
     """
     features = list({f.name: f for regime in regimes for f in regime.features}.values())
     rows, known, unknown = _drop_unknown(rows, features)
@@ -77,24 +81,24 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
         rows = _mark_outliers(rows, used, known)
         used = counted(rows, "train")
     holdout = counted(rows, "holdout")
-    aside = rows.filter((pl.col("split") == "train") & (pl.col("excluded_reason") == splits.OUTLIER))
-    parts, designs = _fit_parts(used, aside, regimes, {f.name for f in known}, unknown, options)
-    if not parts or holdout.height < MIN_HOLDOUT_ROWS:
+    outlying = rows.filter((pl.col("split") == "train") & (pl.col("excluded_reason") == splits.OUTLIER))
+    fitted, designs = _fit_each(used, outlying, regimes, {f.name for f in known}, unknown, options)
+    if not fitted or holdout.height < MIN_HOLDOUT_ROWS:
         have = f"{used.height} training and {holdout.height} held-out rows"
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
         return TooFewRows(f"{have}, {need}", rows)
     evaluated = evaluation_rows(holdout, options.eval_filter)
-    curve = learning_curve(parts, designs, evaluated, fewest=MIN_TRAIN_ROWS)
+    curve = learning_curve(fitted, designs, evaluated, fewest=MIN_TRAIN_ROWS)
     return LinearFit(
-        regimes=tuple(parts),
+        regimes=tuple(fitted),
         huber=HUBER,
         rows_train=int((rows["split"] == "train").sum()),
         rows_used=used.height,
         rows_holdout=evaluated.height,
         validation=replace(
-            validate(parts, used, evaluated, options),
+            validate(fitted, used, evaluated, options),
             learning_curve=curve,
-            held_out_equations=equation_errors(parts, holdout),
+            held_out_equations=equation_errors(fitted, holdout),
         ),
         rows=rows,
     )
@@ -103,9 +107,9 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) 
 def training_design(
     rows: pl.DataFrame, features: Sequence[FeatureColumn], options: FitOptions
 ) -> tuple[pl.DataFrame, Design] | None:
-    """Return the training rows as `fit_linear` would fit them, as a frame and as arrays; null of too few rows or features.
+    """Return the training rows that `fit_linear` would use, as a frame and as arrays; null where rows or features are too few.
 
-    Of very many training rows `select.ENOUGH_ROWS` are taken, evenly over the rows as they come.
+    At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame.
     """
     rows, known, _ = _drop_unknown(rows, list(features))
     used = counted(rows, "train")
@@ -131,63 +135,71 @@ def mark_outliers(rows: pl.DataFrame, features: Sequence[FeatureColumn], options
     return rows.with_columns(_mark_outliers(filled, used, known)["excluded_reason"])
 
 
-def _fit_parts(
+def _fit_each(
     used: pl.DataFrame,
-    aside: pl.DataFrame,
+    outlying: pl.DataFrame,
     regimes: list[Regime],
     known: set[str],
     unknown: list[FeatureLeftOut],
     options: FitOptions,
 ) -> tuple[list[FittedRegime], list[Design]]:
-    parts: list[FittedRegime] = []
+    """Fit every regime that has enough rows; return the fitted ones with the arrays they were fitted on."""
+    results: list[FittedRegime] = []
     designs: list[Design] = []
     rest = used
     for regime in regimes:
-        mine = rest.filter(regime.holds())
-        if mine.height < MIN_TRAIN_ROWS:
+        matching = rest.filter(regime.holds())
+        if matching.height < MIN_TRAIN_ROWS:
             continue
         rest = rest.filter(~regime.holds()) if regime.any_of else rest.clear()
         columns = [f for f in regime.features if f.name in known]
         lacking = [x for x in unknown if x.feature in {f.name for f in regime.features}]
-        part, design = _fit_part(mine, aside.filter(regime.holds()), regime, columns, options)
-        parts.append(replace(part, features_left_out=(*lacking, *part.features_left_out)))
+        fitted, design = _fit_one(matching, outlying.filter(regime.holds()), regime, columns, options)
+        results.append(replace(fitted, features_left_out=(*lacking, *fitted.features_left_out)))
         designs.append(design)
-    # The last part speaks for all rows that are left, whatever condition it was fitted under.
-    if parts and parts[-1].regime.any_of:
-        parts[-1] = replace(parts[-1], regime=replace(parts[-1].regime, any_of=()))
-    return parts, designs
+    # The last regime must predict all remaining rows, so that it loses the condition it was fitted under.
+    if results and results[-1].regime.any_of:
+        results[-1] = replace(results[-1], regime=replace(results[-1].regime, any_of=()))
+    return results, designs
 
 
-def _fit_part(
+def _fit_one(
     used: pl.DataFrame,
-    aside: pl.DataFrame,
+    outlying: pl.DataFrame,
     regime: Regime,
     features: list[FeatureColumn],
     options: FitOptions,
 ) -> tuple[FittedRegime, Design]:
-    """Fit one part on the rows it speaks for; `aside` are those of them that are left out as outliers."""
+    """Fit one regime on the training rows its condition holds for.
+
+    Args:
+        used: The rows to fit.
+        outlying: Rows of the regime that are left out as outliers; its prediction interval covers them.
+        regime: The regime.
+        features: Its candidates whose values are known.
+        options: How to fit.
+    """
     data, left = design_of(used, features)
     positive, folds = options.signs.of(data.columns), data.folds(FOLDS)
     choice = choose_penalty(data.x, data.y, folds, data.weights, positive=positive, counts=data.counts)
     if is_worse_than_constant(data.x, data.y, folds, data.weights, choice, data.counts):
         reason = "predicts left-out blocks of time worse than a constant"
         misleading = [FeatureLeftOut(c.name, reason) for c in data.columns]
-        part, level = _fit_part(used, aside, regime, [], options)
-        return replace(part, features_left_out=(*left, *misleading, *part.features_left_out)), level
+        fitted, design = _fit_one(used, outlying, regime, [], options)
+        return replace(fitted, features_left_out=(*left, *misleading, *fitted.features_left_out)), design
     model = RobustLinear(choice.penalty, choice.strength, positive=positive)
     rows = model.fit_rows(data.x, data.y, data.weights)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
     bounds, _ = bounds_of(positive, len(data.columns))
     penalized = f"set to zero by the {_SPELLED[choice.penalty]}"
-    fitted = zip(data.columns, model.coef_, bounds, strict=True)
     zeroed = [
         FeatureLeftOut(c.name, "not above zero in these runs" if bound else penalized)
-        for c, value, bound in fitted
+        for c, value, bound in zip(data.columns, model.coef_, bounds, strict=True)
         if value == 0
     ]
     terms = linear_terms(data.columns, model.coef_, data.x, intervals)
-    told = [data.columns.index(t.feature) for t in terms]
-    part = FittedRegime(
+    in_model = [data.columns.index(t.feature) for t in terms]
+    fitted = FittedRegime(
         regime=regime,
         intercept=model.intercept_,
         intercept_ci95=intercept_ci,
@@ -195,36 +207,47 @@ def _fit_part(
         features_left_out=(*left, *zeroed),
         choice=choice,
         rows_used=used.height,
-        collinearity=collinearity(data.x[:, told]),
+        collinearity=collinearity(data.x[:, in_model]),
         prediction_interval=PredictionInterval("difference", 0.0, 0.0),
         signs=options.signs,
     )
-    if part.least <= 0 and options.signs.intercept and options.signs != NON_NEGATIVE:
-        # Terms of either sign can run below zero within the ranges they were trained in: costs that only add cannot.
-        return _fit_part(used, aside, regime, features, replace(options, signs=NON_NEGATIVE))
-    unseen = out_of_fold(data.x, data.y, folds, data.weights, choice, positive=positive)
-    return replace(part, prediction_interval=_band(part, used, unseen, aside, options.eval_filter)), data
+    if fitted.least <= 0 and options.signs.intercept and options.signs != NON_NEGATIVE:
+        # Terms of either sign can predict times below zero within their training ranges. Refitted without negative
+        # coefficients they cannot.
+        return _fit_one(used, outlying, regime, features, replace(options, signs=NON_NEGATIVE))
+    # In-sample errors would make the interval too narrow.
+    predicted = out_of_fold(data.x, data.y, folds, data.weights, choice, positive=positive)
+    interval = _interval(fitted, used, predicted, outlying, options.eval_filter)
+    return replace(fitted, prediction_interval=interval), data
 
 
-def _band(
-    part: FittedRegime, used: pl.DataFrame, unseen: Vector, aside: pl.DataFrame, eval_filter: pl.Expr | None
+def _interval(
+    fitted: FittedRegime,
+    used: pl.DataFrame,
+    out_of_sample: Vector,
+    outlying: pl.DataFrame,
+    eval_filter: pl.Expr | None,
 ) -> PredictionInterval:
-    """Return the prediction interval of rows like those the error is measured on, outliers among them."""
-    predicted = np.concatenate([unseen, part.predict(aside)])
-    actual = np.concatenate([target_of(used), target_of(aside)])
+    """Return the prediction interval of the rows the error is measured on, with outliers among them."""
+    predicted = np.concatenate([out_of_sample, fitted.predict(outlying)])
+    actual = np.concatenate([target_of(used), target_of(outlying)])
     if eval_filter is not None:
-        wanted = np.concatenate([which(frame, eval_filter) for frame in (used, aside)])
-        if wanted.sum() >= MIN_TRAIN_ROWS:
-            predicted, actual = predicted[wanted], actual[wanted]
+        selected = np.concatenate([which(frame, eval_filter) for frame in (used, outlying)])
+        if selected.sum() >= MIN_TRAIN_ROWS:
+            predicted, actual = predicted[selected], actual[selected]
     return prediction_interval(predicted, actual)
 
 
 def _drop_unknown(
     rows: pl.DataFrame, features: list[FeatureColumn]
 ) -> tuple[pl.DataFrame, list[FeatureColumn], list[FeatureLeftOut]]:
-    """Drop features that too many rows lack; of the few rows that lack another, training rows are left out."""
-    counted = rows.filter(pl.col("excluded_reason").is_null())
-    lacking = {f.name: _null_share(counted[f.name]) for f in features}
+    """Drop features that too many rows lack; mark the training rows that lack one of the others, and fill the rest in.
+
+    Returns:
+        The frame, the kept features, and the dropped ones with reasons.
+    """
+    included = rows.filter(pl.col("excluded_reason").is_null())
+    lacking = {f.name: _null_share(included[f.name]) for f in features}
     kept = [f for f in features if lacking[f.name] <= MAX_UNKNOWN_SHARE]
     left = [FeatureLeftOut(f.name, _unknown_reason(lacking[f.name])) for f in features if f not in kept]
     if not kept:
@@ -233,7 +256,7 @@ def _drop_unknown(
     rows = splits.mark(rows, splits.UNKNOWN_FEATURES, any_null)
     trained = pl.col("split") == "train"
     medians = [pl.col(f.name).fill_null(pl.col(f.name).filter(trained).median()) for f in kept]
-    # A held-out row is never left out for a feature nobody knows: the middle of the range stands in for it.
+    # A held-out row is never left out for an unknown feature: the median stands in for it, as in a prediction.
     return rows.with_columns(medians), kept, left
 
 

@@ -1,6 +1,7 @@
-"""How good a fitted model is on the rows it was not fitted on, and what is compared with it.
+"""Evaluate a fitted model on held-out rows, beside the models it is compared with.
 
-Compared with the model: the training median, a gradient-boosted reference, and the model itself on fewer rows.
+Beside the model stand the training median (the baseline), gradient boosting on the same features (the reference: how much
+error a more flexible model would remove), and the model itself fitted on fewer rows (the learning curve).
 """
 
 from __future__ import annotations
@@ -34,29 +35,30 @@ if TYPE_CHECKING:
     from tracefit.fit.inputs import FitOptions
 
 WITHIN_PCT = 5.0
+"""Error in percent for the share of rows that are predicted closely, `within_5_pct`."""
 
 
 def validate(
-    parts: list[FittedRegime], used: pl.DataFrame, evaluated: pl.DataFrame, options: FitOptions
+    regimes: list[FittedRegime], used: pl.DataFrame, evaluated: pl.DataFrame, options: FitOptions
 ) -> Validation:
-    """Measure parts on the held-out rows, with what stands beside them.
+    """Measure a model on the held-out rows, with its baseline and its reference.
 
     Args:
-        parts: The model.
+        regimes: The model.
         used: The rows it was fitted on.
         evaluated: The held-out rows the error is measured on.
         options: How it was fitted.
     """
     y, y_held = target_of(used), target_of(evaluated)
-    predicted = predict_regimes(parts, evaluated)
+    predicted = predict_regimes(regimes, evaluated)
     measured = measure(y_held, predicted)
     baseline = measure(y_held, np.full(len(y_held), float(np.median(y))))
     groups = {name: which(evaluated, condition) for name, condition in options.groups}
-    outside, extrapolated = _extrapolated(parts, evaluated)
+    outside, extrapolated = _extrapolated(regimes, evaluated)
     close = np.abs(predicted - y_held) <= WITHIN_PCT / 100 * np.abs(y_held)
-    names = sorted({t.feature.name for part in parts for t in part.terms})
+    names = sorted({t.feature.name for regime in regimes for t in regime.terms})
     return Validation(
-        train=measure(y, predict_regimes(parts, used)),
+        train=measure(y, predict_regimes(regimes, used)),
         holdout=measured,
         baseline=baseline,
         reference=reference(used, evaluated, names) if options.reference and names else None,
@@ -66,29 +68,29 @@ def validate(
         within_5_pct=100 * float(close.mean()),
         extrapolated_rows=int(outside.sum()),
         extrapolated=extrapolated,
-        interval_coverage_pct=_coverage_pct(parts, evaluated),
+        interval_coverage_pct=_coverage_pct(regimes, evaluated),
         by_load={
             name: measure(y_held[rows], predicted[rows])
             for name, rows in (("inside", ~outside), ("outside", outside))
             if rows.any()
         },
         skill=skill(measured, baseline),
-        classifier=_classify(parts, evaluated, options.label)
-        if len(parts) > 1 and options.label is not None
+        classifier=_classify(regimes, evaluated, options.label)
+        if len(regimes) > 1 and options.label is not None
         else None,
     )
 
 
-def equation_errors(parts: list[FittedRegime], holdout: pl.DataFrame) -> EquationErrors | None:
-    """Measure a model on all held-out equations; null where none of them is an interval.
+def equation_errors(regimes: list[FittedRegime], holdout: pl.DataFrame) -> EquationErrors | None:
+    """Measure a step-time model on all held-out rows, intervals included; null where none is an interval.
 
     Args:
-        parts: The model.
+        regimes: The model.
         holdout: All held-out rows.
     """
     if "source" not in holdout.columns or not (holdout["source"] == "interval").any():
         return None
-    actual, predicted = target_of(holdout), predict_regimes(parts, holdout)
+    actual, predicted = target_of(holdout), predict_regimes(regimes, holdout)
     steps = holdout["interval_steps"].to_numpy()
     return EquationErrors(
         rows_by_source=dict(sorted(holdout.group_by("source").len().iter_rows())),
@@ -97,92 +99,97 @@ def equation_errors(parts: list[FittedRegime], holdout: pl.DataFrame) -> Equatio
     )
 
 
-def _extrapolated(parts: list[FittedRegime], evaluated: pl.DataFrame) -> tuple[Flags, dict[str, int]]:
-    """Tell held-out rows with a feature outside the range of the training rows of their part, and count by feature."""
+def _extrapolated(regimes: list[FittedRegime], evaluated: pl.DataFrame) -> tuple[Flags, dict[str, int]]:
+    """Return which rows have a feature outside the training range of their regime, and how many by feature."""
     outside = np.zeros(evaluated.height, dtype=bool)
     by_feature: dict[str, int] = {}
-    active = active_regime(parts, evaluated)
-    for index, part in enumerate(parts):
-        for term in part.terms:
+    active = active_regime(regimes, evaluated)
+    for index, regime in enumerate(regimes):
+        for term in regime.terms:
             values = evaluated[term.feature.name].cast(pl.Float64).to_numpy()
-            beyond = (active == index) & (
-                (values < term.training_range[0]) | (values > term.training_range[1])
-            )
-            if beyond.any():
-                by_feature[term.feature.name] = by_feature.get(term.feature.name, 0) + int(beyond.sum())
-            outside |= beyond
+            low, high = term.training_range
+            out_of_range = (active == index) & ((values < low) | (values > high))
+            if out_of_range.any():
+                name = term.feature.name
+                by_feature[name] = by_feature.get(name, 0) + int(out_of_range.sum())
+            outside |= out_of_range
     return outside, by_feature
 
 
-def _coverage_pct(parts: list[FittedRegime], evaluated: pl.DataFrame) -> float:
-    active = active_regime(parts, evaluated)
+def _coverage_pct(regimes: list[FittedRegime], evaluated: pl.DataFrame) -> float:
+    """Return the percent of rows within the prediction interval of their regime."""
+    active = active_regime(regimes, evaluated)
     low, high = np.zeros(evaluated.height), np.zeros(evaluated.height)
-    for index, part in enumerate(parts):
-        limits = part.prediction_interval.limits(part.predict(evaluated))
+    for index, regime in enumerate(regimes):
+        limits = regime.prediction_interval.limits(regime.predict(evaluated))
         low, high = (np.where(active == index, *pair) for pair in zip(limits, (low, high), strict=True))
     return coverage_pct(low, target_of(evaluated), high)
 
 
-def _classify(parts: list[FittedRegime], evaluated: pl.DataFrame, truth: pl.Expr) -> Classifier:
-    """Hold the first regime's condition against what happened, on the rows that tell what happened."""
-    known = evaluated.filter(truth.is_not_null())
-    true, told = which(known, truth), which(known, parts[0].regime.holds())
-    rates = [float((told[true == side] == side).mean()) for side in (True, False) if (true == side).any()]
+def _classify(regimes: list[FittedRegime], evaluated: pl.DataFrame, label: pl.Expr) -> Classifier:
+    """Compare the first regime's condition with its true value, on the rows where that is known."""
+    known = evaluated.filter(label.is_not_null())
+    true, predicted = which(known, label), which(known, regimes[0].regime.holds())
+    # Balanced accuracy: the mean of the rates of correct predictions among true and among false rows.
+    rates = [
+        float((predicted[true == side] == side).mean()) for side in (True, False) if (true == side).any()
+    ]
     return Classifier(
         balanced_accuracy=float(np.mean(rates)) if rates else None,
-        true_positive=int((true & told).sum()),
-        false_negative=int((true & ~told).sum()),
-        false_positive=int((~true & told).sum()),
-        true_negative=int((~true & ~told).sum()),
+        true_positive=int((true & predicted).sum()),
+        false_negative=int((true & ~predicted).sum()),
+        false_positive=int((~true & predicted).sum()),
+        true_negative=int((~true & ~predicted).sum()),
     )
 
 
 def reference(used: pl.DataFrame, evaluated: pl.DataFrame, names: list[str]) -> Metrics:
-    """Gradient boosting on the same features and rows: what a model nobody can read would get."""
+    """Return the errors of gradient boosting on the same features and rows: a flexible model that cannot be read."""
     boosted = HistGradientBoostingRegressor(loss="absolute_error", max_iter=200, random_state=0)
-    # One thread: threads that wait for each other on a busy machine cost more than they bring on frames this small,
-    # and sums do not depend on how many there are.
+    # One thread: on frames this small threads cost more in waiting than they gain, and the order of floating-point sums
+    # would depend on their number.
     with threadpool_limits(1):
         boosted.fit(matrix(used, names), target_of(used))
     return measure(target_of(evaluated), np.maximum(boosted.predict(matrix(evaluated, names)), 0.0))
 
 
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
-"""Shares of the training rows, the latest ones before the hold-out: the distance in time to it stays what it is."""
+"""Shares of the training rows, always the latest ones, so that the distance in time to the hold-out stays the same."""
 
 
 def learning_curve(
-    parts: Sequence[FittedRegime],
+    regimes: Sequence[FittedRegime],
     designs: Sequence[Design],
     evaluated: pl.DataFrame,
     *,
     fewest: int,
 ) -> tuple[LearningPoint, ...]:
-    """Fit a model anew on ever more rows, features and penalty as they were chosen on all.
+    """Refit a model on growing shares of its rows, with the features and penalties that were chosen on all rows.
 
-    A share that leaves a part fewer than `fewest` rows has no point.
+    A share that leaves a regime fewer than `fewest` rows has no point.
 
     Args:
-        parts: The fitted model.
-        designs: The training rows of each part.
+        regimes: The fitted model.
+        designs: The training rows of each regime.
         evaluated: The held-out rows.
-        fewest: Rows that every part needs.
+        fewest: Rows that every regime needs.
     """
     y = target_of(evaluated)
     points = []
     for share in SHARES:
-        chosen = [design.latest(share) for design in designs]
-        rows = [int(mine.sum()) for mine in chosen]
+        latest = [design.latest(share) for design in designs]
+        rows = [int(flags.sum()) for flags in latest]
         if min(rows) < fewest:
             continue
-        refitted = list(parts)
+        refitted = list(regimes)
+        # The last point is the model itself.
         if share < 1:
-            for index, (part, design, mine) in enumerate(zip(parts, designs, chosen, strict=True)):
-                positive = part.signs.of(design.columns)
-                model = RobustLinear(part.choice.penalty, part.choice.strength, positive=positive)
-                model.fit(design.x[mine], design.y[mine], design.weights[mine])
+            for index, (regime, design, used) in enumerate(zip(regimes, designs, latest, strict=True)):
+                positive = regime.signs.of(design.columns)
+                model = RobustLinear(regime.choice.penalty, regime.choice.strength, positive=positive)
+                model.fit(design.x[used], design.y[used], design.weights[used])
                 terms = linear_terms(design.columns, model.coef_, design.x)
-                refitted[index] = replace(part, intercept=model.intercept_, terms=terms)
+                refitted[index] = replace(regime, intercept=model.intercept_, terms=terms)
         errors = measure(y, predict_regimes(refitted, evaluated))
         if errors.mae is not None:
             points.append(LearningPoint(share, sum(rows), errors.mae, errors.mape_pct))

@@ -1,1 +1,1 @@
-"""Evaluations for people to read. Nothing here computes a metric."""
+"""Reports and results for people: as a page, as Markdown, and in a terminal. No metric is computed here."""

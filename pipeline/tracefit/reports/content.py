@@ -1,4 +1,7 @@
-"""The report's content in reading order: overview, verdicts, data, then scope by scope; figures where they belong."""
+"""Build the report: overview, verdicts and data first, then one section per scope with its figures.
+
+The result is a `document.Report`, which `html`, `markdown` and `terminal` render.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +80,8 @@ def build_report(
         evaluation: The evaluation.
         alpha: Its alpha file.
         beta: Its beta file.
-        rows: Scope id to what its tables hold for figures; null without tables.
-        drawn: Scopes that are drawn, from the first on; all if null.
+        rows: Scope id to the rows for its figures; null without tables.
+        drawn: Number of scopes with figures, from the first on; all if null.
         traced: When the traces were recorded.
     """
     models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
@@ -155,7 +158,7 @@ _HEADLINES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
 
 
 def _overview(evaluation: Evaluation, labels: Mapping[str, ScopeLabel]) -> Table:
-    """Give one line per scope: headline errors and the load they hold for."""
+    """Return a table with one row per scope: headline errors and the load they hold for."""
     rows = []
     for scope in evaluation.scopes:
         label = labels[scope.scope_id]
@@ -185,12 +188,12 @@ def _headline(found: Metrics, baseline: Metrics) -> str:
     """Write median and P90 of the percentage errors, and those of the baseline."""
     if found.mdape_pct is None:
         return "-"
-    ours, base = (f"{number(m.mdape_pct)} / {number(m.p90_ape_pct)} %" for m in (found, baseline))
-    return f"{ours} (baseline {base})"
+    errors, base = (f"{number(m.mdape_pct)} / {number(m.p90_ape_pct)} %" for m in (found, baseline))
+    return f"{errors} (baseline {base})"
 
 
 def _first_figure(scopes: list[_Section], labels: Mapping[str, ScopeLabel]) -> list[ReportPart]:
-    """Draw the step times of the first scope: whether the models fit at all is visible at once."""
+    """Return the figure of the first scope's step times, which shows at once whether the models fit."""
     for section in scopes:
         for name, model in section.models.items():
             rows = section.rows.models.get(name) if section.rows is not None else None
@@ -201,17 +204,17 @@ def _first_figure(scopes: list[_Section], labels: Mapping[str, ScopeLabel]) -> l
 
 
 def _verdict_parts(evaluation: Evaluation, labels: Mapping[str, ScopeLabel]) -> list[ReportPart]:
-    """Say for each scope and use whether the models serve it, and why."""
+    """Return the section of verdicts: for each scope and use whether the models are good enough, with reasons."""
     parts: list[ReportPart] = ["## Verdict"]
     evaluated = [scope for scope in evaluation.scopes if scope.verdicts]
     several = len(evaluated) > 1
     if several:
         uses = tuple(evaluated[0].verdicts)
-        answers = [
+        verdicts = [
             (f"`{labels[s.scope_id].name}`", *(f"**{s.verdicts[u].answer}**" for u in uses))
             for s in evaluated
         ]
-        parts.append(table(("scope", *uses), answers))
+        parts.append(table(("scope", *uses), verdicts))
     for scope in evaluated:
         rows = [(use, f"**{v.answer}**", "; ".join(v.reasons)) for use, v in scope.verdicts.items()]
         folded = f"Reasons for `{labels[scope.scope_id].name}`" if several else None
@@ -238,7 +241,7 @@ def _scope(section: _Section) -> list[ReportPart]:
     if scope.summed_step_time is not None:
         parts.append(summed_line(scope.summed_step_time))
     parts += clock_parts(scope.timeline)
-    # Step times before waits: everything else builds on them.
+    # Step times before waits: latencies build on them.
     for name, entry in sorted(scope.models.items(), key=lambda item: not item[0].startswith("beta.")):
         parts += model_parts(name, entry, models[name], scope.exclusions.get(name, {}))
         if section.has_figures:

@@ -27,7 +27,7 @@ _TAIL = 0.01
 """Share of the points at either end that need not fit on a robust axis."""
 
 _ENOUGH = 20
-"""Points below which every one of them counts."""
+"""Fewest points for robust limits: of fewer, every point counts."""
 
 
 def model_figures(model: AnyModel, entry: Entry, rows: ModelRows | None) -> tuple[Figure, ...]:
@@ -64,7 +64,7 @@ def _named_terms(model: AnyModel) -> list[tuple[str, Term]]:
 
 
 def _forest(name: str, model: AnyModel) -> Figure | None:
-    """Draw what each term adds between the smallest and the largest value it was trained on."""
+    """Draw the contribution of each term between the ends of its training range."""
     drawn = [
         (label, t, (t.training_range[1] - t.training_range[0]) / US_PER_MS)
         for label, t in _named_terms(model)
@@ -241,8 +241,8 @@ def _residuals(cloud: Cloud) -> tuple[Panel, str]:
     limits = robust_limits([y for p in cloud.points for y in p.y])
     panel = Panel("measured - predicted, ms", (*_points(cloud), medians), zero=True, y_limits=limits)
     outside = sum(not limits[0] <= y <= limits[1] for p in cloud.points for y in p.y) if limits else 0
-    verb = "lies" if outside == 1 else "lie"
-    return panel, f" {plural(outside, 'point')} {verb} beyond the axis, drawn at its edge." if outside else ""
+    lie = "lies" if outside == 1 else "lie"
+    return panel, f" {plural(outside, 'point')} {lie} beyond the axis, drawn at its edge." if outside else ""
 
 
 def robust_limits(values: Iterable[float]) -> tuple[float, float] | None:

@@ -42,13 +42,13 @@ def html_page(report: Report) -> str:
 
 
 def _anchors(parts: Iterable[ReportPart]) -> Iterator[tuple[int, str]]:
-    """Give every heading a name of its own: (its place among the parts, name)."""
-    seen: Counter[str] = Counter()
+    """Yield a unique anchor for every heading: (index of the part, anchor)."""
+    uses: Counter[str] = Counter()
     for place, part in enumerate(parts):
         if _kind(part) == "heading":
             name = re.sub(r"[^a-z0-9]+", "-", str(part).lower()).strip("-") or "section"
-            seen[name] += 1
-            yield place, name if seen[name] == 1 else f"{name}-{seen[name]}"
+            uses[name] += 1
+            yield place, name if uses[name] == 1 else f"{name}-{uses[name]}"
 
 
 def _contents(parts: Sequence[ReportPart], anchors: dict[int, str]) -> str:
@@ -120,9 +120,9 @@ def _heading(part: str) -> str:
 
 
 def _inline(text: str) -> str:
-    """Turn inline Markdown into HTML; everything else is text, whatever it looks like."""
+    """Turn inline Markdown into HTML; everything else is escaped text."""
     pieces = _CODE.split(text)
-    # Bold may hold code; what is not closed is no mark.
+    # Code inside bold is replaced first. A mark that is not closed stays as text.
     paired = sum(piece.count("**") for piece in pieces[::2]) % 2 == 0
     strong, out = False, []
     for number, piece in enumerate(pieces):

@@ -67,7 +67,7 @@ def latency_sections(scope: ScopeEvaluation) -> list[ReportPart]:
 
 
 def summed_line(entry: SummedEntry) -> str:
-    """Give the bias of the summed step times of the hold-out, with its uncertainty."""
+    """Return the bias of the summed step times of the hold-out, with its uncertainty."""
     return (
         f"**Step times of the hold-out summed:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
         f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.bias_2sd_pct:.2f} %, "
@@ -90,7 +90,7 @@ def _drift(entry: SummedEntry) -> str:
 
 
 def burst_lines(bursts: Sequence[Burst]) -> list[str]:
-    """Name the bursts outside the range of the admission model."""
+    """Return the bursts outside the range of the admission model."""
     if not bursts:
         return []
     named = "; ".join(
@@ -144,7 +144,7 @@ def _group(title: str, errors: LatencyErrors | LatencyEntry | PhaseEntry) -> tup
 
 
 def step_phase_parts(phases: Sequence[StepPhaseEntry]) -> list[ReportPart]:
-    """Give the errors of step times by workload phase, where there are at least two."""
+    """Return the errors of step times by workload phase, where there are at least two."""
     if len(phases) < 2:
         return []
     rows = [(_phase(p), *metrics(p.holdout), exact(p.baseline.mape_pct)) for p in phases]

@@ -27,12 +27,15 @@ def markdown_text(report: Report) -> str:
     return _harmless("\n\n".join(parts)) + "\n"
 
 
+_TAG = re.compile(r"<(?=[A-Za-z/!?])")
+
+
 def _harmless(text: str) -> str:
     """Take tags, links and codes of terminals out of Markdown: names in traces come from elsewhere.
 
     The report itself has none of them.
     """
-    text = text.replace("<", "&lt;").replace("](", "]\\(")
+    text = _TAG.sub("&lt;", text).replace("](", "]\\(")
     return "\n".join(printable(line) for line in text.split("\n"))
 
 

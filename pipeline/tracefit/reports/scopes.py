@@ -1,4 +1,4 @@
-"""Names of scopes for people: an id without its hash, and what tells apart scopes that share the rest."""
+"""Short names of scopes for people: an id without its hash, and a detail where several scopes share the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ScopeLabel:
 
 
 def scope_labels(scopes: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]) -> dict[str, ScopeLabel]:
-    """Name scopes that stand beside each other.
+    """Return a label for each of several scopes, unique among them.
 
     Args:
         scopes: Scope id to its runs and its settings.

@@ -21,7 +21,7 @@ LABEL_HEIGHT, AXIS_HEIGHT, LEGEND_HEIGHT = 18.0, 36.0, 18.0
 PANEL_HEIGHT, STACKED_HEIGHT, GAP = 240.0, 88.0, 10.0
 ROW_HEIGHT = 34.0
 CHAR_WIDTH = 6.1
-"""Width of a letter of a legend, on the average."""
+"""Mean width of a letter in a legend, in pixels."""
 
 _REGIONS = {
     "hold-out": 0,
@@ -124,7 +124,7 @@ def _drawn(series: Series, x_axis: Axis, y_axis: Axis, number: int) -> str:
 def _points(places: Sequence[tuple[float, float]], number: int) -> str:
     """Draw all points of a series as one path; series differ in shape as well as in colour."""
     if number % 2 == 0:
-        # A line of no length with round ends is a dot.
+        # A line of zero length with round ends is drawn as a dot.
         dots = "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in places)
         return f'<path class="p{number}" d="{dots}"/>'
     triangles = "".join(f"M{x:.1f} {y - 2.8:.1f}l2.6 4.6h-5.2z" for x, y in places)
@@ -132,12 +132,12 @@ def _points(places: Sequence[tuple[float, float]], number: int) -> str:
 
 
 def _sample(series: Series, number: int) -> str:
-    """Draw what stands for a series in a legend, about (0, 0) to (16, 0)."""
+    """Draw the sample of a series in a legend, from (0, 0) to (16, 0)."""
     return _line(f"s{number}", 0, 0, 16, 0) if series.kind == "line" else _points([(8, 0)], number)
 
 
 def _marked(figure: Figure) -> list[tuple[str, str]]:
-    """Return the legend of what is marked along the x axis."""
+    """Return the legend entries of the marks along the x axis."""
     kinds = dict.fromkeys(sorted((r.kind for r in figure.regions), key=_REGIONS.__getitem__))
     swatches = [(k, _rect(f"b{_REGIONS[k]} e", 0, 16, -5, 5)) for k in kinds]
     return [*swatches, *((n, _line("k", 8, -6, 8, 6)) for n in dict.fromkeys(n for _, n in figure.marks))]
@@ -165,7 +165,7 @@ def _categories(figure: Figure, width: float) -> tuple[str, float]:
     tops = [TOP + ROW_HEIGHT * k for k in range(len(figure.categories))]
     bottom = TOP + ROW_HEIGHT * len(tops)
     ticks = [(x_axis.at(v), tick_text(v)) for v in x_axis.ticks(_MOST_TICKS)]
-    # In pieces, so that they cross no name.
+    # Grid lines in pieces between the rows, so that they cross no name.
     parts = [_line("g", x, top + 16, x, top + ROW_HEIGHT) for x, _ in ticks for top in tops]
     parts += [_text(x, bottom + 14, text, "t m") for x, text in spaced(ticks, CHAR_WIDTH)]
     zero = x_axis.at(0.0)

@@ -1,4 +1,4 @@
-"""The report in a terminal: tables where they fit, else one block per row. Nothing is computed here."""
+"""Print the report in a terminal: a table where it fits, otherwise one block per row. Nothing is computed here."""
 
 from __future__ import annotations
 

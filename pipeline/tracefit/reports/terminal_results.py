@@ -43,7 +43,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def ingest_text(result: IngestResult) -> str:
-    """Give what was read, and the tables folder."""
+    """Return the counts of what was read, and the tables folder."""
     return f"{_runs(result)}\n\ntables  {result.tables}"
 
 
@@ -63,7 +63,7 @@ def _runs(result: IngestResult) -> str:
 
 
 def plan_text(plan: IngestPlan) -> str:
-    """Give the files that an ingest would read, two lines each."""
+    """Return the files that an ingest would read, two lines each."""
     lines = []
     for f in plan.files:
         packed = f", {f.compression}" if f.compression else ""
@@ -75,7 +75,7 @@ def plan_text(plan: IngestPlan) -> str:
 
 
 def train_text(result: TrainResult) -> str:
-    """Give the models' errors scope by scope, and where the files are."""
+    """Return the models' errors scope by scope, and the written files."""
     lines = [*_scopes(result), *(_wrapped(f"not fitted: {text}", "  ") for text in result.not_fitted)]
     lines += [f"wrote   {path}" for path in result.files]
     page = next((path for path in result.files if path.suffix == ".html"), None)
@@ -83,7 +83,7 @@ def train_text(result: TrainResult) -> str:
 
 
 def run_text(result: RunResult) -> str:
-    """Give what the main job read and made, ending in the page to open."""
+    """Return a summary of what the main job read and wrote, ending with the page to open."""
     return f"{_runs(result.ingested)}\n\n{train_text(result.trained)}"
 
 
@@ -141,7 +141,7 @@ def _latencies(found: Iterable[LatencySummary]) -> str:
 
 
 def features_text(sets: Sequence[FeatureSet]) -> str:
-    """Give the features of each set: name, unit and formula, then the reason."""
+    """Return the features of each set: name, unit and formula, then the reason."""
     parts = []
     for one in sets:
         lines = [one.name]
@@ -152,7 +152,7 @@ def features_text(sets: Sequence[FeatureSet]) -> str:
 
 
 def receive_text(result: ReceiveResult) -> str:
-    """Give what was received, by sender, and the folder it is in."""
+    """Return what was received, by sender, and the folder it is in."""
     head = ("service", "instance", "spans")
     rows = [
         (printable(r.service), printable(r.instance) or "-", count(r.spans)) for r in result.received_from
@@ -164,7 +164,7 @@ def receive_text(result: ReceiveResult) -> str:
 
 
 def synth_text(result: SynthResult) -> str:
-    """Give what was generated and where it is."""
+    """Return what was generated, and its folder."""
     lines = [f"{count(result.requests)} requests, {count(result.steps)} steps"]
     return "\n".join([*lines, *(f"wrote   {folder}" for folder in result.folders)])
 
@@ -173,7 +173,7 @@ def synth_text(result: SynthResult) -> str:
 
 
 def inspection_text(found: Inspection) -> str:
-    """Give what the runs hold, how healthy their journeys are, and what can be trained."""
+    """Return what the runs hold, the health of their journeys, and what can be trained."""
     parts = [*(_run(run) for run in found.runs), *(_allowed(scope) for scope in found.scopes)]
     if found.exit_code:
         parts.append("Nothing can be trained from this.")
@@ -262,7 +262,7 @@ _FACTS = (
 
 
 def requests_text(summary: RequestSummary) -> str:
-    """Give counts, latencies and throughput of requests: in total, by phase, by run, over time. Times in milliseconds."""
+    """Return counts, latencies and throughput of requests: in total, by phase, by run, over time; in milliseconds."""
     total = summary.total
     states = ", ".join(f"{count:,} {state}" for state, count in summary.states.items())
     counts = f"{total.failed:,} failed, {total.in_flight:,} in flight, {total.preemptions:,} preemptions"
@@ -325,8 +325,8 @@ def _quantile_row(name: str, q: Quantiles) -> tuple[str, ...]:
     return (name, f"{q.n:,}", *(_milliseconds(value) for value in (q.mean, q.p50, q.p90, q.p99)))
 
 
-def _with_share(row: tuple[str, ...], part: float | None) -> tuple[str, ...]:
-    return (row[0], number(None if part is None else 100 * part), *row[1:])
+def _with_share(row: tuple[str, ...], of_total: float | None) -> tuple[str, ...]:
+    return (row[0], number(None if of_total is None else 100 * of_total), *row[1:])
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -339,13 +339,13 @@ _RANGE_NOTE = "90 % range: where nine of ten measurements lay about their predic
 
 
 def step_text(predicted: StepPrediction) -> str:
-    """Give the time of a step."""
+    """Return the predicted time of a step."""
     rows = [("step", predicted.step)]
     return "\n".join([*_spans(predicted.scope_id, rows), *_notes(predicted.assumed, predicted.out_of_range)])
 
 
 def request_text(predicted: RequestPrediction) -> str:
-    """Give the time of a request, part by part."""
+    """Return the predicted latencies of a request, interval by interval."""
     rows = [
         ("admission", predicted.admission),
         ("queue wait", predicted.queue_wait),
@@ -364,7 +364,7 @@ def request_text(predicted: RequestPrediction) -> str:
 
 
 def rows_text(predicted: RowPredictions) -> str:
-    """Give the predicted rows as CSV, or the file they were written to."""
+    """Return the predicted rows as CSV, or the file they were written to."""
     if predicted.out is not None:
         outside = (
             ""
@@ -383,7 +383,7 @@ def rows_text(predicted: RowPredictions) -> str:
 
 
 def export_text(result: ExportResult) -> str:
-    """Give the files written for a consumer, and the held-out error of the exported form."""
+    """Return the files written for a consumer, and the held-out error of the exported form."""
     rows = [
         (
             e.what,
@@ -403,7 +403,7 @@ def export_text(result: ExportResult) -> str:
 
 
 def verify_text(result: VerifyResult) -> str:
-    """Say whether a refit confirms a file."""
+    """Return whether a refit confirms a file."""
     head = f"{result.numbers:,} values refitted, {result.differing:,} not confirmed"
     lines = [f"{result.file}: {'verified' if result.verified else 'NOT verified'}", head]
     lines += [f"input differs: {text}" for text in result.inputs]
@@ -414,7 +414,7 @@ def verify_text(result: VerifyResult) -> str:
 
 
 def compare_text(result: CompareResult) -> str:
-    """Give the differences of two files, or whether an old one is still good."""
+    """Return the differences of two files, or whether an old one is still good."""
     lines: list[str] = []
     for one in result.models:
         lines += [f"{one.model}  {one.scope_id}"]

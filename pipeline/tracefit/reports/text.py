@@ -58,7 +58,7 @@ def metrics(m: Metrics) -> tuple[str, ...]:
 
 
 def mape_misleads(mape_pct: float | None, mdape_pct: float | None) -> bool:
-    """Say whether a few rows with large relative errors dominate the mean: it is far above the median error."""
+    """Return whether a few rows with large relative errors dominate the mean: it is far above the median error."""
     return mape_pct is not None and mdape_pct is not None and mape_pct > max(10.0, 10 * mdape_pct)
 
 

@@ -16,6 +16,9 @@ INSTRUMENTED_VERSION = "0.15.1"
 
 _FORK = "(inference-sim's fork of vLLM)"
 
+ENDPOINT_FLAG = "--otlp-traces-endpoint"
+"""A span of every request, from stock vLLM as well."""
+
 STEP_FLAGS = f"--step-tracing-enabled --step-tracing-sample-rate 1.0 {_FORK}"
 """A summary of every engine step."""
 

@@ -13,7 +13,8 @@ import polars as pl
 if TYPE_CHECKING:
     from tracefit.tables.store import TableStore
 
-_IDS = ("trace_id", "span_id")
+_IDS = ("trace_id", "span_id", "start_unix_ns", "end_unix_ns")
+"""What a span is known by: an id that two runs use for spans of other times is no span they share."""
 
 
 @dataclass(frozen=True, slots=True)

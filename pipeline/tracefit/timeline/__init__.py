@@ -1,4 +1,8 @@
-"""Tables become what the engine did, step by step: the step clock, composition, idle gaps, queue state."""
+"""Reconstruct what the engine did, step by step, from the tables: step clock, composition, idle gaps, queue state.
+
+`build_timeline` makes the `timeline` table, one row per engine step. The other functions read it: `queue_state` for the queue
+that a request found, `with_step_times` and `requeue_waits` for the times of requests that follow from their steps.
+"""
 
 from tracefit.timeline.anchors import clock_disagreements, execution_lags
 from tracefit.timeline.build import build_timeline

@@ -16,10 +16,14 @@ from tracefit.timeline.engines import position
 _INSIDE = ("SCHEDULED", "PREEMPTED")
 _UPDATE = ("FIRST_TOKEN", "FINISHED")
 _UNKNOWN_SD_US = 200.0
+"""Standard deviation of an event's offset where no steps measure it."""
+
 _LEAST_SD_US = 10.0
 _LAG_EVENTS = 20
 _ENOUGH_STEPS = 5
 _FAR_SD = 4.0
+"""Two estimates of one start disagree when they differ by more than this many of their standard deviations."""
+
 _TOLERANCE_NS = 1_000_000
 
 
@@ -31,10 +35,10 @@ def execution_lags(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
 
     Args:
         steps: The `steps` table, or any frame with the columns of the engine, step_id and ts_start_ns.
-        journeys: The `journey_events` table; its SCHEDULED events tell starts, too.
+        journeys: The `journey_events` table; its SCHEDULED events are starts, too.
 
     Returns:
-        One row per (run_id, server) that has enough events to tell: `execution_lag_steps`, 0 or 1.
+        One row per (run_id, server) with enough events: `execution_lag_steps`, 0 or 1.
     """
     step = [*ENGINE, "step_id"]
     inside = journeys.filter(pl.col("event").is_in(_INSIDE) & pl.col("step_id").is_not_null())
@@ -43,6 +47,7 @@ def execution_lags(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     starts = pl.concat([exact, first.join(exact, on=step, how="anti").select(exact.columns)])
     nexts = starts.select(*ENGINE, step_id=pl.col("step_id") - 1, next_start_ns="ts_start_ns")
     late = journeys.filter(_is_update()).join(nexts, on=step, how="inner")
+    # Nearly all events of a server are late, or nearly none: half is a safe border.
     return (
         late.group_by(SERVER)
         .agg(events=pl.len(), late=(pl.col("ts_ns") > pl.col("next_start_ns")).mean())
@@ -60,8 +65,8 @@ def clock_disagreements(timeline: pl.DataFrame, journeys: pl.DataFrame) -> pl.Da
         journeys: The `journey_events` table.
 
     Returns:
-        One row per (run_id, server) with events between known starts: `events` that could be held against them,
-        `disagreeing`.
+        One row per (run_id, server) with events between known starts: `events` that could be compared with
+        them, `disagreeing`.
     """
     known = timeline.select(*ENGINE, "step_id", "ts_start_ns").drop_nulls().sort("step_id")
     inside = pl.col("event").is_in(_INSIDE)
@@ -106,6 +111,8 @@ def step_starts(steps: pl.DataFrame, core: pl.DataFrame) -> pl.DataFrame:
         step, starts increasing within an engine.
     """
     exact = steps.select("position", "engine", "server_number", at="ts_start_ns")
+    # Events inside schedule() give their own step's start, the earliest first. An update ends its step: it gives the start of
+    # the next one (with scheduling ahead, of the one after), and the latest event is nearest to it.
     kinds = {
         "scheduled": _at(
             core.filter(pl.col("event").is_in(_INSIDE)), pl.col("step_id"), pl.col("ts_ns").min()
@@ -149,6 +156,7 @@ def _offsets(kinds: dict[str, pl.DataFrame], exact: pl.DataFrame) -> pl.DataFram
     sides = servers.join(pl.DataFrame({"kind": list(kinds), "sign": [1.0, -1.0]}), how="cross")
     table = sides.join(direct, on=["server_number", "kind"], how="left")
     table = table.join(pairs, on="server_number", how="left").sort("server_number", "kind")
+    # Two rows per server, one of each kind: reversed, each kind gets the offset of the other one.
     table = table.with_columns(other=pl.col("offset_ns").reverse().over("server_number"))
     gap = pl.col("gap_ns") * pl.col("sign")
     return table.select(
@@ -160,11 +168,11 @@ def _offsets(kinds: dict[str, pl.DataFrame], exact: pl.DataFrame) -> pl.DataFram
 
 
 def _distances(events: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
-    """Return the median distance of events after starts, and its robust spread, per server with enough steps that have both."""
+    """Return the median distance of events after starts, and its robust standard deviation, per server with enough steps that have both."""
     both = events.join(starts.select("position", start="at"), on="position", how="inner")
     distance = (pl.col("at") - pl.col("start")).cast(pl.Float64)
-    spread = robust_sd_expr(distance) / 1e3
-    measured = both.group_by("server_number").agg(steps=pl.len(), offset_ns=distance.median(), sd_us=spread)
+    sd = robust_sd_expr(distance) / 1e3
+    measured = both.group_by("server_number").agg(steps=pl.len(), offset_ns=distance.median(), sd_us=sd)
     return measured.filter(pl.col("steps") >= _ENOUGH_STEPS).drop("steps")
 
 
@@ -176,10 +184,10 @@ def _corrected(events: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
 
 
 def _best(estimated: dict[str, pl.DataFrame]) -> pl.DataFrame:
-    """Of a step's two estimates take the one that is known better, of two that disagree the one inside the step.
+    """Choose between a step's two estimates: the more precise one, or the one inside the step where they disagree.
 
-    Between an update and the next start anything may come (requests to drain, a collector of garbage); a SCHEDULED
-    event cannot be further from its start than schedule() is long.
+    Anything may happen between an update and the next start (requests to drain, garbage collection), while a SCHEDULED event
+    cannot be further from its start than schedule() is long.
     """
     inside, after = estimated["scheduled"], estimated["update"]
     pairs = inside.join(after.select("position", other="at", other_sd_us="sd_us"), on="position", how="left")
@@ -191,10 +199,10 @@ def _best(estimated: dict[str, pl.DataFrame]) -> pl.DataFrame:
 
 
 def _increasing(anchors: pl.DataFrame) -> pl.DataFrame:
-    """Drop estimated starts that would run backwards; exact ones always stay.
+    """Drop estimated starts that run backwards in time; exact ones always stay.
 
-    One stamp far off must not take all others with it: those that disagree with the middle of their neighbours go
-    first.
+    A single stamp that is far off must not remove all its neighbours: starts that disagree with the median of their
+    neighbours are dropped first.
     """
     at, exact = pl.col("at"), pl.col("start_source") == "summary"
     behind, ahead = (_middle([at.shift(sign * k).over("engine") for k in (1, 2, 3)]) for sign in (1, -1))
@@ -205,7 +213,7 @@ def _increasing(anchors: pl.DataFrame) -> pl.DataFrame:
 
 
 def _middle(three: list[pl.Expr]) -> pl.Expr:
-    """Median of three values; of those that are there, at an end of the trace."""
+    """Return the median of three values, or of the known ones at an end of the trace."""
     a, b, c = three
     return pl.max_horizontal(pl.min_horizontal(a, b), pl.min_horizontal(pl.max_horizontal(a, b), c))
 

@@ -1,4 +1,8 @@
-"""The timeline: one row per engine step known or inferred, from all evidence at once."""
+"""Build the timeline: one row per engine step, from summaries, snapshots and journeys at once.
+
+A step is known from its own summary, or inferred from the events of the requests in it. Each row holds the start of the step,
+its composition, its cycle (start to next known start) and whether idle time lies in that cycle.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ _SUMMARY = (*_COUNTS, "num_preempted", "kv_usage_ratio", "kv_blocks_total", "dur
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """What the tables say, located on the step axis: `steps` and `snapshots` have a `position`."""
+    """The input tables, located on the step axis: `steps` and `snapshots` have a `position`."""
 
     axis: StepAxis
     steps: pl.DataFrame
@@ -48,7 +52,7 @@ def build_timeline(
     """Build the `timeline` table.
 
     With complete journeys every step between the first and the last is there, its composition worked out from them;
-    a summary or a full set of snapshots is the truth where there is one. Without, only sampled steps are.
+    a summary or a full set of snapshots takes precedence. Without complete journeys only sampled steps are there.
 
     `cycle_us` is the mean cycle from this step's start to the next start that is known, `interval_steps` steps on:
     one step (`adjacent`, between two summaries), or an `interval` when a start comes from a journey event or steps
@@ -59,7 +63,7 @@ def build_timeline(
         steps: The `steps` table.
         snapshots: The `request_snapshots` table.
         journeys: The `journey_events` table.
-        limits: What the scheduler is bound by.
+        limits: Limits of the scheduler.
         journeys_complete: Every request has a journey.
 
     Returns:
@@ -69,6 +73,7 @@ def build_timeline(
     axis = lay_out(steps, snapshots, journeys)
     lags = execution_lags(steps, journeys)
     core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
+    # A server with too few events for a lag is taken to schedule and execute in the same cycle.
     evidence = _Evidence(
         axis,
         # A step has one summary; should another claim its id, the first in time stands.
@@ -91,7 +96,7 @@ def _placed(axis: StepAxis, rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _inferred(evidence: _Evidence, limits: EngineLimits) -> pl.DataFrame:
-    """Composition of every position from the journeys, columns prefixed `journey.`."""
+    """Return the composition of every position from the journeys, in columns prefixed `journey.`."""
     axis, core = evidence.axis, evidence.core
     composed = compose(
         axis, running_segments(core, _cached(evidence.snapshots)), waiting_segments(core), limits
@@ -110,7 +115,7 @@ def _cached(snapshots: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_truth(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
-    """Put summaries and full snapshots over what the journeys say."""
+    """Add summaries and full snapshots, which take precedence over the composition from the journeys."""
     steps = evidence.steps.select(
         "position",
         *_SUMMARY,
@@ -122,6 +127,7 @@ def _with_truth(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
     joined = joined.join(shown, on="position", how="left", maintain_order="left")
     have = set(joined.columns)
 
+    # A summary comes first; the journeys fill in where there is none.
     def either(name: str) -> pl.Expr:
         options = [pl.col(c) for c in (name, f"journey.{name}") if c in have]
         return pl.coalesce(options).alias(name) if options else pl.lit(None, pl.Int64).alias(name)
@@ -136,7 +142,7 @@ def _with_truth(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
 
 
 def _agreement() -> list[pl.Expr]:
-    """Hold the journeys' composition against the summaries' where there are both."""
+    """Return columns that compare the journeys' composition with the summaries' where both are known."""
     compared = _COUNTS[:4]
 
     def error(*names: str) -> pl.Expr:
@@ -151,7 +157,10 @@ def _agreement() -> list[pl.Expr]:
 
 
 def _shared_blocks() -> pl.Expr:
-    """Take the blocks that requests share, which the journeys cannot see, from the last summary before."""
+    """Return used KV blocks from the journeys, corrected for the blocks that requests share.
+
+    Journeys do not show shared blocks: their number is carried forward from the last summary.
+    """
     shared = pl.col("kv_blocks_used") - pl.col("journey.kv_blocks_used")
     return pl.col("journey.kv_blocks_used") + shared.forward_fill().over("engine").fill_null(0)
 
@@ -164,7 +173,7 @@ def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
 
 
 def _contexts(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
-    """KV tokens read per step, from steps where every running request has a snapshot."""
+    """Return the KV tokens read per step, for steps in which every running request has a snapshot."""
     scheduled, before = pl.col("scheduled_tokens") > 0, pl.col("num_computed_tokens")
     has_output = pl.col("num_output_tokens") > 0
     sums = snapshots.group_by("position").agg(
@@ -177,7 +186,7 @@ def _contexts(steps: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add cycles between consecutive known starts, and what the engine did between them."""
+    """Add cycles between consecutive known starts, and whether the engine was idle between them."""
     idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
     started = pl.col("ts_start_ns").is_not_null()
     ordered = rows.with_columns(idle=idle, interval=started.cum_sum())

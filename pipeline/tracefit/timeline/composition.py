@@ -1,4 +1,9 @@
-"""What every step carried, from the journeys alone: difference arrays over the step axis, no loop per step."""
+"""The composition of every step, worked out from the journeys alone.
+
+A request is in the batch from its SCHEDULED to its end (`segments`). Counts of such ranges are sums over difference arrays on
+the step axis (`engines.range_add`), with no loop per step. Only prompts computed in chunks are followed one by one, in the
+order they were scheduled: each takes what the earlier ones leave of the token budgets.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +21,19 @@ if TYPE_CHECKING:
 
 DEFAULT_BLOCK_SIZE = 16
 _WINDOW = 16
-"""Steps looked at first for the chunks of a prompt."""
+"""Steps that are searched first for the chunks of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a server's scheduler is bound by; null where not known.
+    """Limits of a server's scheduler; null where not known.
 
     Attributes:
         max_num_batched_tokens: Token budget of a step.
         max_num_seqs: Slots.
         block_size: Tokens per KV block.
         num_blocks: KV blocks that can be used.
-        chunked_prefill: Whether a prompt may be computed in parts.
+        chunked_prefill: Whether a prompt may be computed in chunks.
     """
 
     max_num_batched_tokens: int | None = None
@@ -97,12 +102,12 @@ class _Runs:
 
     @cached_property
     def decoding(self) -> NDArray[np.bool_]:
-        """Which of them decode at all."""
+        """Whether each segment decodes at all."""
         return (self.complete >= 0) & (self.complete < self.end)
 
     @cached_property
     def leave(self) -> Ints:
-        """Last step in whose schedule() it is in the running list."""
+        """Last step in whose schedule() each segment is in the running list."""
         last: Ints = np.minimum(self.end + self.late, self.last)
         return last
 
@@ -117,7 +122,7 @@ class _Prompts:
     """Tokens computed before, cached ones included."""
     has_output: Ints
     owner: Ints
-    """Which segment."""
+    """Index of the segment."""
 
 
 def compose(
@@ -161,9 +166,9 @@ def compose(
 
 
 def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[str, Ints]:
-    """Tell what is left once all outputs are processed that are there when a request is queued after the step.
+    """Return the state that a request queued after each step meets, once the available outputs are processed.
 
-    Those are the step's own outputs; with scheduling a step ahead, those of the step before it.
+    These are the step's own outputs; with scheduling a step ahead, the outputs of the step before it.
     """
     start, end, complete = runs.start, runs.end, runs.complete
     # A finished request is gone after the update of its last step; a preempted one holds on until the next schedule().
@@ -220,7 +225,7 @@ def _counts(size: int, runs: _Runs, prompts: _Prompts, decodes: Floats) -> dict[
 
 
 def _prompt_rows(runs: _Runs, decodes: Floats, size: int, limits: EngineLimits) -> _Prompts:
-    """Spread each segment's prompt over its steps: whole in one step, or in chunks of what the budget leaves."""
+    """Distribute each segment's prompt over its steps: whole in one step, or in chunks of what the budget leaves."""
     whole = runs.complete == runs.start
     singles = bincount_at(size, runs.start[whole], runs.need[whole])
     has_output = (runs.outputs > 0).astype(np.int64)
@@ -242,8 +247,8 @@ def _prompt_rows(runs: _Runs, decodes: Floats, size: int, limits: EngineLimits) 
 
 
 def _chunks(start: int, stop: int, need: int, room: Floats | None, *, finished: bool) -> Ints:
-    """Tokens of one prompt in each of the steps from `start`, to `stop` at most; takes them out of `room`."""
-    if room is None:  # no budget known: even parts
+    """Return the tokens of one prompt in each step from `start`, to `stop` at most, and take them out of `room`."""
+    if room is None:  # no budget known: equal chunks
         stop = stop if finished else min(stop, start + _WINDOW - 1)
         edges: Ints = np.linspace(0, need, stop - start + 2).round().astype(np.int64)
         return edges[1:] - edges[:-1]
@@ -260,7 +265,7 @@ def _chunks(start: int, stop: int, need: int, room: Floats | None, *, finished: 
 
 
 def _blocks(size: int, runs: _Runs, prompts: _Prompts, block: int) -> Ints:
-    """KV blocks held after each step's scheduling: a request holds ceil(tokens / block) until it ends.
+    """Return the KV blocks held after each step's scheduling: a request holds ceil(tokens / block) until it ends.
 
     Blocks that requests share through the prefix cache count for each of them.
     """

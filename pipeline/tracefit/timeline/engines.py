@@ -14,7 +14,7 @@ MAX_STEPS = 20_000_000
 """Most steps on the axis; counters that claim more are not accepted."""
 
 MAX_GAP = 1_000_000
-"""Most steps in a row that nothing names: hours of work without one event; what lies beyond is a damaged id."""
+"""Most consecutive steps without any event, hours of work: a step id beyond such a gap is damaged."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -38,7 +38,7 @@ class StepAxis:
         return rows.join(self.engines, on=ENGINE, how="inner", maintain_order="left")
 
     def frame(self) -> pl.DataFrame:
-        """One row per position: engine, step_id, position, in axis order."""
+        """Return one row per position: engine, step_id, position, in axis order."""
         steps = (self.engines["last_step"] - self.engines["first_step"] + 1).to_numpy()
         engine = np.repeat(np.arange(len(steps)), steps)
         start = (self.engines["first_step"] - self.engines["offset"]).to_numpy()
@@ -46,7 +46,7 @@ class StepAxis:
         return pl.DataFrame({"engine": engine, "step_id": position + start[engine], "position": position})
 
     def name(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Put the columns that name an engine in the place of its number."""
+        """Replace the number of an engine by the columns that name it."""
         names = self.engines.select("engine", *ENGINE)
         return rows.join(names, on="engine", how="left", maintain_order="left").drop("engine")
 
@@ -58,13 +58,13 @@ def position(step: pl.Expr) -> pl.Expr:
 
 
 def lay_out(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFrame) -> StepAxis:
-    """Lay out every step between the first and the last one that anything names.
+    """Return an axis of all steps of each engine, from the first to the last one that a step, snapshot or event names.
 
-    QUEUED carries the counter of the step before it and names no step of its own.
+    QUEUED does not count: it carries the counter of the step before it.
     """
     named = journeys.filter(pl.col("step_id").is_not_null() & (pl.col("event") != "QUEUED"))
-    seen = pl.concat([frame.select(*ENGINE, "step_id") for frame in (steps, snapshots, named)])
-    engines = _accepted(seen).sort(ENGINE)
+    step_ids = pl.concat([frame.select(*ENGINE, "step_id") for frame in (steps, snapshots, named)])
+    engines = _accepted(step_ids).sort(ENGINE)
     count = pl.col("last_step") - pl.col("first_step") + 1
     engines = engines.with_columns(
         offset=count.cum_sum() - count,
@@ -75,15 +75,17 @@ def lay_out(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFrame
     return StepAxis(engines, size) if size <= MAX_STEPS else StepAxis(engines.clear(), 0)
 
 
-def _accepted(seen: pl.DataFrame) -> pl.DataFrame:
-    """Return the first and last step of every engine; of ids that lie far apart, the group with the most of them counts."""
-    bounds = seen.group_by(ENGINE).agg(first_step=pl.col("step_id").min(), last_step=pl.col("step_id").max())
+def _accepted(step_ids: pl.DataFrame) -> pl.DataFrame:
+    """Return the first and last step of every engine; where ids lie far apart, those of the group with most ids."""
+    bounds = step_ids.group_by(ENGINE).agg(
+        first_step=pl.col("step_id").min(), last_step=pl.col("step_id").max()
+    )
     # In floating point: ids near the ends of int64 do not overflow, and the bound is a rough one.
     claimed = pl.col("last_step").cast(pl.Float64) - pl.col("first_step").cast(pl.Float64)
     suspicious = bounds.filter(claimed > MAX_GAP)
     if not suspicious.height:
         return bounds
-    ids = seen.join(suspicious, on=ENGINE, how="semi").sort(*ENGINE, "step_id")
+    ids = step_ids.join(suspicious, on=ENGINE, how="semi").sort(*ENGINE, "step_id")
     jump = pl.col("step_id").cast(pl.Float64).diff().over(ENGINE) > MAX_GAP
     ids = ids.with_columns(id_group=jump.fill_null(value=False).cast(pl.Int64).cum_sum().over(ENGINE))
     groups = ids.group_by(*ENGINE, "id_group").agg(
@@ -96,6 +98,7 @@ def _accepted(seen: pl.DataFrame) -> pl.DataFrame:
 
 def range_add(size: int, first: Ints, last: Ints, amount: Floats | Ints) -> Floats:
     """Sum amounts over inclusive ranges of positions: a difference array; shape (size,)."""
+    # Each range adds its amount at its first position and takes it off behind its last one; the cumulative sum covers it.
     begun, ended = bincount_at(size, first, amount), bincount_at(size + 1, last + 1, amount)
     return np.cumsum(begun - ended[:size])
 

@@ -1,4 +1,7 @@
-"""The queue as a request found it: exact from the journeys, at the instant it was queued."""
+"""The state of the queue and the engine at the instant a request was queued, exact from complete journeys.
+
+Who waits ahead follows from the order of the events; what runs follows from the timeline's row of the step before.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ _AFTER = ("running_after", "remaining_after", "prefill_left_after", "kv_blocks_t
 
 
 def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
-    """Return what every request found when it was QUEUED.
+    """Return the state that every request met when it was QUEUED.
 
     Who waits follows from the order of the events; who runs, and what they hold, from the step before (its outputs
-    are processed by then). Before the first step nobody runs.
+    are processed by then). Before the first step nothing runs.
 
     Args:
         journeys: The `journey_events` table, complete.
@@ -39,6 +42,7 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
         total=pl.col("kv_blocks_total").max(), first_step=pl.col("step_id").min()
     )
     found = queued.join(after, on=[*ENGINE, "step_id"], how="left").join(total, on=ENGINE, how="left")
+    # QUEUED carries the counter of the step before: below the first step the engine had not run yet.
     fresh = pl.col("step_id") < pl.col("first_step")
 
     def at_start(name: str, value: int) -> pl.Expr:

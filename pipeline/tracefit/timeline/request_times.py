@@ -45,7 +45,7 @@ def with_step_times(
 
 
 def _stays(journeys: pl.DataFrame) -> pl.DataFrame:
-    """One row per segment of steps a request was in: first_step, last_step, begin_ns, end_ns (null: at a step's start)."""
+    """Return one row per segment of steps a request was in: first_step, last_step, begin_ns, end_ns (null: at a step's start)."""
     turns = journeys.filter(
         (pl.col("layer") == "core")
         & pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"])
@@ -82,6 +82,7 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
         # The last step before a preemption ends where the next one starts.
         ends=pl.col("last_step") + 1 + pl.col("lag"),
     )
+    # Cumulative sums along an engine: the sum over a request's steps is the difference at its two ends.
     sums = timeline.sort("step_id").select(
         *ENGINE,
         "step_id",
@@ -128,7 +129,7 @@ def _whole_sum(name: str) -> pl.Expr:
 
 
 def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
-    """99th percentile of the times between a request's tokens, where snapshots show every token come out.
+    """Return the 99th percentile of the times between a request's tokens, where snapshots show every token come out.
 
     A token is out by the start of the first step whose snapshot counts it; the first and the last one have events.
     """
@@ -136,9 +137,9 @@ def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.Da
     ends = requests.filter(several & pl.col("first_token_ns").is_not_null())
     facts = ends.select(*_REQUEST, "first_token_ns", "last_token_ns", "output_tokens")
     starts = timeline.select(*ENGINE, "step_id", ts_ns="ts_start_ns").drop_nulls("ts_ns")
-    seen = snapshots.select(*ENGINE, "step_id", core_request_id="request_id", tokens="num_output_tokens")
-    seen = seen.join(starts, on=[*ENGINE, "step_id"]).join(facts, on=[*ENGINE, "core_request_id"])
-    seen = seen.filter(pl.col("tokens").is_between(2, pl.col("output_tokens") - 1))
+    counted = snapshots.select(*ENGINE, "step_id", core_request_id="request_id", tokens="num_output_tokens")
+    counted = counted.join(starts, on=[*ENGINE, "step_id"]).join(facts, on=[*ENGINE, "core_request_id"])
+    counted = counted.filter(pl.col("tokens").is_between(2, pl.col("output_tokens") - 1))
     edges = [
         facts.select(*_REQUEST, "output_tokens", tokens=tokens, ts_ns=ts)
         for tokens, ts in (
@@ -146,7 +147,7 @@ def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.Da
             (pl.col("output_tokens"), "last_token_ns"),
         )
     ]
-    points = pl.concat([seen.select(edges[0].columns), *edges])
+    points = pl.concat([counted.select(edges[0].columns), *edges])
     out = points.group_by(*_REQUEST, "output_tokens", "tokens").agg(pl.col("ts_ns").min()).sort("tokens")
     gap = pl.col("ts_ns").diff().slice(1) / 1e3
     whole = out.group_by(_REQUEST, maintain_order=True).agg(

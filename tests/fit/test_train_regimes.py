@@ -1,4 +1,4 @@
-"""Models by regimes: a condition tells which line speaks for a row."""
+"""Models by regimes: a condition selects the line that predicts a row."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _frame(n=400, *, full=0.5, wrong=0):
     """A wait of 5,000 + 100 per request ahead without a slot, of 200 with one; the last `wrong` rows lie about slots."""
     rng = np.random.default_rng(0)
     queued, ahead = rng.random(n) < full, rng.integers(0, 50, n)
-    told = np.where(np.arange(n) >= n - wrong, ~queued, queued)
+    condition = np.where(np.arange(n) >= n - wrong, ~queued, queued)
     columns = {
         "run_id": "r",
         "server": "s",
         "ts_ns": np.arange(n) * 1000,
         "ahead": ahead,
-        "slots": np.where(told, 0.0, 3.0),
+        "slots": np.where(condition, 0.0, 3.0),
         "queued": queued,
         "y": np.where(queued, 5000.0 + 100 * ahead, 200.0),
         "excluded_reason": None,
@@ -59,7 +59,7 @@ def test_each_regime_has_its_own_line():
     assert queued.rows_used + free.rows_used == 280
 
 
-def test_the_first_condition_that_holds_speaks():
+def test_the_first_condition_that_holds_predicts():
     parts = _fit(_frame()).regimes
     rows = pl.DataFrame({"slots": [0.0, 1.0, -2.0, None], "ahead": [10, 10, 20, 10]})
     assert predict_regimes(parts, rows) == pytest.approx([6000, 200, 7000, 200], rel=1e-2)
@@ -70,7 +70,7 @@ def test_a_regime_with_too_few_rows_leaves_them_to_the_next():
     assert [(p.regime.name, p.rows_used) for p in fitted.regimes] == [("free", 280)]
 
 
-def test_the_only_regime_that_was_fitted_speaks_for_all():
+def test_the_only_fitted_regime_predicts_all_rows():
     fitted = _fit(_frame(full=0.97))
     assert [p.regime.name for p in fitted.regimes] == ["queued"]
     assert fitted.regimes[0].regime.any_of == ()
@@ -79,8 +79,10 @@ def test_the_only_regime_that_was_fitted_speaks_for_all():
 def test_the_condition_is_held_against_what_happened():
     """Of 120 held-out rows the last 20 say the opposite of the truth."""
     held = _frame(wrong=20).filter(split="holdout")
-    hit = held.with_columns(told=pl.col("slots") <= 0).select("queued", "told")
-    counts = {pair: hit.filter(queued=pair[0], told=pair[1]).height for pair in [(True, True), (True, False)]}
+    hit = held.with_columns(condition=pl.col("slots") <= 0).select("queued", "condition")
+    counts = {
+        pair: hit.filter(queued=pair[0], condition=pair[1]).height for pair in [(True, True), (True, False)]
+    }
     classifier = _fit(_frame(wrong=20)).validation.classifier
     assert (classifier.true_positive, classifier.false_negative) == (counts[True, True], counts[True, False])
     assert classifier.false_negative + classifier.false_positive == 20
@@ -89,7 +91,7 @@ def test_the_condition_is_held_against_what_happened():
     assert classifier.balanced_accuracy == pytest.approx(sum(rates) / 2)
 
 
-def test_a_row_of_which_nobody_knows_what_happened_is_no_hit_and_no_miss():
+def test_a_row_without_a_label_is_no_hit_and_no_miss():
     """Of 120 held-out rows the last 15 do not say whether they were queued."""
     unsure = pl.when(pl.col("ts_ns") < 385_000).then("queued")
     classifier = _fit(_frame().with_columns(queued=unsure)).validation.classifier

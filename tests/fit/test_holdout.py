@@ -19,25 +19,25 @@ from tracefit.reports.latency_section import summed_line
 
 
 def test_bias_is_of_the_sums():
-    told = summed_time(np.array([10.0, 20, 30]), np.array([10.0, 10, 30]), np.arange(3))
-    assert (told.predicted_us, told.actual_us, told.blocks) == (60, 50, 3)
-    assert told.bias_pct == pytest.approx(20)
+    summed = summed_time(np.array([10.0, 20, 30]), np.array([10.0, 10, 30]), np.arange(3))
+    assert (summed.predicted_us, summed.actual_us, summed.blocks) == (60, 50, 3)
+    assert summed.bias_pct == pytest.approx(20)
 
 
 def test_the_row_furthest_off_has_its_part_of_the_bias():
     """Of 400 measured: 100 steps of 1, of which one is predicted 2, and one hiccup of 300, predicted 100: -50 points."""
     actual = np.r_[np.ones(100), 300.0]
     predicted = np.r_[2.0, np.ones(99), 100.0]
-    told = summed_time(predicted, actual, np.arange(101) // 10)
-    assert told.bias_pct == pytest.approx(-49.75)
-    assert told.max_contribution_pct == pytest.approx(-50)
+    summed = summed_time(predicted, actual, np.arange(101) // 10)
+    assert summed.bias_pct == pytest.approx(-49.75)
+    assert summed.max_contribution_pct == pytest.approx(-50)
 
 
 def test_a_bias_that_is_everywhere_the_same_has_no_spread():
     actual = np.random.default_rng(0).uniform(1, 9, 600)
-    told = summed_time(1.07 * actual, actual, np.arange(600) // 30)
-    assert told.bias_pct == pytest.approx(7)
-    assert told.two_sd_pct == pytest.approx(0, abs=1e-9)
+    summed = summed_time(1.07 * actual, actual, np.arange(600) // 30)
+    assert summed.bias_pct == pytest.approx(7)
+    assert summed.two_sd_pct == pytest.approx(0, abs=1e-9)
 
 
 def test_the_spread_is_that_of_independent_draws():
@@ -122,7 +122,7 @@ def _drifting(change, rows=400):
 
 
 @pytest.mark.parametrize("change", [0.9, 1.0, 1.08])
-def test_a_change_of_the_machine_is_told_at_equal_batches(change):
+def test_a_change_of_the_machine_is_measured_at_equal_batches(change):
     """The hold-out has larger batches too: they do not count as a slower machine."""
     assert speed_change_pct(_drifting(change)) == pytest.approx(100 * (change - 1), abs=0.6)
 

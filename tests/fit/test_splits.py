@@ -10,14 +10,14 @@ from tracefit.fit import splits
 from tracefit.fit.design import outliers
 
 
-def _rows(times, *, run="r", server="s", because=None):
-    because = because or {}
+def _rows(times, *, run="r", server="s", reasons=None):
+    reasons = reasons or {}
     return pl.DataFrame(
         {
             "run_id": run,
             "server": server,
             "ts_ns": list(times),
-            "excluded_reason": [because.get(t) for t in times],
+            "excluded_reason": [reasons.get(t) for t in times],
         },
         schema_overrides={"ts_ns": pl.Int64, "excluded_reason": pl.String},
     )
@@ -44,7 +44,7 @@ def test_every_run_and_server_is_split_by_its_own_clock():
 @pytest.mark.parametrize("reason", ["idle_gap", "epoch_boundary"])
 def test_gaps_do_not_move_the_boundary(reason):
     gaps = dict.fromkeys(range(5, 50), reason)
-    frame = _rows([*range(5), *range(5, 50), *range(100, 105)], because=gaps)
+    frame = _rows([*range(5), *range(5, 50), *range(100, 105)], reasons=gaps)
     assert splits.split_by_time(frame).filter(pl.col("excluded_reason").is_null())["split"].to_list() == [
         *["train"] * 7,
         *["holdout"] * 3,
@@ -57,7 +57,7 @@ def test_rows_keep_their_order():
 
 
 def test_marking_spares_the_hold_out_and_what_is_marked():
-    frame = splits.split_by_time(_rows(range(10), because={2: "idle_gap"}))
+    frame = splits.split_by_time(_rows(range(10), reasons={2: "idle_gap"}))
     marked = splits.mark(frame, "warm_up", pl.col("ts_ns").is_in([1, 2, 8]))
     assert marked["excluded_reason"].to_list() == [None, "warm_up", "idle_gap", *[None] * 7]
 

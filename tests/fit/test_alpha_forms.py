@@ -1,4 +1,4 @@
-"""Forms of waits compete inside the training part: which stamp a server uses decides, nobody has to say it."""
+"""The form of a wait is chosen on the training rows: it follows from the stamp that a server uses."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tracefit.synth import SynthOptions, surge_phases, synth, write_run
     ],
 )
 def test_the_form_of_the_laws_stays_unless_another_is_clearly_better(lawful, other, chosen):
-    """By 5 %, and by a microsecond, which is what stamps tell."""
+    """By 5 % and by a microsecond, the resolution of the stamps."""
     tried = choose_form(Candidate("lawful", 2, lawful, None), Candidate("other", 4, other, None))
     assert [c.name for c in tried if c.chosen] == [chosen]
     assert all(c.reason for c in tried)
 
 
-@pytest.fixture(scope="module", params=["step_start", "arrival"])
+@pytest.fixture(scope="module", params=["step_start", pytest.param("arrival", marks=pytest.mark.slow)])
 def admission(request, tmp_path_factory):
     """Return the stamp, the admission model and its entry, of a run with this stamp."""
     folder = tmp_path_factory.mktemp("stamp")
@@ -54,6 +54,7 @@ def test_the_form_follows_the_stamp_and_the_file_says_why(admission):
     assert entry["holdout"]["mae"] <= 1.2 * entry["gradient_boosting"]["mae"]
 
 
+@pytest.mark.slow
 def test_where_requests_are_queued_at_once_the_line_is_the_api_work(admission):
     """The generator's law: 1,300 us and 0.4 us per prompt token, 4 % noise."""
     stamp, model, _ = admission

@@ -1,4 +1,4 @@
-"""Errors of step times by workload phase: planted loads, one of which the training part has not seen."""
+"""Errors of step times by workload phase: planted loads, one of them absent from the training part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _steps():
 
 
 def _requests(server="s"):
-    """Two a second, and ten a second from 90 s on; one that nobody saw come."""
+    """Two a second, and ten a second from 90 s on; one without an arrival."""
     arrivals = [*np.arange(0, 90, 0.5), *np.arange(90, 120, 0.1)]
     columns = {"arrival_ns": [round(at * SECOND) for at in arrivals], "queued_ns": None}
     frame = pl.DataFrame(
@@ -51,7 +51,7 @@ def test_each_phase_has_its_own_error(fitted):
     assert quiet.baseline.mape_pct > 5
 
 
-def test_steps_to_judge_are_those_that_count_and_a_server_without_requests_has_no_phases(fitted):
+def test_evaluated_steps_are_those_that_count_and_a_server_without_requests_has_no_phases(fitted):
     few = errors_by_phase(fitted, _requests(), pl.col("x") < 0.5)
     assert (
         sum(p.holdout.n for p in few)

@@ -137,7 +137,7 @@ def sparse(tmp_path_factory):
     return folder / "out"
 
 
-def test_a_sparse_run_is_judged_on_its_intervals_too(sparse):
+def test_a_sparse_run_is_evaluated_on_its_intervals_too(sparse):
     _, entry, _ = _beta(sparse)
     held, equations = _holdout(sparse), entry["held_out_equations"]
     by_source = dict(held.group_by("source").len().iter_rows())
@@ -146,11 +146,11 @@ def test_a_sparse_run_is_judged_on_its_intervals_too(sparse):
     assert entry["holdout"]["n"] == equations["per_equation"]["n"] == held.height
     assert equations["per_step"]["n"] > 2 * held.height
     text = (sparse / "report.md").read_text()
-    assert f"% each (n = {held.height:,})" in text
+    assert f"each (n = {held.height:,})" in text
     assert f"weighted by steps (n = {equations['per_step']['n']:,} steps)" in text
 
 
-def test_of_a_sparse_run_the_rows_that_were_judged_are_counted(sparse):
+def test_of_a_sparse_run_the_rows_that_were_evaluated_are_counted(sparse):
     scope, entry, _ = _beta(sparse)
     (rows,) = (r for r in scope["rows"] if r["model"] == "beta.cycle_time")
     assert rows["held_out"] == entry["holdout"]["n"]

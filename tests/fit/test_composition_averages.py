@@ -37,7 +37,7 @@ def _step_time(rows):
     return (1_000 + 10 * rows["prefill_tokens"] + 100 * rows["decode_tokens"]).to_numpy()
 
 
-def _told(prompt_tokens, *, budget=None, lag=0, averages=None):
+def _averaged(prompt_tokens, *, budget=None, lag=0, averages=None):
     return averages_only(
         pl.DataFrame({"prompt_tokens": prompt_tokens}, schema={"prompt_tokens": pl.Int64}),
         averages or _averages(),
@@ -66,12 +66,12 @@ def test_means_are_over_the_requests_that_steps_carry():
 
 
 def test_a_prompt_is_computed_in_the_mean_step_with_its_own_tokens():
-    told = _told([400])
+    averaged = _averaged([400])
     # A quarter of the prompt is in the cache; 300 others; a quarter of a decode token.
     step = 1_000 + 10 * (300 + 300) + 100 / 4
-    assert told["mean_prefill_us"].item() == pytest.approx(step + 1_500)
-    assert told["mean_itl_us"].item() == 12_000 + 500
-    assert told.select("mean_admission_us", "mean_queue_wait_us", "mean_departure_us").row(0) == (
+    assert averaged["mean_prefill_us"].item() == pytest.approx(step + 1_500)
+    assert averaged["mean_itl_us"].item() == 12_000 + 500
+    assert averaged.select("mean_admission_us", "mean_queue_wait_us", "mean_departure_us").row(0) == (
         2_000,
         200,
         None,
@@ -79,19 +79,19 @@ def test_a_prompt_is_computed_in_the_mean_step_with_its_own_tokens():
 
 
 def test_a_prompt_above_the_token_budget_takes_several_steps():
-    told = _told([800], budget=400)
+    averaged = _averaged([800], budget=400)
     # 600 tokens to compute, 399.75 left of a step: two steps of 300, which the others fill up to what is left.
     step = 1_000 + 10 * 399.75 + 100 / 4
-    assert told["mean_prefill_us"].item() == pytest.approx(2 * step + 1_500)
+    assert averaged["mean_prefill_us"].item() == pytest.approx(2 * step + 1_500)
 
 
 def test_scheduling_ahead_adds_a_step_to_the_first_token():
-    without, with_lag = (_told([400], lag=lag)["mean_prefill_us"].item() for lag in (0, 1))
+    without, with_lag = (_averaged([400], lag=lag)["mean_prefill_us"].item() for lag in (0, 1))
     assert with_lag - without == pytest.approx(12_000)
 
 
-def test_what_nobody_knows_stays_unknown():
-    assert _told([None])["mean_prefill_us"].to_list() == [None]
+def test_unknown_values_stay_unknown():
+    assert _averaged([None])["mean_prefill_us"].to_list() == [None]
     nothing = averages_of(STEPS.clear(), REQUESTS.clear())
-    row = _told([400], averages=nothing).row(0, named=True)
+    row = _averaged([400], averages=nothing).row(0, named=True)
     assert [row[f"mean_{n}_us"] for n in ("prefill", "itl", "departure")] == [None] * 3

@@ -29,7 +29,7 @@ def test_all_curves_are_of_the_rows_that_have_every_number():
     assert (_at(found.predicted["b"], 0), _at(found.predicted["b"], 100)) == (7.0, 8.0)
 
 
-def test_a_prediction_nobody_has_takes_no_row_with_it():
+def test_a_prediction_without_values_removes_no_row():
     rows = pl.DataFrame(
         {"y": [1.0, 3.0], "a": [None, None], "b": [2.0, 4.0]}, schema_overrides={"a": pl.Float64}
     )

@@ -67,7 +67,7 @@ def test_intervals_of_95_percent_hold_new_observations_about_that_often(relative
 
 
 def test_a_fold_is_predicted_without_its_own_rows():
-    """The last block's level is another one: nobody who has not seen it can know."""
+    """The last block's level is another one: no training row shows it."""
     x = np.arange(100.0)[:, None] % 7
     y = np.where(np.arange(100) < 80, 1000.0, 5000.0)
     unseen = out_of_fold(
