@@ -39,7 +39,7 @@ SHAPES: dict[str, SynthOptions] = {
     "steps sampled": replace(_BASE, step_sampling=0.2),
     "journeys sampled": replace(_BASE, journey_sampling=0.5),
     "events dropped": replace(_BASE, span_event_limit=20),
-    "whole durations": replace(_BASE, duration="step"),
+    "whole durations": replace(_BASE, duration="step", requests=80),
 }
 """Runs that hold less, or more, than a run should: what is changed in them comes on top."""
 
