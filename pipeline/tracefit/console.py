@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import sys
+import traceback
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import typer
 from typer.exceptions import TyperException
 
+from tracefit._version import __version__
 from tracefit.errors import TracefitError, UsageError, printable
 from tracefit.options import file_in_use
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 INTERRUPTED, SIGPIPE = 130, 141
 """Exit codes of commands that a signal ended, as a shell has them."""
+UNEXPECTED = 4
+"""Exit code of a command that met a defect of tracefit itself."""
 _log = logging.getLogger("tracefit")
 
 
@@ -39,7 +44,8 @@ class _Stderr(logging.Handler):
     """Writes one line per record to the current stderr, which may have been replaced since the start."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        _on_stderr(f"{record.levelname.lower()}: {record.getMessage()}\n")
+        trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
+        _on_stderr(f"{record.levelname.lower()}: {record.getMessage()}\n{trace}")
 
 
 def set_log_level(level: LogLevel) -> None:
@@ -58,10 +64,16 @@ def warn(text: str) -> None:
 
 
 class Terminal:
-    """Progress for a person: a changing line on a terminal, logs elsewhere; warnings always, unless quiet."""
+    """Progress for a person: a changing line on a terminal, logs elsewhere; warnings always, unless quiet.
 
-    def __init__(self, *, quiet: bool) -> None:
+    Args:
+        quiet: Show nothing.
+        task: The command and what it works on, for the line of an unexpected error.
+    """
+
+    def __init__(self, *, quiet: bool, task: str = "") -> None:
         self._quiet = quiet
+        self._task = task
         self._line: tuple[Progress, TaskID] | None = None
         self._bytes = 0
         self._expected = 0
@@ -94,6 +106,11 @@ class Terminal:
         if not self._quiet:
             self.close()
             warn(text)
+
+    @property
+    def doing(self) -> str:
+        """The command, what it works on, and the stage of work it is in."""
+        return ": ".join(text for text in (self._task, self._stage) if text)
 
     def close(self) -> None:
         """Remove the changing line."""
@@ -134,7 +151,7 @@ def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
 
 @contextmanager
 def one_line_errors(terminal: Terminal) -> Iterator[None]:
-    """Print every `TracefitError` as one line, and exit with its code."""
+    """Print every `TracefitError` as one line, any other error too as a last resort, and exit with its code."""
     try:
         yield
     except TracefitError as error:
@@ -148,13 +165,27 @@ def one_line_errors(terminal: Terminal) -> Iterator[None]:
         terminal.close()
         _say("interrupted")
         raise typer.Exit(INTERRUPTED) from None
+    except (typer.Exit, typer.Abort, TyperException, SystemExit, _StdoutError):
+        raise
+    except BaseException as error:  # a panic of polars is no Exception
+        terminal.close()
+        raise typer.Exit(_unexpected(error, terminal.doing)) from error
     finally:
         terminal.close()
 
 
 def called(app: typer.Typer) -> int:
-    """Run the program and return its exit code; errors in the command line itself are one line too."""
+    """Run the program and return its exit code; errors in the command line itself are one line too.
+
+    Warnings of Python and of libraries are for developers: they go to the debug log.
+    """
     _open_streams()
+    with warnings.catch_warnings():
+        warnings.showwarning = _log_warning
+        return _exit_code(app)
+
+
+def _exit_code(app: typer.Typer) -> int:
     try:
         try:
             _require_working_folder()
@@ -176,6 +207,8 @@ def called(app: typer.Typer) -> int:
         if error.number == errno.EPIPE:
             return SIGPIPE  # the reader has closed the pipe, as `| head` does
         return _fail(UsageError(f"cannot be written ({os.strerror(error.number)})", where="standard output"))
+    except Exception as error:  # noqa: BLE001 - the last resort
+        return _unexpected(error, "")
     finally:
         set_log_level("warning")
     return code
@@ -231,6 +264,40 @@ def _on_stderr(text: str) -> None:
         sys.stderr.flush()
     except OSError:
         _silence(sys.stderr)
+
+
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,  # noqa: ARG001 - Python calls it so
+    line: str | None = None,  # noqa: ARG001
+) -> None:
+    """Log what Python would print on stderr."""
+    _log.debug("%s:%s: %s: %s", filename, lineno, category.__name__, message)
+
+
+def _unexpected(error: BaseException, doing: str) -> int:
+    """Report an error that nobody foresaw: what was done to what, where in the code it happened, and what to do."""
+    _log.debug("%s", "".join(traceback.format_exception(error)).rstrip())
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f"{os.sep}tracefit{os.sep}" in f.filename] or frames
+    text = " ".join(str(error).split())[:_MOST_TEXT]
+    what = f"{type(error).__name__} ({text})" if text else type(error).__name__
+    where = f" in {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    _say(
+        printable(
+            f"{doing + ': ' if doing else ''}unexpected {what}{where}; this is a defect of tracefit {__version__}, and what "
+            "was on disk before is unharmed; report this line as CONTRIBUTING.md says; "
+            "--log-level debug shows the traceback"
+        )
+    )
+    return UNEXPECTED
+
+
+_MOST_TEXT = 300
+"""Characters of an unexpected error that are shown: a message may hold a whole table."""
 
 
 def _fail(error: TracefitError) -> int:

@@ -1,7 +1,7 @@
 """Errors: each is one line that says what happened, where, and what to do.
 
 Exit codes of the command line: 0 done, 1 the data cannot support the result, 2 usage,
-3 done with something in quarantine (a result, not an error, so it has no class here).
+3 done with something in quarantine (a result, not an error, so it has no class here); 4 an error that nobody foresaw.
 """
 
 from __future__ import annotations

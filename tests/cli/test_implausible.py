@@ -19,6 +19,8 @@ ODD = {
     "a request at the dawn of time": ("journey.QUEUED", "ts.monotonic_ns", lambda _: 1),
     "tokens beyond the budget": ("step.BATCH_SUMMARY", "batch.prefill_tokens", lambda n: n + 90_000),
     "tokens below nothing": ("step.BATCH_SUMMARY", "batch.decode_tokens", lambda n: -n - 1),
+    "a request of a thousand million tokens": ("journey.QUEUED", "prefill.total_tokens", lambda _: 10**9),
+    "more blocks than any memory": ("step.BATCH_SUMMARY", "kv.blocks_total_gpu", lambda _: 10**9),
     "more free blocks than blocks": ("step.BATCH_SUMMARY", "kv.blocks_free_gpu", lambda n: n + 10**6),
 }
 RULES = {
@@ -31,6 +33,8 @@ RULES = {
     "a request at the dawn of time": "journey_events.ts_ns is off the run's clock",
     "tokens beyond the budget": "steps.prefill_tokens is above max_num_batched_tokens",
     "tokens below nothing": "steps.decode_tokens is out of range",
+    "a request of a thousand million tokens": "journey_events.prefill_total_tokens is out of range",
+    "more blocks than any memory": "steps.kv_blocks_total is out of range",
     "more free blocks than blocks": "steps.kv_blocks_free is above kv_blocks_total",
 }
 

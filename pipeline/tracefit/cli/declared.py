@@ -32,7 +32,7 @@ def features(
 
     Example: `tracefit features batch`
     """
-    terminal = Terminal(quiet=False)
+    terminal = Terminal(quiet=False, task="features")
     with one_line_errors(terminal):
         from tracefit.commands.train import beta_feature_sets
         from tracefit.features.sets import BUILT_IN
@@ -98,7 +98,7 @@ def synth(
 
     Example: `tracefit synth --out runs/ --requests 600 --law linear`
     """
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, task=f"synth to {out}")
     with one_line_errors(terminal):
         from tracefit.commands.generate import generate
         from tracefit.reports.terminal_results import synth_text

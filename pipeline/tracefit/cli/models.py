@@ -50,7 +50,7 @@ def train(
 
     Example: `tracefit train tables/ --out models/`
     """
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, task=f"train on {tables}")
     with one_line_errors(terminal):
         from tracefit.commands.train import train as train_command
         from tracefit.reports.terminal_results import train_text
@@ -79,7 +79,7 @@ def report(
 
     Example: `tracefit report out/`
     """
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, task=f"report of {folder}")
     with one_line_errors(terminal):
         from tracefit.commands.report import report as report_command
 
@@ -114,7 +114,7 @@ def compare(
 
     Example: `tracefit compare models/ new-tables/`
     """
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, task=f"compare {first} with {second}")
     with one_line_errors(terminal):
         from tracefit.commands.compare import Tolerance
         from tracefit.commands.compare import compare as compare_command
@@ -143,7 +143,7 @@ def verify(
 
     Example: `tracefit verify out/`
     """
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, task=f"verify {file}")
     with one_line_errors(terminal):
         from tracefit.commands.verify import verify as verify_command
         from tracefit.reports.terminal_results import verify_text

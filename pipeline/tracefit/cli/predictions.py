@@ -30,7 +30,7 @@ def requests(
 
     Example: `tracefit requests out/`
     """
-    with one_line_errors(Terminal(quiet=False)):
+    with one_line_errors(Terminal(quiet=False, task=f"requests of {tables}")):
         from tracefit.commands.requests import requests as requests_command
         from tracefit.commands.requests import seconds_csv, seconds_view
         from tracefit.reports.terminal_results import requests_csv, requests_text
@@ -100,7 +100,7 @@ def predict(
 
     Example: `tracefit predict models/ --scope llama-3.1-8b --batch 32 --context 1500 --prefill 512`
     """
-    with one_line_errors(Terminal(quiet=quiet)):
+    with one_line_errors(Terminal(quiet=quiet, task=f"predict with {models[0]}")):
         from tracefit.coefficients.models import load
         from tracefit.commands.scopes import choose_scope
 
@@ -183,7 +183,7 @@ def export(
 
     Example: `tracefit export out/ --to blis --scope llama-2-70b --out blis/`
     """
-    with one_line_errors(Terminal(quiet=quiet)):
+    with one_line_errors(Terminal(quiet=quiet, task=f"export of {models} to {to}")):
         from tracefit.commands.export import export as export_command
         from tracefit.reports.terminal_results import export_text
 

@@ -79,7 +79,7 @@ def receive(
 
     Example: `tracefit receive --out traces/ --model meta-llama/Llama-3.1-8B-Instruct --gpu H100 --live`
     """
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, task=f"receive to {out}")
     with one_line_errors(terminal):
         from tracefit.commands.receive import receive as receive_command
         from tracefit.receive.options import ReceiveOptions, parse_duration, parse_rotation

@@ -72,7 +72,7 @@ def run(
 
     Example: `tracefit run runs/ --out out/`
     """
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, task=f"run to {out}")
     with one_line_errors(terminal):
         from tracefit.commands.run import run as run_command
         from tracefit.reports.terminal_results import run_text
@@ -112,7 +112,7 @@ def inspect(
 
     Example: `tracefit inspect runs/`
     """
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, task="inspect")
     with one_line_errors(terminal):
         from tracefit.commands.inspect import inspect as inspect_command
         from tracefit.reports.terminal_results import inspection_text
@@ -155,7 +155,7 @@ def ingest(
 
     Example: `tracefit ingest runs/ --out tables/`
     """
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, task=f"ingest to {out}")
     with one_line_errors(terminal):
         from tracefit.commands.ingest import ingest as ingest_command
         from tracefit.commands.plan import plan_ingest

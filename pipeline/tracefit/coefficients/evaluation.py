@@ -375,6 +375,10 @@ class IngestEntry(_Part):
         default_factory=dict,
         description="rule of the tables that rows broke to how many did: they are left out",
     )
+    missing_attributes: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict,
+        description="event to its attributes that none of these events of a run has a usable value of",
+    )
     dropped_events: int
     dropped_attributes: int = 0
     duplicates: int

@@ -410,9 +410,12 @@ def _ingest(runs: pl.DataFrame) -> ev.IngestEntry:
     # Files, rejects and duplicates are counted per run; spans and dropped events per server of it.
     per_run = runs.unique("run_id", keep="first", maintain_order=True)
     events, implausible = Counter[str](), Counter[str]()
-    for text, rules in per_run.select("events", "implausible").iter_rows():
+    missing: dict[str, set[str]] = {}
+    for text, rules, lacking in per_run.select("events", "implausible", "missing_attributes").iter_rows():
         events.update(_counts(text))
         implausible.update(_counts(rules))
+        for event, attributes in json.loads(lacking or "{}").items():
+            missing.setdefault(event, set()).update(attributes)
     return ev.IngestEntry(
         files=_sum(per_run, "files"),
         bytes=_sum(per_run, "bytes"),
@@ -421,6 +424,7 @@ def _ingest(runs: pl.DataFrame) -> ev.IngestEntry:
         events=dict(sorted(events.items())),
         rejects=_sum(per_run, "rejects"),
         implausible=dict(sorted(implausible.items())),
+        missing_attributes={event: tuple(sorted(keys)) for event, keys in sorted(missing.items())},
         dropped_events=_sum(runs, "dropped_events"),
         dropped_attributes=_sum(per_run, "dropped_attributes"),
         duplicates=_sum(per_run, "duplicate_spans"),

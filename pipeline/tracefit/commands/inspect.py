@@ -152,6 +152,7 @@ def _run_facts(
         events=json.loads(first["events"]),
         rejects=first["rejects"],
         implausible=json.loads(first["implausible"] or "{}"),
+        missing_attributes=json.loads(first["missing_attributes"] or "{}"),
         duplicate_spans=first["duplicate_spans"],
         checks=(*checks, _clock_check(clock)),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from tracefit.coefficients.models import Models, load
 from tracefit.commands.scopes import choose_scope
 from tracefit.errors import UsageError
 from tracefit.results.predictions import RowPredictions
+from tracefit.tables.disk import write_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -93,7 +95,7 @@ def _read(path: Path) -> pl.DataFrame:
 
 
 def _write(frame: pl.DataFrame, path: Path) -> None:
-    writers: dict[str, Callable[[Path], object]] = {
+    writers: dict[str, Callable[[BytesIO], object]] = {
         ".csv": frame.write_csv,
         ".parquet": frame.write_parquet,
         ".ndjson": frame.write_ndjson,
@@ -102,11 +104,9 @@ def _write(frame: pl.DataFrame, path: Path) -> None:
     writer = writers.get(path.suffix.lower())
     if writer is None:
         raise UsageError("is no .csv, .parquet, .ndjson or .jsonl file", where=str(path))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        writer(path)
-    except OSError as error:
-        raise UsageError(f"cannot be written ({error.strerror or error})", where=str(path)) from error
+    content = BytesIO()
+    writer(content)
+    write_files({path: content.getvalue()})
 
 
 def parse_features(texts: Iterable[str]) -> dict[str, float]:

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from tracefit.fit.results import Latency, Missing, Overload
 
 
+_NAMED_RUNS = 3
+
+
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
     """How to train.
@@ -192,7 +195,7 @@ def fit_runs(
     how = scope_options(options)
     scopes = []
     for scope, members in scopes_of(runs, str(store.root)):
-        progress.stage(f"fitting {scope.scope_id}")
+        progress.stage(f"fitting {scope.scope_id} ({_some(members)})")
         overloads = find_overloads(
             members,
             store.read("requests", members, REQUEST_COLUMNS),
@@ -299,6 +302,11 @@ def load_scope(store: TableStore, runs: pl.DataFrame, scope: ModelScope, run_ids
         lags={key: lags.get(key, 0) for key in own_runs.select("run_id", "server").iter_rows()},
         requeue_waits=requeue_waits(journeys),
     )
+
+
+def _some(run_ids: list[str]) -> str:
+    rest = len(run_ids) - _NAMED_RUNS
+    return ", ".join(run_ids[:_NAMED_RUNS]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _without_configuration(runs: pl.DataFrame) -> list[str]:

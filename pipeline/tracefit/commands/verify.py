@@ -62,7 +62,9 @@ def verify(
     files = [path / name for name in COEFFICIENT_FILES if (path / name).is_file()]
     if not files:
         raise UsageError(f"holds neither {' nor '.join(COEFFICIENT_FILES)}", where=str(path))
-    return _together(path, [_verify_file(one, store, features, progress) for one in files])
+    # Where no alpha model, or no beta model, could be fitted its file says so and holds no number.
+    filled = [one for one in files if read_coefficients(one).models]
+    return _together(path, [_verify_file(one, store, features, progress) for one in filled or files])
 
 
 def _together(folder: Path, results: list[VerifyResult]) -> VerifyResult:

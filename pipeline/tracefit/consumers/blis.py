@@ -41,6 +41,7 @@ from tracefit.features.targets import target_named
 from tracefit.fit.boundary import admission_with_clock
 from tracefit.fit.linear import matrix
 from tracefit.fit.splits import request_frame
+from tracefit.server.tracing import JOURNEY_FLAGS
 from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
@@ -205,6 +206,11 @@ def _traced_requests(source: Source) -> pl.DataFrame:
     stamped = source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
     largest = stamped.group_by(ENGINE).len().sort("len", *ENGINE, descending=[True, False, False, False])
     rows = stamped.join(largest.head(1), on=ENGINE).sort("arrival_ns").tail(MOST_TRACED)
+    if not rows.height:
+        raise DataError(
+            "no request has ARRIVED, FIRST_TOKEN and prefill.total_tokens: BLIS has no workload to replay",
+            hint=f"start the server with {JOURNEY_FLAGS}",
+        )
     ended = pl.coalesce("departed_ns", "aborted_ns", "finished_ns", "first_token_ns")
     begin = pl.col("arrival_ns").min()
     return rows.select(

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,9 +146,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     context = multiprocessing.get_context("spawn")
     ends, stop = context.Pipe(duplex=False)
     with _worker_surroundings(workers):  # the pool starts a process too, which keeps track of its locks
-        pool = ProcessPoolExecutor(
-            workers, mp_context=context, initializer=_end_with_parent, initargs=(ends,)
-        )
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(ends,))
     try:
         yield pool
     except BaseException:
@@ -186,6 +185,12 @@ def _worker_surroundings(workers: int) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _begin(ends: Connection) -> None:
+    """Set up a worker: its warnings would reach the user's terminal, past the log."""
+    warnings.simplefilter("ignore")
+    _end_with_parent(ends)
 
 
 def _end_with_parent(ends: Connection) -> None:

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 from tracefit.inputs.compression import Gap, Piece, pieces
 from tracefit.inputs.files import cannot_open, display_name
-from tracefit.inputs.formats import HEAD_BYTES, detect_format
+from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, MOST_JUNK_BYTES, detect_format
 from tracefit.inputs.framing import Shape, next_record, whole_records
 from tracefit.inputs.rejects import Encoding, Reject, excerpt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from tracefit.inputs.files import ContentHash, TraceFile
+    from tracefit.inputs.formats import Contents
 
 BLOCK_BYTES = 24 << 20
 """Usual size of a block; the last one is smaller, a block with a longer record is larger."""
@@ -139,6 +140,8 @@ class _Splitter:
     def blocks(self) -> Iterator[Block | Reject]:
         yield from self._fill(HEAD_BYTES)
         contents = detect_format(self._buffer, is_whole=self._is_last)
+        if contents.shape == "unknown" and not self._is_last:
+            contents = yield from self._behind_junk(contents)
         shape, encoding = contents.shape, contents.encoding or "json"
         if shape == "unknown":
             is_text = self._buffer.lstrip().startswith((b"{", b"["))
@@ -159,6 +162,18 @@ class _Splitter:
             elif size:
                 yield self._block(shape, encoding, size)
             wanted = usual if size else min(2 * wanted, self._limits.max_document + 1)
+
+    def _behind_junk(self, contents: Contents) -> Generator[Reject, None, Contents]:
+        """Pass over a beginning that is junk, a head at a time; yield one reject for it."""
+        start = self._offset
+        while contents.shape == "unknown" and not self._is_last and self._offset - start < MOST_JUNK_BYTES:
+            # A record may begin in the last bytes of what is passed over.
+            self._drop(len(self._buffer) - JUNK_EDGE_BYTES)
+            yield from self._fill(HEAD_BYTES)
+            contents = detect_format(self._buffer, is_whole=False)
+        if contents.shape != "unknown":
+            yield Reject(self._file.name, start, self._offset - start, "not OTLP traces")
+        return contents
 
     def _fill(self, size: int) -> Iterator[Reject]:
         """Read until the buffer holds `size` bytes or the file ends; yield a reject for each gap on the way."""

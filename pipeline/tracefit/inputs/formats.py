@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from tracefit.inputs import otlp_wire as wire
 from tracefit.inputs.compression import Compression, Gap, compression_of, decompressed
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 HEAD_BYTES = 4 << 20
 """Bytes examined. A file with a longer first record is recognised by its JSON keys, or not at all."""
+
+MOST_JUNK_BYTES = 64 << 20
+"""Bytes looked at where the head shows nothing: a damaged beginning is short, and a file of something else may be huge."""
+JUNK_EDGE_BYTES = 64 << 10
+"""Of a part that is junk, how much is looked at again: a record may begin in it."""
 
 _TRACES_KEY = re.compile(rb'"(?:resourceSpans|resource_spans|batches)"\s*:')
 _RECORD_START = re.compile(rb'\{\s*"(?:trace"\s*:\s*\{\s*")?(?:resourceSpans|resource_spans|batches)"\s*:')
@@ -79,18 +84,49 @@ def inspect_file(file: TraceFile) -> Contents:
     """
     with file.open() as raw:
         stored = read_fully(raw, HEAD_BYTES)
-    compression, head, gaps = compression_of(stored[:8]), bytearray(), 0
-    for chunk in decompressed(io.BytesIO(stored)):
+        compression = compression_of(stored[:8])
+        head, gaps = _head(io.BytesIO(stored))
+        is_whole = len(stored) < HEAD_BYTES and len(head) < HEAD_BYTES
+        if gaps and not head:
+            found = Contents("unknown", None, compression)
+        else:
+            found = detect_format(head, is_whole=is_whole, compression=compression)
+        if found.shape != "unknown" or is_whole:
+            return found
+    return _behind_junk(file, found)
+
+
+def _head(stream: BinaryIO) -> tuple[bytes, int]:
+    """Return the first bytes of content, and how many gaps are in them."""
+    head, gaps = bytearray(), 0
+    for chunk in decompressed(stream):
         if isinstance(chunk, Gap):
             gaps += 1
         else:
             head += chunk
         if len(head) >= HEAD_BYTES:
             break
-    if gaps and not head:
-        return Contents("unknown", None, compression)
-    is_whole = len(stored) < HEAD_BYTES and len(head) < HEAD_BYTES
-    return detect_format(bytes(head), is_whole=is_whole, compression=compression)
+    return bytes(head), gaps
+
+
+def _behind_junk(file: TraceFile, found: Contents) -> Contents:
+    """Look for records behind a head that is all junk, a part of the content at a time.
+
+    JSON and framed records are found wherever a part is cut; so is all protobuf that comes in one message per resource.
+    """
+    with file.open() as raw:
+        part, looked_at = bytearray(), 0
+        for chunk in decompressed(raw):
+            if not isinstance(chunk, Gap):
+                part += chunk
+            if len(part) >= HEAD_BYTES:
+                behind = detect_format(bytes(part), is_whole=False, compression=found.compression)
+                looked_at += len(part)
+                if behind.shape != "unknown" or looked_at >= MOST_JUNK_BYTES:
+                    return behind
+                del part[:-JUNK_EDGE_BYTES]
+    behind = detect_format(bytes(part), is_whole=False, compression=found.compression)
+    return behind if part.strip() else found
 
 
 def detect_format(head: bytes, *, is_whole: bool, compression: Compression | None = None) -> Contents:

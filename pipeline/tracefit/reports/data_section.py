@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.reports.document import table
 from tracefit.reports.text import count, exact, reasons, share
+from tracefit.server.tracing import without_attribute
 
 if TYPE_CHECKING:
     from tracefit.coefficients.evaluation import Evaluation, IngestEntry, ServerEntry, TimelineEntry
@@ -43,6 +44,7 @@ def data_parts(evaluation: Evaluation) -> list[ReportPart]:
             f"**{count(entry.dropped_events)} events were dropped by the server's SDK** and are missing from every "
             "number here. Set `OTEL_SPAN_EVENT_COUNT_LIMIT` above 128 on the server."
         )
+    parts += [_sentence(without_attribute(*lacking)) for lacking in entry.missing_attributes.items()]
     if entry.servers:
         parts += [
             _SAMPLING,
@@ -64,6 +66,10 @@ def data_parts(evaluation: Evaluation) -> list[ReportPart]:
         ]
     events = [(f"`{name}`", count(n)) for name, n in entry.events.items()]
     return [*parts, table(("event", "count"), events, folded="Events by name")] if events else parts
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _ingested(entry: IngestEntry) -> ReportPart:

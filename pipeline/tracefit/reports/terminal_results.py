@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tracefit.errors import printable, spreadsheet_safe
 from tracefit.reports.scopes import ScopeLabel, scope_labels
 from tracefit.reports.text import WIDTH, columns, count, indented, mape_misleads, number, plural, share
+from tracefit.server.tracing import without_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -202,6 +203,10 @@ def _run(run: RunFacts) -> str:
             "",
             indented(columns(("check", "holds"), checks)),
             *(indented(_wrapped(f"{c.name}: {c.detail}", "  ")) for c in run.checks if c.of and c.detail),
+            *(
+                indented(_wrapped(without_attribute(*lacking), "  "))
+                for lacking in run.missing_attributes.items()
+            ),
         ]
     )
 

@@ -51,7 +51,8 @@ class ServerFacts:
 class RunFacts:
     """One run as it was read; `files` is empty when tables were inspected.
 
-    `implausible` counts what was left out by the rule it broke.
+    `implausible` counts what was left out by the rule it broke; `missing_attributes` is event to the attributes that none
+    of these events has a usable value of.
     """
 
     run_id: str
@@ -65,6 +66,7 @@ class RunFacts:
     events: dict[str, int]
     rejects: int
     implausible: dict[str, int]
+    missing_attributes: dict[str, list[str]]
     duplicate_spans: int
     checks: tuple[Check, ...]
 

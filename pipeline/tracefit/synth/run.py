@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import tempfile
 from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
@@ -23,7 +25,6 @@ from tracefit.synth.workload import Arrival, arrivals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     import polars as pl
 
@@ -256,10 +257,14 @@ def _truth(run: SynthRun) -> dict[str, object]:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
+    """Write all files or none: each is drafted in a folder of its own before any takes its place."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            (folder / name).write_bytes(data)
+        with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as drafts:
+            for name, data in files.items():
+                (Path(drafts) / name).write_bytes(data)
+            for name in files:
+                (Path(drafts) / name).replace(folder / name)
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(

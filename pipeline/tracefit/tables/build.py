@@ -411,6 +411,7 @@ class _Run:
             "clock_corrected_events": counts.clock_corrected_events,
             "events": json.dumps(dict(counts.events)),
             "implausible": json.dumps(dict(counts.implausible)),
+            "missing_attributes": json.dumps(tally.missing_attributes()),
         }
         write("runs", tally.rows({**run_columns, **counted}))
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -126,24 +126,38 @@ def create(path: Path) -> BinaryIO:
 def write_whole(path: Path, data: bytes) -> None:
     """Replace a file in one step: a reader sees the old one or the new one, even after a crash."""
     with scratch_folder(path.parent) as scratch:
-        unfinished = scratch / path.name
-        with create(unfinished) as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
+        _draft(scratch, path, data).replace(path)
     sync_folder(path.parent)
 
 
 def write_files(contents: Mapping[Path, bytes | str]) -> None:
-    """Write files, each whole or not at all; text as UTF-8.
+    """Write the files of one result; text as UTF-8. Each is whole or not there, and none is written if one cannot be.
 
     Raises:
         UsageError: A file cannot be written.
     """
-    for path, content in contents.items():
-        with disk_errors(path):
-            write_whole(path, content.encode() if isinstance(content, str) else content)
+    with ExitStack() as stack:
+        drafts = []
+        for path, content in contents.items():
+            stack.enter_context(disk_errors(path))
+            scratch = stack.enter_context(scratch_folder(path.parent))
+            drafts.append(
+                (_draft(scratch, path, content.encode() if isinstance(content, str) else content), path)
+            )
+        for draft, path in drafts:
+            with disk_errors(path):
+                draft.replace(path)
+                sync_folder(path.parent)
+
+
+def _draft(scratch: Path, path: Path, data: bytes) -> Path:
+    """Write what is to become a file, and wait until the disk has it."""
+    draft = scratch / path.name
+    with create(draft) as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return draft
 
 
 def sync_folder(folder: Path) -> None:

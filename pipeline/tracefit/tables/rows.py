@@ -25,6 +25,8 @@ OTHER_REASON = "other"
 
 NO_STEP = "step.BATCH_SUMMARY without step.id or step.ts_start_ns"
 NO_SNAPSHOT = "step.REQUEST_SNAPSHOT without step.id or request.id"
+INCOMPLETE = {"steps": NO_STEP, "request_snapshots": NO_SNAPSHOT}
+"""Table of events to the reason of those that lack what places them."""
 NO_CLOCK = "journey event without a time on the engine's clock"
 
 

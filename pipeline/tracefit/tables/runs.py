@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.tables import dialects, schema
+from tracefit.tables.rows import INCOMPLETE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,10 +33,16 @@ class RunTally:
     """
 
     run_id: str
+    _values: dict[tuple[str, str], int] = field(default_factory=dict)
+    _incomplete: set[str] = field(default_factory=set)
     _parts: dict[str, list[pl.DataFrame]] = field(default_factory=dict)
 
     def add(self, table: str, window: pl.DataFrame) -> None:
         """Add the next rows of a table."""
+        if table in _EVENTS_OF:
+            self._count_values(table, window)
+        if table == "rejects":
+            self._incomplete.update(window["reason"].unique().to_list())
         if table == "spans":
             vllm_spans = window.filter(dialects.is_known())
             self._keep("spans", vllm_spans.group_by(_SERVER).agg(_SPANS))
@@ -78,6 +85,30 @@ class RunTally:
                 snapshot_sampling=pl.when(traced).then(pl.col("rich_steps") / pl.col("steps")),
             )
         )
+
+    def _count_values(self, table: str, window: pl.DataFrame) -> None:
+        """Count the values of each attribute, by event."""
+        keys = _EVENTS_OF[table]
+        event = pl.col("event") if table == "journey_events" else pl.lit(_EVENT_NAMES[table])
+        counts = window.group_by(event=event).agg(pl.col(c).count() for c in keys)
+        for row in counts.iter_rows(named=True):
+            name = row.pop("event")
+            for column in _expected(table, name):
+                place = (_EVENT_NAMES.get(name, name), keys[column][0])
+                self._values[place] = self._values.get(place, 0) + row[column]
+
+    def missing_attributes(self) -> dict[str, list[str]]:
+        """Return event to the attributes that none of these events has a usable value of."""
+        found: dict[str, list[str]] = {}
+        for (event, attribute), n in sorted(self._values.items()):
+            if not n:
+                found.setdefault(event, []).append(attribute)
+        for table, reason in INCOMPLETE.items():
+            # Rows that lack what places them are in no table: here, none of the run's events has it.
+            event, _, attributes = reason.partition(" without ")
+            if reason in self._incomplete and not any(e == event for e, _ in self._values):
+                found[_EVENT_NAMES[table]] = [attributes]
+        return found
 
     def _keep(self, name: str, part: pl.DataFrame) -> None:
         self._parts.setdefault(name, []).append(part)
@@ -122,6 +153,35 @@ class RunTally:
         )
         ratios = ("arrival_rate_per_s", "prefix_hit_ratio", *(f"{c}_mean" for c in _MEANS))
         return sums.with_columns(pl.when(pl.col(c).is_finite()).then(c).alias(c) for c in ratios)
+
+
+_EVENTS_OF = {
+    "journey_events": dialects.JOURNEY_KEYS,
+    "steps": dialects.STEP_KEYS,
+    "request_snapshots": dialects.SNAPSHOT_KEYS,
+}
+"""Table of events to column to the attributes it is read from."""
+
+_EVENT_NAMES = {
+    **{kind.event: kind.spellings[0] for kind in dialects.JOURNEY_EVENTS},
+    "steps": dialects.STEP_EVENT,
+    "request_snapshots": dialects.SNAPSHOT_EVENT,
+}
+"""Events as traces spell them, by their names in the tables."""
+
+_CORE_EVENTS = tuple(kind.event for kind in dialects.JOURNEY_EVENTS if kind.layer == "core")
+_ONE_EVENT = {"schedule_kind": "SCHEDULED", "finish_status": "FINISHED", "reason": "ABORTED"}
+"""Column to the one event that has it."""
+
+_OPTIONAL = ("effective_prompt_len",)
+"""Columns that a server without a prefix cache has no value of."""
+
+
+def _expected(table: str, event: str) -> list[str]:
+    """Return the columns that every event of a name should have a value of."""
+    of_event = [c for c in _EVENTS_OF[table] if _ONE_EVENT.get(c, event) == event and c not in _OPTIONAL]
+    of_api = table == "journey_events" and event not in _CORE_EVENTS
+    return [c for c in of_event if c in _ONE_EVENT] if of_api else of_event
 
 
 _ENGINE = [_SERVER, "epoch"]

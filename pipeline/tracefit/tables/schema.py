@@ -215,6 +215,10 @@ EARLIER_NAMES = {
 _BROKEN = pl.DataFrame(schema={"row": pl.UInt32, "reason": pl.String})
 
 _MOST_COUNT = 2**31 - 1
+_MOST_TOKENS = 10**8
+"""Ten times the longest context of any model, and more than a step can compute."""
+_MOST_BLOCKS = 10**8
+"""Of 16 tokens of 10 kB each: sixteen terabytes."""
 _MOST_STEP = 2**40
 """A step of 100 us each for three years."""
 _MOST_NS = 2**62
@@ -236,7 +240,11 @@ def _n(name: str, doc: str, unit: str | None = None, *, limit: str | None = None
 
 
 def _tokens(name: str, doc: str, *, limit: str | None = None) -> Column:
-    return _n(name, doc, "token", limit=limit)
+    return Column(name, "int64", doc, "token", least=0, most=_MOST_TOKENS, limit=limit)
+
+
+def _blocks(name: str, doc: str) -> Column:
+    return Column(name, "int64", doc, "block", least=0, most=_MOST_BLOCKS)
 
 
 def _step(name: str, doc: str, *, nullable: bool = True) -> Column:
@@ -289,6 +297,11 @@ RUNS = Table(
         Column("events", "json", "event name to count"),
         Column(
             "implausible", "json", "rule that rows broke to how many did (of the run); they are in `rejects`"
+        ),
+        Column(
+            "missing_attributes",
+            "json",
+            "event to its attributes that none of these events has a usable value of (of the run)",
         ),
         _i("epochs", "engine starts in the traces"),
         _i("steps", "steps with a summary"),
@@ -397,8 +410,8 @@ STEPS = Table(
         _n("num_finished", "requests finished since the previous step"),
         _n("num_preempted", "requests preempted by this step"),
         Column("kv_usage_ratio", "float64", "KV blocks in use / total", "ratio", least=0, most=1),
-        _n("kv_blocks_total", "KV blocks", "block"),
-        _n("kv_blocks_free", "free KV blocks", "block"),
+        _blocks("kv_blocks_total", "KV blocks"),
+        _blocks("kv_blocks_free", "free KV blocks"),
         _ns("unix_ns", "wall clock of the event, at the end of schedule()"),
     ),
     checks=(
@@ -433,7 +446,7 @@ REQUEST_SNAPSHOTS = Table(
         _tokens("num_output_tokens", "output tokens before this step", limit="max_model_len"),
         _n("num_preemptions", "preemptions so far"),
         _tokens("scheduled_tokens", "tokens of this step", limit="max_num_batched_tokens"),
-        _n("kv_blocks_allocated", "KV blocks of the request", "block"),
+        _blocks("kv_blocks_allocated", "KV blocks of the request"),
         _n("kv_blocks_cached", "floor(tokens so far / block size): not prefix hits", "block"),
         _tokens("effective_prompt_len", "prompt tokens without prefix-cache hits", limit="max_model_len"),
     ),

@@ -1,0 +1,55 @@
+"""Good records behind junk are found, in every shape, whatever comes first: detection is not decided by it."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import sys
+
+import pytest
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+JUNK = {
+    "random bytes": os.urandom(300),
+    "text": b"WARNING: the disk is slow\nplease wait\n" * 7,
+    "zeros": bytes(500),
+    "an open bracket": b'{"resourceLo\n',
+    "more than the head that is looked at": (b"not a record" * 100 + b"\n") * 4_000,
+}
+PLACES = {
+    "lines before it": lambda junk, good: junk + good,
+    "a first gzip member": lambda junk, good: gzip.compress(junk) + gzip.compress(good),
+    "a first zstd frame": lambda junk, good: zstd.compress(junk) + zstd.compress(good),
+    "a damaged first gzip member": lambda junk, good: _damaged(gzip.compress(junk)) + gzip.compress(good),
+    "a damaged first zstd frame": lambda junk, good: _damaged(zstd.compress(junk)) + zstd.compress(good),
+    "a gzip head alone": lambda junk, good: b"\x1f\x8b\x08\x00" + junk + gzip.compress(good),
+    "a zstd head alone": lambda junk, good: b"\x28\xb5\x2f\xfd" + junk + zstd.compress(good),
+}
+SHAPES = ("lines", "pretty object", "pretty array", "Tempo batches", "bare protobuf", "framed protobuf")
+
+
+def _damaged(member):
+    middle = len(member) // 2
+    return member[:middle] + b"\xff" * 9 + member[middle + 9 :]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "junk", [pytest.param(name, marks=pytest.mark.slow if "more than" in name else ()) for name in JUNK]
+)
+def test_good_records_behind_junk_are_found(otlp, read, shape, place, junk):
+    good = otlp.SHAPES[shape](40)
+    whole = b"".join(read(good).payloads)
+    found = read(PLACES[place](JUNK[junk], good))
+    # Junk right before a record may cost that one: there is no line between them. All others are found.
+    spans = [bytes(f"{n:032x}", "ascii") for n in range(2, 41)]
+    spans += [n.to_bytes(16, "big") for n in range(2, 41)]
+    wanted = [s for s in spans if s in whole]
+    payloads = b"".join(found.payloads)
+    assert len(wanted) == 39
+    assert [s for s in wanted if s not in payloads] == []

@@ -1,0 +1,327 @@
+"""Odd runs: valid OTLP of a small generated run, with content that nobody expects, taken through every command."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import json
+import sys
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tracefit.cli import main
+from tracefit.synth import LengthMix, SynthOptions, synth, write_run
+from tracefit.tables import dialects
+
+SCHEMAS = Path(__file__).parents[2] / "schemas"
+CONSUMERS = ("blis", "csv", "wva")
+
+_SMALL = SynthOptions(name="odd", seed=5, requests=45, rate_per_s=30.0, max_num_seqs=16, num_blocks=600)
+_SHORT = LengthMix(((1.0, 20.0, 0.6),), maximum=60)
+_BASE = replace(_SMALL, output_tokens=_SHORT, rich_sampling=0.3, prefix_fraction=0.3, prefix_tokens=32)
+SHAPES: dict[str, SynthOptions] = {
+    "busy": _BASE,
+    "one request": replace(_BASE, requests=1),
+    "few requests": replace(_BASE, requests=4),
+    "one step": replace(_BASE, requests=1, output_tokens=LengthMix(((1.0, 1.0, 0.0),))),
+    "all aborted": replace(_BASE, abort_fraction=1.0),
+    "no decode": replace(_BASE, output_tokens=LengthMix(((1.0, 1.0, 0.0),))),
+    "no prefill": replace(_BASE, prompt_tokens=LengthMix(((1.0, 1.0, 0.0),)), prefix_fraction=0.0),
+    "two servers": replace(_BASE, servers=2, requests=40),
+    "three epochs": replace(_BASE, epochs=3),
+    "steps sampled": replace(_BASE, step_sampling=0.2),
+    "journeys sampled": replace(_BASE, journey_sampling=0.5),
+    "events dropped": replace(_BASE, span_event_limit=20),
+    "whole durations": replace(_BASE, duration="step", requests=80),
+}
+"""Runs that hold less, or more, than a run should: what is changed in them comes on top."""
+
+
+@functools.cache
+def _lines(shape: str, folder: Path) -> tuple[str, ...]:
+    written = write_run(synth(SHAPES[shape]), folder / shape)
+    return tuple((written / "traces.json").read_text().splitlines())
+
+
+@dataclass
+class OddRun:
+    """A generated run whose records can be changed before it is written."""
+
+    shape: str
+    root: Path
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.records = [json.loads(line) for line in _lines(self.shape, self.root / "bases")]
+
+    def spans(self):
+        """Return the spans, in the order they were sent."""
+        return [
+            span
+            for record in self.records
+            for resource in record["resourceSpans"]
+            for scope in resource["scopeSpans"]
+            for span in scope["spans"]
+        ]
+
+    def carriers(self, name, key):
+        """Return the spans (of no name) or events of this name that have an attribute."""
+        holders = self.spans()
+        if name:
+            holders = [e for span in holders for e in span.get("events", ()) if e["name"].endswith(name)]
+        return [h for h in holders if any(a["key"] == key for a in h["attributes"])]
+
+    def strip(self, name, key):
+        """Leave an attribute out of every event whose name ends so (of any name, and the spans: empty); return of how many."""
+        holders = self.carriers(name, key)
+        if not name:
+            holders = holders + [e for span in self.spans() for e in span.get("events", ())]
+        for holder in holders:
+            holder["attributes"] = [a for a in holder["attributes"] if a["key"] != key]
+        return len(holders)
+
+    def write(self, folder):
+        """Write the run beside its configuration."""
+        base = self.root / "bases" / self.shape / "odd"
+        folder.mkdir(parents=True)
+        for name in ("config.json", "exp-config.yaml"):
+            (folder / name).write_bytes((base / name).read_bytes())
+        text = "".join(json.dumps(record) + "\n" for record in self.records)
+        (folder / "traces.json").write_text(text)
+        return folder
+
+
+def call(*arguments):
+    """Run the entry point in this process: exit code, stdout, stderr. A Python warning is an error."""
+    out, err = io.StringIO(), io.StringIO()
+    before = sys.argv
+    sys.argv = ["tracefit", "--log-level", "warning", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                main()
+            except SystemExit as ended:
+                code = ended.code or 0
+    finally:
+        sys.argv = before
+    return code, out.getvalue(), err.getvalue()
+
+
+def _no_constant(text):
+    raise AssertionError(f"{text} in a JSON file")
+
+
+def read_json(path):
+    """Read a JSON file; NaN and infinity are not JSON."""
+    return json.loads(path.read_text(), parse_constant=_no_constant)
+
+
+@functools.cache
+def _validator(name):
+    schema = json.loads((SCHEMAS / f"{name}.schema.json").read_text())
+    return jsonschema.Draft202012Validator(schema)
+
+
+TRIED = ("beta", "alpha.queue_wait", "alpha.admission", "alpha.departure")
+
+
+def through_every_command(folder, work, *, features="batch", commands=("inspect", "verify")):
+    """Take a run through every command; return what train left, if anything could be fitted.
+
+    Each command ends with a documented exit code and at most one line of error; a warning of Python, or an unforeseen error,
+    is none of them.
+    """
+    said = {}
+
+    def command(*arguments, codes):
+        code, stdout, stderr = call(*arguments)
+        what = " ".join(map(str, arguments))
+        assert code in codes, f"exit code {code} of `{what}`: {stderr}"
+        assert "Traceback" not in stderr
+        for line in stderr.splitlines():
+            assert line.startswith(("tracefit: ", "warning: ")), line
+        said[arguments[0]] = stdout + stderr
+        return code
+
+    out = work / "out"
+    if "inspect" in commands:
+        command("inspect", folder, codes=(0, 1))
+    code = command("run", folder, "--out", out, "--fast", "--features", features, codes=(0, 1, 3))
+    if (out / "tables").is_dir() and (out / "tables" / "manifest.json").is_file():
+        command("requests", out, codes=(0,))
+    if code == 1:
+        # Nothing can be fitted, and the line says why; what was read is in the tables all the same.
+        assert not (out / "models").exists()
+        return None, said
+    command("report", out, codes=(0,))
+    if "verify" in commands:
+        command("verify", out, codes=(0,))
+    command("predict", out / "models", "--batch", 4, "--context", 100, "--prefill", 16, codes=(0, 1, 2))
+    command("predict", out / "models", "--prompt", 50, "--output", 5, codes=(0, 1, 2))
+    for consumer in CONSUMERS:
+        command("export", out, "--to", consumer, "--out", work / consumer, codes=(0, 1, 2))
+    evaluation = read_json(out / "evaluation.json")
+    _validator("evaluation").validate(evaluation)
+    for kind in ("alpha", "beta"):
+        _validator("coefficients").validate(read_json(out / "models" / f"{kind}.json"))
+    for scope in evaluation["scopes"]:
+        named = {*scope["models"], *(m["name"] for m in scope["not_fitted"])}
+        assert all(any(name.startswith(tried) for name in named) for tried in TRIED), named
+        assert all(m["reason"] for m in scope["not_fitted"])
+        assert not [m["reason"] for m in scope["not_fitted"] if "unexpected" in m["reason"]]
+        assert "unexpected" not in (scope["latency_missing"] or "")
+    return evaluation, said
+
+
+def attributes_of_events():
+    """Return every attribute of every event, and of the spans, as the table of dialects has them: event, key."""
+    found = [("", key) for key in ("gen_ai.request.id", "http.route", "gen_ai.usage.prompt_tokens")]
+    found += [("", "gen_ai.request.max_tokens"), ("", "gen_ai.usage.completion_tokens")]
+    found += [("", "gen_ai.response.model")]
+    for kind in dialects.JOURNEY_EVENTS:
+        keys = [k[0] for k in dialects.JOURNEY_KEYS.values()] if kind.layer == "core" else ["reason"]
+        clock = ("ts.monotonic_ns", "ts.monotonic") if kind.layer == "core" else ("event.ts.monotonic",)
+        found += [(f"{kind.event}", key) for key in (*keys, *clock)]
+    found += [(dialects.STEP_EVENT, k[0]) for k in dialects.STEP_KEYS.values()]
+    found += [(dialects.SNAPSHOT_EVENT, k[0]) for k in dialects.SNAPSHOT_KEYS.values()]
+    return found
+
+
+ODD_VALUES = (
+    *({"intValue": str(n)} for n in (0, -1, 1, 10**9, 2**31, 2**53 + 1, 2**62, 2**63 - 1, -(2**63))),
+    *({"doubleValue": x} for x in (0.0, -0.5, 1e-300, 1e18, 1.7e308, "NaN", "Infinity", "-Infinity")),
+    *({"stringValue": s} for s in ("", "NaN", "12", "FIRST", "length", "many")),
+    {"boolValue": True},
+    {"arrayValue": {"values": [{"intValue": "3"}]}},
+    {},
+)
+
+
+def damage(run, rng):
+    """Change some of a run, in one of the ways that odd servers have; return what was done."""
+    ways = (_set, _set, _set, _strip, _swap, _times, _epoch, _merge_servers, _without_events, _repeat)
+    return rng.choice(ways)(run, rng)
+
+
+def _some(holders, rng):
+    if not holders:
+        return []
+    most = max(1, round(len(holders) * rng.choice((0.0, 0.05, 0.3, 1.0))))
+    return rng.sample(holders, min(most, len(holders)))
+
+
+def _set(run, rng):
+    name, key = rng.choice(attributes_of_events())
+    value = rng.choice(ODD_VALUES)
+    chosen = _some(run.carriers(name, key), rng)
+    for holder in chosen:
+        for attribute in holder["attributes"]:
+            if attribute["key"] == key:
+                attribute["value"] = copy.copy(value)
+    return f"{len(chosen)} x {name} {key} = {value}"
+
+
+def _strip(run, rng):
+    pairs = rng.sample(attributes_of_events(), rng.choice((1, 10)))
+    for name, key in pairs:
+        run.strip(name, key)
+    return f"without {pairs}"
+
+
+def _swap(run, rng):
+    """Give the values of an attribute to other events than their own."""
+    name, key = rng.choice(attributes_of_events())
+    held = [a for h in _some(run.carriers(name, key), rng) for a in h["attributes"] if a["key"] == key]
+    values = [a["value"] for a in held]
+    rng.shuffle(values)
+    for attribute, value in zip(held, values, strict=True):
+        attribute["value"] = value
+    return f"{len(held)} x {name} {key} swapped"
+
+
+def _times(run, rng):
+    """Move events by odd times, on the wall clock."""
+    events = _some([e for span in run.spans() for e in span.get("events", ())], rng)
+    away = rng.choice((0, 10**6, 10**12, 10**17, -(10**12)))
+    times = [str(max(0, int(e["timeUnixNano"]) + away)) for e in events]
+    rng.shuffle(times)
+    for event, time in zip(events, times, strict=True):
+        event["timeUnixNano"] = time
+    return f"times of {len(events)} events shuffled, {away} ns away"
+
+
+def _epoch(run, rng):
+    """Start the step counter again in the middle of the run."""
+    for key, names in (
+        ("step.id", (dialects.STEP_EVENT, dialects.SNAPSHOT_EVENT)),
+        ("scheduler.step", ("",)),
+    ):
+        for name in names:
+            spans = [e for span in run.spans() for e in span.get("events", ()) if e["name"].endswith(name)]
+            for event in spans[len(spans) // 2 :]:
+                for attribute in event["attributes"]:
+                    if attribute["key"] == key and "intValue" in attribute["value"]:
+                        attribute["value"] = {"intValue": str(int(attribute["value"]["intValue"]) // 2)}
+    return "the step counter starts again"
+
+
+def _merge_servers(run, rng):
+    """Take away what tells servers apart: their counters mix."""
+    for record in run.records:
+        for resource in record["resourceSpans"]:
+            held = resource["resource"]["attributes"]
+            resource["resource"]["attributes"] = [a for a in held if a["key"] != "service.instance.id"]
+    return "no server has an id"
+
+
+def _without_events(run, rng):
+    """Leave out all events of a name, or all spans of a scope."""
+    if rng.random() < 0.3:
+        scope = rng.choice(("vllm.api", "vllm.scheduler", "vllm.scheduler.step"))
+        for record in run.records:
+            for resource in record["resourceSpans"]:
+                resource["scopeSpans"] = [s for s in resource["scopeSpans"] if s["scope"]["name"] != scope]
+        return f"without {scope}"
+    name = rng.choice([*(k.event for k in dialects.JOURNEY_EVENTS), dialects.STEP_EVENT])
+    for span in run.spans():
+        if "events" in span:
+            span["events"] = [e for e in span["events"] if not e["name"].endswith(name)]
+    return f"without {name}"
+
+
+def _repeat(run, rng):
+    """Send some spans again under other ids: requests that share their names and their steps."""
+    for span in _some(run.spans(), rng)[:40]:
+        again = copy.deepcopy(span)
+        again["spanId"] = f"{rng.getrandbits(64):016x}"
+        last = run.records[-1]["resourceSpans"]
+        for resource in last:
+            for scope in resource["scopeSpans"][:1]:
+                scope["spans"].append(again)
+    return "spans again, under other ids"
+
+
+@dataclass(frozen=True)
+class Odd:
+    """What the tests of odd runs use."""
+
+    run: type[OddRun]
+    damage: Any
+    shapes: tuple[str, ...]
+    attributes: list[tuple[str, str]]
+    through: Any
+    call: Any
+
+
+@pytest.fixture(scope="session")
+def odd():
+    """Return the tools that make odd runs and take them through every command."""
+    return Odd(OddRun, damage, tuple(SHAPES), attributes_of_events(), through_every_command, call)

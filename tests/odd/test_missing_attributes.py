@@ -1,0 +1,96 @@
+"""A missing attribute is a missing column: whatever an event lacks, every command does what the rest allows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tracefit.tables import dialects
+
+QUICK = {("QUEUED", "scheduler.step"), (dialects.STEP_EVENT, "batch.decode_tokens")}
+"""One of each kind for the quick tests; the slow ones take every attribute."""
+
+
+def _attributes():
+    """Return every attribute of every event of the server, as (event, attribute); a core event's clock has two."""
+    found = []
+    for kind in dialects.JOURNEY_EVENTS:
+        if kind.layer == "api":
+            found += [(kind.event, "event.ts.monotonic")]
+            continue
+        found += [(kind.event, keys[0]) for keys in dialects.JOURNEY_KEYS.values()]
+        found += [(kind.event, "ts.monotonic_ns"), (kind.event, "ts.monotonic")]
+    found += [("ABORTED", "reason")]
+    found += [(dialects.STEP_EVENT, keys[0]) for keys in dialects.STEP_KEYS.values()]
+    found += [(dialects.SNAPSHOT_EVENT, keys[0]) for keys in dialects.SNAPSHOT_KEYS.values()]
+    return found
+
+
+EVERYWHERE = sorted({key for _, key in _attributes()})
+
+
+def _without(odd, root, folder, pairs, **options):
+    run = odd.run("busy", root)
+    assert any(run.strip(event, key) for event, key in pairs)
+    return odd.through(run.write(folder / "odd"), folder, **options)
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    """Return the folder of the runs as they were generated."""
+    return tmp_path_factory.mktemp("bases")
+
+
+@pytest.mark.parametrize(
+    ("event", "key"),
+    [
+        pytest.param(event, key, marks=() if (event, key) in QUICK else pytest.mark.slow)
+        for event, key in _attributes()
+    ],
+)
+def test_a_run_without_an_attribute_goes_through_every_command(odd, root, tmp_path, event, key):
+    run = odd.run("busy", root)
+    if not run.strip(event, key):
+        pytest.skip("this server does not write it")
+    odd.through(run.write(tmp_path / "odd"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=() if key == "phase" else pytest.mark.slow) for key in EVERYWHERE]
+)
+def test_a_run_without_an_attribute_anywhere_goes_through_every_command(odd, root, tmp_path, key):
+    run = odd.run("busy", root)
+    if not run.strip("", key):
+        pytest.skip("this server does not write it")
+    odd.through(run.write(tmp_path / "odd"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=() if n == 0 else pytest.mark.slow) for n in range(20)]
+)
+def test_a_run_without_ten_attributes_goes_through_every_command(odd, root, tmp_path, seed):
+    run = odd.run("busy", root)
+    for pair in random.Random(seed).sample(_attributes(), 10):
+        run.strip(*pair)
+    odd.through(run.write(tmp_path / "odd"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("event", "key", "named", "flag"),
+    [
+        (dialects.STEP_EVENT, "batch.decode_tokens", "step.BATCH_SUMMARY", "--step-tracing-enabled"),
+        ("SCHEDULED", "scheduler.step", "journey.SCHEDULED", "--enable-journey-tracing"),
+        (dialects.STEP_EVENT, "step.ts_start_ns", "step.BATCH_SUMMARY", "--step-tracing-enabled"),
+    ],
+)
+def test_what_is_missing_is_named_with_what_gives_it(odd, root, tmp_path, event, key, named, flag):
+    run = odd.run("busy", root)
+    run.strip(event, key)
+    code, stdout, _ = odd.call("inspect", run.write(tmp_path / "odd"))
+    assert code == 0
+    text = " ".join(stdout.split())
+    (sentence,) = (s for s in text.split("no ") if s.startswith(f"{named} has a usable"))
+    assert key in sentence
+    assert "vLLM 0.15.1" in sentence
+    assert flag in sentence
