@@ -59,7 +59,9 @@ def _errors(out):
     return {name: m["holdout"]["mae"] for name, m in models.items()}
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize(
+    "name", [pytest.param(o, marks=[pytest.mark.slow] if n > 1 else []) for n, o in enumerate(ODD)]
+)
 def test_one_implausible_value_fires_a_rule_and_the_models_are_as_without_it(
     tmp_path, new_traces, trained, tracefit, quick, name
 ):

@@ -100,6 +100,7 @@ def test_a_part_that_is_not_what_was_written_is_refused_and_repaired(tmp_path, t
     assert TableStore(tables).read("requests").rows() == before
 
 
+@pytest.mark.slow
 def test_names_of_servers_and_requests_reach_no_terminal_and_no_page_as_code(
     tmp_path, new_traces, tracefit, quick
 ):

@@ -35,10 +35,10 @@ def _timeline(tmp_path):
 @pytest.mark.parametrize(
     ("target", "covered", "name", "source"),
     [
-        ("auto", 0.05, "beta.cycle_time", "step_clock"),
+        pytest.param("auto", 0.05, "beta.cycle_time", "step_clock", marks=pytest.mark.slow),
         ("auto", 0.78, "beta.cycle_time", "step_clock"),
         ("auto", 0.82, "beta.cycle_time", "duration"),
-        ("clock", 0.95, "beta.cycle_time", "step_clock"),
+        pytest.param("clock", 0.95, "beta.cycle_time", "step_clock", marks=pytest.mark.slow),
         ("duration", 0.05, "beta.duration", "duration"),
     ],
 )

@@ -19,6 +19,7 @@ def two_scopes(tmp_path, traces, new_traces, quick):
     return tmp_path / "out" / "tables"
 
 
+@pytest.mark.slow
 def test_every_part_of_a_training_table_has_the_same_columns(two_scopes):
     for name in ("alpha_training", "beta_training"):
         bare, whole = sorted((two_scopes / name).rglob("*.parquet"))

@@ -51,6 +51,7 @@ def test_a_declared_target_is_fitted_published_and_listed(job):
     assert EXECUTION.title in allowed
 
 
+@pytest.mark.slow
 def test_a_target_adds_to_the_latencies_it_declares(job):
     """The hold-out has one request less known of nothing: with the admission counted twice TTFT is longer by it."""
     twice = replace(target_named("admission"), name="again", label="again", forms=("line",))

@@ -259,7 +259,9 @@ LITERALS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [TYPES[0], *(pytest.param(t, marks=pytest.mark.slow) for t in TYPES[1:])], ids=str
+)
 def test_a_value_is_read_in_a_crowd_as_it_is_alone(otlp, kind, dtype):
     """The crowd is read all at once, the single event by the parser: both accept the same, and as the same."""
     for usual in {

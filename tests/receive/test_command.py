@@ -71,6 +71,7 @@ def test_what_is_given_is_in_the_configuration_and_what_is_not_is_to_be_filled_i
     assert blank == ["tensor_parallel", "max_model_len", "max_num_batched_tokens"]
 
 
+@pytest.mark.slow
 def test_nothing_needs_to_be_given(lib, start, tmp_path):
     receiver = start(tmp_path / "runs")
     export(receiver.grpc_port, lib.request(1))
@@ -97,7 +98,7 @@ COMMAND = "vllm serve org/m --tensor-parallel-size 2 --max-num-seqs 32 --enable-
 LOG = "INFO 11-22 non-default args: {'model': 'org/m', 'tensor_parallel_size': 2, 'max_num_seqs': 32}\n"
 
 
-@pytest.mark.parametrize("content", [COMMAND, LOG])
+@pytest.mark.parametrize("content", [COMMAND, pytest.param(LOG, marks=pytest.mark.slow)])
 def test_a_command_line_or_a_log_is_read_of_vllm(lib, start, tmp_path, content):
     (tmp_path / "vllm.txt").write_text(content)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -127,13 +128,15 @@ CONFIG = {
     ("arguments", "text"),
     [
         (("--gpu", "H9000"), "H9000"),
-        (("--host", "0.0.0.0"), "or say --insecure"),  # noqa: S104
-        (("--rotate", "much"), "--rotate much: not a size"),
-        (("--stop-after", "soon"), "--stop-after soon: not a time"),
-        (("--token-file", "missing"), "cannot be read"),
-        (("--set", "max_num_seq=1"), "did you mean"),
-        (("--tls-cert", "missing"), "go together"),
-        (("--tls-cert", "missing", "--tls-key", "missing"), "cannot listen"),
+        pytest.param(("--host", "0.0.0.0"), "or say --insecure", marks=pytest.mark.slow),  # noqa: S104
+        pytest.param(("--rotate", "much"), "--rotate much: not a size", marks=pytest.mark.slow),
+        pytest.param(("--stop-after", "soon"), "--stop-after soon: not a time", marks=pytest.mark.slow),
+        pytest.param(("--token-file", "missing"), "cannot be read", marks=pytest.mark.slow),
+        pytest.param(("--set", "max_num_seq=1"), "did you mean", marks=pytest.mark.slow),
+        pytest.param(("--tls-cert", "missing"), "go together", marks=pytest.mark.slow),
+        pytest.param(
+            ("--tls-cert", "missing", "--tls-key", "missing"), "cannot listen", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_wrong_option_is_one_line_before_anything_is_received(tmp_path, arguments, text):
@@ -151,6 +154,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     assert "cannot be written" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_the_extra_it_says_what_to_install(tmp_path):
     code = "import sys; sys.modules['h11'] = None; from tracefit.cli import main; main()"
     command = [sys.executable, "-c", code, "receive", "--out", tmp_path, *ANY]
@@ -174,6 +178,7 @@ def test_what_is_missing_is_warned_of_while_it_runs(start, tmp_path, new_traces)
     assert "vllm     engine        1" in out
 
 
+@pytest.mark.slow
 def test_quiet_says_nothing(tmp_path):
     done = call("--out", tmp_path, *ANY, "--stop-after", "0.1s", "--quiet")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -185,6 +190,7 @@ def test_the_result_as_json(tmp_path):
     assert (said["spans"], said["received_from"], said["files"]) == (0, [], [])
 
 
+@pytest.mark.slow
 def test_the_readmes_three_lines_work(lib, start, tmp_path):
     """Generated spans, sent by the SDK's exporter, stand for the server."""
     text = (ROOT / "README.md").read_text().partition("## Tracing a server")[2]

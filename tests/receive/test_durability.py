@@ -73,6 +73,7 @@ class Sending:
             thread.join()
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_loses_nothing_acknowledged(lib, start, tmp_path):
     """Five times over the same folder: every start goes on with new files."""
     rng, acknowledged = random.Random(), []
@@ -230,6 +231,7 @@ def test_a_full_disk_makes_the_sdk_wait_and_loses_nothing(lib, start, tmp_path):
     assert len(lib.span_ids(tmp_path)) == len(set(lib.span_ids(tmp_path))) == len(spans)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a small disk needs root")
 def test_a_small_disk_that_is_full_refuses_and_goes_on_when_there_is_room(lib, start, tmp_path):
     disk = tmp_path / "disk"

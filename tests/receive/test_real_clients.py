@@ -84,7 +84,9 @@ def tables(folder, out):
     return {name: store.read(name).drop(*WHERE, strict=False) for name in TABLES}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] if n else []) for n, k in enumerate(KINDS)]
+)
 def test_the_tables_are_those_of_the_same_spans_in_a_file(lib, start, tmp_path, run, kind):
     of_a_file = tables(write_run(run, tmp_path / "file"), tmp_path / "tables-of-file")
     configured = tmp_path / "file" / "vllm-synth"
