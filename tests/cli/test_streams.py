@@ -34,10 +34,12 @@ def shell(tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_a_closed_stdout_takes_the_result_to_nowhere(shell):
     assert shell(f"{COMMAND} features >&-") == (0, "", "")
 
 
+@pytest.mark.slow
 def test_a_full_stdout_is_one_line_and_exit_code_2(shell):
     code, _, stderr = shell(f"{COMMAND} features >/dev/full")
     assert (code, stderr) == (

@@ -35,9 +35,9 @@ def _check(odd, root, data, **options):
         odd.through(run.write(Path(work) / "odd"), Path(work), **options)
 
 
-@_examples(25)
+@_examples(settings.get_profile("whole-files").max_examples // 2)
 @given(data=st.data())
-def test_25_odd_runs_go_through_every_command(odd, root, data):
+def test_some_odd_runs_go_through_every_command(odd, root, data):
     """But those that only read again, or fit again, what `run` did: they take as long as it."""
     _check(odd, root, data, commands=())
 
