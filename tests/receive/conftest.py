@@ -89,9 +89,13 @@ class Process:
             stdout=subprocess.PIPE,
             text=True,
         )
-        first = self.popen.stderr.readline()
-        found = re.findall(r":(\d+) \(", first)
-        assert len(found) == 2, first + self.popen.stderr.read()
+        before = ""  # warnings come first; a command that ends at once closes the stream
+        for line in self.popen.stderr:
+            if len(found := re.findall(r":(\d+) \(", line)) == 2:
+                break
+            before += line
+        else:
+            raise AssertionError(before)
         self.grpc_port, self.http_port = map(int, found)
 
     def end(self, number=signal.SIGTERM):
