@@ -198,8 +198,11 @@ def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOpti
         sets: The candidates in order of preference.
         options: How the model is fitted.
     """
-    # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
     first = _ratios(sets[0])[0]
+    if len(sets) == 1 and first.number is None:
+        unused = {f.name for f in LOAD_FEATURES} - set(first.features.names)
+        return _ChosenSet(first.features, rows.drop(unused & set(rows.columns)))
+    # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
     marked = mark_outliers(_taken(rows, first), columns_of(first.features), options)
     common_rows = rows.with_columns(marked["excluded_reason"])
     how = replace(options, drop_outliers=False)
