@@ -56,9 +56,8 @@ def test_a_run_without_an_attribute_goes_through_every_command(odd, root, tmp_pa
     odd.through(run.write(tmp_path / "odd"), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=() if key == "phase" else pytest.mark.slow) for key in EVERYWHERE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("key", EVERYWHERE)
 def test_a_run_without_an_attribute_anywhere_goes_through_every_command(odd, root, tmp_path, key):
     run = odd.run("busy", root)
     if not run.strip("", key):
@@ -66,9 +65,8 @@ def test_a_run_without_an_attribute_anywhere_goes_through_every_command(odd, roo
     odd.through(run.write(tmp_path / "odd"), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=() if n == 0 else pytest.mark.slow) for n in range(20)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
 def test_a_run_without_ten_attributes_goes_through_every_command(odd, root, tmp_path, seed):
     run = odd.run("busy", root)
     for pair in random.Random(seed).sample(_attributes(), 10):

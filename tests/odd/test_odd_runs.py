@@ -58,6 +58,7 @@ def test_a_run_of_every_shape_goes_through_every_command(odd, root, tmp_path, nu
     odd.through(odd.run(odd.shapes[number], root).write(tmp_path / "odd"), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_without_first_tokens_is_refused_by_blis_with_the_reason(odd, root, tmp_path):
     """Durations that are step times give the step model; there is no request whose first token is known."""
     run = odd.run("whole durations", root)
