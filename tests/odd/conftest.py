@@ -192,13 +192,13 @@ def through_every_command(folder, work, *, features="batch", commands=("inspect"
         for consumer in ("report", "verify"):
             command(consumer, out, codes=(2,))
         command("predict", out / "models", "--batch", 4, codes=(2,))
-        command("export", out, "--to", "csv", "--out", work / "csv", codes=(1, 2))
+        command("export", out, "--to", "csv", "--out", work / "csv", codes=(2,))
         return None, said
     command("report", out, codes=(0,))
     if "verify" in commands:
         command("verify", out, codes=(0,))
-    command("predict", out / "models", "--batch", 4, "--context", 100, "--prefill", 16, codes=(0, 1, 2))
-    command("predict", out / "models", "--prompt", 50, "--output", 5, codes=(0, 1, 2))
+    command("predict", out / "models", "--batch", 4, "--context", 100, "--prefill", 16, codes=(0, 1))
+    command("predict", out / "models", "--prompt", 50, "--output", 5, codes=(0, 1))
     for consumer in consumers.known():
         command("export", out, "--to", consumer, "--out", work / consumer, codes=(0, 1))
     return _checked(out), said
