@@ -92,3 +92,28 @@ def test_what_is_missing_is_named_with_what_gives_it(odd, root, tmp_path, event,
     assert key in sentence
     assert "vLLM 0.15.1" in sentence
     assert flag in sentence
+
+
+@pytest.mark.slow
+def test_a_model_without_its_events_names_them_and_what_gives_them(odd, root, tmp_path):
+    run = odd.run("busy", root)
+    for span in run.spans():
+        span["events"] = [e for e in span.get("events", ()) if e["name"] != "journey.SCHEDULED"]
+    evaluation, _ = odd.through(run.write(tmp_path / "odd"), tmp_path, commands=())
+    (scope,) = evaluation["scopes"]
+    (missing,) = scope["not_fitted"]
+    assert missing["name"] == "alpha.queue_wait"
+    assert missing["reason"] == "no request has both events (QUEUED to first SCHEDULED)"
+    assert "vLLM 0.15.1" in missing["remedy"]
+    assert "--enable-journey-tracing" in missing["remedy"]
+
+
+def test_a_step_model_without_an_attribute_names_it_and_what_gives_it(odd, root, tmp_path):
+    run = odd.run("busy", root)
+    run.strip(dialects.STEP_EVENT, "step.ts_start_ns")
+    for span in run.spans():
+        span["events"] = [e for e in span.get("events", ()) if e["name"].startswith("step.")]
+    _, said = odd.through(run.write(tmp_path / "odd"), tmp_path, commands=())
+    wanted = "beta.cycle_time: no step.BATCH_SUMMARY has a usable step.id or step.ts_start_ns"
+    assert wanted in said["run"]
+    assert "vLLM 0.15.1 gives them with --step-tracing-enabled" in said["run"]
