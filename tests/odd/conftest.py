@@ -38,6 +38,7 @@ SHAPES: dict[str, SynthOptions] = {
     "few requests": replace(_BASE, requests=4),
     "one step": replace(_BASE, requests=1, output_tokens=LengthMix(((1.0, 1.0, 0.0),))),
     "all aborted": replace(_BASE, abort_fraction=1.0),
+    "preempted and aborted": replace(_BASE, num_blocks=60, abort_fraction=0.1),
     "no decode": replace(_BASE, output_tokens=LengthMix(((1.0, 1.0, 0.0),))),
     "no prefill": replace(_BASE, prompt_tokens=LengthMix(((1.0, 1.0, 0.0),)), prefix_fraction=0.0),
     "two servers": replace(_BASE, servers=2, requests=40),
