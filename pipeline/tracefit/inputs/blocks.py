@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracefit.inputs.compression import Gap, Piece, pieces
+from tracefit.inputs.compression import MOST_JUNK_BYTES, Gap, Piece, pieces
 from tracefit.inputs.files import cannot_open, display_name
-from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, MOST_JUNK_BYTES, detect_format
+from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, detect_format
 from tracefit.inputs.framing import Shape, next_record, whole_records
 from tracefit.inputs.rejects import Encoding, Reject, excerpt
 
