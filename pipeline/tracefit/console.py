@@ -115,14 +115,14 @@ class Terminal:
     def close(self) -> None:
         """Remove the changing line."""
         if self._line is not None:
-            self._line[0].refresh()  # older versions of rich leave out what came since the last refresh
             self._line[0].stop()
             self._line = None
 
     def _show(self) -> None:
-        if self._quiet or not sys.stderr.isatty() or _log.isEnabledFor(logging.INFO):
-            return
         if self._line is None:
+            # Only before: rich puts a stream of its own in place of stderr, which is no terminal in older versions.
+            if self._quiet or not sys.stderr.isatty() or _log.isEnabledFor(logging.INFO):
+                return
             self._line = _changing_line(self._expected)
         progress, task = self._line
         progress.update(task, description=self._stage, completed=min(self._bytes, self._expected))
