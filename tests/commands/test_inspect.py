@@ -114,7 +114,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.slow] if c == "journeys alone" else []) for c in CASES],
+    [pytest.param(c, marks=[pytest.mark.slow] if c != "everything" else []) for c in CASES],
 )
 def test_what_it_allows_is_what_training_fits(tmp_path, traces, allows, quick, case):
     steps, requests, wanted = CASES[case]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.compiled import CompiledModel, Formulas, expected_at_boundary, line_value
@@ -15,10 +16,11 @@ from tracefit.coefficients.model import STEP_MODELS, BoundaryModel
 from tracefit.coefficients.workload import (
     REQUEST_COLUMNS,
     STEP_COLUMNS,
-    TRAFFIC,
     RequestInput,
     StepInput,
+    prompt_step_groups,
     server_constants,
+    traffic_formulas,
 )
 from tracefit.errors import DataError, UsageError
 
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
 MAX_PREFILL_STEPS = 10_000
 
-TRAFFIC_FORMULAS = Formulas.parse(TRAFFIC, where="traffic")
 INTERVAL_ROWS = 20
 """Fewer held-out rows than this do not make an interval of their own."""
 
@@ -295,6 +296,11 @@ class ScopeModels:
         """The mean request the models were trained on; null where the files do not state it."""
         return next((m.scope.workload for m in self.models.values() if m.scope and m.scope.workload), None)
 
+    @cached_property
+    def traffic(self) -> Formulas:
+        """Formulas of the prompts of other requests, for the mean request; see `workload.traffic_formulas`."""
+        return Formulas.parse(traffic_formulas(self.workload), where="traffic")
+
     def setting(self, name: str) -> object:
         """Return any setting of the server as the files have it."""
         scopes = (m.scope for m in self.models.values() if m.scope is not None)
@@ -412,11 +418,9 @@ class _RequestPredictor:
 
     def _traffic(self, beside: float) -> dict[str, float]:
         given = {**self.inputs, "beside": beside, "budget": self.models.budget(beside) or math.inf}
-        return {
-            name: value or 0.0
-            for name, value in TRAFFIC_FORMULAS.row(given, TRAFFIC).items()
-            if name in TRAFFIC
-        }
+        formulas = self.models.traffic
+        found = formulas.row(given, formulas.nodes)
+        return {name: found[name] or 0.0 for name in formulas.nodes}
 
     def _cycle(self, decoding: float, context: float) -> tuple[float, float]:
         """Return the mean time of a step, those with prompts of others among them, and of one that an arrival meets."""
@@ -424,10 +428,19 @@ class _RequestPredictor:
         share = self.traffic["prompt_step_share"] if self.beside else 0.0
         if not share:
             return alone, alone
-        tokens, reqs = self.traffic["prompt_step_tokens"], self.traffic["prompt_step_reqs"]
-        mixed = self._step(decoding, context, tokens, reqs=reqs)
-        mean = (1 - share) * alone + share * mixed
-        return mean, ((1 - share) * alone**2 + share * mixed**2) / mean if mean else 0.0
+        groups = range(prompt_step_groups(self.models.workload))
+        mixed = [
+            self._step(
+                decoding,
+                context,
+                self.traffic[f"prompt_step_tokens_{k}"],
+                reqs=self.traffic[f"prompt_step_reqs_{k}"],
+            )
+            for k in groups
+        ]
+        mean = (1 - share) * alone + share * sum(mixed) / len(mixed)
+        squares = (1 - share) * alone**2 + share * sum(us**2 for us in mixed) / len(mixed)
+        return mean, squares / mean if mean else 0.0
 
     def _note(self, found: Prediction | StepPrediction) -> None:
         self.assumed += found.assumed
