@@ -28,7 +28,7 @@ def _shaped(odd):
     return st.sampled_from(["busy"] * len(odd.shapes) + list(odd.shapes))
 
 
-@settings(settings.get_profile("whole-files"), max_examples=3, print_blob=True)
+@settings(settings.get_profile("whole-files"), max_examples=2, print_blob=True)
 @given(data=st.data())
 def test_some_odd_runs_go_through_every_command(odd, root, data):
     """But those that only read again, or fit again, what `run` did: they take as long as it."""
