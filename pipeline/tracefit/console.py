@@ -169,6 +169,8 @@ def one_line_errors(terminal: Terminal) -> Iterator[None]:
     except (typer.Exit, typer.Abort, TyperException, SystemExit, _StdoutError):
         raise
     except BaseException as error:  # a panic of polars is no Exception
+        # Rust has written the text of a panic to file descriptor 2 by now. Holding that back until here would also hide
+        # why a process was aborted, such as for want of memory.
         terminal.close()
         raise typer.Exit(_unexpected(error, terminal.doing)) from error
     finally:

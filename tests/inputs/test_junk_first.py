@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from tracefit.inputs.files import TraceFile
+from tracefit.inputs.formats import inspect_file
+
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
@@ -71,9 +74,9 @@ LENGTHS_AND_FRAMES = {
 @pytest.mark.parametrize(
     "junk", [pytest.param(name, marks=pytest.mark.slow if "more than" in name else ()) for name in JUNK]
 )
-def test_good_records_behind_junk_are_found(otlp, read, shape, place, junk):
+def test_good_records_behind_junk_are_found(otlp, read, tmp_path, shape, place, junk):
     good = otlp.SHAPES[shape](40)
-    _check(read(good), read(PLACES[place](JUNK[junk], good)))
+    _check(read(good), read(PLACES[place](JUNK[junk], good)), tmp_path / "data")
 
 
 @pytest.mark.parametrize("shape", ["framed zstd of JSON", "framed zstd of protobuf"])
@@ -81,12 +84,14 @@ def test_good_records_behind_junk_are_found(otlp, read, shape, place, junk):
 @pytest.mark.parametrize(
     "junk", [pytest.param(name, marks=pytest.mark.slow if "more than" in name else ()) for name in JUNK]
 )
-def test_good_records_behind_junk_are_found_in_length_prefixed_zstd(otlp, read, shape, place, junk):
+def test_good_records_behind_junk_are_found_in_length_prefixed_zstd(otlp, read, tmp_path, shape, place, junk):
     good = otlp.SHAPES[shape](40)
-    _check(read(good), read(LENGTHS_AND_FRAMES[place](JUNK[junk]) + good))
+    _check(read(good), read(LENGTHS_AND_FRAMES[place](JUNK[junk]) + good), tmp_path / "data")
 
 
-def _check(expected, found):
+def _check(expected, found, path):
+    """Hold what was read of a file against what should be, and that the file counts as one of traces in a folder."""
+    assert inspect_file(TraceFile.local(path)).is_traces
     whole = b"".join(expected.payloads)
     # Junk right before a record may cost that one: there is no line between them. All others are found.
     spans = [bytes(f"{n:032x}", "ascii") for n in range(2, 41)]

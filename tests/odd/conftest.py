@@ -246,7 +246,20 @@ ODD_VALUES = (
 
 def damage(run, rng):
     """Change some of a run, in one of the ways that odd servers have; return what was done."""
-    ways = (_set, _set, _set, _strip, _swap, _times, _epoch, _merge_servers, _without_events, _repeat)
+    ways = (
+        _set,
+        _set,
+        _set,
+        _scatter,
+        _scatter,
+        _strip,
+        _swap,
+        _times,
+        _epoch,
+        _merge_servers,
+        _without_events,
+        _repeat,
+    )
     return rng.choice(ways)(run, rng)
 
 
@@ -266,6 +279,17 @@ def _set(run, rng):
             if attribute["key"] == key:
                 attribute["value"] = copy.copy(value)
     return f"{len(chosen)} x {name} {key} = {value}"
+
+
+def _scatter(run, rng):
+    """Replace 50 to 300 values of any events by odd ones, a tenth of them by none."""
+    held = [a for span in run.spans() for e in span.get("events", ()) for a in e["attributes"]]
+    count = min(rng.randint(50, 300), len(held))
+    for attribute in rng.sample(held, count):
+        attribute["value"] = copy.copy(rng.choice(ODD_VALUES))
+        if rng.random() < 0.1:
+            attribute["key"] = "nothing.known"
+    return f"{count} values of any attribute"
 
 
 def _strip(run, rng):

@@ -8,9 +8,6 @@ import pytest
 
 from tracefit.tables import dialects
 
-QUICK = {("QUEUED", "scheduler.step"), (dialects.STEP_EVENT, "batch.decode_tokens")}
-"""One of each kind for the quick tests; the slow ones take every attribute."""
-
 
 def _attributes():
     """Return every attribute of every event of the server, as (event, attribute); a core event's clock has two."""
@@ -45,13 +42,8 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("bases")
 
 
-@pytest.mark.parametrize(
-    ("event", "key"),
-    [
-        pytest.param(event, key, marks=() if (event, key) in QUICK else pytest.mark.slow)
-        for event, key in _attributes()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("event", "key"), _attributes())
 def test_a_run_without_an_attribute_goes_through_every_command(odd, root, tmp_path, event, key):
     run = odd.run("preempted and aborted", root)
     if not run.strip(event, key):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-RUNS = int(os.environ.get("ODD_RUNS", "40"))
+RUNS = int(os.environ.get("ODD_RUNS", "20"))
 """How many numbered runs the slow tests try; 2,000 take an hour or two."""
 
 FIRST = int(os.environ.get("ODD_FIRST", "0"))
@@ -28,7 +28,7 @@ def _shaped(odd):
     return st.sampled_from(["busy"] * len(odd.shapes) + list(odd.shapes))
 
 
-@settings(settings.get_profile("whole-files"), max_examples=3, print_blob=True)
+@settings(settings.get_profile("whole-files"), max_examples=2, print_blob=True)
 @given(data=st.data())
 def test_some_odd_runs_go_through_every_command(odd, root, data):
     """But those that only read again, or fit again, what `run` did: they take as long as it."""

@@ -103,7 +103,7 @@ def _server_flags(source: Source) -> str:
 def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str, Vector | Matrix]:
     """Evaluate the model on the range of the training steps; `constant_ms` is subtracted from prefill."""
     # polars types an extreme as any scalar a column can hold; these columns are numbers.
-    most_prefill = max(float(train["prefill_tokens"].max()), 1.0)  # type: ignore[arg-type]
+    most_prefill = max(float(train["prefill_tokens"].max()), 2.0)  # type: ignore[arg-type]
     decode = train.filter(pl.col("num_decode_reqs") > 0)
     each = decode.select(mean=pl.col("context_tokens") / pl.col("num_decode_reqs"))["mean"]
     low, high = max(float(each.min() or 1.0), 1.0), max(float(each.max() or 2.0), 2.0)  # type: ignore[arg-type]
