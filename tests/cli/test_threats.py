@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -256,3 +258,92 @@ def test_a_feature_of_a_column_of_texts_is_one_line(tmp_path, trained, tracefit,
     )
     assert code in (0, 1, 2)
     assert stderr.count("\n") <= 1
+
+
+@pytest.fixture
+def null_formulas(tmp_path):
+    """Return a folder of models with a feature whose formula gives null for every row."""
+
+    def write(kind, formula, *names):
+        feature = {"feature": "odd", "unit": "us", "value": 1.0, "formula": formula}
+        models = [
+            {
+                "name": f"{kind}.{name}",
+                "scope_id": "a.gpu.tp1.00000000",
+                "form": "linear",
+                "intercept": {"value": 100},
+                "terms": [feature | ({"training_range": [0, 100]} if kind == "alpha" else {})],
+            }
+            for name in names
+        ]
+        document = {"schema": "tracefit/coefficients", "version": 2, "kind": kind, "models": models}
+        (tmp_path / "odd" / f"{kind}.json").write_text(json.dumps(document))
+
+    (tmp_path / "odd").mkdir()
+    write("beta", "1e308 * 1e308 * prefill_tokens", "cycle_time")
+    write("alpha", "(0 - 1) ** 0.5 * prompt_tokens", "queue_wait", "admission", "departure")
+    return tmp_path / "odd"
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        ("--batch", 3),
+        ("--batch", 3, "--json"),
+        ("--prompt", 5, "--output", 5),
+        ("--feature", "prefill_tokens=3"),
+    ],
+)
+def test_a_formula_that_gives_null_is_one_line_that_names_it(tracefit, null_formulas, question):
+    code, stdout, stderr = tracefit("predict", null_formulas, *question)
+    assert (code, stdout) == (2, "")
+    assert stderr == (
+        "tracefit: beta.cycle_time: the formula of odd gives no finite number for these values; "
+        "give the feature itself, or other values\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("of", "columns", "predicted"),
+    [
+        ("step", "prefill_tokens,num_decode_reqs", "predicted_us"),
+        ("request", "prompt_tokens,output_tokens", "e2e_us"),
+        ("alpha.queue_wait", "prompt_tokens,output_tokens", "predicted_us"),
+    ],
+)
+def test_a_formula_that_gives_null_leaves_a_row_without_prediction(
+    tmp_path, tracefit, null_formulas, of, columns, predicted
+):
+    (tmp_path / "rows.csv").write_text(f"{columns}\n3,4\n")
+    code, stdout, stderr = tracefit(
+        "predict", null_formulas, "--rows", tmp_path / "rows.csv", "--of", of, "--json"
+    )
+    assert (code, stderr) == (0, "")
+    (row,) = json.loads(stdout)["predictions"]
+    assert row[predicted] is None
+
+
+class _FullDisk(io.FileIO):
+    """A file on a disk without room."""
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full_at", ["report.html", "alpha.json", "evaluation.json"])
+def test_a_full_disk_in_train_leaves_nothing_half_written(
+    tmp_path, monkeypatch, trained, tracefit, quick, full_at
+):
+    out = shutil.copytree(trained, tmp_path / "out")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    def create(path):
+        return _FullDisk(path, "w") if path.name == full_at else path.open("wb")
+
+    monkeypatch.setattr("tracefit.tables.disk.create", create)
+    code, _, stderr = tracefit("train", out, "--out", out / "models", *quick)
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert f"{full_at}: cannot be written (No space left on device)" in stderr
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert not list(out.rglob(".writing-*"))
