@@ -65,6 +65,70 @@ def test_a_window_of_files_that_rotates_stays_one_run(tmp_path, tracefit, small)
     assert TableStore(tmp_path / "tables").runs() == ["run"]
 
 
+@pytest.fixture
+def loose(tmp_path, small):
+    """Return a function that writes loose files (no configuration lies beside them), each with spans of its own."""
+
+    def write(number):
+        file = small(tmp_path / f"made-{number}", 4 * number) / "traces.json"
+        (tmp_path / "loose").mkdir(exist_ok=True)
+        return file.rename(tmp_path / "loose" / f"traces-{number}.json")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "named",
+    ["each", pytest.param("pattern", marks=pytest.mark.slow), pytest.param("folder", marks=pytest.mark.slow)],
+)
+def test_a_window_of_loose_files_that_rotates_stays_one_run(tmp_path, tracefit, loose, named):
+    """The oldest is deleted, a new one comes: run after run."""
+    tables, files = tmp_path / "tables", [loose(1), loose(2)]
+    for number in (3, 4):
+        paths = {"each": files, "pattern": [tmp_path / "loose" / "*.json"], "folder": [tmp_path / "loose"]}
+        tracefit("ingest", *paths[named], "--out", tables)
+        files.pop(0).unlink()
+        files.append(loose(number))
+    paths = {"each": files, "pattern": [tmp_path / "loose" / "*.json"], "folder": [tmp_path / "loose"]}
+    code, _, stderr = tracefit("ingest", *paths[named], "--out", tables)
+    assert (code in (0, 3), "another run" in stderr) == (True, False)
+    store = TableStore(tables)
+    assert len(store.runs()) == 1
+    assert store.read("spans")["source_file"].unique().sort().to_list() == list(map(str, files))
+
+
+@pytest.mark.slow
+def test_a_window_of_two_loose_files_of_which_one_grew_stays_one_run(tmp_path, tracefit, loose):
+    first, second = loose(1), loose(2)
+    tracefit("ingest", first, second, "--out", tmp_path / "tables")
+    first.unlink()
+    second.write_text(second.read_text() + loose(9).read_text())
+    assert "another run" not in tracefit("ingest", second, loose(3), "--out", tmp_path / "tables")[2]
+    assert len(TableStore(tmp_path / "tables").runs()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "difference", ["the old file is still there", "no file is left", "the file of a name has other content"]
+)
+def test_loose_files_that_are_no_window_of_the_same_files_are_another_run(
+    tmp_path, tracefit, loose, difference
+):
+    first, second, third = loose(1), loose(2), loose(3)
+    tracefit("ingest", first, second, "--out", tmp_path / "tables")
+    given = [second, third]
+    if difference != "the old file is still there":
+        first.unlink()
+    if difference == "no file is left":
+        given = [third, loose(4)]
+        second.unlink()
+    if difference == "the file of a name has other content":
+        second.write_text(loose(9).read_text())
+    _, _, stderr = tracefit("ingest", *given, "--out", tmp_path / "tables")
+    assert "another run of that name is in the tables already" in stderr
+    assert len(TableStore(tmp_path / "tables").runs()) == 2
+
+
 @pytest.mark.slow
 def test_spans_of_two_runs_are_warned_of_and_trained_on_once(tmp_path, new_traces, tracefit, quick):
     run = new_traces().load().write(tmp_path / "one" / "run")
