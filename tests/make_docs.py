@@ -136,7 +136,8 @@ def api_page() -> str:
         GENERATED,
         (
             "The commands are functions of the package. `paths` is one path or several; other folders are the ones the command "
-            "line takes, OUT of `run` among them. Results are frozen dataclasses with the fields of `schemas/results/`. An error "
+            "line takes, OUT of `run` among them. Rows to predict are a frame of polars, pandas, pyarrow or DuckDB, columns by "
+            "name, or one mapping per row; they come back as a polars frame. Results are frozen dataclasses with the fields of `schemas/results/`. An error "
             "is a `tracefit.TracefitError` (`UsageError`: the call or a file is wrong; `DataError`: the data cannot support "
             "the result) whose text is one line."
         ),
@@ -149,6 +150,7 @@ print(result.trained.fitted)
 models = tracefit.Models.load("out/")
 print(models.scope_ids)
 print(models.predict_step(batch=32, context=1500, prefill=512).step.value_us)
+print(models.predict_step([{"batch": 8, "context": 900}, {"batch": 32, "context": 900}])["predicted_us"])
 ```""",
     ]
     public = [n for n in tracefit.__all__ if not n.startswith("_") and not n.endswith("Error")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import polars as pl
+import pyarrow as pa
 import pytest
 
 import tracefit
@@ -72,3 +74,73 @@ def test_errors_name_parameters_in_python_and_flags_on_the_command_line():
     assert error.line() == "several scopes are there; name one with --scope or --run: a, b"
     server = tracefit.DataError("no steps", hint="start it with --step-tracing-enabled --run-config-x")
     assert str(server).endswith("--step-tracing-enabled --run-config-x"), "flags of others stay flags"
+
+
+class OldFrame:
+    """A frame of another library that has the interchange protocol alone, as pandas before 2.2."""
+
+    def __init__(self, columns):
+        self._table = pa.table(columns)
+
+    def __dataframe__(self, *, allow_copy=True):
+        return self._table.__dataframe__(allow_copy=allow_copy)
+
+
+class NewFrame:
+    """A frame of another library that exports Arrow, with the index a selection of rows leaves in pandas."""
+
+    def __init__(self, columns):
+        self._table = pa.table({**columns, "__index_level_0__": [3, 7]})
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return self._table.__arrow_c_stream__(requested_schema)
+
+
+FRAMES = {
+    "polars": pl.DataFrame,
+    "polars, lazy": pl.LazyFrame,
+    "pyarrow": pa.table,
+    "columns by name": dict,
+    "one mapping per row": lambda columns: [
+        dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+    ],
+    "a generator of mappings": lambda columns: (
+        dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+    ),
+    "Arrow": NewFrame,
+    "interchange": OldFrame,
+    "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns, index=[3, 7]),
+}
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_rows_of_any_frame_are_predicted(trained, kind):
+    models = tracefit.Models.load(trained)
+    steps = models.predict_step(
+        FRAMES[kind]({"batch": [4, 9], "prefill": [40.0, 0.0], "kv_usage_ratio": [0.1, 0.2]})
+    )
+    assert steps.columns[:3] == ["batch", "prefill", "kv_usage_ratio"], "an index is no column"
+    assert steps.columns[3:] == ["predicted_us", "low_us", "high_us", "out_of_range"]
+    assert steps["predicted_us"].to_list() == [
+        pytest.approx(models.predict_step(batch=b, prefill=p, features={"kv_usage_ratio": kv}).step.value_us)
+        for b, p, kv in ((4, 40, 0.1), (9, 0, 0.2))
+    ]
+    requests = FRAMES[kind]({"prompt_tokens": [40, 90], "output_tokens": [10, 20]})
+    assert models.predict_request(requests)["itl_us"].to_list() == [
+        pytest.approx(models.predict_request(prompt_tokens=p, output_tokens=o).itl.value_us)
+        for p, o in ((40, 10), (90, 20))
+    ]
+    rows = FRAMES[kind]({"batch": [4, 9]})
+    assert tracefit.predict(models, rows).rows == 2, "the command takes them too"
+
+
+@pytest.mark.parametrize("rows", ["batch", 7, [1, 2], [["batch", 4]], {"batch": [1, 2], "prefill": [1]}])
+def test_what_is_no_rows_is_refused_in_one_line(trained, rows):
+    with pytest.raises(tracefit.UsageError, match="rows"):
+        tracefit.Models.load(trained).predict_step(rows)
+
+
+def test_models_load_one_path_or_several(trained):
+    files = [trained / "models" / "alpha.json", str(trained / "models" / "beta.json")]
+    for paths in ((files,), files, (iter(files),)):
+        assert tracefit.load(*paths).scope_ids == tracefit.load(trained).scope_ids

@@ -138,6 +138,73 @@ def test_prompts_of_others_lengthen_the_steps_of_a_request(busy):
     assert any("prompt 60, output 10; as many arrive as finish" in text for text in told.assumed)
 
 
+@pytest.fixture
+def bursty(small, parts):
+    """The small server, whose prompts came in steps of 30 tokens (one request) and of 90 (two)."""
+    step = deepcopy(parts["step"])
+    step["scope"]["workload"] = {
+        "requests": 40,
+        "prompt_tokens": 60,
+        "cached_prompt_tokens": 0,
+        "output_tokens": 10,
+        "max_tokens": 20,
+        "running_context_tokens": 80,
+        "running_remaining_tokens": 25,
+        "prompt_steps": [{"tokens": 30, "prompts": 1}, {"tokens": 90, "prompts": 2}],
+    }
+    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    return tracefit.load(small)
+
+
+def test_prompts_of_others_come_in_steps_like_those_of_training(bursty):
+    """2 others of 10 output tokens: 12 tokens a step, so a fifth of the steps has 30 or 90, one as often as the other."""
+    told = bursty.predict_request(prompt_tokens=50, output_tokens=11, batch=2, context=100)
+    alone = 1000 + 50 * 3 + 0.5 * 255.5
+    few, many = (alone + 10 * n + 100 * n / (n + 3) for n in (30, 90))
+    assert told.itl.value_us == pytest.approx(0.8 * alone + 0.1 * few + 0.1 * many)
+    idle, short, long = 1200, 1200 + 300 + 100 * 30 / 32, 1200 + 900 + 100 * 90 / 92
+    met = (0.8 * idle**2 + 0.1 * short**2 + 0.1 * long**2) / (0.8 * idle + 0.1 * short + 0.1 * long)
+    assert told.admission.value_us == pytest.approx(380 + met / 2)
+
+
+def test_more_prompts_than_the_steps_of_training_held_crowd_every_step(bursty):
+    """7 others of 2 output tokens: 3.5 prompts or 210 tokens a step, 3.5 times those of training; a step has room for 93."""
+    told = bursty.predict_request(
+        prompt_tokens=50, output_tokens=11, batch=7, context=100, features={"others_output": 2}
+    )
+    assert told.itl.value_us == pytest.approx(
+        1000 + 50 * 8 + 0.5 * (700 + 55.5) + 10 * 93 + 100 * 93 / (93 + 8)
+    )
+
+
+def test_requests_met_running_are_like_those_of_training(bursty):
+    assert any("context 80 of the others: the mean" in t for t in _assumed(bursty))
+    stated = _assumed(bursty, features={"others_output": 40})
+    assert any("context 80 of the others: halfway" in t for t in stated), "60 + 40 / 2"
+
+
+def _assumed(models, **more):
+    return models.predict_request(prompt_tokens=50, output_tokens=11, batch=2, **more).assumed
+
+
+def test_rows_meet_the_same_steps_with_prompts(bursty):
+    rows = pl.DataFrame(
+        {
+            "prompt_tokens": [50, 50, 90],
+            "output_tokens": [11, 11, 500],
+            "batch": [2, 7, 8],
+            "context": [None, 100, None],
+            "queue": [0, 0, 3],
+            "others_output": [None, 2.0, 40.0],
+        }
+    )
+    for row, found in zip(rows.to_dicts(), bursty.predict_request(rows).to_dicts(), strict=True):
+        features = {"others_output": value} if (value := row.pop("others_output")) else {}
+        one = bursty.predict_request(**row, features=features)
+        for name in ("admission", "queue_wait", "prefill", "itl", "departure"):
+            assert getattr(one, name).value_us == pytest.approx(found[f"{name}_us"]), (row, name)
+
+
 def test_those_ahead_are_like_the_requests_trained_on(busy):
     """3 ahead with 20 tokens allowed each: 5,000 + 100 * 60, though the request itself is far longer."""
     told = busy.predict_request(prompt_tokens=90, output_tokens=500, queue=3, batch=8)

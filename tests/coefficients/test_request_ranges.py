@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import polars as pl
 import pytest
 
 import tracefit
+from tracefit.coefficients.files import read_coefficients
 from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
 
 ENGINE = {"run_id": "r", "server": "s", "epoch": 0}
@@ -37,6 +40,7 @@ def _timeline():
             "ts_start_ns": [0, 20, 40, 60, 80, 100],
             "num_decode_reqs": [0, 4, 5, 3, 7, 9],
             "num_prefill_reqs": [1, 0, 0, 0, 0, 0],
+            "prefill_tokens": [40, 0, 0, 0, 0, 0],
             "context_tokens": [0, 400, 500, 420, 700, 900],
             "waiting_depth": [2, 6, 0, 0, 0, 0],
         }
@@ -44,11 +48,38 @@ def _timeline():
 
 
 def test_the_mean_request_is_that_of_the_training_part():
-    mean = workload_of(_requests())
+    mean = workload_of(_requests(), _timeline())
     assert mean is not None
     assert (mean.requests, mean.prompt_tokens, mean.cached_prompt_tokens) == (2, 50, 10)
     assert (mean.output_tokens, mean.max_tokens) == (4, 12)
-    assert workload_of(_requests(output_tokens=[0, 0, 7])) is None
+    assert mean.prompt_steps == (), "fewer steps with prompts than groups"
+    assert workload_of(_requests(output_tokens=[0, 0, 7]), _timeline()) is None
+
+
+def test_those_met_running_are_weighted_by_how_long_they_run():
+    mean = workload_of(_requests(), _timeline())
+    assert mean is not None
+    # 3 steps of one with 40 + 1.5 tokens and 8 - 1.5 to go, 5 of one with 60 + 2.5 and 16 - 2.5.
+    assert mean.running_context_tokens == pytest.approx((3 * 41.5 + 5 * 62.5) / 8)
+    assert mean.running_remaining_tokens == pytest.approx((3 * 6.5 + 5 * 13.5) / 8)
+
+
+def test_steps_with_prompts_are_summed_up_from_few_tokens_to_many():
+    steps = pl.DataFrame(
+        {
+            "prefill_tokens": [90, 0, 10, 20, 40, None, 30, 50, 60, 80, 100, 70],
+            "num_prefill_reqs": [3, 0, 1, 1, 2, None, 1, 2, 2, 3, 4, 3],
+        }
+    )
+    mean = workload_of(_requests(), steps)
+    assert mean is not None
+    assert [(g.tokens, g.prompts) for g in mean.prompt_steps] == [
+        (15, 1),
+        (35, 1.5),
+        (55, 2),
+        (75, 3),
+        (95, 3.5),
+    ]
 
 
 def test_a_request_is_described_by_what_ran_beside_it():
@@ -60,6 +91,22 @@ def test_a_request_is_described_by_what_ran_beside_it():
     assert second["context"] == pytest.approx(2020 / 19)
     assert (second["queue"], second["cached"]) == (6, 20)
     assert (second["measured_ttft_us"], second["measured_e2e_us"]) == (2.0, None), "it was cut off"
+
+
+@pytest.mark.parametrize("scope", ["llama-2-70b", "llama-3.1-8b"])
+def test_composed_requests_of_the_fixtures_keep_to_what_was_measured(scope):
+    """models/ is what training makes of fixtures/: ITL beats a constant median, no latency is far off in sum."""
+    alpha = read_coefficients(Path(__file__).parents[2] / "models" / "alpha.json")
+    by_name = {r.latency: r for r in alpha.requests if r.scope_id.startswith(scope)}
+    itl, e2e = by_name["itl"], by_name["e2e"]
+    assert itl.holdout.mae < itl.baseline.mae
+    assert e2e.holdout.mae < e2e.baseline.mae
+    assert abs(itl.holdout.bias_pct) < 5
+    # The 70B run ends in a longer queue than any it was trained on: part of its wait is extrapolated.
+    assert abs(e2e.holdout.bias_pct) < (12 if scope == "llama-2-70b" else 5)
+    for one in by_name.values():
+        published = one.low_ratio is not None
+        assert published == (85 <= round(one.coverage_pct) <= 95)
 
 
 def _described(models, ratios, split):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +67,27 @@ def test_the_site_lists_pages_that_are_there():
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert len(listed) > 10
     assert all((ROOT / "docs" / page).exists() for page in listed)
+
+
+@pytest.mark.parametrize("reader", ["polars", "pandas", "duckdb"])
+def test_the_page_on_tables_reads_what_run_wrote(trained, tmp_path, monkeypatch, reader):
+    """The snippets as they stand there; those of libraries that are not installed are left out."""
+    library = pytest.importorskip(reader)
+    (tmp_path / "out").symlink_to(trained)
+    monkeypatch.chdir(tmp_path)
+    blocks = _blocks(ROOT / "docs" / "how-to" / "read-tables.md")
+    sql = [b["code"] for b in blocks if b["kind"] == "sql"]
+    python = [
+        b["code"] for b in blocks if b["kind"] == "python" and ("pandas" in b["code"]) == (reader == "pandas")
+    ]
+    if reader == "duckdb":
+        (row,) = library.sql(sql[0]).fetchall()
+        assert row[:2] == ("busy", 90)
+        return
+    names: dict[str, Any] = {}
+    for code in python:
+        exec(code, names)  # noqa: S102
+    assert len(names["requests"]) == 90
+    assert set(names["requests"]["run_id"]) == {"busy"}
+    if reader == "polars":
+        assert 0 < len(names["held"]) < len(names["steps"])

@@ -53,7 +53,7 @@ def test_an_odd_run_goes_through_every_command(odd, root, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(13))
+@pytest.mark.parametrize("number", range(14))
 def test_a_run_of_every_shape_goes_through_every_command(odd, root, tmp_path, number):
     odd.through(odd.run(odd.shapes[number], root).write(tmp_path / "odd"), tmp_path)
 

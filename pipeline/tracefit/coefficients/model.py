@@ -34,7 +34,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
 
-class Target(Strict):
+class TargetFacts(Strict):
     """What a model predicts."""
 
     name: str | None = None
@@ -217,6 +217,13 @@ class Provenance(Strict):
     )
 
 
+class PromptSteps(Strict):
+    """The mean of a group of steps that compute prompts."""
+
+    tokens: float = Field(description="prompt tokens that a step computes")
+    prompts: float = Field(description="requests they belong to")
+
+
 class Workload(Strict):
     """The mean of the requests that came in the training part: what those beside a predicted request are taken to be."""
 
@@ -225,6 +232,18 @@ class Workload(Strict):
     cached_prompt_tokens: float = Field(description="found in the prefix cache; 0 where it is not known")
     output_tokens: float
     max_tokens: float | None = Field(description="output tokens allowed; null where it is not known")
+    running_context_tokens: float | None = Field(
+        default=None,
+        description="tokens in the cache of a running request, mean over the steps that requests run in",
+    )
+    running_remaining_tokens: float | None = Field(
+        default=None,
+        description="output tokens that a running request may still generate, mean over the same steps",
+    )
+    prompt_steps: tuple[PromptSteps, ...] = Field(
+        default=(),
+        description="steps that compute prompts, in groups of equal size from few tokens to many; empty where not known",
+    )
 
 
 class ScopeFacts(Strict):
@@ -244,7 +263,7 @@ class ScopeFacts(Strict):
 class _ModelBase(Strict):
     name: str
     scope_id: str | None = None
-    target: Target | None = None
+    target: TargetFacts | None = None
     estimator: Estimator | None = None
     features_left_out: tuple[FeatureLeftOut, ...] = ()
     training: Training | None = None

@@ -14,29 +14,31 @@ from tracefit.coefficients.workload import RequestInput, StepInput
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import polars as pl
 
     from tracefit.coefficients.evaluation import RequestRange
     from tracefit.coefficients.model import CoefficientFile, Model
+    from tracefit.coefficients.rows import Rows
 
 _FILES = ("alpha.json", "beta.json")
 
 
-def load(*paths: str | Path) -> Models:
+def load(*paths: str | Path | Iterable[str | Path]) -> Models:
     """Read coefficient files.
 
     Args:
-        paths: Files, or folders that hold alpha.json, beta.json or both, themselves or in `models/`.
+        paths: Files, or folders that hold alpha.json, beta.json or both, themselves or in `models/`; also lists of these.
 
     Raises:
         UsageError: A file is missing, damaged or of another kind, or two files hold the same model.
     """
-    files = [file for path in paths for file in _files(Path(path))]
+    places = [Path(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
+    files = [file for place in places for file in _files(place)]
     if not files:
         raise UsageError("no coefficient file is given")
-    return Models(tuple(read_coefficients(file) for file in files), ", ".join(str(p) for p in paths))
+    return Models(tuple(read_coefficients(file) for file in files), ", ".join(map(str, places)))
 
 
 def _files(path: Path) -> list[Path]:
@@ -67,7 +69,7 @@ class Models:
             scope[model.name] = model
 
     @classmethod
-    def load(cls, *paths: str | Path) -> Models:
+    def load(cls, *paths: str | Path | Iterable[str | Path]) -> Models:
         """Read coefficient files; see `load`."""
         return load(*paths)
 
@@ -106,7 +108,13 @@ class Models:
             )
         # Kept, so that each model is compiled once for all predictions.
         return self._scopes.setdefault(
-            found[0], ScopeModels(found[0] or None, self._by_scope[found[0]], self._ranges(found[0]))
+            found[0],
+            ScopeModels(
+                found[0] or None,
+                self._by_scope[found[0]],
+                self._ranges(found[0]),
+                tuple(m for file in self.files for m in file.not_fitted if m.scope_id == found[0]),
+            ),
         )
 
     def model(self, name: str, scope: str | None = None) -> Model:
@@ -121,7 +129,7 @@ class Models:
         return {r.latency: r for file in self.files for r in file.requests if r.scope_id == scope_id}
 
     @overload
-    def predict_step(self, rows: pl.DataFrame, *, scope: str | None = None) -> pl.DataFrame: ...
+    def predict_step(self, rows: Rows, *, scope: str | None = None) -> pl.DataFrame: ...
 
     @overload
     def predict_step(
@@ -140,7 +148,7 @@ class Models:
 
     def predict_step(
         self,
-        rows: pl.DataFrame | None = None,
+        rows: Rows | None = None,
         *,
         scope: str | None = None,
         batch: float = 0,
@@ -154,8 +162,9 @@ class Models:
         """Predict how long a step takes, or every step of a frame.
 
         Args:
-            rows: A frame with timeline columns, or with columns named as the arguments below; gains `predicted_us`,
-                `low_us`, `high_us` and `out_of_range`.
+            rows: A frame of polars, pandas or pyarrow, columns by name, or one mapping per row; with timeline columns, or
+                with columns named as the arguments below. They come back as a polars frame that has `predicted_us`,
+                `low_us`, `high_us` and `out_of_range` too.
             scope: See `scope`.
             batch: Decoding requests.
             context: Mean tokens in their caches.
@@ -166,19 +175,21 @@ class Models:
             features: Columns or features by name; they win over what follows from the rest.
 
         Raises:
-            UsageError: There is no model of step times, or a feature it needs is not known.
+            DataError: The model of step times could not be fitted.
+            UsageError: There is none, or a feature it needs is not known.
         """
         chosen = self.scope(scope)
         if rows is not None:
             from tracefit.coefficients.predict_frames import predict_steps
+            from tracefit.coefficients.rows import as_frame
 
-            return predict_steps(chosen, rows)
+            return predict_steps(chosen, as_frame(rows))
         return chosen.step(
             StepInput(batch, context, prefill, prefill_reqs, prefill_done, waiting, features or {})
         )
 
     @overload
-    def predict_request(self, rows: pl.DataFrame, *, scope: str | None = None) -> pl.DataFrame: ...
+    def predict_request(self, rows: Rows, *, scope: str | None = None) -> pl.DataFrame: ...
 
     @overload
     def predict_request(
@@ -197,7 +208,7 @@ class Models:
 
     def predict_request(
         self,
-        rows: pl.DataFrame | None = None,
+        rows: Rows | None = None,
         *,
         scope: str | None = None,
         prompt_tokens: float = 0,
@@ -211,8 +222,9 @@ class Models:
         """Predict queue wait, TTFT, ITL and E2E of a request, or of every request of a frame.
 
         Args:
-            rows: A frame with columns named as the arguments below (prompt_tokens and output_tokens at least); gains
-                one `*_us` column per duration.
+            rows: A frame of polars, pandas or pyarrow, columns by name, or one mapping per row; with columns named as the
+                arguments below (prompt_tokens and output_tokens at least). They come back as a polars frame that has one
+                `*_us` column per duration too.
             scope: See `scope`.
             prompt_tokens: Prompt.
             output_tokens: Tokens to generate.
@@ -223,13 +235,15 @@ class Models:
             features: Columns or features by name; they win over what follows from the rest.
 
         Raises:
-            UsageError: The input makes no sense, or there is no model of step times.
+            DataError: The model of step times could not be fitted.
+            UsageError: There is none, or the input makes no sense.
         """
         chosen = self.scope(scope)
         if rows is not None:
             from tracefit.coefficients.predict_frames import predict_requests
+            from tracefit.coefficients.rows import as_frame
 
-            return predict_requests(chosen, rows)
+            return predict_requests(chosen, as_frame(rows))
         return chosen.request(
             RequestInput(prompt_tokens, output_tokens, queue, batch, context, cached, features or {})
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.compiled import CompiledModel, Formulas, expected_at_boundary, line_value
@@ -15,22 +16,22 @@ from tracefit.coefficients.model import STEP_MODELS, BoundaryModel
 from tracefit.coefficients.workload import (
     REQUEST_COLUMNS,
     STEP_COLUMNS,
-    TRAFFIC,
     RequestInput,
     StepInput,
+    prompt_step_groups,
     server_constants,
+    traffic_formulas,
 )
-from tracefit.errors import UsageError
+from tracefit.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tracefit.coefficients.evaluation import RequestRange
-    from tracefit.coefficients.model import LinearForm, Model, Term, Workload
+    from tracefit.coefficients.model import LinearForm, Model, NotFitted, Term, Workload
 
 MAX_PREFILL_STEPS = 10_000
 
-TRAFFIC_FORMULAS = Formulas.parse(TRAFFIC, where="traffic")
 INTERVAL_ROWS = 20
 """Fewer held-out rows than this do not make an interval of their own."""
 
@@ -245,6 +246,8 @@ class ScopeModels:
     models: Mapping[str, Model]
     ranges: Mapping[str, RequestRange] = field(default_factory=dict)
     """Ranges of composed latencies: ttft, itl, e2e."""
+    not_fitted: tuple[NotFitted, ...] = ()
+    """Models that the files say could not be fitted."""
     _compiled: dict[str, CompiledModel] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -273,8 +276,19 @@ class ScopeModels:
 
     @property
     def step_model(self) -> Model:
-        """The model of step times."""
+        """The model of step times.
+
+        Raises:
+            DataError: It could not be fitted; the error has the reason.
+            UsageError: It is not there.
+        """
         found = next((n for n in STEP_MODELS if n in self.models), STEP_MODELS[0])
+        missing = next((m for m in self.not_fitted if m.name in STEP_MODELS), None)
+        if missing is not None and found not in self.models:
+            raise DataError(
+                f"{missing.name} of scope {self.scope_id} was not fitted: {missing.reason}",
+                hint=missing.remedy,
+            )
         return self.require(found)
 
     @property
@@ -287,6 +301,11 @@ class ScopeModels:
     def workload(self) -> Workload | None:
         """The mean request the models were trained on; null where the files do not state it."""
         return next((m.scope.workload for m in self.models.values() if m.scope and m.scope.workload), None)
+
+    @cached_property
+    def traffic(self) -> Formulas:
+        """Formulas of the prompts of other requests, for the mean request; see `workload.traffic_formulas`."""
+        return Formulas.parse(traffic_formulas(self.workload), where="traffic")
 
     def setting(self, name: str) -> object:
         """Return any setting of the server as the files have it."""
@@ -301,7 +320,8 @@ class ScopeModels:
         """Predict a step.
 
         Raises:
-            UsageError: There is no model of step times, or a feature it needs is not known.
+            DataError: The model of step times could not be fitted.
+            UsageError: There is none, or a feature it needs is not known.
         """
         compiled = self.compiled(self.step_model)
         given = {**self.known_settings(compiled), **described.inputs(), **described.features}
@@ -319,7 +339,8 @@ class ScopeModels:
         """Predict a request: overheads, queue wait, the steps of its prompt, and its decode steps.
 
         Raises:
-            UsageError: The input makes no sense, or there is no model of step times.
+            DataError: The model of step times could not be fitted.
+            UsageError: There is none, or the input makes no sense.
         """
         return _RequestPredictor(self, described).predict()
 
@@ -403,11 +424,9 @@ class _RequestPredictor:
 
     def _traffic(self, beside: float) -> dict[str, float]:
         given = {**self.inputs, "beside": beside, "budget": self.models.budget(beside) or math.inf}
-        return {
-            name: value or 0.0
-            for name, value in TRAFFIC_FORMULAS.row(given, TRAFFIC).items()
-            if name in TRAFFIC
-        }
+        formulas = self.models.traffic
+        found = formulas.row(given, formulas.nodes)
+        return {name: found[name] or 0.0 for name in formulas.nodes}
 
     def _cycle(self, decoding: float, context: float) -> tuple[float, float]:
         """Return the mean time of a step, those with prompts of others among them, and of one that an arrival meets."""
@@ -415,10 +434,19 @@ class _RequestPredictor:
         share = self.traffic["prompt_step_share"] if self.beside else 0.0
         if not share:
             return alone, alone
-        tokens, reqs = self.traffic["prompt_step_tokens"], self.traffic["prompt_step_reqs"]
-        mixed = self._step(decoding, context, tokens, reqs=reqs)
-        mean = (1 - share) * alone + share * mixed
-        return mean, ((1 - share) * alone**2 + share * mixed**2) / mean if mean else 0.0
+        groups = range(prompt_step_groups(self.models.workload))
+        mixed = [
+            self._step(
+                decoding,
+                context,
+                self.traffic[f"prompt_step_tokens_{k}"],
+                reqs=self.traffic[f"prompt_step_reqs_{k}"],
+            )
+            for k in groups
+        ]
+        mean = (1 - share) * alone + share * sum(mixed) / len(mixed)
+        squares = (1 - share) * alone**2 + share * sum(us**2 for us in mixed) / len(mixed)
+        return mean, squares / mean if mean else 0.0
 
     def _note(self, found: Prediction | StepPrediction) -> None:
         self.assumed += found.assumed

@@ -13,8 +13,16 @@ from tracefit.coefficients.compiled import (
     terms_of,
 )
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
-from tracefit.coefficients.predict import TRAFFIC_FORMULAS, p90_ape_pct, stand_ins
-from tracefit.coefficients.workload import OTHERS, REQUEST_INPUTS, STEP_INPUTS, TRAFFIC, others_like
+from tracefit.coefficients.predict import p90_ape_pct, stand_ins
+from tracefit.coefficients.workload import (
+    OTHERS,
+    REQUEST_INPUTS,
+    RUNNING,
+    STEP_INPUTS,
+    others_like,
+    prompt_step_groups,
+    running_like,
+)
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -192,25 +200,40 @@ def _with_traffic(models: ScopeModels, given: pl.DataFrame) -> pl.DataFrame:
         with_itself=pl.col("beside") + 1,
         budget=(pl.lit(limit) - pl.col("beside")).clip(lower_bound=1.0) if cut else pl.lit(float("inf")),
     )
-    return TRAFFIC_FORMULAS.frame(given, TRAFFIC).with_columns(pl.col(*TRAFFIC).fill_null(0.0).fill_nan(0.0))
+    names = list(models.traffic.nodes)
+    return models.traffic.frame(given, names).with_columns(pl.col(names).fill_null(0.0).fill_nan(0.0))
 
 
 def _cycle(
     models: ScopeModels, given: pl.DataFrame, batch: str, context: pl.Expr
 ) -> tuple[pl.Series, pl.Series]:
     """Return the mean time of a step, those with prompts of others among them, and of one that an arrival meets."""
-    prompt = {"prefill": pl.col("prompt_step_tokens"), "prefill_reqs": pl.col("prompt_step_reqs")}
+    groups = range(prompt_step_groups(models.workload))
+    mixed = [
+        _steps(
+            models,
+            given,
+            batch,
+            context,
+            prefill=pl.col(f"prompt_step_tokens_{k}"),
+            prefill_reqs=pl.col(f"prompt_step_reqs_{k}"),
+        )
+        for k in groups
+    ]
     steps = pl.DataFrame(
         {
             "alone": _steps(models, given, batch, context),
-            "mixed": _steps(models, given, batch, context, **prompt),
             "share": given["prompt_step_share"],
+            **{f"mixed_{k}": us for k, us in zip(groups, mixed, strict=True)},
         }
     )
-    share, alone, mixed = pl.col("share"), pl.col("alone"), pl.col("mixed")
+    share, alone = pl.col("share"), pl.col("alone")
     several = share > 0
-    mean = pl.when(several).then((1 - share) * alone + share * mixed).otherwise(alone)
-    squares = (1 - share) * alone**2 + share * mixed**2
+    with_prompts, their_squares = (
+        pl.sum_horizontal(pl.col(f"mixed_{k}") ** power for k in groups) / len(groups) for power in (1, 2)
+    )
+    mean = pl.when(several).then((1 - share) * alone + share * with_prompts).otherwise(alone)
+    squares = (1 - share) * alone**2 + share * their_squares
     met = pl.when(mean == 0).then(0.0).when(several).then(squares / mean).otherwise(alone)
     found = steps.select(mean=mean, met=met)
     return found["mean"], found["met"]
@@ -231,9 +254,13 @@ def _inputs(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     given = rows.with_columns(pl.col(c).cast(pl.Float64) for c in known)
     given = given.with_columns(pl.lit(None, pl.Float64).alias(c) for c in REQUEST_INPUTS if c not in known)
     given = given.with_columns(pl.col("queue", "cached").fill_null(0.0))
-    given = given.with_columns(_others(models, given))
-    halfway = pl.col("others_prompt") + pl.col("others_output") / 2
-    given = given.with_columns(context=pl.col("context").fill_null(halfway))
+    given = given.with_columns(
+        stated=pl.any_horizontal(
+            pl.lit(value=False), *(pl.col(c).is_not_null() for c in OTHERS if c in known)
+        )
+    )
+    given = given.with_columns(_others(models, given)).with_columns(_running(models)).drop("stated")
+    given = given.with_columns(context=pl.col("context").fill_null(pl.col("others_context")))
     server = models.server
     slots, blocks, size = (server[n] for n in ("max_num_seqs", "num_gpu_blocks", "block_size"))
     limits = [pl.lit(slots, pl.Float64)] if slots is not None else []
@@ -267,6 +294,19 @@ def _others(models: ScopeModels, given: pl.DataFrame) -> list[pl.Expr]:
     unknown = pl.lit(float("inf")) if mean is None else filled["others_output"]
     steps = pl.col("others_output").fill_null(unknown) if "others_output" in given.columns else unknown
     return [*(value.alias(name) for name, value in filled.items()), steps.alias("steps_of_others")]
+
+
+def _running(models: ScopeModels) -> list[pl.Expr]:
+    """Return the columns of `RUNNING`: as measured in training unless the row itself states what the others are like."""
+    measured = running_like(models.workload)
+    halfway = pl.col("others_output") / 2
+    of_means = (pl.col("others_prompt") + halfway, (pl.col("others_max") - halfway).clip(lower_bound=0.0))
+    if measured is None:
+        return [value.alias(name) for name, value in zip(RUNNING, of_means, strict=True)]
+    return [
+        pl.when("stated").then(value).otherwise(measured[name]).alias(name)
+        for name, value in zip(RUNNING, of_means, strict=True)
+    ]
 
 
 def _steps(

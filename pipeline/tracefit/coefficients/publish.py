@@ -18,7 +18,7 @@ from tracefit.coefficients import verdicts
 from tracefit.coefficients.models import Models
 from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
 from tracefit.features.definitions import definitions
-from tracefit.fit.latency import split_requests
+from tracefit.fit.latency import split_requests, trained_steps
 from tracefit.fit.metrics import LEVEL_PCT, PERCENTS
 from tracefit.fit.splits import counted, evaluation_rows
 from tracefit.tables.keys import ENGINE
@@ -74,7 +74,11 @@ def coefficient_files(
         for s in scopes
         if s.tables.requests.height
     }
-    workloads = {scope_id: workload_of(rows) for scope_id, rows in requests.items()}
+    workloads = {
+        s.scope.scope_id: workload_of(requests[s.scope.scope_id], trained_steps(s.tables.timeline, s.models))
+        for s in scopes
+        if s.scope.scope_id in requests
+    }
     alpha, beta = (_coefficient_file(kind, scopes, made_by, workloads) for kind in get_args(Kind))
     models = Models((alpha, beta))
     ranges = [
@@ -121,7 +125,7 @@ def _model(
     common = {
         "name": model.name,
         "scope_id": scope.scope.scope_id,
-        "target": cf.Target(name=model.target, definition=model.definition, source=model.source),
+        "target": cf.TargetFacts(name=model.target, definition=model.definition, source=model.source),
         "estimator": _estimator(fitted, first),
         "features_left_out": tuple(
             cf.FeatureLeftOut(feature=x.feature, reason=x.reason) for x in fitted.features_left_out

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.coefficients.evaluation import RequestRange
-from tracefit.coefficients.model import Workload
+from tracefit.coefficients.model import PromptSteps, Workload
 from tracefit.coefficients.predict_frames import predict_requests
 from tracefit.fit.latency import CUT_OFF
 from tracefit.fit.metrics import measure
@@ -30,24 +30,48 @@ COVERAGE_PCT = (85.0, 95.0)
 """A range of nine in ten is published where held-out requests say that it is one."""
 
 
-def workload_of(requests: pl.DataFrame) -> Workload | None:
+_PROMPT_STEP_GROUPS = 5
+"""Groups of steps with prompts: enough to follow a bend in the step time, few enough to predict each time."""
+
+
+def workload_of(requests: pl.DataFrame, steps: pl.DataFrame) -> Workload | None:
     """Return the mean request of the training part; null where no lengths are known.
 
     Args:
         requests: Columns of the `requests` table, and `split`.
+        steps: Columns of the `timeline` table, the steps of the training part alone.
     """
     known = requests.filter(
         (pl.col("split") == "train") & (pl.col("prompt_tokens") > 0) & (pl.col("output_tokens") > 0)
     )
     if not known.height:
         return None
+    outputs = pl.col("output_tokens")
+    # A request runs in as many steps as it has output tokens: so often does another one meet it.
+    context = (pl.col("prompt_tokens") + outputs / 2) * outputs
+    remaining = ((pl.max_horizontal("max_tokens", outputs) - outputs / 2) * outputs).fill_null(0)
     means = known.select(
         pl.col("prompt_tokens").mean(),
         pl.col("cached_prompt_tokens").fill_null(0).clip(0, pl.col("prompt_tokens")).mean(),
         pl.col("output_tokens").mean(),
         pl.col("max_tokens").mean(),
+        running_context_tokens=context.sum() / outputs.sum(),
+        running_remaining_tokens=remaining.sum() / outputs.sum(),
     )
-    return Workload(requests=known.height, **means.row(0, named=True))
+    return Workload(requests=known.height, prompt_steps=_prompt_steps(steps), **means.row(0, named=True))
+
+
+def _prompt_steps(steps: pl.DataFrame) -> tuple[PromptSteps, ...]:
+    """Sum up the steps that compute prompts, in groups of equal size; none where there are too few."""
+    known = steps.filter(pl.col("prefill_tokens") > 0, pl.col("num_prefill_reqs") > 0).sort("prefill_tokens")
+    if known.height < _PROMPT_STEP_GROUPS:
+        return ()
+    groups = (
+        known.group_by(pl.int_range(pl.len()) * _PROMPT_STEP_GROUPS // pl.len(), maintain_order=True)
+        .agg(tokens=pl.col("prefill_tokens").mean(), prompts=pl.col("num_prefill_reqs").mean())
+        .select("tokens", "prompts")
+    )
+    return tuple(PromptSteps(tokens=tokens, prompts=prompts) for tokens, prompts in groups.iter_rows())
 
 
 def described_requests(requests: pl.DataFrame, timeline: pl.DataFrame) -> pl.DataFrame:

@@ -42,19 +42,46 @@ OTHERS = ("others_prompt", "others_cached", "others_output", "others_max")
 """Mean lengths in tokens of the requests that wait and run beside the one described: prompt, part of it found in the
 prefix cache, output, and output allowed (max_tokens)."""
 
-TRAFFIC: dict[str, str] = {
-    "prompts_per_step": "beside / steps_of_others",
-    "prompt_tokens_per_step": "prompts_per_step * max(others_prompt - others_cached, 1)",
-    "prompt_step_tokens": "min(max(others_prompt - others_cached, prompt_tokens_per_step, 1), budget)",
-    "prompt_step_reqs": "max(prompts_per_step, 1)",
-    "prompt_step_share": "min(prompt_tokens_per_step / prompt_step_tokens, 1)",
-}
-"""Prompts of other requests among the steps of `beside` running requests, where as many arrive as finish.
+RUNNING = ("others_context", "others_remaining")
+"""Mean tokens in the cache of a running request, and mean tokens it may still generate."""
 
-Each of them finishes after `steps_of_others` steps, one per output token, and another one takes its place, so that a
-share of the steps carries a prompt, or several. `steps_of_others` is infinite where nothing is known of the others: no
-prompts are assumed then. `budget` is the number of prompt tokens a step has room for.
-"""
+_TRAFFIC: dict[str, str] = {
+    "prompts_per_step": "beside / steps_of_others",
+    "others_computed": "max(others_prompt - others_cached, 1)",
+    "prompt_tokens_per_step": "prompts_per_step * others_computed",
+}
+
+
+def traffic_formulas(mean: Workload | None) -> dict[str, str]:
+    """Return formulas of the prompts of other requests among the steps of `beside` running ones, as many arriving as finish.
+
+    Each of these finishes after `steps_of_others` steps, one per output token, and another one takes its place. Prompts
+    differ in length and come together, and a step's time is no line in their tokens (a roofline has a bend): the mean
+    prompt in its own step would be too short a step. So a share of the steps, `prompt_step_share`, has the tokens and
+    the prompts of the groups of steps measured in training (`prompt_step_groups` of them, each as frequent as the next), or of
+    the mean prompt where none were. Where prompts come faster than these steps compute them, every step computes more.
+
+    `steps_of_others` is infinite where nothing is known of the others: no prompts are assumed then. `budget` is the number
+    of prompt tokens a step has room for.
+    """
+    groups = [(1.0, 1.0)]
+    if mean is not None and mean.prompt_steps:
+        computed = max(mean.prompt_tokens - mean.cached_prompt_tokens, 1.0)
+        groups = [(max(step.tokens, 1.0) / computed, step.prompts) for step in mean.prompt_steps]
+    average = sum(tokens for tokens, _ in groups) / len(groups)
+    formulas = {**_TRAFFIC, "crowding": f"max(prompts_per_step / {average!r}, 1)"}
+    for k, (tokens, prompts) in enumerate(groups):
+        formulas[f"prompt_step_tokens_{k}"] = f"min(max({tokens!r} * others_computed * crowding, 1), budget)"
+        formulas[f"prompt_step_reqs_{k}"] = f"{prompts!r} * crowding"
+    total = " + ".join(f"prompt_step_tokens_{k}" for k in range(len(groups)))
+    formulas["prompt_step_share"] = f"min({len(groups)} * prompt_tokens_per_step / ({total}), 1)"
+    return formulas
+
+
+def prompt_step_groups(mean: Workload | None) -> int:
+    """Return how many groups of steps with prompts `traffic_formulas` has."""
+    return max(len(mean.prompt_steps), 1) if mean is not None else 1
+
 
 REQUEST_COLUMNS: dict[str, str] = {
     "max_tokens": "output_tokens",
@@ -73,7 +100,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "token_steps_ahead": "outputs_ahead * (others_prompt + others_output / 2)",
     "blocks_ahead": "queue * (others_prompt / block_size + 0.5)",
     "block_demand": "blocks_ahead + prompt_tokens / block_size + 0.5",
-    "running_remaining_tokens": "batch * (others_max - others_output / 2)",
+    "running_remaining_tokens": "batch * others_remaining",
     "kv_blocks_total": "num_gpu_blocks - 1",
     "kv_blocks_used": "batch * (context / block_size + 0.5)",
     "kv_blocks_free": "max(kv_blocks_total - kv_blocks_used, 0)",
@@ -84,7 +111,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "state_age_us": "decode_cycle_us / 2",
     "step_residual_us": "decode_cycle_us / 2",
 }
-"""What a request finds when `queue` others wait and `batch` run, halfway through their outputs.
+"""What a request finds when `queue` others wait and `batch` run.
 
 `decode_cycle_us` is the mean step time that an arrival meets, E[c^2] / E[c]: long steps meet more arrivals.
 """
@@ -140,7 +167,7 @@ class RequestInput:
         queue: Requests waiting ahead of it.
         batch: Requests that run beside it while it decodes, on average; not given, none with an empty queue and
             otherwise as many as slots and KV blocks hold.
-        context: Mean tokens in the cache of those; halfway through their outputs if not given.
+        context: Mean tokens in the cache of those; as running requests had in training if not given.
         cached: Tokens of the prompt found in the prefix cache.
         features: Columns or features by name, those of `OTHERS` too; they win over what follows from the rest.
     """
@@ -156,7 +183,7 @@ class RequestInput:
     def inputs(
         self, server: Mapping[str, float | None], mean: Workload | None = None
     ) -> tuple[dict[str, float | None], list[str]]:
-        """Values of `REQUEST_INPUTS` and `OTHERS`, and what had to be assumed.
+        """Values of `REQUEST_INPUTS`, `OTHERS` and `RUNNING`, and what had to be assumed.
 
         Args:
             server: Settings by name, see `server_constants`.
@@ -182,9 +209,21 @@ class RequestInput:
         stated = {name: value for name, value in self.features.items() if name in OTHERS}
         others |= stated
         known = mean is not None or "others_output" in stated
+        running = running_like(mean) if not stated else None
+        halfway = running is None
+        running = running or dict(
+            zip(
+                RUNNING,
+                (
+                    others["others_prompt"] + others["others_output"] / 2,
+                    max(others["others_max"] - others["others_output"] / 2, 0.0),
+                ),
+                strict=True,
+            )
+        )
         context, batch = self.context, self.batch
         if context is None:
-            context = others["others_prompt"] + others["others_output"] / 2
+            context = running["others_context"]
         if batch is None:
             batch = 0.0 if self.queue == 0 else _capacity(context, server)
             what = "nothing else runs" if self.queue == 0 else "as many as slots and KV blocks hold"
@@ -195,7 +234,8 @@ class RequestInput:
             arrive = "as many arrive as finish" if known else "none of them arrives while it runs"
             assumed.append(f"the others are like {like}: {lengths}; {arrive}")
         if self.context is None and batch:
-            assumed.append(f"context {context:.0f} of the others: halfway through their outputs")
+            where = "halfway through their outputs" if halfway else "the mean of running requests in training"
+            assumed.append(f"context {context:.0f} of the others: {where}")
         values = {
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
@@ -204,7 +244,7 @@ class RequestInput:
             "context": context,
             "cached": self.cached,
         }
-        counted = {name: _counted(name, value) for name, value in (values | others).items()}
+        counted = {name: _counted(name, value) for name, value in (values | others | running).items()}
         return {**counted, "steps_of_others": others["others_output"] if known else math.inf}, assumed
 
 
@@ -215,6 +255,17 @@ def others_like(mean: Workload | None) -> dict[str, float] | None:
     longest = mean.output_tokens if mean.max_tokens is None else max(mean.max_tokens, mean.output_tokens)
     values = (mean.prompt_tokens, mean.cached_prompt_tokens, mean.output_tokens, longest)
     return dict(zip(OTHERS, values, strict=True))
+
+
+def running_like(mean: Workload | None) -> dict[str, float] | None:
+    """Return the values of `RUNNING` as measured in training; null where they were not.
+
+    Those that run are longer than the mean request: a request is met running in proportion to how long it runs.
+    """
+    if mean is None or mean.running_context_tokens is None or mean.running_remaining_tokens is None:
+        return None
+    values = (mean.running_context_tokens, mean.running_remaining_tokens)
+    return dict(zip(RUNNING, values, strict=True))
 
 
 def _counted(name: str, value: float) -> float:

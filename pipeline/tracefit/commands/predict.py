@@ -18,21 +18,23 @@ if TYPE_CHECKING:
 
     import polars as pl
 
+    from tracefit.coefficients.rows import Rows
+
 
 def predict(
     models: Models | str | Path,
-    rows: str | Path,
+    rows: str | Path | Rows,
     *,
     of: str = "step",
     scope: str | None = None,
     run: str | None = None,
     out: str | Path | None = None,
 ) -> RowPredictions:
-    """Predict every row of a CSV, Parquet or NDJSON file.
+    """Predict every row of a CSV, Parquet or NDJSON file, or of a frame.
 
     Args:
         models: Loaded coefficient files, a file, or a folder that `train` or `run` wrote.
-        rows: The file; columns as `Models.predict_step` or `predict_request` take them, or a model's features.
+        rows: The file, a frame of polars, pandas or pyarrow, columns by name, or one mapping per row; columns as `Models.predict_step` or `predict_request` take them, or a model's features.
         of: `step`, `request`, or a model's name such as `alpha.queue_wait`.
         scope: See `Models.scope`.
         run: A run of the scope, in place of its id.
@@ -42,8 +44,10 @@ def predict(
         UsageError: The file cannot be read or written, or lacks what the model needs.
     """
     models = models if isinstance(models, Models) else load(models)
+    from tracefit.coefficients.rows import as_frame
+
     scope = choose_scope(models, scope, run)
-    frame = _read(Path(rows))
+    frame = _read(Path(rows)) if isinstance(rows, str | Path) else as_frame(rows)
     if of == "step":
         predicted = models.predict_step(frame, scope=scope)
     elif of == "request":

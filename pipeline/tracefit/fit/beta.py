@@ -24,7 +24,7 @@ from tracefit.fit.extrapolation import (
 )
 from tracefit.fit.fitted import FittedModel, Recipe, TooFewRows
 from tracefit.fit.inputs import COVERED_SHARE, BetaTarget, FitOptions, ScopeOptions, ScopeTables
-from tracefit.fit.linear import Regime, columns_of
+from tracefit.fit.linear import RegimeRows, columns_of
 from tracefit.fit.phases import errors_by_phase
 from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
 from tracefit.fit.splits import step_frame
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tracefit.server.context import ModelScope
+
+
+_SUMMARY = r"step\.BATCH_SUMMARY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ def fit_step_times(
     target = DURATION if options.beta_target == "duration" else CYCLE_TIME
     if not tables.timeline.height:
         remedy = f"start the server with {STEP_FLAGS}"
-        return StepTimes(cover, None, Missing(target.model, "the traces hold no step events", remedy))
+        without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
+        return StepTimes(cover, None, Missing(target.model, without, remedy))
     choice = choose_target(cover, options.beta_target)
     if scope.context.gpu is not None and len(sets) > 1:
         # With a known GPU the roofline terms are these amounts of work, scaled to times.
@@ -113,12 +117,13 @@ def fit_step_times(
     how = beta_options(options)
     chosen = _choose_set(rows, sets, how)
     columns = columns_of(chosen.features)
-    recipe = Recipe((Regime("all", (), tuple(columns)),), how)
+    recipe = Recipe((RegimeRows("all", (), tuple(columns)),), how)
     result = fit_regimes(chosen.rows, list(recipe.regimes), how)
     if isinstance(result, TooFewRows):
         few = f"of {tables.sampled_steps} sampled steps few are consecutive"
         remedy = f"raise --step-tracing-sample-rate: {few}"
-        return StepTimes(cover, choice, Missing(target.model, f"step times: {result.reason}", remedy))
+        too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
+        return StepTimes(cover, choice, Missing(target.model, too_few, remedy))
     definition, source = _definition(choice, tables.lags)
     reason = (f"feature set {chosen.features.name} chosen: {SET_RULE}",) if chosen.candidates else ()
     model = FittedModel(

@@ -115,6 +115,17 @@ def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.
     return rows.select(*requests.columns, "at_ns", split=split.otherwise(pl.lit("partly")))
 
 
+def trained_steps(timeline: pl.DataFrame, models: Sequence[FittedModel]) -> pl.DataFrame:
+    """Return the steps before the hold-out of the step model; all of them where there is none."""
+    beta = next((m for m in models if m.name.startswith("beta.")), None)
+    if beta is None:
+        return timeline
+    rows = timeline.sort(*ENGINE, "step_id").join(_ends(beta), on=SERVER, how="left", maintain_order="left")
+    # Only steps with an event have a known start; those between follow the one before.
+    began = pl.col("ts_start_ns").forward_fill().over(ENGINE)
+    return rows.filter(began < pl.col("holdout_from_ns")).drop("holdout_from_ns")
+
+
 def _ends(model: FittedModel) -> pl.DataFrame:
     return (
         model.fitted.rows.drop_nulls("holdout_from_ns")

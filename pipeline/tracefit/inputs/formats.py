@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from tracefit.inputs import otlp_wire as wire
-from tracefit.inputs.compression import Compression, Gap, compression_of, decompressed
+from tracefit.inputs.compression import MOST_JUNK_BYTES, Compression, Gap, compression_of, decompressed
 from tracefit.inputs.files import read_fully
 from tracefit.inputs.framing import BOM, Record, Shape, next_record, records
 from tracefit.inputs.rejects import Encoding, is_json
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 HEAD_BYTES = 4 << 20
 """Bytes examined. A file with a longer first record is recognised by its JSON keys, or not at all."""
 
-MOST_JUNK_BYTES = 64 << 20
-"""Bytes of a file, and of its content, searched where the head shows nothing: a damaged beginning is short, and a file of
-something else may be huge."""
 JUNK_EDGE_BYTES = 64 << 10
 """Of a part that is junk, how much is looked at again: a record may begin in it."""
 
