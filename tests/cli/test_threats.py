@@ -411,3 +411,26 @@ def test_a_full_disk_in_train_leaves_nothing_half_written(
     assert f"{full_at}: cannot be written (No space left on device)" in stderr
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     assert not list(out.rglob(".writing-*"))
+
+
+def test_absurd_numbers_in_kv_events_cost_their_events(tmp_path, tracefit, small):
+    """Each is a reject with its reason; what the others say of the requests stands."""
+    folder = small(tmp_path / "run")
+    tracefit("ingest", folder, "--out", tmp_path / "tables")
+    request = TableStore(tmp_path / "tables").read("requests")["core_request_id"][0]
+    good = [[1_700_000_000.5, [["CacheStoreCommitted", request, "CPU", 4, 1]], 0, 1]]
+    odd = [
+        ["CacheStoreCommitted", request, "CPU", 2**62, 1],
+        ["CacheStoreCommitted", request, "CPU", 4, 2**63 - 1],
+        ["BlockStored", [7], None, [5], 2**62, None, "GPU"],
+    ]
+    offloaded = []
+    for events in ([], odd):
+        batches = [*good, *([1_700_000_000.6, [event], 0, 1] for event in events)]
+        (folder / "kv_events.jsonl").write_text("".join(json.dumps(batch) + "\n" for batch in batches))
+        out = tmp_path / f"tables-{len(events)}"
+        code, _, _ = tracefit("ingest", folder, "--out", out)
+        store = TableStore(out)
+        offloaded.append(store.read("requests")["kv_blocks_offloaded"].sum())
+        assert (code, store.read("rejects").height) == (3 if events else 0, len(events))
+    assert offloaded == [4, 4]
