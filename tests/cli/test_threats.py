@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import io
 import json
 import os
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from tracefit.tables.store import TableStore
 
@@ -434,3 +437,51 @@ def test_absurd_numbers_in_kv_events_cost_their_events(tmp_path, tracefit, small
         offloaded.append(store.read("requests")["kv_blocks_offloaded"].sum())
         assert (code, store.read("rejects").height) == (3 if events else 0, len(events))
     assert offloaded == [4, 4]
+
+
+def _line(number):
+    span = {"traceId": f"{number:032x}", "spanId": f"{number:016x}", "name": "llm_request"}
+    scope = {"scope": {"name": "vllm.api"}, "spans": [span]}
+    return json.dumps({"resourceSpans": [{"scopeSpans": [scope]}]}).encode() + b"\n"
+
+
+def _message(number):
+    traces = TracesData()
+    group = traces.resource_spans.add().scope_spans.add()
+    group.scope.name = "vllm.api"
+    group.spans.add(
+        trace_id=number.to_bytes(16, "big"), span_id=number.to_bytes(8, "big"), name="llm_request"
+    )
+    return traces.SerializeToString()
+
+
+def _framed(*numbers):
+    return b"".join(len(_message(n)).to_bytes(4, "big") + _message(n) for n in numbers)
+
+
+def _zstd(data):
+    return pa.compress(data, "zstd", asbytes=True)
+
+
+CHANGING = {
+    "gzip, then lines": (gzip.compress(_line(1)) + _line(2), [1, 2]),
+    "lines, then zstd": (_line(1) + _zstd(_line(2)), [1, 2]),
+    "gzip, then zstd": (gzip.compress(_line(1)) + _zstd(_line(2)), [1, 2]),
+    "frames that begin with {": (b"{" + _framed(1, 2, 3)[1:], [2, 3]),
+    "frames that begin with [": (b"[" + _framed(1, 2, 3)[1:], [2, 3]),
+    "two junk bytes in a bare message": (
+        _message(1) + _message(2)[:9] + b"\x07\xff" + _message(2)[9:] + _message(3) + _message(4),
+        [1, 3, 4],
+    ),
+}
+"""What a file holds, and the numbers of the spans that are whole."""
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_format_that_changes_inside_a_file_costs_no_more_than_its_record(tmp_path, tracefit, name):
+    content, whole = CHANGING[name]
+    (tmp_path / "traces.json").write_bytes(content)
+    code, _, _ = tracefit("ingest", tmp_path / "traces.json", "--out", tmp_path / "tables")
+    assert code == (0 if len(whole) == 2 and whole[0] == 1 else 3)
+    spans = TableStore(tmp_path / "tables").read("spans")["span_id"].to_list()
+    assert spans == [f"{number:016x}" for number in whole]
