@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import gzip
+import io
 import json
 import os
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from tracefit.tables.store import TableStore
 
@@ -61,6 +66,70 @@ def test_a_window_of_files_that_rotates_stays_one_run(tmp_path, tracefit, small)
         assert tracefit("ingest", folder, "--out", tmp_path / "tables")[0] in (0, 3)
         (folder / f"traces-{number - 1}.json").unlink()
     assert TableStore(tmp_path / "tables").runs() == ["run"]
+
+
+@pytest.fixture
+def loose(tmp_path, small):
+    """Return a function that writes loose files (no configuration lies beside them), each with spans of its own."""
+
+    def write(number):
+        file = small(tmp_path / f"made-{number}", 4 * number) / "traces.json"
+        (tmp_path / "loose").mkdir(exist_ok=True)
+        return file.rename(tmp_path / "loose" / f"traces-{number}.json")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "named",
+    ["each", pytest.param("pattern", marks=pytest.mark.slow), pytest.param("folder", marks=pytest.mark.slow)],
+)
+def test_a_window_of_loose_files_that_rotates_stays_one_run(tmp_path, tracefit, loose, named):
+    """The oldest is deleted, a new one comes: run after run."""
+    tables, files = tmp_path / "tables", [loose(1), loose(2)]
+    for number in (3, 4):
+        paths = {"each": files, "pattern": [tmp_path / "loose" / "*.json"], "folder": [tmp_path / "loose"]}
+        tracefit("ingest", *paths[named], "--out", tables)
+        files.pop(0).unlink()
+        files.append(loose(number))
+    paths = {"each": files, "pattern": [tmp_path / "loose" / "*.json"], "folder": [tmp_path / "loose"]}
+    code, _, stderr = tracefit("ingest", *paths[named], "--out", tables)
+    assert (code in (0, 3), "another run" in stderr) == (True, False)
+    store = TableStore(tables)
+    assert len(store.runs()) == 1
+    assert store.read("spans")["source_file"].unique().sort().to_list() == list(map(str, files))
+
+
+@pytest.mark.slow
+def test_a_window_of_two_loose_files_of_which_one_grew_stays_one_run(tmp_path, tracefit, loose):
+    first, second = loose(1), loose(2)
+    tracefit("ingest", first, second, "--out", tmp_path / "tables")
+    first.unlink()
+    second.write_text(second.read_text() + loose(9).read_text())
+    assert "another run" not in tracefit("ingest", second, loose(3), "--out", tmp_path / "tables")[2]
+    assert len(TableStore(tmp_path / "tables").runs()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "difference", ["the old file is still there", "no file is left", "the file of a name has other content"]
+)
+def test_loose_files_that_are_no_window_of_the_same_files_are_another_run(
+    tmp_path, tracefit, loose, difference
+):
+    first, second, third = loose(1), loose(2), loose(3)
+    tracefit("ingest", first, second, "--out", tmp_path / "tables")
+    given = [second, third]
+    if difference != "the old file is still there":
+        first.unlink()
+    if difference == "no file is left":
+        given = [third, loose(4)]
+        second.unlink()
+    if difference == "the file of a name has other content":
+        second.write_text(loose(9).read_text())
+    _, _, stderr = tracefit("ingest", *given, "--out", tmp_path / "tables")
+    assert "another run of that name is in the tables already" in stderr
+    assert len(TableStore(tmp_path / "tables").runs()) == 2
 
 
 @pytest.mark.slow
@@ -256,3 +325,163 @@ def test_a_feature_of_a_column_of_texts_is_one_line(tmp_path, trained, tracefit,
     )
     assert code in (0, 1, 2)
     assert stderr.count("\n") <= 1
+
+
+@pytest.fixture
+def null_formulas(tmp_path):
+    """Return a folder of models with a feature whose formula gives null for every row."""
+
+    def write(kind, formula, *names):
+        feature = {"feature": "odd", "unit": "us", "value": 1.0, "formula": formula}
+        models = [
+            {
+                "name": f"{kind}.{name}",
+                "scope_id": "a.gpu.tp1.00000000",
+                "form": "linear",
+                "intercept": {"value": 100},
+                "terms": [feature | ({"training_range": [0, 100]} if kind == "alpha" else {})],
+            }
+            for name in names
+        ]
+        document = {"schema": "tracefit/coefficients", "version": 2, "kind": kind, "models": models}
+        (tmp_path / "odd" / f"{kind}.json").write_text(json.dumps(document))
+
+    (tmp_path / "odd").mkdir()
+    write("beta", "1e308 * 1e308 * prefill_tokens", "cycle_time")
+    write("alpha", "(0 - 1) ** 0.5 * prompt_tokens", "queue_wait", "admission", "departure")
+    return tmp_path / "odd"
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        ("--batch", 3),
+        ("--batch", 3, "--json"),
+        ("--prompt", 5, "--output", 5),
+        ("--feature", "prefill_tokens=3"),
+    ],
+)
+def test_a_formula_that_gives_null_is_one_line_that_names_it(tracefit, null_formulas, question):
+    code, stdout, stderr = tracefit("predict", null_formulas, *question)
+    assert (code, stdout) == (2, "")
+    assert stderr == (
+        "tracefit: beta.cycle_time: the formula of odd gives no finite number for these values; "
+        "give the feature itself, or other values\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("of", "columns", "predicted"),
+    [
+        ("step", "prefill_tokens,num_decode_reqs", "predicted_us"),
+        ("request", "prompt_tokens,output_tokens", "e2e_us"),
+        ("alpha.queue_wait", "prompt_tokens,output_tokens", "predicted_us"),
+    ],
+)
+def test_a_formula_that_gives_null_leaves_a_row_without_prediction(
+    tmp_path, tracefit, null_formulas, of, columns, predicted
+):
+    (tmp_path / "rows.csv").write_text(f"{columns}\n3,4\n")
+    code, stdout, stderr = tracefit(
+        "predict", null_formulas, "--rows", tmp_path / "rows.csv", "--of", of, "--json"
+    )
+    assert (code, stderr) == (0, "")
+    (row,) = json.loads(stdout)["predictions"]
+    assert row[predicted] is None
+
+
+class _FullDisk(io.FileIO):
+    """A file on a disk without room."""
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full_at", ["report.html", "alpha.json", "evaluation.json"])
+def test_a_full_disk_in_train_leaves_nothing_half_written(
+    tmp_path, monkeypatch, trained, tracefit, quick, full_at
+):
+    out = shutil.copytree(trained, tmp_path / "out")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    def create(path):
+        return _FullDisk(path, "w") if path.name == full_at else path.open("wb")
+
+    monkeypatch.setattr("tracefit.tables.disk.create", create)
+    code, _, stderr = tracefit("train", out, "--out", out / "models", *quick)
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert f"{full_at}: cannot be written (No space left on device)" in stderr
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert not list(out.rglob(".writing-*"))
+
+
+def test_absurd_numbers_in_kv_events_cost_their_events(tmp_path, tracefit, small):
+    """Each is a reject with its reason; what the others say of the requests stands."""
+    folder = small(tmp_path / "run")
+    tracefit("ingest", folder, "--out", tmp_path / "tables")
+    request = TableStore(tmp_path / "tables").read("requests")["core_request_id"][0]
+    good = [[1_700_000_000.5, [["CacheStoreCommitted", request, "CPU", 4, 1]], 0, 1]]
+    odd = [
+        ["CacheStoreCommitted", request, "CPU", 2**62, 1],
+        ["CacheStoreCommitted", request, "CPU", 4, 2**63 - 1],
+        ["BlockStored", [7], None, [5], 2**62, None, "GPU"],
+    ]
+    offloaded = []
+    for events in ([], odd):
+        batches = [*good, *([1_700_000_000.6, [event], 0, 1] for event in events)]
+        (folder / "kv_events.jsonl").write_text("".join(json.dumps(batch) + "\n" for batch in batches))
+        out = tmp_path / f"tables-{len(events)}"
+        code, _, _ = tracefit("ingest", folder, "--out", out)
+        store = TableStore(out)
+        offloaded.append(store.read("requests")["kv_blocks_offloaded"].sum())
+        assert (code, store.read("rejects").height) == (3 if events else 0, len(events))
+    assert offloaded == [4, 4]
+
+
+def _line(number):
+    span = {"traceId": f"{number:032x}", "spanId": f"{number:016x}", "name": "llm_request"}
+    scope = {"scope": {"name": "vllm.api"}, "spans": [span]}
+    return json.dumps({"resourceSpans": [{"scopeSpans": [scope]}]}).encode() + b"\n"
+
+
+def _message(number):
+    traces = TracesData()
+    group = traces.resource_spans.add().scope_spans.add()
+    group.scope.name = "vllm.api"
+    group.spans.add(
+        trace_id=number.to_bytes(16, "big"), span_id=number.to_bytes(8, "big"), name="llm_request"
+    )
+    return traces.SerializeToString()
+
+
+def _framed(*numbers):
+    return b"".join(len(_message(n)).to_bytes(4, "big") + _message(n) for n in numbers)
+
+
+def _zstd(data):
+    return pa.compress(data, "zstd", asbytes=True)
+
+
+CHANGING = {
+    "gzip, then lines": (gzip.compress(_line(1)) + _line(2), [1, 2]),
+    "lines, then zstd": (_line(1) + _zstd(_line(2)), [1, 2]),
+    "gzip, then zstd": (gzip.compress(_line(1)) + _zstd(_line(2)), [1, 2]),
+    "frames that begin with {": (b"{" + _framed(1, 2, 3)[1:], [2, 3]),
+    "frames that begin with [": (b"[" + _framed(1, 2, 3)[1:], [2, 3]),
+    "two junk bytes in a bare message": (
+        _message(1) + _message(2)[:9] + b"\x07\xff" + _message(2)[9:] + _message(3) + _message(4),
+        [1, 3, 4],
+    ),
+}
+"""What a file holds, and the numbers of the spans that are whole."""
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_format_that_changes_inside_a_file_costs_no_more_than_its_record(tmp_path, tracefit, name):
+    content, whole = CHANGING[name]
+    (tmp_path / "traces.json").write_bytes(content)
+    code, _, _ = tracefit("ingest", tmp_path / "traces.json", "--out", tmp_path / "tables")
+    assert code == (0 if len(whole) == 2 and whole[0] == 1 else 3)
+    spans = TableStore(tmp_path / "tables").read("spans")["span_id"].to_list()
+    assert spans == [f"{number:016x}" for number in whole]

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 from pydantic import TypeAdapter
 
-from tracefit.coefficients.compiled import CompiledModel
+from tracefit.coefficients.compiled import CompiledModel, Formulas
 from tracefit.coefficients.model import Model
 from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.errors import UsageError
@@ -217,3 +217,12 @@ def test_a_row_is_evaluated_without_polars_and_numpy(small):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_definitions_that_build_on_each_other_cost_as_much_as_there_are(calls):
+    """Adding one column after the other to a frame makes each cost as much as the frame is wide: 22 s for 900."""
+    chain = Formulas.parse({f"d{n}": f"d{n - 1} + 1" if n else "a" for n in range(300)}, where="chain")
+    widened = calls(pl.DataFrame, "with_columns")
+    found = chain.frame(pl.DataFrame({"a": [1.0, 2.0]}), ["d299"])
+    assert found["d299"].to_list() == [300, 301]
+    assert sum(frame.width for frame, *_ in widened) <= 2

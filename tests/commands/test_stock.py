@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from tracefit.commands.run import run
+from tracefit.tables.store import TableStore
 
 BOOT_NS = 1_700_000_000_000_000_000
 
@@ -52,3 +53,32 @@ def test_alpha_trains_on_the_wait_and_the_rest_says_what_would_give_it(stock, tm
     for name in ("alpha.admission", "alpha.departure"):
         assert "--enable-journey-tracing" in missing[name]
     assert json.loads((tmp_path / "out" / "models" / "alpha.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "column"),
+    [
+        ("gen_ai.latency.time_in_queue", 1e9, "time_in_queue_us"),
+        pytest.param("gen_ai.latency.time_in_queue", 1e300, "time_in_queue_us", marks=pytest.mark.slow),
+        pytest.param("gen_ai.latency.time_in_queue", -5.0, "time_in_queue_us", marks=pytest.mark.slow),
+        pytest.param("gen_ai.usage.prompt_tokens", 10**18, "prompt_tokens", marks=pytest.mark.slow),
+    ],
+)
+def test_an_absurd_attribute_is_cleared_and_counted_and_the_models_stand(
+    stock, tmp_path, quick, attribute, value, column
+):
+    """One of 150 requests: a wait of thirty years made the error of the queue wait 16,000 %."""
+    lines = (stock / "traces.json").read_text().splitlines()
+    record = json.loads(lines[75])
+    span = record["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
+    kind = "doubleValue" if isinstance(value, float) else "intValue"
+    next(a for a in span["attributes"] if a["key"] == attribute)["value"] = {kind: value}
+    lines[75] = json.dumps(record)
+    (stock / "traces.json").write_text("\n".join(lines) + "\n")
+    result = run([stock], tmp_path / "out", options=quick)
+    assert result.exit_code == 3
+    assert result.trained.fitted[0].holdout_mape_pct < 1
+    tables = TableStore(tmp_path / "out" / "tables")
+    assert tables.read("rejects")["reason"].to_list() == [f"requests.{column} is out of range"]
+    assert tables.read("requests").height == 150
+    assert tables.read("requests")[column].null_count() == 1

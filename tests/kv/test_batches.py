@@ -213,6 +213,22 @@ def test_an_event_that_cannot_be_read_costs_itself_alone(read_events, event, rea
     assert [r.reason.startswith(reason) for r in found.rejects] == [True]
 
 
+@pytest.mark.parametrize("encoding", ["json", "msgpack"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["CacheStoreCommitted", "r", "CPU", 2**62, 5],
+        ["CacheStoreCommitted", "r", "CPU", 4, 2**63 - 1],
+        ["BlockStored", [1], None, [5], 2**62, None, "GPU"],
+    ],
+)
+def test_an_absurd_number_costs_its_event_alone(read_events, event, encoding):
+    """Two counts of 2^62 had a sum below zero."""
+    found = read_events([CLEARED, event, CLEARED], encoding=encoding)
+    assert found.rows["event"].to_list() == ["AllBlocksCleared"] * 2
+    assert [r.reason.startswith(f"{event[0]} event cannot be read") for r in found.rejects] == [True]
+
+
 def test_a_large_batch_with_a_bad_event_is_one_reject(read_events, monkeypatch):
     monkeypatch.setattr(kv_batches, "MAX_LOOSE_BYTES", 1000)
     assert read_events([CLEARED] * 100).rows.height == 100
@@ -233,6 +249,7 @@ def test_a_large_batch_with_a_bad_event_is_one_reject(read_events, monkeypatch):
         b"\xff\xfe",
         b"[" * 10_000,
         b"[1700000000.5," + b"9" * 400 + b"]",
+        b"[1700000000.5,[],0,9223372036854775807]",
     ],
 )
 def test_a_damaged_line_is_one_reject_and_the_next_is_read(read, line):

@@ -147,12 +147,17 @@ class Formulas:
         }
         if wrong := sorted(used & columns - numbers):
             raise UsageError("is not a column of numbers", where=wrong[0])
+        # One column after the other: a definition that others use many times is computed once. Each is computed from its
+        # own inputs alone: adding it to the frame would cost as much as the frame is wide, for each of many definitions.
+        found: dict[str, pl.Series] = {}
         for name, node in self.nodes.items():
-            if name in used and name not in columns and names_in(node) <= columns:
-                # One column after the other: a definition that others use many times is computed once.
-                rows = rows.with_columns(to_polars(node, {}).alias(name))
+            needed = names_in(node)
+            if name in used and name not in columns and needed <= columns:
+                inputs = pl.DataFrame([found[n] if n in found else rows[n] for n in sorted(needed)])
+                value = inputs.select(to_polars(node, {}).alias(name)).to_series()
+                found[name] = value if needed else value.new_from_index(0, rows.height)
                 columns.add(name)
-        return rows
+        return rows.with_columns(found.values())
 
 
 # -- sums, conditions and the boundary rule --------------------------------------------------------------

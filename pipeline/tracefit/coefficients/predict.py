@@ -213,9 +213,15 @@ def _predict_form(
             out_of_range += _out_of_range(model.name, term, value)
     predicted = line_value(form, {n: values.get(n) for n in names})
     if predicted is None:
-        unknown = formulas.inputs([n for n in names if n not in values], given)
+        without_value = [n for n in names if n not in values]
         known = [n for n, v in given.items() if v is not None]
-        raise compiled.lacks(sorted(unknown - set(known)), known)
+        if lacking := sorted(formulas.inputs(without_value, given) - set(known)):
+            raise compiled.lacks(lacking, known)
+        raise UsageError(
+            f"the formula of {without_value[0]} gives no finite number for these values",
+            where=model.name,
+            hint="give the feature itself, or other values",
+        )
     # The held-out errors are those of rows in the training range: outside they say nothing.
     interval = interval_about(predicted, None if out_of_range else p90_ape_pct(model, group))
     return Prediction(interval, values, tuple(assumed), tuple(out_of_range))

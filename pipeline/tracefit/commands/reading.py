@@ -6,7 +6,9 @@ One rule: a file with the same name, size and hash as in the manifest is not dec
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -271,23 +273,45 @@ def _is_compressed(file: TraceFile) -> bool:
 def resolve_run_id(manifest: Manifest, source: RunSource) -> str:
     """Return the id of a run: its name, with a number if another run has that name.
 
-    A stored run is the same run if it was read from the same folder, or if all its files still exist, under
-    their names or with their contents.
+    A stored run is the same run if it was read from the same folder, or has the files of the source.
     """
-    names = {file.name for file in source.trace_files}
+    hashes = cache(lambda: {content_hash_of(file) for file in source.trace_files})
     number, run_id = 1, source.run_id
-    hashes: set[str] | None = None
     while (run := manifest.runs.get(run_id)) is not None:
         if not run.tables or (source.folder is not None and run.source == source.folder):
             break
-        missing = [file for file in run.files if file.path not in names]
-        if missing and hashes is None:
-            hashes = {content_hash_of(file) for file in source.trace_files}
-        if all(file.sha256 in (hashes or ()) for file in missing):
+        if _has_files_of(run, source, hashes):
             break
         number += 1
         run_id = f"{source.run_id}-{number}"
     return run_id
+
+
+def _has_files_of(run: IngestedRun, source: RunSource, hashes: Callable[[], set[str]]) -> bool:
+    """Return whether each file of a stored run is in the source, under its name or with its content, or was rotated away.
+
+    Files were rotated away if they do not exist any more, and another one of the run is in the source with its content,
+    or begins with it. `hashes` gives the hashes of the source's files, which takes long.
+    """
+    files = {file.name: file for file in source.trace_files}
+    missing = [known for known in run.files if known.path not in files]
+    gone = [known for known in missing if known.sha256 not in hashes()]
+    if any("://" in known.path or os.path.lexists(known.path) for known in gone):
+        return False
+    return not gone or any(
+        known.sha256 in hashes() or (known.path in files and _begins_as(files[known.path], known))
+        for known in run.files
+    )
+
+
+def _begins_as(file: TraceFile, known: ReadFile) -> bool:
+    """Return whether a file begins with the content of a known one."""
+    digest, left = hashlib.sha256(), known.size_bytes
+    with file.open() as raw:
+        while left and (piece := raw.read(min(left, 1 << 20))):
+            digest.update(piece)
+            left -= len(piece)
+    return not left and digest.hexdigest() == known.sha256
 
 
 def content_hash(files: Iterable[ReadFile]) -> str:

@@ -28,13 +28,18 @@ MAX_TRACKED_BLOCKS = 2_000_000
 MAX_TRACKED_RANKS = 1 << 12
 """Ranks with blocks whose age is known; hostile files name more."""
 
-_COUNT = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+# The bounds of the same values in traces: sums and products of what is within them fit 64 bits.
+_BLOCKS = Annotated[int, msgspec.Meta(ge=0, le=schema.MOST_BLOCKS)]
+_TOKENS = Annotated[int, msgspec.Meta(ge=0, le=schema.MOST_TOKENS)]
+_STEP = Annotated[int, msgspec.Meta(ge=0, le=schema.MOST_STEP)]
 _RANK = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 _UNIX_S = Annotated[float, msgspec.Meta(ge=0, lt=9e9)]  # later times do not fit 64 bits of nanoseconds
 _OTHER_TYPES: dict[str, Any] = {
     "block_hashes": list[Hash],
     "transfer_id": Annotated[int, msgspec.Meta(ge=0)],
-    **dict.fromkeys(("block_count", "block_size", "own_step"), _COUNT),
+    "block_count": _BLOCKS,
+    "block_size": _TOKENS,
+    "own_step": _STEP,
     **dict.fromkeys(("source_rank", "dest_rank"), _RANK),
     **dict.fromkeys(("parent_block_hash", "token_ids", "lora_id"), msgspec.Raw),
     "success": bool,
@@ -78,7 +83,7 @@ class Batch(msgspec.Struct, array_like=True):
     ts: _UNIX_S
     events: list[msgspec.Raw]
     data_parallel_rank: _RANK | None = None
-    scheduler_step: _COUNT | None = None
+    scheduler_step: _STEP | None = None
 
 
 class WholeBatch(Batch, array_like=True):

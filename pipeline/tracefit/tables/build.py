@@ -29,7 +29,7 @@ from tracefit.tables.requests import (
 from tracefit.tables.resolve import Facts, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import RunTally
-from tracefit.tables.span_requests import request_spans, requests_from_spans
+from tracefit.tables.span_requests import request_spans, requests_from_spans, sift_numbers
 from tracefit.tables.staging import RunPart, parts_of, read_staged
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ class _Run:
 
     def add(self, window: _Window) -> None:
         """Add the rows of a window to the sorts of all tables."""
-        spans = window.read("spans")
+        spans, odd_spans = sift_numbers(window.read("spans"))
         self.counts["spans"] += spans.height
         self.counts["dropped_attributes"] += int(spans["dropped_attributes"].sum() or 0)
         counted = window.read("events").group_by("name").agg(pl.col("count").sum())
@@ -337,7 +337,7 @@ class _Run:
         journeys, lost, odd_journeys, moved = window.journeys(self.sieve)
         self.counts["moved"] += moved
         self._add_journeys(in_epoch(journeys, self.starts, "ts_ns"), spans)
-        self._add_rejects(window, spans, lost, pl.concat([odd_steps, odd_snapshots, odd_journeys]))
+        self._add_rejects(window, spans, lost, pl.concat([odd_spans, odd_steps, odd_snapshots, odd_journeys]))
 
     def _add_journeys(self, journeys: pl.DataFrame, spans: pl.DataFrame) -> None:
         ids = spans.select("row", "trace_id", "span_id", "parent_span_id", "request_id")

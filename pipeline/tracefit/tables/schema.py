@@ -215,11 +215,11 @@ EARLIER_NAMES = {
 _BROKEN = pl.DataFrame(schema={"row": pl.UInt32, "reason": pl.String})
 
 _MOST_COUNT = 2**31 - 1
-_MOST_TOKENS = 10**8
+MOST_TOKENS = 10**8
 """Ten times the longest context of any model, and more than a step can compute."""
-_MOST_BLOCKS = 10**8
+MOST_BLOCKS = 10**8
 """Of 16 tokens of 10 kB each: sixteen terabytes."""
-_MOST_STEP = 2**40
+MOST_STEP = 2**40
 """A step of 100 us each for three years."""
 _MOST_NS = 2**62
 """146 years. Differences of times up to here do not overflow."""
@@ -240,15 +240,15 @@ def _n(name: str, doc: str, unit: str | None = None, *, limit: str | None = None
 
 
 def _tokens(name: str, doc: str, *, limit: str | None = None) -> Column:
-    return Column(name, "int64", doc, "token", least=0, most=_MOST_TOKENS, limit=limit)
+    return Column(name, "int64", doc, "token", least=0, most=MOST_TOKENS, limit=limit)
 
 
 def _blocks(name: str, doc: str) -> Column:
-    return Column(name, "int64", doc, "block", least=0, most=_MOST_BLOCKS)
+    return Column(name, "int64", doc, "block", least=0, most=MOST_BLOCKS)
 
 
 def _step(name: str, doc: str, *, nullable: bool = True) -> Column:
-    return Column(name, "int64", doc, nullable=nullable, least=0, most=_MOST_STEP)
+    return Column(name, "int64", doc, nullable=nullable, least=0, most=MOST_STEP)
 
 
 def _clock(name: str, doc: str, *, nullable: bool = True) -> Column:

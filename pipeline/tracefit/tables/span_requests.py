@@ -44,6 +44,42 @@ _SPAN = (
 )
 
 
+_MOST_US = 7 * 24 * 3_600_000_000
+"""The longest time that a request takes or waits: a week."""
+
+_NUMBERS = {
+    **{
+        rule.attribute: (rule.column.removeprefix("api_"), rule.factor)
+        for rule in REQUEST_RULES
+        if rule.attribute and rule.column not in _TEXT
+    },
+    **{api: (column, 1.0) for column, api in _FROM_API.items()},
+}
+"""Column of spans to the column of `requests` that it gives, and the factor between them."""
+
+
+def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Clear attributes that no request can have: fewer tokens than none, or a wait of years.
+
+    Args:
+        spans: Rows of spans, with row and the columns `dialects.SPAN_KEYS` and `dialects.REQUEST_ATTRIBUTES`.
+
+    Returns:
+        The spans, and one row per cleared value: row, reason.
+    """
+    broken = [pl.DataFrame(schema={"row": pl.UInt32, "reason": pl.String})]
+    for name, (column, factor) in _NUMBERS.items():
+        most = _MOST_US if column in _DURATIONS else schema.MOST_TOKENS
+        value = pl.col(name).cast(pl.Float64, strict=False) * factor
+        absurd = spans.select((~value.is_between(0, most)).fill_null(value=False)).to_series()
+        if absurd.any():
+            reason = pl.lit(f"requests.{column} is out of range")
+            broken.append(spans.filter(absurd).select("row", reason=reason))
+            spans = spans.with_columns(pl.when(~absurd).then(name).alias(name))
+    # An attribute can be the span's own and the API's: it is one value.
+    return spans, pl.concat(broken).unique(maintain_order=True)
+
+
 def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the spans that describe requests without events, with the columns that `requests_from_spans` needs.
 
