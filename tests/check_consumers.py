@@ -224,7 +224,7 @@ def compare(run: str, made: Path, blis: Path, reason: str | None) -> Replayed:
         counted.height,
         strict.height >= MIN_STRICT,
         percentiles(counted, measured),
-        percentiles(counted, keys("ours_")),
+        percentiles(counted, keys("fitted_")),
         percentiles(counted, keys("own_")),
         reason,
     )

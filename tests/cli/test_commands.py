@@ -28,6 +28,7 @@ def test_the_job_in_a_process_of_its_own(process, tmp_path, traces):
         assert (tmp_path / "out" / file).stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_an_error_in_a_process_of_its_own(process, tmp_path):
     done = process("run", tmp_path / "missing", "--out", tmp_path / "out")
     assert (done.returncode, done.stdout) == (2, "")
@@ -59,6 +60,7 @@ def test_the_text_names_every_model_and_file(tracefit, tmp_path, folder, quick):
         assert str(tmp_path / "out" / file) in out
 
 
+@pytest.mark.slow
 def test_json_is_the_result_as_it_is_on_disk(tracefit, tmp_path, folder, quick):
     code, out, _ = tracefit("run", folder, "--out", tmp_path / "out", "--json", *quick)
     said = json.loads(out)
@@ -77,6 +79,7 @@ def test_json_is_the_result_as_it_is_on_disk(tracefit, tmp_path, folder, quick):
         assert fitted["rows_holdout"] == entry["holdout"]["n"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["ingest", "train"])
 def test_json_of_the_parts(tracefit, tmp_path, folder, quick, command):
     arguments = {
@@ -88,6 +91,7 @@ def test_json_of_the_parts(tracefit, tmp_path, folder, quick, command):
     assert json.loads(out)["exit_code"] == code == 0
 
 
+@pytest.mark.slow
 def test_inspect_tells_facts_and_writes_nothing(tracefit, tmp_path, folder):
     before = sorted(tmp_path.rglob("*"))
     code, out, err = tracefit("inspect", folder)
@@ -100,6 +104,7 @@ def test_inspect_tells_facts_and_writes_nothing(tracefit, tmp_path, folder):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_inspect_is_exit_code_1_when_nothing_can_be_trained(tracefit, tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "one")
     code, out, err = tracefit("inspect", folder)
@@ -139,6 +144,7 @@ def test_loose_files_take_their_facts_from_options(tracefit, tmp_path, folder, q
     assert TableStore(tmp_path / "b" / "tables").runs() == ["traces-0001"]
 
 
+@pytest.mark.slow
 def test_options_win_over_the_runs_files(tracefit, tmp_path, folder, quick):
     options = ("--gpu", "A100", "--tp", 2, "--set", "max_num_seqs=17", "--set", "enforce_eager=true")
     assert tracefit("run", folder, "--out", tmp_path / "out", *options, "-q", *quick)[0] == 0
@@ -160,6 +166,7 @@ def test_a_damaged_line_is_exit_code_3_with_a_warning(tracefit, tmp_path, folder
     assert TableStore(tmp_path / "out" / "tables").read("rejects").height == 1
 
 
+@pytest.mark.slow
 def test_sample_tables_are_written_beside_the_models(tracefit, tmp_path, folder, quick):
     assert tracefit("run", folder, "--out", tmp_path / "out", "--sample-csv", "-q", *quick)[0] == 0
     names = {p.name for p in (tmp_path / "out" / "models").iterdir()}

@@ -150,6 +150,7 @@ def test_training_data_never_drifts_from_what_was_trained_on_it(tracefit, traine
     assert {d["verdict"] for d in told["drift"]} == {"good"}
 
 
+@pytest.mark.slow
 def test_a_server_that_became_slower_has_drifted(tracefit, trained, tmp_path, new_traces):
     """Steps take 1.3 times as long: the old file is 1 - 1/1.3 = 23 % low."""
     tables = _tables(tmp_path, new_traces, _Slower.slow_down, seed=8)

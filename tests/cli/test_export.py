@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -41,6 +43,28 @@ def test_what_cannot_be_converted_is_one_line_and_1(tracefit, tmp_path, trained)
     code, _, err = tracefit("export", trained / "models", "--to", "nobody", "--out", tmp_path / "x")
     assert (code, "known: blis" in err) == (2, True)
     assert not (tmp_path / "blis").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("export", "--to", "wva", "--out"), ("predict", "--batch", 4), ("predict", "--prompt", 50)],
+    ids=lambda command: f"{command[0]} {command[1]}",
+)
+def test_a_step_model_that_was_not_fitted_is_a_fault_of_the_data(tracefit, tmp_path, trained, command):
+    """But a file of step times that was not given is a fault of the command line."""
+    beta = json.loads((trained / "models" / "beta.json").read_text())
+    missing = {"name": "beta.cycle_time", "reason": "no step was seen", "remedy": "trace steps"}
+    beta |= {"models": [], "not_fitted": [missing | {"scope_id": beta["models"][0]["scope_id"]}]}
+    (tmp_path / "beta.json").write_text(json.dumps(beta))
+    (tmp_path / "alpha.json").write_bytes((trained / "models" / "alpha.json").read_bytes())
+    what, *options = command
+    if what == "export":
+        options += [tmp_path / "wva", "--tables", trained / "tables"]
+    code, out, err = tracefit(what, tmp_path, *options)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "was not fitted: no step was seen; trace steps" in err
+    code, _, err = tracefit(what, tmp_path / "alpha.json", *options)
+    assert (code, "no model beta.cycle_time" in err) == (2, True)
 
 
 def test_the_shipped_models_make_a_table(tracefit, tmp_path):

@@ -80,6 +80,7 @@ def test_importing_the_package_loads_nothing_heavy(process):
     assert not any(f"'{name}'" in done.stdout for name in HEAVY)
 
 
+@pytest.mark.slow
 def test_what_fits_nothing_waits_for_no_estimators(process):
     commands = ("inspect", "ingest", "requests", "report", "generate", "predict")
     load = "import sys, importlib; [importlib.import_module(f'tracefit.commands.{v}') for v in sys.argv[1:]]"

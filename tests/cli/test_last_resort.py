@@ -70,6 +70,7 @@ def test_the_line_names_the_run_and_the_debug_log_has_the_traceback(tracefit, mo
         assert ("Traceback (most recent call last)" in stderr) == bool(level)
 
 
+@pytest.mark.slow
 def test_files_of_a_result_are_all_written_or_none(tracefit, monkeypatch, out):
     """The fourth file of the result cannot be made: the three before it stay as they were."""
     before = _contents(out / "models")
@@ -79,6 +80,7 @@ def test_files_of_a_result_are_all_written_or_none(tracefit, monkeypatch, out):
     assert _contents(out / "models") == before
 
 
+@pytest.mark.slow
 def test_warnings_of_libraries_reach_the_debug_log_alone(process, trained):
     code = """
 import warnings

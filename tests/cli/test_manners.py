@@ -22,6 +22,7 @@ def test_h_is_help(tracefit):
     assert tracefit("run", "-h")[1] == tracefit("run", "--help")[1]
 
 
+@pytest.mark.slow
 def test_a_pipe_that_is_closed_ends_quietly(trained):
     """A report is longer than a pipe holds; its reader takes one line."""
     command = [sys.executable, "-c", "from tracefit.cli import main; main()", "report", str(trained)]
@@ -32,6 +33,7 @@ def test_a_pipe_that_is_closed_ends_quietly(trained):
     assert (running.returncode, err) == (141, ""), "as a shell has it of a closed pipe"
 
 
+@pytest.mark.slow
 def test_a_setting_that_nothing_knows_is_warned_of(tracefit, traces, tmp_path):
     folder = traces.load(steps=40, requests=5).write(tmp_path / "busy")
     *_, err = tracefit("inspect", folder, "--set", "frobnicate=3")
@@ -40,6 +42,7 @@ def test_a_setting_that_nothing_knows_is_warned_of(tracefit, traces, tmp_path):
     assert err == ""
 
 
+@pytest.mark.slow
 def test_a_run_without_configuration_is_warned_of(tracefit, traces, tmp_path, quick):
     folder = traces.load().write(tmp_path / "bare", config=False)
     *_, err = tracefit("run", folder, "--out", tmp_path / "out")

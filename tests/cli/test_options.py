@@ -67,6 +67,7 @@ def test_a_commands_own_section_wins_over_what_is_for_all(generated, config):
     assert generated("synth", "--config", config("requests = 3\n[train]\nfeatures = 'batch'\n")) == 3
 
 
+@pytest.mark.slow
 def test_lists_and_tables_set_repeatable_options(tracefit, tmp_path, traces, config):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     scopes = set()

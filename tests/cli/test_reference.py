@@ -86,12 +86,17 @@ COMMANDS = {
     "export": ("{shipped}", "--to", "csv", "--scope", "llama-3.1-8b", "--out", "{out}"),
 }
 
+_SLOW = {"run", "report", "verify"}
+
 
 def test_every_command_is_among_them():
     assert {name.split()[0] for name in COMMANDS} == set(GROUP.commands)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[pytest.mark.slow] if c in _SLOW else []) for c in COMMANDS],
+)
 def test_json_is_what_its_schema_says(tracefit, tmp_path, runs, quick, command):
     def call(name):
         arguments = [a.format(runs=runs, out=tmp_path, shipped=ROOT / "models") for a in COMMANDS[name]]

@@ -48,6 +48,7 @@ def test_a_full_stdout_is_one_line_and_exit_code_2(shell):
     )
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_told_of_by_the_exit_code_alone():
     gone, stdout = os.pipe()
     os.close(gone)

@@ -31,6 +31,7 @@ def small(new_traces):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", "garbage\n", "{}\n"])
 def test_a_run_that_holds_nothing_is_named_and_the_others_are_read(tmp_path, tracefit, small, content):
     for name in ("a", "c"):
@@ -62,6 +63,7 @@ def test_a_window_of_files_that_rotates_stays_one_run(tmp_path, tracefit, small)
     assert TableStore(tmp_path / "tables").runs() == ["run"]
 
 
+@pytest.mark.slow
 def test_spans_of_two_runs_are_warned_of_and_trained_on_once(tmp_path, new_traces, tracefit, quick):
     run = new_traces().load().write(tmp_path / "one" / "run")
     shutil.copytree(run, tmp_path / "two" / "again")
@@ -75,6 +77,7 @@ def test_spans_of_two_runs_are_warned_of_and_trained_on_once(tmp_path, new_trace
     assert scope["runs"] == ["run"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["deleted", "damaged", "exchanged"])
 def test_a_part_that_is_not_what_was_written_is_refused_and_repaired(tmp_path, tracefit, small, damage):
     run, tables = small(tmp_path / "run"), tmp_path / "tables"
@@ -120,6 +123,7 @@ def test_names_of_servers_and_requests_reach_no_terminal_and_no_page_as_code(
         assert not {"\x1b", "\x07"} & set(text)
 
 
+@pytest.mark.slow
 def test_names_in_coefficient_files_reach_no_terminal_as_code(tmp_path, trained, tracefit):
     models = shutil.copytree(trained / "models", tmp_path / "models")
     for path in models.glob("*.json"):
@@ -208,6 +212,7 @@ def test_a_file_that_is_renamed_has_its_new_name(tmp_path, tracefit, small):
         assert TableStore(tables).read("spans")["source_file"].unique().to_list() == [str(folder / name)]
 
 
+@pytest.mark.slow
 def test_names_that_are_not_utf_8_are_read_and_not_written(tmp_path, monkeypatch, tracefit, small):
     monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
     folder = small(tmp_path / "run")
@@ -233,6 +238,7 @@ def test_options_of_a_wrong_type_are_one_line(tmp_path, trained, tracefit, optio
     assert next(iter(option)) in stderr
 
 
+@pytest.mark.slow
 def test_a_model_without_a_scope_is_not_verified(tmp_path, trained, tracefit, quick):
     document = json.loads((trained / "models" / "beta.json").read_text())
     del document["models"][0]["scope_id"]
@@ -244,8 +250,9 @@ def test_a_feature_of_a_column_of_texts_is_one_line(tmp_path, trained, tracefit,
     (tmp_path / "f.yaml").write_text(
         "name: odd\nfeatures:\n  - {name: x, formula: run_id, unit: token, reason: text}\n"
     )
+    tables = shutil.copytree(trained / "tables", tmp_path / "tables")  # training writes its frames there
     code, _, stderr = tracefit(
-        "train", trained / "tables", "--out", tmp_path / "m", "--features", tmp_path / "f.yaml", "--fast"
+        "train", tables, "--out", tmp_path / "m", "--features", tmp_path / "f.yaml", "--fast"
     )
     assert code in (0, 1, 2)
     assert stderr.count("\n") <= 1

@@ -210,6 +210,7 @@ def test_a_huge_file_is_refused_in_little_memory(write, name):
     assert peak < 200e6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HUGE)
 def test_a_larger_file_is_refused_in_as_much_more_time(write, grows_linearly, name):
     def prepare(n):

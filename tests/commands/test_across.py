@@ -23,6 +23,7 @@ def evaluation_of(tmp_path):
     return of
 
 
+@pytest.mark.slow
 def test_a_run_is_predicted_by_the_other_and_on_all_of_its_rows(tmp_path, new_traces, evaluation_of):
     """A step of run b costs 500 us more per request that decodes (15 on average) than one of run a.
 
@@ -42,6 +43,7 @@ def test_a_run_is_predicted_by_the_other_and_on_all_of_its_rows(tmp_path, new_tr
     assert "run `a` | `beta.cycle_time`" in report
 
 
+@pytest.mark.slow
 def test_what_cannot_be_left_out_is_a_note_and_no_error(tmp_path, traces, evaluation_of):
     traces.load(steps=120, requests=0).write(tmp_path / "runs" / "alone")
     evaluation, report = evaluation_of(across=True, features="batch")
@@ -53,6 +55,7 @@ def test_what_cannot_be_left_out_is_a_note_and_no_error(tmp_path, traces, evalua
     assert "- Note: leave-one-run-out" in report
 
 
+@pytest.mark.slow
 def test_without_asking_nothing_is_left_out(tmp_path, traces, evaluation_of):
     traces.load(steps=120, requests=0).write(tmp_path / "runs" / "alone")
     evaluation, report = evaluation_of(features="batch")

@@ -135,6 +135,7 @@ def test_an_output_folder_that_is_a_file(tmp_path, traces):
     _refused(UsageError, [traces.load(steps=60, requests=0).write(tmp_path / "run")], tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_damaged_line_is_a_reject_and_everything_else_is_there(tmp_path, traces, quick):
     folder = traces.load(steps=120, requests=60).write(tmp_path / "run")
     lines = (folder / "traces.json").read_text().splitlines(keepends=True)

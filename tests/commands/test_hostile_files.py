@@ -11,6 +11,7 @@ import time
 
 import pyarrow as pa
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from tracefit.tables.store import TableStore
 
@@ -61,15 +62,50 @@ KEEPS_GOOD = ("deep nesting", "empty objects", "empty objects as spans", "one hu
 """Files whose good records are read whatever lies between them."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
-def test_a_hostile_file_ends_in_time_with_a_result_or_one_line(tmp_path, traces, name):
-    line = traces.request(1, 0, step=1).lines()[0]
-    span = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["spanId"]
-    good = line.replace(": ", ":").replace(", ", ",").encode() + b"\n"
-    path = tmp_path / "traces.json"
-    path.write_bytes(FILES[name](good))
-    command = [sys.executable, "-m", "tracefit.cli", "ingest", path, "--out", tmp_path / "tables"]
+MINIMAL = 1_000_000
+"""Spans that hold their two ids alone."""
+
+
+def _minimal_json(_):
+    spans = b",".join(b'{"traceId":"%032x","spanId":"%016x"}' % (n, n) for n in range(1, MINIMAL + 1))
+    return b'{"resourceSpans":[{"scopeSpans":[{"scope":{"name":"vllm.api"},"spans":[%b]}]}]}\n' % spans
+
+
+def _minimal_lines(_):
+    line = b'{"resourceSpans":[{"scopeSpans":[{"scope":{"name":"vllm.api"},"spans":[%b]}]}]}\n'
+    span = b'{"traceId":"%032x","spanId":"%016x"}'
+    return b"".join(line % (span % (n, n)) for n in range(1, MINIMAL + 1))
+
+
+def _minimal_protobuf(_):
+    traces = TracesData()
+    group = traces.resource_spans.add().scope_spans.add()
+    group.scope.name = "vllm.api"
+    for n in range(1, MINIMAL + 1):
+        group.spans.add(trace_id=n.to_bytes(16, "big"), span_id=n.to_bytes(8, "big"))
+    return _frame(traces.SerializeToString())
+
+
+def _many_keys(good):
+    keys = b",".join(b'{"key":"k%d","value":{"intValue":"%d"}}' % (n, n) for n in range(400_000))
+    start = good.index(b'"attributes":[', good.index(b'"events"')) + len(b'"attributes":[')
+    return good[:start] + keys + b"," + good[start:]
+
+
+WORST = {
+    "bad frames of 8 bytes": (lambda _: b"\0\0\0\4\x28\xb5\x2f\xfd" * (SIZE // 8), 1),
+    "a million minimal spans of one line": (_minimal_json, 0),
+    "a million minimal spans of a line each": (_minimal_lines, 0),
+    "a million minimal spans of one message": (_minimal_protobuf, 0),
+    "an event of 400,000 keys": (_many_keys, 0),
+}
+"""Name to a function from a good line to the bytes of a file, and the exit code: files that took gigabytes once."""
+WORST_MEMORY_BYTES = 600 << 20
+
+
+def _ingest(path, out):
+    """Ingest a file with one worker; return exit code, seconds, the most memory held and stderr."""
+    command = [sys.executable, "-m", "tracefit.cli", "ingest", path, "--out", out, "--workers", "1"]
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, *command],
@@ -79,12 +115,44 @@ def test_a_hostile_file_ends_in_time_with_a_result_or_one_line(tmp_path, traces,
         env=os.environ | {"COLUMNS": "200"},
         check=True,
     )
-    seconds = time.monotonic() - began
     code, peak_bytes = map(int, done.stdout.split()[-2:])
-    print(f"{name}: exit {code}, {seconds:.0f} s, {peak_bytes >> 20} MiB, {done.stderr.strip()[-300:]}")  # noqa: T201
+    return code, time.monotonic() - began, peak_bytes, done.stderr
+
+
+@pytest.fixture
+def good_line(traces):
+    """Return a line of one request, without white space, and the id of its span."""
+    line = traces.request(1, 0, step=1).lines()[0]
+    span = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["spanId"]
+    return line.replace(": ", ":").replace(", ", ",").encode() + b"\n", span
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_a_hostile_file_ends_in_time_with_a_result_or_one_line(tmp_path, good_line, name):
+    good, span = good_line
+    path = tmp_path / "traces.json"
+    path.write_bytes(FILES[name](good))
+    code, seconds, peak_bytes, stderr = _ingest(path, tmp_path / "tables")
+    print(f"{name}: exit {code}, {seconds:.0f} s, {peak_bytes >> 20} MiB, {stderr.strip()[-300:]}")  # noqa: T201
     assert code in (0, 1, 2, 3)
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in stderr
     if name in KEEPS_GOOD:
         assert span in TableStore(tmp_path / "tables").read("spans")["span_id"].to_list()
     assert seconds < SECONDS
     assert peak_bytes < MEMORY_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORST)
+def test_files_that_took_gigabytes_are_within_the_bound_of_all_files(tmp_path, good_line, name):
+    make, expected = WORST[name]
+    path = tmp_path / "traces.json"
+    path.write_bytes(make(good_line[0]))
+    code, seconds, peak_bytes, stderr = _ingest(path, tmp_path / "tables")
+    print(f"{name}: exit {code}, {seconds:.0f} s, {peak_bytes >> 20} MiB, {stderr.strip()[-300:]}")  # noqa: T201
+    assert (code, "Traceback" in stderr) == (expected, False)
+    if "minimal" in name:
+        assert TableStore(tmp_path / "tables").read("spans").height == MINIMAL
+    assert seconds < SECONDS
+    assert peak_bytes < WORST_MEMORY_BYTES

@@ -58,7 +58,8 @@ def test_only_a_new_file_is_read(tmp_path, lines, fresh, contents, decoded):
     assert contents(tmp_path / "tables") == fresh
 
 
-@pytest.mark.parametrize("cut", [pytest.param(0, marks=pytest.mark.slow), 30])
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [0, 30])
 def test_a_file_that_grew_is_decoded_again(tmp_path, lines, fresh, contents, decoded, small_pieces, cut):
     """The last line may have been cut when it was read first: what was a reject is whole now."""
     folder = _write(tmp_path / "run" / "traces.json", lines[:50])
@@ -75,6 +76,7 @@ def test_a_file_that_grew_is_decoded_again(tmp_path, lines, fresh, contents, dec
     assert TableStore(tmp_path / "tables").runs() == ["run"]
 
 
+@pytest.mark.slow
 def test_a_file_beside_one_that_grew_is_not_decoded_again(tmp_path, lines, fresh, contents, decoded):
     folder = _write(tmp_path / "run" / "traces-1.json", lines[:20])
     _write(folder / "traces-2.json", lines[40:])
@@ -98,6 +100,7 @@ def test_a_rotated_file_belongs_to_its_run_and_has_its_new_name(tmp_path, lines,
     assert files == {str(p) for p in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_run_is_its_folder_whatever_becomes_of_its_files(tmp_path, lines, contents):
     """Retention: the oldest file goes, a new one comes. What the folder holds now is the run."""
     folder = _write(tmp_path / "run" / "traces-1.json", lines[:20])
@@ -200,6 +203,7 @@ def test_the_environment_is_as_it_was_after_workers_ran(tmp_path, lines, monkeyp
     assert dict(os.environ) == before
 
 
+@pytest.mark.slow
 def test_after_so_many_rejects_a_file_is_not_read_on_and_that_is_reported(tmp_path, lines, new_traces):
     """Other files of the run are read to their end."""
     bad = '{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"zz","spanId":"zz"}]}]}]}'

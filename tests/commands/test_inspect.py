@@ -73,6 +73,7 @@ def test_nothing_is_written(tmp_path, traces, files_in):
     assert files_in(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_tables_tell_the_same_as_the_traces_they_are_of(tmp_path, traces):
     folder = traces.load(steps=120, requests=60).write(tmp_path / "busy")
     ingest([folder], tmp_path / "tables")
@@ -113,7 +114,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.slow] if c == "journeys alone" else []) for c in CASES],
+    [pytest.param(c, marks=[pytest.mark.slow] if c != "everything" else []) for c in CASES],
 )
 def test_what_it_allows_is_what_training_fits(tmp_path, traces, allows, quick, case):
     steps, requests, wanted = CASES[case]
@@ -125,6 +126,7 @@ def test_what_it_allows_is_what_training_fits(tmp_path, traces, allows, quick, c
     assert found.exit_code == 0
 
 
+@pytest.mark.slow
 def test_rows_are_counted_as_training_counts_them(tmp_path, traces, allows, quick):
     folder = traces.load().write(tmp_path / "run")
     text = allows(inspect([folder]))["step time"].reason
@@ -201,6 +203,7 @@ def test_complete_journeys_make_queue_and_composition_exact(tmp_path, traces, al
     assert found["TTFT, ITL and E2E"].reason == "measured on 90 of 90 requests"
 
 
+@pytest.mark.slow
 def test_prefix_hits_need_snapshots_that_tell_them(tmp_path, new_traces, allows):
     verdicts = {}
     for name, more in (("without", {}), ("with", {"effective_prompt_len": 60})):

@@ -55,6 +55,7 @@ def test_positive_leaves_no_coefficient_below_zero(trained_with):
     assert options["positive"] is True
 
 
+@pytest.mark.slow
 def test_fast_skips_the_references_and_keeps_the_baselines(trained_with):
     _, entries, options = trained_with(fast=True)
     assert [e["gradient_boosting"] for e in entries.values()] == [None] * 4

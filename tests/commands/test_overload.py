@@ -46,12 +46,14 @@ def test_it_is_flagged_and_kept_out_of_the_fit(tmp_path, trained_on):
     assert store.read("beta_training", ["fine"]).height > 100
 
 
+@pytest.mark.slow
 def test_it_is_kept_when_asked_for(trained_on):
     scope, _ = trained_on(["fine", "given_up"], include_overloaded=True)
     assert scope["overloaded"][0]["trained_on"] is True
     assert scope["runs"] == ["fine", "given_up"]
 
 
+@pytest.mark.slow
 def test_alone_in_its_scope_it_is_trained_on_and_flagged(trained_on):
     scope, report = trained_on(["given_up"])
     assert scope["overloaded"][0]["trained_on"] is True

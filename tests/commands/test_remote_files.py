@@ -147,6 +147,7 @@ def test_what_is_as_it_was_is_not_read(bucket, read, decoded):
     assert decoded == []
 
 
+@pytest.mark.slow
 def test_what_was_written_anew_is_read_and_decoded_if_it_is_another(tmp_path, bucket, read, decoded):
     read()
     bucket.opened.clear()

@@ -97,7 +97,8 @@ def one_by_one(monkeypatch):
     return into
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
 def test_files_in_bundles_give_the_tables_of_files_one_by_one(tmp_path, records, write, one_by_one, seed):
     """Whatever they hold and however it is packed, where it was read included; many spans are in two files."""
     chance = random.Random(seed)
@@ -138,6 +139,7 @@ def _in_files(write, records):
     return folder
 
 
+@pytest.mark.slow
 def test_of_a_known_folder_only_new_files_are_decoded(tmp_path, records, write, one_by_one, decoded):
     """They come before, between and after those that are known; of a span that is in two files the first counts."""
     records += records[:40]
@@ -223,6 +225,7 @@ def test_a_file_of_thousands_of_event_names_costs_its_neighbours_nothing(
     assert sum(json.loads(tables["runs"]["events"][0]).values()) >= 4000
 
 
+@pytest.mark.slow
 def test_too_many_rejects_of_a_file_cost_its_neighbours_nothing(tmp_path, records, write, one_by_one):
     folder = _in_files(write, records)
     (folder / "hour=00" / "traces_000000003.json").write_bytes(b'{"resourceSpans": [1]}\n' * 50)
@@ -237,6 +240,7 @@ def test_too_many_rejects_of_a_file_cost_its_neighbours_nothing(tmp_path, record
     assert apart["rejects"].height >= 10
 
 
+@pytest.mark.slow
 def test_a_known_file_is_looked_at_and_hashed_and_no_more(tmp_path, records, write, monkeypatch):
     """However many there are: no file is compared with every other."""
     folder = _in_files(write, records)

@@ -51,6 +51,7 @@ def test_the_target_is_chosen_by_the_busy_time_that_durations_cover(
     assert _timeline(tmp_path)["duration_coverage"] == pytest.approx(covered, abs=0.002)
 
 
+@pytest.mark.slow
 def test_durations_that_are_step_times_are_used_for_every_sampled_step(tmp_path, traces, job):
     trace = traces.load(steps=400, requests=0, covered=0.95)
     events = trace.records[0]["scopeSpans"][0]["spans"][0]["events"]
@@ -59,6 +60,7 @@ def test_durations_that_are_step_times_are_used_for_every_sampled_step(tmp_path,
     assert TableStore(tmp_path / "out" / "tables").read("beta_training").height == 200
 
 
+@pytest.mark.slow
 def test_the_report_says_why_the_clock_with_both_medians(tmp_path, traces, job):
     job(traces.load(steps=120, requests=0, covered=0.05))
     because = _timeline(tmp_path)["beta_target_reason"]
@@ -71,6 +73,7 @@ def test_the_report_says_why_the_clock_with_both_medians(tmp_path, traces, job):
     assert because in (tmp_path / "out" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_steps_without_any_duration_use_the_clock(tmp_path, traces, job):
     trace = traces.load(steps=120, requests=0)
     for event in trace.records[0]["scopeSpans"][0]["spans"][0]["events"]:
@@ -94,6 +97,7 @@ def test_the_law_is_found_in_step_with_execution(tmp_path, traces, job, lag):
     assert {t["feature"]: round(t["value"], 2) for t in beta["terms"]}["prefill_tokens"] == 10
 
 
+@pytest.mark.slow
 def test_idle_gaps_are_in_neither_part(tmp_path, traces, job):
     trace = traces.load(steps=240, requests=0)
     events = trace.records[0]["scopeSpans"][0]["spans"][0]["events"]
@@ -126,6 +130,7 @@ def test_steps_alone_train_beta_and_say_which_flag_gives_alpha(tmp_path, traces,
         assert "--enable-journey-tracing" in said
 
 
+@pytest.mark.slow
 def test_journeys_without_an_api_layer_train_the_queue_wait_alone(tmp_path, traces, job):
     trace = traces.load(steps=120)
     trace.records = [r for r in trace.records if r["scopeSpans"][0]["scope"]["name"] != "vllm.api"]
@@ -134,6 +139,7 @@ def test_journeys_without_an_api_layer_train_the_queue_wait_alone(tmp_path, trac
     assert result.exit_code == 0
 
 
+@pytest.mark.slow
 def test_journeys_alone_train_alpha(tmp_path, traces, job):
     result = job(traces.load(steps=0))
     alpha = {m.name for m in result.trained.fitted if m.name.startswith("alpha.")}
@@ -141,6 +147,7 @@ def test_journeys_alone_train_alpha(tmp_path, traces, job):
     assert result.exit_code == 0
 
 
+@pytest.mark.slow
 def test_too_few_consecutive_steps_say_which_flag_to_raise(tmp_path, traces, job):
     trace = traces.load(steps=120)
     events = trace.records[0]["scopeSpans"][0]["spans"][0]["events"]

@@ -257,6 +257,7 @@ UNITS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_registry_takes_the_set(made, tmp_path):
     """The rules of its file format: closed keys, units and methods, zero only where nothing is charged, sources."""
     blis = export(made / "models", "blis", tmp_path)

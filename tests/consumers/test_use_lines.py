@@ -110,6 +110,7 @@ def replay_words(result):
     return shlex.split(line.removeprefix("replay of the traced requests: "))
 
 
+@pytest.mark.slow
 def test_blis_lines_hold_what_makes_it_the_traced_server(exported):
     result, words = exported("blis")
     assert words[:2] == ["blis", "run"]
@@ -143,6 +144,7 @@ def test_blis_runs_its_use_line_as_printed(exported, tmp_path):
     assert '"completed_requests"' in done.stdout
 
 
+@pytest.mark.slow
 @needs_blis
 @pytest.mark.parametrize("blocks", [4096, 899, 400])
 def test_our_replay_is_what_blis_computes(exported, made, tmp_path, blocks):
@@ -222,6 +224,7 @@ def test_the_mocker_is_the_traced_server(exported):
     assert (given["no_enable_prefix_caching"], given["no_enable_chunked_prefill"]) == (True, False)
 
 
+@pytest.mark.slow
 def test_the_registry_line_copies_the_set(exported, tmp_path):
     result, _ = exported("blis-registry")
     (tmp_path / "clone/coefficients").mkdir(parents=True)

@@ -113,6 +113,7 @@ def test_the_report_and_the_summary_show_them(trained):
             )
 
 
+@pytest.mark.slow
 def test_what_has_no_journeys_says_so(tmp_path, new_traces, quick):
     folder = new_traces().load(requests=0).write(tmp_path / "steps")
     tracefit.run([folder], tmp_path / "out", options=quick)
@@ -157,6 +158,7 @@ def test_planted_step_times_compose_to_the_measured_latencies(planted, options):
     assert bool(preempted) == ("num_blocks" in options)
 
 
+@pytest.mark.slow
 def test_scheduling_a_step_ahead_is_composed_of_the_cycles_its_tokens_came_in(tmp_path, new_traces, quick):
     folder = new_traces().load(lag=1, noise=0.01).write(tmp_path / "ahead")
     tracefit.run([folder], tmp_path / "out", options=quick)
@@ -167,6 +169,7 @@ def test_scheduling_a_step_ahead_is_composed_of_the_cycles_its_tokens_came_in(tm
         assert told["mape_pct"] < 3, name
 
 
+@pytest.mark.slow
 def test_hindsight_takes_away_what_changed_with_the_hold_out(tmp_path, new_traces, quick):
     """The machine takes 0.8 of the time from there on: forecasts are a quarter too long, the same terms fitted there not."""
     folder = new_traces().load(late=0.8).write(tmp_path / "faster")
@@ -180,6 +183,7 @@ def test_hindsight_takes_away_what_changed_with_the_hold_out(tmp_path, new_trace
         assert told["refit_on_holdout"]["mape_pct"] < told["teacher_forced"]["mape_pct"] / 3
 
 
+@pytest.mark.slow
 def test_hindsight_leaves_what_no_batch_tells(tmp_path, new_traces, quick):
     """Of independent noise on every step no coefficient knows more afterwards."""
     folder = new_traces().load(noise=0.2).write(tmp_path / "noisy")
@@ -189,12 +193,14 @@ def test_hindsight_leaves_what_no_batch_tells(tmp_path, new_traces, quick):
     assert told["refit_on_holdout"]["mape_pct"] == pytest.approx(told["teacher_forced"]["mape_pct"], rel=0.2)
 
 
+@pytest.mark.slow
 def test_with_few_steps_sampled_and_all_journeys_the_steps_between_are_composed_too(planted):
     told = _latency(planted(step_sampling=0.1))["itl"]["teacher_forced"]
     assert told["n"] > 40
     assert told["mape_pct"] < 3
 
 
+@pytest.mark.slow
 def test_with_few_journeys_and_few_steps_requests_are_left_out_and_counted(planted):
     latency = _latency(planted(step_sampling=0.3, journey_sampling=0.5))
     told = latency["itl"]

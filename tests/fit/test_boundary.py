@@ -72,6 +72,7 @@ def test_the_expectation_is_exported_and_its_error_stands_beside_the_clocks(trai
     assert "| `alpha.admission`, expectation |" in (trained / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new_traces, quick, monkeypatch):
     """Thirty requests at once are named in the report; the work is that of the requests that came alone."""
     # All of them are queued after the same time, which a line fits as well: this test needs the boundary.

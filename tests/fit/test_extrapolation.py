@@ -38,6 +38,7 @@ def _holdout(out):
     return rows.filter((pl.col("split") == "holdout") & pl.col("excluded_reason").is_null())
 
 
+@pytest.mark.slow
 def test_the_peak_is_predicted_from_a_quiet_afternoon(surge):
     """The bound of the roofline law holds at three times the load; boosted trees do not know it."""
     scope, entry, model = _beta(surge)
@@ -47,6 +48,7 @@ def test_the_peak_is_predicted_from_a_quiet_afternoon(surge):
     assert abs(scope["summed_step_time"]["bias_pct"]) <= 4.0
 
 
+@pytest.mark.slow
 def test_the_bound_is_exported_as_a_term_with_a_formula_anyone_can_compute(surge):
     """Its ratio is that of the law's efficiencies, 0.75 of memory to 0.55 of compute, on a grid of quarter octaves."""
     _, _, model = _beta(surge)
@@ -60,6 +62,7 @@ def test_the_bound_is_exported_as_a_term_with_a_formula_anyone_can_compute(surge
     assert 8_000 < answer.step.value_us < 30_000
 
 
+@pytest.mark.slow
 def test_errors_inside_and_outside_the_training_ranges_add_up(surge):
     _, entry, model = _beta(surge)
     held = _holdout(surge)
@@ -75,6 +78,7 @@ def test_errors_inside_and_outside_the_training_ranges_add_up(surge):
     assert total / held.height == pytest.approx(entry["holdout"]["mae"])
 
 
+@pytest.mark.slow
 def test_what_was_tried_is_in_the_file_with_both_errors(surge):
     _, entry, model = _beta(surge)
     assert [c["name"] for c in entry["candidates"]] == ["batch", "roofline", "roofline_max", "batch+products"]
@@ -82,6 +86,7 @@ def test_what_was_tried_is_in_the_file_with_both_errors(surge):
     assert all(c["inside_mae"] > 0 and c["beyond_mae"] > 0 and c["reason"] for c in entry["candidates"])
 
 
+@pytest.mark.slow
 def test_the_lower_half_of_the_load_predicts_the_upper(surge):
     _, entry, _ = _beta(surge)
     beyond = entry["load_extrapolation"]
@@ -92,6 +97,7 @@ def test_the_lower_half_of_the_load_predicts_the_upper(surge):
     assert beyond["mape_pct"] < beyond["gradient_boosting"]["mape_pct"]
 
 
+@pytest.mark.slow
 def test_the_report_draws_the_error_over_the_load(surge):
     _, entry, _ = _beta(surge)
     over = entry["error_over_load"]
@@ -103,6 +109,7 @@ def test_the_report_draws_the_error_over_the_load(surge):
     assert "training range" in (surge / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_every_prediction_in_the_box_of_the_training_ranges_is_positive(surge):
     """Ten thousand random points of the box of all features, corners among them."""
     _, _, model = _beta(surge)
@@ -137,6 +144,7 @@ def sparse(tmp_path_factory):
     return folder / "out"
 
 
+@pytest.mark.slow
 def test_a_sparse_run_is_evaluated_on_its_intervals_too(sparse):
     _, entry, _ = _beta(sparse)
     held, equations = _holdout(sparse), entry["held_out_equations"]
@@ -150,6 +158,7 @@ def test_a_sparse_run_is_evaluated_on_its_intervals_too(sparse):
     assert f"weighted by steps (n = {equations['per_step']['n']:,} steps)" in text
 
 
+@pytest.mark.slow
 def test_of_a_sparse_run_the_rows_that_were_evaluated_are_counted(sparse):
     scope, entry, _ = _beta(sparse)
     (rows,) = (r for r in scope["rows"] if r["model"] == "beta.cycle_time")

@@ -44,7 +44,8 @@ def test_coverage_counts_the_limits_in():
     assert coverage_pct(np.zeros(4), np.array([-1.0, 0.0, 2.0, 3.0]), np.full(4, 2.0)) == 50
 
 
-@pytest.mark.parametrize("relative", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("relative", [True, False])
 def test_intervals_of_95_percent_hold_new_observations_about_that_often(relative):
     """200 runs of 150 rows and 20 new ones, eight features of which six are noise: in-sample residuals are too small."""
     held = []

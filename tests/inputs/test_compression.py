@@ -167,6 +167,7 @@ def test_frames_of_nothing_by_the_million_are_one_counted_gap(bad):
     assert gap.count == 1_000_000
 
 
+@pytest.mark.slow
 def test_tiny_records_cost_as_much_as_there_are(grows_linearly):
     tiny = framed([zstd.compress(b"{}")])
 
@@ -207,6 +208,7 @@ def test_traces_that_compress_well_are_no_bomb(monkeypatch):
     assert read(gzip.compress(lines(0, 1) * 2000)) == (lines(0, 1) * 2000, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("magic", [b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd\x20", b"{\x1f\x8b\x08\x00"])
 def test_a_file_of_nothing_but_beginnings_costs_as_much_as_there_are(grows_linearly, magic):
     def prepare(n):

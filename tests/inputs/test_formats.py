@@ -10,6 +10,7 @@ import pytest
 from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
 from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
 
+from tracefit.inputs import formats
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.formats import inspect_file
 
@@ -140,17 +141,36 @@ def test_json_in_a_string_does_not_make_protobuf_json(inspect, otlp, shape):
     assert str(inspect(data)) == WORDS[shape]
 
 
-def test_a_head_is_enough(tmp_path, monkeypatch, otlp):
-    """A first record of 40 MB is known by its keys; what is no trace is not read through."""
+def test_a_head_is_enough(tmp_path, bytes_read, otlp):
+    """A first record of 40 MB is known by its keys."""
     (tmp_path / "traces.json").write_bytes(otlp.text(name="x" * (40 << 20)))
     (tmp_path / "traces.pb").write_bytes(otlp.framed([otlp.message(name="x" * (40 << 20))]))
-    (tmp_path / "weights.bin").write_bytes(b"\x00\x20\x00\x00\x0a\x84\xff\xff\x7f" + bytes(40 << 20))
-    (tmp_path / "junk.gz").write_bytes(b"\x1f\x8b\x08\x00" + os.urandom(40 << 20))
-    read: list[int] = []
-    opened = TraceFile.open
-    monkeypatch.setattr(TraceFile, "open", lambda self, **_: opened(self, on_read=read.append))
-    assert inspect_file(TraceFile.local(tmp_path / "traces.json")).is_traces
-    assert inspect_file(TraceFile.local(tmp_path / "traces.pb")).is_traces
+    for name in ("traces.json", "traces.pb"):
+        assert inspect_file(TraceFile.local(tmp_path / name)).is_traces
+    assert sum(bytes_read) <= 16 << 20
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [
+        pytest.param(b"\x00\x20\x00\x00\x0a\x84\xff\xff\x7f", id="weights"),
+        pytest.param(b"\x1f\x8b\x08\x00", id="damaged gzip"),
+        pytest.param(b"\x28\xb5\x2f\xfd", id="damaged zstd"),
+    ],
+)
+def test_what_is_no_trace_is_not_read_through(tmp_path, bytes_read, monkeypatch, begins):
+    """It is searched for records as far as junk can reach, and its head is read twice."""
+    assert formats.MOST_JUNK_BYTES <= 64 << 20
+    monkeypatch.setattr(formats, "MOST_JUNK_BYTES", 8 << 20)
+    (tmp_path / "weights.bin").write_bytes(begins + os.urandom(1 << 20) + bytes(19 << 20))
     assert not inspect_file(TraceFile.local(tmp_path / "weights.bin")).is_traces
-    assert not inspect_file(TraceFile.local(tmp_path / "junk.gz")).is_traces
-    assert sum(read) <= 16 << 20
+    assert sum(bytes_read) <= (8 << 20) + formats.HEAD_BYTES
+
+
+@pytest.fixture
+def bytes_read(monkeypatch):
+    """Return the sizes of what is read from files."""
+    sizes: list[int] = []
+    opened = TraceFile.open
+    monkeypatch.setattr(TraceFile, "open", lambda self, **_: opened(self, on_read=sizes.append))
+    return sizes

@@ -202,6 +202,7 @@ def test_tiny_messages_by_the_million_are_few_records(otlp, shape):
     assert damage(data, shape) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "unit"),
     [

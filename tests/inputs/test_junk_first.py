@@ -24,17 +24,46 @@ PLACES = {
     "lines before it": lambda junk, good: junk + good,
     "a first gzip member": lambda junk, good: gzip.compress(junk) + gzip.compress(good),
     "a first zstd frame": lambda junk, good: zstd.compress(junk) + zstd.compress(good),
+    "the first of many gzip members": lambda junk, good: gzip.compress(junk) + _pieces(good, gzip.compress),
+    "the first of many zstd frames": lambda junk, good: zstd.compress(junk) + _pieces(good, zstd.compress),
     "a damaged first gzip member": lambda junk, good: _damaged(gzip.compress(junk)) + gzip.compress(good),
     "a damaged first zstd frame": lambda junk, good: _damaged(zstd.compress(junk)) + zstd.compress(good),
     "a gzip head alone": lambda junk, good: b"\x1f\x8b\x08\x00" + junk + gzip.compress(good),
     "a zstd head alone": lambda junk, good: b"\x28\xb5\x2f\xfd" + junk + zstd.compress(good),
 }
-SHAPES = ("lines", "pretty object", "pretty array", "Tempo batches", "bare protobuf", "framed protobuf")
+SHAPES = (
+    "lines",
+    "lines with BOM, CRLF and blanks",
+    "pretty object",
+    "pretty array",
+    "Tempo batches",
+    "bare protobuf",
+    "framed protobuf",
+)
+
+
+def _pieces(data, compress):
+    """Compress data as three members or frames, cut anywhere."""
+    third = len(data) // 3
+    return b"".join(compress(piece) for piece in (data[:third], data[third : 2 * third], data[2 * third :]))
+
+
+def _prefixed(frame):
+    return len(frame).to_bytes(4, "big") + frame
 
 
 def _damaged(member):
     middle = len(member) // 2
     return member[:middle] + b"\xff" * 9 + member[middle + 9 :]
+
+
+LENGTHS_AND_FRAMES = {
+    "lines before it": lambda junk: junk,
+    "a first frame": lambda junk: _prefixed(zstd.compress(junk)),
+    "a damaged first frame": lambda junk: _prefixed(_damaged(zstd.compress(junk))),
+    "a length and what is no frame": _prefixed,
+    "a length and a frame's head alone": lambda junk: _prefixed(b"\x28\xb5\x2f\xfd" + junk),
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -44,8 +73,21 @@ def _damaged(member):
 )
 def test_good_records_behind_junk_are_found(otlp, read, shape, place, junk):
     good = otlp.SHAPES[shape](40)
-    whole = b"".join(read(good).payloads)
-    found = read(PLACES[place](JUNK[junk], good))
+    _check(read(good), read(PLACES[place](JUNK[junk], good)))
+
+
+@pytest.mark.parametrize("shape", ["framed zstd of JSON", "framed zstd of protobuf"])
+@pytest.mark.parametrize("place", LENGTHS_AND_FRAMES)
+@pytest.mark.parametrize(
+    "junk", [pytest.param(name, marks=pytest.mark.slow if "more than" in name else ()) for name in JUNK]
+)
+def test_good_records_behind_junk_are_found_in_length_prefixed_zstd(otlp, read, shape, place, junk):
+    good = otlp.SHAPES[shape](40)
+    _check(read(good), read(LENGTHS_AND_FRAMES[place](JUNK[junk]) + good))
+
+
+def _check(expected, found):
+    whole = b"".join(expected.payloads)
     # Junk right before a record may cost that one: there is no line between them. All others are found.
     spans = [bytes(f"{n:032x}", "ascii") for n in range(2, 41)]
     spans += [n.to_bytes(16, "big") for n in range(2, 41)]

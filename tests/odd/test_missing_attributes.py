@@ -19,21 +19,24 @@ def _attributes():
         if kind.layer == "api":
             found += [(kind.event, "event.ts.monotonic")]
             continue
+        found += [(kind.event, "event.type")]
         found += [(kind.event, keys[0]) for keys in dialects.JOURNEY_KEYS.values()]
         found += [(kind.event, "ts.monotonic_ns"), (kind.event, "ts.monotonic")]
-    found += [("ABORTED", "reason")]
+    found += [("ABORTED", "reason"), ("ABORTED", "error")]
     found += [(dialects.STEP_EVENT, keys[0]) for keys in dialects.STEP_KEYS.values()]
     found += [(dialects.SNAPSHOT_EVENT, keys[0]) for keys in dialects.SNAPSHOT_KEYS.values()]
     return found
 
 
-EVERYWHERE = sorted({key for _, key in _attributes()})
-
-
-def _without(odd, root, folder, pairs, **options):
-    run = odd.run("busy", root)
-    assert any(run.strip(event, key) for event, key in pairs)
-    return odd.through(run.write(folder / "odd"), folder, **options)
+OF_SPANS = (
+    "gen_ai.request.id",
+    "gen_ai.request.max_tokens",
+    "gen_ai.response.model",
+    "gen_ai.usage.completion_tokens",
+    "gen_ai.usage.prompt_tokens",
+    "http.route",
+)
+EVERYWHERE = sorted({key for _, key in _attributes()} | set(OF_SPANS))
 
 
 @pytest.fixture(scope="session")
@@ -50,27 +53,25 @@ def root(tmp_path_factory):
     ],
 )
 def test_a_run_without_an_attribute_goes_through_every_command(odd, root, tmp_path, event, key):
-    run = odd.run("busy", root)
+    run = odd.run("preempted and aborted", root)
     if not run.strip(event, key):
         pytest.skip("this server does not write it")
     odd.through(run.write(tmp_path / "odd"), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=() if key == "phase" else pytest.mark.slow) for key in EVERYWHERE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("key", EVERYWHERE)
 def test_a_run_without_an_attribute_anywhere_goes_through_every_command(odd, root, tmp_path, key):
-    run = odd.run("busy", root)
+    run = odd.run("preempted and aborted", root)
     if not run.strip("", key):
         pytest.skip("this server does not write it")
     odd.through(run.write(tmp_path / "odd"), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=() if n == 0 else pytest.mark.slow) for n in range(20)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
 def test_a_run_without_ten_attributes_goes_through_every_command(odd, root, tmp_path, seed):
-    run = odd.run("busy", root)
+    run = odd.run("preempted and aborted", root)
     for pair in random.Random(seed).sample(_attributes(), 10):
         run.strip(*pair)
     odd.through(run.write(tmp_path / "odd"), tmp_path)
@@ -94,3 +95,28 @@ def test_what_is_missing_is_named_with_what_gives_it(odd, root, tmp_path, event,
     assert key in sentence
     assert "vLLM 0.15.1" in sentence
     assert flag in sentence
+
+
+@pytest.mark.slow
+def test_a_model_without_its_events_names_them_and_what_gives_them(odd, root, tmp_path):
+    run = odd.run("busy", root)
+    for span in run.spans():
+        span["events"] = [e for e in span.get("events", ()) if e["name"] != "journey.SCHEDULED"]
+    evaluation, _ = odd.through(run.write(tmp_path / "odd"), tmp_path, commands=())
+    (scope,) = evaluation["scopes"]
+    (missing,) = scope["not_fitted"]
+    assert missing["name"] == "alpha.queue_wait"
+    assert missing["reason"] == "no request has both events (QUEUED to first SCHEDULED)"
+    assert "vLLM 0.15.1" in missing["remedy"]
+    assert "--enable-journey-tracing" in missing["remedy"]
+
+
+def test_a_step_model_without_an_attribute_names_it_and_what_gives_it(odd, root, tmp_path):
+    run = odd.run("busy", root)
+    run.strip(dialects.STEP_EVENT, "step.ts_start_ns")
+    for span in run.spans():
+        span["events"] = [e for e in span.get("events", ()) if e["name"].startswith("step.")]
+    _, said = odd.through(run.write(tmp_path / "odd"), tmp_path, commands=())
+    wanted = "beta.cycle_time: no step.BATCH_SUMMARY has a usable step.id or step.ts_start_ns"
+    assert wanted in said["run"]
+    assert "vLLM 0.15.1 gives them with --step-tracing-enabled" in said["run"]

@@ -13,6 +13,7 @@ def ids(*numbers):
     return [f"{number:016x}" for number in numbers]
 
 
+@pytest.mark.slow
 def test_a_tail_cut_at_any_byte_costs_the_last_record_alone(otlp):
     whole, last = lines_of(otlp, 1, 2)
     start = len(whole) + 1
@@ -23,6 +24,7 @@ def test_a_tail_cut_at_any_byte_costs_the_last_record_alone(otlp):
     assert otlp.read(whole + b"\n" + last).ids == ids(1, 2)
 
 
+@pytest.mark.slow
 def test_a_record_glued_onto_a_cut_one_at_any_byte_is_recovered(otlp):
     first, cut, glued, last = lines_of(otlp, 1, 2, 3, 4)
     start = len(first) + 1
@@ -202,6 +204,7 @@ def test_an_empty_export_is_neither_spans_nor_a_reject(otlp, line):
     assert found.rejects == []
 
 
+@pytest.mark.slow
 def test_excerpts_never_show_values(otlp):
     (line,) = lines_of(otlp, 1)
     for start in range(0, len(line), 3):
@@ -233,6 +236,7 @@ def test_a_bad_attribute_of_an_event_costs_no_span_of_another_record(otlp):
     assert reject.source_offset == len(lines[0]) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
 def test_thousands_of_bad_records_are_a_reject_each(otlp, shape):
     records = [otlp.record(otlp.span(n, traceId="" if n % 2 else "1" * 32)) for n in range(1, 10_001)]

@@ -186,6 +186,7 @@ def assert_equal(found, expected):
             }
 
 
+@pytest.mark.slow
 @whole_files
 @given(seed=seeds, encoding=st.sampled_from(["lines", "framed protobuf"]))
 def test_events_in_any_layout_are_read_as_json_loads_reads_them(otlp, seed, encoding):
@@ -258,10 +259,9 @@ LITERALS = [
 """What may stand where a value is expected, valid or not."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "dtype", [TYPES[0], *(pytest.param(t, marks=pytest.mark.slow) for t in TYPES[1:])], ids=str
-)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_value_is_read_in_a_crowd_as_it_is_alone(otlp, kind, dtype):
     """The crowd is read all at once, the single event by the parser: both accept the same, and as the same."""
     for usual in {
@@ -362,6 +362,7 @@ def test_doubles_of_spans_as_texts(otlp, times, encoding):
     assert [span["attributes"] for span in found.spans] == [{"d": text} for text in texts.values()] * times
 
 
+@pytest.mark.slow
 @whole_files
 @given(seed=seeds)
 def test_events_in_any_layout_are_read_whatever_the_size_of_a_block(otlp, seed):

@@ -78,3 +78,48 @@ def test_blocks_of_any_size_hold_the_same_spans(otlp, shape, data):
     cut = otlp.read(content, **wanted, block_bytes=data.draw(st.integers(1, 3000)))
     assert cut.content == whole.content
     assert [span["source_offset"] for span in cut.spans] == [span["source_offset"] for span in whole.spans]
+
+
+@whole_files
+@given(data=st.data())
+@pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
+def test_a_long_record_that_is_split_holds_the_same_spans(otlp, shape, data):
+    records = data.draw(otlp.records)
+    wanted = otlp.wanted_of(records)
+    content = otlp.SHAPES[shape](records)
+    whole = otlp.read(content, **wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        for reader in ("json_records", "protobuf_records"):
+            patch.setattr(f"tracefit.otlp.{reader}._PIECE_BYTES", data.draw(st.integers(1, 300)))
+        split = otlp.read(content, **wanted)
+    assert split.content == whole.content
+    assert [span["source_offset"] for span in split.spans] == [span["source_offset"] for span in whole.spans]
+
+
+@pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
+def test_bad_spans_of_a_record_that_is_split_are_named_as_in_the_whole(otlp, monkeypatch, shape):
+    """By their number in the record, and with its place and length."""
+    bad = {5: {"traceId": "0" * 32}, 17: {"spanId": "0" * 16}}
+    content = otlp.SHAPES[shape]([otlp.record(*[otlp.span(n + 1, **bad.get(n, {})) for n in range(20)])] * 2)
+    whole = otlp.read(content)
+    assert [reject.reason.split(":")[0] for reject in whole.rejects] == ["span 5", "span 17"] * 2
+    for reader in ("json_records", "protobuf_records"):
+        monkeypatch.setattr(f"tracefit.otlp.{reader}._PIECE_BYTES", 150)
+    split = otlp.read(content)
+    assert split.ids == whole.ids
+    places = [[(r.source_offset, r.length, r.reason) for r in found.rejects] for found in (split, whole)]
+    assert places[0] == places[1]
+
+
+@pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
+@pytest.mark.parametrize("of_record", [1, 100])
+def test_a_batch_holds_no_more_spans_than_fit_into_memory(otlp, monkeypatch, shape, of_record):
+    """Short spans take twenty times their bytes when they are decoded."""
+    monkeypatch.setattr("tracefit.otlp.decode._MAX_SPANS", 10)
+    for reader in ("json_records", "protobuf_records"):
+        monkeypatch.setattr(f"tracefit.otlp.{reader}._PIECE_BYTES", 500)
+    spans = [otlp.span(n + 1) for n in range(100)]
+    records = [otlp.record(*spans[n : n + of_record]) for n in range(0, 100, of_record)]
+    batches, _ = otlp.decode(otlp.SHAPES[shape](records))
+    assert sum(batch.spans.height for batch in batches) == 100
+    assert max(batch.spans.height for batch in batches) <= 20

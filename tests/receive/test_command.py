@@ -59,6 +59,7 @@ def test_what_is_no_rotation_is_refused(text):
         parse_rotation(text)
 
 
+@pytest.mark.slow
 def test_what_is_given_is_in_the_configuration_and_what_is_not_is_to_be_filled_in(lib, start, tmp_path):
     receiver = start(
         tmp_path, "--model", "org/m", "--gpu", "H100", "--set", "max_num_seqs=64", "--set", "site=lab"
@@ -147,6 +148,7 @@ def test_a_wrong_option_is_one_line_before_anything_is_received(tmp_path, argume
     assert text in done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     done = call("--out", tmp_path / "file" / "runs", *ANY)
@@ -165,6 +167,7 @@ def test_without_the_extra_it_says_what_to_install(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_warned_of_while_it_runs(start, tmp_path, new_traces):
     traces = new_traces()
     traces.steps(traces.summary(1, 0), dropped=300)
@@ -184,6 +187,7 @@ def test_quiet_says_nothing(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_the_result_as_json(tmp_path):
     done = call("--out", tmp_path, *ANY, "--stop-after", "0.1s", "--json")
     said = json.loads(done.stdout)

@@ -209,6 +209,7 @@ def test_one_sender_that_cannot_be_written_does_not_hold_up_another(lib, tmp_pat
     assert numbers_in(lib, tmp_path) == [2]
 
 
+@pytest.mark.slow
 def test_a_full_disk_makes_the_sdk_wait_and_loses_nothing(lib, start, tmp_path):
     """A limit on the size of files stands for the disk's end; it is lifted while the SDK tries again."""
     receiver = start(tmp_path)
@@ -299,6 +300,7 @@ def test_files_are_rotated_by_time(lib, tmp_path, monkeypatch):
         assert len(store.files) == files
 
 
+@pytest.mark.slow
 def test_many_senders_do_not_hold_many_files_open(lib, tmp_path):
     store = store_at(tmp_path)
     store.commit([part(lib, n, sender=Sender("vllm", f"i{n}")) for n in range(1, 100)])

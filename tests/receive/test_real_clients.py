@@ -111,6 +111,7 @@ def settings(found):
     )
 
 
+@pytest.mark.slow
 def test_the_two_processes_of_a_server_are_one_run(lib, start, tmp_path, new_traces):
     """With newer SDKs each has a service.instance.id: a folder each, and requests joined over both."""
     traces = new_traces(server="engine").request(1, 0, step=1, server="api")

@@ -179,6 +179,7 @@ def test_what_is_marked_along_an_axis_is_in_the_legend_once():
     assert "warm-up" not in text
 
 
+@pytest.mark.slow
 def test_a_page_of_many_scopes_stays_small(trained, monkeypatch):
     """Fewer points are drawn first, then figures of the last scopes are left out, and that is said."""
     evaluation = read_evaluation(trained / "evaluation.json")

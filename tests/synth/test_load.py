@@ -33,6 +33,7 @@ def test_one_server_has_no_instance_id(busy_run):
     assert all("service.instance.id" not in batch.resource.keys for batch in busy_run.batches)
 
 
+@pytest.mark.slow
 def test_a_phase_sets_the_rate():
     phases = (Phase("slow", 0.5, 1.0), Phase("fast", 0.5, 10.0))
     rows = synth(SynthOptions(requests=200, rate_per_s=2.0, phases=phases)).truth_requests

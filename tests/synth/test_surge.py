@@ -10,9 +10,8 @@ from tracefit import UsageError
 from tracefit.synth import SynthOptions, surge_phases, synth
 
 
-@pytest.mark.parametrize(
-    "factor", [pytest.param(0.5, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.slow), 3.0]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
 def test_a_surge_is_the_last_thirty_percent_of_the_time_at_so_many_times_the_rate(factor):
     options = SynthOptions(requests=4_000, rate_per_s=200.0, phases=surge_phases(factor), seed=5)
     arrivals = np.sort(synth(options).truth_requests["arrival_ns"].to_numpy())

@@ -108,7 +108,13 @@ class Models:
             )
         # Kept, so that each model is compiled once for all predictions.
         return self._scopes.setdefault(
-            found[0], ScopeModels(found[0] or None, self._by_scope[found[0]], self._ranges(found[0]))
+            found[0],
+            ScopeModels(
+                found[0] or None,
+                self._by_scope[found[0]],
+                self._ranges(found[0]),
+                tuple(m for file in self.files for m in file.not_fitted if m.scope_id == found[0]),
+            ),
         )
 
     def model(self, name: str, scope: str | None = None) -> Model:
@@ -169,7 +175,8 @@ class Models:
             features: Columns or features by name; they win over what follows from the rest.
 
         Raises:
-            UsageError: There is no model of step times, or a feature it needs is not known.
+            DataError: The model of step times could not be fitted.
+            UsageError: There is none, or a feature it needs is not known.
         """
         chosen = self.scope(scope)
         if rows is not None:
@@ -228,7 +235,8 @@ class Models:
             features: Columns or features by name; they win over what follows from the rest.
 
         Raises:
-            UsageError: The input makes no sense, or there is no model of step times.
+            DataError: The model of step times could not be fitted.
+            UsageError: There is none, or the input makes no sense.
         """
         chosen = self.scope(scope)
         if rows is not None:

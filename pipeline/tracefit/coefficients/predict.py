@@ -22,13 +22,13 @@ from tracefit.coefficients.workload import (
     server_constants,
     traffic_formulas,
 )
-from tracefit.errors import UsageError
+from tracefit.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tracefit.coefficients.evaluation import RequestRange
-    from tracefit.coefficients.model import LinearForm, Model, Term, Workload
+    from tracefit.coefficients.model import LinearForm, Model, NotFitted, Term, Workload
 
 MAX_PREFILL_STEPS = 10_000
 
@@ -240,6 +240,8 @@ class ScopeModels:
     models: Mapping[str, Model]
     ranges: Mapping[str, RequestRange] = field(default_factory=dict)
     """Ranges of composed latencies: ttft, itl, e2e."""
+    not_fitted: tuple[NotFitted, ...] = ()
+    """Models that the files say could not be fitted."""
     _compiled: dict[str, CompiledModel] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -268,8 +270,19 @@ class ScopeModels:
 
     @property
     def step_model(self) -> Model:
-        """The model of step times."""
+        """The model of step times.
+
+        Raises:
+            DataError: It could not be fitted; the error has the reason.
+            UsageError: It is not there.
+        """
         found = next((n for n in STEP_MODELS if n in self.models), STEP_MODELS[0])
+        missing = next((m for m in self.not_fitted if m.name in STEP_MODELS), None)
+        if missing is not None and found not in self.models:
+            raise DataError(
+                f"{missing.name} of scope {self.scope_id} was not fitted: {missing.reason}",
+                hint=missing.remedy,
+            )
         return self.require(found)
 
     @property
@@ -301,7 +314,8 @@ class ScopeModels:
         """Predict a step.
 
         Raises:
-            UsageError: There is no model of step times, or a feature it needs is not known.
+            DataError: The model of step times could not be fitted.
+            UsageError: There is none, or a feature it needs is not known.
         """
         compiled = self.compiled(self.step_model)
         given = {**self.known_settings(compiled), **described.inputs(), **described.features}
@@ -319,7 +333,8 @@ class ScopeModels:
         """Predict a request: overheads, queue wait, the steps of its prompt, and its decode steps.
 
         Raises:
-            UsageError: The input makes no sense, or there is no model of step times.
+            DataError: The model of step times could not be fitted.
+            UsageError: There is none, or the input makes no sense.
         """
         return _RequestPredictor(self, described).predict()
 

@@ -324,7 +324,10 @@ def _require_models(scopes: list[FittedScope], where: str) -> None:
     if any(s.models for s in scopes):
         return
     reasons = dict.fromkeys(f"{m.name}: {m.reason}" for s in scopes for m in s.missing)
-    raise DataError(f"nothing can be fitted: {'; '.join(reasons)}", where=where, hint="trace a longer run")
+    remedies = dict.fromkeys(m.remedy for s in scopes for m in s.missing if m.remedy)
+    raise DataError(
+        f"nothing can be fitted: {'; '.join(reasons)}", where=where, hint="; ".join(remedies) or None
+    )
 
 
 def _write_training_frames(store: TableStore, scopes: list[FittedScope]) -> None:

@@ -27,12 +27,16 @@ if TYPE_CHECKING:
     import polars as pl
 
     from tracefit.coefficients.model import Provenance
+    from tracefit.fit.fitted import FittedScope
 
 RELATIVE = 1e-6
 """On which machines agree."""
 
 _SMALLEST = 1e-9
 MOST_SHOWN = 50
+
+_Fitted = dict[tuple[TrainOptions, tuple[str, ...]], "list[FittedScope]"]
+"""Scopes by the options and the runs that they are fitted with."""
 
 
 def verify(
@@ -57,14 +61,15 @@ def verify(
     path = find_models(file)
     store = TableStore(find_tables(tables) if tables is not None else tables_of(path)).require()
     progress = progress or NullProgress()
+    fitted: _Fitted = {}
     if not path.is_dir():
-        return _verify_file(path, store, features, progress)
+        return _verify_file(path, store, features, progress, fitted)
     files = [path / name for name in COEFFICIENT_FILES if (path / name).is_file()]
     if not files:
         raise UsageError(f"holds neither {' nor '.join(COEFFICIENT_FILES)}", where=str(path))
     # Where no alpha model, or no beta model, could be fitted its file says so and holds no number.
     filled = [one for one in files if read_coefficients(one).models]
-    return _together(path, [_verify_file(one, store, features, progress) for one in filled or files])
+    return _together(path, [_verify_file(one, store, features, progress, fitted) for one in filled or files])
 
 
 def _together(folder: Path, results: list[VerifyResult]) -> VerifyResult:
@@ -82,8 +87,9 @@ def _together(folder: Path, results: list[VerifyResult]) -> VerifyResult:
 
 
 def _verify_file(
-    path: Path, store: TableStore, features: str | Path | None, progress: Progress
+    path: Path, store: TableStore, features: str | Path | None, progress: Progress, fitted: _Fitted
 ) -> VerifyResult:
+    """Refit one file and compare it; files that were made together are refitted once."""
     document, plain = read_coefficients(path), read_plain(path, CoefficientFile)
     made_by = document.provenance
     if made_by is None or not any(m.training for m in document.models):
@@ -96,7 +102,10 @@ def _verify_file(
     lacking = set(run_ids) - set(runs["run_id"])
     if lacking or any(text.startswith("features ") for text in inputs):
         return VerifyResult(path, False, 0, tuple(inputs), 0, (), tuple(notes))
-    scopes = fit_runs(store, runs, options, progress)
+    made_from = options, tuple(run_ids)
+    if made_from not in fitted:
+        fitted[made_from] = fit_runs(store, runs, options, progress)
+    scopes = fitted[made_from]
     again = json.loads(
         to_json(
             dict(zip(("alpha", "beta"), publish.coefficient_files(scopes, made_by), strict=True))[

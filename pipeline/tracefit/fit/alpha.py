@@ -21,7 +21,7 @@ from tracefit.fit.linear import NON_NEGATIVE, Comparison, FeatureColumn, Regime,
 from tracefit.fit.results import Candidate, Missing
 from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_regimes
-from tracefit.server.tracing import JOURNEY_FLAGS
+from tracefit.server.tracing import INSTRUMENTED_VERSION, JOURNEY_FLAGS
 from tracefit.tables.dialects import WITHOUT_EVENTS
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def fit_target(
     Returns:
         The model, or why there is none and what to do for it.
     """
-    if (missing := _missing(tables.requests, target)) is not None:
+    if (missing := _missing(tables, target)) is not None:
         return missing
     features, exact = BUILT_IN[target.feature_set], target.state == "queue" and tables.queue is not None
     columns = columns_of(features)
@@ -148,14 +148,23 @@ def fit_target(
     )
 
 
-def _missing(requests: pl.DataFrame, target: Target) -> Missing | None:
+def _missing(tables: ScopeTables, target: Target) -> Missing | None:
     """Return why the requests hold no value of a target; null where they hold some."""
+    requests = tables.requests
     remedy = f"start the server with {JOURNEY_FLAGS}"
     if not requests.height:
         return Missing(target.model, "the traces hold no journeys", remedy)
-    if requests["dialect"].is_in(WITHOUT_EVENTS).all() and not requests[target.column].count():
+    if requests[target.column].count():
+        return None
+    if requests["dialect"].is_in(WITHOUT_EVENTS).all():
         return Missing(target.model, "the spans of these requests do not carry it", remedy)
-    return None
+    reason = "; ".join(
+        (
+            f"no request has both events ({target.definition})",
+            *tables.missing_attributes(r"journey\..*|api\..*"),
+        )
+    )
+    return Missing(target.model, reason, f"vLLM {INSTRUMENTED_VERSION} writes them with {JOURNEY_FLAGS}")
 
 
 def _options_of(target: Target, options: ScopeOptions) -> FitOptions:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from tracefit.server.context import ModelScope
 
 
+_SUMMARY = r"step\.BATCH_SUMMARY"
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """The fitted step time of a scope, or why there is none.
@@ -102,7 +105,8 @@ def fit_step_times(
     target = DURATION if options.beta_target == "duration" else CYCLE_TIME
     if not tables.timeline.height:
         remedy = f"start the server with {STEP_FLAGS}"
-        return StepTimes(cover, None, Missing(target.model, "the traces hold no step events", remedy))
+        without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
+        return StepTimes(cover, None, Missing(target.model, without, remedy))
     choice = choose_target(cover, options.beta_target)
     if scope.context.gpu is not None and len(sets) > 1:
         # With a known GPU the roofline terms are these amounts of work, scaled to times.
@@ -118,7 +122,8 @@ def fit_step_times(
     if isinstance(result, TooFewRows):
         few = f"of {tables.sampled_steps} sampled steps few are consecutive"
         remedy = f"raise --step-tracing-sample-rate: {few}"
-        return StepTimes(cover, choice, Missing(target.model, f"step times: {result.reason}", remedy))
+        too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
+        return StepTimes(cover, choice, Missing(target.model, too_few, remedy))
     definition, source = _definition(choice, tables.lags)
     reason = (f"feature set {chosen.features.name} chosen: {SET_RULE}",) if chosen.candidates else ()
     model = FittedModel(
@@ -198,8 +203,11 @@ def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOpti
         sets: The candidates in order of preference.
         options: How the model is fitted.
     """
-    # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
     first = _ratios(sets[0])[0]
+    if len(sets) == 1 and first.number is None:
+        unused = {f.name for f in LOAD_FEATURES} - set(first.features.names)
+        return _ChosenSet(first.features, rows.drop(unused & set(rows.columns)))
+    # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
     marked = mark_outliers(_taken(rows, first), columns_of(first.features), options)
     common_rows = rows.with_columns(marked["excluded_reason"])
     how = replace(options, drop_outliers=False)

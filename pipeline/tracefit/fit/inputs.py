@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, Signs
+from tracefit.server.tracing import without_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,3 +87,12 @@ class ScopeTables:
     """`timeline.requeue_waits`: the steps that a preempted request waited through."""
     clock_checks: pl.DataFrame
     """run_id, server, events, disagreeing: engine core events compared with the starts of their steps."""
+
+    def missing_attributes(self, events: str) -> tuple[str, ...]:
+        """Return a sentence for each event, by a pattern of names, that lacks attributes: which, and what gives them."""
+        found: dict[str, set[str]] = {}
+        for text in self.runs["missing_attributes"].drop_nulls().unique():
+            for event, attributes in json.loads(text).items():
+                if re.fullmatch(events, event):
+                    found.setdefault(event, set()).update(attributes)
+        return tuple(without_attribute(event, sorted(found[event])) for event in sorted(found))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracefit.inputs.compression import Gap, Piece, pieces
+from tracefit.inputs.compression import MOST_JUNK_BYTES, Gap, Piece, pieces
 from tracefit.inputs.files import cannot_open, display_name
-from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, MOST_JUNK_BYTES, detect_format
+from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, detect_format
 from tracefit.inputs.framing import Shape, next_record, whole_records
 from tracefit.inputs.rejects import Encoding, Reject, excerpt
 
@@ -139,13 +139,13 @@ class _Splitter:
 
     def blocks(self) -> Iterator[Block | Reject]:
         yield from self._fill(HEAD_BYTES)
-        contents = detect_format(self._buffer, is_whole=self._is_last)
+        contents, start = detect_format(self._buffer, is_whole=self._is_last), self._offset
+        is_text = self._buffer.lstrip().startswith((b"{", b"["))
         if contents.shape == "unknown" and not self._is_last:
             contents = yield from self._behind_junk(contents)
         shape, encoding = contents.shape, contents.encoding or "json"
         if shape == "unknown":
-            is_text = self._buffer.lstrip().startswith((b"{", b"["))
-            yield from self._skipped("not OTLP traces", shape, "json" if is_text else "protobuf")
+            yield from self._skipped("not OTLP traces", shape, "json" if is_text else "protobuf", start=start)
             return
         if shape == "empty":
             return
@@ -203,9 +203,12 @@ class _Splitter:
         self._drop(size)
         return block
 
-    def _skipped(self, reason: str, shape: Shape, encoding: Encoding) -> Iterator[Reject]:
-        """Skip to the next record, or to the end, and yield one reject for the skipped bytes."""
-        start, begins = self._offset, self._buffer[:_EXCERPT_BYTES]
+    def _skipped(
+        self, reason: str, shape: Shape, encoding: Encoding, *, start: int | None = None
+    ) -> Iterator[Reject]:
+        """Skip to the next record, or to the end, and yield one reject for the skipped bytes, or for those from `start` on."""
+        start = self._offset if start is None else start
+        begins = self._buffer[:_EXCERPT_BYTES]
         while (found := self._next(shape)) < 0:
             # A record header may lie across the edge of the buffer, so that its last bytes are searched again.
             self._drop(max(len(self._buffer) - _EDGE_BYTES, 1))

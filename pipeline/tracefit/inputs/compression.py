@@ -51,7 +51,11 @@ MAX_GUESSES = 10_000
 MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
 """Bytes that may be read again to find the unit after damage: a fixed number, plus a multiple of the bytes read so far."""
 
-_HEAD_BYTES, _TEXT_BYTES, _PIECE_BYTES = 1 << 20, 4096, 64 << 10
+MOST_JUNK_BYTES = 64 << 20
+"""Bytes of a file, and of its content, searched where the beginning shows nothing: a damaged beginning is short, and a file
+of something else may be huge."""
+
+_TEXT_BYTES, _PIECE_BYTES = 4096, 64 << 10
 _TRIAL_BYTES, _MAX_TRIALS = 16 << 10, 16
 _BYTEWISE_STEPS, _STEP_BYTES = 1 << 20, 4096
 _LENGTH_BYTES = 4
@@ -392,7 +396,7 @@ class _Reader:
     def _next_unit(self, start: int) -> int:
         """Return where, from `start` on, the next readable unit or plain record begins, or -1."""
         # Junk before a file's plain records is part of its content. A file that is no trace file is not read through.
-        pattern, limit = (_UNIT_START, _HEAD_BYTES) if self._is_stored else (_UNIT_OR_RECORD_START, None)
+        pattern, limit = (_UNIT_START, MOST_JUNK_BYTES) if self._is_stored else (_UNIT_OR_RECORD_START, None)
         while limit is None or start < limit:
             data = self._bytes(start, _PIECE_BYTES)
             found = self._unit_in(data, start, pattern)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from tracefit.inputs import otlp_wire as wire
-from tracefit.inputs.compression import Compression, Gap, compression_of, decompressed
+from tracefit.inputs.compression import MOST_JUNK_BYTES, Compression, Gap, compression_of, decompressed
 from tracefit.inputs.files import read_fully
 from tracefit.inputs.framing import BOM, Record, Shape, next_record, records
 from tracefit.inputs.rejects import Encoding, is_json
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 HEAD_BYTES = 4 << 20
 """Bytes examined. A file with a longer first record is recognised by its JSON keys, or not at all."""
 
-MOST_JUNK_BYTES = 64 << 20
-"""Bytes looked at where the head shows nothing: a damaged beginning is short, and a file of something else may be huge."""
 JUNK_EDGE_BYTES = 64 << 10
 """Of a part that is junk, how much is looked at again: a record may begin in it."""
 
@@ -77,7 +75,7 @@ class Contents:
 
 
 def inspect_file(file: TraceFile) -> Contents:
-    """Return the format of a file, from its first few MiB.
+    """Return the format of a file, from its first few MiB; up to `MOST_JUNK_BYTES` are read where these show nothing.
 
     Raises:
         UsageError: If it cannot be read.
@@ -116,7 +114,7 @@ def _behind_junk(file: TraceFile, found: Contents) -> Contents:
     """
     with file.open() as raw:
         part, looked_at = bytearray(), 0
-        for chunk in decompressed(raw):
+        for chunk in decompressed(cast("BinaryIO", _Beginning(raw, MOST_JUNK_BYTES))):
             if not isinstance(chunk, Gap):
                 part += chunk
             if len(part) >= HEAD_BYTES:
@@ -127,6 +125,28 @@ def _behind_junk(file: TraceFile, found: Contents) -> Contents:
                 del part[:-JUNK_EDGE_BYTES]
     behind = detect_format(bytes(part), is_whole=False, compression=found.compression)
     return behind if part.strip() else found
+
+
+class _Beginning(io.RawIOBase):
+    """The first bytes of an open file: damaged compression is searched for its next unit, to the end of the file."""
+
+    def __init__(self, raw: BinaryIO, size: int) -> None:
+        super().__init__()
+        self._raw = raw
+        self._size = size
+
+    def seekable(self) -> bool:
+        return self._raw.seekable()
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._raw.seek(offset, whence)
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._size - self.tell(), 0)
+        return self._raw.read(left if size < 0 else min(size, left))
 
 
 def detect_format(head: bytes, *, is_whole: bool, compression: Compression | None = None) -> Contents:

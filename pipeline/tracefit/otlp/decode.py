@@ -93,6 +93,9 @@ _RECORDS_BYTES = 32 << 20
 _MAX_RECORDS = 1 << 16
 """Records and damage held at a time: a file of tiny ones has millions."""
 
+_MAX_SPANS = 1 << 16
+"""Spans after which a batch is built: decoded, short ones take twenty times their bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -135,12 +138,17 @@ class SpanBatch:
 
 
 class _Record(NamedTuple):
-    """A record with its origin: the number of its block, its offset in the decompressed file, and its shape."""
+    """A record with its origin: the number of its block, its offset in the decompressed file, and its shape.
+
+    A piece of a long record has the offset and the length of the whole one, and the number of its first span in it.
+    """
 
     file: int
     offset: int
     payload: bytes
     shape: Shape
+    length: int
+    first_span: int = 0
 
 
 class _Encoding(Protocol):
@@ -149,14 +157,18 @@ class _Encoding(Protocol):
     name: Encoding
     syntax: layouts.Syntax
 
+    def split(self, payload: bytes) -> Iterator[tuple[int, bytes]] | None: ...
     def read(self, payload: bytes) -> list[SpanGroup] | None: ...
-    def check(self, payload: bytes, reject: MakeReject, max_rejects: int) -> CheckedRecord: ...
+    def check(
+        self, payload: bytes, reject: MakeReject, max_rejects: int, first_span: int = 0
+    ) -> CheckedRecord: ...
     def events(self, events: list[Any]) -> Events: ...
     def pairs(self, attributes: bytes) -> Pairs: ...
 
 
 class _Json:
     name: Encoding = "json"
+    split = staticmethod(json_records.split_record)
     read = staticmethod(json_records.read_record)
     check = staticmethod(normalise)
     syntax = layouts.JSON
@@ -183,6 +195,7 @@ def _encoding(name: Encoding) -> _Encoding:
         name: Encoding = "protobuf"
         syntax = layouts.PROTOBUF
         pairs = staticmethod(protobuf_records.read_pairs)
+        split = staticmethod(protobuf_records.split_record)
         read = staticmethod(protobuf_records.read_record)
         check = staticmethod(protobuf_records.check_record)
         events = staticmethod(protobuf_records.event_columns)
@@ -207,9 +220,7 @@ def decode_blocks(blocks: Sequence[tuple[int, Block, bytes]], wanted: Wanted) ->
         for item in records(payload, block.shape):
             if decoder.rejected[file] >= wanted.max_rejects:
                 break  # the reader of the file counts its rejects, and reports the limit
-            decoder.add(file, block, payload, item)
-            if decoder.is_full:
-                yield from decoder.flush()
+            yield from decoder.add(file, block, payload, item)
     yield from decoder.flush()
 
 
@@ -224,50 +235,65 @@ class _Decoder:
         self._damage: list[tuple[int, Reject]] = []
         self._size = 0
 
-    def add(self, file: int, block: Block, payload: bytes, item: Record | Damage) -> None:
-        """Collect one record of a block, or damage."""
+    def add(self, file: int, block: Block, payload: bytes, item: Record | Damage) -> Iterator[SpanBatch]:
+        """Collect one record of a block, or damage; yield batches when there is enough."""
         offset = block.offset + item.offset
         if isinstance(item, Damage):
             shown = payload[item.offset : item.offset + item.length]
             text = excerpt(shown, self._encoding.name, show_values=self._wanted.show_values)
             self._damage.append((file, Reject(block.source_file, offset, item.length, item.reason, text)))
             self.rejected[file] += 1
-        else:
-            self._held.append(_Record(file, offset, item.payload, block.shape))
-            self._size += len(item.payload)
+            if self._is_full:
+                yield from self.flush()
+            return
+        whole = _Record(file, offset, item.payload, block.shape, len(item.payload))
+        pieces = self._encoding.split(item.payload)
+        for first_span, piece in pieces or [(0, item.payload)]:
+            self._held.append(whole._replace(payload=piece, first_span=first_span))
+            self._size += len(piece)
+            if pieces or self._is_full:  # the whole record takes memory enough beside its pieces
+                yield from self.flush()
 
     @property
-    def is_full(self) -> bool:
-        """Whether it is time to flush."""
+    def _is_full(self) -> bool:
         return self._size >= _RECORDS_BYTES or len(self._held) + len(self._damage) >= _MAX_RECORDS
 
     def flush(self) -> Iterator[SpanBatch]:
         """Decode the collected records; those with odd attributes are read once more by the careful reader."""
         held, damage = self._held, self._damage
         self._held, self._damage, self._size = [], [], 0
-        if not held and not damage:
-            return
-        # The quick readers take attributes on trust and leave them to the builder. If it finds some that cannot be read,
-        # their records go to the careful reader, which rejects bad spans alone. Each round adds a record: the loop ends.
-        with_care: set[int] = set()
-        while True:
-            groups, found = self._read(held, with_care)
-            try:
-                batches = [_build(part, held, self._encoding, self._wanted) for part in _parts(groups, held)]
-            except UnreadableRecordsError as error:
-                with_care |= error.records
-                continue
-            break
-        self.rejected.update(file for file, _ in found)
-        for number, batch in enumerate(batches):
-            yield SpanBatch(*batch, reject_frame([*damage, *found] if not number else []))
+        start = 0
+        while start < len(held) or damage:
+            # The quick readers take attributes on trust and leave them to the builder. If it finds some that cannot be
+            # read, their records go to the careful reader, which rejects bad spans alone. Each round adds a record: the
+            # loop ends.
+            with_care: set[int] = set()
+            while True:
+                groups, found, stop = self._read(held, start, with_care)
+                size = sum(len(record.payload) for record in held[start:stop])
+                try:
+                    batches = [
+                        _build(part, held, self._encoding, self._wanted) for part in _parts(groups, size)
+                    ]
+                except UnreadableRecordsError as error:
+                    with_care |= error.records
+                    continue
+                break
+            self.rejected.update(file for file, _ in found)
+            for number, batch in enumerate(batches):
+                yield SpanBatch(*batch, reject_frame([*damage, *found] if not number else []))
+            start, damage = stop, []
 
-    def _read(self, held: Sequence[_Record], with_care: set[int]) -> tuple[_Groups, list[tuple[int, Reject]]]:
-        """Return the spans of records, and rejects for the rest."""
+    def _read(
+        self, held: Sequence[_Record], start: int, with_care: set[int]
+    ) -> tuple[_Groups, list[tuple[int, Reject]], int]:
+        """Return the spans of records from `start` on, rejects for the rest, and where the next ones begin."""
         groups: _Groups = []
         rejects: list[tuple[int, Reject]] = []
         rejected = self.rejected.copy()
-        for number, record in enumerate(held):
+        spans = 0
+        for number in range(start, len(held)):
+            record = held[number]
             usual = None if number in with_care else self._encoding.read(record.payload)
             if usual is None:
                 left = self._wanted.max_rejects - rejected[record.file]
@@ -276,12 +302,15 @@ class _Decoder:
                 rejected[record.file] += len(checked.rejects)
                 usual = checked.groups
             groups += [(number, group) for group in usual]
-        return groups, rejects
+            spans += sum(len(group.spans) for group in usual)
+            if spans >= _MAX_SPANS:
+                return groups, rejects, number + 1
+        return groups, rejects, len(held)
 
     def _check(self, record: _Record, max_rejects: int) -> CheckedRecord:
         """Read a record carefully; if it is unreadable, read the records inside, which a wrong length has swallowed."""
         reject = _reject_maker(record, self._encoding, self._wanted)
-        checked = self._encoding.check(record.payload, reject, max_rejects)
+        checked = self._encoding.check(record.payload, reject, max_rejects, record.first_span)
         inside = next_record(record.payload, record.shape, 1) if checked.is_unreadable else -1
         if inside < 0 or max_rejects <= 1:
             return checked
@@ -291,7 +320,7 @@ class _Decoder:
             if isinstance(item, Damage):
                 rejects.append(reject(item.reason, inside + item.offset, inside + item.offset + item.length))
                 continue
-            inner = _Record(record.file, offset, item.payload, record.shape)
+            inner = _Record(record.file, offset, item.payload, record.shape, len(item.payload))
             maker = _reject_maker(inner, self._encoding, self._wanted)
             found = self._encoding.check(item.payload, maker, max(max_rejects - len(rejects), 1))
             groups += found.groups
@@ -307,14 +336,17 @@ def _reject_maker(record: _Record, encoding: _Encoding, wanted: Wanted) -> MakeR
     def reject(reason: str, start: int = 0, end: int | None = None, shown: bytes | None = None) -> Reject:
         payload = record.payload[start:end]
         text = excerpt(payload if shown is None else shown, encoding.name, show_values=wanted.show_values)
-        return Reject("", record.offset + start, len(payload), reason, text)
+        length = record.length if end is None and not start else len(payload)
+        return Reject("", record.offset + start, length, reason, text)
 
     return reject
 
 
-def _parts(groups: _Groups, held: Sequence[_Record]) -> Iterator[_Groups]:
-    """Cut the spans of very long records into pieces of about equally many events, to bound the memory of the builder."""
-    size = sum(len(record.payload) for record in held)
+def _parts(groups: _Groups, size: int) -> Iterator[_Groups]:
+    """Cut the spans of a long record that could not be split into pieces of about equally many events.
+
+    The pieces bound the memory of the builder.
+    """
     pieces = 1 + size // (2 * _RECORDS_BYTES)
     if pieces == 1:
         yield groups

@@ -80,20 +80,21 @@ class MakeReject(Protocol):
         ...
 
 
-def normalise(payload: bytes, reject: MakeReject, max_rejects: int) -> CheckedRecord:
+def normalise(payload: bytes, reject: MakeReject, max_rejects: int, first_span: int = 0) -> CheckedRecord:
     """Read one record, or the records glued together in one line or document.
 
     Args:
         payload: The record's text.
         reject: Makes a reject.
         max_rejects: Rejects after which reading the record stops.
+        first_span: The number of its first span, by which rejects name spans.
 
     Returns:
         The good spans, and a reject for everything else.
     """
     if json_records.is_mostly_empty(payload):
         return CheckedRecord([], [reject("more objects than spans and events of its length can have")])
-    reader = _Reader(payload, reject, max_rejects)
+    reader = _Reader(payload, reject, max_rejects, first_span)
     with suppress(TooManyRejectsError):
         reader.read()
     return CheckedRecord(reader.groups, reader.rejects)
@@ -116,13 +117,13 @@ def object_end(text: bytes, start: int, stop: int) -> int:
 class _Reader:
     """Reads one record, and counts its spans, so that rejects can name them by number."""
 
-    def __init__(self, payload: bytes, reject: MakeReject, max_rejects: int) -> None:
+    def __init__(self, payload: bytes, reject: MakeReject, max_rejects: int, first_span: int) -> None:
         self.groups: list[SpanGroup] = []
         self.rejects: list[Reject] = []
         self._payload = payload
         self._reject = reject
         self._left = max_rejects
-        self._spans_read = 0
+        self._spans_read = first_span
 
     def read(self) -> None:
         try:

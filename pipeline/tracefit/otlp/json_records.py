@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode, b64encode, urlsafe_b64decode
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta, Raw
@@ -30,6 +30,9 @@ from tracefit.otlp.model import (
     nested_text,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
 Nanos = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -40,6 +43,7 @@ _UPPER_CASE = re.compile("[A-F]")
 _IGNORED = Raw(b"null")
 _UNSET = Raw(b"")
 _NO_ATTRIBUTES = Raw(b"[]")
+_NOTHING = Raw(b"{}")
 
 
 class _Struct(msgspec.Struct, gc=False, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -141,6 +145,24 @@ class _TracesData(_Struct, frozen=True):
     resource_spans: list[_ResourceSpans]
 
 
+class _UnreadScopeSpans(_Struct, frozen=True):
+    spans: list[Raw] = []
+    scope: Raw = _NOTHING
+    schema_url: Raw = _IGNORED
+
+
+class _UnreadResourceSpans(_Struct, frozen=True):
+    scope_spans: list[_UnreadScopeSpans] = []
+    resource: Raw = _NOTHING
+    schema_url: Raw = _IGNORED
+
+
+class _UnreadTraces(_Struct, frozen=True):
+    """A record whose spans stay JSON text."""
+
+    resource_spans: list[_UnreadResourceSpans]
+
+
 class _List(_Struct, frozen=True):
     values: list[Value] = []
 
@@ -152,8 +174,15 @@ class _KeyValueList(_Struct, frozen=True):
 _LONG_BYTES, _SHORTEST_OBJECT = 4 << 20, 14
 _EMPTY_RECORDS = (b"{}", b"[]")
 
+_PIECE_BYTES = 4 << 20
+"""Bytes of spans of a piece of a long record: those of a hundred bytes each take ten times as much when decoded."""
+
+_MOST_SHARED_BYTES = 64 << 10
+"""Bytes of resource and scope of a record that is split: each piece repeats them."""
+
 # Not strict: OTLP writes 64-bit integers as strings, which msgspec then converts without a Python str in between.
 _RECORDS = msgspec.json.Decoder(_TracesData, strict=False)
+_UNREAD = msgspec.json.Decoder(_UnreadTraces)
 _SPANS = msgspec.json.Decoder(SpanStruct, strict=False)
 _PAIRS = msgspec.json.Decoder(list[KeyValue], strict=False)
 _LISTS = msgspec.json.Decoder(_List, strict=False)
@@ -173,6 +202,44 @@ def is_mostly_empty(payload: bytes) -> bool:
     return size > _LONG_BYTES and (
         payload.count(b"{") * _SHORTEST_OBJECT > size or payload.count(b"[") * 8 > size
     )
+
+
+def split_record(payload: bytes) -> Iterator[tuple[int, bytes]] | None:
+    """Split a long record into shorter ones, so that not all of its spans are in memory decoded at once.
+
+    Returns:
+        Records, each with the number of its first span; None if the record is read whole: a short one, or one whose upper
+        levels are not as exporters write them.
+    """
+    if len(payload) <= 2 * _PIECE_BYTES or is_mostly_empty(payload):
+        return None
+    try:
+        resources = _UNREAD.decode(payload).resource_spans
+    except DECODE_ERRORS:
+        return None
+    if any(
+        len(each.resource) + len(group.scope) > _MOST_SHARED_BYTES
+        for each in resources
+        for group in each.scope_spans
+    ):
+        return None
+    return _pieces(resources)
+
+
+def _pieces(resources: list[_UnreadResourceSpans]) -> Iterator[tuple[int, bytes]]:
+    frame = b'{"resourceSpans":[{"resource":%b,"scopeSpans":[{"scope":%b,"spans":[%b]}]}]}'
+    number = 0
+    for each in resources:
+        for group in each.scope_spans:
+            held: list[Raw] = []
+            size = 0
+            for place, span in enumerate(group.spans, start=1):
+                held.append(span)
+                size += len(span)
+                if size >= _PIECE_BYTES or place == len(group.spans):
+                    yield number, frame % (each.resource, group.scope, b",".join(held))
+                    number += len(held)
+                    held, size = [], 0
 
 
 def read_record(payload: bytes) -> list[SpanGroup] | None:

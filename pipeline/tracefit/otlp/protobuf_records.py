@@ -33,7 +33,7 @@ from tracefit.otlp.model import (
 from tracefit.otlp.packed import PackedTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from tracefit.inputs.rejects import Reject
     from tracefit.otlp.json_normaliser import MakeReject
@@ -65,7 +65,11 @@ _MESSAGES = {
         "optional uint32 dropped_attributes_count 4"
     ),
     "Status": "optional string message 2, optional int32 code 3",
+    "UnreadTraces": "repeated UnreadResourceSpans resource_spans 1",
+    "UnreadResourceSpans": "repeated bytes resource 1, repeated UnreadScopeSpans scope_spans 2",
+    "UnreadScopeSpans": "repeated bytes scope 1, repeated bytes spans 2",
 }
+"""The last three are for records whose spans stay bytes."""
 
 
 def _field(text: str) -> descriptor_pb2.FieldDescriptorProto:
@@ -93,11 +97,52 @@ def _message_classes() -> dict[str, Any]:
 
 _CLASSES = _message_classes()
 _TracesData, Event = _CLASSES["TracesData"], _CLASSES["Event"]
+_UnreadTraces = _CLASSES["UnreadTraces"]
+
+_PIECE_BYTES = 2 << 20
+"""Bytes of spans of a piece of a long record: those of thirty bytes each take twenty times as much when decoded."""
+
+_MOST_SHARED_BYTES = 64 << 10
+"""Bytes of resource and scope of a record that is split: each piece repeats them."""
 
 _MANY_EVENTS, _SHORTEST_EVENT = 100_000, 12
 """An event with its time takes eleven bytes. Decoded, empty events take many times their length in memory."""
 
 _SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
+
+
+def split_record(payload: bytes) -> Iterator[tuple[int, bytes]] | None:
+    """Split a long record into shorter ones, so that not all of its spans are in memory decoded at once.
+
+    Returns:
+        Records, each with the number of its first span; None if the record is read whole: a short one, or one whose upper
+        levels are not as exporters write them.
+    """
+    if len(payload) <= 2 * _PIECE_BYTES:
+        return None
+    try:
+        resources = _UnreadTraces.FromString(payload).resource_spans
+    except DecodeError:
+        return None
+    shared = (sum(map(len, (*r.resource, *group.scope))) for r in resources for group in r.scope_spans)
+    return None if max(shared, default=0) > _MOST_SHARED_BYTES else _pieces(resources)
+
+
+def _pieces(resources: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    for each in resources:
+        for group in each.scope_spans:
+            piece = _UnreadTraces()
+            scope = piece.resource_spans.add(resource=each.resource).scope_spans.add(scope=group.scope)
+            size = 0
+            for place, span in enumerate(group.spans, start=1):
+                scope.spans.append(span)
+                size += len(span)
+                if size >= _PIECE_BYTES or place == len(group.spans):
+                    yield number, piece.SerializeToString()
+                    number += len(scope.spans)
+                    del scope.spans[:]
+                    size = 0
 
 
 def read_record(payload: bytes) -> list[SpanGroup] | None:
@@ -118,13 +163,14 @@ def read_record(payload: bytes) -> list[SpanGroup] | None:
     return groups
 
 
-def check_record(payload: bytes, reject: MakeReject, max_rejects: int) -> CheckedRecord:
+def check_record(payload: bytes, reject: MakeReject, max_rejects: int, first_span: int = 0) -> CheckedRecord:
     """Read a record span by span.
 
     Args:
         payload: The record.
         reject: Makes a reject.
         max_rejects: Rejects after which reading the record stops.
+        first_span: The number of its first span, by which rejects name spans.
 
     Returns:
         The good spans, their events rewritten as exporters write them, and a reject for each bad span; a single reject if
@@ -132,7 +178,7 @@ def check_record(payload: bytes, reject: MakeReject, max_rejects: int) -> Checke
     """
     groups: list[SpanGroup] = []
     rejects: list[Reject] = []
-    spans_read = 0
+    spans_read = first_span
     try:
         data = _TracesData.FromString(payload)
     except DecodeError:

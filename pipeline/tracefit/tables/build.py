@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 WINDOW_BYTES = 8 << 20
 """Bytes on disk of the staged parts that are read together; in memory they take several times as much."""
 
+_BYTES_PER_SPAN = 128
+"""Bytes that a span counts at least: spans without content compress to nearly nothing, and take memory all the same."""
 
 _ODD_SHARE = 0.01
 """A setting that a larger share of a run's values contradicts is not the server's, and bounds nothing."""
@@ -242,7 +244,8 @@ def _windows(stage: Path, parts: Iterable[_ResolvedPart]) -> Iterator[_Window]:
     held: list[_ResolvedPart] = []
     size = 0
     for part in parts:
-        own = sum(file.stat().st_size for file in (stage / part.staged.name).iterdir())
+        on_disk = sum(file.stat().st_size for file in (stage / part.staged.name).iterdir())
+        own = max(on_disk, part.facts.rows * _BYTES_PER_SPAN)
         if held and size + own > WINDOW_BYTES:
             yield _Window.of(stage, held)
             held, size = [], 0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-HELD_BYTES = 80 << 20
+HELD_BYTES = 48 << 20
 """Memory of all sorts of one run together; beyond it rows are spilled to disk."""
 
 WINDOW_BYTES = 16 << 20
@@ -134,16 +134,19 @@ class ExternalSort:
         """Write the rows in memory to disk, as blocks in the order of the key."""
         if not self._held:
             return
-        # Blocks are sorted by the key alone; windows are sorted by the full order when they are read.
-        rows = pl.concat(self._held).sort(self.key, nulls_last=True)
+        # Blocks are sorted by the key alone; windows are sorted by the full order when they are read. Rows are gathered
+        # block by block: a sorted copy of them all, and one more for Arrow, would take three times the memory.
+        rows = pl.concat(self._held)
         self._held, self.held_bytes = [], 0
+        places = rows.select(pl.arg_sort_by(*self.key, nulls_last=True)).to_series()
         path = self.space.scratch / f"sorted-{uuid.uuid4().hex}.arrow"
         options = pa.ipc.IpcWriteOptions(compression="lz4")
-        table = rows.to_arrow()
-        with create(path) as stream, pa.ipc.new_file(stream, table.schema, options=options) as writer:
+        schema = rows.clear().to_arrow().schema
+        with create(path) as stream, pa.ipc.new_file(stream, schema, options=options) as writer:
             for number, start in enumerate(range(0, rows.height, BLOCK_ROWS)):
-                writer.write_batch(table.slice(start, BLOCK_ROWS).combine_chunks().to_batches()[0])
-                first = rows.row(start, named=True)
+                block = rows[places[start : start + BLOCK_ROWS]]
+                writer.write_batch(block.to_arrow().combine_chunks().to_batches()[0])
+                first = block.row(0, named=True)
                 self._blocks.append(_Block(_key_of(tuple(first[k] for k in self.key)), path, number))
 
 
