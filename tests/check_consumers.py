@@ -29,7 +29,7 @@ from tracefit.consumers.blis_fit import BAR_PCT
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.synth.laws import RooflineLaw
 from tracefit.synth.models import GPUS, MODELS, Model
-from tracefit.synth.options import Phase
+from tracefit.synth.options import LoadPhase
 
 ROOT = Path(__file__).parents[1]
 PERCENTILES = (50, 90, 99)
@@ -70,7 +70,7 @@ QWEN3_14B = replace(
     vocab_size=151_936,
     max_position_embeddings=40_960,
 )
-WAVES = tuple(Phase(f"wave {i}", 1.0, rate) for i, rate in enumerate((0.6, 1.4, 0.6, 1.4, 0.6, 1.4)))
+WAVES = tuple(LoadPhase(f"wave {i}", 1.0, rate) for i, rate in enumerate((0.6, 1.4, 0.6, 1.4, 0.6, 1.4)))
 
 
 @dataclass(frozen=True, slots=True)

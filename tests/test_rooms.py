@@ -6,6 +6,7 @@ Every import counts: those inside functions and those for type checkers too.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -82,3 +83,13 @@ def test_no_import_runs_in_a_circle(room):
         TopologicalSorter({m: IMPORTS[m] & own for m in own}).prepare()
     except CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_no_class_name_stands_for_two_things():
+    named = Counter(
+        node.name
+        for path in MODULES.values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in named.items() if count > 1] == []

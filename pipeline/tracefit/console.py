@@ -115,6 +115,7 @@ class Terminal:
     def close(self) -> None:
         """Remove the changing line."""
         if self._line is not None:
+            self._line[0].refresh()  # older versions of rich leave out what came since the last refresh
             self._line[0].stop()
             self._line = None
 

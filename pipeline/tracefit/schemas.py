@@ -28,7 +28,7 @@ from tracefit.results.requests import RequestSummary
 from tracefit.results.training import ReportResult, RunResult, SynthResult, TrainResult
 from tracefit.results.verification import VerifyResult
 from tracefit.tables.manifest import Manifest
-from tracefit.tables.schema import TABLES, Kind, Table
+from tracefit.tables.schema import TABLES, Kind, TableSchema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,7 +110,7 @@ _JSON_TYPES: dict[Kind, str] = {
 }
 
 
-def _table_schema(table: Table) -> dict[str, Any]:
+def _table_schema(table: TableSchema) -> dict[str, Any]:
     """Describe a row of a table; types of Parquet, units and the order of rows and columns as further keywords."""
     properties = {
         c.name: {

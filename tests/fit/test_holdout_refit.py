@@ -10,7 +10,14 @@ from tracefit.fit import splits
 from tracefit.fit.fitted import LinearFit
 from tracefit.fit.holdout import refit_on_holdout
 from tracefit.fit.inputs import FitOptions
-from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, Comparison, FeatureColumn, Regime, predict_regimes
+from tracefit.fit.linear import (
+    ANY_SIGN,
+    NON_NEGATIVE,
+    FeatureColumn,
+    RegimeComparison,
+    RegimeRows,
+    predict_regimes,
+)
 from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_linear, fit_regimes
 
@@ -111,8 +118,8 @@ def test_regimes_are_fitted_apart_and_one_of_too_few_rows_stays():
         prefill=pl.when(pl.int_range(pl.len()) % every == 0).then(pl.col("prefill") + 1).otherwise(0),
     )
     regimes = [
-        Regime("mixed", (Comparison("prefill", ">", value=0.0),), tuple(FEATURES)),
-        Regime("decode", (), (FEATURES[1],)),
+        RegimeRows("mixed", (RegimeComparison("prefill", ">", value=0.0),), tuple(FEATURES)),
+        RegimeRows("decode", (), (FEATURES[1],)),
     ]
     fitted = fit_regimes(frame, regimes, QUICK)
     assert isinstance(fitted, LinearFit)

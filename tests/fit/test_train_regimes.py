@@ -9,13 +9,13 @@ import pytest
 from tracefit.fit import splits
 from tracefit.fit.fitted import LinearFit, TooFewRows
 from tracefit.fit.inputs import FitOptions
-from tracefit.fit.linear import Comparison, FeatureColumn, Regime, predict_regimes
+from tracefit.fit.linear import FeatureColumn, RegimeComparison, RegimeRows, predict_regimes
 from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_regimes
 
 SLOPE = (FeatureColumn("ahead", "us/request"),)
-NO_SLOT = (Comparison("slots", "<=", value=0.0),)
-REGIMES = [Regime("queued", NO_SLOT, SLOPE), Regime("free", (), SLOPE)]
+NO_SLOT = (RegimeComparison("slots", "<=", value=0.0),)
+REGIMES = [RegimeRows("queued", NO_SLOT, SLOPE), RegimeRows("free", (), SLOPE)]
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_a_row_without_a_label_is_no_hit_and_no_miss():
 
 def test_comparisons_with_another_feature():
     row = pl.DataFrame({"demand": [5, 6, None], "free": [5, 5, 5]})
-    more = Comparison("demand", ">", feature2="free")
+    more = RegimeComparison("demand", ">", feature2="free")
     assert row.select(more.holds()).to_series().to_list() == [False, True, False]
 
 

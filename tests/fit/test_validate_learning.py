@@ -9,7 +9,7 @@ import pytest
 from tracefit.fit import splits
 from tracefit.fit.fitted import LinearFit
 from tracefit.fit.inputs import FitOptions
-from tracefit.fit.linear import Comparison, FeatureColumn, Regime
+from tracefit.fit.linear import FeatureColumn, RegimeComparison, RegimeRows
 from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_linear, fit_regimes
 
@@ -58,7 +58,10 @@ def test_every_regime_needs_its_rows():
     frame = _frame(1000, np.random.default_rng(1).normal(1000, 30, 1000))
     frame = frame.with_columns(rare=pl.int_range(pl.len()) % 10 == 0).cast({"rare": pl.Int64})
     features = (FeatureColumn("x", "us"),)
-    regimes = [Regime("rare", (Comparison("rare", ">", value=0.0),), features), Regime("rest", (), features)]
+    regimes = [
+        RegimeRows("rare", (RegimeComparison("rare", ">", value=0.0),), features),
+        RegimeRows("rest", (), features),
+    ]
     fitted = fit_regimes(frame, regimes, FitOptions(drop_outliers=False, reference=False))
     assert isinstance(fitted, LinearFit)
     assert [p.share for p in fitted.validation.learning_curve] == [0.7, 1.0]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-from tracefit.inputs.blocks import Block, Limits, load, read_blocks
+from tracefit.inputs.blocks import Block, ReadLimits, load, read_blocks
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.framing import Record, records
 from tracefit.inputs.rejects import Reject
@@ -89,7 +89,7 @@ class Read:
 
 def read_file(file, limits=None, **options):
     found = Read()
-    for block in read_blocks(file, limits or Limits(), **options):
+    for block in read_blocks(file, limits or ReadLimits(), **options):
         if isinstance(block, Reject):
             found.rejects.append(block)
             continue

@@ -11,7 +11,7 @@ import pytest
 
 from tracefit.errors import UsageError
 from tracefit.inputs import blocks, compression
-from tracefit.inputs.blocks import Block, Limits, load, read_blocks
+from tracefit.inputs.blocks import Block, ReadLimits, load, read_blocks
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.rejects import Reject
 
@@ -89,7 +89,7 @@ def test_what_is_no_trace_is_one_reject(read, data, pack):
 
 def test_a_document_that_is_too_long_is_one_line_of_advice(otlp, read):
     data = otlp.SHAPES["pretty object"](3) + b" " * (3 * MIB)
-    (reject,) = read(data, Limits(max_document=2 * MIB)).rejects
+    (reject,) = read(data, ReadLimits(max_document=2 * MIB)).rejects
     assert "--max-document" in reject.reason
     assert (reject.source_offset, reject.length) == (0, len(data))
 
@@ -104,12 +104,12 @@ def test_a_record_that_is_too_long_is_one_reject_and_those_behind_it_are_read(ot
         "bare protobuf": lambda part: part,
     }[shape]
     data = b"".join(map(wrap, parts))
-    found = read(data, Limits(max_document=3 * MIB))
+    found = read(data, ReadLimits(max_document=3 * MIB))
     assert found.payloads == [parts[0], *parts[2:]]
     (reject,) = found.rejects
     assert "longer than 3 MiB: raise --max-document to read it" in reject.reason
     assert (reject.source_offset, reject.length) == (len(wrap(parts[0])), len(wrap(parts[1])))
-    assert len(read(data, Limits(max_document=8 * MIB)).payloads) == 4
+    assert len(read(data, ReadLimits(max_document=8 * MIB)).payloads) == 4
 
 
 def test_gaps_are_rejects_where_they_are(otlp, read):
@@ -139,7 +139,7 @@ def test_plain_lines_before_compressed_ones_are_ranges(otlp, read, monkeypatch):
 
 def test_reading_stops_after_many_rejects(otlp, read):
     junk = (gzip.compress(os.urandom(99))[:-9] + b"\xff" * 9 + gzip.compress(b"{}\n")) * 50
-    found = read(junk, Limits(max_rejects=10))
+    found = read(junk, ReadLimits(max_rejects=10))
     assert len(found.rejects) <= 10 + 1 + 50
     assert found.rejects[-1].reason == "more than 10 rejects: the rest is not read"
 

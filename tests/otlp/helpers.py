@@ -18,7 +18,7 @@ from google.protobuf import json_format
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-from tracefit.inputs.blocks import Block, Limits, load, read_blocks
+from tracefit.inputs.blocks import Block, ReadLimits, load, read_blocks
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.rejects import Reject
 from tracefit.otlp.decode import SpanBatch, Wanted, decode_blocks
@@ -120,7 +120,7 @@ COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-_USUAL = Limits()
+_USUAL = ReadLimits()
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
 _TYPES = {"e": {"k": pl.String(), "s": pl.String(), "n": pl.Int64(), "x": pl.Float64(), "b": pl.Boolean()}}
 
@@ -178,7 +178,7 @@ def decode(
     kept: Iterable[str] = _LETTERS,
     span_keys: tuple[str, ...] = (),
     events: Mapping[str, Mapping[str, pl.DataType]] = _TYPES,
-    limits: Limits = _USUAL,
+    limits: ReadLimits = _USUAL,
     show_values: bool = False,
     block_bytes: int | None = None,
 ) -> tuple[list[SpanBatch], list[Reject]]:

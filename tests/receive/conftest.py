@@ -21,7 +21,7 @@ from tracefit.receive.grpc_server import GrpcServer
 from tracefit.receive.http_server import HttpServer
 from tracefit.receive.intake import Intake
 from tracefit.receive.observed import Observed
-from tracefit.receive.options import Limits, ReceiveOptions, Rotation, Token
+from tracefit.receive.options import IntakeLimits, ReceiveOptions, Rotation, Token
 from tracefit.receive.spans import PrivacyFilter
 from tracefit.receive.store import TraceStore
 
@@ -125,7 +125,7 @@ async def running(out, *, options=None, store=None, limits=None, token=None, pri
     """Run both ports in this process, with whatever the test puts in."""
     options = options or ReceiveOptions(grpc_port=0, http_port=0)
     store = store or TraceStore(out, rotation=Rotation(), configs={})
-    intake = Intake(store, privacy or PrivacyFilter(), Observed(), limits or Limits())
+    intake = Intake(store, privacy or PrivacyFilter(), Observed(), limits or IntakeLimits())
     servers = (GrpcServer(intake, token or Token(None)), HttpServer(intake, token or Token(None)))
     grpc_port, http_port = [await each.start(options) for each in servers]
     writing = asyncio.create_task(intake.run())

@@ -12,7 +12,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 if TYPE_CHECKING:
-    from tracefit.synth import Span, SynthRun
+    from tracefit.synth import GeneratedSpan, SynthRun
 
 _KINDS = {1: SpanKind.INTERNAL, 2: SpanKind.SERVER}
 
@@ -27,7 +27,9 @@ def sdk_spans(run: SynthRun, *, offset: int = 0) -> list[ReadableSpan]:
     ]
 
 
-def _sdk_span(span: Span, resource: Resource, scope: InstrumentationScope, offset: int) -> ReadableSpan:
+def _sdk_span(
+    span: GeneratedSpan, resource: Resource, scope: InstrumentationScope, offset: int
+) -> ReadableSpan:
     def context(span_id: str) -> SpanContext:
         trace_id = (int(span.trace_id, 16) + offset) % (1 << 128)
         return SpanContext(trace_id, int(span_id, 16), is_remote=False, trace_flags=TraceFlags(1))

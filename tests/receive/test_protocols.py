@@ -18,7 +18,7 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 from tracefit.errors import UsageError
-from tracefit.receive.options import Limits, ReceiveOptions, Rotation, Token
+from tracefit.receive.options import IntakeLimits, ReceiveOptions, Rotation, Token
 from tracefit.receive.store import TraceStore
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
@@ -216,7 +216,7 @@ def test_an_empty_request_is_fine(lib, tmp_path):
     assert lib.span_ids(tmp_path) == []
 
 
-SMALL = Limits(message_bytes=10_000, header_bytes=4096, read_s=0.3)
+SMALL = IntakeLimits(message_bytes=10_000, header_bytes=4096, read_s=0.3)
 
 
 @pytest.mark.parametrize("how", ["plain", "chunked", "gzip"])
@@ -257,7 +257,7 @@ def test_headers_have_a_limit(lib, tmp_path):
 
 
 def test_a_sender_that_stalls_gives_its_place_back(lib, tmp_path):
-    limits = Limits(readers=1, read_s=0.3)
+    limits = IntakeLimits(readers=1, read_s=0.3)
 
     async def main():
         async with lib.running(tmp_path, limits=limits) as at:
@@ -274,7 +274,7 @@ def test_a_sender_that_stalls_gives_its_place_back(lib, tmp_path):
 
 def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
     """One request holds the only place; the next waits for it too long, the one after finds no room to wait in."""
-    limits = Limits(readers=1, queued_requests=1, queue_s=0.3, read_s=30)
+    limits = IntakeLimits(readers=1, queued_requests=1, queue_s=0.3, read_s=30)
 
     async def main():
         async with lib.running(tmp_path, limits=limits) as at:
@@ -304,7 +304,7 @@ def test_too_many_at_once_are_told_when_to_come_again(lib, tmp_path):
 
 def test_http_connections_have_a_limit(lib, tmp_path):
     async def main():
-        async with lib.running(tmp_path, limits=Limits(connections=1)) as at:
+        async with lib.running(tmp_path, limits=IntakeLimits(connections=1)) as at:
             _, writer = await asyncio.open_connection("127.0.0.1", at.http_port)
             reader, second = await asyncio.open_connection("127.0.0.1", at.http_port)
             answer = await reader.read()
@@ -319,7 +319,7 @@ def test_servers_have_a_limit(lib, tmp_path):
     """A sender that makes up an instance for every request does not fill the disk with folders."""
 
     async def main():
-        async with lib.running(tmp_path, limits=Limits(folders=2)) as at:
+        async with lib.running(tmp_path, limits=IntakeLimits(folders=2)) as at:
             names = ("a", "b", "c", "a")
             requests = [lib.request(n, instance=name) for n, name in enumerate(names, 1)]
             return [(await in_thread(export, at.grpc_port, message))[0] for message in requests]
@@ -433,7 +433,7 @@ def test_a_slow_disk_stops_the_senders_not_the_memory(lib, tmp_path, monkeypatch
     store = TraceStore(tmp_path, rotation=Rotation(), configs={})
     commit = store.commit
     monkeypatch.setattr(store, "commit", lambda parts: (gate.wait(30), commit(parts))[1])
-    limits = Limits(pending_bytes=1000)
+    limits = IntakeLimits(pending_bytes=1000)
 
     async def main():
         async with lib.running(tmp_path, store=store, limits=limits) as at:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tracefit.synth import LengthMix, Phase, SynthOptions, SynthRun, synth
+from tracefit.synth import LengthMix, LoadPhase, SynthOptions, SynthRun, synth
 
 
 @dataclass
@@ -56,7 +56,7 @@ BUSY = SynthOptions(
     seed=11,
     requests=260,
     rate_per_s=16.0,
-    phases=(Phase("light", 0.35, 0.15), Phase("burst", 0.65, 6.0)),
+    phases=(LoadPhase("light", 0.35, 0.15), LoadPhase("burst", 0.65, 6.0)),
     prompt_tokens=LengthMix(((1.0, 250.0, 0.9),), minimum=4, maximum=900),
     output_tokens=LengthMix(((1.0, 40.0, 0.8),), maximum=200),
     num_blocks=301,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tracefit.synth import LengthMix, Phase, SynthOptions, synth
+from tracefit.synth import LengthMix, LoadPhase, SynthOptions, synth
 
 
 def test_a_restart_counts_steps_from_one_on_the_same_clock(read):
@@ -35,7 +35,7 @@ def test_one_server_has_no_instance_id(busy_run):
 
 @pytest.mark.slow
 def test_a_phase_sets_the_rate():
-    phases = (Phase("slow", 0.5, 1.0), Phase("fast", 0.5, 10.0))
+    phases = (LoadPhase("slow", 0.5, 1.0), LoadPhase("fast", 0.5, 10.0))
     rows = synth(SynthOptions(requests=200, rate_per_s=2.0, phases=phases)).truth_requests
     gaps = {}
     for name in ("slow", "fast"):

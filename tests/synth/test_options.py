@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tracefit.errors import UsageError
-from tracefit.synth import LengthMix, Phase, SynthOptions, synth
+from tracefit.synth import LengthMix, LoadPhase, SynthOptions, synth
 
 
 def _refusal(**options):
@@ -49,7 +49,7 @@ def test_unknown_names_list_the_known(options, where, known):
         {"empty_step_us": 0.0},
         {"rate_per_s": 0.0},
         {"phases": ()},
-        {"phases": (Phase("none", 0.0, 1.0),)},
+        {"phases": (LoadPhase("none", 0.0, 1.0),)},
         {"name": "../up"},
         {"name": ""},
         {"prompt_tokens": LengthMix(())},
@@ -65,7 +65,7 @@ def test_impossible_options_are_refused(options):
 
 
 def test_a_single_phase_of_one_request_is_a_run():
-    run = synth(SynthOptions(requests=1, phases=(Phase("only", 1.0, 1.0),), abort_fraction=0.0))
+    run = synth(SynthOptions(requests=1, phases=(LoadPhase("only", 1.0, 1.0),), abort_fraction=0.0))
     assert run.truth_requests.height == 1
     assert run.truth_steps["step_id"].to_list() == list(range(1, run.truth_steps.height + 1))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tracefit.synth import AdmissionLaw, Phase, SynthOptions, synth
+from tracefit.synth import AdmissionLaw, LoadPhase, SynthOptions, synth
 
 
 def _of(journey, kind):
@@ -82,7 +82,7 @@ def test_queued_is_the_first_boundary_after_the_api_work(busy_run):
 
 
 def test_a_burst_is_queued_before_the_next_step_begins():
-    burst = (Phase("burst", 1.0, 1.0),)
+    burst = (LoadPhase("burst", 1.0, 1.0),)
     run = synth(SynthOptions(requests=300, rate_per_s=1e6, phases=burst, abort_fraction=0.3))
     starts = dict(run.truth_steps.select("step_id", "start_ns").iter_rows())
     # A few come first and start the engine; the rest lies in the socket when their step ends.

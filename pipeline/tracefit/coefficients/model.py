@@ -34,7 +34,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
 
-class Target(Strict):
+class TargetFacts(Strict):
     """What a model predicts."""
 
     name: str | None = None
@@ -263,7 +263,7 @@ class ScopeFacts(Strict):
 class _ModelBase(Strict):
     name: str
     scope_id: str | None = None
-    target: Target | None = None
+    target: TargetFacts | None = None
     estimator: Estimator | None = None
     features_left_out: tuple[FeatureLeftOut, ...] = ()
     training: Training | None = None

@@ -125,7 +125,7 @@ def _model(
     common = {
         "name": model.name,
         "scope_id": scope.scope.scope_id,
-        "target": cf.Target(name=model.target, definition=model.definition, source=model.source),
+        "target": cf.TargetFacts(name=model.target, definition=model.definition, source=model.source),
         "estimator": _estimator(fitted, first),
         "features_left_out": tuple(
             cf.FeatureLeftOut(feature=x.feature, reason=x.reason) for x in fitted.features_left_out

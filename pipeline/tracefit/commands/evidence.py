@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowCounts:
     """Rows of one target that training would use and hold out."""
 
     train: int = 0
@@ -36,9 +36,9 @@ class Rows:
         """Whether these rows are enough to fit a model."""
         return self.train >= MIN_TRAIN_ROWS and self.holdout >= MIN_HOLDOUT_ROWS
 
-    def __add__(self, other: Rows) -> Rows:
+    def __add__(self, other: RowCounts) -> RowCounts:
         """Add rows of another run of the same scope."""
-        return Rows(self.train + other.train, self.holdout + other.holdout)
+        return RowCounts(self.train + other.train, self.holdout + other.holdout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Evidence:
     adjacent: int = 0
     intervals: int = 0
     idle: int = 0
-    step_rows: Rows = Rows()
+    step_rows: RowCounts = RowCounts()
     busy_us: float = 0.0
     covered_us: float = 0.0
     compared_steps: int = 0
@@ -59,7 +59,7 @@ class Evidence:
     requests: int = 0
     complete_runs: int = 0
     runs: int = 0
-    waits: Mapping[str, Rows] = field(default_factory=dict)
+    waits: Mapping[str, RowCounts] = field(default_factory=dict)
     """Rows of each target of requests, by its name."""
     latencies: int = 0
     snapshots: int = 0
@@ -69,7 +69,9 @@ class Evidence:
         """Add the counts of another run."""
         counts = [f.name for f in fields(self) if f.name != "waits"]
         names = self.waits.keys() | other.waits.keys()
-        waits = {name: self.waits.get(name, Rows()) + other.waits.get(name, Rows()) for name in names}
+        waits = {
+            name: self.waits.get(name, RowCounts()) + other.waits.get(name, RowCounts()) for name in names
+        }
         return Evidence(**{name: getattr(self, name) + getattr(other, name) for name in counts}, waits=waits)
 
 
@@ -104,19 +106,21 @@ def gather(store: TableStore, run_id: str) -> Evidence:
     )
 
 
-def _waits(requests: pl.DataFrame, target: Target, ends: pl.DataFrame) -> Rows:
+def _waits(requests: pl.DataFrame, target: Target, ends: pl.DataFrame) -> RowCounts:
     known = requests.filter(pl.col(target.column).is_not_null() & pl.col(target.begins).is_not_null())
     return _rows(known, target.begins, target.step, ends, idle=pl.lit(value=False))
 
 
-def _rows(frame: pl.DataFrame, time: str, step: str, warm_up_ends: pl.DataFrame, *, idle: pl.Expr) -> Rows:
+def _rows(
+    frame: pl.DataFrame, time: str, step: str, warm_up_ends: pl.DataFrame, *, idle: pl.Expr
+) -> RowCounts:
     """Split rows as training does, and count the rows it would use."""
     reason = pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise(pl.lit(None, pl.String))
     marked = frame.with_columns(ts_ns=pl.col(time), excluded_reason=reason)
     split = splits.split_by_time(marked).join(warm_up_ends, on=[*SERVER, "epoch"], how="left")
     split = splits.mark(split, splits.WARM_UP, pl.col(step) < pl.col("warm_up_until"))
     kept = split.filter(pl.col("excluded_reason").is_null())
-    return Rows(
+    return RowCounts(
         *(int((kept["split"] == part).sum()) for part in ("train", "holdout")),
     )
 
@@ -194,7 +198,7 @@ def _queue_state(e: Evidence) -> Allowance:
 
 
 def _wait(e: Evidence, target: Target) -> Allowance:
-    rows, name = e.waits.get(target.name, Rows()), target.title
+    rows, name = e.waits.get(target.name, RowCounts()), target.title
     if rows.suffice:
         return Allowance(name, "yes", _split(rows, "requests"), trains=True)
     if not e.requests:
@@ -234,11 +238,11 @@ def _hardware(*, has_model_config: bool, has_gpu: bool) -> Allowance:
     return Allowance(name, "yes", "config.json and GPU are known")
 
 
-def _split(rows: Rows, what: str = "rows") -> str:
+def _split(rows: RowCounts, what: str = "rows") -> str:
     return f"{rows.train:,} {what} to train on, {rows.holdout:,} held out"
 
 
-def _too_few(rows: Rows, what: str = "rows") -> str:
+def _too_few(rows: RowCounts, what: str = "rows") -> str:
     return f"{_split(rows, what)}: at least {MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
 
 

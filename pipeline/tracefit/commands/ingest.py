@@ -18,7 +18,7 @@ from tracefit.commands.reading import KnownFiles, Reading, content_hash, options
 from tracefit.commands.timelines import SMALL_RUN_ROWS, write_timelines
 from tracefit.engines.local import available_cores
 from tracefit.errors import DataError, UsageError, did_you_mean
-from tracefit.inputs.blocks import Limits
+from tracefit.inputs.blocks import ReadLimits
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
 from tracefit.progress import NullProgress, Progress
@@ -80,9 +80,9 @@ class IngestOptions:
     max_rejects: int = 100_000
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ReadLimits:
         """Bounds on reading one file."""
-        return Limits(self.max_document, self.max_rejects)
+        return ReadLimits(self.max_document, self.max_rejects)
 
     @property
     def rows(self) -> RowOptions:

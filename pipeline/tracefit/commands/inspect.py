@@ -17,7 +17,7 @@ from tracefit.results.inspection import (
     FileShape,
     Inspection,
     RunFacts,
-    ScopeFacts,
+    ScopeInspection,
     ScopeSpans,
     ServerFacts,
 )
@@ -118,7 +118,7 @@ def _inspect_tables(
         contexts.setdefault(scope_id, context)
         evidence.setdefault(scope_id, []).append(gather(store, run_id))
     scopes = tuple(
-        ScopeFacts(
+        ScopeInspection(
             scope_id,
             tuple(f.run_id for f in facts if f.scope_id == scope_id),
             allowances(

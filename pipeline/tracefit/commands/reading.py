@@ -13,7 +13,7 @@ import msgspec
 
 from tracefit._version import __version__
 from tracefit.engines.local import Decoded, Task, decode_task, run_tasks
-from tracefit.inputs.blocks import BLOCK_BYTES, Block, Limits, read_blocks
+from tracefit.inputs.blocks import BLOCK_BYTES, Block, ReadLimits, read_blocks
 from tracefit.inputs.discovery import refuse_other_signal
 from tracefit.inputs.files import ContentHash, content_hash_of
 from tracefit.inputs.rejects import Reject
@@ -118,7 +118,7 @@ class Reading:
 
     known: KnownFiles
     options: RowOptions
-    limits: Limits
+    limits: ReadLimits
     root: Path
     workers: int
     progress: Progress
@@ -161,7 +161,7 @@ class Reading:
         if not files:
             return []
         with scratch_folder(self.root) as scratch:
-            decoder = _Decoder(files, self, scratch, on_read)
+            decoder = _FilesDecoder(files, self, scratch, on_read)
             parts = decoder.run()
         return [
             ReadFile(
@@ -175,7 +175,7 @@ class Reading:
         ]
 
 
-class _Decoder:
+class _FilesDecoder:
     """Decodes files block by block, and stops with a file that has too many rejects."""
 
     def __init__(

@@ -17,7 +17,7 @@ from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.candidates import FORM_RULE, choose_form, inner_rows, try_boundary, try_regimes
 from tracefit.fit.fitted import FittedModel, Recipe, TooFewRows
 from tracefit.fit.inputs import FitOptions, ScopeOptions, ScopeTables
-from tracefit.fit.linear import NON_NEGATIVE, Comparison, FeatureColumn, Regime, columns_of
+from tracefit.fit.linear import NON_NEGATIVE, FeatureColumn, RegimeComparison, RegimeRows, columns_of
 from tracefit.fit.results import Candidate, Missing
 from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_regimes
@@ -34,15 +34,15 @@ _QUEUED = pl.col("first_scheduled_step") > pl.col("queued_step") + 1
 """Whether a request was left waiting: the first scheduling pass after it was queued did not take it."""
 
 SOMEONE_WAITS = (
-    Comparison("waiting_depth", ">", value=0.0),
-    Comparison("max_num_seqs", "<=", feature2="running_depth"),
+    RegimeComparison("waiting_depth", ">", value=0.0),
+    RegimeComparison("max_num_seqs", "<=", feature2="running_depth"),
 )
 """`NO_CAPACITY` as far as a sampled step shows it: the step left a request waiting, or no slot free."""
 
 NO_CAPACITY = (
-    Comparison("free_slots", "<=", value=0.0),
-    Comparison("free_tokens", "<=", value=0.0),
-    Comparison("block_demand", ">", feature2="kv_blocks_free"),
+    RegimeComparison("free_slots", "<=", value=0.0),
+    RegimeComparison("free_tokens", "<=", value=0.0),
+    RegimeComparison("block_demand", ">", feature2="kv_blocks_free"),
 )
 """The next scheduling pass leaves a request waiting when slots, token budget or KV blocks do not suffice for it."""
 
@@ -75,23 +75,23 @@ class Form:
     """
 
     name: FormName
-    regimes: Callable[[list[FeatureColumn], bool], list[Regime]]
+    regimes: Callable[[list[FeatureColumn], bool], list[RegimeRows]]
     label: pl.Expr | None = None
     has_boundary: bool = False
 
 
-def _one_line(columns: list[FeatureColumn], _exact: bool) -> list[Regime]:
-    return [Regime("all", (), tuple(columns))]
+def _one_line(columns: list[FeatureColumn], _exact: bool) -> list[RegimeRows]:
+    return [RegimeRows("all", (), tuple(columns))]
 
 
-def _queued_or_free(columns: list[FeatureColumn], exact: bool) -> list[Regime]:
+def _queued_or_free(columns: list[FeatureColumn], exact: bool) -> list[RegimeRows]:
     """Return the two regimes of a queue wait: left waiting by a scheduling pass, or taken by the next one."""
     if not exact:
         # The latest sampled step does not show who waits for what, so that both regimes are offered all features.
-        return [Regime("queued", SOMEONE_WAITS, tuple(columns)), Regime("free", (), tuple(columns))]
+        return [RegimeRows("queued", SOMEONE_WAITS, tuple(columns)), RegimeRows("free", (), tuple(columns))]
     queued = tuple(c for c in columns if c.name in QUEUED_FEATURES)
     free = tuple(c for c in columns if c.name in FREE_FEATURES)
-    return [Regime("queued", NO_CAPACITY, queued), Regime("free", (), free)]
+    return [RegimeRows("queued", NO_CAPACITY, queued), RegimeRows("free", (), free)]
 
 
 FORMS: Mapping[FormName, Form] = {

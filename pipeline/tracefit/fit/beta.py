@@ -24,7 +24,7 @@ from tracefit.fit.extrapolation import (
 )
 from tracefit.fit.fitted import FittedModel, Recipe, TooFewRows
 from tracefit.fit.inputs import COVERED_SHARE, BetaTarget, FitOptions, ScopeOptions, ScopeTables
-from tracefit.fit.linear import Regime, columns_of
+from tracefit.fit.linear import RegimeRows, columns_of
 from tracefit.fit.phases import errors_by_phase
 from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
 from tracefit.fit.splits import step_frame
@@ -117,7 +117,7 @@ def fit_step_times(
     how = beta_options(options)
     chosen = _choose_set(rows, sets, how)
     columns = columns_of(chosen.features)
-    recipe = Recipe((Regime("all", (), tuple(columns)),), how)
+    recipe = Recipe((RegimeRows("all", (), tuple(columns)),), how)
     result = fit_regimes(chosen.rows, list(recipe.regimes), how)
     if isinstance(result, TooFewRows):
         few = f"of {tables.sampled_steps} sampled steps few are consecutive"

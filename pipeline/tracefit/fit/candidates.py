@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.fit.inputs import FitOptions
-    from tracefit.fit.linear import FeatureColumn, Regime
+    from tracefit.fit.linear import FeatureColumn, RegimeRows
 
 TIE = 0.02
 """Candidates whose score is within this share of the best one's tie with it; the fewest features decide."""
@@ -144,7 +144,7 @@ def inner_rows(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def try_regimes(
-    rows: pl.DataFrame, name: str, regimes: list[Regime], options: FitOptions
+    rows: pl.DataFrame, name: str, regimes: list[RegimeRows], options: FitOptions
 ) -> Candidate | None:
     """Measure a line, or a line per regime, on the inner hold-out; null where rows are too few.
 
@@ -161,7 +161,7 @@ def try_regimes(
 
 
 def try_boundary(
-    rows: pl.DataFrame, regimes: list[Regime], options: FitOptions, timeline: pl.DataFrame
+    rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions, timeline: pl.DataFrame
 ) -> Candidate | None:
     """Measure the step boundary on the inner hold-out; null where rows, or known step starts, are too few.
 
@@ -178,6 +178,6 @@ def try_boundary(
     return Candidate(BOUNDARY, _BOUNDARY_NUMBERS, boundary.validation.holdout.mae, None)
 
 
-def _fit(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) -> LinearFit | None:
+def _fit(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions) -> LinearFit | None:
     fitted = fit_regimes(rows, regimes, replace(options, reference=False))
     return fitted if isinstance(fitted, LinearFit) else None

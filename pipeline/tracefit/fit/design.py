@@ -20,7 +20,7 @@ from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
     from tracefit.fit.arrays import Integers, Matrix, Vector
-    from tracefit.fit.results import FeatureLeftOut
+    from tracefit.fit.results import OmittedFeature
 
 BLOCK_ROWS = 10
 FEWEST_BLOCKS, MOST_BLOCKS = 10, 50
@@ -61,7 +61,7 @@ class Design:
         return time_blocks(self.run, self.time, _PERMILLE) >= round((1 - share) * _PERMILLE)
 
 
-def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design, list[FeatureLeftOut]]:
+def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design, list[OmittedFeature]]:
     """Return the rows as arrays of the features that can be fitted, and the other features with reasons.
 
     Args:

@@ -14,9 +14,9 @@ from tracefit.fit.results import (
     ComposedLatencies,
     DurationCover,
     ErrorOverLoad,
-    FeatureLeftOut,
     LoadExtrapolation,
     Missing,
+    OmittedFeature,
     Overload,
     PredictionInterval,
     StepPhase,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tracefit.features.sets import FeatureSet
     from tracefit.fit.inputs import FitOptions, ScopeTables
-    from tracefit.fit.linear import FittedRegime, FittedTerm, Regime
+    from tracefit.fit.linear import FittedRegime, FittedTerm, RegimeRows
     from tracefit.server.context import ModelScope
 
 
@@ -53,11 +53,11 @@ class LinearFit:
         return tuple(t for regime in self.regimes for t in regime.terms)
 
     @property
-    def features_left_out(self) -> tuple[FeatureLeftOut, ...]:
+    def features_left_out(self) -> tuple[OmittedFeature, ...]:
         """Features left out of the regimes; with several regimes each reason starts with the regime's name."""
         many = len(self.regimes) > 1
         return tuple(
-            FeatureLeftOut(x.feature, f"{fitted.regime.name}: {x.reason}" if many else x.reason)
+            OmittedFeature(x.feature, f"{fitted.regime.name}: {x.reason}" if many else x.reason)
             for fitted in self.regimes
             for x in fitted.features_left_out
         )
@@ -114,7 +114,7 @@ class FittedBoundary:
 class Recipe:
     """The settings of a fit, for fitting the same model on other rows."""
 
-    regimes: tuple[Regime, ...]
+    regimes: tuple[RegimeRows, ...]
     options: FitOptions
 
 

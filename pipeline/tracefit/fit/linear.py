@@ -1,7 +1,7 @@
 """Linear models: their candidate features, signs, terms and regimes, and the prediction of a training frame's rows.
 
 A model is one line, or one line per regime: a regime is a condition on the features with a line of its own, and the first
-regime whose condition holds predicts a row. `FeatureColumn` and `Regime` describe a model before the fit, `FittedTerm` and
+regime whose condition holds predicts a row. `FeatureColumn` and `RegimeRows` describe a model before the fit, `FittedTerm` and
 `FittedRegime` after it.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tracefit.features.sets import Sign
     from tracefit.fit.arrays import Flags, Integers, Matrix, Vector
-    from tracefit.fit.results import Collinearity, FeatureLeftOut, PenaltyChoice, PredictionInterval
+    from tracefit.fit.results import Collinearity, OmittedFeature, PenaltyChoice, PredictionInterval
     from tracefit.fit.solvers import Positive
 
 
@@ -78,7 +78,7 @@ class FittedTerm:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RegimeComparison:
     """A feature compared with a number or with another feature; null compares false."""
 
     feature: str
@@ -94,11 +94,11 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Regime:
+class RegimeRows:
     """The rows of one linear model: those for which any comparison holds; all remaining rows if there are no comparisons."""
 
     name: str
-    any_of: tuple[Comparison, ...]
+    any_of: tuple[RegimeComparison, ...]
     features: tuple[FeatureColumn, ...]
 
     def holds(self) -> pl.Expr:
@@ -110,11 +110,11 @@ class Regime:
 class FittedRegime:
     """One linear model: the whole of a linear fit, or one regime of a fit by regimes."""
 
-    regime: Regime
+    regime: RegimeRows
     intercept: float
     intercept_ci95: tuple[float, float] | None
     terms: tuple[FittedTerm, ...]
-    features_left_out: tuple[FeatureLeftOut, ...]
+    features_left_out: tuple[OmittedFeature, ...]
     choice: PenaltyChoice
     rows_used: int
     collinearity: Collinearity

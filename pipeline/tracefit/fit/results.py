@@ -58,7 +58,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureLeftOut:
+class OmittedFeature:
     """A feature that is not in the model, and why."""
 
     feature: str

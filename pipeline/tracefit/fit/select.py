@@ -14,7 +14,7 @@ import numpy as np
 
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.linear import MAX_VIF
-from tracefit.fit.results import Collinearity, FeatureLeftOut, PenaltyChoice
+from tracefit.fit.results import Collinearity, OmittedFeature, PenaltyChoice
 from tracefit.fit.solvers import Penalty, Positive, line, moments
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ CANDIDATES: tuple[tuple[Penalty, float], ...] = (
 
 def usable_features(
     x: Matrix, names: list[str], limits: list[float] | None = None
-) -> tuple[list[int], list[FeatureLeftOut]]:
+) -> tuple[list[int], list[OmittedFeature]]:
     """Return the features, in the order declared, that are known, vary and are not a mix of the features before them.
 
     A feature is a mix of the kept ones when its variance inflation against them exceeds its limit: 1 / (1 - R^2) > limit,
@@ -65,7 +65,7 @@ def usable_features(
         Kept column indices, and the other features with reasons.
     """
     kept: list[int] = []
-    left_out: list[FeatureLeftOut] = []
+    left_out: list[OmittedFeature] = []
     basis = _Basis(rows=len(x), most=len(names))
     for index, name in enumerate(names):
         column = x[:, index]
@@ -80,7 +80,7 @@ def usable_features(
                 kept.append(index)
                 continue
             reason = _collinear(names[kept[basis.nearest(unit)]], unexplained)
-        left_out.append(FeatureLeftOut(name, reason))
+        left_out.append(OmittedFeature(name, reason))
     return kept, left_out
 
 

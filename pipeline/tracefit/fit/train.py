@@ -20,14 +20,14 @@ from tracefit.fit.linear import (
     NON_NEGATIVE,
     FeatureColumn,
     FittedRegime,
-    Regime,
+    RegimeRows,
     linear_terms,
     matrix,
     target_of,
     which,
 )
 from tracefit.fit.metrics import prediction_interval
-from tracefit.fit.results import FeatureLeftOut, PredictionInterval
+from tracefit.fit.results import OmittedFeature, PredictionInterval
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
@@ -61,10 +61,10 @@ def fit_linear(
         features: Candidates in order of preference.
         options: How to fit.
     """
-    return fit_regimes(rows, [Regime("all", (), tuple(features))], options)
+    return fit_regimes(rows, [RegimeRows("all", (), tuple(features))], options)
 
 
-def fit_regimes(rows: pl.DataFrame, regimes: list[Regime], options: FitOptions) -> LinearFit | TooFewRows:
+def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions) -> LinearFit | TooFewRows:
     """Fit one robust linear model per regime and measure them together on the held-out rows.
 
     A regime with too few training rows is not fitted; its rows fall to the next one.
@@ -138,9 +138,9 @@ def mark_outliers(rows: pl.DataFrame, features: Sequence[FeatureColumn], options
 def _fit_each(
     used: pl.DataFrame,
     outlying: pl.DataFrame,
-    regimes: list[Regime],
+    regimes: list[RegimeRows],
     known: set[str],
-    unknown: list[FeatureLeftOut],
+    unknown: list[OmittedFeature],
     options: FitOptions,
 ) -> tuple[list[FittedRegime], list[Design]]:
     """Fit every regime that has enough rows; return the fitted ones with the arrays they were fitted on."""
@@ -166,7 +166,7 @@ def _fit_each(
 def _fit_one(
     used: pl.DataFrame,
     outlying: pl.DataFrame,
-    regime: Regime,
+    regime: RegimeRows,
     features: list[FeatureColumn],
     options: FitOptions,
 ) -> tuple[FittedRegime, Design]:
@@ -184,7 +184,7 @@ def _fit_one(
     choice = choose_penalty(data.x, data.y, folds, data.weights, positive=positive, counts=data.counts)
     if is_worse_than_constant(data.x, data.y, folds, data.weights, choice, data.counts):
         reason = "predicts left-out blocks of time worse than a constant"
-        misleading = [FeatureLeftOut(c.name, reason) for c in data.columns]
+        misleading = [OmittedFeature(c.name, reason) for c in data.columns]
         fitted, design = _fit_one(used, outlying, regime, [], options)
         return replace(fitted, features_left_out=(*left, *misleading, *fitted.features_left_out)), design
     model = RobustLinear(choice.penalty, choice.strength, positive=positive)
@@ -193,7 +193,7 @@ def _fit_one(
     bounds, _ = bounds_of(positive, len(data.columns))
     penalized = f"set to zero by the {_SPELLED[choice.penalty]}"
     zeroed = [
-        FeatureLeftOut(c.name, "not above zero in these runs" if bound else penalized)
+        OmittedFeature(c.name, "not above zero in these runs" if bound else penalized)
         for c, value, bound in zip(data.columns, model.coef_, bounds, strict=True)
         if value == 0
     ]
@@ -240,7 +240,7 @@ def _interval(
 
 def _drop_unknown(
     rows: pl.DataFrame, features: list[FeatureColumn]
-) -> tuple[pl.DataFrame, list[FeatureColumn], list[FeatureLeftOut]]:
+) -> tuple[pl.DataFrame, list[FeatureColumn], list[OmittedFeature]]:
     """Drop features that too many rows lack; mark the training rows that lack one of the others, and fill the rest in.
 
     Returns:
@@ -249,7 +249,7 @@ def _drop_unknown(
     included = rows.filter(pl.col("excluded_reason").is_null())
     lacking = {f.name: _null_share(included[f.name]) for f in features}
     kept = [f for f in features if lacking[f.name] <= MAX_UNKNOWN_SHARE]
-    left = [FeatureLeftOut(f.name, _unknown_reason(lacking[f.name])) for f in features if f not in kept]
+    left = [OmittedFeature(f.name, _unknown_reason(lacking[f.name])) for f in features if f not in kept]
     if not kept:
         return rows, kept, left
     any_null = pl.any_horizontal(pl.col(f.name).is_null() for f in kept)

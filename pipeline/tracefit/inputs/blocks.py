@@ -1,7 +1,7 @@
 """Cut a trace file into blocks of whole records: the units of decoding, in this process or another.
 
 A block of an uncompressed local file is a byte range, which the decoding process reads itself; any other block carries
-its bytes. Offsets count in the decompressed file. At most a few blocks are in memory, and at most `Limits.max_document`
+its bytes. Offsets count in the decompressed file. At most a few blocks are in memory, and at most `ReadLimits.max_document`
 bytes of one record.
 """
 
@@ -30,7 +30,7 @@ _EXCERPT_BYTES, _EDGE_BYTES = 4096, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReadLimits:
     """Bounds on reading one file.
 
     Attributes:
@@ -67,7 +67,7 @@ class Block:
 
 def read_blocks(
     file: TraceFile,
-    limits: Limits = Limits(),
+    limits: ReadLimits = ReadLimits(),
     *,
     on_read: Callable[[int], object] | None = None,
     content_hash: ContentHash | None = None,
@@ -121,7 +121,7 @@ class _Splitter:
     def __init__(
         self,
         file: TraceFile,
-        limits: Limits,
+        limits: ReadLimits,
         content: Iterator[Piece | Gap],
         *,
         show_values: bool,

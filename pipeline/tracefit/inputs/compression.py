@@ -124,11 +124,11 @@ def decompressed(raw: BinaryIO) -> Iterator[bytes | Gap]:
 def pieces(raw: BinaryIO) -> Iterator[Piece | Gap]:
     """Yield the content of a file like `decompressed`, each chunk with whether the file stores it as it is."""
     if raw.seekable():
-        yield from _joined(_Reader(raw).read())
+        yield from _joined(_FileReader(raw).read())
         return
     with tempfile.TemporaryFile() as copy:
         shutil.copyfileobj(raw, copy)
-        yield from _joined(_Reader(cast("BinaryIO", copy)).read())
+        yield from _joined(_FileReader(cast("BinaryIO", copy)).read())
 
 
 def compression_of(head: bytes) -> Compression | None:
@@ -160,7 +160,7 @@ class _DamageError(Exception):
         self.is_final = is_final
 
 
-class _Decoder(Protocol):
+class _Decompressor(Protocol):
     """The decompressor of one unit, with the interface of zstd's."""
 
     @property
@@ -194,11 +194,11 @@ class _GzipDecoder:
         return self._inflate.decompress(self._inflate.unconsumed_tail + data, max(max_length, 0))
 
 
-def _decoder(kind: Compression) -> _Decoder:
+def _decoder(kind: Compression) -> _Decompressor:
     return _GzipDecoder() if kind == "gzip" else zstd.ZstdDecompressor(options=_ZSTD_OPTIONS)
 
 
-class _Reader:
+class _FileReader:
     """Reads one file, and counts the guesses and re-reads that damage has cost so far."""
 
     def __init__(self, raw: BinaryIO) -> None:

@@ -119,7 +119,7 @@ def open_inputs(
     with ExitStack() as copies:
         if isinstance(paths, str | Path):  # a string is one path, not its letters
             paths = [paths]
-        yield _Finder(copies, stdin, filesystem_of).find(paths)
+        yield _FileFinder(copies, stdin, filesystem_of).find(paths)
 
 
 def refuse_other_signal(file: TraceFile) -> None:
@@ -132,7 +132,7 @@ def refuse_other_signal(file: TraceFile) -> None:
         raise DataError(f"holds OTLP {signal}, not traces", where=file.name, hint="leave it out of the input")
 
 
-class _Finder:
+class _FileFinder:
     def __init__(self, copies: ExitStack, stdin: BinaryIO | None, filesystem_of: FileSystemOf) -> None:
         self._copies = copies
         self._stdin = stdin

@@ -131,7 +131,7 @@ def next_record(
     """
     if shape == "lines":
         return buffer.find(b"\n", start, stop) + 1 or -1
-    return _Finder(buffer, shape, is_last=is_last).next(start, len(buffer) if stop is None else stop)
+    return _RecordFinder(buffer, shape, is_last=is_last).next(start, len(buffer) if stop is None else stop)
 
 
 def _lines(block: bytes) -> Iterator[Record]:
@@ -150,7 +150,7 @@ def _lines(block: bytes) -> Iterator[Record]:
 def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]:
     """Yield the extents of framed or bare records and of damage, as far as their ends are known from the buffer."""
     end_of = _frame_end if shape == "framed" else _field_end
-    finder = _Finder(buffer, shape, is_last=is_last)
+    finder = _RecordFinder(buffer, shape, is_last=is_last)
     position = tried = 0  # `tried`: up to where a run of tiny records was looked for
     while position < len(buffer):
         plain_end = _plain_end(buffer, position, shape)
@@ -267,7 +267,7 @@ def _fault(buffer: bytes, shape: Shape, position: int) -> str:
     return "not a traces message" if size else "record of no bytes"
 
 
-class _Finder:
+class _RecordFinder:
     """Searches the next record after a length that cannot be trusted.
 
     A candidate counts only if its inner fields are plausible, and the number of candidates is bounded: a hostile file can

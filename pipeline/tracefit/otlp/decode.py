@@ -215,7 +215,7 @@ def decode_blocks(blocks: Sequence[tuple[int, Block, bytes]], wanted: Wanted) ->
     """
     if not blocks:
         return
-    decoder = _Decoder(_encoding(blocks[0][1].encoding), wanted)
+    decoder = _BatchDecoder(_encoding(blocks[0][1].encoding), wanted)
     for file, block, payload in blocks:
         for item in records(payload, block.shape):
             if decoder.rejected[file] >= wanted.max_rejects:
@@ -224,7 +224,7 @@ def decode_blocks(blocks: Sequence[tuple[int, Block, bytes]], wanted: Wanted) ->
     yield from decoder.flush()
 
 
-class _Decoder:
+class _BatchDecoder:
     """Collects records until there are enough to make frames of: each frame has a fixed cost."""
 
     def __init__(self, encoding: _Encoding, wanted: Wanted) -> None:

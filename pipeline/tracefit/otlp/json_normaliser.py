@@ -94,7 +94,7 @@ def normalise(payload: bytes, reject: MakeReject, max_rejects: int, first_span: 
     """
     if json_records.is_mostly_empty(payload):
         return CheckedRecord([], [reject("more objects than spans and events of its length can have")])
-    reader = _Reader(payload, reject, max_rejects, first_span)
+    reader = _RecordReader(payload, reject, max_rejects, first_span)
     with suppress(TooManyRejectsError):
         reader.read()
     return CheckedRecord(reader.groups, reader.rejects)
@@ -114,7 +114,7 @@ def object_end(text: bytes, start: int, stop: int) -> int:
     return -1
 
 
-class _Reader:
+class _RecordReader:
     """Reads one record, and counts its spans, so that rejects can name them by number."""
 
     def __init__(self, payload: bytes, reject: MakeReject, max_rejects: int, first_span: int) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from tracefit.receive.observed import Observed
-    from tracefit.receive.options import Limits
+    from tracefit.receive.options import IntakeLimits
     from tracefit.receive.spans import Part, PrivacyFilter, Sender
     from tracefit.receive.store import TraceStore
 
@@ -48,7 +48,9 @@ class _Pending(NamedTuple):
 class Intake:
     """Takes requests in. `run` must be going on for any of them to be acknowledged."""
 
-    def __init__(self, store: TraceStore, privacy: PrivacyFilter, observed: Observed, limits: Limits) -> None:
+    def __init__(
+        self, store: TraceStore, privacy: PrivacyFilter, observed: Observed, limits: IntakeLimits
+    ) -> None:
         self.observed = observed
         self.limits = limits
         self.spans_by_sender: Counter[Sender] = Counter()

@@ -37,7 +37,7 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class IntakeLimits:
     """What one sender, and all of them together, can make the receiver hold in memory.
 
     Attributes:
@@ -95,7 +95,7 @@ class ReceiveOptions:
     all_spans: bool = False
     keep_attributes: tuple[str, ...] = ()
     stop_after_s: float | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: IntakeLimits = field(default_factory=IntakeLimits)
 
     def require_safe(self) -> None:
         """Refuse to listen where others could read along or send.

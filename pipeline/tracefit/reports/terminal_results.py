@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tracefit.results.comparison import CompareResult, Drift
     from tracefit.results.exports import ExportResult
     from tracefit.results.ingestion import IngestPlan, IngestResult
-    from tracefit.results.inspection import Inspection, RunFacts, ScopeFacts, ServerFacts
+    from tracefit.results.inspection import Inspection, RunFacts, ScopeInspection, ServerFacts
     from tracefit.results.predictions import RowPredictions
     from tracefit.results.receiving import ReceiveResult
     from tracefit.results.requests import Quantiles, RequestGroup, RequestSummary
@@ -234,7 +234,7 @@ def _server(s: ServerFacts) -> str:
     )
 
 
-def _allowed(scope: ScopeFacts) -> str:
+def _allowed(scope: ScopeInspection) -> str:
     name = max((len(a.what) for a in scope.allows), default=0)
     lines = [
         _wrapped(f"  {a.what:<{name}}  {a.verdict:<7}  {a.reason}", " " * (name + 13)) for a in scope.allows

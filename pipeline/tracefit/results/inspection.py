@@ -83,7 +83,7 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeFacts:
+class ScopeInspection:
     """What the runs of one scope allow together: models are fitted per scope."""
 
     scope_id: str
@@ -96,7 +96,7 @@ class Inspection:
     """Everything `inspect` found."""
 
     runs: tuple[RunFacts, ...]
-    scopes: tuple[ScopeFacts, ...]
+    scopes: tuple[ScopeInspection, ...]
 
     @property
     def exit_code(self) -> int:

@@ -10,10 +10,10 @@ tables. Nothing here is shared with the rooms that read traces: the two paths ag
 
 from tracefit.synth.engine import Request, Scheduler, SchedulerConfig
 from tracefit.synth.laws import AdmissionLaw, Composition, DepartureLaw, LinearLaw, RooflineLaw, StepLaw
-from tracefit.synth.models import GPUS, MODELS, Gpu, Model
-from tracefit.synth.options import DEFAULT_PHASES, LengthMix, Phase, SynthOptions, surge_phases
+from tracefit.synth.models import GPUS, MODELS, LawGpu, Model
+from tracefit.synth.options import DEFAULT_PHASES, LengthMix, LoadPhase, SynthOptions, surge_phases
 from tracefit.synth.run import SynthRun, synth, write_run
-from tracefit.synth.spans import Attributes, Event, ExportBatch, Span, SpanKind
+from tracefit.synth.spans import Attributes, ExportBatch, GeneratedEvent, GeneratedSpan, SpanKind
 from tracefit.synth.truth import REQUEST_COLUMNS, STEP_COLUMNS
 
 __all__ = [
@@ -26,18 +26,18 @@ __all__ = [
     "Attributes",
     "Composition",
     "DepartureLaw",
-    "Event",
     "ExportBatch",
-    "Gpu",
+    "GeneratedEvent",
+    "GeneratedSpan",
+    "LawGpu",
     "LengthMix",
     "LinearLaw",
+    "LoadPhase",
     "Model",
-    "Phase",
     "Request",
     "RooflineLaw",
     "Scheduler",
     "SchedulerConfig",
-    "Span",
     "SpanKind",
     "StepLaw",
     "SynthOptions",

@@ -6,7 +6,15 @@ import uuid
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from tracefit.synth.spans import Attributes, Event, ExportBatch, Span, SpanKind, Value, limited
+from tracefit.synth.spans import (
+    Attributes,
+    ExportBatch,
+    GeneratedEvent,
+    GeneratedSpan,
+    SpanKind,
+    Value,
+    limited,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -108,10 +116,10 @@ class Emitter:
         # Unix stamps follow the monotonic ones by a few microseconds.
         self._lags_ns: list[int] = jitter_rng.integers(500, 9_000, 1_021).tolist()
 
-    def spans(self) -> tuple[list[Span], list[Span]]:
+    def spans(self) -> tuple[list[GeneratedSpan], list[GeneratedSpan]]:
         """Return the spans of the API process and of the engine core."""
-        api: list[Span] = []
-        core: list[Span] = []
+        api: list[GeneratedSpan] = []
+        core: list[GeneratedSpan] = []
         for log, is_sampled in zip(self._epoch.requests, self._is_sampled, strict=True):
             trace_id, api_id, core_id = self._hex(16), self._hex(8), self._hex(8)
             if is_sampled:
@@ -129,18 +137,18 @@ class Emitter:
     def _stamp_ns(self, ts_ns: int) -> int:
         return self._unix_ns(ts_ns) + self._lags_ns[ts_ns % len(self._lags_ns)]
 
-    def _event(self, name: str, ts_ns: int, attributes: Attributes) -> Event:
-        return Event(name, self._stamp_ns(ts_ns), attributes)
+    def _event(self, name: str, ts_ns: int, attributes: Attributes) -> GeneratedEvent:
+        return GeneratedEvent(name, self._stamp_ns(ts_ns), attributes)
 
-    def _limited(self, events: list[Event]) -> tuple[tuple[Event, ...], int]:
+    def _limited(self, events: list[GeneratedEvent]) -> tuple[tuple[GeneratedEvent, ...], int]:
         return limited(events, self._options.span_event_limit)
 
-    def _api_span(self, log: RequestLog, trace_id: str, span_id: str) -> Span:
+    def _api_span(self, log: RequestLog, trace_id: str, span_id: str) -> GeneratedSpan:
         arrival = log.arrival
         is_failed = log.is_aborted and (arrival.is_chat or not arrival.is_streaming)
         error = _DISCONNECT if is_failed else ""
         events, dropped = self._limited(list(self._api_events(log, error)))
-        return Span(
+        return GeneratedSpan(
             scope=_API,
             trace_id=trace_id,
             span_id=span_id,
@@ -174,7 +182,7 @@ class Emitter:
             return Attributes(keys, (*values, log.request.done_tokens))
         return Attributes(_API_KEYS, values)
 
-    def _api_events(self, log: RequestLog, error: str) -> Iterator[Event]:
+    def _api_events(self, log: RequestLog, error: str) -> Iterator[GeneratedEvent]:
         yield self._api_event("ARRIVED", log.arrival.arrival_ns)
         if log.arrival.is_chat:
             if not log.is_aborted or log.handoff_ns < log.departed_ns:
@@ -188,13 +196,13 @@ class Emitter:
         else:
             yield self._api_event("ABORTED", log.departed_ns, reason="client_disconnect")
 
-    def _api_event(self, name: str, ts_ns: int, **details: str) -> Event:
+    def _api_event(self, name: str, ts_ns: int, **details: str) -> GeneratedEvent:
         keys = ("event.ts.monotonic", *details)
         return self._event(f"api.{name}", ts_ns, Attributes(keys, (ts_ns / 1e9, *details.values())))
 
-    def _core_span(self, log: RequestLog, trace_id: str, span_id: str, *, parent_id: str) -> Span:
+    def _core_span(self, log: RequestLog, trace_id: str, span_id: str, *, parent_id: str) -> GeneratedSpan:
         events, dropped = self._limited([self._journey_event(log, point) for point in log.points])
-        return Span(
+        return GeneratedSpan(
             scope=_CORE,
             trace_id=trace_id,
             span_id=span_id,
@@ -209,7 +217,7 @@ class Emitter:
             dropped_events=dropped,
         )
 
-    def _journey_event(self, log: RequestLog, point: JourneyPoint) -> Event:
+    def _journey_event(self, log: RequestLog, point: JourneyPoint) -> GeneratedEvent:
         values: tuple[Value, ...] = (
             point.event,
             point.ts_ns / 1e9,
@@ -227,10 +235,10 @@ class Emitter:
             keys, values = (*keys, _DETAIL_KEYS[point.event]), (*values, point.detail)
         return self._event(f"journey.{point.event}", point.ts_ns, Attributes(keys, values))
 
-    def _step_spans(self) -> Iterator[Span]:
+    def _step_spans(self) -> Iterator[GeneratedSpan]:
         """Yield a span per so many steps; one without an event stays open for as many more."""
         interval = self._options.steps_per_span
-        events: list[Event] = []
+        events: list[GeneratedEvent] = []
         first, sequence = 1, 1
         opened_ns = self._unix_ns(self._epoch.started_ns)
         for step in self._epoch.steps:
@@ -245,10 +253,12 @@ class Emitter:
             ended_ns = self._unix_ns(self._epoch.stopped_ns)
             yield self._step_span(events, (sequence, first, last), (opened_ns, ended_ns))
 
-    def _step_span(self, events: list[Event], steps: tuple[int, int, int], unix_ns: tuple[int, int]) -> Span:
+    def _step_span(
+        self, events: list[GeneratedEvent], steps: tuple[int, int, int], unix_ns: tuple[int, int]
+    ) -> GeneratedSpan:
         sequence, first, last = steps
         kept, dropped = self._limited(events)
-        return Span(
+        return GeneratedSpan(
             scope=_STEP,
             trace_id=self._hex(16),
             span_id=self._hex(8),
@@ -263,7 +273,7 @@ class Emitter:
             dropped_events=dropped,
         )
 
-    def _step_events(self, step: StepLog) -> Iterator[Event]:
+    def _step_events(self, step: StepLog) -> Iterator[GeneratedEvent]:
         took_ns = step.cycle_ns if self._options.duration == "step" else step.schedule_ns
         end_ns = step.start_ns + took_ns
         yield self._event("step.BATCH_SUMMARY", end_ns, self._summary(step, end_ns))
@@ -317,8 +327,8 @@ def export(options: SynthOptions, epochs: Iterable[EpochLog], rng: np.random.Gen
     id_rng, span_rng = rng.spawn(2)
     batches: list[tuple[int, ExportBatch]] = []
     for _, lives in groupby(epochs, key=lambda epoch: epoch.server):
-        api: list[Span] = []
-        core: list[Span] = []
+        api: list[GeneratedSpan] = []
+        core: list[GeneratedSpan] = []
         for life in lives:
             for whole, part in zip(
                 (api, core), Emitter(options, life, span_rng.spawn(1)[0]).spans(), strict=True
@@ -348,7 +358,7 @@ def _resources(options: SynthOptions, draw: Callable[[int], bytes]) -> tuple[Att
     )
 
 
-def _flushes(resource: Attributes, spans: list[Span]) -> Iterator[tuple[int, ExportBatch]]:
+def _flushes(resource: Attributes, spans: list[GeneratedSpan]) -> Iterator[tuple[int, ExportBatch]]:
     """Yield what one process exports, with the time: the spans that ended since it did so last."""
     ordered = sorted(spans, key=lambda span: (span.end_unix_ns, span.span_id))
     for period, group in groupby(ordered, key=lambda span: span.end_unix_ns // _FLUSH_NS):

@@ -13,7 +13,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tracefit.synth.spans import Attributes, Event, ExportBatch, Span, Value
+    from tracefit.synth.spans import Attributes, ExportBatch, GeneratedEvent, GeneratedSpan, Value
 
 _STATUS_ERROR = 2
 _SLOTS = {
@@ -46,7 +46,7 @@ def _batch_json(batch: ExportBatch) -> str:
     return f'{{"resourceSpans":[{{"resource":{resource},"scopeSpans":[{scopes}]}}]}}'
 
 
-def _span_json(span: Span) -> str:
+def _span_json(span: GeneratedSpan) -> str:
     # The Collector leaves out an event list without events and a count of nothing.
     events = f'"events":[{",".join(map(_event_json, span.events))}],' if span.events else ""
     dropped = f'"droppedEventsCount":{span.dropped_events},' if span.dropped_events else ""
@@ -59,7 +59,7 @@ def _span_json(span: Span) -> str:
     )
 
 
-def _event_json(event: Event) -> str:
+def _event_json(event: GeneratedEvent) -> str:
     attributes = _attributes_json(event.attributes)
     return f'{{"timeUnixNano":"{event.unix_ns}","name":{_text(event.name)},"attributes":{attributes}}}'
 
@@ -105,7 +105,7 @@ def _batch_message(batch: ExportBatch) -> trace_pb2.TracesData:
     return data
 
 
-def _span_message(span: Span) -> trace_pb2.Span:
+def _span_message(span: GeneratedSpan) -> trace_pb2.Span:
     message = trace_pb2.Span(
         trace_id=bytes.fromhex(span.trace_id),
         span_id=bytes.fromhex(span.span_id),
@@ -126,7 +126,7 @@ def _span_message(span: Span) -> trace_pb2.Span:
     return message
 
 
-def _event_message(event: Event) -> trace_pb2.Span.Event:
+def _event_message(event: GeneratedEvent) -> trace_pb2.Span.Event:
     return trace_pb2.Span.Event(
         time_unix_nano=event.unix_ns, name=event.name, attributes=_pairs(event.attributes)
     )

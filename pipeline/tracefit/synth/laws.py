@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from tracefit.synth.models import Gpu, Model
+    from tracefit.synth.models import LawGpu, Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class RooflineLaw:
     """
 
     model: Model
-    gpu: Gpu
+    gpu: LawGpu
     tp: int = 1
     compute_efficiency: float = 0.55
     memory_efficiency: float = 0.75

@@ -15,7 +15,7 @@ ConfigValue: TypeAlias = str | int | float | bool | list[str] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class LawGpu:
     """Rates of one GPU.
 
     Attributes:
@@ -31,13 +31,13 @@ class Gpu:
     link_gb_per_s: float
 
 
-GPUS: Mapping[str, Gpu] = {
+GPUS: Mapping[str, LawGpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100", 312.0, 2_039.0, 600.0),
-        Gpu("H100", 989.5, 3_350.0, 900.0),
-        Gpu("H200", 989.5, 4_800.0, 900.0),
-        Gpu("L4", 121.0, 300.0, 64.0),
+        LawGpu("A100", 312.0, 2_039.0, 600.0),
+        LawGpu("H100", 989.5, 3_350.0, 900.0),
+        LawGpu("H200", 989.5, 4_800.0, 900.0),
+        LawGpu("L4", 121.0, 300.0, 64.0),
     )
 }
 

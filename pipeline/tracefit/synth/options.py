@@ -35,7 +35,7 @@ class LengthMix:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class LoadPhase:
     """A period of the load.
 
     Attributes:
@@ -49,13 +49,13 @@ class Phase:
     rate: float
 
 
-DEFAULT_PHASES = (Phase("light", 0.3, 0.4), Phase("burst", 0.2, 3.0), Phase("heavy", 0.5, 1.2))
+DEFAULT_PHASES = (LoadPhase("light", 0.3, 0.4), LoadPhase("burst", 0.2, 3.0), LoadPhase("heavy", 0.5, 1.2))
 
 _SURGE_SHARE = 0.3
 """Share of a run's time that a surge takes, at its end: what training holds out."""
 
 
-def surge_phases(factor: float) -> tuple[Phase, ...]:
+def surge_phases(factor: float) -> tuple[LoadPhase, ...]:
     """Return a load that is steady for 70 % of its time and `factor` times as heavy in the rest.
 
     Raises:
@@ -64,7 +64,7 @@ def surge_phases(factor: float) -> tuple[Phase, ...]:
     if not factor > 0:
         raise UsageError("must be above 0", where="surge")
     # A phase's share is of the requests: its time times its rate.
-    return (Phase("steady", 1 - _SURGE_SHARE, 1.0), Phase("surge", _SURGE_SHARE * factor, factor))
+    return (LoadPhase("steady", 1 - _SURGE_SHARE, 1.0), LoadPhase("surge", _SURGE_SHARE * factor, factor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class SynthOptions:
     rate_per_s: float = 14.0
     prompt_tokens: LengthMix = LengthMix(((0.6, 160.0, 0.6), (0.4, 600.0, 0.5)), minimum=4)
     output_tokens: LengthMix = LengthMix(((0.5, 40.0, 0.7), (0.5, 150.0, 0.5)))
-    phases: tuple[Phase, ...] = DEFAULT_PHASES
+    phases: tuple[LoadPhase, ...] = DEFAULT_PHASES
     stop_fraction: float = 0.5
     abort_fraction: float = 0.02
     chat_fraction: float = 0.2

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tracefit.synth.laws import StepLaw
     from tracefit.synth.options import SynthOptions
-    from tracefit.synth.spans import ExportBatch, Span
+    from tracefit.synth.spans import ExportBatch, GeneratedSpan
 
 Format: TypeAlias = Literal["json", "protobuf"]
 Compression: TypeAlias = Literal["gz", "zst"]
@@ -60,7 +60,7 @@ class SynthRun:
     truth_requests: pl.DataFrame
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[GeneratedSpan, ...]:
         """All spans, in the order they were sent."""
         return tuple(span for batch in self.batches for span in batch.spans)
 

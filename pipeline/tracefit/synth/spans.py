@@ -35,7 +35,7 @@ class Attributes:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class GeneratedEvent:
     """An event of a span.
 
     Attributes:
@@ -50,7 +50,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class GeneratedSpan:
     """A span as its exporter sends it.
 
     Attributes:
@@ -79,7 +79,7 @@ class Span:
     start_unix_ns: int
     end_unix_ns: int
     attributes: Attributes
-    events: tuple[Event, ...]
+    events: tuple[GeneratedEvent, ...]
     dropped_events: int = 0
     error: str = ""
 
@@ -94,17 +94,17 @@ class ExportBatch:
     """
 
     resource: Attributes
-    spans: tuple[Span, ...]
+    spans: tuple[GeneratedSpan, ...]
 
-    def by_scope(self) -> dict[str, list[Span]]:
+    def by_scope(self) -> dict[str, list[GeneratedSpan]]:
         """Return the spans of each scope, scopes in order of appearance."""
-        scopes: dict[str, list[Span]] = {}
+        scopes: dict[str, list[GeneratedSpan]] = {}
         for span in self.spans:
             scopes.setdefault(span.scope, []).append(span)
         return scopes
 
 
-def limited(events: list[Event], limit: int | None) -> tuple[tuple[Event, ...], int]:
+def limited(events: list[GeneratedEvent], limit: int | None) -> tuple[tuple[GeneratedEvent, ...], int]:
     """Return the events a span keeps under a limit, the newest ones, and how many it lost."""
     if limit is None or len(events) <= limit:
         return tuple(events), 0

@@ -61,7 +61,7 @@ class IngestCounts:
     """API events on another clock than the engine core's, corrected by way of the wall clock."""
     events: tuple[tuple[str, int], ...] = ()
     implausible: tuple[tuple[str, int], ...] = ()
-    """Rules that rows broke, each with how many did; see `schema.Table.sift`."""
+    """Rules that rows broke, each with how many did; see `schema.TableSchema.sift`."""
 
 
 def build_tables(

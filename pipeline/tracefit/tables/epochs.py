@@ -70,7 +70,7 @@ class EpochScanner:
         """Read the next marks of all servers: columns as in `MARKS`, sorted by clock."""
         for (name,), marks in window.group_by("server", maintain_order=True):
             server = self._servers.setdefault(str(name), _Server())
-            server.feed(_Marks(*(marks[c].to_numpy() for c in ("clock", "step_id", "exact"))))
+            server.feed(_CounterMarks(*(marks[c].to_numpy() for c in ("clock", "step_id", "exact"))))
 
     def starts(self) -> pl.DataFrame:
         """Return one row per server and epoch: its number and `clock`, the time of its first known event."""
@@ -100,7 +100,7 @@ class EpochScanner:
 
 
 @dataclass(frozen=True, slots=True)
-class _Marks:
+class _CounterMarks:
     """Marks of one server as arrays of shape (n,), in the order of their clock."""
 
     clock: NDArray[np.int64]
@@ -108,17 +108,17 @@ class _Marks:
     exact: NDArray[np.bool_]
 
     @classmethod
-    def none(cls) -> _Marks:
+    def none(cls) -> _CounterMarks:
         return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
 
     def __len__(self) -> int:
         return len(self.clock)
 
-    def at(self, index: slice | NDArray[np.bool_]) -> _Marks:
-        return _Marks(self.clock[index], self.step[index], self.exact[index])
+    def at(self, index: slice | NDArray[np.bool_]) -> _CounterMarks:
+        return _CounterMarks(self.clock[index], self.step[index], self.exact[index])
 
-    def followed_by(self, after: _Marks) -> _Marks:
-        return _Marks(
+    def followed_by(self, after: _CounterMarks) -> _CounterMarks:
+        return _CounterMarks(
             np.concatenate([self.clock, after.clock]),
             np.concatenate([self.step, after.step]),
             np.concatenate([self.exact, after.exact]),
@@ -159,12 +159,12 @@ class _Server:
     epoch_starts: set[int] = field(default_factory=set)
     least: int = np.iinfo(np.int64).max
     most: int = 0
-    strays: list[_Marks] = field(default_factory=list)
+    strays: list[_CounterMarks] = field(default_factory=list)
     last: _Last = field(default_factory=_Last)
-    waiting: _Marks = field(default_factory=_Marks.none)
+    waiting: _CounterMarks = field(default_factory=_CounterMarks.none)
     scanned: int = 0
 
-    def feed(self, marks: _Marks) -> None:
+    def feed(self, marks: _CounterMarks) -> None:
         self.waiting = self.waiting.followed_by(marks)
         # The last few wait: they are compared with marks that are not here yet.
         self._scan_waiting(stop=max(len(self.waiting) - _NEIGHBOURS, self.scanned))
@@ -173,7 +173,7 @@ class _Server:
         """Return the clocks at which epochs begin, the first one included."""
         if len(self.waiting):
             self._scan_waiting(stop=len(self.waiting))
-            self.waiting, self.scanned = _Marks.none(), 0
+            self.waiting, self.scanned = _CounterMarks.none(), 0
         return sorted(self.epoch_starts)
 
     def _scan_waiting(self, *, stop: int) -> None:
@@ -189,7 +189,7 @@ class _Server:
         if len(marks):
             self._accept(marks)
 
-    def _accept(self, marks: _Marks) -> None:
+    def _accept(self, marks: _CounterMarks) -> None:
         """Find the epochs that begin among marks, none of which is a stray."""
         clock, step = marks.clock, marks.step
         self.least, self.most = min(self.least, int(step.min())), max(self.most, int(step.max()))
@@ -209,7 +209,7 @@ class _Server:
             int(summaries.clock[-1]) if len(summaries) else self.last.summary_clock,
         )
 
-    def _compare_summaries(self, summaries: _Marks, last_jump: NDArray[np.int64]) -> None:
+    def _compare_summaries(self, summaries: _CounterMarks, last_jump: NDArray[np.int64]) -> None:
         """Find backward jumps between summaries that no large jump in between has already marked.
 
         Summaries come in the order of their steps, so that any jump backwards is a restart, however small.
@@ -220,7 +220,7 @@ class _Server:
         self.epoch_starts.update(summaries.clock[is_back].tolist())
 
 
-def _is_stray(marks: _Marks) -> NDArray[np.bool_]:
+def _is_stray(marks: _CounterMarks) -> NDArray[np.bool_]:
     """Find marks that nearly no neighbour supports and that no counter could have come from or gone to.
 
     A counter can fall to nothing at a restart, but climb only as fast as steps end. So the last mark before a restart
@@ -250,7 +250,7 @@ class _Comparison:
     is_impossible: NDArray[np.bool_]
 
 
-def _compare(marks: _Marks, *, is_before: bool) -> _Comparison:
+def _compare(marks: _CounterMarks, *, is_before: bool) -> _Comparison:
     clock, step = marks.clock.astype(np.float64), marks.step.astype(np.float64)
     neighbours = np.zeros(len(marks), np.int64)
     supporters = np.zeros(len(marks), np.int64)

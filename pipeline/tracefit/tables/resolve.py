@@ -101,7 +101,7 @@ def resolve(stage: Path, parts: Sequence[RunPart]) -> Resolved:
     spans = spans.drop("place")
     read = dict(spans.group_by("part").len().iter_rows())
     spans = without_lone_clocks(_without_repeats(spans)).with_row_index("span_row")
-    spans = _with_server(spans, _Marks(stage, [part.name for part in parts], spans))
+    spans = _with_server(spans, _EventMarks(stage, [part.name for part in parts], spans))
     facts, clocks = _facts(spans), clocks_of(spans)
     by_part = facts.partition_by("part", as_dict=True, maintain_order=True, include_key=False)
     none = facts.clear().drop("part")
@@ -150,7 +150,7 @@ def _number(digits: pl.Expr) -> pl.Expr:
     return digits.str.to_integer(base=16, dtype=pl.UInt64)
 
 
-def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
+def _with_server(spans: pl.DataFrame, marks: _EventMarks) -> pl.DataFrame:
     """Name each span's server.
 
     The API process and the engine core are two processes and, with newer SDKs, two service.instance.ids: an API
@@ -178,7 +178,7 @@ def _with_server(spans: pl.DataFrame, marks: _Marks) -> pl.DataFrame:
 
 
 @dataclass(frozen=True, slots=True)
-class _Marks:
+class _EventMarks:
     """Clock and step counter of the engines' events, for `split_engines`; read only where counters interleave."""
 
     stage: Path

@@ -61,7 +61,7 @@ class RowOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SpanRows:
     """Rows of some records, one frame per subject.
 
     Attributes:
@@ -108,12 +108,12 @@ def _event_types() -> dict[str, dict[str, pl.DataType]]:
     return types
 
 
-def _types(keys: Mapping[str, tuple[str, ...]], table: schema.Table) -> dict[str, pl.DataType]:
+def _types(keys: Mapping[str, tuple[str, ...]], table: schema.TableSchema) -> dict[str, pl.DataType]:
     types = {column.name: column.polars for column in table.columns}
     return {key: types[name] for name, spellings in keys.items() for key in spellings}
 
 
-def rows_of(batch: SpanBatch, options: RowOptions) -> Rows:
+def rows_of(batch: SpanBatch, options: RowOptions) -> SpanRows:
     """Return one batch as rows with the column names of the tables.
 
     Args:
@@ -139,7 +139,7 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> Rows:
     )
     steps, no_step = _split_complete(steps, ("step_id", "ts_start_ns"), NO_STEP)
     snapshots, no_snapshot = _split_complete(snapshots, ("step_id", "request_id"), NO_SNAPSHOT)
-    return Rows(
+    return SpanRows(
         spans=vllm_spans.drop("span_row")
         .with_columns(pl.coalesce(keys).alias(name) for name, keys in dialects.REQUEST_ATTRIBUTES.items())
         .join(_clocks(journeys, steps), on="row", how="left", maintain_order="left"),
@@ -167,7 +167,7 @@ def _counts(kinds: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
 
 
 @cache
-def no_rows() -> Rows:
+def no_rows() -> SpanRows:
     """Return empty frames with all columns."""
     from tracefit.otlp.decode import empty_batch  # noqa: PLC0415 - staged rows are read without the decoder
 
@@ -203,7 +203,7 @@ def _clocks(journeys: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     return zeros.join(counters, on="row", how="left").select("row", *_CLOCK)
 
 
-def _is_possible(name: str, table: schema.Table) -> pl.Expr:
+def _is_possible(name: str, table: schema.TableSchema) -> pl.Expr:
     """Return whether values are within the bounds of their column; null counts as within."""
     column = next(c for c in table.columns if c.name == name)
     return pl.col(name).is_between(column.least, column.most).fill_null(value=True)
@@ -216,7 +216,7 @@ def _first(frame: pl.DataFrame, spellings: Iterable[str], dtype: pl.DataType) ->
 
 
 def _table_of(
-    frame: pl.DataFrame | None, keys: Mapping[str, tuple[str, ...]], table: schema.Table
+    frame: pl.DataFrame | None, keys: Mapping[str, tuple[str, ...]], table: schema.TableSchema
 ) -> pl.DataFrame:
     """Return attribute columns as table columns, with row and `unix_ns`."""
     types = {column.name: column.polars for column in table.columns}
@@ -228,7 +228,7 @@ def _table_of(
 
 
 def _columns_of(
-    frame: pl.DataFrame, keys: Mapping[str, tuple[str, ...]], table: schema.Table
+    frame: pl.DataFrame, keys: Mapping[str, tuple[str, ...]], table: schema.TableSchema
 ) -> list[pl.Expr]:
     types = {column.name: column.polars for column in table.columns}
     return [
@@ -280,4 +280,4 @@ def _split_complete(
     return frame.filter(~bad), frame.filter(bad).select("row", reason=pl.lit(reason))
 
 
-FRAMES = tuple(f.name for f in fields(Rows) if f.name != "counts")
+FRAMES = tuple(f.name for f in fields(SpanRows) if f.name != "counts")

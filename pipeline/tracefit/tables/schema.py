@@ -1,7 +1,7 @@
 """The published tables: name, key, columns with their types, units, meaning and bounds, and the rules of their rows.
 
 Every module that writes, reads, checks or documents a table takes its shape from here. A trace with absurd numbers is
-still valid OTLP. So a row that breaks a rule (`Table.sift`) never reaches the table, is counted under the rule's name in
+still valid OTLP. So a row that breaks a rule (`TableSchema.sift`) never reaches the table, is counted under the rule's name in
 `runs.implausible`, and is listed in `rejects` with that name as its reason.
 """
 
@@ -76,7 +76,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class RowRule:
     """A rule over more than one value: the fault of `column`, and an expression that is true on rows with the fault.
 
     Attributes:
@@ -97,7 +97,7 @@ OFF_CLOCK, STRAY_STEP = "is_off_clock", "is_stray_step"
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TableSchema:
     """One published table: rows are sorted by `key`.
 
     Attributes:
@@ -116,7 +116,7 @@ class Table:
     key: tuple[str, ...]
     columns: tuple[Column, ...]
     open_ended: bool = False
-    checks: tuple[Check, ...] = ()
+    checks: tuple[RowRule, ...] = ()
     clears_values: bool = False
 
     @property
@@ -270,7 +270,7 @@ _RUN = (
 )
 _ENGINE = (*_RUN, _i("epoch", "0, 1, ... at each restart of the step counter"))
 
-RUNS = Table(
+RUNS = TableSchema(
     "runs",
     "one row per run and server: its configuration, counts and times",
     ("run_id", "server"),
@@ -335,7 +335,7 @@ RUNS = Table(
     ),
 )
 
-SPANS = Table(
+SPANS = TableSchema(
     "spans",
     "one row per span of the vLLM scopes; of other scopes with --all-spans",
     ("run_id", "server", "start_unix_ns", "trace_id", "span_id"),
@@ -359,7 +359,7 @@ SPANS = Table(
     ),
 )
 
-JOURNEY_EVENTS = Table(
+JOURNEY_EVENTS = TableSchema(
     "journey_events",
     "one row per event of a request's journey, both layers",
     ("run_id", "server", "epoch", "ts_ns", "trace_id", "span_id", "event"),
@@ -384,13 +384,13 @@ JOURNEY_EVENTS = Table(
         _s("reason", "reason of an API abort: a known one, or `other`"),
     ),
     checks=(
-        Check("ts_ns", "off the run's clock", pl.col(OFF_CLOCK), (OFF_CLOCK,)),
-        Check("step_id", "far from the steps around it", pl.col(STRAY_STEP), (STRAY_STEP,)),
+        RowRule("ts_ns", "off the run's clock", pl.col(OFF_CLOCK), (OFF_CLOCK,)),
+        RowRule("step_id", "far from the steps around it", pl.col(STRAY_STEP), (STRAY_STEP,)),
     ),
     clears_values=True,
 )
 
-STEPS = Table(
+STEPS = TableSchema(
     "steps",
     "one row per sampled engine step (BATCH_SUMMARY)",
     ("run_id", "server", "epoch", "step_id"),
@@ -415,15 +415,15 @@ STEPS = Table(
         _ns("unix_ns", "wall clock of the event, at the end of schedule()"),
     ),
     checks=(
-        Check("ts_start_ns", "off the run's clock", pl.col(OFF_CLOCK), (OFF_CLOCK,)),
-        Check("step_id", "far from the steps around it", pl.col(STRAY_STEP), (STRAY_STEP,)),
-        Check(
+        RowRule("ts_start_ns", "off the run's clock", pl.col(OFF_CLOCK), (OFF_CLOCK,)),
+        RowRule("step_id", "far from the steps around it", pl.col(STRAY_STEP), (STRAY_STEP,)),
+        RowRule(
             "ts_end_ns",
             "before ts_start_ns",
             pl.col("ts_end_ns") < pl.col("ts_start_ns"),
             ("ts_start_ns", "ts_end_ns"),
         ),
-        Check(
+        RowRule(
             "kv_blocks_free",
             "above kv_blocks_total",
             pl.col("kv_blocks_free") > pl.col("kv_blocks_total"),
@@ -432,7 +432,7 @@ STEPS = Table(
     ),
 )
 
-REQUEST_SNAPSHOTS = Table(
+REQUEST_SNAPSHOTS = TableSchema(
     "request_snapshots",
     "one row per running request of a rich-sampled step",
     ("run_id", "server", "epoch", "step_id", "request_id"),
@@ -450,10 +450,10 @@ REQUEST_SNAPSHOTS = Table(
         _n("kv_blocks_cached", "floor(tokens so far / block size): not prefix hits", "block"),
         _tokens("effective_prompt_len", "prompt tokens without prefix-cache hits", limit="max_model_len"),
     ),
-    checks=(Check("step_id", "far from the steps of the run", pl.col(STRAY_STEP), (STRAY_STEP,)),),
+    checks=(RowRule("step_id", "far from the steps of the run", pl.col(STRAY_STEP), (STRAY_STEP,)),),
 )
 
-REQUESTS = Table(
+REQUESTS = TableSchema(
     "requests",
     "one row per request, joined over both layers",
     ("run_id", "server", "epoch", "arrival_ns", "queued_ns", "core_request_id", "request_id"),
@@ -524,7 +524,7 @@ REQUESTS = Table(
     ),
 )
 
-KV_EVENTS = Table(
+KV_EVENTS = TableSchema(
     "kv_events",
     "one row per KV-cache event; token ids are never copied",
     ("run_id", "server", "epoch", "unix_ns", "event", "transfer_id", "request_id"),
@@ -553,7 +553,7 @@ KV_EVENTS = Table(
     ),
 )
 
-TIMELINE = Table(
+TIMELINE = TableSchema(
     "timeline",
     "one row per engine step known",
     ("run_id", "server", "epoch", "step_id"),
@@ -606,7 +606,7 @@ _TRAINING = (
     _s("excluded_reason", "why the row is left out; null for a row that counts"),
 )
 
-ALPHA_TRAINING = Table(
+ALPHA_TRAINING = TableSchema(
     "alpha_training",
     "one row per request and target; feature columns follow",
     ("run_id", "server", "epoch", "target", "ts_ns", "request_id"),
@@ -621,7 +621,7 @@ ALPHA_TRAINING = Table(
     open_ended=True,
 )
 
-BETA_TRAINING = Table(
+BETA_TRAINING = TableSchema(
     "beta_training",
     "one row per step with a known time; feature columns follow",
     ("run_id", "server", "epoch", "step_id"),
@@ -636,7 +636,7 @@ BETA_TRAINING = Table(
     open_ended=True,
 )
 
-REJECTS = Table(
+REJECTS = TableSchema(
     "rejects",
     "one row per record that could not be read, and one for the last of very many",
     ("run_id", "source_file", "source_offset", "reason"),
@@ -654,7 +654,7 @@ REJECTS = Table(
     ),
 )
 
-TABLES: dict[str, Table] = {
+TABLES: dict[str, TableSchema] = {
     table.name: table
     for table in (
         RUNS,

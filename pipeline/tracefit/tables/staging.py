@@ -1,6 +1,6 @@
 """Decoded rows on disk, so that an unchanged trace file is not decoded again.
 
-`TABLES/.stage/<part>/` holds one Arrow IPC file per frame of `Rows`. It is tracefit's own store, not a published table:
+`TABLES/.stage/<part>/` holds one Arrow IPC file per frame of `SpanRows`. It is tracefit's own store, not a published table:
 the manifest says which parts are valid, and a part of another tool version is decoded anew. Small files share a part,
 but the rows of each stay separate: they count as long as the manifest names the part for the file.
 """
@@ -15,7 +15,7 @@ import polars as pl
 
 from tracefit.errors import DataError
 from tracefit.tables.disk import create
-from tracefit.tables.rows import Rows, no_rows
+from tracefit.tables.rows import SpanRows, no_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ _BATCH_ROWS = 64 * 1024
 _FILES = {"file": pl.UInt32, "place": pl.UInt32, "source_file": pl.String}
 
 
-def write_staged(rows: Rows, scratch: Path, stage: Path) -> str:
+def write_staged(rows: SpanRows, scratch: Path, stage: Path) -> str:
     """Write rows as a new part; it appears whole or not at all.
 
     Args:
@@ -75,7 +75,7 @@ class RunPart:
 
     Attributes:
         name: Its name.
-        files: file (number in the part), place (order of the file in the run), source_file. Rows of other files do not
+        files: file (number in the part), place (order of the file in the run), source_file. SpanRows of other files do not
             count.
     """
 

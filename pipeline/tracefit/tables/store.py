@@ -325,7 +325,7 @@ class _Hashed:
 class _TableFileWriter:
     """One Parquet file, in row groups of `ROW_GROUP_ROWS` or `ROW_GROUP_BYTES`, for frames of any size."""
 
-    table: schema.Table
+    table: schema.TableSchema
     path: Path
     stream: _Hashed
     _waiting: list[pa.Table] = field(default_factory=list)
@@ -366,7 +366,7 @@ class _TableFileWriter:
         self._writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
 
 
-def _to_arrow(frame: pl.DataFrame, table: schema.Table) -> pa.Table:
+def _to_arrow(frame: pl.DataFrame, table: schema.TableSchema) -> pa.Table:
     """Make columns that Parquet stores as the published types; lists of key and value become maps."""
     arrow = frame.to_arrow(compat_level=pl.CompatLevel.oldest())
     for column in table.columns:

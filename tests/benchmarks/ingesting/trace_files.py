@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ingesting.layout import Layout, Value
 
-    from tracefit.synth import Attributes, Event, Span
+    from tracefit.synth import Attributes, GeneratedEvent, GeneratedSpan
 
 Kind: TypeAlias = Literal["json", "protobuf"]
 
@@ -184,7 +184,7 @@ class _Unit:
         self.columns: dict[str, dict[str, str]] = {}
         self.requests = self.steps = self.sequences = 0
 
-    def counts(self, span: Span) -> dict[str, int]:
+    def counts(self, span: GeneratedSpan) -> dict[str, int]:
         """Return the rows a span makes, by table."""
         if span.name.startswith("scheduler_steps"):
             snapshots = sum(event.name == "step.REQUEST_SNAPSHOT" for event in span.events)
@@ -204,13 +204,13 @@ class _Unit:
         """Return the slot of a wall-clock time."""
         return Slot(Shift.UNIX, unix_ns - self.unix_ns)
 
-    def span_name(self, span: Span) -> Slot | str:
+    def span_name(self, span: GeneratedSpan) -> Slot | str:
         """Return a span's name, or the slot of the number behind it."""
         if span.name.startswith("scheduler_steps_"):
             return Slot(Shift.SEQUENCE, int(span.name.rpartition("_")[2]))
         return span.name
 
-    def event_attributes(self, event: Event) -> list[tuple[str, Slot | Value]]:
+    def event_attributes(self, event: GeneratedEvent) -> list[tuple[str, Slot | Value]]:
         """Return the attributes of an event in this layout."""
         layout = self.layout
         pairs = dict(zip(event.attributes.keys, event.attributes.values, strict=True))
@@ -232,7 +232,7 @@ class _Unit:
                 found.append((spelled, self._slot(key, value)))
         return self._arranged(event.name, found)
 
-    def span_attributes(self, span: Span) -> list[tuple[str, Slot | Value]]:
+    def span_attributes(self, span: GeneratedSpan) -> list[tuple[str, Slot | Value]]:
         """Return the attributes of a span itself in this layout."""
         kind = "scheduler_steps" if span.name.startswith("scheduler_steps") else span.name
         return self._arranged(kind, list(_pairs(self, span.attributes)))
@@ -539,7 +539,7 @@ class _Json:
     def _time(self, slot: Slot) -> _Fragment:
         return '"%s"' if self._layout.quotes_times else "%s", [slot]
 
-    def _event(self, unit: _Unit, event: Event) -> _Fragment:
+    def _event(self, unit: _Unit, event: GeneratedEvent) -> _Fragment:
         parts: dict[str, _Fragment | None] = {
             "timeUnixNano": self._time(unit.unix(event.unix_ns)),
             "name": (self._text(self._layout.event_name(event.name)), []),
@@ -548,7 +548,7 @@ class _Json:
         }
         return self._object("event", parts)
 
-    def _span(self, unit: _Unit, span: Span) -> _Fragment:
+    def _span(self, unit: _Unit, span: GeneratedSpan) -> _Fragment:
         layout = self._layout
         empty = layout.writes_empty
         name = unit.span_name(span)
@@ -577,7 +577,7 @@ class _Json:
         }
         return self._object("span", parts)
 
-    def _status(self, span: Span) -> str:
+    def _status(self, span: GeneratedSpan) -> str:
         if not span.error:
             return "{}"
         code = '"STATUS_CODE_ERROR"' if self._layout.names_enums else "2"
@@ -636,7 +636,7 @@ class _Protobuf:
         message = b"".join(resource_spans)
         return len(message).to_bytes(4, "big") + message
 
-    def _span(self, prepared: _PreparedProtobuf, unit: _Unit, span: Span) -> None:
+    def _span(self, prepared: _PreparedProtobuf, unit: _Unit, span: GeneratedSpan) -> None:
         name = unit.span_name(span)
         message = trace_pb2.Span(
             flags=span.flags,
