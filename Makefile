@@ -67,6 +67,9 @@ models: $(READY) ## write models/ and the table and picture in README.md anew: t
 	$(BIN)/python tests/make_readme_table.py README.md models/evaluation.json
 	$(BIN)/python tests/make_picture.py build/models docs/step-times.svg
 
+screenshot: models ## take the README's picture of the report anew (needs Chromium)
+	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1280,900 --screenshot=docs/report.png file://$(CURDIR)/build/models/report.html
+
 docs: $(READY) ## write the generated pages of docs/reference/ anew: command line, tables, feature sets
 	$(BIN)/python tests/make_docs.py docs/reference
 
@@ -103,4 +106,4 @@ dist: $(READY) ## build the wheel and the source distribution in dist/
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
 
-.PHONY: help setup run test test-all test-slow test-browser check check-consumers format schemas fixtures models docs site bench bench-models lock test-minimum coverage dist clean
+.PHONY: help setup run test test-all test-slow test-browser check check-consumers format schemas fixtures models screenshot docs site bench bench-models lock test-minimum coverage dist clean

@@ -1,4 +1,4 @@
-"""tracefit: from vLLM OpenTelemetry traces to latency coefficients one can trust.
+"""tracefit: from vLLM OpenTelemetry traces to latency coefficients you can trust.
 
 The commands of the command line are functions of this package::
 

@@ -25,7 +25,8 @@ def test_the_command_prints_text_json_and_csv(tracefit, folder):
     code, text, err = tracefit("requests", folder)
     assert (code, err) == (0, "")
     assert text.startswith("11 requests: 0 failed, 0 in flight, 0 preemptions (11 FINISHED_LENGTH_CAPPED)\n")
-    assert all(part in text for part in ("TTFT", "by phase", "by run", "over time", "run-0 10-12 s"))
+    assert all(part in text for part in ("TTFT", "by phase", "by run", "over time: run-0", "\n10-12 s "))
+    assert max(map(len, text.splitlines())) <= 80
     code, out, _ = tracefit("requests", folder, "--json")
     said = json.loads(out)
     assert code == said["exit_code"] == 0

@@ -162,8 +162,9 @@ def test_prompts_of_others_come_in_steps_like_those_of_training(bursty):
     alone = 1000 + 50 * 3 + 0.5 * 255.5
     few, many = (alone + 10 * n + 100 * n / (n + 3) for n in (30, 90))
     assert told.itl.value_us == pytest.approx(0.8 * alone + 0.1 * few + 0.1 * many)
-    idle, short, long = 1200, 1200 + 300 + 100 * 30 / 32, 1200 + 900 + 100 * 90 / 92
-    met = (0.8 * idle**2 + 0.1 * short**2 + 0.1 * long**2) / (0.8 * idle + 0.1 * short + 0.1 * long)
+    # What it meets on arrival is that of the mean prompt, a step of 60 in five.
+    short, long = 1200, 1200 + 600 + 100 * 60 / 62
+    met = (0.8 * short**2 + 0.2 * long**2) / (0.8 * short + 0.2 * long)
     assert told.admission.value_us == pytest.approx(380 + met / 2)
 
 

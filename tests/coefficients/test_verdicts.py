@@ -72,7 +72,7 @@ def test_a_bias_counts_in_either_direction():
 def test_the_worst_measure_decides_and_is_the_reason():
     verdict = verdicts_of(_models(mape=12.0, extrapolated=60))["simulation"]
     assert verdict.answer == "no"
-    assert verdict.reasons == ("held-out steps outside the range trained on 60 % (at most 50 % is asked)",)
+    assert verdict.reasons == ("held-out steps outside the training range: 60 % (at most 50 % required)",)
     assert {c.measure: c.answer for c in verdict.criteria}["step_mape_pct"] == "with limits"
 
 

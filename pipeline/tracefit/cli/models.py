@@ -72,6 +72,15 @@ def report(
         typer.Option(help="The tables folder; FOLDER/tables if not given. Figures come from it."),
     ] = None,
     out: Annotated[Optional[Path], typer.Option(help="Where to write; FOLDER if not given.")] = None,
+    slo: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--slo",
+            metavar="LATENCY=MS",
+            help="The longest that ttft, itl or e2e should take: a line in the figures. May be given several times; "
+            "MLPerf's limits (ttft=2000, itl=200) if not given.",
+        ),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -81,9 +90,11 @@ def report(
     """
     terminal = Terminal(quiet=quiet, task=f"report of {folder}")
     with one_line_errors(terminal):
+        from tracefit.commands.report import parse_slo
         from tracefit.commands.report import report as report_command
 
-        result, made = report_command(folder, tables=tables, out=out, progress=terminal)
+        objectives = parse_slo(slo or [])
+        result, made = report_command(folder, tables=tables, out=out, slo_ms=objectives, progress=terminal)
         terminal.close()
         if json or quiet:
             show(result, "", as_json=json, quiet=quiet)

@@ -11,7 +11,7 @@ from tracefit._version import __version__
 from tracefit.console import LogLevel, set_log_level, warn
 from tracefit.options import Commands, unknown_variables, use_config
 
-_HELP = """From vLLM OpenTelemetry traces to latency coefficients one can trust.
+_HELP = """From vLLM OpenTelemetry traces to latency coefficients you can trust.
 
 Every option can also be set by an environment variable (`TRACEFIT_BETA_TARGET` for `--beta-target`) or in the TOML file
 of `--config` (`beta-target = "clock"`, at the top for every command or below `[run]` for one). A flag takes precedence over

@@ -445,8 +445,15 @@ class _RequestPredictor:
             for k in groups
         ]
         mean = (1 - share) * alone + share * sum(mixed) / len(mixed)
-        squares = (1 - share) * alone**2 + share * sum(us**2 for us in mixed) / len(mixed)
-        return mean, squares / mean if mean else 0.0
+        return mean, self._met(decoding, context, alone)
+
+    def _met(self, decoding: float, context: float, alone: float) -> float:
+        """Return the mean time of the step that an arrival meets, E[c^2] / E[c], of steps with the mean prompt and without."""
+        share = self.traffic["mean_prompt_share"]
+        tokens, reqs = self.traffic["mean_prompt_tokens"], self.traffic["mean_prompt_reqs"]
+        mixed = self._step(decoding, context, tokens, reqs=reqs)
+        mean = (1 - share) * alone + share * mixed
+        return ((1 - share) * alone**2 + share * mixed**2) / mean if mean else 0.0
 
     def _note(self, found: Prediction | StepPrediction) -> None:
         self.assumed += found.assumed

@@ -209,32 +209,27 @@ def _cycle(
 ) -> tuple[pl.Series, pl.Series]:
     """Return the mean time of a step, those with prompts of others among them, and of one that an arrival meets."""
     groups = range(prompt_step_groups(models.workload))
-    mixed = [
-        _steps(
-            models,
-            given,
-            batch,
-            context,
-            prefill=pl.col(f"prompt_step_tokens_{k}"),
-            prefill_reqs=pl.col(f"prompt_step_reqs_{k}"),
-        )
-        for k in groups
-    ]
+
+    def with_prompts(tokens: str, reqs: str) -> pl.Series:
+        return _steps(models, given, batch, context, prefill=pl.col(tokens), prefill_reqs=pl.col(reqs))
+
+    mixed = [with_prompts(f"prompt_step_tokens_{k}", f"prompt_step_reqs_{k}") for k in groups]
     steps = pl.DataFrame(
         {
             "alone": _steps(models, given, batch, context),
+            "with_mean": with_prompts("mean_prompt_tokens", "mean_prompt_reqs"),
             "share": given["prompt_step_share"],
+            "mean_share": given["mean_prompt_share"],
             **{f"mixed_{k}": us for k, us in zip(groups, mixed, strict=True)},
         }
     )
-    share, alone = pl.col("share"), pl.col("alone")
+    share, alone, of_mean, with_mean = (pl.col(c) for c in ("share", "alone", "mean_share", "with_mean"))
     several = share > 0
-    with_prompts, their_squares = (
-        pl.sum_horizontal(pl.col(f"mixed_{k}") ** power for k in groups) / len(groups) for power in (1, 2)
-    )
-    mean = pl.when(several).then((1 - share) * alone + share * with_prompts).otherwise(alone)
-    squares = (1 - share) * alone**2 + share * their_squares
-    met = pl.when(mean == 0).then(0.0).when(several).then(squares / mean).otherwise(alone)
+    average = pl.mean_horizontal(f"mixed_{k}" for k in groups)
+    mean = pl.when(several).then((1 - share) * alone + share * average).otherwise(alone)
+    simple = (1 - of_mean) * alone + of_mean * with_mean
+    squares = (1 - of_mean) * alone**2 + of_mean * with_mean**2
+    met = pl.when(simple == 0).then(0.0).when(several).then(squares / simple).otherwise(alone)
     found = steps.select(mean=mean, met=met)
     return found["mean"], found["met"]
 

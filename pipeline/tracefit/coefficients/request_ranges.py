@@ -14,10 +14,10 @@ import polars as pl
 from tracefit.coefficients.evaluation import RequestRange
 from tracefit.coefficients.model import PromptSteps, Workload
 from tracefit.coefficients.predict_frames import predict_requests
-from tracefit.fit.latency import CUT_OFF
 from tracefit.fit.metrics import measure
 from tracefit.fit.results import NO_ROWS
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.tables.health import CUT_OFF
 from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:

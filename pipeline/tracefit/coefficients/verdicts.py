@@ -63,25 +63,29 @@ _WAIT = (target_named("queue_wait").model,)
 _ADMISSION = (target_named("admission").model,)
 MEASURES: dict[str, Measure] = {
     "step_mape_pct": Measure(
-        STEP_MODELS, "mean error of a step's time", " %", False, lambda e: e.holdout.mape_pct
+        STEP_MODELS, "mean error of step times", " %", False, lambda e: e.holdout.mape_pct
     ),
     "step_p90_ape_pct": Measure(
-        STEP_MODELS, "error that 90 % of steps stay below", " %", False, lambda e: e.holdout.p90_ape_pct
+        STEP_MODELS,
+        "90th percentile of the errors of step times",
+        " %",
+        False,
+        lambda e: e.holdout.p90_ape_pct,
     ),
-    "step_bias_pct": Measure(STEP_MODELS, "bias of the total time of steps", " %", False, _absolute_bias_pct),
+    "step_bias_pct": Measure(STEP_MODELS, "bias of the summed step times", " %", False, _absolute_bias_pct),
     "step_skill": Measure(
         STEP_MODELS,
-        "share of the median baseline's error that the step model removes",
+        "share of the baseline's error that the step model removes:",
         "",
         True,
         lambda e: e.skill,
     ),
     "step_extrapolated_pct": Measure(
-        STEP_MODELS, "held-out steps outside the range trained on", " %", False, _extrapolated_pct
+        STEP_MODELS, "held-out steps outside the training range:", " %", False, _extrapolated_pct
     ),
     "step_prefill_reach_pct": Measure(
         STEP_MODELS,
-        "most prompt tokens of a step trained on, of those a step may carry,",
+        "prompt tokens of the fullest training step, as a share of a step's token budget:",
         " %",
         True,
         lambda e: e.prefill_reach_pct,
@@ -89,16 +93,16 @@ MEASURES: dict[str, Measure] = {
     ),
     "queue_wait_skill": Measure(
         _WAIT,
-        "share of the median baseline's error that the queue-wait model removes",
+        "share of the baseline's error that the queue-wait model removes:",
         "",
         True,
         _wait_skill,
     ),
     "queue_regime_accuracy": Measure(
-        _WAIT, "balanced accuracy of telling queued requests from others", "", True, _regime_accuracy
+        _WAIT, "balanced accuracy of predicting which requests wait for room:", "", True, _regime_accuracy
     ),
     "admission_mdape_pct": Measure(
-        _ADMISSION, "median error of the admission overhead", " %", False, lambda e: e.holdout.mdape_pct
+        _ADMISSION, "median error of admission", " %", False, lambda e: e.holdout.mdape_pct
     ),
 }
 
@@ -189,12 +193,12 @@ def _criterion(models: Mapping[str, Entry], threshold: Threshold) -> Criterion:
     value = measure.of(models[name])
     if value is None:
         # The hold-out has no such rows: the model is neither confirmed nor refuted.
-        return criterion("with limits", f"{measure.what}: the hold-out does not tell")
+        return criterion("with limits", f"{measure.what.removesuffix(':')}: not known from this hold-out")
     answer = _answer(value, threshold, higher_is_better=measure.higher_is_better)
     bound = threshold.with_limits if answer == "no" else threshold.yes
     required = f"at {'least' if measure.higher_is_better else 'most'} {bound:g}{measure.unit}"
     few = f" from {rows} rows only" if (rows := models[name].holdout.n) < FEW_ROWS else ""
-    return criterion(answer, f"{measure.what} {value:.3g}{measure.unit}{few} ({required} is asked)", value)
+    return criterion(answer, f"{measure.what} {value:.3g}{measure.unit}{few} ({required} required)", value)
 
 
 def _answer(value: float, threshold: Threshold, *, higher_is_better: bool) -> Answer:

@@ -49,6 +49,9 @@ _TRAFFIC: dict[str, str] = {
     "prompts_per_step": "beside / steps_of_others",
     "others_computed": "max(others_prompt - others_cached, 1)",
     "prompt_tokens_per_step": "prompts_per_step * others_computed",
+    "mean_prompt_reqs": "max(prompts_per_step, 1)",
+    "mean_prompt_tokens": "min(max(others_computed * mean_prompt_reqs, 1), budget)",
+    "mean_prompt_share": "min(prompt_tokens_per_step / mean_prompt_tokens, 1)",
 }
 
 
@@ -59,7 +62,8 @@ def traffic_formulas(mean: Workload | None) -> dict[str, str]:
     differ in length and come together, and a step's time is no line in their tokens (a roofline has a bend): the mean
     prompt in its own step would be too short a step. So a share of the steps, `prompt_step_share`, has the tokens and
     the prompts of the groups of steps measured in training (`prompt_step_groups` of them, each as frequent as the next), or of
-    the mean prompt where none were. Where prompts come faster than these steps compute them, every step computes more.
+    the mean prompt where none were. What an arrival meets is taken from the mean prompt (`mean_prompt_*`): it weighs steps by
+    the square of their time, which a few very long ones would dominate. Where prompts come faster than these steps compute them, every step computes more.
 
     `steps_of_others` is infinite where nothing is known of the others: no prompts are assumed then. `budget` is the number
     of prompt tokens a step has room for.

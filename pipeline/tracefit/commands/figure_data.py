@@ -15,14 +15,16 @@ from tracefit.results.figures import (
     Cloud,
     EngineQuantity,
     EngineRun,
+    LatencyOverLoad,
     ModelRows,
     Points,
     ScopeRows,
     ShadedRegion,
 )
+from tracefit.tables.health import CUT_OFF
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tracefit.coefficients.evaluation import ScopeEvaluation
     from tracefit.coefficients.model import LinearModel, Term
@@ -37,6 +39,23 @@ MOST_ENGINES = 4
 LATENCIES = ("ttft", "itl", "e2e")
 PERCENTS = (*range(0, 100, 5), 99, 100)
 US_PER_MS = 1e3
+MOST_RUNS = 6
+"""Runs overlaid in one figure."""
+
+SLO_MS: Mapping[str, float] = {"ttft": 2000.0, "itl": 200.0}
+"""Limits of MLPerf Inference for Llama-2-70B in its server scenario: objectives where a user names none."""
+
+_REQUEST_COLUMNS = (
+    "run_id",
+    "server",
+    "arrival_ns",
+    "queued_ns",
+    "finished_ns",
+    "aborted_ns",
+    "departed_ns",
+    "finish_status",
+)
+_STEP_COLUMNS = ("run_id", "cycle_us", "cycle_source", "idle_after", "running_depth")
 
 _ROW_COLUMNS = frozenset(
     {"scope_id", "run_id", "server", "epoch", "target", "source", "ts_ns", "y", "split", "excluded_reason"}
@@ -50,7 +69,12 @@ _FAR_OUT = 4
 
 
 def scope_rows(
-    scope: ScopeEvaluation, models: Sequence[AnyModel], store: TableStore, *, points: int
+    scope: ScopeEvaluation,
+    models: Sequence[AnyModel],
+    store: TableStore,
+    *,
+    points: int,
+    slo_ms: Mapping[str, float] = SLO_MS,
 ) -> ScopeRows:
     """Prepare the figures of one scope.
 
@@ -59,6 +83,7 @@ def scope_rows(
         models: Its models.
         store: Tables with its runs.
         points: Most points per series, taken evenly in time.
+        slo_ms: Latency to the longest it should take.
 
     Raises:
         UsageError: A run of the scope has no tables.
@@ -75,7 +100,7 @@ def scope_rows(
     columns = sorted(_ROW_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
     steps = store.read("beta_training", runs, columns).filter(own)
     waits = store.read("alpha_training", runs, columns).filter(own)
-    requests = store.read("requests", runs, [f"{name}_us" for name in LATENCIES])
+    requests = store.read("requests", runs, [*_REQUEST_COLUMNS, *(f"{name}_us" for name in LATENCIES)])
     rows_of: dict[str, ModelRows] = {}
     for model in models:
         target = pl.col("target") == model.name.removeprefix("alpha.")
@@ -85,7 +110,17 @@ def scope_rows(
         if rows is not None:
             rows_of[model.name] = rows
     engines, more = _engines(scope, store, steps)
-    return ScopeRows(rows_of, measured_latencies(requests), engines, more)
+    shown = runs[:MOST_RUNS]
+    drawn = pl.col("run_id").is_in(shown)
+    return ScopeRows(
+        rows_of,
+        measured_latencies(requests),
+        engines,
+        more,
+        latencies_over_load(requests.filter(drawn), slo_ms),
+        step_times_over_batch(store.read("timeline", shown, _STEP_COLUMNS)),
+        len(runs) - len(shown),
+    )
 
 
 def model_rows(model: AnyModel, rows: pl.DataFrame, *, points: int) -> ModelRows | None:
@@ -228,6 +263,66 @@ def measured_latencies(requests: pl.DataFrame) -> dict[str, dict[int, float]]:
                 p: float(positive.quantile(p / 100, "linear") or 0.0) / US_PER_MS for p in PERCENTS
             }
     return found
+
+
+# Runs over their load
+
+
+def latencies_over_load(
+    requests: pl.DataFrame, slo_ms: Mapping[str, float] = SLO_MS
+) -> dict[str, LatencyOverLoad]:
+    """Return each latency of each run over the requests in flight when a request arrived.
+
+    Args:
+        requests: Rows of the `requests` table.
+        slo_ms: Latency to the longest it should take.
+    """
+    began = pl.coalesce("arrival_ns", "queued_ns")
+    ended = pl.coalesce("finished_ns", "aborted_ns", "departed_ns")
+    rows = requests.with_columns(began=began, ended=ended).drop_nulls("began")
+    parts = [
+        part.with_columns(in_flight=_in_flight(part).cast(pl.Float64))
+        for _, part in rows.group_by("run_id", "server", maintain_order=True)
+    ]
+    if not parts:
+        return {}
+    rows = pl.concat(parts)
+    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
+    found = {}
+    for name in LATENCIES:
+        ms = pl.col(f"{name}_us") / US_PER_MS
+        known = rows.filter(ms > 0, pl.lit(name == "ttft") | ~cut_off).with_columns(ms=ms)
+        if known.height < 2:
+            continue
+        slo = slo_ms.get(name)
+        found[name] = LatencyOverLoad(
+            runs=_bins_by_run(known, "in_flight", "ms"),
+            requests=known.height,
+            slo_ms=slo,
+            within_pct=None if slo is None else 100 * int((known["ms"] <= slo).sum()) / known.height,
+        )
+    return found
+
+
+def _in_flight(rows: pl.DataFrame) -> pl.Series:
+    """Count the requests of a server that had begun and not ended when each one began; those without an end do not count."""
+    whole = rows.drop_nulls("ended")
+    starts, ends = whole["began"].sort(), whole["ended"].sort()
+    began = starts.search_sorted(rows["began"], side="left")
+    return began.cast(pl.Int64) - ends.search_sorted(rows["began"], side="right").cast(pl.Int64)
+
+
+def step_times_over_batch(timeline: pl.DataFrame) -> dict[str, tuple[Bin, ...]]:
+    """Return the step times of each run over the requests in the batch, of steps whose next one is known and not idle."""
+    steps = timeline.filter(pl.col("cycle_source") == "adjacent", ~pl.col("idle_after")).with_columns(
+        ms=pl.col("cycle_us") / US_PER_MS
+    )
+    return _bins_by_run(steps.drop_nulls(["ms", "running_depth"]), "running_depth", "ms")
+
+
+def _bins_by_run(rows: pl.DataFrame, x: str, y: str) -> dict[str, tuple[Bin, ...]]:
+    runs = rows.sort("run_id", maintain_order=True).group_by("run_id", maintain_order=True)
+    return {str(run): _bins(part, x, y) for (run,), part in runs}
 
 
 # Engines over their runs

@@ -26,6 +26,7 @@ from tracefit.fit.metrics import distribution, measure
 from tracefit.fit.phases import phases_of_servers
 from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
 from tracefit.fit.splits import counted
+from tracefit.tables.health import CUT_OFF
 from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from tracefit.fit.inputs import ScopeTables
     from tracefit.fit.phases import ServerPhases
     from tracefit.server.context import ModelScope
-
-CUT_OFF = ("aborted", "error", "ignored")
 
 MEASURED = {
     "ttft": "ttft_us",

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 from tracefit.coefficients.model import CoefficientFile, RegimesModel, Term
 from tracefit.reports.data_section import clock_parts, data_parts
 from tracefit.reports.document import Report, ReportPart, Table, table
-from tracefit.reports.figures import engine_figure, latency_figures, model_figures, predicted_figure
+from tracefit.reports.figures import (
+    engine_figure,
+    latency_figures,
+    model_figures,
+    predicted_figure,
+    run_figures,
+)
 from tracefit.reports.latency_section import latency_sections, summed_line
 from tracefit.reports.model_section import AnyModel, interval, model_parts, terms_of
 from tracefit.reports.scopes import ScopeLabel, scope_labels
@@ -248,7 +254,7 @@ def _scope(section: _Section) -> list[ReportPart]:
             parts += model_figures(models[name], entry, rows.models.get(name) if rows else None)
     parts += latency_sections(scope)
     if section.has_figures:
-        parts += [*latency_figures(scope, rows), *_engines(rows)]
+        parts += [*latency_figures(scope, rows), *_engines(scope.scope_id, rows)]
     else:
         parts.append(
             "Figures of this scope are left out to keep the page small; train on its runs alone to get them."
@@ -256,10 +262,14 @@ def _scope(section: _Section) -> list[ReportPart]:
     return [*parts, *_ranges(models)]
 
 
-def _engines(rows: ScopeRows | None) -> list[ReportPart]:
+def _engines(scope_id: str, rows: ScopeRows | None) -> list[ReportPart]:
     if rows is None or not rows.engines:
         return []
-    parts: list[ReportPart] = ["### The engine over the run", *(engine_figure(e) for e in rows.engines)]
+    parts: list[ReportPart] = [
+        "### The engine over the run",
+        *run_figures(scope_id, rows),
+        *(engine_figure(e) for e in rows.engines),
+    ]
     if rows.more_engines:
         total = count(len(rows.engines) + rows.more_engines)
         parts.append(f"{len(rows.engines)} of {total} engines are drawn, overloaded ones first.")

@@ -29,7 +29,7 @@ _SAMPLING = (
     "in step summaries that have a journey, `-` without any summary; the share of summarised steps that have snapshots."
 )
 _ROWS = (
-    "Rows that are used, and those left out by reason. Training leaves out warm-up, outliers and steps with many preemptions; "
+    "Rows used, and rows left out by reason. Training leaves out warm-up, outliers and steps with many preemptions; "
     "idle gaps and restarts are left out everywhere. Errors are measured on the held-out rows."
 )
 _MANY_ROWS = 12

@@ -66,6 +66,8 @@ class Panel:
     """Draw the line on which y is zero."""
     y_limits: tuple[float, float] | None = None
     """Limits of the y axis; points beyond them are drawn at its edge. All values fit if null."""
+    levels: tuple[tuple[float, str], ...] = ()
+    """Horizontal lines, with their names."""
 
 
 @dataclass(frozen=True, slots=True)

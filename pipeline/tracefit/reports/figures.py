@@ -7,7 +7,8 @@ but units and the limits of an axis.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 from tracefit.coefficients.model import RegimesModel, Term
 from tracefit.reports.document import Figure, Panel, Series, Table
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.evaluation import DistributionEntry, Entry, ScopeEvaluation
     from tracefit.fit.results import ErrorOverLoad
-    from tracefit.results.figures import Bin, Cloud, EngineRun, ModelRows, ScopeRows
+    from tracefit.results.figures import Bin, Cloud, EngineRun, LatencyOverLoad, ModelRows, ScopeRows
 
 US_PER_MS = 1e3
 _TAIL = 0.01
@@ -289,7 +290,108 @@ def latency_figures(scope: ScopeEvaluation, rows: ScopeRows | None) -> tuple[Fig
             figures.append(_compared(entry.distribution, label, scope.scope_id))
         elif rows is not None and key in rows.latencies_ms:
             figures.append(_measured(rows.latencies_ms[key], label, scope.scope_id))
-    return tuple(figures)
+        if figures and rows is not None and key in rows.over_load:
+            figures[-1] = _with_objective(figures[-1], rows.over_load[key])
+    return (*figures, *_over_requests(scope.scope_id, rows)) if rows is not None else tuple(figures)
+
+
+_FAR_OFF = 10.0
+"""Times the largest value from which on a line would squeeze a figure."""
+
+
+def _objective(slo_ms: float | None, largest: float) -> tuple[tuple[float, str], ...]:
+    """Return an objective as a line of a figure; nothing where there is none, or it lies far off."""
+    return () if slo_ms is None or slo_ms > _FAR_OFF * largest else ((slo_ms, f"SLO {slo_ms:,g} ms"),)
+
+
+def _with_objective(figure: Figure, found: LatencyOverLoad) -> Figure:
+    largest = max((x for p in figure.panels for s in p.series for x in s.x), default=0.0)
+    return replace(figure, marks=_objective(found.slo_ms, largest))
+
+
+_APART = " Runs whose lines lie apart at one load differ in their servers or in their requests."
+
+
+def _over_requests(scope_id: str, rows: ScopeRows) -> tuple[Figure, ...]:
+    """Draw the latencies over the load, one line per run where there are several."""
+    if not rows.over_load:
+        return ()
+    panels, table = [], []
+    for key, found in rows.over_load.items():
+        bins = [(run, b) for run, of_run in found.runs.items() for b in of_run]
+        table += [
+            (LATENCIES[key], f"`{run}`", _between(b), count(b.rows), exact(b.median), exact(b.p90))
+            for run, b in bins
+        ]
+        several = len(found.runs) > 1
+        series = [
+            line
+            for run, of_run in found.runs.items()
+            for line in ([_line(run, of_run, "p90")] if several else _lines(of_run))
+        ]
+        levels = _objective(found.slo_ms, max(b.p90 for _, b in bins))
+        label = f"P90 of {LATENCIES[key]}, ms" if several else f"{LATENCIES[key]}, ms"
+        panels.append(Panel(label, tuple(series), log_y=True, levels=levels))
+    within = "; ".join(
+        f"{found.within_pct:.1f} % of {count(found.requests)} requests had {LATENCIES[key]} within {found.slo_ms:,g} ms"
+        for key, found in rows.over_load.items()
+        if found.slo_ms is not None and found.within_pct is not None
+    )
+    told = f" Objectives (SLO): {within}; `tracefit report --slo` sets others." if within else ""
+    return (
+        Figure(
+            name=_anchor(f"{scope_id}-latency-load"),
+            title="Latencies against load",
+            caption="Measured requests in groups of equal size by the traced requests in flight when each arrived."
+            f"{_left_out(rows)}{told} Look for the load from which a latency climbs: there the server is full."
+            f"{_APART if any(len(found.runs) > 1 for found in rows.over_load.values()) else ''}",
+            x_label="requests in flight on arrival",
+            panels=tuple(panels),
+            summary=Table(
+                ("latency", "run", "requests in flight", "requests", "median, ms", "P90, ms"), tuple(table)
+            ),
+        ),
+    )
+
+
+def run_figures(scope_id: str, rows: ScopeRows | None) -> tuple[Figure, ...]:
+    """Overlay the step times of several runs over the requests in the batch; nothing for a single run."""
+    if rows is None or len(rows.step_times) < 2:
+        return ()
+    table = tuple(
+        (f"`{run}`", _between(b), count(b.rows), exact(b.median), exact(b.p10), exact(b.p90))
+        for run, bins in rows.step_times.items()
+        for b in bins
+    )
+    series = tuple(_line(run, bins, "median") for run, bins in rows.step_times.items())
+    return (
+        Figure(
+            name=_anchor(f"{scope_id}-runs"),
+            title="Runs overlaid: step times against the batch",
+            caption=f"Median times of steps in groups of equal size by the requests in the batch.{_left_out(rows)} Look for "
+            "lines that lie apart: one model for all of them is then wrong for each.",
+            x_label="requests in the batch",
+            panels=(Panel("median step time, ms", series),),
+            summary=Table(("run", "requests in the batch", "steps", "median, ms", "P10", "P90"), table),
+        ),
+    )
+
+
+def _left_out(rows: ScopeRows) -> str:
+    return f" {plural(rows.more_runs, 'more run')} not drawn." if rows.more_runs else ""
+
+
+def _lines(bins: tuple[Bin, ...]) -> list[Series]:
+    return [_line("median", bins, "median"), _line("P90", bins, "p90")]
+
+
+def _line(name: str, bins: tuple[Bin, ...], what: Literal["median", "p90"]) -> Series:
+    values = tuple(b.median if what == "median" else b.p90 for b in bins)
+    return Series(name, "line", tuple(b.middle for b in bins), values)
+
+
+def _between(b: Bin) -> str:
+    return f"{b.low:.4g} to {b.high:.4g}"
 
 
 def _compared(found: DistributionEntry, label: str, scope_id: str) -> Figure:

@@ -98,6 +98,10 @@ def _panel(figure: Figure, panel: Panel, x_axis: Axis, top: float, bottom: float
         yield _line("r", x_axis.at(low), y_axis.at(low), x_axis.at(high), y_axis.at(high))
     if panel.zero:
         yield _line("r", left, y_axis.at(0), right, y_axis.at(0))
+    for level, name in panel.levels:
+        y = y_axis.at(level)
+        yield _line("h", left, y, right, y)
+        yield _text(right - 4, y - 3 if y - top > 14 else y + 11, name, "t e")
     for number, series in enumerate(panel.series):
         yield _drawn(series, x_axis, y_axis, number)
 
@@ -109,6 +113,7 @@ def _y_axis(panel: Panel, top: float, bottom: float) -> Axis:
         low, high = panel.y_limits
         values = [v for v in values if low <= v <= high]
     values += [0.0] if panel.zero else []
+    values += [level for level, _ in panel.levels]
     from_zero = not (panel.log_y or panel.zero or panel.diagonal)
     return axis_of(values, bottom, top, log=panel.log_y, from_zero=from_zero)
 

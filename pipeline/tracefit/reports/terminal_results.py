@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import textwrap
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -286,7 +287,7 @@ def requests_text(summary: RequestSummary) -> str:
         "by run\n" + _groups(summary.runs),
     ]
     if summary.windows:
-        parts.append("over time\n" + _groups(summary.windows))
+        parts += [f"over time: {run}\n{_groups(windows)}" for run, windows in _by_run(summary).items()]
     return "\n\n".join(parts)
 
 
@@ -300,6 +301,16 @@ def requests_csv(summary: RequestSummary) -> str:
         facts = [spreadsheet_safe(getattr(group, name)) for name in _FACTS]
         writer.writerow([*facts, *(getattr(getattr(group, m), p) for m in _METRICS for p in points)])
     return text.getvalue()
+
+
+def _by_run(summary: RequestSummary) -> dict[str, list[RequestGroup]]:
+    """Return the windows of each run, named by their times alone."""
+    found: dict[str, list[RequestGroup]] = {}
+    for window in summary.windows:
+        # A name may begin with another run's.
+        run = max((r.name for r in summary.runs if window.name.startswith(f"{r.name} ")), key=len)
+        found.setdefault(run, []).append(replace(window, name=window.name.removeprefix(f"{run} ")))
+    return found
 
 
 def _groups(groups: Sequence[RequestGroup]) -> str:

@@ -6,7 +6,7 @@ all of them summed up in groups of equal size (`Bin`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 RegionKind = Literal["training range", "hold-out", "warm-up", "idle", "queue never empty", "overload"]
@@ -110,6 +110,23 @@ class EngineRun:
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyOverLoad:
+    """A measured latency over the requests in flight when a request arrived.
+
+    Attributes:
+        runs: Run to its requests in groups of equal size by load.
+        requests: Requests of all runs.
+        slo_ms: The longest it should take (its service level objective); null without one.
+        within_pct: Share of the requests that took no longer; null without an objective.
+    """
+
+    runs: dict[str, tuple[Bin, ...]]
+    requests: int
+    slo_ms: float | None
+    within_pct: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class ScopeRows:
     """Everything the figures of one scope show beside the published evaluation.
 
@@ -118,9 +135,15 @@ class ScopeRows:
         latencies_ms: Latency (`ttft`, `itl`, `e2e`) to the measured percentiles: percent to value.
         engines: Engines, overloaded ones first.
         more_engines: Engines that are left out.
+        over_load: Latency to its values over the load.
+        step_times: Run to the times in ms of its steps over the requests in the batch.
+        more_runs: Runs that are left out of these two.
     """
 
     models: dict[str, ModelRows]
     latencies_ms: dict[str, dict[int, float]]
     engines: tuple[EngineRun, ...]
     more_engines: int
+    over_load: dict[str, LatencyOverLoad] = field(default_factory=dict)
+    step_times: dict[str, tuple[Bin, ...]] = field(default_factory=dict)
+    more_runs: int = 0

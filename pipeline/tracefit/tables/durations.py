@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import polars as pl
 
-_CUT_OFF = ("aborted", "error", "ignored")
+from tracefit.tables.health import CUT_OFF
 
 STATES = {
     "stopped": "FINISHED_STOPPED",
@@ -75,7 +75,7 @@ def with_durations(requests: pl.DataFrame) -> pl.DataFrame:
         side: pl.when(lost).then(None).when(counted > 0).then(f"requeue_{side}_us").otherwise(0.0)
         for side in ("before", "after")
     }
-    cut_off = pl.col("finish_status").is_in(_CUT_OFF)
+    cut_off = pl.col("finish_status").is_in(CUT_OFF)
     several = pl.col("output_tokens") > 1
     return requests.with_columns(
         last_token_ns=pl.when(~cut_off & (pl.col("output_tokens") > 0)).then("finished_ns"),

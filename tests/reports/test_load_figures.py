@@ -1,0 +1,140 @@
+"""Latencies and step times over the load: counted by hand, runs overlaid, objectives as lines."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+import tracefit
+from tracefit.coefficients.files import read_evaluation
+from tracefit.commands.figure_data import latencies_over_load, step_times_over_batch
+from tracefit.commands.report import parse_slo
+from tracefit.errors import UsageError
+from tracefit.reports.figures import latency_figures, run_figures
+from tracefit.reports.svg import figure_svg
+from tracefit.results.figures import ScopeRows
+
+MS = 1_000_000
+
+
+def _requests(run="a", *, arrivals=(0, 10, 20, 90), ends=(50, 100, None, 95), ttft=(4, 6, 8, 10)):
+    n = len(arrivals)
+    return pl.DataFrame(
+        {
+            "run_id": [run] * n,
+            "server": ["s"] * n,
+            "arrival_ns": [a * MS for a in arrivals],
+            "queued_ns": [None] * n,
+            "finished_ns": [None if e is None else e * MS for e in ends],
+            "aborted_ns": [None] * n,
+            "departed_ns": [None] * n,
+            "finish_status": ["stop", "aborted", "stop", "stop"][:n],
+            "ttft_us": [1000.0 * t for t in ttft],
+            "itl_us": [1000.0] * n,
+            "e2e_us": [None] * n,
+        },
+        schema_overrides=dict.fromkeys(("queued_ns", "aborted_ns", "departed_ns", "finished_ns"), pl.Int64)
+        | {"e2e_us": pl.Float64},
+    )
+
+
+def test_the_load_is_the_requests_in_flight_when_one_arrives():
+    """At 0, 10, 20 and 90 ms 0, 1, 2 and 1 others: the third has no end and counts for nobody."""
+    found = latencies_over_load(_requests(), {"ttft": 6.0})
+    assert list(found) == ["ttft", "itl"], "nothing is known of E2E"
+    bins = found["ttft"].runs["a"]
+    assert [(b.low, b.high, b.median) for b in bins] == [(0, 0, 4), (1, 1, 6), (1, 1, 10), (2, 2, 8)]
+    assert (found["ttft"].slo_ms, found["ttft"].within_pct, found["ttft"].requests) == (6.0, 50.0, 4)
+    assert found["itl"].requests == 3, "one was cut off"
+    assert (found["itl"].slo_ms, found["itl"].within_pct) == (None, None)
+
+
+def test_loads_of_two_servers_do_not_add_up():
+    other = _requests().with_columns(server=pl.lit("t"))
+    bins = latencies_over_load(pl.concat([_requests(), other]))["ttft"].runs["a"]
+    assert max(b.high for b in bins) == 2
+
+
+def test_step_times_are_those_of_known_steps_that_are_followed_at_once():
+    timeline = pl.DataFrame(
+        {
+            "run_id": ["a", "a", "a", "b"],
+            "cycle_us": [7000.0, 9000.0, 8000.0, 5000.0],
+            "cycle_source": ["adjacent", "adjacent", "interval", "adjacent"],
+            "idle_after": [False, True, False, False],
+            "running_depth": [3, 4, 5, 6],
+        }
+    )
+    found = step_times_over_batch(timeline)
+    assert {run: [(b.middle, b.median) for b in bins] for run, bins in found.items()} == {
+        "a": [(3, 7)],
+        "b": [(6, 5)],
+    }
+
+
+@pytest.fixture
+def scope(trained):
+    return read_evaluation(trained / "evaluation.json").scopes[0]
+
+
+def _figures(scope, requests, slo_ms, more_runs=0):
+    rows = ScopeRows({}, {}, (), 0, latencies_over_load(requests, slo_ms), {}, more_runs)
+    return {f.title: f for f in latency_figures(scope, rows)}
+
+
+def test_one_run_has_median_and_p90_and_an_objective_in_reach_is_a_line(scope):
+    figures = _figures(scope, _requests(), {"ttft": 20.0, "itl": 11.0})
+    load = figures["Latencies against load"]
+    ttft, itl = load.panels
+    assert [s.name for s in ttft.series] == ["median", "P90"]
+    assert ttft.levels == ((20.0, "SLO 20 ms"),)
+    assert itl.levels == (), "11 times the largest: the line would squeeze the figure"
+    assert "100.0 % of 3 requests had ITL within 11 ms" in load.caption
+    assert 'class="h"' in figure_svg(load)
+    assert "SLO 20 ms" in figure_svg(load)
+
+
+def test_an_objective_is_a_line_of_the_distribution_too(scope):
+    p50 = scope.latency["ttft"].distribution.measured[10] / 1000
+    figures = _figures(scope, _requests(), {"ttft": p50})
+    assert figures["TTFT, predicted and measured"].marks == ((p50, f"SLO {p50:,g} ms"),)
+    assert figures["ITL, predicted and measured"].marks == ()
+
+
+def test_several_runs_are_overlaid(scope):
+    both = pl.concat([_requests("a"), _requests("b", ttft=(5, 7, 9, 11))])
+    load = _figures(scope, both, {}, more_runs=3)["Latencies against load"]
+    assert [(p.y_label, [s.name for s in p.series]) for p in load.panels] == [
+        ("P90 of TTFT, ms", ["a", "b"]),
+        ("P90 of ITL, ms", ["a", "b"]),
+    ]
+    assert "3 more runs" in load.caption
+    assert {row[1] for row in load.summary.rows} == {"`a`", "`b`"}
+
+
+def test_step_times_of_several_runs_are_overlaid(scope):
+    bins = latencies_over_load(_requests())["ttft"].runs["a"]
+    (figure,) = run_figures("s", ScopeRows({}, {}, (), 0, {}, {"a": bins, "b": bins}))
+    assert [s.name for s in figure.panels[0].series] == ["a", "b"]
+    assert run_figures("s", ScopeRows({}, {}, (), 0, {}, {"a": bins})) == ()
+
+
+def test_objectives_of_the_command_line():
+    assert parse_slo(["ttft=500", "ITL = 50ms"]) == {"ttft": 500, "itl": 50}
+    for text in ("ttft", "ttft=fast", "=3"):
+        with pytest.raises(UsageError, match="slo"):
+            tracefit.report("nowhere", slo_ms=parse_slo([text]))
+
+
+@pytest.mark.parametrize("slo", [{"tpot": 5.0}, {"ttft": 0.0}, {"itl": float("inf")}])
+def test_what_is_no_objective_is_refused(trained, tmp_path, slo):
+    with pytest.raises(UsageError, match="no objective"):
+        tracefit.report(trained, out=tmp_path, slo_ms=slo)
+
+
+def test_the_report_draws_the_objectives_it_is_given(trained, tmp_path):
+    tracefit.report(trained, out=tmp_path, slo_ms={"itl": 3.0})
+    text = (tmp_path / "report.html").read_text()
+    assert "SLO 3 ms" in text
+    assert "Latencies against load" in text
+    assert "within 2,000 ms" in (trained / "report.md").read_text(), "MLPerf's limits where none is given"
