@@ -64,6 +64,9 @@ _WHOLE_FILES = settings(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose how many examples properties try, before the test modules read it."""
+    os.fsync = lambda _: (
+        None
+    )  # no test outlives a crash of the machine, and waiting for the disk takes a tenth of the time
     quick = "not slow" in config.option.markexpr
     settings.register_profile("quick", deadline=None, max_examples=20)
     settings.register_profile("full", deadline=None, max_examples=200)

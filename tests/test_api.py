@@ -36,6 +36,7 @@ def test_paths_are_one_path_or_several(traces, tmp_path, kind):
     assert {f.run_id for f in plan.files} == {"busy"}
 
 
+@pytest.mark.slow
 def test_one_path_is_not_read_letter_by_letter(traces, tmp_path):
     folder = traces.load(steps=40, requests=5).write(tmp_path / "busy")
     assert [r.run_id for r in tracefit.inspect(str(folder)).runs] == ["busy"]

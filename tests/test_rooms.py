@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -43,6 +44,7 @@ MODULES = {
 }
 
 
+@cache
 def _imported(module):
     """Return the modules of the package that a module imports."""
     names = set()
@@ -61,9 +63,6 @@ def _room(module):
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-IMPORTS = {module: _imported(module) for module in MODULES}
-
-
 def test_every_room_has_a_place():
     assert {_room(module) for module in MODULES} == PLACES.keys()
 
@@ -71,7 +70,7 @@ def test_every_room_has_a_place():
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_a_room_knows_only_rooms_to_its_left(module):
     own = _room(module)
-    known = {_room(other) for other in IMPORTS[module]} - {own}
+    known = {_room(other) for other in _imported(module)} - {own}
     assert {room for room in known if PLACES[room] >= PLACES[own]} == set()
 
 
@@ -80,7 +79,7 @@ def test_no_import_runs_in_a_circle(room):
     """Between rooms there is none, by their order; so each room is looked at alone."""
     own = {m for m in MODULES if _room(m) == room}
     try:
-        TopologicalSorter({m: IMPORTS[m] & own for m in own}).prepare()
+        TopologicalSorter({m: _imported(m) & own for m in own}).prepare()
     except CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
 

@@ -86,7 +86,7 @@ COMMANDS = {
     "export": ("{shipped}", "--to", "csv", "--scope", "llama-3.1-8b", "--out", "{out}"),
 }
 
-_SLOW = {"run", "report", "verify"}
+_SLOW = {"run", "train", "report", "verify"}
 
 
 def test_every_command_is_among_them():

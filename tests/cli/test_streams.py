@@ -58,11 +58,13 @@ def test_a_reader_that_goes_away_is_told_of_by_the_exit_code_alone():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["&-", "/dev/full"])
 def test_a_stderr_that_takes_nothing_leaves_the_exit_code_as_it_is(shell, where):
     assert shell(f"{COMMAND} inspect nothing-here 2>{where}")[0] == 2
 
 
+@pytest.mark.slow
 def test_an_ascii_terminal_gets_escapes(shell, trained):
     code, stdout, _ = shell(f"{COMMAND} report {trained} --out .", PYTHONIOENCODING="ascii")
     assert code == 0
@@ -98,6 +100,7 @@ def decode(task):
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_with_workers_is_one_line(tmp_path, traces):
     """The whole group of processes gets the signal, as from a terminal."""
     run = traces.load(steps=240, requests=30).write(tmp_path / "run")

@@ -11,7 +11,8 @@ from tracefit.commands.ingest import ingest
 from tracefit.commands.train import TrainOptions, train
 
 
-@pytest.mark.parametrize("kind", [pytest.param("alpha", marks=pytest.mark.slow), "beta"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["alpha", "beta"])
 def test_a_file_is_confirmed_by_the_tables_it_came_from(tracefit, trained, kind):
     code, out, err = tracefit(
         "verify", trained / f"models/{kind}.json", "--tables", trained / "tables", "--json"

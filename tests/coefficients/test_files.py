@@ -199,6 +199,7 @@ HUGE = {
 """What there are a million of, or of what as many bytes."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HUGE)
 def test_a_huge_file_is_refused_in_little_memory(write, name):
     path = write(HUGE[name](1_000_000))

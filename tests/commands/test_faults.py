@@ -185,6 +185,7 @@ def test_dropped_events_or_duplicates_alone_are_quarantine(tmp_path, traces, qui
     assert any(says in text for text in result.ingested.warnings)
 
 
+@pytest.mark.slow
 def test_requests_of_one_token_alone_have_no_journey_sampling_and_no_harm(tmp_path, traces, quick):
     """No step decodes anything: a share of decodes is a share of nothing."""
     for number in range(1, 91):

@@ -135,6 +135,7 @@ def test_training_frames_of_a_run_that_grew_are_gone(tmp_path, lines):
     assert store.read("timeline").height >= old.height
 
 
+@pytest.mark.slow
 def test_the_order_and_cut_of_files_does_not_matter(tmp_path, lines, fresh, contents, small_pieces):
     shuffled = random.Random(5).sample(lines, len(lines))
     for number in range(3):

@@ -112,9 +112,10 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.slow] if c != "everything" else []) for c in CASES],
+    CASES,
 )
 def test_what_it_allows_is_what_training_fits(tmp_path, traces, allows, quick, case):
     steps, requests, wanted = CASES[case]

@@ -62,13 +62,10 @@ def grown(tmp_path, new_traces):
     return half, folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "moments"),
-    [
-        (1, 2),
-        pytest.param(1, MOMENTS, marks=pytest.mark.slow),
-        pytest.param(2, MOMENTS, marks=pytest.mark.slow),
-    ],
+    [(1, MOMENTS), (2, MOMENTS)],
 )
 def test_killed_at_any_moment_it_leaves_whole_tables_and_can_be_run_again(
     tmp_path, grown, contents, workers, moments
@@ -128,9 +125,10 @@ class _Counted(io.FileIO):
         return super().write(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size_bytes",
-    [45_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3_000, 20_000, 60_000))],
+    [0, 3_000, 20_000, 45_000, 60_000],
 )
 def test_a_full_disk_is_one_line_and_leaves_what_was_whole(
     tmp_path, grown, contents, monkeypatch, size_bytes, small_pieces

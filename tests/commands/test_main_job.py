@@ -60,6 +60,7 @@ def two_runs(tmp_path, new_traces):
     return tmp_path / "runs"
 
 
+@pytest.mark.slow
 def test_runs_of_one_scope_are_trained_together(tmp_path, two_runs, models_of, quick):
     result = run([two_runs], tmp_path / "out", options=quick)
     assert {r.run_id for r in result.ingested.runs} == {"one", "two"}
@@ -149,6 +150,7 @@ COLUMNS = {
 }
 
 
+@pytest.mark.slow
 def test_the_sample_tables_have_the_columns_the_specification_names(tmp_path, traces, quick):
     folder = traces.load(steps=120, requests=60).write(tmp_path / "run")
     with (folder / "exp-config.yaml").open("a") as config:
@@ -194,6 +196,7 @@ def test_model_sizes_are_written_as_people_say_them(parameters, text):
     assert model_size(parameters) == text
 
 
+@pytest.mark.slow
 def test_clocks_that_disagree_are_counted_in_the_evaluation(tmp_path, traces, quick):
     """The API process of one host, an hour ahead, and two SCHEDULED events half a second before their step."""
     traces.load(steps=240, requests=100)

@@ -28,7 +28,7 @@ def _scope(trace, folder, how):
     ("model", "event", "attribute"),
     [
         pytest.param("alpha.queue_wait", "journey.QUEUED", "scheduler.step", marks=pytest.mark.slow),
-        ("alpha.queue_wait", "journey.SCHEDULED", "scheduler.step"),
+        pytest.param("alpha.queue_wait", "journey.SCHEDULED", "scheduler.step", marks=pytest.mark.slow),
         ("beta.cycle_time", "step.BATCH_SUMMARY", "batch.prefill_tokens"),
     ],
 )

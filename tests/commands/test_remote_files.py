@@ -116,7 +116,8 @@ def _same(one, other):
     return all(rows.equals(other[name]) for name, rows in one.items())
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_every_byte_is_read_once_and_gives_the_tables_of_local_files(
     tmp_path, bucket, read, small_pieces, monkeypatch, workers
 ):

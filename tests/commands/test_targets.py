@@ -82,7 +82,7 @@ def test_steps_without_any_duration_use_the_clock(tmp_path, traces, job):
     assert _beta(tmp_path)["target"]["source"] == "step_clock"
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_law_is_found_in_step_with_execution(tmp_path, traces, job, lag):
     """2,000 + 10 per prefill token + 50 per decode token; with `lag` 1 a composition drives the cycle after its own."""
     job(traces.load(noise=0.0, lag=lag))

@@ -208,6 +208,7 @@ def test_with_few_journeys_and_few_steps_requests_are_left_out_and_counted(plant
     assert told["left_out"]["steps_not_known"] == told["averages_only"]["n"] > 10
 
 
+@pytest.mark.slow
 def test_averages_are_those_of_the_planted_law(planted):
     """ITL from averages: the planted law at the mean batch that decoding requests saw in the training part."""
     folder = planted()

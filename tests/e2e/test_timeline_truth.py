@@ -54,7 +54,8 @@ def test_hidden_steps_start_where_their_scheduled_events_put_them(tmp_path: Path
     assert (error_us <= 500).fill_null(value=False).mean() >= 0.99
 
 
-@pytest.mark.parametrize("num_blocks", [pytest.param(4_097, marks=pytest.mark.slow), 400])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_blocks", [4_097, 400])
 def test_the_queue_each_request_found_is_exact(tmp_path: Path, num_blocks: int) -> None:
     run = synth(SynthOptions(seed=43, requests=500, num_blocks=num_blocks, step_sampling=0.1))
     store = _ingested(run, tmp_path)

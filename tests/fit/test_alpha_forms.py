@@ -42,6 +42,7 @@ def admission(request, tmp_path_factory):
     return request.param, model, folder / "out"
 
 
+@pytest.mark.slow
 def test_the_form_follows_the_stamp_and_the_file_says_why(admission):
     stamp, model, out = admission
     entry = json.loads((out / "evaluation.json").read_text())["scopes"][0]["models"]["alpha.admission"]

@@ -38,6 +38,7 @@ def job(tmp_path, new_traces, quick, monkeypatch):
     return of
 
 
+@pytest.mark.slow
 def test_a_declared_target_is_fitted_published_and_listed(job):
     out, result = job((*TARGETS, EXECUTION))
     models = {m["name"]: m for m in json.loads((out / "models/alpha.json").read_text())["models"]}

@@ -28,10 +28,10 @@ def _shaped(odd):
     return st.sampled_from(["busy"] * len(odd.shapes) + list(odd.shapes))
 
 
-@settings(settings.get_profile("whole-files"), max_examples=2, print_blob=True)
+@settings(settings.get_profile("whole-files"), max_examples=1, print_blob=True)
 @given(data=st.data())
-def test_some_odd_runs_go_through_every_command(odd, root, data):
-    """But those that only read again, or fit again, what `run` did: they take as long as it."""
+def test_an_odd_run_of_chance_goes_through_run(odd, root, data):
+    """The other commands read again, or fit again, what `run` did: they take as long as it."""
     run = odd.run(data.draw(_shaped(odd), label="shape"), root)
     rng = random.Random(data.draw(st.integers(0, 2**32), label="seed"))
     for _ in range(data.draw(st.sampled_from((1, 1, 2, 4)), label="ways")):

@@ -99,7 +99,8 @@ COMMAND = "vllm serve org/m --tensor-parallel-size 2 --max-num-seqs 32 --enable-
 LOG = "INFO 11-22 non-default args: {'model': 'org/m', 'tensor_parallel_size': 2, 'max_num_seqs': 32}\n"
 
 
-@pytest.mark.parametrize("content", [COMMAND, pytest.param(LOG, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("content", [COMMAND, LOG])
 def test_a_command_line_or_a_log_is_read_of_vllm(lib, start, tmp_path, content):
     (tmp_path / "vllm.txt").write_text(content)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

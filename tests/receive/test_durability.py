@@ -94,6 +94,7 @@ def test_a_kill_at_any_moment_loses_nothing_acknowledged(lib, start, tmp_path):
     assert sum(run.spans for run in result.runs) == len(set(found))
 
 
+@pytest.mark.slow
 def test_sigterm_ends_in_order_and_keeps_what_was_acknowledged(lib, start, tmp_path):
     receiver = start(tmp_path)
     sending = Sending(lib, receiver.grpc_port, first=1)
