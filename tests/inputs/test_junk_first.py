@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import os
+import random
 import sys
 
 import pytest
@@ -17,7 +17,8 @@ else:
     from backports import zstd
 
 JUNK = {
-    "random bytes": os.urandom(300),
+    "random bytes": random.Random(0).randbytes(300),
+    "random bytes that begin as a record does": b"\n" + random.Random(1).randbytes(300),
     "text": b"WARNING: the disk is slow\nplease wait\n" * 7,
     "zeros": bytes(500),
     "an open bracket": b'{"resourceLo\n',

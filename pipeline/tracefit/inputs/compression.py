@@ -461,7 +461,7 @@ class _FileReader:
         """Yield uncompressed bytes up to the next unit or the end; return where they end."""
         head = self._bytes(start, _TEXT_BYTES)
         is_text = _is_text(head)
-        if not (is_text or wire.RESOURCE_SPANS_TAG in (head[0], *head[_LENGTH_BYTES : _LENGTH_BYTES + 1])):
+        if not (is_text or _is_protobuf(head, 0) or _is_protobuf(head, _LENGTH_BYTES)):
             # Neither JSON nor protobuf: junk before a unit, or a unit that has lost its first bytes.
             found = self._next_unit(start + 1)
             if found >= 0:
@@ -479,6 +479,14 @@ class _FileReader:
             yield Piece(data, self._is_stored)
             start += len(data)
         return start
+
+
+def _is_protobuf(head: bytes, start: int) -> bool:
+    """Return whether bytes look like a message of traces from `start` on: the tag alone is one byte in 256."""
+    if head[start : start + 1] != bytes([wire.RESOURCE_SPANS_TAG]):
+        return False
+    field = wire.read_field(head, start)
+    return field is not None and wire.is_resource_spans(head, field[2], field[3]) is not False
 
 
 def _is_text(head: bytes) -> bool:
