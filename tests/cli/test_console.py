@@ -77,6 +77,7 @@ def test_results_are_text_or_json_or_nothing(capsys):
 def test_bytes_to_read_are_a_bar_with_rate_and_time_left(monkeypatch):
     screen = _Screen()
     monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal(quiet=False)
     terminal.stage("reading run")
     terminal.expect(4_000_000)
