@@ -337,6 +337,7 @@ class _EngineRequests:
 def _engines(source: Source, ends: pl.DataFrame) -> tuple[list[_EngineRequests], str | None]:
     """Return the requests of every engine, or why they cannot be replayed."""
     sampled = source.tables.runs["journey_sampling"].drop_nulls()
+    # polars types an extreme as any scalar a column can hold; this column is numbers.
     if sampled.len() and float(sampled.min() or 0.0) < ALL_JOURNEYS:  # type: ignore[arg-type]
         return [], "journeys of all requests would let their replay choose"
     stamps = ("arrival_ns", "first_token_ns", "prompt_tokens")

@@ -50,7 +50,7 @@ class IntakeLimits:
         pending_bytes: Bytes that wait for the disk; above them, requests are refused before they are read.
         connections: HTTP connections, at most.
         folders: Folders made for different servers, at most.
-        drain_s: How long requests in progress have to end, once the receiver is told to stop.
+        drain_s: How long requests in progress have to end, once the receiver has to stop.
     """
 
     message_bytes: int = 16 << 20

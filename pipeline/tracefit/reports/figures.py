@@ -247,7 +247,7 @@ def _residuals(cloud: Cloud) -> tuple[Panel, str]:
 
 
 def robust_limits(values: Iterable[float]) -> tuple[float, float] | None:
-    """Return limits of an axis that a few outliers do not stretch; null where every value fits well.
+    """Return limits of an axis that a few outliers do not widen; null where every value fits well.
 
     They hold the middle 98 % of the values and half of its width to either side.
     """
@@ -337,13 +337,13 @@ def _over_requests(scope_id: str, rows: ScopeRows) -> tuple[Figure, ...]:
         for key, found in rows.over_load.items()
         if found.slo_ms is not None and found.within_pct is not None
     )
-    told = f" Objectives (SLO): {within}; `tracefit report --slo` sets others." if within else ""
+    objectives = f" Objectives (SLO): {within}; `tracefit report --slo` sets others." if within else ""
     return (
         Figure(
             name=_anchor(f"{scope_id}-latency-load"),
             title="Latencies against load",
             caption="Measured requests in groups of equal size by the traced requests in flight when each arrived."
-            f"{_left_out(rows)}{told} Look for the load from which a latency climbs: there the server is full."
+            f"{_left_out(rows)}{objectives} Look for the load from which a latency climbs: there the server is full."
             f"{_APART if any(len(found.runs) > 1 for found in rows.over_load.values()) else ''}",
             x_label="requests in flight on arrival",
             panels=tuple(panels),

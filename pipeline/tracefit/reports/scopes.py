@@ -16,7 +16,7 @@ class ScopeLabel:
 
     Attributes:
         name: The id without its hash, where that is enough to choose the scope; else the whole id.
-        detail: Its runs and the settings that differ from those of its namesakes; empty where the name is enough.
+        detail: Its runs and the settings that differ from those of scopes with the same name; empty where the name is enough.
     """
 
     name: str
