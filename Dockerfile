@@ -10,7 +10,7 @@ COPY requirements.lock /tmp/requirements.lock
 COPY --from=build /wheels /wheels
 # Versions are those of the lock file; what only the tests need is not installed.
 RUN sed -n 's/^\([A-Za-z0-9._-]*==[^ ;]*\).*/\1/p' /tmp/requirements.lock > /tmp/versions \
-    && pip install --no-cache-dir --constraint /tmp/versions "$(ls /wheels/*.whl)[receive]" \
+    && pip install --no-cache-dir --constraint /tmp/versions "$(ls /wheels/*.whl)[receive,report]" \
     && rm -r /wheels /tmp/requirements.lock /tmp/versions \
     && useradd --create-home --uid 10001 tracefit \
     && install --directory --owner=tracefit /data

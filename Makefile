@@ -18,11 +18,12 @@ $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -m compileall -q pipeline
 	@touch $@
 
 setup: $(READY) ## create .venv from the lock file
 
-run: $(READY) ## the main job on the runs in fixtures/: tables, coefficients, evaluation, report in out/
+run: $(READY) ## the main job on the real runs in fixtures/runs/: tables, coefficients, evaluation, report in out/
 	$(BIN)/tracefit run fixtures/runs --out $(OUT)
 
 test: $(READY) ## set up and run the tests: under two minutes on two cores
@@ -57,21 +58,27 @@ check-consumers: $(READY) ## replay runs in BLIS where it is (BLIS=folder, ../sh
 schemas: $(READY) ## write schemas/ anew from the code
 	$(BIN)/python -m tracefit.schemas schemas
 
-fixtures: $(READY) ## write fixtures/ anew with the project's own generator
+fixtures: $(READY) ## write the generated runs of fixtures/ anew
 	$(BIN)/python tests/make_fixtures.py fixtures
 
-models: $(READY) ## write models/ and the table and picture in README.md anew: the reference output on fixtures/
-	rm -rf build/models
+models: $(READY) ## write models/, fixtures/models/, and the table in README.md anew: the main job's output on fixtures/
+	rm -rf build/models build/generated
 	$(BIN)/tracefit run fixtures/runs --out build/models --quiet
 	cp build/models/models/*.json build/models/evaluation.json build/models/report.md models/
+	$(BIN)/tracefit run fixtures/generated --out build/generated --quiet
+	mkdir -p fixtures/models
+	cp build/generated/models/*.json build/generated/evaluation.json fixtures/models/
 	$(BIN)/python tests/make_readme_table.py README.md models/evaluation.json
-	$(BIN)/python tests/make_picture.py build/models docs/step-times.svg
 
 screenshot: models ## take the README's picture of the report anew (needs Chromium)
-	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1280,900 --screenshot=docs/report.png file://$(CURDIR)/build/models/report.html
+	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=5000 --window-size=1280,1100 --screenshot=docs/report.png file://$(CURDIR)/build/models/report.html
 
 docs: $(READY) ## write the generated pages of docs/reference/ anew: command line, tables, feature sets
 	$(BIN)/python tests/make_docs.py docs/reference
+
+notebook: $(READY) ## run docs/notebook.ipynb anew
+	rm -rf build/notebook && mkdir -p build/notebook && ln -s $(CURDIR)/fixtures build/notebook/fixtures
+	$(BIN)/python tests/make_notebook.py docs/notebook.ipynb build/notebook
 
 site: $(READY) ## make a web site of docs/ in build/site (installs mkdocs-material beside it)
 	$(PYTHON) -m venv build/site-tools
@@ -106,4 +113,4 @@ dist: $(READY) ## build the wheel and the source distribution in dist/
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
 
-.PHONY: help setup run test test-all test-slow test-browser check check-consumers format schemas fixtures models screenshot docs site bench bench-models lock test-minimum coverage dist clean
+.PHONY: help setup run test test-all test-slow test-browser check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-models lock test-minimum coverage dist clean

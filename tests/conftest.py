@@ -28,8 +28,7 @@ from hypothesis import HealthCheck, Phase, settings
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from tracefit.commands.ingest import ingest
-from tracefit.commands.run import run
-from tracefit.commands.train import TrainOptions
+from tracefit.commands.train import TrainOptions, run
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu
 from tracefit.server.model_config import parse_architecture

@@ -17,6 +17,7 @@ from typer.main import get_command
 import tracefit
 from tracefit.cli import app
 from tracefit.features.sets import BUILT_IN
+from tracefit.results.models import TrainResult
 from tracefit.tables.schema import TABLES
 
 if TYPE_CHECKING:
@@ -136,8 +137,8 @@ def api_page() -> str:
         GENERATED,
         (
             "The commands are functions of the package. `paths` is one path or several; other folders are the ones the command "
-            "line takes, OUT of `run` among them. Rows to predict are a frame of polars, pandas, pyarrow or DuckDB, columns by "
-            "name, or one mapping per row; they come back as a polars frame. Results are frozen dataclasses with the fields of `schemas/results/`. An error "
+            "line takes, OUT of `run` among them. Rows to predict are a frame of polars, pandas, pyarrow or another library that "
+            "narwhals knows, columns by name, or one mapping per row; predictions for a frame come back as a frame of its library. Results are frozen dataclasses with the fields of `schemas/results/`. An error "
             "is a `tracefit.TracefitError` (`UsageError`: the call or a file is wrong; `DataError`: the data cannot support "
             "the result) whose text is one line."
         ),
@@ -161,7 +162,7 @@ print(models.predict_step([{"batch": 8, "context": 900}, {"batch": 32, "context"
         doc = inspect.cleandoc(found.__doc__ or "")
         parts += [f"## tracefit.{name}", f"```python\n{kind} {name}(\n    {body},\n)\n```", _sections(doc)]
         if name == "Models":
-            methods = ("load", "scope", "model", "predict_step", "predict_request")
+            methods = ("load", "scope", "model", "predict_step", "predict_request", "as_sklearn")
             parts.append(
                 table(
                     ("method", "does"),
@@ -171,7 +172,32 @@ print(models.predict_step([{"batch": 8, "context": 900}, {"batch": 32, "context"
                     ],
                 )
             )
+    parts += ["## Figures", _sections(inspect.cleandoc(TrainResult.plot.__doc__ or "")), FIGURES_TEXT]
+    parts.append(table(("name", "shows"), [(f"`{name}`", what) for name, what in FIGURES.items()]))
     return "\n\n".join(parts) + "\n"
+
+
+FIGURES_TEXT = """`result.plot(figure, scope=None)` of what `run` or `train` returned is a figure of plotly:
+
+```python
+figure = result.plot("step-breakdown")
+figure.write_html("what-a-step-costs.html")
+```
+
+In a notebook a result shows itself as tables (`_repr_html_`). These figures are there where the traces hold their data:"""
+
+FIGURES = {
+    "step-times": "measured and predicted step times over time",
+    "error-by-load": "errors of step times by load, the training range shaded",
+    "step-breakdown": "what a step costs, by the terms of the model",
+    "first-token": "where TTFT goes: admission, queue, prefill",
+    "latency-by-load": "TTFT, ITL and E2E over the requests in flight",
+    "runs": "step times of several runs over the batch",
+    "timeline": "an engine over its run; `timeline-2` is the next engine",
+    "ttft": "distribution of TTFT, predicted and measured; `itl` and `e2e` alike",
+    "beta.cycle_time-predicted": "predicted against measured durations of held-out rows; any model's name comes first",
+    "beta.cycle_time-residuals": "residuals over time; with a feature's name behind it, against that feature",
+}
 
 
 def _parameters(found: Any) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""Write `fixtures/` anew: small generated runs, damaged files, and what each must yield (by the generator's truth).
+"""Write the generated part of `fixtures/` anew: small runs, damaged files, and what each must yield by the generator's truth.
+
+The real runs in `fixtures/runs/` stay as they are.
 
 `python tests/make_fixtures.py FOLDER`
 """
@@ -54,13 +56,14 @@ def damage(lines: list[bytes]) -> tuple[bytes, int]:
 
 
 def main(folder: Path) -> None:
-    """Write everything below `folder`, which is emptied first."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Write the generated and the damaged runs below `folder`, which are removed first."""
+    for generated in ("generated", "damaged"):
+        shutil.rmtree(folder / generated, ignore_errors=True)
     expected: dict[str, object] = {}
     for options, kind, compress in RUNS:
         run = synth(options)
-        write_run(run, folder / "runs", formats=(kind,), compress=compress)
-        expected[f"runs/{options.name}"] = yields(run)
+        write_run(run, folder / "generated", formats=(kind,), compress=compress)
+        expected[f"generated/{options.name}"] = yields(run)
     broken = write_run(synth(DAMAGED), folder, formats=("json",))
     for truth in broken.glob("truth*"):
         truth.unlink()

@@ -15,7 +15,7 @@ def _number(value: float) -> str:
 def main(readme: Path, evaluation: Path) -> None:
     """Replace the rows of the table in `readme`."""
     rows = []
-    for scope in reversed(json.loads(evaluation.read_text(encoding="utf-8"))["scopes"]):
+    for scope in json.loads(evaluation.read_text(encoding="utf-8"))["scopes"]:
         name = scope["scope_id"].rsplit(".", 1)[0]
         for model, entry in scope["models"].items():
             held = entry["holdout"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import polars as pl
@@ -9,7 +10,10 @@ import pyarrow as pa
 import pytest
 
 import tracefit
-from tracefit.commands.plan import plan_ingest
+from tracefit.commands.ingest import plan_ingest
+from tracefit.results.models import RunResult, TrainResult
+
+SCHEMAS = Path(__file__).parents[1] / "schemas" / "tables"
 
 
 def test_the_package_lists_its_commands():
@@ -57,8 +61,40 @@ def test_commands_take_the_folder_that_run_wrote(trained, tmp_path):
     assert [r.run_id for r in tracefit.inspect(trained).runs] == ["busy"]
     assert tracefit.export(trained, "csv", tmp_path / "csv").files
     assert tracefit.compare(trained, trained).models
-    (tmp_path / "rows.csv").write_text("batch,prefill\n4,40\n")
+    (tmp_path / "rows.csv").write_text("batch,prefill,kv_usage_ratio\n4,40,0.1\n")
     assert tracefit.predict(trained, tmp_path / "rows.csv", run="busy").rows == 1
+
+
+def test_tables_are_one_call_away(trained, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(trained, folder)
+    lazy = tracefit.scan(folder, "requests")
+    assert isinstance(lazy, pl.LazyFrame)
+    stored = pl.concat(pl.read_parquet(p) for p in (folder / "tables/requests").rglob("*.parquet"))
+    assert lazy.collect().equals(stored.with_columns(pl.col("run_id").cast(pl.String)))
+    assert tracefit.scan(folder / "tables", "timeline", run="busy").select(pl.len()).collect().item() == 240
+    with pytest.raises(tracefit.UsageError, match="no table timelin; did you mean timeline"):
+        tracefit.scan(folder, "timelin")
+    with pytest.raises(tracefit.UsageError, match="no run buzy; did you mean busy"):
+        tracefit.scan(folder, "requests", run="buzy")
+    with pytest.raises(tracefit.UsageError, match="holds no tables"):
+        tracefit.scan(tmp_path / "nowhere", "requests")
+
+
+def test_a_result_has_the_tables_of_its_own_runs(trained, new_traces, tmp_path):
+    """Not those of earlier runs in the same folder."""
+    for name, requests in (("one", 3), ("two", 5)):
+        ingested = tracefit.ingest(
+            new_traces().load(steps=40, requests=requests).write(tmp_path / name), tmp_path / "tables"
+        )
+    result = RunResult(ingested, TrainResult(*[tmp_path] * 4, (), ()))
+    assert result.tables["requests"]["run_id"].to_list() == ["two"] * 5
+    assert result.tables.scan("steps").select("run_id").unique().collect().item() == "two"
+    assert set(result.tables) == {p.stem for p in SCHEMAS.glob("*.json")}
+    assert {"kv_events", "rejects"} <= set(result.tables)
+    assert "timeline" in repr(result.tables)
+    with pytest.raises(KeyError, match="no such"):
+        result.tables["no such"]
 
 
 def test_a_scope_is_chosen_by_the_name_of_a_run(trained, tmp_path):
@@ -77,62 +113,91 @@ def test_errors_name_parameters_in_python_and_flags_on_the_command_line():
     assert str(server).endswith("--step-tracing-enabled --run-config-x"), "flags of others stay flags"
 
 
-class OldFrame:
-    """A frame of another library that has the interchange protocol alone, as pandas before 2.2."""
+class ArrowFrame:
+    """A frame of a library that narwhals does not know, and that exports Arrow."""
 
     def __init__(self, columns):
         self._table = pa.table(columns)
-
-    def __dataframe__(self, *, allow_copy=True):
-        return self._table.__dataframe__(allow_copy=allow_copy)
-
-
-class NewFrame:
-    """A frame of another library that exports Arrow, with the index a selection of rows leaves in pandas."""
-
-    def __init__(self, columns):
-        self._table = pa.table({**columns, "__index_level_0__": [3, 7]})
 
     def __arrow_c_stream__(self, requested_schema=None):
         return self._table.__arrow_c_stream__(requested_schema)
 
 
+def _pandas(columns):
+    return pytest.importorskip("pandas").DataFrame(columns, index=[3, 7])
+
+
+def _duckdb(columns):
+    rows = pa.table(columns)  # noqa: F841 - DuckDB finds it by its name
+    return pytest.importorskip("duckdb").sql("SELECT * FROM rows")
+
+
+def _rows(columns):
+    return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+
+
 FRAMES = {
-    "polars": pl.DataFrame,
-    "polars, lazy": pl.LazyFrame,
-    "pyarrow": pa.table,
-    "columns by name": dict,
-    "one mapping per row": lambda columns: [
-        dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-    ],
-    "a generator of mappings": lambda columns: (
-        dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-    ),
-    "Arrow": NewFrame,
-    "interchange": OldFrame,
-    "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns, index=[3, 7]),
+    "polars": (pl.DataFrame, "polars"),
+    "polars, lazy": (pl.LazyFrame, "polars"),
+    "pandas": (_pandas, "pandas"),
+    "pyarrow": (pa.table, "pyarrow"),
+    "duckdb": (_duckdb, "polars"),
+    "Arrow": (ArrowFrame, "polars"),
+    "columns by name": (dict, "polars"),
+    "one mapping per row": (lambda columns: list(_rows(columns)), "polars"),
+    "a generator of mappings": (_rows, "polars"),
 }
+"""Kind of rows to how they are made, and the library that their predictions come back in."""
 
 
 @pytest.mark.parametrize("kind", FRAMES)
 def test_rows_of_any_frame_are_predicted(trained, kind):
     models = tracefit.Models.load(trained)
-    steps = models.predict_step(
-        FRAMES[kind]({"batch": [4, 9], "prefill": [40.0, 0.0], "kv_usage_ratio": [0.1, 0.2]})
-    )
+    make, library = FRAMES[kind]
+    found = models.predict_step(make({"batch": [4, 9], "prefill": [40.0, 0.0], "kv_usage_ratio": [0.1, 0.2]}))
+    assert type(found).__module__.split(".")[0] == library
+    steps = pl.DataFrame(found)
     assert steps.columns[:3] == ["batch", "prefill", "kv_usage_ratio"], "an index is no column"
     assert steps.columns[3:] == ["predicted_us", "low_us", "high_us", "out_of_range"]
     assert steps["predicted_us"].to_list() == [
         pytest.approx(models.predict_step(batch=b, prefill=p, features={"kv_usage_ratio": kv}).step.value_us)
         for b, p, kv in ((4, 40, 0.1), (9, 0, 0.2))
     ]
-    requests = FRAMES[kind]({"prompt_tokens": [40, 90], "output_tokens": [10, 20]})
-    assert models.predict_request(requests)["itl_us"].to_list() == [
+    requests = models.predict_request(make({"prompt_tokens": [40, 90], "output_tokens": [10, 20]}))
+    assert pl.DataFrame(requests)["itl_us"].to_list() == [
         pytest.approx(models.predict_request(prompt_tokens=p, output_tokens=o).itl.value_us)
         for p, o in ((40, 10), (90, 20))
     ]
-    rows = FRAMES[kind]({"batch": [4, 9]})
+    rows = make({"batch": [4, 9], "kv_usage_ratio": [0.1, 0.2]})
     assert tracefit.predict(models, rows).rows == 2, "the command takes them too"
+
+
+def test_predictions_of_a_pandas_frame_keep_its_index_and_miss_values_as_pandas_does(trained):
+    pandas = pytest.importorskip("pandas")
+    rows = pandas.DataFrame(
+        {"batch": [4, None, 9000], "kv_usage_ratio": 0.1, "name": ["a", "b", "c"]}, index=["x", "y", "x"]
+    )
+    found = tracefit.load(trained).predict_step(rows)
+    assert list(found.index) == ["x", "y", "x"]
+    assert list(found["name"]) == ["a", "b", "c"]
+    assert found["predicted_us"].dtype == "float64"
+    assert found["predicted_us"].isna().tolist() == [False, True, False]
+    assert found["out_of_range"].isna().tolist() == [True, True, False]
+    assert "predicted_us" not in rows.columns
+
+
+def test_a_setting_that_is_not_known_is_named_for_a_frame_as_for_one_step(trained):
+    models = tracefit.load(trained)
+    lines = []
+    for ask in (lambda: models.predict_step(batch=4), lambda: models.predict_step({"batch": [4, 9]})):
+        with pytest.raises(tracefit.UsageError, match="needs num_gpu_blocks, which is not given") as raised:
+            ask()
+        lines.append(str(raised.value))
+    assert all("\n" not in line for line in lines)
+    rows = {"batch": [4, 9], "num_gpu_blocks": [1000, None]}
+    predicted = models.predict_step(rows)["predicted_us"].to_list()
+    one = models.predict_step(batch=4, features={"num_gpu_blocks": 1000})
+    assert predicted == [pytest.approx(one.step.value_us), None], "a null in a row is a null prediction"
 
 
 @pytest.mark.parametrize("rows", ["batch", 7, [1, 2], [["batch", 4]], {"batch": [1, 2], "prefill": [1]}])

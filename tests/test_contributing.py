@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tracefit.coefficients.workload import STEP_COLUMNS
+from tracefit.features.sets import BUILT_IN
+from tracefit.features.targets import TARGETS
+from tracefit.fit.alpha import FORMS
+from tracefit.tables.schema import REQUESTS, TIMELINE
+
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 PACKAGE = ROOT / "pipeline/tracefit"
@@ -45,3 +51,14 @@ def test_the_make_targets_it_names_are_there():
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {word for words in re.findall(r"`make ([a-z -]+)", TEXT) for word in words.split()}
     assert named - targets == set()
+
+
+def test_what_a_target_declares_is_in_the_files_named_beside_it():
+    for target in TARGETS:
+        assert target.feature_set in BUILT_IN
+        assert set(target.forms) <= FORMS.keys()
+        assert {target.column, target.begins, target.step} <= set(REQUESTS.names)
+
+
+def test_the_columns_that_follow_from_a_described_step_are_declared():
+    assert set(STEP_COLUMNS) - set(TIMELINE.names) == set()

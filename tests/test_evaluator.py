@@ -9,20 +9,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from tracefit import evaluator
 from tracefit.coefficients.compiled import CompiledModel
 from tracefit.coefficients.files import read_coefficients
+from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.features.expressions import evaluate, parse_formula
 
 ROOT = Path(__file__).parents[1]
 FILES = [
-    *(ROOT / "models" / f"{kind}.json" for kind in ("alpha", "beta")),
+    *(ROOT / of / f"{kind}.json" for of in ("models", "fixtures/models") for kind in ("alpha", "beta")),
     *(ROOT / "tests/coefficients/released/1" / f"{kind}.json" for kind in ("alpha", "beta")),
 ]
 MODELS = [
-    pytest.param(path, index, id=f"{path.parent.name}-{m['scope_id'][:12]}-{m['name']}")
+    pytest.param(path, index, id=f"{path.parent.relative_to(ROOT)}-{m['scope_id'][:12]}-{m['name']}")
     for path in FILES
     for index, m in enumerate(json.loads(path.read_text())["models"])
 ]
@@ -37,20 +39,39 @@ def _random_inputs(names, rng):
 @pytest.mark.parametrize(("path", "index"), MODELS)
 def test_every_published_model_is_evaluated_as_the_library_does(path, index):
     plain = json.loads(path.read_text())["models"][index]
-    compiled = CompiledModel(read_coefficients(path).models[index])
-    rng = random.Random(index)
-    predicted = 0
-    for _ in range(300):
-        features = _random_inputs(sorted(compiled.inputs), rng)
-        starts = sorted(rng.random() * 5e4 for _ in range(rng.choice([0, 1, 20])))
-        for step_starts in (None, starts):
-            wanted = compiled.predict(features, step_starts, api_wait_us=200.0)
-            found = evaluator.predict(plain, features, step_starts, api_wait_us=200.0)
-            assert (found is None) == (wanted is None), features
-            if wanted is not None:
-                predicted += 1
-                assert found == pytest.approx(wanted, rel=1e-12), features
-    assert predicted > 100
+    model = read_coefficients(path).models[index]
+    rng, names = random.Random(index), sorted(CompiledModel(model).inputs)
+    inputs = [_random_inputs(names, rng) for _ in range(300)]
+    rows = pl.DataFrame(inputs, schema=dict.fromkeys(names, pl.Float64))
+    wanted = predict_rows(model, rows)["predicted_us"].to_list() if names else [None] * 300
+    found = [evaluator.predict(plain, features) for features in inputs]
+    assert found == [None if value is None else pytest.approx(value, rel=1e-12) for value in wanted]
+    assert rows.width == 0 or sum(value is not None for value in wanted) > 100
+
+
+BOUNDARY = {
+    "form": "boundary",
+    "boundary": "step_start",
+    "work": {"intercept": {"value": 1400.0}, "terms": [{"feature": "prompt_tokens", "value": 0.4}]},
+    "offset": {"value": -30.0},
+    "without_clock": {"intercept": {"value": 9315.0}, "terms": []},
+}
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [((500, 1439, 9000, 18_000), 8970), ((500, 1440, 9000), 1410), ((), 1440), (None, 9315)],
+)
+def test_a_boundary_is_the_first_step_start_after_the_work(starts, expected):
+    """The work of 100 prompt tokens is 1,400 + 40 us; without step starts the line for that is used."""
+    assert evaluator.predict(BOUNDARY, {"prompt_tokens": 100}, starts) == expected
+
+
+@pytest.mark.parametrize(("queue", "expected"), [("one_at_a_time", 8970), (None, 1410)])
+def test_work_left_on_the_requests_before_comes_first_where_the_model_has_a_queue(queue, expected):
+    """1,440 us of its own and 600 us of those before: past the start at 1,440, the one at 9,000 is next."""
+    model = {**BOUNDARY, "queue": queue}
+    assert evaluator.predict(model, {"prompt_tokens": 100}, (500, 1440, 9000), api_wait_us=600) == expected
 
 
 FORMULAS = [
@@ -117,7 +138,7 @@ def test_a_name_that_is_missing_is_an_error_that_names_it():
 
 
 def test_a_model_is_found_by_its_name_and_a_part_of_its_scope(tmp_path):
-    path = ROOT / "models" / "beta.json"
+    path = ROOT / "fixtures/models/beta.json"
     assert evaluator.load(path, "beta.cycle_time", "llama-2-70b")["scope_id"].startswith("llama-2-70b")
     for name, scope in (("beta.cycle_time", ""), ("beta.other", "llama-2-70b")):
         with pytest.raises(ValueError, match=r"beta\.json: \d models"):

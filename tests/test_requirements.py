@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -121,6 +123,53 @@ def test_the_lock_pins_every_requirement_at_a_version_it_takes(requirement):
     versions = _pinned("requirements.lock")[canonicalize_name(requirement.name)]
     assert versions
     assert all(version in requirement.specifier for version in versions)
+
+
+MODULES = {
+    "backports.zstd": "backports",
+    "opentelemetry-proto": "opentelemetry",
+    "protobuf": "google",
+    "pyyaml": "yaml",
+    "scikit-learn": "sklearn",
+    "googleapis-common-protos": "google",
+    "grpcio": "grpc",
+}
+"""Requirement to the module it is imported as, where these differ."""
+
+BROUGHT = {"threadpoolctl": "scikit-learn", "pydantic_core": "pydantic", "markupsafe": "jinja2"}
+"""Modules that a requirement always brings."""
+
+
+def _imported(*left_out):
+    """Return the third-party modules that the package imports, outside some of its rooms."""
+    package = ROOT / "pipeline/tracefit"
+    names = set()
+    for path in package.rglob("*.py"):
+        if path.relative_to(package).parts[0] not in left_out:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    names |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    names.add(node.module.partition(".")[0])
+    return (
+        names - sys.stdlib_module_names - {"tracefit", "compression"}
+    )  # of the standard library from 3.14 on
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_what_is_always_installed_is_used_by_more_than_an_extra(requirement):
+    """Generated traces, the report's page and the receiver are not what everybody needs."""
+    name = canonicalize_name(requirement.name)
+    assert MODULES.get(requirement.name, MODULES.get(name, name)) in _imported("synth", "receive", "reports")
+
+
+def test_what_is_imported_is_required():
+    extras = PROJECT["optional-dependencies"]
+    own = [*PROJECT["dependencies"], *extras["receive"], *extras["report"]]
+    names = [Requirement(text).name for text in own]
+    known = {MODULES.get(n, MODULES.get(canonicalize_name(n), canonicalize_name(n))) for n in names}
+    assert _imported() - known - BROUGHT.keys() == set()
+    assert set(BROUGHT.values()) <= {canonicalize_name(n) for n in names}
 
 
 def test_an_upper_bound_has_its_reason_beside_it():

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from tracefit.commands.predict import predict
     from tracefit.commands.report import report
     from tracefit.commands.requests import requests
-    from tracefit.commands.run import run
-    from tracefit.commands.train import TrainOptions, train
+    from tracefit.commands.scan import scan
+    from tracefit.commands.train import TrainOptions, run, train
     from tracefit.commands.verify import verify
 
 _LAZY = {
@@ -44,7 +44,8 @@ _LAZY = {
     "predict": "tracefit.commands.predict",
     "report": "tracefit.commands.report",
     "requests": "tracefit.commands.requests",
-    "run": "tracefit.commands.run",
+    "run": "tracefit.commands.train",
+    "scan": "tracefit.commands.scan",
     "train": "tracefit.commands.train",
     "verify": "tracefit.commands.verify",
 }
@@ -68,6 +69,7 @@ __all__ = [
     "report",
     "requests",
     "run",
+    "scan",
     "train",
     "verify",
 ]

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+EXIT_DONE = 0
+EXIT_NOTHING = 1
+"""The data cannot support the result."""
+
+EXIT_QUARANTINE = 3
+"""Done, with something in quarantine: rejects, dropped events or duplicate spans."""
+
 PARAMETERS = {
     "--consumer-version": "consumer_version",
     "--features": "features",
@@ -43,7 +50,7 @@ class TracefitError(Exception):
         hint: What the user can do about it.
     """
 
-    exit_code: ClassVar[int] = 1
+    exit_code: ClassVar[int] = EXIT_NOTHING
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
         self.what = what

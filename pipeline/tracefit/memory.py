@@ -6,6 +6,7 @@ once, only to request it again: a tenth of the time of an ingest goes into zeroi
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import os
@@ -34,6 +35,8 @@ def reuse_freed() -> None:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     gc.set_threshold(_MANY_OBJECTS, 50, 100)
+    # The interpreter looks for cycles once more at its end, among all objects of the libraries: a tenth of a second.
+    atexit.register(gc.freeze)
     with suppress(OSError, AttributeError):  # another C library than GNU's
         change = ctypes.CDLL(None).mallopt
         for parameter in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -16,17 +17,20 @@ from pydantic import TypeAdapter
 
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.model import CoefficientFile
-from tracefit.coefficients.predict import RequestPrediction, StepPrediction
+from tracefit.coefficients.predict import StepPrediction
+from tracefit.coefficients.requests import RequestPrediction
 from tracefit.features.sets import FeatureSet
-from tracefit.results.comparison import CompareResult
-from tracefit.results.exports import ExportResult
-from tracefit.results.ingestion import IngestPlan, IngestResult
-from tracefit.results.inspection import Inspection
-from tracefit.results.predictions import RowPredictions
-from tracefit.results.receiving import ReceiveResult
-from tracefit.results.requests import RequestSummary
-from tracefit.results.training import ReportResult, RunResult, SynthResult, TrainResult
-from tracefit.results.verification import VerifyResult
+from tracefit.results.models import (
+    CompareResult,
+    ExportResult,
+    ReportResult,
+    RowPredictions,
+    RunResult,
+    SynthResult,
+    TrainResult,
+    VerifyResult,
+)
+from tracefit.results.traces import IngestPlan, IngestResult, Inspection, ReceiveResult, RequestSummary
 from tracefit.tables.manifest import Manifest
 from tracefit.tables.schema import TABLES, Kind, TableSchema
 
@@ -75,6 +79,7 @@ def _json_schema(name: str, model: type[BaseModel | msgspec.Struct]) -> dict[str
         schema = msgspec.json.schema(model)
     else:
         schema = model.model_json_schema(by_alias=True)
+    _describe_properties(schema)
     return {"$schema": _DIALECT, "$id": f"tracefit/{name}", **schema}
 
 
@@ -87,7 +92,19 @@ def _result_schema(command: str) -> dict[str, Any]:
         if part.get("title") in with_code:
             part["properties"]["exit_code"] = {"type": "integer", "enum": [0, 1, 3]}
             part["required"] = [*part.get("required", []), "exit_code"]
+    _describe_properties(schema)
     return {"$schema": _DIALECT, "$id": f"tracefit/results/{command}.schema.json", **schema}
+
+
+def _describe_properties(schema: dict[str, Any]) -> None:
+    """Move the `Attributes` of docstrings to the properties they describe, where readers of a schema look for them."""
+    for part in (schema, *schema.get("$defs", {}).values()):
+        text, _, attributes = part.get("description", "").partition("\n\nAttributes:\n")
+        if not attributes:
+            continue
+        part["description"] = text
+        for name, described in re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", attributes, re.MULTILINE):
+            part["properties"][name]["description"] = " ".join(described.split())
 
 
 def _dataclasses(kind: Any) -> Iterator[type]:

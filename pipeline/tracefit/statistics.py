@@ -1,20 +1,27 @@
-"""Statistics that several rooms need: the robust standard deviation, for arrays and for columns."""
+"""Arrays and statistics that several rooms need: names of array types, and the robust standard deviation."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import polars as pl
-    from numpy.typing import NDArray
+
+
+Vector = NDArray[np.float64]
+Matrix = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+"""Types of arrays; docstrings of functions that take or return arrays state their shapes."""
 
 _SD_PER_MAD = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution: 1 / Phi^-1(3/4)."""
 
 
-def robust_sd(values: NDArray[np.float64]) -> float:
+def robust_sd(values: Vector) -> float:
     """Return 1.4826 times the median absolute deviation from the median, in the unit of `values` of shape (n,).
 
     Half of the values can be arbitrarily wrong without moving it far (Hampel 1974). It is 0 where more than half of them

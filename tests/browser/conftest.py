@@ -88,6 +88,15 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
+    def until(self, condition):
+        """Wait until an expression is true in the page; the page looks again before each frame it draws."""
+        script = f"""new Promise((done, fail) => {{
+          const end = performance.now() + {1000 * DEADLINE_S / 4};
+          const look = () => ({condition}) ? done(true) : performance.now() > end ? fail(new Error('never')) : setTimeout(look, 20);
+          look(); }})"""
+        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, condition
+
     def told(self, method):
         """Return the parameters of events of one kind."""
         return [e["params"] for e in self.events if e.get("method") == method]

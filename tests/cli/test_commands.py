@@ -228,7 +228,7 @@ def test_an_interrupt_is_one_line(tracefit, tmp_path, folder, monkeypatch):
 def test_what_rows_lack_is_named_as_the_columns_a_user_can_give(tracefit, tmp_path):
     rows = tmp_path / "rows.csv"
     rows.write_text("num_prefill_reqs,prefill_tokens,num_decode_reqs,decode_tokens\n0,0,3,3\n")
-    model = Path(__file__).parents[2] / "models" / "beta.json"
+    model = Path(__file__).parents[2] / "fixtures/models/beta.json"
     code, _, err = tracefit("predict", model, "--scope", "llama-3.1-8b", "--rows", rows)
     # The model is of rooflines, which are computed from the tokens that a step reads.
     assert code == 2

@@ -69,6 +69,14 @@ def test_a_step_model_that_was_not_fitted_is_a_fault_of_the_data(tracefit, tmp_p
 
 def test_the_shipped_models_make_a_table(tracefit, tmp_path):
     code, out, _ = tracefit(
-        "export", ROOT / "models", "--to", "csv", "--scope", "llama-2-70b", "--out", tmp_path, "--json"
+        "export",
+        ROOT / "fixtures/models",
+        "--to",
+        "csv",
+        "--scope",
+        "llama-2-70b",
+        "--out",
+        tmp_path,
+        "--json",
     )
     assert (code, len(json.loads(out)["errors"])) == (0, 4)

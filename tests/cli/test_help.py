@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -45,7 +48,10 @@ def test_no_command_is_help(tracefit):
     assert "ingest" in out + err
 
 
-HEAVY = {"polars", "sklearn", "pyarrow", "numpy", "scipy", "msgspec", "yaml", "matplotlib", "jinja2"}
+HEAVY = {
+    *("polars", "sklearn", "pyarrow", "numpy", "scipy", "msgspec", "yaml"),
+    *("matplotlib", "jinja2", "plotly", "pandas", "narwhals"),
+}
 LOADED = """
 import json, sys
 from tracefit.cli import main
@@ -105,3 +111,11 @@ def test_the_module_is_a_command_too(process):
     )
     assert done.stdout.startswith("tracefit ")
     assert sys.executable
+
+
+def test_a_shell_completes_commands():
+    """What the script of `tracefit --install-completion` calls."""
+    asked = {"COMP_WORDS": "tracefit ins", "COMP_CWORD": "1", "_TRACEFIT_COMPLETE": "complete_bash"}
+    tool = Path(sys.executable).parent / "tracefit"
+    done = subprocess.run([tool], env={**os.environ, **asked}, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["inspect"]

@@ -11,11 +11,11 @@ import polars as pl
 import pytest
 
 COMMANDS = {
-    "run": ("tracefit.commands.run.train", "run {runs} --out {out} --fast"),
+    "run": ("tracefit.commands.train.train", "run {runs} --out {out} --fast"),
     "ingest": ("tracefit.commands.ingest.open_inputs", "ingest {runs} --out {out}/tables"),
     "inspect": ("tracefit.commands.inspect.open_inputs", "inspect {runs}"),
     "train": ("tracefit.commands.train.load_scope", "train {out} --out {out}/models"),
-    "report": ("tracefit.commands.report.html_page", "report {out}"),
+    "report": ("tracefit.reports.page.html_page", "report {out}"),
     "compare": ("tracefit.commands.compare.compare", "compare {out} {out}"),
     "verify": ("tracefit.commands.verify.fit_runs", "verify {out}"),
     "requests": ("tracefit.commands.requests.requests", "requests {out}"),
@@ -74,7 +74,7 @@ def test_the_line_names_the_run_and_the_debug_log_has_the_traceback(tracefit, mo
 def test_files_of_a_result_are_all_written_or_none(tracefit, monkeypatch, out):
     """The fourth file of the result cannot be made: the three before it stay as they were."""
     before = _contents(out / "models")
-    monkeypatch.setattr("tracefit.commands.report.html_page", lambda _: "\ud800")
+    monkeypatch.setattr("tracefit.reports.page.html_page", lambda _: "\ud800")
     code, _, stderr = tracefit("train", out, "--out", out / "models", "--fast", "--features", "batch")
     assert (code, "UnicodeEncodeError" in stderr) == (4, True)
     assert _contents(out / "models") == before
@@ -104,7 +104,7 @@ def test_a_fit_that_fails_costs_its_own_model(tracefit, monkeypatch, out):
     def fail(*_, **__):
         raise IndexError("boolean index did not match")
 
-    monkeypatch.setattr("tracefit.fit.scope.fit_step_times", fail)
+    monkeypatch.setattr("tracefit.fit.scopes.fit_step_times", fail)
     code, _, stderr = tracefit("train", out, "--out", out / "models", "--fast", "--features", "batch")
     assert (code, stderr) == (0, "")
     (scope,) = json.loads((out / "models" / "evaluation.json").read_text())["scopes"]

@@ -37,6 +37,24 @@ def beta(tmp_path):
     return path
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--output", "80"), "--output describes a request; give its --prompt too"),
+        (("--batch", "4", "--queue", "40"), "--queue describes a request; give its --prompt too"),
+        (
+            ("--prompt", "300", "--prefill-reqs", "2"),
+            "--prefill-reqs describes a step, --prompt a request; leave one of them out",
+        ),
+        ((), "nothing to predict; describe a step (--batch, --prefill) or a request (--prompt, --output)"),
+    ],
+)
+def test_options_that_a_prediction_would_not_read_are_refused(process, beta, options, said):
+    done = process("predict", beta, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"tracefit: {said}\n"
+
+
 LOADED = """
 import sys
 from tracefit.cli import main
@@ -151,7 +169,7 @@ def test_rows_that_cannot_be_used_are_one_line(tracefit, beta, tmp_path, name, c
         (("--rows", "missing.csv"), "missing.csv"),
         (("--feature", "a"), "NAME=NUMBER"),
         (("--feature", "a=nan"), "NAME=NUMBER"),
-        (("--scope", "other"), "no scope here"),
+        (("--scope", "other", "--batch", "4"), "no scope here"),
     ],
 )
 def test_wrong_questions_are_one_line(tracefit, beta, arguments, says):
@@ -164,7 +182,7 @@ def test_wrong_questions_are_one_line(tracefit, beta, arguments, says):
 def test_the_shipped_models_answer(tracefit):
     """7,000 us + 26 per prefill token + 15 per decode request is the law of the 8b scope."""
     asked = ("--scope", "llama-3.1-8b", "--batch", 32, "--context", 1500, "--prefill", 512, "--json")
-    code, out, _ = tracefit("predict", ROOT / "models", *asked)
+    code, out, _ = tracefit("predict", ROOT / "fixtures/models", *asked)
     assert code == 0
     assert json.loads(out)["step"]["value_us"] == pytest.approx(
         7000 + 26 * 512 + 15 * 32 + 40 + 144, rel=0.02

@@ -49,4 +49,4 @@ def test_the_command_prints_every_request(tracefit, folder, how):
 def test_the_command_says_in_one_line_what_is_missing(tracefit, tmp_path):
     code, out, err = tracefit("requests", tmp_path)
     assert (code, out) == (2, "")
-    assert err == f"tracefit: {tmp_path}: holds no tables; run `tracefit ingest` into it first\n"
+    assert err == f"tracefit: {tmp_path}: holds no tables; `tracefit ingest RUNS --out TABLES` makes them\n"

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from tracefit import IngestOptions, ingest
 from tracefit.tables.store import TableStore
 
 EVIL = "<img src=x onerror=alert(1)>[a](javascript:alert(1))\x1b[31m\x07"
@@ -282,14 +283,13 @@ def test_a_file_that_is_renamed_has_its_new_name(tmp_path, tracefit, small):
 
 
 @pytest.mark.slow
-def test_names_that_are_not_utf_8_are_read_and_not_written(tmp_path, monkeypatch, tracefit, small):
-    monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
+def test_names_that_are_not_utf_8_are_read_and_not_written(tmp_path, tracefit, small):
     folder = small(tmp_path / "run")
     strange = os.fsdecode(os.fsencode(tmp_path) + b"/n\xff")
     folder.rename(strange)
     (Path(strange) / "traces.json").rename(Path(strange) / os.fsdecode(b"traces\xfe.json"))
-    code, _, _ = tracefit("ingest", strange, "--out", tmp_path / "tables", "--workers", 2)
-    assert code == 0
+    options = IngestOptions(bytes_per_worker=1)  # several processes read it: names travel between them too
+    assert ingest([strange], tmp_path / "tables", options=options, workers=2).exit_code == 0
     assert TableStore(tmp_path / "tables").read("requests").height == 4
     code, _, stderr = tracefit("ingest", strange, "--out", strange + "t")
     assert (code, stderr.count("\n")) == (2, 1)

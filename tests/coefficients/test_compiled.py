@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from tracefit.coefficients.compiled import CompiledModel, Formulas
 from tracefit.coefficients.model import Model
+from tracefit.coefficients.predict import predict_row
 from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.errors import UsageError
 
@@ -40,7 +41,7 @@ def _regimes(when, *, otherwise=True):
 
 
 def _row(model, features):
-    return CompiledModel(model).predict(features)
+    return predict_row(CompiledModel(model), features).interval.value_us
 
 
 def _frame(model, features):
@@ -72,10 +73,11 @@ def test_a_feature_that_is_missing_is_an_error_that_names_it(predict):
         predict(_regimes({"any": [SMALL]}), {"a": 1})
 
 
-@both
-def test_a_sum_with_something_unknown_is_unknown(predict):
-    assert predict(_line(5.0, a=1.0, b=1.0), {"a": 1, "b": None}) is None
-    assert predict(_line(5.0, {"f": "a * b"}, f=1.0), {"a": 1, "b": None}) is None
+@pytest.mark.parametrize("model", [_line(5.0, a=1.0, b=1.0), _line(5.0, {"f": "a * b"}, f=1.0)])
+def test_a_sum_with_something_unknown_is_null_in_a_frame_and_an_error_of_a_row(model):
+    assert _frame(model, {"a": 1, "b": None}) is None
+    with pytest.raises(UsageError, match="m needs b, which is not given"):
+        _row(model, {"a": 1, "b": None})
 
 
 @both
@@ -181,22 +183,6 @@ def _boundary(intercept=1400.0, offset=-30.0, **more):
         without_clock={"form": "linear", "intercept": {"value": 9315.0}, "terms": []},
         **more,
     )
-
-
-@pytest.mark.parametrize(
-    ("starts", "expected"),
-    [((500, 1439, 9000, 18_000), 8970), ((500, 1440, 9000), 1410), ((), 1440), (None, 9315)],
-)
-def test_a_boundary_is_the_first_step_start_after_the_work(starts, expected):
-    """The work of 100 prompt tokens is 1,400 + 40 us; without step starts the line for that is used."""
-    assert CompiledModel(_boundary()).predict({"prompt_tokens": 100}, starts) == expected
-
-
-@pytest.mark.parametrize(("queue", "expected"), [("one_at_a_time", 8970), (None, 1410)])
-def test_work_left_on_the_requests_before_comes_first_where_the_model_has_a_queue(queue, expected):
-    """1,440 us of its own and 600 us of those before: past the start at 1,440, the one at 9,000 is next."""
-    compiled = CompiledModel(_boundary(queue=queue))
-    assert compiled.predict({"prompt_tokens": 100}, (500, 1440, 9000), api_wait_us=600) == expected
 
 
 def test_a_frame_takes_the_next_step_start_alone():

@@ -63,6 +63,12 @@ def test_the_published_schemas_are_those_of_the_code(name):
     assert (SCHEMAS / name).read_text(encoding="utf-8") == schema_texts()[name], "run `make schemas`"
 
 
+def test_attributes_of_docstrings_describe_the_keys():
+    metrics = _schema("coefficients")["$defs"]["Metrics"]
+    assert metrics["properties"]["mae"]["description"] == "Mean absolute error."
+    assert not [name for name, text in schema_texts().items() if "Attributes:" in text]
+
+
 def test_nothing_else_is_published():
     found = {str(path.relative_to(SCHEMAS)) for path in SCHEMAS.rglob("*.json")}
     assert found == set(schema_texts())

@@ -7,7 +7,13 @@ import tracemalloc
 
 import pytest
 
-from tracefit.coefficients.files import read_coefficients, read_evaluation, rounded, to_json
+from tracefit.coefficients.files import (
+    MAX_FILE_BYTES,
+    read_coefficients,
+    read_evaluation,
+    rounded,
+    to_json,
+)
 from tracefit.errors import UsageError
 
 MODEL = {
@@ -150,9 +156,11 @@ def test_a_file_that_is_not_there_or_no_file(tmp_path):
     _refused(tmp_path)
 
 
-def test_a_file_of_a_size_that_cannot_be_is_not_read(write, monkeypatch):
-    monkeypatch.setattr("tracefit.coefficients.files.MAX_FILE_BYTES", 10)
-    assert "larger than" in _refused(write(FILE))
+def test_a_file_of_a_size_that_cannot_be_is_not_read(write):
+    path = write(FILE)
+    with path.open("ab") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    assert "larger than" in _refused(path)
 
 
 DAMAGE = [

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 
 import polars as pl
 import pytest
 
 import tracefit
 from tracefit.errors import UsageError
+from tracefit.features import targets
 
 
 def test_a_step_is_described_by_its_batch_and_prompt_tokens(small):
@@ -47,6 +49,35 @@ def test_a_question_outside_the_training_range_is_answered_and_said(small):
     assert len(prediction.out_of_range) == 2
     assert "prefill_tokens 61 is outside 0 to 60" in prediction.out_of_range[0]
     assert "num_decode_reqs 7 is outside 0 to 6" in prediction.out_of_range[1]
+
+
+def test_what_a_model_has_no_term_for_has_a_training_range_all_the_same(tmp_path, parts):
+    """Trained on prompts of up to 27 tokens a step, which told nothing: 512 are no reason for confidence."""
+    flat = {
+        **parts["step"],
+        "terms": [parts["step"]["terms"][1]],
+        "features_left_out": [
+            {
+                "feature": "prefill_tokens",
+                "reason": "its coefficient is not above zero in these runs",
+                "training_range": [0, 27],
+            },
+            {"feature": "context_tokens", "reason": "not known in these runs", "training_range": None},
+            {"feature": "tiles", "reason": "collinear", "training_range": [0, 1]},
+        ],
+    }
+    (tmp_path / "beta.json").write_text(json.dumps(parts["document"]("beta", flat)))
+    models = tracefit.load(tmp_path / "beta.json")
+    inside, outside = (models.predict_step(batch=4, context=100, prefill=p) for p in (27, 512))
+    assert (inside.out_of_range, inside.step.low_us is None) == ((), False)
+    assert outside.step.value_us == inside.step.value_us
+    assert outside.step.low_us is None
+    (line,) = outside.out_of_range
+    assert "prefill_tokens 512 is outside 0 to 27, the training range; the model has no term for it" in line
+    rows = models.predict_step(pl.DataFrame({"batch": [4, 4, 9], "context": 100, "prefill": [27, 512, 512]}))
+    # A term outside its range says enough.
+    assert rows["out_of_range"].to_list() == [None, "prefill_tokens", "num_decode_reqs"]
+    assert rows["low_us"].is_null().to_list() == [False, True, True]
 
 
 def test_a_feature_given_by_name_wins(small):
@@ -83,6 +114,8 @@ def test_a_queue_makes_a_request_wait_for_the_outputs_ahead(small):
     """12 ahead with 11 tokens each: 5,000 + 100 * 132. Slots hold 8, blocks 100 / (5.55 + 0.5) = 16: 8 run."""
     prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11, queue=12)
     assert prediction.queue_wait.value_us == 18_200
+    # The model's errors are those on the outputs that were ahead, not on 12 times the mean.
+    assert (prediction.queue_wait.low_us, prediction.queue_wait.high_us) == (None, None)
     assert any(text.startswith("batch 8:") for text in prediction.assumed)
     # One of the 8 has to go before it runs: it decodes with 7 others.
     assert prediction.itl.value_us == pytest.approx(1000 + 50 * 8 + 0.5 * 8 * 55.5)
@@ -427,3 +460,20 @@ def test_trained_files_predict_their_own_training_rows(trained):
     stated = json.loads((trained / "models/beta.json").read_text())["models"][0]["validation"]["holdout"]
     error = (prediction["predicted_us"] - prediction["y"]).abs().mean()
     assert error == pytest.approx(stated["mae"], rel=1e-6)
+
+
+def test_a_target_that_adds_to_ttft_is_part_of_it_in_predictions(small, monkeypatch):
+    """Its declaration and its model are enough: the same admission a second time makes TTFT longer by it."""
+    before = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=3, batch=2, context=100)
+    twice = replace(targets.target_named("admission"), name="again")
+    monkeypatch.setattr(targets, "TARGETS", (*targets.TARGETS, twice))
+    alpha = json.loads((small / "alpha.json").read_text())
+    admission = next(m for m in alpha["models"] if m["name"] == "alpha.admission")
+    alpha["models"].append({**admission, "name": "alpha.again"})
+    (small / "alpha.json").write_text(json.dumps(alpha))
+    again = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=3, batch=2, context=100)
+    assert again.ttft.value_us == pytest.approx(before.ttft.value_us + before.admission.value_us)
+    rows = tracefit.load(small).predict_request(
+        pl.DataFrame({"prompt_tokens": [50], "output_tokens": [3], "batch": [2], "context": [100]})
+    )
+    assert rows["ttft_us"].item() == pytest.approx(again.ttft.value_us)

@@ -11,6 +11,7 @@ import pytest
 
 from tracefit.coefficients.compiled import CompiledModel
 from tracefit.coefficients.files import read_coefficients
+from tracefit.coefficients.predict import predict_row
 from tracefit.tables.store import TableStore
 
 OPS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq}
@@ -67,7 +68,9 @@ def test_predict_agrees_with_the_plain_reading(trained, kind, name):
     rows = rows.filter(target="departure") if kind == "alpha" else rows
     for row in rows.head(50).iter_rows(named=True):
         features = {key: value for key, value in row.items() if isinstance(value, float)}
-        assert CompiledModel(read).predict(features) == pytest.approx(_plain(plain, features, ()))
+        assert predict_row(CompiledModel(read), features).interval.value_us == pytest.approx(
+            _plain(plain, features, ())
+        )
 
 
 def test_the_fitted_line_is_the_one_the_trace_was_made_with(trained):
@@ -76,5 +79,5 @@ def test_the_fitted_line_is_the_one_the_trace_was_made_with(trained):
     names = {t.feature for t in model.terms} | {"prefill_tokens", "decode_tokens", "num_prefill_reqs"}
     base = dict.fromkeys(names, 0.0) | {"num_decode_reqs": 10.0, "decode_tokens": 10.0, "running_depth": 10.0}
     more = base | {"prefill_tokens": 100.0, "num_prefill_reqs": 1.0, "running_depth": 11.0}
-    assert CompiledModel(model).predict(base) == pytest.approx(2500, rel=0.02)
-    assert CompiledModel(model).predict(more) == pytest.approx(3500, rel=0.02)
+    assert predict_row(CompiledModel(model), base).interval.value_us == pytest.approx(2500, rel=0.02)
+    assert predict_row(CompiledModel(model), more).interval.value_us == pytest.approx(3500, rel=0.02)

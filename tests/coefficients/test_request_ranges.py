@@ -11,6 +11,7 @@ import pytest
 import tracefit
 from tracefit.coefficients.files import read_coefficients
 from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
+from tracefit.synth import SynthOptions, surge_phases, synth, write_run
 
 ENGINE = {"run_id": "r", "server": "s", "epoch": 0}
 
@@ -43,6 +44,7 @@ def _timeline():
             "prefill_tokens": [40, 0, 0, 0, 0, 0],
             "context_tokens": [0, 400, 500, 420, 700, 900],
             "waiting_depth": [2, 6, 0, 0, 0, 0],
+            "running_after": [1, 3, 4, 3, 7, 9],
         }
     ).with_columns(**{k: pl.lit(v) for k, v in ENGINE.items()})
 
@@ -89,21 +91,58 @@ def test_a_request_is_described_by_what_ran_beside_it():
     # In steps 4 to 6 of 3, 7 and 9 requests with 2,020 tokens; 6 waited in the step before it was queued.
     assert second["batch"] == pytest.approx(19 / 3 - 1)
     assert second["context"] == pytest.approx(2020 / 19)
-    assert (second["queue"], second["cached"]) == (6, 20)
+    assert (second["queue"], second["running_depth"], second["cached"]) == (6, 3, 20)
     assert (second["measured_ttft_us"], second["measured_e2e_us"]) == (2.0, None), "it was cut off"
+
+
+def test_the_queue_that_a_request_found_is_that_of_the_journeys_where_they_are_complete():
+    keys = [{"trace_id": f"t{i}", "core_request_id": f"c{i}"} for i in range(3)]
+    requests = _requests().hstack(pl.DataFrame(keys))
+    # Requests that come together: the step before shows none of them waiting.
+    queue = pl.DataFrame(
+        [{"trace_id": "t1", "request_id": "c1", "waiting_ahead": 40, "running_reqs": 32}]
+    ).with_columns(**{k: pl.lit(v) for k, v in ENGINE.items()})
+    first, second = described_requests(requests, _timeline(), queue).sort("prompt_tokens").to_dicts()
+    assert (second["queue"], second["running_depth"]) == (40, 32)
+    assert (first["queue"], first["running_depth"]) == (2, 1), "not in the journeys: as the step before shows"
+
+
+@pytest.mark.slow
+def test_composed_requests_are_right_in_sum_where_the_load_stays_what_it_was(tmp_path):
+    """Four steady runs at the edge of their KV cache: what single runs miss either way, they miss by chance."""
+    bias, won = [], []
+    for seed in range(3, 7):
+        run = SynthOptions(
+            name=f"steady-{seed}",
+            seed=seed,
+            requests=500,
+            law="roofline",
+            model="llama-70b",
+            tp=4,
+            num_blocks=900,
+            rate_per_s=10.0,
+            phases=surge_phases(1.0),
+        )
+        write_run(synth(run), tmp_path / run.name, formats=("protobuf",))
+        out = tracefit.run(tmp_path / run.name, tmp_path / f"out-{seed}").out
+        by_name = {r.latency: r for r in read_coefficients(out / "models" / "alpha.json").requests}
+        bias.append(by_name["e2e"].holdout.bias_pct)
+        won += [r.holdout.mae < r.baseline.mae for r in by_name.values()]
+    assert abs(np.mean(bias)) < 5, bias
+    assert all(won), "each latency beats a constant median on each run"
 
 
 @pytest.mark.parametrize("scope", ["llama-2-70b", "llama-3.1-8b"])
 def test_composed_requests_of_the_fixtures_keep_to_what_was_measured(scope):
-    """models/ is what training makes of fixtures/: ITL beats a constant median, no latency is far off in sum."""
-    alpha = read_coefficients(Path(__file__).parents[2] / "models" / "alpha.json")
+    """fixtures/models/ is what training makes of fixtures/generated/: ITL beats a constant median, no latency is far off in sum."""
+    alpha = read_coefficients(Path(__file__).parents[2] / "fixtures/models/alpha.json")
     by_name = {r.latency: r for r in alpha.requests if r.scope_id.startswith(scope)}
     itl, e2e = by_name["itl"], by_name["e2e"]
     assert itl.holdout.mae < itl.baseline.mae
     assert e2e.holdout.mae < e2e.baseline.mae
     assert abs(itl.holdout.bias_pct) < 5
     # The 70B run ends in a longer queue than any it was trained on: part of its wait is extrapolated.
-    assert abs(e2e.holdout.bias_pct) < (12 if scope == "llama-2-70b" else 5)
+    assert abs(e2e.holdout.bias_pct) < (8 if scope == "llama-2-70b" else 5)
     for one in by_name.values():
         published = one.low_ratio is not None
         assert published == (85 <= round(one.coverage_pct) <= 95)
@@ -117,6 +156,7 @@ def _described(models, ratios, split):
             "cached": [0.0] * len(ratios),
             "queue": [0.0] * len(ratios),
             "batch": [2.0] * len(ratios),
+            "running_depth": [2.0] * len(ratios),
             "context": [100.0] * len(ratios),
         }
     )

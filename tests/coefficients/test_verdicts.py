@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tracefit.coefficients.evaluation import ClassifierEntry, Entry
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold, override, verdicts_of
 from tracefit.errors import UsageError
-from tracefit.fit.results import Metrics
+from tracefit.fit.results import Classifier, Metrics, Validation
 
 
 def _entry(
@@ -27,7 +26,7 @@ def _entry(
         p90_ape_pct=p90,
         p99_ape_pct=9.0,
     )
-    return Entry(
+    return Validation(
         unit="us",
         n_features=1,
         train=metrics,
@@ -36,9 +35,7 @@ def _entry(
         gradient_boosting=None,
         skill=skill,
         extrapolated_rows=extrapolated,
-        classifier=ClassifierEntry(
-            balanced_accuracy=accuracy, confusion=dict(zip(names, queued, strict=True))
-        ),
+        classifier=Classifier(balanced_accuracy=accuracy, confusion=dict(zip(names, queued, strict=True))),
     )
 
 

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pytest
 
 from tracefit import ingest
-from tracefit.commands.ingest import IngestOptions
-from tracefit.commands.plan import plan_ingest
+from tracefit.commands.ingest import IngestOptions, plan_ingest
 from tracefit.engines import local
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
@@ -172,12 +171,14 @@ def test_framed_zstd_is_cut_too(tmp_path, lines, fresh, contents, decoded, small
 
 
 @pytest.mark.slow
-def test_the_number_of_workers_does_not_matter(
-    tmp_path, lines, fresh, contents, small_pieces, monkeypatch, calls
-):
-    monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
+def test_the_number_of_workers_does_not_matter(tmp_path, lines, fresh, contents, small_pieces, calls):
     written_here = calls(local, "write_staged")
-    ingest([_write(tmp_path / "run" / "traces.json", lines)], tmp_path / "tables", workers=2)
+    ingest(
+        [_write(tmp_path / "run" / "traces.json", lines)],
+        tmp_path / "tables",
+        workers=2,
+        options=IngestOptions(bytes_per_worker=1),
+    )
     assert written_here == []
     assert contents(tmp_path / "tables") == fresh
 
@@ -185,22 +186,27 @@ def test_the_number_of_workers_does_not_matter(
 @pytest.mark.slow
 def test_a_worker_imports_nothing_from_the_working_folder(tmp_path, lines, fresh, contents, monkeypatch):
     """A `polars.py` beside the traces is whatever someone put there."""
-    monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
     folder = _write(tmp_path / "run" / "traces.json", lines)
     for name in ("polars", "yaml", "msgspec", "numpy", "tracefit"):
         (folder / f"{name}.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend("")
-    ingest([folder / "traces.json"], tmp_path / "tables", workers=2)
+    ingest(
+        [folder / "traces.json"], tmp_path / "tables", workers=2, options=IngestOptions(bytes_per_worker=1)
+    )
     assert not (tmp_path / "ran").exists()
     assert contents(tmp_path / "tables") == fresh
 
 
 @pytest.mark.slow
-def test_the_environment_is_as_it_was_after_workers_ran(tmp_path, lines, monkeypatch):
-    monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
+def test_the_environment_is_as_it_was_after_workers_ran(tmp_path, lines):
     before = dict(os.environ)
-    ingest([_write(tmp_path / "run" / "traces.json", lines)], tmp_path / "tables", workers=2)
+    ingest(
+        [_write(tmp_path / "run" / "traces.json", lines)],
+        tmp_path / "tables",
+        workers=2,
+        options=IngestOptions(bytes_per_worker=1),
+    )
     assert dict(os.environ) == before
 
 

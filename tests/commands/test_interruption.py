@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from tracefit import DataError, UsageError, ingest
+from tracefit import DataError, IngestOptions, UsageError, ingest
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
@@ -20,14 +20,12 @@ MOMENTS = 20
 
 FORKING = """
 import os, signal, sys, time, random
-from tracefit.commands import reading
-from tracefit.commands.ingest import ingest   # imported once: every child is at work at once
+from tracefit.commands.ingest import IngestOptions, ingest   # imported once: every child is at work at once
 
 def child(run, tables):
     pid = os.fork()
     if pid == 0:
-        reading.BYTES_PER_WORKER = 1
-        ingest([run], tables, workers=int(workers))
+        ingest([run], tables, options=IngestOptions(bytes_per_worker=1), workers=int(workers))
         os._exit(0)
     return pid
 
@@ -189,9 +187,8 @@ def test_two_ingests_at_once_lose_nothing(tmp_path, new_traces, contents):
 
 def test_a_worker_that_dies_is_one_line(tmp_path, traces, monkeypatch, small_pieces):
     run = traces.load(steps=240, requests=30).write(tmp_path / "run")
-    monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
     monkeypatch.setattr("tracefit.engines.local._begin", os.abort)
     with pytest.raises(DataError, match=r"traces.json: a worker died while it was read") as caught:
-        ingest([run], tmp_path / "tables", workers=2)
+        ingest([run], tmp_path / "tables", workers=2, options=IngestOptions(bytes_per_worker=1))
     assert "\n" not in caught.value.line()
     assert TableStore(tmp_path / "tables").runs() == []

@@ -191,7 +191,7 @@ def test_without_asking_there_are_no_sample_tables(trained):
     ],
 )
 def test_model_sizes_are_written_as_people_say_them(parameters, text):
-    from tracefit.commands.samples import model_size  # noqa: PLC0415
+    from tracefit.commands.training_tables import model_size  # noqa: PLC0415
 
     assert model_size(parameters) == text
 

@@ -88,12 +88,16 @@ def bucket(tmp_path, new_traces):
 def read(tmp_path, bucket):
     """Return a function that ingests a URL of the bucket."""
 
-    def one(url="s3://bucket/prod", out="tables", *, workers=1):
+    def one(url="s3://bucket/prod", out="tables", *, workers=1, options=None):
         opened = PyFileSystem(bucket), bucket.root
         with open_inputs([url], filesystem_of=lambda _: opened) as inputs:
-            options = IngestOptions()
             return ingest_inputs(
-                inputs, tmp_path / out, ServerOptions(), NullProgress(), options=options, workers=workers
+                inputs,
+                tmp_path / out,
+                ServerOptions(),
+                NullProgress(),
+                options=options or IngestOptions(),
+                workers=workers,
             )
 
     return one
@@ -119,10 +123,9 @@ def _same(one, other):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_byte_is_read_once_and_gives_the_tables_of_local_files(
-    tmp_path, bucket, read, small_pieces, monkeypatch, workers
+    tmp_path, bucket, read, small_pieces, workers
 ):
-    monkeypatch.setattr("tracefit.commands.reading.BYTES_PER_WORKER", 1)
-    read(workers=workers)
+    read(workers=workers, options=IngestOptions(bytes_per_worker=1))
     assert _traces(bucket.opened) == dict.fromkeys(_sizes(bucket), 1)
     assert _traces(bucket.served) == _sizes(bucket)
     spans = TableStore(tmp_path / "tables").read("spans")

@@ -7,7 +7,7 @@ import json
 import polars as pl
 import pytest
 
-from tracefit.commands.run import run
+from tracefit.commands.train import run
 from tracefit.tables.store import TableStore
 
 BOOT_NS = 1_700_000_000_000_000_000

@@ -10,9 +10,10 @@ import pytest
 from tracefit.tables.store import TableStore
 
 SHARED = """
-import tracefit.inputs.blocks, tracefit.commands.reading
+import functools
+import tracefit.commands.ingest as ingest, tracefit.commands.reading, tracefit.inputs.blocks
 tracefit.inputs.blocks.BLOCK_BYTES = tracefit.commands.reading.BLOCK_BYTES = 20_000
-tracefit.commands.reading.BYTES_PER_WORKER = 1
+ingest.IngestOptions = functools.partial(ingest.IngestOptions, bytes_per_worker=1)
 from tracefit.cli import main
 main()
 """

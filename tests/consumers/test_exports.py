@@ -1,6 +1,6 @@
 """Exports, each evaluated by the consumer's published formula written down here, on tables read row by row.
 
-The run is `fixtures/runs/llama-8b-linear`: a step takes 7,000 us + 26 per prefill token + 15 per decode request + 0.003 per
+The run is `fixtures/generated/llama-8b-linear`: a step takes 7,000 us + 26 per prefill token + 15 per decode request + 0.003 per
 context token + 40 per prefill request; the API works 1,450 us on a request.
 """
 
@@ -46,7 +46,7 @@ SETTINGS = {
 def made(tmp_path_factory):
     out = tmp_path_factory.mktemp("exports")
     options = tracefit.TrainOptions(features="batch", fast=True)
-    tracefit.run([ROOT / "fixtures/runs/llama-8b-linear"], out, options=options)
+    tracefit.run([ROOT / "fixtures/generated/llama-8b-linear"], out, options=options)
     return out
 
 

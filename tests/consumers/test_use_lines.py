@@ -77,7 +77,7 @@ LLM_D_KEYS = {
 def made(tmp_path_factory):
     out = tmp_path_factory.mktemp("use lines")
     options = tracefit.TrainOptions(features="batch", fast=True)
-    tracefit.run([ROOT / "fixtures/runs/llama-70b-roofline"], out, options=options)
+    tracefit.run([ROOT / "fixtures/generated/llama-70b-roofline"], out, options=options)
     return out
 
 
@@ -280,7 +280,10 @@ def test_without_blis_its_check_skips_and_counts(tmp_path):
     words = [sys.executable, str(ROOT / "tests/check_consumers.py"), str(tmp_path)]
     env = {**os.environ, "BLIS": str(tmp_path)}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
-    assert (done.returncode, done.stdout) == (0, f"skipped: 6 replays, no blis in {tmp_path} (BLIS=folder)\n")
+    assert done.returncode == 0
+    assert re.fullmatch(
+        rf"skipped: \d+ replays, no blis in {re.escape(str(tmp_path))} \(BLIS=folder\)\n", done.stdout
+    )
 
 
 def test_the_readme_says_what_its_replay_figure_shows():
@@ -288,7 +291,7 @@ def test_the_readme_says_what_its_replay_figure_shows():
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert "](docs/replay.svg)" in readme
     itl, e2e = re.search(r"; ITL ([0-9.]+) % .*; E2E ([0-9.]+) % ", drawn).groups()
-    assert f"E2E is within {e2e} % at P50 and P90, ITL within {itl} %" in readme
+    assert f"At most, E2E is off by {e2e} % and ITL by {itl} % at P50 and P90" in readme
 
 
 def test_a_line_quotes_what_a_shell_would_take_apart():

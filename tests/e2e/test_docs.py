@@ -24,22 +24,40 @@ def _blocks(page):
 WITH_COMMANDS = [p for p in PAGES if any(b["kind"] in COMMAND_KINDS and not b["why"] for b in _blocks(p))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_commands_of_a_page_run_one_after_the_other(page, tmp_path):
+def _run(page, folder):
+    """Run the commands of a page one after the other, with the repository's data beside them."""
     for name in ("fixtures", "models"):
-        (tmp_path / name).symlink_to(ROOT / name)
+        (folder / name).symlink_to(ROOT / name)
     code = "".join(b["code"] for b in _blocks(page) if b["kind"] in COMMAND_KINDS and not b["why"])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
+    return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", code],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_commands_of_a_page_run_one_after_the_other(page, tmp_path):
+    done = _run(page, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_comparison_shows_what_its_commands_print(tmp_path):
+    done = _run(ROOT / "docs/explanation/comparison.md", tmp_path)
+    printed = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    shown = re.findall(
+        r"^\| \S+ \| .+ \| [\d.]+ \| [\d.]+ \|$",
+        (ROOT / "docs/explanation/comparison.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(shown) == 10
+    assert shown == printed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -10,8 +10,7 @@ import polars as pl
 import pytest
 
 import tracefit
-from tracefit.coefficients.compiled import CompiledModel
-from tracefit.coefficients.files import read_coefficients
+from tracefit import evaluator
 from tracefit.synth import LinearLaw, SynthOptions, synth, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -51,20 +50,18 @@ def _held_out(folder):
 
 def _step_times(folder):
     """Predict every step, one at a time, with what beta.json says alone."""
-    (model,) = read_coefficients(folder / "models" / "beta.json").models
-    names, compiled = [t.feature for t in model.terms], CompiledModel(model)
+    model = evaluator.load(folder / "models" / "beta.json", "beta.cycle_time")
+    names = [t["feature"] for t in model["terms"]]
     times = {}
     for row in _table(folder, "timeline").to_dicts():
         row["prefill_share"] = row["prefill_tokens"] / (row["prefill_tokens"] + row["decode_tokens"])
-        times[row["step_id"]] = (row["ts_start_ns"], compiled.predict({n: row[n] for n in names}))
+        times[row["step_id"]] = (row["ts_start_ns"], evaluator.predict(model, {n: row[n] for n in names}))
     return times
 
 
 def test_teacher_forced_errors_follow_from_the_published_files(trained):
     """A plain loop over requests and their steps gives the errors of evaluation.json."""
-    admission = next(
-        m for m in read_coefficients(trained / "models" / "alpha.json").models if m.name == "alpha.admission"
-    )
+    admission = evaluator.load(trained / "models" / "alpha.json", "alpha.admission")
     steps = _step_times(trained)
     starts = {k: at for k, (at, _) in steps.items()}
     errors = {"ttft": [], "itl": [], "e2e": []}
@@ -72,7 +69,7 @@ def test_teacher_forced_errors_follow_from_the_published_files(trained):
     for r in _held_out(trained):
         first, token, last = (r[f"{n}_step"] for n in ("first_scheduled", "first_token", "finished"))
         boundaries = [(at - r["arrival_ns"]) / 1e3 for at in starts.values() if at >= r["arrival_ns"]]
-        ttft = CompiledModel(admission).predict({"prompt_tokens": r["prompt_tokens"]}, boundaries)
+        ttft = evaluator.predict(admission, {"prompt_tokens": r["prompt_tokens"]}, boundaries)
         ttft += (starts[first] - r["queued_ns"]) / 1e3
         ttft += sum(steps[k][1] for k in range(first, token + 1))
         itl = sum(steps[k][1] for k in range(token + 1, last + 1)) / (r["output_tokens"] - 1)
@@ -108,8 +105,9 @@ def test_the_report_and_the_summary_show_them(trained):
             cells = [cell.strip().replace(",", "") for cell in row.split("|")[3:6]]
             entry = latency[name][way]
             assert int(cells[0]) == entry["n"]
+            # One decimal, two below 1 %.
             assert [float(c) for c in cells[1:]] == pytest.approx(
-                [entry["mdape_pct"], entry["p90_ape_pct"]], rel=1e-3
+                [entry["mdape_pct"], entry["p90_ape_pct"]], rel=5e-3, abs=0.05
             )
 
 
@@ -226,7 +224,7 @@ def test_averages_are_those_of_the_planted_law(planted):
 
 
 @pytest.mark.parametrize("scope", range(2))
-def test_the_reference_runs_reach_three_percent(scope):
-    latency = json.loads((ROOT / "models/evaluation.json").read_text())["scopes"][scope]["latency"]
+def test_the_generated_reference_runs_reach_three_percent(scope):
+    latency = json.loads((ROOT / "fixtures/models/evaluation.json").read_text())["scopes"][scope]["latency"]
     for name in ("itl", "e2e"):
         assert latency[name]["teacher_forced"]["mape_pct"] <= 3

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,17 @@ def wheel(tmp_path_factory):
     return built
 
 
+def _opens(page, folder):
+    """Open the page in a browser where there is one, and else read it."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    text = page.read_text()
+    if browser is not None:
+        options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}")
+        text = _run(browser, *options, "--dump-dom", page.as_uri(), cwd=folder)
+    assert "codellama-34b" in text
+    assert "</html>" in text
+
+
 @pytest.mark.slow
 def test_the_wheel_runs_the_main_job_outside_the_checkout(tmp_path, wheel):
     """Libraries come from the environment of the tests, so that no index is needed; tracefit from the wheel alone."""
@@ -61,10 +74,15 @@ def test_the_wheel_runs_the_main_job_outside_the_checkout(tmp_path, wheel):
     where = _run(python, "-c", "import tracefit; print(tracefit.__file__)", cwd=tmp_path)
     assert where.startswith(str(own))
     assert _run(tool, "--version", cwd=tmp_path).split() == ["tracefit", wheel.name.split("-")[1]]
-    _run(tool, "run", ROOT / "fixtures/runs/llama-8b-linear", "--out", "out", "--fast", cwd=tmp_path)
-    model = json.loads((tmp_path / "out/models/beta.json").read_text())["models"][0]
-    assert model["name"] == "beta.cycle_time"
-    assert "<html" in (tmp_path / "out/report.html").read_text()
+    _run(tool, "run", ROOT / "fixtures/runs/h100-codellama-34b-tp2-general", "--out", "out", cwd=tmp_path)
+    (model,) = json.loads((tmp_path / "out/models/beta.json").read_text())["models"]
+    (shipped,) = (
+        m
+        for m in json.loads((ROOT / "models/beta.json").read_text())["models"]
+        if "codellama" in m["scope_id"]
+    )
+    assert model["intercept"]["value"] == pytest.approx(shipped["intercept"]["value"], rel=1e-6)
+    _opens(tmp_path / "out/report.html", tmp_path)
 
 
 @pytest.mark.slow
@@ -74,3 +92,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     inside = {name for name in names if ".dist-info/" not in name}
     assert inside == {name.removeprefix("pipeline/") for name in tracked}
     assert "tracefit/py.typed" in inside
+
+
+@pytest.mark.slow
+def test_the_wheel_says_what_it_is(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+    said = message_from_bytes(archive.read(name))
+    assert said["Requires-Python"] == ">=3.11"
+    assert {line.split(", ")[0] for line in said.get_all("Project-URL")} >= {"Tracing fork of vLLM"}
+    assert "Typing :: Typed" in said.get_all("Classifier")
+    assert {"report", "receive", "all"} <= set(said.get_all("Provides-Extra"))

@@ -1,15 +1,29 @@
-"""Roofline terms, by hand arithmetic on a GPU of 1000 FLOP/us and 1000 bytes/us."""
+"""Roofline terms, by hand arithmetic on a GPU of 1000 FLOP/us and 1000 bytes/us; and the formulas that files carry of them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import polars as pl
 import pytest
 
 from tracefit.errors import DataError, UsageError
-from tracefit.features.roofline import ROOFLINE_COLUMNS, ROOFLINE_TERMS, add_roofline
+from tracefit.features.expressions import evaluate, names_in, parse_formula
+from tracefit.features.roofline import (
+    ROOFLINE_COLUMNS,
+    ROOFLINE_TERMS,
+    WORK_TERMS,
+    add_roofline,
+    add_work,
+    roofline_formulas,
+    work_formulas,
+)
+from tracefit.features.training import definitions
 from tracefit.server.architecture import LatentAttention
+from tracefit.server.context import RunContext
+from tracefit.server.hardware import find_gpu
+from tracefit.server.settings import ServerSettings
 
 
 def terms(frame, arch, gpu, tp=1):
@@ -204,3 +218,73 @@ def test_missing_column_is_named(step, dense, gpu):
 def test_model_that_cannot_be_divided_is_refused(step, dense, gpu):
     with pytest.raises(UsageError, match="2 attention heads cannot be divided over 3"):
         add_roofline(step, dense, gpu, tp=3)
+
+
+# -- formulas of a file ----------------------------------------------------------------------------------
+
+
+def _frame():
+    rng = np.random.default_rng(5)
+    reqs = rng.integers(0, 4, 60)
+    decodes = rng.integers(0, 40, 60)
+    return pl.DataFrame(
+        {
+            "num_prefill_reqs": reqs,
+            "num_decode_reqs": decodes,
+            "prefill_tokens": reqs * rng.integers(1, 900, 60),
+            "decode_tokens": decodes,
+            "context_tokens": decodes * rng.integers(1, 9000, 60),
+            "prefill_context_tokens": reqs * rng.integers(0, 6000, 60),
+        }
+    )
+
+
+def _by_formula(name, formulas, row):
+    if name not in formulas:
+        return row[name]
+    node = parse_formula(formulas[name], where=name)
+    return evaluate(node, {n: _by_formula(n, formulas, row) for n in names_in(node)})
+
+
+@pytest.mark.parametrize(
+    ("config", "tp"),
+    [("llama-2-70b", 4), ("deepseek-v3", 2), ("qwen3-30b-a3b", 2), ("gemma-2-9b", 2), ("gpt-oss-20b", 1)],
+)
+def test_formulas_of_a_file_give_the_columns_of_training(load, config, tp):
+    """Dense, latent attention, experts, windows and mixed precision; with a GPU, and without one."""
+    arch, gpu = load(config), find_gpu("H100")
+    frame = add_work(add_roofline(_frame(), arch, gpu, tp=tp), arch, tp=tp)
+    for names, formulas in (
+        (ROOFLINE_TERMS, roofline_formulas(arch, gpu, tp=tp)),
+        (WORK_TERMS, work_formulas(arch, tp=tp)),
+    ):
+        for row in frame.iter_rows(named=True):
+            columns = {name: row[name] for name in ROOFLINE_COLUMNS}
+            for name in names:
+                assert _by_formula(name, formulas, columns) == pytest.approx(row[name], rel=1e-9), name
+
+
+def test_work_is_the_roofline_times_the_rates_of_the_hardware(load):
+    """On an H100 of 989.5 TFLOP/s and 3,350 GB/s a MFLOP takes 1/989.5 us and a kB 1/3350 us."""
+    arch, gpu = load("llama-2-70b"), find_gpu("H100")
+    work, times = add_work(_frame(), arch, tp=4), add_roofline(_frame(), arch, gpu, tp=4)
+    for name, rate in (("prefill_mflop", gpu.compute_tflops_fp16), ("kv_read_kb", gpu.memory_bandwidth_gb_s)):
+        np.testing.assert_allclose(work[name] / rate, times[WORK_TERMS[name]], rtol=1e-12)
+
+
+@pytest.mark.parametrize("digits", [12, 17])
+def test_every_formula_is_short_enough_to_be_read_back(load, digits):
+    for config in ("gpt-oss-120b", "llama-4-scout", "gemma-3-27b", "deepseek-v3"):
+        for name, text in roofline_formulas(load(config), find_gpu("H100"), tp=1, digits=digits).items():
+            parse_formula(text, where=name)
+
+
+def test_names_are_defined_down_to_columns_and_no_further(load):
+    context = RunContext(ServerSettings(max_num_seqs=64), load("llama-2-70b"), find_gpu("H100"))
+    found = definitions(["prompt_tokens * running_depth / max_num_seqs", "decode_kv_read_us"], context)
+    assert list(found) == ["decode_kv_read_us", "decode_visible_tokens", "max_num_seqs"]
+    assert found["max_num_seqs"] == "64"
+
+
+def test_an_unknown_constant_is_not_defined():
+    assert definitions(["max_num_seqs * layers"], RunContext(ServerSettings())) == {}

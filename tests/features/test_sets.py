@@ -68,7 +68,7 @@ def one(*features):
 
 
 def test_batch_set_by_hand():
-    values = add_features(pl.DataFrame([BATCH_ROW]), BUILT_IN["batch"], CONSTANTS).row(0, named=True)
+    values = one_row("batch", BATCH_ROW)
 
     assert values["prefill_tokens"] == 30.0
     assert values["scheduled_tokens"] == 40.0
@@ -79,7 +79,7 @@ def test_batch_set_by_hand():
 
 
 def test_queue_set_by_hand():
-    values = add_features(pl.DataFrame([QUEUE_ROW]), BUILT_IN["queue"], CONSTANTS).row(0, named=True)
+    values = one_row("queue", QUEUE_ROW)
 
     assert values["batch_fullness"] == 0.25
     assert values["waiting_depth_x_kv_usage_ratio"] == 2.0
@@ -345,7 +345,7 @@ def test_ratios_of_a_file_are_numbers(extra, message):
         parse_feature_set(text, where="x", is_json=True)
 
 
-def test_a_sign_nobody_knows_is_refused():
+def test_an_unknown_sign_is_refused():
     text = json.dumps({"features": [{"name": "a", "unit": "us", "formula": "b", "sign": "minus"}]})
     with pytest.raises(UsageError, match=r"features\[0\]\.sign must be 'non_negative', not text 'minus'"):
         parse_feature_set(text, where="x", is_json=True)

@@ -10,11 +10,10 @@ import pytest
 
 import tracefit
 from tracefit.fit import splits
-from tracefit.fit.boundary import admission_with_clock, fit_boundary, mean_residual
-from tracefit.fit.fitted import LinearFit
-from tracefit.fit.inputs import FitOptions
+from tracefit.fit.boundary import fit_boundary
+from tracefit.fit.fitted import FitOptions, LinearFit
 from tracefit.fit.linear import FeatureColumn
-from tracefit.fit.step_clock import interpolated_clock
+from tracefit.fit.step_clock import admission_with_clock, interpolated_clock, mean_residual
 from tracefit.fit.train import fit_linear
 
 MS = 1_000_000
@@ -159,9 +158,9 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it():
     fitted = fit_boundary(linear, timeline)
     assert fitted is not None
     assert fitted.work_us == pytest.approx(WORK_US, abs=150)
-    assert len(fitted.bursts) == 8
+    assert len(fitted.validation.bursts) == 8
     # Work that begins on arrival would find the first boundary for all forty of a burst, which nine of it get.
-    assert fitted.boundary_accuracy_pct > 95
+    assert fitted.validation.boundary_accuracy_pct > 95
     assert fitted.validation.by_group["burst"].mae < 0.05 * admissions[-40:].mean()
 
 

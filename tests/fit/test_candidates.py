@@ -9,7 +9,7 @@ import pytest
 from tracefit.fit import splits
 from tracefit.fit.candidates import choose, try_features
 from tracefit.fit.extrapolation import load_cut
-from tracefit.fit.inputs import FitOptions
+from tracefit.fit.fitted import FitOptions
 from tracefit.fit.linear import ANY_SIGN, FeatureColumn
 from tracefit.fit.results import Candidate
 

@@ -15,10 +15,9 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from tracefit.fit import estimators
-from tracefit.fit.estimators import RobustLinear, confidence_intervals, huber_weights
+from tracefit.fit.estimators import RobustLinear, confidence_intervals, huber_weights, moments
 from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.select import choose_penalty, time_blocks
-from tracefit.fit.solvers import moments
 
 TRUTH = np.array([2000.0, 10.0, -40.0, 0.003])
 

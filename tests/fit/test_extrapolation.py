@@ -104,7 +104,7 @@ def test_the_report_draws_the_error_over_the_load(surge):
     assert sum(b["holdout"]["n"] for b in over["bins"]) == entry["holdout"]["n"]
     assert over["bins"][-1]["high"] > over["training_range"][1]
     text = (surge / "report.md").read_text()
-    assert "beta.cycle_time: error by load" in text
+    assert "Errors of step times by load" in text
     assert "**Beyond the load:** trained on the lower half" in text
     assert "training range" in (surge / "report.html").read_text()
 

@@ -8,10 +8,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.coefficients.evaluation import SummedEntry
-from tracefit.fit.fitted import LinearFit
+from tracefit.fit.fitted import FitOptions, LinearFit
 from tracefit.fit.holdout import block_length, speed_change_pct, summed_time
-from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import FeatureColumn
 from tracefit.fit.results import SummedTime
 from tracefit.fit.train import fit_linear
@@ -37,14 +35,14 @@ def test_a_bias_that_is_everywhere_the_same_has_no_spread():
     actual = np.random.default_rng(0).uniform(1, 9, 600)
     summed = summed_time(1.07 * actual, actual, np.arange(600) // 30)
     assert summed.bias_pct == pytest.approx(7)
-    assert summed.two_sd_pct == pytest.approx(0, abs=1e-9)
+    assert summed.bias_2sd_pct == pytest.approx(0, abs=1e-9)
 
 
 def test_the_spread_is_that_of_independent_draws():
     """The bias of n steps of noise s has a standard deviation of 100 s / sqrt(n) percent, over runs of the noise."""
     rng = np.random.default_rng(1)
     runs = [1_000 * (1 + 0.2 * rng.standard_normal(2_000)) for _ in range(40)]
-    spreads = [summed_time(np.full(2_000, 1_000.0), y, np.arange(2_000) // 50).two_sd_pct for y in runs]
+    spreads = [summed_time(np.full(2_000, 1_000.0), y, np.arange(2_000) // 50).bias_2sd_pct for y in runs]
     assert np.mean(spreads) == pytest.approx(2 * 100 * 0.2 / np.sqrt(2_000), rel=0.1)
 
 
@@ -53,7 +51,7 @@ def test_drift_within_blocks_widens_it():
     slow = 1_000 * (1 + 0.2 * np.sign(np.sin(steps / 100)))
     quick = 1_000 * (1 + 0.2 * np.where(steps % 2, 1, -1))
     wide, narrow = (summed_time(np.full(2_000, 1_000.0), y, steps // 100) for y in (slow, quick))
-    assert wide.two_sd_pct > 5 * narrow.two_sd_pct
+    assert wide.bias_2sd_pct > 5 * narrow.bias_2sd_pct
 
 
 def test_blocks_are_as_long_as_an_autoregression_asks_for():
@@ -129,12 +127,18 @@ def test_a_change_of_the_machine_is_measured_at_equal_batches(change):
 
 def test_a_sum_that_is_off_by_more_than_chance_is_named_as_drifting():
     entry = {"actual_us": 100e6, "blocks": 40, "max_contribution_pct": 0.1, "speed_change_pct": 7.9}
-    off = SummedEntry(predicted_us=93e6, bias_pct=-7.0, bias_2sd_pct=2.0, drifting=True, **entry)
+    off = SummedTime(predicted_us=93e6, bias_pct=-7.0, bias_2sd_pct=2.0, drifting=True, **entry)
     assert (
         "**Drifting:** more than two standard deviations off. Steps of equal batches take 7.9 % longer"
         in summed_line(off)
     )
-    right = SummedEntry(predicted_us=99e6, bias_pct=-1.0, bias_2sd_pct=2.0, drifting=False, **entry)
+    right = SummedTime(predicted_us=99e6, bias_pct=-1.0, bias_2sd_pct=2.0, drifting=False, **entry)
     assert "Drifting" not in summed_line(right)
-    assert SummedTime(93e6, 100e6, 2.0, 40, 0.1).drifting
-    assert not SummedTime(99e6, 100e6, 2.0, 40, 0.1).drifting
+
+
+@pytest.mark.parametrize(("factor", "drifting"), [(0.93, True), (1.0, False)])
+def test_a_sum_drifts_when_its_bias_exceeds_two_standard_deviations(factor, drifting):
+    actual = 1e3 + np.random.default_rng(0).normal(0, 10, 600)
+    summed = summed_time(np.full(600, factor * 1e3), actual, np.arange(600) // 30)
+    assert summed.bias_pct == pytest.approx(100 * (factor - 1), abs=0.2)
+    assert summed.drifting is drifting

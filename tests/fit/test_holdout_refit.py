@@ -7,9 +7,8 @@ import polars as pl
 import pytest
 
 from tracefit.fit import splits
-from tracefit.fit.fitted import LinearFit
+from tracefit.fit.fitted import FitOptions, LinearFit
 from tracefit.fit.holdout import refit_on_holdout
-from tracefit.fit.inputs import FitOptions
 from tracefit.fit.linear import (
     ANY_SIGN,
     NON_NEGATIVE,
@@ -18,21 +17,12 @@ from tracefit.fit.linear import (
     RegimeRows,
     predict_regimes,
 )
-from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_linear, fit_regimes
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
-QUICK = FitOptions(reference=False)
+QUICK = FitOptions(reference=False, penalties=(("ridge", 1e-8),))
 ROWS = 300
 FROM = 210
-
-
-@pytest.fixture(autouse=True)
-def penalty(monkeypatch):
-    """Spare these tests the search for a penalty."""
-    monkeypatch.setattr(
-        "tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-8, 0.0, 5)
-    )
 
 
 def _frame(*, late=1.0, steps=1, **columns):
@@ -103,7 +93,7 @@ def test_what_may_not_be_negative_is_not_in_hindsight_either():
         y=pl.when(pl.col("split") == "holdout").then(pl.col("y") - 70 * pl.col("decode")).otherwise("y")
     )
     (free,), (bound,) = (
-        refit_on_holdout(_fit(frame, FitOptions(reference=False, signs=signs)))
+        refit_on_holdout(_fit(frame, FitOptions(reference=False, signs=signs, penalties=(("ridge", 1e-8),))))
         for signs in (ANY_SIGN, NON_NEGATIVE)
     )
     assert _values(free)["decode"] == pytest.approx(-20, rel=0.1)

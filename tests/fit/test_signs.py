@@ -9,10 +9,10 @@ from scipy.optimize import lsq_linear
 
 from tracefit import TrainOptions, UsageError
 from tracefit.commands.train import scope_options
-from tracefit.features.sets import BUILT_IN
+from tracefit.features.sets import BUILT_IN, QUEUED_FEATURES
 from tracefit.fit import splits
 from tracefit.fit.estimators import RobustLinear, confidence_intervals
-from tracefit.fit.inputs import FitOptions, ScopeOptions
+from tracefit.fit.fitted import FitOptions, ScopeOptions
 from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, FeatureColumn, Signs
 from tracefit.fit.train import fit_linear
 
@@ -82,9 +82,13 @@ def test_a_declared_sign_binds_and_any_sign_lifts_it():
     frame = _frame(lambda prefill, decode: 5000 - 10 * prefill - 20 * decode)
     declared, lifted = (_fit(frame, signs) for signs in (Signs("declared", intercept=True), ANY_SIGN))
     assert {t.feature.name for t in declared.terms} == {"decode"}
-    assert ("prefill", "not above zero in these runs") in [
-        (x.feature, x.reason) for x in declared.features_left_out
-    ]
+    (left_out,) = declared.features_left_out
+    assert (left_out.feature, left_out.reason) == (
+        "prefill",
+        "its coefficient is not above zero in these runs",
+    )
+    trained = frame.filter(pl.col("split") == "train")["prefill"]
+    assert left_out.training_range == (trained.min(), trained.max())
     assert {t.feature.name: t.value for t in lifted.terms} == pytest.approx(
         {"prefill": -10, "decode": -20}, rel=0.02
     )
@@ -114,6 +118,8 @@ def test_every_time_per_token_request_or_byte_declares_its_sign():
     }
     constant = {f.name for f in BUILT_IN["batch"].features[-8:]}
     assert free == constant
+    signs = {f.name: f.sign for f in BUILT_IN["queue"].features}
+    assert {signs[name] for name in QUEUED_FEATURES} == {"non_negative"}, "work ahead never shortens a wait"
 
 
 def test_options_of_signs_contradict_each_other():

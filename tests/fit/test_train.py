@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 import pytest
@@ -9,27 +11,15 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
 from tracefit.fit import splits
-from tracefit.fit.fitted import LinearFit, TooFewRows
-from tracefit.fit.inputs import FitOptions
+from tracefit.fit.fitted import FitOptions, LinearFit, TooFewRows
 from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, FeatureColumn
-from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_linear
 
 FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
-QUICK = FitOptions(reference=False)
+ONE_PENALTY = (("ridge", 1e-8),)
+"""Spares these tests the search for a penalty, which has tests of its own."""
 
-
-@pytest.fixture(autouse=True)
-def penalty(monkeypatch):
-    """Spare these tests the search for a penalty, which has tests of its own; return a function to set it."""
-
-    def take(kind, strength):
-        monkeypatch.setattr(
-            "tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice(kind, strength, 0.0, 5)
-        )
-
-    take("ridge", 1e-8)
-    return take
+QUICK = FitOptions(reference=False, penalties=ONE_PENALTY)
 
 
 def _frame(n=300, *, seed=0, **columns):
@@ -97,7 +87,7 @@ def test_the_hold_out_keeps_its_hiccups():
 
 
 def test_a_tail_that_is_the_signal_stays():
-    fitted = _fit(_spoiled(_frame(), [5, 50]), options=FitOptions(drop_outliers=False, reference=False))
+    fitted = _fit(_spoiled(_frame(), [5, 50]), options=replace(QUICK, drop_outliers=False))
     assert fitted.rows_used == 210
     assert fitted.rows["excluded_reason"].null_count() == 300
 
@@ -123,14 +113,16 @@ def test_the_reference_is_gradient_boosting_on_the_same_rows():
     boosted = HistGradientBoostingRegressor(loss="absolute_error", max_iter=200, random_state=0)
     with threadpool_limits(1):
         expected = np.abs(boosted.fit(x[:84], y[:84]).predict(x[84:]) - y[84:]).mean()
-    reference = _fit(frame, FEATURES[:1], FitOptions()).validation.reference
+    reference = _fit(frame, FEATURES[:1], FitOptions(penalties=ONE_PENALTY)).validation.gradient_boosting
     assert reference.mae == pytest.approx(expected)
 
 
 def test_errors_are_given_for_groups_of_held_out_rows():
     small = pl.col("prefill") < 100
     options = FitOptions(
-        groups=(("small", small), ("large", ~small), ("none", pl.col("decode") > 99)), reference=False
+        penalties=ONE_PENALTY,
+        groups=(("small", small), ("large", ~small), ("none", pl.col("decode") > 99)),
+        reference=False,
     )
     frame = _frame()
     by = _fit(frame, options=options).validation.by_group
@@ -178,9 +170,7 @@ def test_prediction_intervals_are_of_the_rows_the_error_is_measured_on():
     noise = pl.Series(np.random.default_rng(7).normal(0, 200, 300))
     frame = _frame(kind=kind).with_columns(y=pl.col("y") + kind * noise)
     quiet, loud = (
-        _fit(frame, options=FitOptions(reference=False, eval_filter=pl.col("kind") == k))
-        .regimes[0]
-        .prediction_interval
+        _fit(frame, options=replace(QUICK, eval_filter=pl.col("kind") == k)).regimes[0].prediction_interval
         for k in (0, 1)
     )
     assert (loud.high - loud.low) > 4 * (quiet.high - quiet.low)
@@ -210,23 +200,21 @@ def test_a_few_unknown_values_cost_training_rows_but_no_held_out_ones():
     assert fitted.rows_holdout == 90
 
 
-def test_a_feature_the_lasso_emptied_is_named(penalty):
-    penalty("lasso", 0.5)
+def test_a_feature_the_lasso_emptied_is_named():
     noise = np.random.default_rng(5).standard_normal(300)
-    fitted = _fit(_frame(noise=noise), [*FEATURES, FeatureColumn("noise", "us")])
+    lasso = replace(QUICK, penalties=(("lasso", 0.5),))
+    fitted = _fit(_frame(noise=noise), [*FEATURES, FeatureColumn("noise", "us")], lasso)
     assert ("noise", "set to zero by the Lasso") in [(x.feature, x.reason) for x in fitted.features_left_out]
     assert "prefill" in _values(fitted)
 
 
 def test_costs_that_can_only_add_are_not_below_zero():
     frame = _frame().with_columns(y=pl.col("y") - 60 * pl.col("decode"))
-    free, bound = (
-        _fit(frame, options=FitOptions(reference=False, signs=s)) for s in (ANY_SIGN, NON_NEGATIVE)
-    )
+    free, bound = (_fit(frame, options=replace(QUICK, signs=s)) for s in (ANY_SIGN, NON_NEGATIVE))
     assert _values(free)["decode"] < 0
     assert _values(bound).keys() == {"prefill"}
     assert [(x.feature, x.reason) for x in bound.features_left_out] == [
-        ("decode", "not above zero in these runs")
+        ("decode", "its coefficient is not above zero in these runs")
     ]
 
 

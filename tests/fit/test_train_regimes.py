@@ -7,22 +7,13 @@ import polars as pl
 import pytest
 
 from tracefit.fit import splits
-from tracefit.fit.fitted import LinearFit, TooFewRows
-from tracefit.fit.inputs import FitOptions
+from tracefit.fit.fitted import FitOptions, LinearFit, TooFewRows
 from tracefit.fit.linear import FeatureColumn, RegimeComparison, RegimeRows, predict_regimes
-from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.train import fit_regimes
 
 SLOPE = (FeatureColumn("ahead", "us/request"),)
 NO_SLOT = (RegimeComparison("slots", "<=", value=0.0),)
 REGIMES = [RegimeRows("queued", NO_SLOT, SLOPE), RegimeRows("free", (), SLOPE)]
-
-
-@pytest.fixture(autouse=True)
-def _penalty(monkeypatch):
-    monkeypatch.setattr(
-        "tracefit.fit.train.choose_penalty", lambda *_, **__: PenaltyChoice("ridge", 1e-10, 0.0, 5)
-    )
 
 
 def _frame(n=400, *, full=0.5, wrong=0):
@@ -44,7 +35,9 @@ def _frame(n=400, *, full=0.5, wrong=0):
 
 
 def _fit(frame, regimes=REGIMES) -> LinearFit:
-    options = FitOptions(drop_outliers=False, reference=False, label=pl.col("queued"))
+    options = FitOptions(
+        drop_outliers=False, reference=False, penalties=(("ridge", 1e-10),), label=pl.col("queued")
+    )
     fitted = fit_regimes(frame, list(regimes), options)
     assert isinstance(fitted, LinearFit)
     return fitted
@@ -84,10 +77,16 @@ def test_the_condition_is_held_against_what_happened():
         pair: hit.filter(queued=pair[0], condition=pair[1]).height for pair in [(True, True), (True, False)]
     }
     classifier = _fit(_frame(wrong=20)).validation.classifier
-    assert (classifier.true_positive, classifier.false_negative) == (counts[True, True], counts[True, False])
-    assert classifier.false_negative + classifier.false_positive == 20
+    assert (classifier.confusion["true_positive"], classifier.confusion["false_negative"]) == (
+        counts[True, True],
+        counts[True, False],
+    )
+    assert classifier.confusion["false_negative"] + classifier.confusion["false_positive"] == 20
     positives, negatives = hit["queued"].sum(), (~hit["queued"]).sum()
-    rates = classifier.true_positive / positives, classifier.true_negative / negatives
+    rates = (
+        classifier.confusion["true_positive"] / positives,
+        classifier.confusion["true_negative"] / negatives,
+    )
     assert classifier.balanced_accuracy == pytest.approx(sum(rates) / 2)
 
 
@@ -95,8 +94,8 @@ def test_a_row_without_a_label_is_no_hit_and_no_miss():
     """Of 120 held-out rows the last 15 do not say whether they were queued."""
     unsure = pl.when(pl.col("ts_ns") < 385_000).then("queued")
     classifier = _fit(_frame().with_columns(queued=unsure)).validation.classifier
-    assert (classifier.false_positive, classifier.false_negative) == (0, 0)
-    assert classifier.true_positive + classifier.true_negative == 105
+    assert (classifier.confusion["false_positive"], classifier.confusion["false_negative"]) == (0, 0)
+    assert classifier.confusion["true_positive"] + classifier.confusion["true_negative"] == 105
 
 
 def test_comparisons_with_another_feature():
@@ -106,6 +105,6 @@ def test_comparisons_with_another_feature():
 
 
 def test_too_few_rows_in_all_regimes():
-    result = fit_regimes(_frame(30), REGIMES, FitOptions(reference=False))
+    result = fit_regimes(_frame(30), REGIMES, FitOptions(reference=False, penalties=(("ridge", 1e-10),)))
     assert isinstance(result, TooFewRows)
     assert "30 and 10 are needed" in result.reason

@@ -101,29 +101,18 @@ LOG = "INFO 11-22 non-default args: {'model': 'org/m', 'tensor_parallel_size': 2
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [COMMAND, LOG])
-def test_a_command_line_or_a_log_is_read_of_vllm(lib, start, tmp_path, content):
+def test_a_command_line_or_a_log_is_read_of_vllm(lib, start, config_of, tmp_path, content):
+    config = config_of("llama-2-7b")
     (tmp_path / "vllm.txt").write_text(content)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     receiver = start(
         tmp_path / "runs", "--run-config", tmp_path / "vllm.txt", "--model-config", tmp_path / "config.json"
     )
     export(receiver.grpc_port, lib.request(1))
     receiver.end()
     known = yaml.safe_load((tmp_path / "runs" / "vllm" / "exp-config.yaml").read_text())
-    assert known["model"], known["tensor_parallel"] == ("org/m", 2)
-    assert known["max_num_seqs"] == 32
-    assert json.loads((tmp_path / "runs" / "vllm" / "config.json").read_text()) == CONFIG
-
-
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "vocab_size": 100,
-}
+    assert (known["model"], known["tensor_parallel"], known["max_num_seqs"]) == ("org/m", 2, 32)
+    assert json.loads((tmp_path / "runs" / "vllm" / "config.json").read_text()) == config
 
 
 @pytest.mark.parametrize(

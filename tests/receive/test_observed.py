@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from tracefit.receive.live import live_table
-from tracefit.receive.observed import Observed
+from tracefit.receive.observed import Observed, live_table
 from tracefit.receive.spans import PrivacyFilter
 
 
 def observe(traces, observed=None):
     observed = observed or Observed()
-    observed.spans += sum(part.spans for part in PrivacyFilter().parts(traces.protobuf(), observed))
+    observed.spans += sum(part.spans for part in PrivacyFilter().by_sender(traces.protobuf(), observed))
     return observed
 
 
@@ -121,8 +121,16 @@ def test_the_view_shows_what_there_is(traces):
     }
 
 
-def test_open_requests_are_forgotten_after_a_while(traces, monkeypatch):
-    monkeypatch.setattr("tracefit.receive.observed._OPEN_REQUESTS", 3)
-    for number in range(1, 10):
-        traces.core(number, [("FIRST_TOKEN", 30_000, 1)])
-    assert len(observe(traces)._open_requests) == 3
+def test_open_requests_are_forgotten_after_a_while():
+    """Of 11,000 first tokens the oldest have no arrival to wait for any more."""
+    observed = Observed()
+    first_token = SimpleNamespace(name="journey.FIRST_TOKEN", time_unix_nano=30)
+    for number in range(11_000):
+        core = SimpleNamespace(trace_id=number, dropped_events_count=0, events=[first_token])
+        observed.add("vllm.scheduler", core)
+    for number in (0, 10_999):
+        api = SimpleNamespace(
+            trace_id=number, dropped_events_count=0, name="llm_request", start_time_unix_nano=10
+        )
+        observed.add("vllm.api", api)
+    assert list(observed.ttft_s) == [20 / 1e9]

@@ -46,7 +46,7 @@ def secret(lib):
 
 
 def written(body, **options):
-    (part,) = PrivacyFilter(**options).parts(body, Observed())
+    (part,) = PrivacyFilter(**options).by_sender(body, Observed())
     return part, TracesData.FromString(part.payload)
 
 
@@ -80,7 +80,7 @@ def test_more_is_written_on_request(secret):
 
 
 def test_other_spans_are_counted_as_in_a_file(secret, tmp_path):
-    (part,) = PrivacyFilter().parts(secret, Observed())
+    (part,) = PrivacyFilter().by_sender(secret, Observed())
     store = TraceStore(tmp_path / "received", rotation=Rotation(), configs={})
     assert store.commit([part]) == {}
     store.close()
@@ -121,7 +121,7 @@ def test_attributes_that_cannot_be_read_are_no_request(attribute):
     scope = b"\x0a\x0a\x0a\x08vllm.api\x12" + bytes([len(span)]) + span
     body = b"\x0a" + bytes([len(scope) + 2]) + b"\x12" + bytes([len(scope)]) + scope
     with pytest.raises(RequestError, match="not an ExportTraceServiceRequest"):
-        PrivacyFilter().parts(body, Observed())
+        PrivacyFilter().by_sender(body, Observed())
 
 
 def test_a_request_of_several_servers_goes_to_each(lib):
@@ -129,7 +129,7 @@ def test_a_request_of_several_servers_goes_to_each(lib):
         lib.request(n, service=service, instance=instance).SerializeToString()
         for n, (service, instance) in enumerate([("a", "1"), ("b", ""), ("a", "1"), ("a", "2")], 1)
     )
-    parts = PrivacyFilter().parts(body, Observed())
+    parts = PrivacyFilter().by_sender(body, Observed())
     assert [(part.sender, part.spans) for part in parts] == [
         (("a", "1"), 2),
         (("b", ""), 1),
@@ -138,7 +138,7 @@ def test_a_request_of_several_servers_goes_to_each(lib):
 
 
 def test_a_sender_without_a_name_has_a_folder_too(lib):
-    (part,) = PrivacyFilter().parts(lib.request(1, service="").SerializeToString(), Observed())
+    (part,) = PrivacyFilter().by_sender(lib.request(1, service="").SerializeToString(), Observed())
     assert part.sender == Sender("unknown", "")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tracefit import inspect
 from tracefit.reports.terminal_results import inspection_text
-from tracefit.reports.text import columns
+from tracefit.reports.text import columns, number
 
 
 @pytest.fixture
@@ -32,6 +32,13 @@ def test_run_servers_events_checks_and_what_they_allow(traces, text_of):
 
 def test_that_nothing_can_be_trained_is_the_last_line(traces, text_of):
     assert text_of(traces.request(1, 0, step=1)).splitlines()[-1] == "Nothing can be trained from this."
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(1.13e-14, "0"), (-2e-15, "0"), (0.0, "0"), (3.1e-7, "3.1e-07"), (None, "-")]
+)
+def test_what_rounding_leaves_of_zero_is_zero(value, said):
+    assert number(value) == said
 
 
 def test_columns_align_names_left_and_numbers_right():

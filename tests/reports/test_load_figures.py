@@ -10,8 +10,7 @@ from tracefit.coefficients.files import read_evaluation
 from tracefit.commands.figure_data import latencies_over_load, step_times_over_batch
 from tracefit.commands.report import parse_slo
 from tracefit.errors import UsageError
-from tracefit.reports.figures import latency_figures, run_figures
-from tracefit.reports.svg import figure_svg
+from tracefit.reports.figures import distribution_figures, latency_load_figure, runs_figure
 from tracefit.results.figures import ScopeRows
 
 MS = 1_000_000
@@ -79,44 +78,55 @@ def scope(trained):
 
 def _figures(scope, requests, slo_ms, more_runs=0):
     rows = ScopeRows({}, {}, (), 0, latencies_over_load(requests, slo_ms), {}, more_runs)
-    return {f.title: f for f in latency_figures(scope, rows)}
+    return {f.kind: f for f in (*distribution_figures(scope, rows), latency_load_figure("s", rows))}
+
+
+def _marks(figure):
+    return [(s["name"], s["x0"] if s["x0"] == s["x1"] else s["y0"]) for s in figure.layout["shapes"]]
 
 
 def test_one_run_has_median_and_p90_and_an_objective_in_reach_is_a_line(scope):
     figures = _figures(scope, _requests(), {"ttft": 20.0, "itl": 11.0})
-    load = figures["Latencies against load"]
-    ttft, itl = load.panels
-    assert [s.name for s in ttft.series] == ["median", "P90"]
-    assert ttft.levels == ((20.0, "SLO 20 ms"),)
-    assert itl.levels == (), "11 times the largest: the line would squeeze the figure"
-    assert "100.0 % of 3 requests had ITL within 11 ms" in load.caption
-    assert 'class="h"' in figure_svg(load)
-    assert "SLO 20 ms" in figure_svg(load)
+    load = figures["latency-by-load"]
+    assert [(t["name"], t["yaxis"]) for t in load.traces] == [
+        ("median", "y"),
+        ("P90", "y"),
+        ("median", "y2"),
+        ("P90", "y2"),
+    ]
+    assert _marks(load) == [("TTFT: SLO 20 ms", 20.0)], (
+        "of ITL it is 11 times the largest: the line would squeeze the figure"
+    )
+    assert "100 % of 3 requests had ITL within 11 ms" in load.note
 
 
 def test_an_objective_is_a_line_of_the_distribution_too(scope):
     p50 = scope.latency["ttft"].distribution.measured[10] / 1000
     figures = _figures(scope, _requests(), {"ttft": p50})
-    assert figures["TTFT, predicted and measured"].marks == ((p50, f"SLO {p50:,g} ms"),)
-    assert figures["ITL, predicted and measured"].marks == ()
+    assert _marks(figures["ttft"]) == [(f"SLO {p50:,g} ms", p50)]
+    assert _marks(figures["itl"]) == []
 
 
 def test_several_runs_are_overlaid(scope):
     both = pl.concat([_requests("a"), _requests("b", ttft=(5, 7, 9, 11))])
-    load = _figures(scope, both, {}, more_runs=3)["Latencies against load"]
-    assert [(p.y_label, [s.name for s in p.series]) for p in load.panels] == [
-        ("P90 of TTFT, ms", ["a", "b"]),
-        ("P90 of ITL, ms", ["a", "b"]),
+    load = _figures(scope, both, {}, more_runs=3)["latency-by-load"]
+    assert load.title == "Latencies against load, P90 of each run"
+    assert [(t["name"], t["yaxis"]) for t in load.traces] == [
+        ("a", "y"),
+        ("b", "y"),
+        ("a", "y2"),
+        ("b", "y2"),
     ]
-    assert "3 more runs" in load.caption
+    assert [t["showlegend"] for t in load.traces] == [True, True, False, False], "each run is listed once"
+    assert "3 more runs" in load.note
     assert {row[1] for row in load.summary.rows} == {"`a`", "`b`"}
 
 
 def test_step_times_of_several_runs_are_overlaid(scope):
     bins = latencies_over_load(_requests())["ttft"].runs["a"]
-    (figure,) = run_figures("s", ScopeRows({}, {}, (), 0, {}, {"a": bins, "b": bins}))
-    assert [s.name for s in figure.panels[0].series] == ["a", "b"]
-    assert run_figures("s", ScopeRows({}, {}, (), 0, {}, {"a": bins})) == ()
+    figure = runs_figure("s", ScopeRows({}, {}, (), 0, {}, {"a": bins, "b": bins}))
+    assert [t["name"] for t in figure.traces] == ["a", "b"]
+    assert runs_figure("s", ScopeRows({}, {}, (), 0, {}, {"a": bins})) is None
 
 
 def test_objectives_of_the_command_line():
@@ -135,6 +145,6 @@ def test_what_is_no_objective_is_refused(trained, tmp_path, slo):
 def test_the_report_draws_the_objectives_it_is_given(trained, tmp_path):
     tracefit.report(trained, out=tmp_path, slo_ms={"itl": 3.0})
     text = (tmp_path / "report.html").read_text()
-    assert "SLO 3 ms" in text
+    assert "ITL: SLO 3 ms" in text
     assert "Latencies against load" in text
     assert "within 2,000 ms" in (trained / "report.md").read_text(), "MLPerf's limits where none is given"

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from tracefit.coefficients.evaluation import (
-    CollinearityEntry,
-    Entry,
-    RegimeInterval,
-)
-from tracefit.fit.results import LearningPoint, Metrics
+from tracefit.fit.results import Collinearity, LearningPoint, Metrics, PredictionInterval, Validation
 from tracefit.reports.model_section import trust_lines
 
 ERRORS = Metrics(
@@ -16,7 +11,7 @@ ERRORS = Metrics(
 
 
 def _said(**facts):
-    entry = Entry(
+    entry = Validation(
         unit="us",
         n_features=2,
         train=ERRORS,
@@ -34,22 +29,22 @@ def test_nothing_known_is_nothing_said():
 
 
 def test_prediction_intervals_say_of_what_they_are_and_how_often_they_held():
-    ratio = RegimeInterval(regime="all", level_pct=95, kind="ratio", low=0.9, high=1.2)
+    ratio = PredictionInterval(regime="all", level_pct=95, kind="ratio", low=0.9, high=1.2)
     text = _said(prediction_intervals=(ratio,), interval_coverage_pct=93.33)
     assert "0.9 to 1.2 times the prediction" in text
     assert "held 93.3 %" in text
-    wide = RegimeInterval(regime="queued", level_pct=95, kind="difference", low=-2500, high=4000)
+    wide = PredictionInterval(regime="queued", level_pct=95, kind="difference", low=-2500, high=4000)
     text = _said(prediction_intervals=(wide, ratio), interval_coverage_pct=90)
     assert "*queued* the prediction -2,500 to +4,000 us; *all* 0.9" in text
 
 
 def test_collinear_features_are_named_and_trouble_is_called_so():
     inflation = {"prefill_tokens": 1.5, "context_tokens": 8.0}
-    fine = CollinearityEntry(regime="all", condition_number=6, variance_inflation=inflation)
+    fine = Collinearity(regime="all", condition_number=6, variance_inflation=inflation)
     text = _said(collinearity=(fine,))
     assert "condition number 6, largest variance inflation 8 (`context_tokens`)" in text
     assert "do not determine" not in text
-    bad = CollinearityEntry(regime="all", condition_number=31, variance_inflation=inflation)
+    bad = Collinearity(regime="all", condition_number=31, variance_inflation=inflation)
     assert "do not determine single coefficients" in _said(collinearity=(bad,))
 
 

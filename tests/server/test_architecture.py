@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tracefit.errors import UsageError
 from tracefit.server.architecture import LatentAttention, slug_of
 
 
@@ -154,3 +155,24 @@ def test_facts_of_a_moe_model(moe, load):
     assert load("deepseek-v3").facts()["kv_lora_rank"] == 512
     assert load("gemma-3-27b").facts()["window_tokens"] == 1024
     assert load("gemma-3-27b").facts()["windowed_layers"] == 52
+
+
+@pytest.mark.parametrize(
+    ("tp", "fits"), [(1, True), (2, True), (4, True), (8, True), (3, False), (16, False), (0, False)]
+)
+def test_heads_must_divide_by_tensor_parallel(parse, tp, fits):
+    arch = parse()  # 8 heads, 2 KV heads
+    if fits:
+        arch.check_tensor_parallel(tp)
+        return
+    with pytest.raises(UsageError, match=r"tensor.parallel"):
+        arch.check_tensor_parallel(tp)
+
+
+def test_kv_heads_must_divide_or_repeat(parse):
+    arch = parse(num_attention_heads=12, num_key_value_heads=6, hidden_size=96)
+    arch.check_tensor_parallel(3)
+    arch.check_tensor_parallel(12)
+
+    with pytest.raises(UsageError, match="6 KV heads can be neither divided over nor repeated on 4"):
+        arch.check_tensor_parallel(4)

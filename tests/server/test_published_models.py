@@ -4,44 +4,46 @@ from __future__ import annotations
 
 import pytest
 
-# As reported by each model's authors or counted from its released weights (text decoder).
-PARAMETERS = {
-    "chatglm3-6b": 6_243_584_000,
-    "codellama-34b": 33_743_970_304,
-    "deepseek-v2-lite": 15_706_484_224,
-    "deepseek-v3": 671_026_419_200,  # without the multi-token prediction module
-    "falcon-40b": 41_303_293_952,
-    "falcon-7b": 6_921_720_704,
-    "gemma-2-9b": 9_241_705_984,
-    "gemma-3-27b": 27_009_002_240,  # without the vision tower's 0.4 B
-    "gemma-3-4b": 3_880_099_328,  # likewise
-    "gpt-oss-120b": 116_829_156_672,
-    "gpt-oss-20b": 20_914_757_184,
-    "gpt2": 124_439_808,
-    "gpt2-xl": 1_557_611_200,
-    "granite-3.0-1b-a400m": 1_334_628_352,
-    "granite-3.1-8b": 8_170_848_256,
-    "llama-2-70b": 68_976_648_192,
-    "llama-2-7b": 6_738_415_616,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-4-maverick": 401_583_781_376,  # with a vision tower of 0.87 B, which is not counted here
-    "llama-4-scout": 108_641_793_536,  # likewise
-    "mistral-7b-v0.1": 7_241_732_096,
-    "mixtral-8x22b": 140_630_071_296,
-    "mixtral-8x7b": 46_702_792_704,
-    "opt-6.7b": 6_658_473_984,
-    "phi-2": 2_779_683_840,
-    "phi-3-mini-4k": 3_821_079_552,
-    "phi-3.5-moe": 41_873_153_344,
-    "phi-4": 14_659_507_200,
-    "pythia-6.9b": 6_857_302_016,
-    "qwen1.5-moe-a2.7b": 14_315_784_192,
-    "qwen2-57b-a14b": 57_409_011_712,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "starcoder2-7b": 7_173_923_840,
-    "starcoderbase": 15_517_456_384,
+# Parameters as reported by each model's authors or counted from its released weights (text decoder); layers; KV elements per
+# token and layer.
+MODELS = {
+    "chatglm3-6b": (6_243_584_000, 28, 2 * 2 * 128),
+    "codellama-34b": (33_743_970_304, 48, 2 * 8 * 128),
+    "deepseek-v2-lite": (15_706_484_224, 27, 512 + 64),
+    "deepseek-v3": (671_026_419_200, 61, 512 + 64),  # without the multi-token prediction module
+    "falcon-40b": (41_303_293_952, 60, 2 * 8 * 64),
+    "falcon-7b": (6_921_720_704, 32, 2 * 1 * 64),
+    "gemma-2-9b": (9_241_705_984, 42, 2 * 8 * 256),
+    "gemma-3-27b": (27_009_002_240, 62, 2 * 16 * 128),  # without the vision tower's 0.4 B
+    "gemma-3-4b": (3_880_099_328, 34, 2 * 4 * 256),  # likewise
+    "gpt-oss-120b": (116_829_156_672, 36, 2 * 8 * 64),
+    "gpt-oss-20b": (20_914_757_184, 24, 2 * 8 * 64),
+    "gpt2": (124_439_808, 12, 2 * 768),
+    "gpt2-xl": (1_557_611_200, 48, 2 * 1600),
+    "granite-3.0-1b-a400m": (1_334_628_352, 24, 2 * 8 * 64),
+    "granite-3.1-8b": (8_170_848_256, 40, 2 * 8 * 128),
+    "llama-2-70b": (68_976_648_192, 80, 2 * 8 * 128),
+    "llama-2-7b": (6_738_415_616, 32, 2 * 4096),
+    "llama-3.1-8b": (8_030_261_248, 32, 2 * 8 * 128),
+    # The vision tower of 0.87 B is not counted.
+    "llama-4-maverick": (401_583_781_376, 48, 2 * 8 * 128),
+    "llama-4-scout": (108_641_793_536, 48, 2 * 8 * 128),  # likewise
+    "mistral-7b-v0.1": (7_241_732_096, 32, 2 * 8 * 128),
+    "mixtral-8x22b": (140_630_071_296, 56, 2 * 8 * 128),
+    "mixtral-8x7b": (46_702_792_704, 32, 2 * 8 * 128),
+    "opt-6.7b": (6_658_473_984, 32, 2 * 4096),
+    "phi-2": (2_779_683_840, 32, 2 * 2560),
+    "phi-3-mini-4k": (3_821_079_552, 32, 2 * 3072),
+    "phi-3.5-moe": (41_873_153_344, 32, 2 * 8 * 128),
+    "phi-4": (14_659_507_200, 40, 2 * 10 * 128),
+    "pythia-6.9b": (6_857_302_016, 32, 2 * 4096),
+    "qwen1.5-moe-a2.7b": (14_315_784_192, 24, 2 * 2048),
+    "qwen2-57b-a14b": (57_409_011_712, 28, 2 * 4 * 128),
+    "qwen2.5-7b": (7_615_616_512, 28, 2 * 4 * 128),
+    "qwen3-0.6b": (596_049_920, 28, 2 * 8 * 128),
+    "qwen3-30b-a3b": (30_532_122_624, 48, 2 * 4 * 128),
+    "starcoder2-7b": (7_173_923_840, 32, 2 * 4 * 128),
+    "starcoderbase": (15_517_456_384, 40, 2 * 1 * 128),
 }
 
 # Active parameters as reported, in 10^9.
@@ -57,50 +59,15 @@ ACTIVE = {
     "qwen1.5-moe-a2.7b": 2.7,
 }
 
-# KV bytes per token of the whole model in 16 bits: layers, then elements per layer.
-KV_ELEMENTS = {
-    "chatglm3-6b": (28, 2 * 2 * 128),
-    "codellama-34b": (48, 2 * 8 * 128),
-    "deepseek-v2-lite": (27, 512 + 64),
-    "deepseek-v3": (61, 512 + 64),
-    "falcon-40b": (60, 2 * 8 * 64),
-    "falcon-7b": (32, 2 * 1 * 64),
-    "gemma-2-9b": (42, 2 * 8 * 256),
-    "gemma-3-27b": (62, 2 * 16 * 128),
-    "gemma-3-4b": (34, 2 * 4 * 256),
-    "gpt-oss-120b": (36, 2 * 8 * 64),
-    "gpt-oss-20b": (24, 2 * 8 * 64),
-    "gpt2": (12, 2 * 768),
-    "gpt2-xl": (48, 2 * 1600),
-    "granite-3.0-1b-a400m": (24, 2 * 8 * 64),
-    "granite-3.1-8b": (40, 2 * 8 * 128),
-    "llama-2-70b": (80, 2 * 8 * 128),
-    "llama-2-7b": (32, 2 * 4096),
-    "llama-3.1-8b": (32, 2 * 8 * 128),
-    "llama-4-maverick": (48, 2 * 8 * 128),
-    "llama-4-scout": (48, 2 * 8 * 128),
-    "mistral-7b-v0.1": (32, 2 * 8 * 128),
-    "mixtral-8x22b": (56, 2 * 8 * 128),
-    "mixtral-8x7b": (32, 2 * 8 * 128),
-    "opt-6.7b": (32, 2 * 4096),
-    "phi-2": (32, 2 * 2560),
-    "phi-3-mini-4k": (32, 2 * 3072),
-    "phi-3.5-moe": (32, 2 * 8 * 128),
-    "phi-4": (40, 2 * 10 * 128),
-    "pythia-6.9b": (32, 2 * 4096),
-    "qwen1.5-moe-a2.7b": (24, 2 * 2048),
-    "qwen2-57b-a14b": (28, 2 * 4 * 128),
-    "qwen2.5-7b": (28, 2 * 4 * 128),
-    "qwen3-0.6b": (28, 2 * 8 * 128),
-    "qwen3-30b-a3b": (48, 2 * 4 * 128),
-    "starcoder2-7b": (32, 2 * 4 * 128),
-    "starcoderbase": (40, 2 * 1 * 128),
-}
 
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_kv_sizes_are_the_published_ones(load, name):
+    arch = load(name)
+    parameters, layers, elements = MODELS[name]
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_count_is_the_published_one(load, name):
-    assert load(name).parameters == pytest.approx(PARAMETERS[name], rel=0.01)
+    assert arch.parameters == pytest.approx(parameters, rel=0.01)
+    assert (arch.layers, arch.kv_elements_per_token_per_layer) == (layers, elements)
+    assert arch.kv_bytes_per_token == layers * elements * arch.kv_bytes
 
 
 @pytest.mark.parametrize("name", ACTIVE)
@@ -116,17 +83,8 @@ def test_gpt_oss_counts_its_active_parameters_without_the_input_embedding(load, 
     assert arch.active_parameters - arch.head_parameters == pytest.approx(published, rel=0.01)
 
 
-@pytest.mark.parametrize("name", KV_ELEMENTS)
-def test_kv_size_is_the_published_one(load, name):
-    arch = load(name)
-    layers, elements = KV_ELEMENTS[name]
-
-    assert (arch.layers, arch.kv_elements_per_token_per_layer) == (layers, elements)
-    assert arch.kv_bytes_per_token == layers * elements * arch.kv_bytes
-
-
 def test_every_config_is_tested(config_names):
-    assert set(PARAMETERS) == set(KV_ELEMENTS) == set(config_names)
+    assert set(MODELS) == set(config_names)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +102,7 @@ def test_attention_kind_follows_the_ratio_of_kv_heads(load, name, attention):
     assert load(name).attention == attention
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", MODELS)
 def test_specification_formula_agrees_where_heads_divide_the_hidden_size(load, name):
     """hidden · KV heads / heads · 2 · bytes, as the specification has it, per layer."""
     arch = load(name)

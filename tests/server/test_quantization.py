@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tracefit.errors import UsageError
-from tracefit.server.serving import as_served, check_parallelism
+from tracefit.server.quantization import as_served
 
 
 def _section(**group):
@@ -175,24 +175,3 @@ def test_dtype_that_the_server_states_is_no_longer_assumed(parse):
 def test_unknown_name_is_refused_with_the_known_ones(parse, option):
     with pytest.raises(UsageError, match=rf"{option} 'float3' is not known; one of .*fp8"):
         as_served(parse(), **{option: "float3"})
-
-
-@pytest.mark.parametrize(
-    ("tp", "fits"), [(1, True), (2, True), (4, True), (8, True), (3, False), (16, False), (0, False)]
-)
-def test_heads_must_divide_by_tensor_parallel(parse, tp, fits):
-    arch = parse()  # 8 heads, 2 KV heads
-    if fits:
-        check_parallelism(arch, tp)
-        return
-    with pytest.raises(UsageError, match=r"tensor.parallel"):
-        check_parallelism(arch, tp)
-
-
-def test_kv_heads_must_divide_or_repeat(parse):
-    arch = parse(num_attention_heads=12, num_key_value_heads=6, hidden_size=96)
-    check_parallelism(arch, 3)
-    check_parallelism(arch, 12)
-
-    with pytest.raises(UsageError, match="6 KV heads can be neither divided over nor repeated on 4"):
-        check_parallelism(arch, 4)

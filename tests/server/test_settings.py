@@ -1,4 +1,4 @@
-"""Server settings: values, where they come from, and how they are put together."""
+"""Server settings: values and their sources; run descriptions, command lines and the server's log."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 from tracefit.errors import UsageError
 from tracefit.server.settings import (
     ALIASES,
-    DEFAULTS,
     SETTINGS,
     ServerSettings,
     assume_defaults,
     canonical_name,
     merge,
+    parse_serve_command,
+    parse_settings_yaml,
+    read_settings,
     settings_from,
 )
 
@@ -55,19 +57,14 @@ def test_values_have_sources_and_unknown_ones_are_kept():
             "load_seconds": 9.5,
             "lora": ["a", {"b": 1}],
             "nothing": None,
+            "gpu": None,
         },
         where="run.yaml",
         source="read",
     )
 
-    assert settings.sources == {"max_num_seqs": "read"}
+    assert settings.sources == {"max_num_seqs": "read"}, "null is unset"
     assert settings.other == {"note": "hot day", "load_seconds": 9.5, "lora": json.dumps(["a", {"b": 1}])}
-
-
-def test_null_is_unset():
-    settings = settings_from({"max_num_seqs": None, "gpu": None}, where="x")
-
-    assert settings == ServerSettings()
 
 
 def test_spellings_that_agree_are_one_and_those_that_contradict_are_refused():
@@ -138,16 +135,7 @@ def test_merging_nothing_changes_nothing():
 def test_defaults_fill_in_what_is_not_said():
     settings = assume_defaults(settings_from({"block_size": 32}, where="x", source="read"))
 
-    assert (settings.block_size, settings.tensor_parallel, settings.enforce_eager) == (32, 1, False)
-    assert settings.sources["block_size"] == "read"
-    assert {name for name, source in settings.sources.items() if source == "assumed"} == DEFAULTS.keys() - {
-        "block_size"
-    }
-    assert settings.max_num_seqs is None  # its default depends on version and hardware
-
-
-def test_defaults_are_those_of_the_engine():
-    assert DEFAULTS == {
+    assert settings.values() == {
         "tensor_parallel": 1,
         "pipeline_parallel": 1,
         "data_parallel": 1,
@@ -155,9 +143,10 @@ def test_defaults_are_those_of_the_engine():
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,
         "enforce_eager": False,
-        "block_size": 16,
+        "block_size": 32,
         "kv_cache_dtype": "auto",
-    }
+    }, "of the engine; others depend on version and hardware"
+    assert {n for n, source in settings.sources.items() if source != "assumed"} == {"block_size"}
 
 
 def test_ranks_are_fewer_than_tokens():
@@ -201,3 +190,386 @@ def test_knobs_tell_scopes_apart_and_leave_out_what_only_changes_the_view():
         "enforce_eager": True,
         "kv_cache_dtype": "fp8",
     }
+
+
+# -- run descriptions -----------------------------------------------------------------------------------
+
+RUN = """
+# a run
+model: org/tiny-7b
+model_config: config.json
+tensor_parallelism: 2
+pipeline_parallelism: 1
+max_model_len: 2048
+max_num_batched_tokens: 2048
+max_num_seqs: 64
+block_size: 16
+dtype: bfloat16
+enforce_eager: true
+enable_prefix_caching: true
+enable_chunked_prefill: true
+async_scheduling: false
+num_gpu_blocks_override: null
+journey_tracing_sample_rate: 1.0
+otel_span_event_count_limit: default (128)
+vllm_version: "0.15.1"
+gpu: H100
+"""
+
+
+def test_run_description():
+    settings = parse_settings_yaml(RUN, where="exp-config.yaml")
+
+    assert settings.values() == {
+        "model": "org/tiny-7b",
+        "gpu": "H100",
+        "tensor_parallel": 2,
+        "pipeline_parallel": 1,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 64,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
+        "enforce_eager": True,
+        "block_size": 16,
+        "dtype": "bfloat16",
+        "async_scheduling": False,
+        "journey_tracing_sample_rate": 1.0,
+    }
+    assert set(settings.sources.values()) == {"read"}
+    assert settings.other == {
+        "model_config": "config.json",
+        "otel_span_event_count_limit": "default (128)",
+        "vllm_version": "0.15.1",
+    }
+
+
+def test_options_as_vllm_spells_them():
+    text = "tensor-parallel-size: 4\nmax-num-seqs: 32\ngpu-memory-utilization: 0.85\nhf-overrides: {a: [1]}\n"
+    settings = parse_settings_yaml(text, where="x")
+
+    assert settings.values() == {"tensor_parallel": 4, "max_num_seqs": 32, "gpu_memory_utilization": 0.85}
+    assert settings.other == {"hf_overrides": '{"a": [1]}'}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm:\n  max_num_seqs: 64\n  tensor_parallel_size: 2\n",
+        "server:\n  vllm:\n    max-num-seqs: 64\n    tp: 2\n",
+        "tp: 2\nvllm: {args: {max_num_seqs: 64}}\n",
+        "args: [--max-num-seqs, 64, -tp, '2']\n",
+        "args: --max-num-seqs=64 -tp 2\n",
+        "engine_args: {max_num_seqs: 64}\ntp: 2\n",
+        "max_num_seqs: 64\nvllm: {max_num_seqs: 64, tp: 2}\n",
+    ],
+)
+def test_settings_may_be_grouped(text):
+    assert parse_settings_yaml(text, where="x").values() == {"tensor_parallel": 2, "max_num_seqs": 64}
+
+
+def test_nested_values_without_text_keys_are_kept_as_far_as_they_can_be():
+    assert parse_settings_yaml("x: {2020-01-01: 1, a: 2020-01-01}\n", where="x").other == {
+        "x": '{"a": "2020-01-01"}'
+    }
+
+
+def test_groups_are_followed_to_some_depth():
+    deep = "{vllm: " * 8 + "{tp: 2}" + "}" * 8
+    settings = parse_settings_yaml(deep, where="x")
+
+    assert settings.values() == {}
+    assert list(settings.other) == ["vllm"]
+
+
+def test_group_name_with_plain_text_is_just_kept():
+    assert parse_settings_yaml("server: rack 7\n", where="x").other == {"server": "rack 7"}
+
+
+def test_two_places_that_contradict_are_refused():
+    with pytest.raises(UsageError, match=r"x: max_num_seqs 64 and max_num_seqs 32 contradict"):
+        parse_settings_yaml("max_num_seqs: 64\nvllm: {max_num_seqs: 32}\n", where="x")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("max_num_seqs: 0", "max_num_seqs must be greater than or equal to 1, not 0"),
+        ("max_num_seqs: -4", "max_num_seqs must be greater than or equal to 1, not -4"),
+        ("max_num_seqs: '64'", "max_num_seqs must be a whole number.* not text '64'"),
+        ("max_num_seqs: many", "max_num_seqs must be a whole number"),
+        ("max_num_seqs: [64]", "max_num_seqs must be a single value, not a list"),
+        ("model: {a: 1}", "model must be a single value, not an object"),
+        ("enforce_eager: 1", "enforce_eager must be true or false"),
+    ],
+)
+def test_wrong_value_names_key_and_file(line, message):
+    with pytest.raises(UsageError, match=rf"run\.yaml: {message}"):
+        parse_settings_yaml(line, where="run.yaml")
+
+
+BOMB = "a: &a [x, x]\n" + "\n".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]" for i in range(20)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "uses YAML aliases"),
+        ("a: &a {b: 1}\nc:\n  <<: *a\n", "uses YAML aliases"),
+        ("- a\n- b\n", "holds a list where a mapping was expected"),
+        ("just text", "holds text"),
+        ("a: [1, 2", "is not YAML"),
+        ("a: b: c", "is not YAML at line 1"),
+        ("a: !!python/object/apply:os.system [true]", "uses the YAML tag"),
+        ("a: 2020-13-45", "is not YAML"),
+        ("a: 1\n---\na: 2\n", "holds several YAML documents"),
+        ("[" * 500 + "]" * 500, "is nested too deeply"),
+        ("a: " + "9" * 5000, "is not YAML"),
+        ("? [1, 2]\n: 3\n", "is not YAML"),
+        ("\x00", "is not YAML"),
+        ("a: " + "x" * 1024 * 1024, "is larger than"),
+    ],
+)
+def test_file_that_is_no_run_description_is_one_line(text, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        parse_settings_yaml(text, where="run.yaml")
+
+    assert str(caught.value).startswith("run.yaml: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_refused():
+    with pytest.raises(UsageError, match=r"run\.yaml: is not UTF-8 text \(byte 3\)"):
+        parse_settings_yaml(b"a: \xff", where="run.yaml")
+
+
+def test_empty_file_says_nothing():
+    assert parse_settings_yaml("# nothing\n", where="x").values() == {}
+
+
+# -- command lines ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "values"),
+    [
+        ("vllm serve org/m", {"model": "org/m"}),
+        ("vllm serve --model org/m -tp 2", {"model": "org/m", "tensor_parallel": 2}),
+        ("vllm serve --max-num-seqs 64 org/m", {"model": "org/m", "max_num_seqs": 64}),
+        ("vllm serve m --max-num-seqs=64 --dtype=half", {"model": "m", "max_num_seqs": 64, "dtype": "half"}),
+        ("/opt/venv/bin/vllm serve m --max_model_len 4096", {"model": "m", "max_model_len": 4096}),
+        ("vllm serve m --max-model-len 16k", {"model": "m", "max_model_len": 16_000}),
+        ("vllm serve m --max-model-len 16K", {"model": "m", "max_model_len": 16_384}),
+        ("vllm serve m --max-num-batched-tokens 1.5k", {"model": "m", "max_num_batched_tokens": 1500}),
+        (
+            "vllm serve m --no-enable-prefix-caching --enforce-eager --enable-chunked-prefill",
+            {
+                "model": "m",
+                "enable_chunked_prefill": True,
+                "enable_prefix_caching": False,
+                "enforce_eager": True,
+            },
+        ),
+        ("vllm serve --no-enable-prefix-caching m", {"model": "m", "enable_prefix_caching": False}),
+        ("vllm serve --enforce-eager m", {"model": "m", "enforce_eager": True}),
+        ("vllm serve m --enable-chunked-prefill False", {"model": "m", "enable_chunked_prefill": False}),
+        ("vllm serve m --enable-chunked-prefill=false", {"model": "m", "enable_chunked_prefill": False}),
+        ("vllm serve m --gpu-memory-utilization .85", {"model": "m", "gpu_memory_utilization": 0.85}),
+        ("vllm serve 123 --quantization 456", {"model": "123", "quantization": "456"}),
+        (
+            "vllm serve m --async-scheduling -pp 2 -dp 3",
+            {"model": "m", "pipeline_parallel": 2, "data_parallel": 3, "async_scheduling": True},
+        ),
+        ("FOO=1 nohup vllm serve m -tp 2 > log 2>&1 &", {"model": "m", "tensor_parallel": 2}),
+        ("vllm serve m -tp 2 | tee --append log", {"model": "m", "tensor_parallel": 2}),
+        (
+            "python -m vllm.entrypoints.openai.api_server --model m -tp 2",
+            {"model": "m", "tensor_parallel": 2},
+        ),
+        (
+            "docker run --gpus all vllm/vllm-openai:v0.11 --model m -tp 2",
+            {"model": "m", "tensor_parallel": 2},
+        ),
+        (
+            "python -m vllm.entrypoints.openai.api_server --enforce-eager --model m",
+            {"model": "m", "enforce_eager": True},
+        ),
+        ("bash -c 'cd /x && vllm serve m -tp 2'", {"model": "m", "tensor_parallel": 2}),
+        ("vllm serve 'my models/m' # the good one", {"model": "my models/m"}),
+    ],
+)
+def test_serve_command(command, values):
+    assert parse_serve_command(command, where="x").values() == values
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("2k", 2000),
+        ("2m", 2_000_000),
+        ("2g", 2_000_000_000),
+        ("2K", 2048),
+        ("2M", 2 * 1024**2),
+        ("2G", 2 * 1024**3),
+        ("2.5", 2.5),
+        ("2kk", "2kk"),
+        ("true", True),
+        ("False", False),
+        ("None", ...),
+        ("-1", "-1"),
+        ("word", "word"),
+    ],
+)
+def test_word_of_an_option_that_has_no_field(word, value):
+    other = parse_serve_command(f"vllm serve m --some-option {word}", where="x").other
+
+    assert other == ({} if value is ... else {"some_option": value})
+
+
+def test_negation_of_no_known_switch_is_just_kept():
+    settings = parse_serve_command("vllm serve m --no-such-thing", where="x")
+
+    assert settings.other == {"no_such_thing": True}
+
+
+def test_shell_script_with_continued_lines():
+    script = """#!/bin/bash
+# vllm serve old-model --max-num-seqs 1
+export HF_HOME=/data
+
+exec vllm serve org/m \\
+    --max-num-seqs 64 \\
+    --enable-journey-tracing \\
+    --journey-tracing-sample-rate 1.0 \\
+    --otlp-traces-endpoint http://collector:4317
+"""
+    settings = parse_serve_command(script, where="serve.sh")
+
+    assert settings.values() == {"model": "org/m", "max_num_seqs": 64, "journey_tracing_sample_rate": 1.0}
+    assert settings.other == {"enable_journey_tracing": True, "otlp_traces_endpoint": "http://collector:4317"}
+    assert set(settings.sources.values()) == {"read"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no `vllm serve` command"),
+        ("pip install vllm", "holds no `vllm serve` command"),
+        ("vllm serve 'm", "is no command line"),
+        ("vllm serve m --max-num-seqs", "--max-num-seqs has no value"),
+        ("vllm serve m --max-num-seqs --enforce-eager", "--max-num-seqs has no value"),
+        ("vllm serve m --max-num-seqs 0", "max_num_seqs must be greater than or equal to 1"),
+        ("vllm serve m --max-num-seqs lots", "max_num_seqs must be a whole number"),
+        ("vllm serve m -tp $TP", "-tp is the shell variable \\$TP; write the value out"),
+        ("vllm serve m n", "model m and model n contradict"),
+        ("vllm serve " + "x" * 70_000, "has a line of more than"),
+        ("vllm " * 300_000, "is larger than"),
+    ],
+)
+def test_command_that_cannot_be_read_is_one_line(text, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        parse_serve_command(text, where="serve.sh")
+
+    assert str(caught.value).startswith("serve.sh: ")
+    assert "\n" not in str(caught.value)
+
+
+# -- the server's log ------------------------------------------------------------------------------------
+
+PREFIX = "(APIServer pid=7) INFO 02-14 05:02:14 [utils.py:233] "
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        (
+            "non-default args: {'model_tag': 'org/m', 'model': 'org/m', 'max_num_seqs': 64, 'enforce_eager': True}",
+            {"model": "org/m", "max_num_seqs": 64, "enforce_eager": True},
+        ),
+        (
+            "non-default args: {'model': 'm', 'compilation_config': CompilationConfig(level=3), 'max_num_seqs': 64}",
+            {"model": "m", "max_num_seqs": 64},
+        ),
+        (
+            "non-default args: {'max_num_seqs': None, 'gpu_memory_utilization': 0.5}",
+            {"gpu_memory_utilization": 0.5},
+        ),
+        (
+            "args: Namespace(model='org/m', tensor_parallel_size=2, enforce_eager=False, quantization=None)",
+            {"model": "org/m", "tensor_parallel": 2, "enforce_eager": False},
+        ),
+        ("non-default args: {}", {}),
+        ("non-default args: {" + "[" * 5000 + "}", {}),
+        ("non-default args: {'max_num_seqs': 64, 'x': -" + "-" * 5000 + "1}", {"max_num_seqs": 64}),
+        ("non-default args: {[]: 1}", {}),
+        ("non-default args: {'a': '\\d', 'max_num_seqs': 64}", {"max_num_seqs": 64}),
+        ("non-default args: {1, 2}", {}),
+        ("non-default args: {'max_num_seqs': " + "9" * 5000 + "}", {}),
+    ],
+)
+def test_logged_arguments(tmp_path, line, values):
+    assert _read(tmp_path, f"starting\n{PREFIX}{line}\nready\n").values() == values
+
+
+def _read(folder, text):
+    (folder / "server.log").write_text(text)
+    return read_settings(folder / "server.log")
+
+
+def test_last_start_in_a_log_counts(tmp_path):
+    log = "\n".join(f"{PREFIX}non-default args: {{'max_num_seqs': {n}}}" for n in (8, 16, 32))
+
+    assert _read(tmp_path, log).max_num_seqs == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing here", "holds no `vllm serve` command"),
+        ("non-default args: {" + " " * 70_000 + "}", "holds no `vllm serve` command"),
+        ("non-default args: {'max_num_seqs': 0}", "max_num_seqs must be greater than or equal to 1"),
+        (
+            "non-default args: {'max_num_seqs': __import__('os').getpid(), 'tp': -1}",
+            "tp must be greater than or equal to 1",
+        ),
+    ],
+)
+def test_log_without_arguments_or_with_wrong_ones_is_one_line(tmp_path, text, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        _read(tmp_path, text)
+
+    assert "\n" not in str(caught.value)
+
+
+# -- files -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.yaml", "max_num_seqs: 64"),
+        ("exp-config.YML", "max_num_seqs: 64"),
+        ("run.json", json.dumps({"max_num_seqs": 64})),
+        ("serve.sh", "vllm serve --max-num-seqs 64"),
+        ("command.txt", "vllm serve --max-num-seqs 64"),
+        ("server.log", f"{PREFIX}non-default args: {{'max_num_seqs': 64}}\n"),
+    ],
+)
+def test_file_is_read_by_what_it_is(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content.encode() + b"\n")
+
+    assert read_settings(tmp_path / name).values() == {"max_num_seqs": 64}
+
+
+def test_stray_bytes_in_a_log_do_no_harm(tmp_path):
+    path = tmp_path / "server.log"
+    path.write_bytes(b"\xff\xfe\n" + PREFIX.encode() + b"non-default args: {'max_num_seqs': 64}\n\x80")
+
+    assert read_settings(path).max_num_seqs == 64
+
+
+def test_file_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(UsageError, match=r"absent\.yaml: no such file or directory"):
+        read_settings(tmp_path / "absent.yaml")

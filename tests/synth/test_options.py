@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tracefit.errors import UsageError
-from tracefit.synth import LengthMix, LoadPhase, SynthOptions, synth
+from tracefit.synth import LengthMix, LoadPhase, SynthOptions, surge_phases, synth
 
 
 def _refusal(**options):
@@ -22,6 +22,7 @@ def _refusal(**options):
         ({"law": "cubic"}, "law", "linear, roofline"),
         ({"law": "roofline", "gpu": None}, "gpu", "A100, H100, H200, L4"),
         ({"duration": "cycle"}, "duration", "schedule, step"),
+        ({"queued_stamp": "later"}, "queued_stamp", "step_start, arrival"),
         ({"instance_ids": "all"}, "instance_ids", "auto, none, server, process"),
     ],
 )
@@ -62,6 +63,11 @@ def test_unknown_names_list_the_known(options, where, known):
 def test_impossible_options_are_refused(options):
     error = _refusal(**options)
     assert error.where in options or (error.where == "num_blocks")
+
+
+def test_a_surge_of_nothing_is_refused():
+    with pytest.raises(UsageError, match="above 0"):
+        surge_phases(0)
 
 
 def test_a_single_phase_of_one_request_is_a_run():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import io
 import json
@@ -11,6 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import yaml
+from google.protobuf import json_format
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from tracefit.errors import UsageError
@@ -32,93 +34,46 @@ def _messages(data):
     return messages
 
 
-def _json_value(value):
-    ((kind, content),) = value.items()
-    return {"stringValue": str, "intValue": int, "doubleValue": float}[kind](content)
+def _of_json(line):
+    """Return a line of OTLP's JSON as the message that protobuf's own JSON reader makes of it."""
+    data = json.loads(line)
+    for resource in data["resourceSpans"]:
+        for scope in resource["scopeSpans"]:
+            for span in scope["spans"]:
+                # OTLP writes ids in hexadecimal, protobuf's JSON in base64.
+                for key in ("traceId", "spanId", "parentSpanId"):
+                    span[key] = base64.b64encode(bytes.fromhex(span[key])).decode()
+    return json_format.ParseDict(data, trace_pb2.TracesData())
 
 
-def _proto_value(value):
-    return getattr(value, value.WhichOneof("value"))
+def _spans(message):
+    return [s for r in message.resource_spans for scope in r.scope_spans for s in scope.spans]
 
 
-def _json_attributes(owner):
-    return [(pair["key"], _json_value(pair["value"])) for pair in owner["attributes"]]
-
-
-def _proto_attributes(owner):
-    return [(pair.key, _proto_value(pair.value)) for pair in owner.attributes]
-
-
-def _json_spans(data):
-    for line in data.splitlines():
-        for resource in json.loads(line)["resourceSpans"]:
-            for scope in resource["scopeSpans"]:
-                for span in scope["spans"]:
-                    events = [
-                        (e["name"], int(e["timeUnixNano"]), _json_attributes(e)) for e in span["events"]
-                    ]
-                    yield (
-                        _json_attributes(resource["resource"]),
-                        scope["scope"]["name"],
-                        span["traceId"],
-                        span["spanId"],
-                        span["parentSpanId"],
-                        span["flags"],
-                        span["name"],
-                        span["kind"],
-                        int(span["startTimeUnixNano"]),
-                        int(span["endTimeUnixNano"]),
-                        _json_attributes(span),
-                        events,
-                        span.get("droppedEventsCount", 0),
-                        span["status"].get("code", 0),
-                        span["status"].get("message", ""),
-                    )
-
-
-def _proto_spans(data):
-    for message in _messages(data):
-        for resource in message.resource_spans:
-            for scope in resource.scope_spans:
-                for span in scope.spans:
-                    yield (
-                        _proto_attributes(resource.resource),
-                        scope.scope.name,
-                        span.trace_id.hex(),
-                        span.span_id.hex(),
-                        span.parent_span_id.hex(),
-                        span.flags,
-                        span.name,
-                        span.kind,
-                        span.start_time_unix_nano,
-                        span.end_time_unix_nano,
-                        _proto_attributes(span),
-                        [(e.name, e.time_unix_nano, _proto_attributes(e)) for e in span.events],
-                        span.dropped_events_count,
-                        span.status.code,
-                        span.status.message,
-                    )
-
-
-def _plain(span):
-    return (
-        span.scope,
-        span.span_id,
-        [(event.name, event.unix_ns, list(event.attributes.as_dict().items())) for event in span.events],
-    )
+def _attributes(owner):
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in owner.attributes}
 
 
 def test_json_and_protobuf_hold_the_same_spans(small, tmp_path):
     run = synth(replace(small.options, span_event_limit=50, chat_fraction=0.6))
     folder = write_run(run, tmp_path, formats=("json", "protobuf"))
-    from_json = list(_json_spans((folder / "traces.json").read_bytes()))
-    from_proto = list(_proto_spans((tmp_path / "small-proto" / "traces.binpb").read_bytes()))
-    assert from_json == from_proto
-    assert [(span[1], span[3], span[11]) for span in from_json] == [
-        _plain(span) for batch in run.batches for spans in batch.by_scope().values() for span in spans
-    ]
-    assert any(span[12] for span in from_json)
-    assert {span[13] for span in from_json} == {0, 2}
+    messages = _messages((tmp_path / "small-proto" / "traces.binpb").read_bytes())
+    assert [_of_json(line) for line in (folder / "traces.json").read_bytes().splitlines()] == messages
+    written = [span for message in messages for span in _spans(message)]
+    sent = [span for batch in run.batches for spans in batch.by_scope().values() for span in spans]
+    for found, span in zip(written, sent, strict=True):
+        assert (found.trace_id.hex(), found.span_id.hex()) == (span.trace_id, span.span_id)
+        assert (found.start_time_unix_nano, found.end_time_unix_nano) == (
+            span.start_unix_ns,
+            span.end_unix_ns,
+        )
+        assert (found.name, found.kind, found.flags) == (span.name, span.kind, span.flags)
+        assert _attributes(found) == span.attributes.as_dict()
+        assert [(e.name, e.time_unix_nano, _attributes(e)) for e in found.events] == [
+            (event.name, event.unix_ns, event.attributes.as_dict()) for event in span.events
+        ]
+    assert any(span.dropped_events_count for span in written)
+    assert {span.status.code for span in written} == {0, 2}
 
 
 def test_two_formats_are_two_run_folders(small, tmp_path):

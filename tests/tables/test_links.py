@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tracefit.commands.ingest import ingest
-from tracefit.commands.plan import plan_ingest
+from tracefit.commands.ingest import ingest, plan_ingest
 from tracefit.errors import DataError, UsageError
 from tracefit.tables.store import TableStore
 

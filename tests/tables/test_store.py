@@ -137,11 +137,25 @@ def test_every_published_table_is_written(parts):
 def test_columns_and_types_are_the_published_ones(parts, name):
     published = _published(name)
     schema = pq.read_schema(parts[name])
-    expected = [(name, ARROW[c["column_type"]]) for name, c in published["properties"].items()]
+    # A dictionary, as pyarrow reads the run_id= of the folder.
+    kinds = {name: ARROW[c["column_type"]] for name, c in published["properties"].items()}
+    expected = [*(kinds | {"run_id": pa.dictionary(pa.int32(), pa.string())}).items()]
     fields = [(f.name, f.type) for f in schema]
     assert fields[: len(expected)] == expected
     further = {kind for _, kind in fields[len(expected) :]}
     assert further == ({pa.float64()} if published["further_columns"] else set())
+
+
+@pytest.mark.parametrize("name", ["requests", "spans"])
+def test_the_folder_of_a_table_is_read_without_options(tmp_path, new_traces, name):
+    """By pyarrow, which pandas calls, and by polars: all runs, and `run_id` once although folders are named after it."""
+    for number in (1, 2):
+        folder = new_traces().request(number, 0, step=1).write(tmp_path / f"day-{number}")
+        ingest([folder], tmp_path / "tables")
+    columns = [c.name for c in TABLES[name].columns]
+    for read in (pq.read_table(tmp_path / "tables" / name), pl.read_parquet(tmp_path / "tables" / name)):
+        assert pl.DataFrame(read).columns == columns
+        assert set(pl.DataFrame(read)["run_id"].cast(pl.String)) == {"day-1", "day-2"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -74,6 +74,19 @@ class Story:
             max_tokens=max_tokens,
         )
 
+    def preempted(self, name, lost, again, last, *, out, total, prefilled=1, **facts) -> Story:
+        """Add a request scheduled in step 1 that loses its blocks in `lost`, `out` tokens out, and resumes in `again`."""
+        return self.request(
+            name,
+            ("QUEUED", 0),
+            ("SCHEDULED", 1),
+            ("FIRST_TOKEN", prefilled),
+            ("PREEMPTED", lost, {"done": out}),
+            ("SCHEDULED", again, {"done": out, "schedule_kind": "RESUME"}),
+            ("FINISHED", last, {"done": total}),
+            **facts,
+        )
+
     def summary(self, step, *, at_us=0, **columns) -> Story:
         """Add the summary of a step: one decoding request unless `columns` say otherwise."""
         facts = {"running_depth": 1, "waiting_depth": 0, "num_prefill_reqs": 0, "num_decode_reqs": 1}

@@ -158,15 +158,7 @@ def test_an_interval_with_an_unknown_step_has_no_time(engine_tables, story):
 
 def test_steps_without_tokens_are_members_of_their_interval(engine_tables, story):
     """Steps 3 and 4 carry nothing: their request waits for its blocks."""
-    story.request(
-        "a",
-        ("QUEUED", 0),
-        ("SCHEDULED", 1),
-        ("FIRST_TOKEN", 1),
-        ("PREEMPTED", 3, {"done": 2}),
-        ("SCHEDULED", 5, {"done": 2, "schedule_kind": "RESUME"}),
-        ("FINISHED", 6, {"done": 4}),
-    )
+    story.preempted("a", 3, 5, 6, out=2, total=4)
     for step in (1, 2, 6):
         story.summary(step)
     rows = engine_tables((story,)).rows("interval_steps", "decode_tokens", "idle_after")

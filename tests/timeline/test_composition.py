@@ -62,15 +62,7 @@ def test_without_a_known_budget_chunks_are_even(engine_tables, story):
 
 def test_preempted_in_decode_prompt_and_output_are_computed_again_as_one_decode(engine_tables, story):
     """Three tokens are out when step 4 takes its blocks; from step 6 on 100 + 3 tokens are computed again."""
-    story.request(
-        "a",
-        ("QUEUED", 0),
-        ("SCHEDULED", 1),
-        ("FIRST_TOKEN", 1),
-        ("PREEMPTED", 4, {"done": 3}),
-        ("SCHEDULED", 6, {"done": 3, "schedule_kind": "RESUME"}),
-        ("FINISHED", 8, {"done": 6}),
-    )
+    story.preempted("a", 4, 6, 8, out=3, total=6)
     assert engine_tables((story,)).batches() == {
         1: (1, 100, 0, 0, 0, 0),
         2: (0, 0, 0, 1, 1, 100),
@@ -93,16 +85,7 @@ def test_preempted_in_decode_prompt_and_output_are_computed_again_as_one_decode(
 
 def test_a_recomputed_request_is_chunked_like_a_prompt(engine_tables, story):
     """20 + 3 tokens again, 16 at most in a step: the fourth token comes out of step 7."""
-    story.request(
-        "a",
-        ("QUEUED", 0),
-        ("SCHEDULED", 1),
-        ("FIRST_TOKEN", 2),
-        ("PREEMPTED", 5, {"done": 3}),
-        ("SCHEDULED", 6, {"done": 3, "schedule_kind": "RESUME"}),
-        ("FINISHED", 8, {"done": 5}),
-        prompt=20,
-    )
+    story.preempted("a", 5, 6, 8, out=3, total=5, prefilled=2, prompt=20)
     batches = engine_tables((story,)).batches(max_num_batched_tokens=16)
     assert [batches[step] for step in (1, 2)] == [(1, 16, 0, 0, 0, 0), (1, 4, 16, 0, 0, 0)]
     assert [batches[step] for step in (6, 7, 8)] == [
@@ -136,15 +119,7 @@ def test_preempted_in_prefill_the_prompt_begins_anew_and_is_prefill_still(engine
 
 
 def test_preempted_in_the_step_after_it_was_scheduled(engine_tables, story):
-    story.request(
-        "a",
-        ("QUEUED", 0),
-        ("SCHEDULED", 1),
-        ("FIRST_TOKEN", 1),
-        ("PREEMPTED", 2, {"done": 1}),
-        ("SCHEDULED", 3, {"done": 1, "schedule_kind": "RESUME"}),
-        ("FINISHED", 3, {"done": 2}),
-    )
+    story.preempted("a", 2, 3, 3, out=1, total=2)
     assert engine_tables((story,)).batches() == {1: (1, 100, 0, 0, 0, 0), 2: IDLE, 3: (0, 0, 0, 1, 101, 0)}
 
 
@@ -216,15 +191,7 @@ def test_a_snapshot_tells_what_the_prefix_cache_held(engine_tables, story):
 
 
 def test_a_hit_does_not_hold_for_a_prompt_computed_again(engine_tables, story):
-    story.request(
-        "a",
-        ("QUEUED", 0),
-        ("SCHEDULED", 1),
-        ("FIRST_TOKEN", 1),
-        ("PREEMPTED", 2, {"done": 1}),
-        ("SCHEDULED", 3, {"done": 1, "schedule_kind": "RESUME"}),
-        ("FINISHED", 3, {"done": 2}),
-    )
+    story.preempted("a", 2, 3, 3, out=1, total=2)
     story.snapshot(1, "a", num_prompt_tokens=100, effective_prompt_len=52)
     batches = engine_tables((story,)).batches()
     assert (batches[1][:3], batches[3][3:]) == ((1, 52, 48), (1, 101, 0))

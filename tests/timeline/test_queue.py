@@ -69,16 +69,7 @@ def test_who_was_aborted_in_its_prompt_gives_back_what_it_had_computed(engine_ta
 
 
 def test_a_preempted_request_waits_with_its_output_to_compute_again(engine_tables, story):
-    story.request(
-        "a",
-        ("QUEUED", 0),
-        ("SCHEDULED", 1),
-        ("FIRST_TOKEN", 1),
-        ("PREEMPTED", 4, {"done": 3}),
-        ("SCHEDULED", 7, {"done": 3, "schedule_kind": "RESUME"}),
-        ("FINISHED", 8, {"done": 5}),
-        prompt=100,
-    )
+    story.preempted("a", 4, 7, 8, out=3, total=5)
     story.request("b", ("QUEUED", 5), ("SCHEDULED", 8), ("FINISHED", 8, {"done": 1}), prompt=10)
     found = engine_tables((story,)).queue()["b"]
     assert _of(found, AHEAD) == (1, 103, 7, 17)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 
 # Commands are listed in the order of these imports.
-from tracefit.cli import traces, receiving, models, predictions, declared  # isort: skip
+from tracefit.cli import traces, models, predictions, declared  # isort: skip
 from tracefit.cli.program import app
 from tracefit.console import called
 from tracefit.memory import reuse_freed
 
-__all__ = ["app", "declared", "main", "models", "predictions", "receiving", "traces"]
+__all__ = ["app", "declared", "main", "models", "predictions", "traces"]
 
 
 def main() -> None:
     """Run the command line."""
+    # Before any library is imported: the allocators read their settings when they start.
     reuse_freed()
     sys.exit(called(app))

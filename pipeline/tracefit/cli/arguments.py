@@ -156,6 +156,7 @@ def server_options(
     from tracefit.server.settings import SETTINGS, canonical_name, settings_from
 
     given = {**parse_assignments(settings or []), "tensor_parallel": tp}
+    # A misspelt setting is refused by `parse_assignments`; one of a newer vLLM, which is not in the list yet, has to pass.
     for key in given:
         if canonical_name(key) not in SETTINGS:
             warn(
@@ -166,6 +167,7 @@ def server_options(
 
 def keys_of(texts: list[str] | None) -> tuple[str, ...]:
     """Return the keys of attributes in the values of an option; several may stand in one, comma separated."""
+    # Environment and configuration file hold one text for an option; commas let it name several keys there.
     keys = [key.strip() for text in texts or [] for key in text.split(",")]
     return tuple(key for key in keys if key)
 
@@ -189,6 +191,7 @@ def train_options(context: typer.Context) -> TrainOptions:
     from tracefit.coefficients.verdicts import override
     from tracefit.commands.train import TrainOptions
 
+    # An option that is missing here is a KeyError in every run: none can be forgotten silently.
     given = {field.name: context.params[field.name] for field in dataclasses.fields(TrainOptions)}
     given["thresholds"] = override(given["thresholds"] or [])
     return TrainOptions(**given)

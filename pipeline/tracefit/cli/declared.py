@@ -38,6 +38,7 @@ def features(
         from tracefit.features.sets import BUILT_IN
         from tracefit.reports.terminal_results import features_text
 
+        # As `train --features` reads them: what is shown here is what would be fitted.
         sets = [s for name in names or BUILT_IN for s in beta_feature_sets(name)]
         show(sets, features_text(sets), as_json=json, quiet=False)
 

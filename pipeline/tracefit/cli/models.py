@@ -96,6 +96,7 @@ def report(
         objectives = parse_slo(slo or [])
         result, made = report_command(folder, tables=tables, out=out, slo_ms=objectives, progress=terminal)
         terminal.close()
+        # The report itself is what a person gets; a program gets the files it was written to.
         if json or quiet:
             show(result, "", as_json=json, quiet=quiet)
         else:

@@ -10,6 +10,7 @@ import typer
 from tracefit.cli.arguments import Json, ModelFiles, Quiet, RunName, ScopeName, TablesFolder
 from tracefit.cli.program import app
 from tracefit.console import Terminal, one_line_errors, show
+from tracefit.errors import UsageError
 
 
 @app.command()
@@ -37,6 +38,7 @@ def requests(
 
         if each:
             rows = seconds_view(tables)
+            # A run has up to a million requests: they become dicts only with --json.
             show(rows.to_dicts() if json else (), seconds_csv(rows), as_json=json, quiet=False)
             return
         summary = requests_command(tables)
@@ -44,6 +46,7 @@ def requests(
         show(summary, text, as_json=json, quiet=False)
 
 
+# Options that one of the two questions alone has: those of the other are left at their defaults.
 _OF_STEP = ("prefill", "prefill_reqs", "waiting")
 _OF_REQUEST = ("queue", "cached")
 
@@ -80,7 +83,11 @@ def predict(
     cached: Annotated[float, typer.Option(min=0, help="Prompt tokens found in the prefix cache.")] = 0,
     feature: Annotated[
         Optional[list[str]],
-        typer.Option(metavar="NAME=NUMBER", help="A feature or table column as it is; repeatable."),
+        typer.Option(
+            metavar="NAME=NUMBER",
+            help="A feature or table column as it is, such as running_depth, the requests that run when it arrives; "
+            "repeatable.",
+        ),
     ] = None,
     rows: Annotated[
         Optional[Path], typer.Option(help="A .csv, .parquet or .ndjson file: predicts every row.")
@@ -98,11 +105,11 @@ def predict(
 
     A described step: `--batch 32 --context 1500 --prefill 512`. A described request: `--prompt 800 --output 250 --queue 12`.
 
-    Example: `tracefit predict models/ --scope llama-3.1-8b --batch 32 --context 1500 --prefill 512`
+    Example: `tracefit predict models/ --scope codellama-34b --batch 32`
     """
     with one_line_errors(Terminal(quiet=quiet, task=f"predict with {models[0]}")):
         from tracefit.coefficients.models import load
-        from tracefit.commands.scopes import choose_scope
+        from tracefit.commands.locate import choose_scope
 
         loaded = load(*models)
         chosen = choose_scope(loaded, scope, run)
@@ -123,6 +130,7 @@ def _predict_one(models: Any, scope: str | None, given: dict[str, Any]) -> tuple
     from tracefit.reports.terminal_results import request_text, step_text
 
     features = parse_features(given["feature"] or [])
+    _check_description(given)
     if given["prompt"] is not None:
         request = models.predict_request(
             scope=scope,
@@ -142,6 +150,27 @@ def _predict_one(models: Any, scope: str | None, given: dict[str, Any]) -> tuple
         **{name: given[name] for name in _OF_STEP},
     )
     return step, step_text(step)
+
+
+def _check_description(given: dict[str, Any]) -> None:
+    """Refuse options that the prediction would leave unread.
+
+    Raises:
+        UsageError: Options of a request without its prompt, those of a step beside it, or none at all.
+    """
+    of_request = [f"--{name}" for name in _OF_REQUEST if given[name]]
+    of_request += ["--output"] if given["output"] != 1 else []
+    of_step = [f"--{name.replace('_', '-')}" for name in _OF_STEP if given[name]]
+    if given["prompt"] is None and of_request:
+        raise UsageError(f"{of_request[0]} describes a request", hint="give its --prompt too")
+    if given["prompt"] is not None and of_step:
+        raise UsageError(f"{of_step[0]} describes a step, --prompt a request", hint="leave one of them out")
+    described = (given["prompt"], given["batch"], given["prefill"], given["feature"])
+    if not any(described):
+        raise UsageError(
+            "nothing to predict",
+            hint="describe a step (--batch, --prefill) or a request (--prompt, --output)",
+        )
 
 
 def _consumer_names() -> list[str]:
@@ -181,7 +210,7 @@ def export(
 
     They are refitted in the consumer's form, with its held-out error. What cannot be converted is refused with the reason (exit code 1).
 
-    Example: `tracefit export out/ --to blis --scope llama-2-70b --out blis/`
+    Example: `tracefit export out/ --to blis --scope codellama-34b --out blis/`
     """
     with one_line_errors(Terminal(quiet=quiet, task=f"export of {models} to {to}")):
         from tracefit.commands.export import export as export_command

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
@@ -33,11 +33,15 @@ from tracefit.cli.arguments import (
     Thresholds,
     Workers,
     ingest_options,
+    keys_of,
     server_options,
     train_options,
 )
 from tracefit.cli.program import app
 from tracefit.console import Terminal, one_line_errors, show
+
+if TYPE_CHECKING:
+    from tracefit.commands.receive import Listening
 
 
 @app.command()
@@ -74,7 +78,7 @@ def run(
     """
     terminal = Terminal(quiet=quiet, task=f"run to {out}")
     with one_line_errors(terminal):
-        from tracefit.commands.run import run as run_command
+        from tracefit.commands.train import run as run_command
         from tracefit.reports.terminal_results import run_text
 
         server = server_options(run_config, model_config, gpu, tp, settings)
@@ -158,10 +162,11 @@ def ingest(
     terminal = Terminal(quiet=quiet, task=f"ingest to {out}")
     with one_line_errors(terminal):
         from tracefit.commands.ingest import ingest as ingest_command
-        from tracefit.commands.plan import plan_ingest
+        from tracefit.commands.ingest import plan_ingest
         from tracefit.reports.terminal_results import ingest_text, plan_text
 
         kept = ingest_options(context)
+        # A plan depends on the files and on what the tables have, not on the server: its options are not even read.
         if dry_run:
             plan = plan_ingest(paths, out, options=kept)
             show(plan, plan_text(plan), as_json=json, quiet=quiet)
@@ -171,3 +176,92 @@ def ingest(
         terminal.close()
         show(result, ingest_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def receive(
+    out: Annotated[
+        Path, typer.Option(help="Folder of run folders; one is made for each service that sends.")
+    ],
+    model: Annotated[
+        Optional[str], typer.Option(help="Model the servers run, as `vllm serve` names it.")
+    ] = None,
+    run_config: RunConfig = None,
+    model_config: ModelConfig = None,
+    gpu: GpuName = None,
+    tp: TensorParallel = None,
+    settings: Settings = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any that is not loopback needs TLS or --insecure.")
+    ] = "127.0.0.1",
+    grpc_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of OTLP/gRPC; 0 takes a free one.")
+    ] = 4317,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of OTLP/HTTP; 0 takes a free one.")
+    ] = 4318,
+    tls_cert: Annotated[
+        Optional[Path], typer.Option(help="Certificate chain, PEM; goes with --tls-key.")
+    ] = None,
+    tls_key: Annotated[Optional[Path], typer.Option(help="Private key of the certificate, PEM.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond this machine without TLS.")
+    ] = False,
+    token_file: Annotated[
+        Optional[Path],
+        typer.Option(help="File with the token that senders present as `authorization: Bearer TOKEN`."),
+    ] = None,
+    rotate: Annotated[
+        str, typer.Option(metavar="SIZE,TIME", help="Begin a new file at this size, or after this time.")
+    ] = "64MiB,5min",
+    stop_after: Annotated[
+        Optional[str],
+        typer.Option(metavar="TIME", help="Stop by itself after this time, such as 10min; else on SIGTERM."),
+    ] = None,
+    all_spans: AllSpans = False,
+    keep_attributes: KeepAttributes = None,
+    live: Annotated[bool, typer.Option("--live", help="Show on the terminal what comes in.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Receive traces from running servers into run folders.
+
+    OTLP over gRPC and HTTP, as vLLM sends it, without a collector. A request is acknowledged when it is on disk.
+
+    Example: `tracefit receive --out traces/ --model meta-llama/Llama-3.1-8B-Instruct --gpu H100 --live`
+    """
+    terminal = Terminal(quiet=quiet, task=f"receive to {out}")
+    with one_line_errors(terminal):
+        from tracefit.commands.receive import receive as receive_command
+        from tracefit.receive.options import ReceiveOptions, parse_duration, parse_rotation
+        from tracefit.reports.terminal_results import receive_text
+
+        def listening(at: Listening) -> None:
+            if not quiet:
+                where = f"{at.host}:{at.grpc_port} (gRPC) and {at.host}:{at.http_port} (HTTP)"
+                typer.echo(f"listening on {where}; writing to {at.out}", err=True)
+
+        options = ReceiveOptions(
+            host=host,
+            grpc_port=grpc_port,
+            http_port=http_port,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            insecure=insecure,
+            token_file=token_file,
+            rotation=parse_rotation(rotate),
+            all_spans=all_spans,
+            keep_attributes=keys_of(keep_attributes),
+            stop_after_s=parse_duration(stop_after, option="--stop-after") if stop_after else None,
+        )
+        given = [*([f"model={model}"] if model else []), *(settings or [])]
+        result = receive_command(
+            out,
+            server=server_options(run_config, model_config, gpu, tp, given),
+            options=options,
+            live=live,
+            listening=listening,
+            progress=terminal,
+        )
+        terminal.close()
+        show(result, receive_text(result), as_json=json, quiet=quiet)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
-from tracefit.coefficients.model import BoundaryModel, LinearForm, RegimesModel
+from tracefit.coefficients.model import BoundaryModel, LinearForm, LinearModel, RegimesModel
 from tracefit.errors import UsageError
 from tracefit.features.expressions import evaluate, names_in, parse_formula, to_polars
 
@@ -85,6 +85,8 @@ class Formulas:
     """
 
     nodes: Mapping[str, Node]
+    needs: Mapping[str, frozenset[str]]
+    """Name of each formula to the names in it: to look through the nodes anew took a third of the time of a prediction."""
 
     @classmethod
     def parse(cls, texts: Mapping[str, str], *, where: str) -> Formulas:
@@ -98,12 +100,13 @@ class Formulas:
             UsageError: A formula is wrong, or formulas build on each other in a circle.
         """
         nodes = {name: parse_formula(text, where=f"{where}, {name}") for name, text in texts.items()}
-        inner = {name: names_in(node) & nodes.keys() for name, node in nodes.items()}
+        needs = {name: frozenset(names_in(node)) for name, node in nodes.items()}
+        inner = {name: names & nodes.keys() for name, names in needs.items()}
         try:
             order = list(TopologicalSorter(inner).static_order())
         except CycleError as error:
             raise UsageError("is defined by itself", where=f"{where}, {error.args[1][0]}") from None
-        return cls({name: nodes[name] for name in order})
+        return cls({name: nodes[name] for name in order}, needs)
 
     def _used(self, names: Iterable[str], given: Collection[str]) -> set[str]:
         """Return the names themselves and everything they are computed from, where `given` is taken as it is."""
@@ -111,7 +114,7 @@ class Formulas:
         wanted = set(names)
         while wanted:
             found |= wanted
-            computed = (names_in(self.nodes[n]) for n in wanted if n in self.nodes and n not in given)
+            computed = (self.needs[n] for n in wanted if n in self.nodes and n not in given)
             wanted = set().union(*computed) - found
         return found
 
@@ -125,6 +128,7 @@ class Formulas:
 
     def row(self, given: Mapping[str, float | None], names: Iterable[str]) -> dict[str, float | None]:
         """Compute names of one row; all of them must be computable."""
+        # Only what these names need: a published model defines dozens of names, of which one row uses a few.
         used = self._used(names, given)
         values = {n: None if (v := given[n]) is None else float(v) for n in used if n in given}
         for name, node in self.nodes.items():
@@ -151,7 +155,7 @@ class Formulas:
         # own inputs alone: adding it to the frame would cost as much as the frame is wide, for each of many definitions.
         found: dict[str, pl.Series] = {}
         for name, node in self.nodes.items():
-            needed = names_in(node)
+            needed = self.needs[name]
             if name in used and name not in columns and needed <= columns:
                 inputs = pl.DataFrame([found[n] if n in found else rows[n] for n in sorted(needed)])
                 value = inputs.select(to_polars(node, {}).alias(name)).to_series()
@@ -239,6 +243,14 @@ class CompiledModel:
         """Names of the inputs that the model needs."""
         return self.formulas.inputs(self.features)
 
+    @property
+    def unmodeled(self) -> dict[str, tuple[float, float]]:
+        """Training ranges of features without a term in a linear model: beyond them it says nothing."""
+        if not isinstance(self.model, LinearModel):
+            return {}
+        left_out = ((x.feature, x.training_range) for x in self.model.features_left_out)
+        return {name: ends for name, ends in left_out if ends is not None and name not in self.features}
+
     def require(self, names: Iterable[str], given: Collection[str]) -> None:
         """Check that names can be computed from what is given.
 
@@ -272,43 +284,9 @@ class CompiledModel:
                 if _holds(regime.when, values):
                     return regime.name, regime
             raise UsageError(f"no regime of {self.model.name} holds for these features")
+        # The last form of a boundary model is `without_clock`.
         name, form = list(linear_forms(self.model).items())[-1]
         return name, form
-
-    def predict(
-        self,
-        given: Mapping[str, float | None],
-        step_starts: Sequence[float] | None = None,
-        *,
-        api_wait_us: float = 0.0,
-    ) -> float | None:
-        """Predict one row in the target's unit, clipped at 0; null where a feature of the active form is unknown.
-
-        Args:
-            given: Features or what they are computed from, by name; null is unknown.
-            step_starts: For a boundary model: when the next steps start, in us after the event, in order; empty when the
-                engine is idle, null when they are not known.
-            api_wait_us: For a boundary model with a `queue`, and step starts: work left on the events before, when this
-                one comes.
-
-        Raises:
-            UsageError: A feature is neither given nor computable, or no regime's condition holds.
-        """
-        model = self.model
-        if isinstance(model, BoundaryModel) and step_starts is not None:
-            work = self._form_value(model.work, given)
-            if work is None:
-                return None
-            done = work + (api_wait_us if model.queue else 0.0)
-            return at_boundary(model, done, next((s for s in step_starts if s >= done), None))
-        self.require(self.compared, given)
-        _, form = self.active(self.formulas.row(given, self.compared))
-        return self._form_value(form, given)
-
-    def _form_value(self, form: LinearForm, given: Mapping[str, float | None]) -> float | None:
-        names = [t.feature for t in form.terms]
-        self.require(names, given)
-        return line_value(form, self.formulas.row(given, names))
 
     # -- a frame
 
@@ -336,6 +314,7 @@ class CompiledModel:
         if not isinstance(self.model, RegimesModel):
             return values[-1]
         chosen: pl.Expr = pl.lit(None)
+        # From the last regime to the first: the outermost condition is the one that is looked at first.
         for regime, value in reversed(list(zip(self.model.regimes, values, strict=True))):
             chosen = pl.when(holds_expression(regime.when)).then(value).otherwise(chosen)
         return chosen
@@ -367,17 +346,6 @@ class CompiledModel:
         if isinstance(self.model, BoundaryModel):
             return {STEP_RESIDUAL, *(t.feature for t in self.model.work.terms)}
         return set(self.features)
-
-
-def at_boundary(model: BoundaryModel, done_us: float, boundary_us: float | None) -> float:
-    """Return the admission of a request: the boundary after its work plus the offset, clipped at 0.
-
-    Args:
-        model: The boundary model.
-        done_us: From the event to the end of the work.
-        boundary_us: From the event to the first step start at or after that end; null when the engine is idle.
-    """
-    return max(done_us if boundary_us is None else boundary_us + model.offset.value, 0.0)
 
 
 def expected_at_boundary(model: BoundaryModel, work_us: float, cycle_us: float) -> tuple[float, float, float]:

@@ -96,6 +96,7 @@ def _numbers(model: Model) -> dict[tuple[str, str, str], Number | Term]:
 def _coefficient_diff(
     part: str, term: str, unit: str, first: Number | Term | None, second: Number | Term | None
 ) -> CoefficientDiff:
+    # Intervals that do not meet are a change beyond chance; those that do may still hide a small one.
     a, b = (x.ci95 if x is not None else None for x in (first, second))
     apart = None if a is None or b is None else a[1] < b[0] or b[1] < a[0]
     one, other = (None if x is None else x.value for x in (first, second))
@@ -140,6 +141,7 @@ def _prediction_diff(name: str, first: LinearModel, second: LinearModel) -> Pred
     empty = sorted(n for n, (low, high) in ranges.items() if low > high)
     if empty:
         return f"the training ranges of {', '.join(empty)} do not meet"
+    # Inputs, not features: two models with different features of the same columns can be compared too.
     columns = CompiledModel(first).inputs | CompiledModel(second).inputs
     lacking = sorted(c for c in columns if c not in ranges and _SAME_COUNT.get(c) not in ranges)
     if lacking:
@@ -170,6 +172,7 @@ def _points(columns: set[str], ranges: Mapping[str, Interval]) -> pl.DataFrame:
         c: rng.uniform(*ranges[c], POINTS) if ranges[c][0] < ranges[c][1] else np.full(POINTS, ranges[c][0])
         for c in free
     }
+    # Half of the values are ends of ranges: lines differ most where both features are extreme.
     ends = rng.integers(0, 4, (POINTS, max(len(free), 1)))
     for i, c in enumerate(free):
         points[c] = np.where(

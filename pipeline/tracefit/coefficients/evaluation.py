@@ -11,173 +11,25 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tracefit.fit.results import (
-    Burst,
-    Candidate,
-    EquationErrors,
-    ErrorOverLoad,
-    LatencyErrors,
-    LearningPoint,
+    Latency,
+    LeftOutErrors,
     Metrics,
     Missing,
     Overload,
+    SummedTime,
+    Validation,
 )
 
 EVALUATION_SCHEMA: Literal["tracefit/evaluation"] = "tracefit/evaluation"
 
 
-class _Part(BaseModel):
+class Strict(BaseModel):
+    """A part of a published file: immutable, finite numbers, no unknown keys."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
 
-class ClassifierEntry(_Part):
-    """How well a regime condition predicts the regime on the hold-out."""
-
-    balanced_accuracy: float | None
-    confusion: dict[str, int]
-
-
-class RegimeInterval(_Part):
-    """Limits of the prediction interval of one regime, or of `all` rows."""
-
-    regime: str
-    level_pct: float
-    kind: Literal["ratio", "difference"] = Field(
-        description="limits are factors on the prediction, or differences from it in the model's unit"
-    )
-    low: float
-    high: float
-
-
-class CollinearityEntry(_Part):
-    """How well the features of a model, or of one regime of it, predict each other in the training rows."""
-
-    regime: str
-    condition_number: float | None = Field(
-        description="of the standardised features: 1 is none, above 30 is trouble"
-    )
-    variance_inflation: dict[str, float] = Field(
-        description="feature to how much wider the variance of its coefficient is than without the others"
-    )
-
-
-class SummedEntry(_Part):
-    """Step times of beta's hold-out, summed."""
-
-    predicted_us: float
-    actual_us: float
-    bias_pct: float
-    bias_2sd_pct: float = Field(
-        description="two standard deviations of bias_pct, by bootstrap over blocks of time"
-    )
-    blocks: int
-    max_contribution_pct: float = Field(
-        description="contribution of the step or interval with the largest error to bias_pct, in percentage points"
-    )
-    speed_change_pct: float | None = Field(
-        default=None,
-        description="how much longer steps of equal batches take in the hold-out than in the training part",
-    )
-    drifting: bool = Field(
-        default=False,
-        description="bias_pct is more than two standard deviations: the machine, or what it did, changed after training",
-    )
-
-
-class LoadExtrapolationEntry(_Part):
-    """Errors of the model's form, trained on the lower half of the load, on the upper half."""
-
-    n: int
-    mape_pct: float | None
-    mdape_pct: float | None
-    mae: float | None
-    rmse: float | None
-    r2: float | None
-    bias_pct: float | None
-    p90_ape_pct: float | None
-    p99_ape_pct: float | None
-    zero_targets: int = 0
-    load: str = Field(description="running_tokens (in the caches of the batch), or batch_requests")
-    cut: float = Field(description="the load that the lower half does not exceed")
-    gradient_boosting: Metrics | None = Field(
-        default=None, description="gradient boosting on the same features and rows"
-    )
-
-
-class StepPhaseEntry(_Part):
-    """Errors on the held-out steps of one workload phase: a period in which requests arrive at one rate."""
-
-    run_id: str
-    server: str
-    from_s: float = Field(description="seconds after the server's first request")
-    to_s: float
-    arrivals_per_s: float
-    requests: int = Field(description="all requests of the phase, held out or not")
-    holdout: Metrics
-    baseline: Metrics = Field(description="the training median on the same steps")
-
-
-class Entry(_Part):
-    """One model's validation."""
-
-    unit: str
-    n_features: int
-    train: Metrics
-    holdout: Metrics
-    baseline: Metrics = Field(description="the training median on the hold-out")
-    gradient_boosting: Metrics | None = Field(
-        description="gradient boosting on the same features and rows, hold-out"
-    )
-    by_group: dict[str, Metrics] = Field(default_factory=dict, description="hold-out errors by kind of row")
-    by_phase: tuple[StepPhaseEntry, ...] = Field(
-        default=(), description="hold-out errors of step times by workload phase"
-    )
-    by_load: dict[str, Metrics] = Field(
-        default_factory=dict,
-        description="hold-out errors `inside` and `outside` the ranges of the training rows",
-    )
-    held_out_equations: EquationErrors | None = Field(
-        default=None,
-        description="errors of step times over single steps and intervals, where the hold-out has both",
-    )
-    error_over_load: ErrorOverLoad | None = None
-    load_extrapolation: LoadExtrapolationEntry | None = None
-    candidates: tuple[Candidate, ...] = Field(
-        default=(), description="what was tried inside the training part, and what was chosen"
-    )
-    classifier: ClassifierEntry | None = None
-    within_5_pct: float | None = Field(default=None, description="share of hold-out rows within 5 %")
-    extrapolated_rows: int = Field(
-        default=0, description="hold-out rows with a feature outside its training range"
-    )
-    extrapolated: dict[str, int] = Field(default_factory=dict, description="the same by feature")
-    prediction_intervals: tuple[RegimeInterval, ...] = ()
-    interval_coverage_pct: float | None = Field(
-        default=None, description="share of hold-out rows within their prediction interval"
-    )
-    prefill_reach_pct: float | None = Field(
-        default=None,
-        description="of a model of step times: the most prompt tokens of a step trained on, of the tokens a step may have",
-    )
-    collinearity: tuple[CollinearityEntry, ...] = ()
-    learning_curve: tuple[LearningPoint, ...] = ()
-    rows_by_source: dict[str, int] = Field(
-        default_factory=dict, description="training rows by kind: adjacent, interval, duration"
-    )
-    boundary_accuracy_pct: float | None = Field(
-        default=None,
-        description="hold-out requests that get the right step boundary, of those whose step is known",
-    )
-    boundary_accuracy_without_work_pct: float | None = Field(
-        default=None, description="the same with zero API work"
-    )
-    bursts: tuple[Burst, ...] = Field(
-        default=(),
-        description="periods outside the range of an admission model: the API process has a queue",
-    )
-    skill: float | None = Field(description="1 - mae / baseline.mae on the hold-out")
-
-
-class TimelineEntry(_Part):
+class TimelineEntry(Strict):
     """Evidence behind the step clock."""
 
     epochs: int
@@ -219,56 +71,7 @@ class TimelineEntry(_Part):
     dropped_events: int
 
 
-class _LatencyErrors(_Part):
-    teacher_forced: Metrics = Field(
-        description="the real batches and the real waits; step times and overheads predicted"
-    )
-    refit_on_holdout: Metrics = Field(
-        description="teacher-forced, with the terms of the step time fitted on the held-out steps themselves: an error "
-        "that no coefficients mend; where it is much smaller, the machine or the load has changed since the training part"
-    )
-    averages_only: Metrics = Field(
-        description="everything predicted from averages over the training part and the request's own lengths"
-    )
-    baseline: Metrics = Field(description="the training median")
-
-
-class PhaseEntry(_LatencyErrors):
-    """Errors over one workload phase: a period of a server in which requests arrive at one rate."""
-
-    run_id: str
-    server: str
-    from_s: float = Field(description="seconds after the server's first request")
-    to_s: float
-    arrivals_per_s: float
-    requests: int = Field(description="all requests of the phase, held out or not")
-
-
-class DistributionEntry(_Part):
-    """Quantiles of one latency in us, measured and predicted, over the same held-out requests."""
-
-    requests: int
-    percents: tuple[int, ...] = Field(description="of requests; one per entry of each list of quantiles")
-    measured: tuple[float, ...]
-    teacher_forced: tuple[float, ...] | None
-    averages_only: tuple[float, ...] | None
-
-
-class LatencyEntry(_LatencyErrors):
-    """One latency of requests that came in the hold-out of every fit."""
-
-    definition: str
-    by_run: dict[str, LatencyErrors]
-    by_phase: tuple[PhaseEntry, ...]
-    left_out: dict[str, int] = Field(
-        default_factory=dict, description="held-out requests without a teacher-forced prediction, by reason"
-    )
-    distribution: DistributionEntry | None = Field(
-        default=None, description="null where no held-out request has a prediction"
-    )
-
-
-class RowsEntry(_Part):
+class RowsEntry(Strict):
     """Use of the rows of one run by one model; errors are measured on the held-out rows."""
 
     model: str
@@ -278,7 +81,7 @@ class RowsEntry(_Part):
     left_out: dict[str, int] = Field(description="rows left out of either part, by reason")
 
 
-class Criterion(_Part):
+class Criterion(Strict):
     """One measure compared with its threshold."""
 
     measure: str
@@ -290,7 +93,7 @@ class Criterion(_Part):
     reason: str
 
 
-class Verdict(_Part):
+class Verdict(Strict):
     """Verdict on one use of the scope's models: the worst of the criteria."""
 
     answer: Literal["yes", "with limits", "no"]
@@ -298,7 +101,7 @@ class Verdict(_Part):
     criteria: tuple[Criterion, ...]
 
 
-class RequestRange(_Part):
+class RequestRange(Strict):
     """How measured latencies lie about those that `predict` composes of a request's lengths, its batch and the queue.
 
     `low_ratio` and `high_ratio` are the 5th and 95th percentile of measured / predicted over the requests of the training
@@ -316,7 +119,7 @@ class RequestRange(_Part):
     reason: str | None = Field(default=None, description="why there is no range")
 
 
-class ScopeEvaluation(_Part):
+class ScopeEvaluation(Strict):
     """Everything about one scope."""
 
     scope_id: str
@@ -325,9 +128,9 @@ class ScopeEvaluation(_Part):
     verdicts: dict[str, Verdict] = Field(
         default_factory=dict, description="use to verdict, by the thresholds that are stated with it"
     )
-    models: dict[str, Entry]
+    models: dict[str, Validation]
     not_fitted: tuple[Missing, ...] = ()
-    latency: dict[str, LatencyEntry] = Field(
+    latency: dict[str, Latency] = Field(
         default_factory=dict,
         description="latencies of requests, composed of the models: ttft, itl, e2e, client, prefill, execution",
     )
@@ -335,7 +138,7 @@ class ScopeEvaluation(_Part):
     requests: tuple[RequestRange, ...] = Field(
         default=(), description="what `predict` makes of requests, held against what was measured"
     )
-    summed_step_time: SummedEntry | None = None
+    summed_step_time: SummedTime | None = None
     timeline: TimelineEntry
     exclusions: dict[str, dict[str, int]] = Field(
         default_factory=dict, description="model name to rows left out by reason"
@@ -344,7 +147,7 @@ class ScopeEvaluation(_Part):
     notes: tuple[str, ...] = ()
 
 
-class ServerEntry(_Part):
+class ServerEntry(Strict):
     """Traces of one server in one run; sampling rates are estimated from the traces."""
 
     run_id: str
@@ -362,7 +165,7 @@ class ServerEntry(_Part):
     dropped_events: int
 
 
-class IngestEntry(_Part):
+class IngestEntry(Strict):
     """Counts of what was read, and of what was not usable."""
 
     files: int
@@ -385,33 +188,14 @@ class IngestEntry(_Part):
     servers: tuple[ServerEntry, ...] = ()
 
 
-class AcrossEntry(_Part):
-    """Errors on all rows of a run, model or GPU, of a model fitted on the others."""
-
-    kind: Literal["run", "model", "gpu"]
-    left_out: str
-    model: str = Field(description="name of the fitted model")
-    scope_id: str | None = Field(description="the scope of a run; null where models or GPUs are left out")
-    feature_set: str
-    trained_on: tuple[str, ...]
-    rows_used: int
-    errors: Metrics
-    baseline: Metrics = Field(description="the training median on what was left out")
-    gradient_boosting: Metrics | None = Field(
-        description="gradient boosting on the same features and rows, on what was left out"
-    )
-    skill: float | None
-    interval_coverage_pct: float | None
-
-
-class Evaluation(_Part):
+class Evaluation(Strict):
     """evaluation.json."""
 
     schema_: Literal["tracefit/evaluation"] = Field(default=EVALUATION_SCHEMA, alias="schema")
     version: Literal[2] = 2
     ingest: IngestEntry
     scopes: tuple[ScopeEvaluation, ...]
-    across: tuple[AcrossEntry, ...] = Field(
+    across: tuple[LeftOutErrors, ...] = Field(
         default=(), description="errors on what was left out of training, where that was requested"
     )
     across_notes: tuple[str, ...] = Field(

@@ -34,6 +34,7 @@ def rounded(value: float) -> float:
 
 def to_json(document: BaseModel) -> str:
     """Return the document as JSON text, keys in declared order, floats to `DIGITS` digits, newline at the end."""
+    # Nulls are written: a reader sees that a value is unknown, not that a key was forgotten.
     plain = document.model_dump(mode="json", by_alias=True, exclude_none=False)
     return json.dumps(_round_floats(plain), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -84,6 +85,7 @@ def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
     where = str(path)
     content = read_bytes(Path(path), limit_bytes=MAX_FILE_BYTES)
     plain = dict(parse_json_object(content, where=where, limit_bytes=MAX_FILE_BYTES, strict=True))
+    # Before anything else: of a file of a later tracefit, no key would be an error of the user.
     _check_version(plain, kind, where)
     return {**_upgraded(plain), "version": 2} if plain["version"] == 1 else plain
 
@@ -93,6 +95,7 @@ def _read(path: Path, kind: type[_Document]) -> _Document:
     try:
         return kind.model_validate(plain)
     except ValidationError as error:
+        # One error of a damaged file often causes dozens: the first one is where to look.
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])[:MAX_PLACE_CHARS] or "document"
         message = f"{place}: {first['msg'][:MAX_MESSAGE_CHARS]}"

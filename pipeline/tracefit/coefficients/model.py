@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from tracefit.coefficients.evaluation import Entry, RequestRange
+from tracefit.coefficients.evaluation import RequestRange, Strict
 from tracefit.features import targets
+from tracefit.fit.results import OmittedFeature, Validation
 
 FILE_SCHEMA: Literal["tracefit/coefficients"] = "tracefit/coefficients"
 FILE_VERSION: Literal[2] = 2
@@ -26,12 +27,6 @@ Scalar = str | int | float | bool | None
 Interval = tuple[float, float]
 Formula = Annotated[str, Field(max_length=MAX_FORMULA_CHARS)]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$", max_length=200)]
-
-
-class Strict(BaseModel):
-    """A part of a published file: immutable, finite numbers, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
 
 class TargetFacts(Strict):
@@ -87,6 +82,7 @@ class Term(Strict):
 def _check_interval(value: float, ci95: Interval | None) -> None:
     if ci95 is None:
         return
+    # Both were rounded to `files.DIGITS` digits, each by itself.
     room = _ROUNDING * max(abs(value), abs(ci95[0]), abs(ci95[1]))
     if not ci95[0] - room <= value <= ci95[1] + room:
         raise ValueError(f"ci95 {list(ci95)} does not contain the value {value}")
@@ -165,13 +161,6 @@ class Estimator(Strict):
         default=None, description="cross-validated mean absolute error of the choice"
     )
     folds: int = 0
-
-
-class FeatureLeftOut(Strict):
-    """A feature of the set that is not in the model."""
-
-    feature: str
-    reason: str
 
 
 class TimeRange(Strict):
@@ -265,9 +254,9 @@ class _ModelBase(Strict):
     scope_id: str | None = None
     target: TargetFacts | None = None
     estimator: Estimator | None = None
-    features_left_out: tuple[FeatureLeftOut, ...] = ()
+    features_left_out: tuple[OmittedFeature, ...] = ()
     training: Training | None = None
-    validation: Entry | None = None
+    validation: Validation | None = None
     scope: ScopeFacts | None = None
     feature_set: str | None = Field(default=None, description="the declared features the model was offered")
     definitions: dict[Identifier, Formula] = Field(

@@ -6,21 +6,23 @@ A single prediction is made in plain Python: neither numpy nor polars nor scikit
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from tracefit.coefficients.files import read_coefficients
-from tracefit.coefficients.predict import RequestPrediction, ScopeModels, StepPrediction
+from tracefit.coefficients.predict import ScopeModels, StepPrediction
+from tracefit.coefficients.requests import OneRequest, RequestPrediction
 from tracefit.coefficients.workload import RequestInput, StepInput
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     import polars as pl
 
     from tracefit.coefficients.evaluation import RequestRange
     from tracefit.coefficients.model import CoefficientFile, Model
-    from tracefit.coefficients.rows import Rows
+    from tracefit.coefficients.regressor import LatencyRegressor
+    from tracefit.coefficients.rows import FrameT, Rows
 
 _FILES = ("alpha.json", "beta.json")
 
@@ -49,7 +51,9 @@ def _files(path: Path) -> list[Path]:
     found = next((f for f in ([d / n for n in _FILES if (d / n).exists()] for d in folders) if f), [])
     if not found:
         raise UsageError(
-            f"holds neither {' nor '.join(_FILES)}", where=str(path), hint="run `tracefit train` first"
+            f"holds neither {' nor '.join(_FILES)}",
+            where=str(path),
+            hint="`tracefit run RUNS --out OUT` or `tracefit train TABLES` makes them",
         )
     return found
 
@@ -64,6 +68,7 @@ class Models:
         self._scopes: dict[str, ScopeModels] = {}
         for model in (m for file in files for m in file.models):
             scope = self._by_scope.setdefault(model.scope_id or "", {})
+            # Two files of one model would otherwise predict by whichever was read last.
             if model.name in scope:
                 raise UsageError(f"{model.name} of scope {model.scope_id} is there twice", where=where)
             scope[model.name] = model
@@ -125,8 +130,32 @@ class Models:
         """
         return self.scope(scope).require(name)
 
+    def as_sklearn(
+        self,
+        name: str = "beta.cycle_time",
+        *,
+        scope: str | None = None,
+        features: Sequence[str] | None = None,
+    ) -> LatencyRegressor:
+        """Return a model as a regressor of scikit-learn: it predicts microseconds from the columns `features` of X.
+
+        Args:
+            name: The model.
+            scope: See `scope`.
+            features: Columns of X; by default the columns of the tables that the model is computed from (`feature_names_in_`).
+
+        Raises:
+            UsageError: There is no such model.
+        """
+        from tracefit.coefficients.regressor import LatencyRegressor
+
+        return LatencyRegressor(self.model(name, scope), features)
+
     def _ranges(self, scope_id: str) -> dict[str, RequestRange]:
         return {r.latency: r for file in self.files for r in file.requests if r.scope_id == scope_id}
+
+    @overload  # a frame may also be an iterable: the first signature that fits counts
+    def predict_step(self, rows: FrameT, *, scope: str | None = None) -> FrameT: ...  # type: ignore[overload-overlap]
 
     @overload
     def predict_step(self, rows: Rows, *, scope: str | None = None) -> pl.DataFrame: ...
@@ -158,13 +187,14 @@ class Models:
         prefill_done: float = 0,
         waiting: float = 0,
         features: Mapping[str, float] | None = None,
-    ) -> StepPrediction | pl.DataFrame:
+    ) -> Any:
         """Predict how long a step takes, or every step of a frame.
 
         Args:
-            rows: A frame of polars, pandas or pyarrow, columns by name, or one mapping per row; with timeline columns, or
-                with columns named as the arguments below. They come back as a polars frame that has `predicted_us`,
-                `low_us`, `high_us` and `out_of_range` too.
+            rows: A frame of polars, pandas, pyarrow or another library, columns by name, or one mapping per row; with timeline
+                columns, or with columns named as the arguments below. They come back with `predicted_us`, `low_us`, `high_us`
+                and `out_of_range` too: a frame as one of its own library, anything else, and a lazy frame, as one of polars.
+                A null in a row gives a null prediction.
             scope: See `scope`.
             batch: Decoding requests.
             context: Mean tokens in their caches.
@@ -181,12 +211,15 @@ class Models:
         chosen = self.scope(scope)
         if rows is not None:
             from tracefit.coefficients.predict_frames import predict_steps
-            from tracefit.coefficients.rows import as_frame
+            from tracefit.coefficients.rows import with_predictions
 
-            return predict_steps(chosen, as_frame(rows))
+            return with_predictions(rows, lambda frame: predict_steps(chosen, frame))
         return chosen.step(
             StepInput(batch, context, prefill, prefill_reqs, prefill_done, waiting, features or {})
         )
+
+    @overload  # as of predict_step: a frame may also be an iterable
+    def predict_request(self, rows: FrameT, *, scope: str | None = None) -> FrameT: ...  # type: ignore[overload-overlap]
 
     @overload
     def predict_request(self, rows: Rows, *, scope: str | None = None) -> pl.DataFrame: ...
@@ -218,13 +251,12 @@ class Models:
         context: float | None = None,
         cached: float = 0,
         features: Mapping[str, float] | None = None,
-    ) -> RequestPrediction | pl.DataFrame:
+    ) -> Any:
         """Predict queue wait, TTFT, ITL and E2E of a request, or of every request of a frame.
 
         Args:
-            rows: A frame of polars, pandas or pyarrow, columns by name, or one mapping per row; with columns named as the
-                arguments below (prompt_tokens and output_tokens at least). They come back as a polars frame that has one
-                `*_us` column per duration too.
+            rows: As in `predict_step`, with columns named as the arguments below (prompt_tokens and output_tokens at least).
+                They come back with one `*_us` column per duration too.
             scope: See `scope`.
             prompt_tokens: Prompt.
             output_tokens: Tokens to generate.
@@ -241,9 +273,8 @@ class Models:
         chosen = self.scope(scope)
         if rows is not None:
             from tracefit.coefficients.predict_frames import predict_requests
-            from tracefit.coefficients.rows import as_frame
+            from tracefit.coefficients.rows import with_predictions
 
-            return predict_requests(chosen, as_frame(rows))
-        return chosen.request(
-            RequestInput(prompt_tokens, output_tokens, queue, batch, context, cached, features or {})
-        )
+            return with_predictions(rows, lambda frame: predict_requests(chosen, frame))
+        described = RequestInput(prompt_tokens, output_tokens, queue, batch, context, cached, features or {})
+        return OneRequest(chosen, described).predict()

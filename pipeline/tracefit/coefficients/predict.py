@@ -1,4 +1,4 @@
-"""Predict steps and requests from the models of one scope, in plain Python: neither numpy nor polars is imported.
+"""The models of one scope, and predictions of single rows and steps in plain Python: neither numpy nor polars is imported.
 
 A prediction is a number, the interval that nine of ten held-out rows kept to, what had to be assumed, and where the
 input leaves the training range. `predict_frames` does the same for the rows of a frame.
@@ -6,7 +6,6 @@ input leaves the training range. `predict_frames` does the same for the rows of 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,9 +15,7 @@ from tracefit.coefficients.model import STEP_MODELS, BoundaryModel
 from tracefit.coefficients.workload import (
     REQUEST_COLUMNS,
     STEP_COLUMNS,
-    RequestInput,
     StepInput,
-    prompt_step_groups,
     server_constants,
     traffic_formulas,
 )
@@ -29,8 +26,6 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.evaluation import RequestRange
     from tracefit.coefficients.model import LinearForm, Model, NotFitted, Term, Workload
-
-MAX_PREFILL_STEPS = 10_000
 
 INTERVAL_ROWS = 20
 """Fewer held-out rows than this do not make an interval of their own."""
@@ -96,39 +91,6 @@ class StepPrediction:
     out_of_range: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestPrediction:
-    """A predicted request. Durations that the files have no model for are null, and what needs them too.
-
-    Attributes:
-        scope_id: Whose models predict.
-        admission: ARRIVED to QUEUED.
-        queue_wait: QUEUED to first SCHEDULED.
-        prefill: First SCHEDULED to FIRST_TOKEN.
-        itl: Mean time of a decode step, those with prompts of others among them.
-        departure: FINISHED to DEPARTED.
-        ttft: admission + queue wait + prefill.
-        e2e: ttft + (output tokens - 1) * itl, ARRIVED to FINISHED.
-        prefill_steps: Steps the prompt takes.
-        assumed: What the input leaves open, and what stands in.
-        out_of_range: Where the input leaves the training range.
-    """
-
-    scope_id: str | None
-    admission: PredictedDuration | None
-    queue_wait: PredictedDuration | None
-    prefill: PredictedDuration
-    itl: PredictedDuration
-    departure: PredictedDuration | None
-    ttft: PredictedDuration | None
-    e2e: PredictedDuration | None
-    prefill_steps: int
-    assumed: tuple[str, ...] = ()
-    out_of_range: tuple[str, ...] = ()
-    ranges: tuple[str, ...] = ()
-    """How well each range of a composed latency covers held-out requests, or why there is none."""
-
-
 # -- one row of one model --------------------------------------------------------------------------------
 
 
@@ -183,6 +145,7 @@ def _group(compiled: CompiledModel, form: str, given: Mapping[str, float | None]
     """Return the group of held-out rows that a row belongs to: its regime, or whether its step prefills."""
     if form != "line":
         return form
+    # A model that knows nothing of prompts was still validated on both kinds of steps.
     known = not compiled.formulas.missing(["prefill_tokens"], given)
     prefill = compiled.formulas.row(given, ["prefill_tokens"])["prefill_tokens"] if known else None
     return None if prefill is None else "mixed" if prefill > 0 else "decode_only"
@@ -210,7 +173,9 @@ def _predict_form(
             )
         if value is not None:
             values[term.feature] = value
-            out_of_range += _out_of_range(model.name, term, value)
+            out_of_range += _out_of_range(model.name, term.feature, term.training_range, value)
+    # Features that terms stand for leave their range with them: one line is enough.
+    out_of_range = out_of_range or _without_a_term(compiled, given)
     predicted = line_value(form, {n: values.get(n) for n in names})
     if predicted is None:
         without_value = [n for n in names if n not in values]
@@ -227,12 +192,23 @@ def _predict_form(
     return Prediction(interval, values, tuple(assumed), tuple(out_of_range))
 
 
-def _out_of_range(model: str, term: Term, value: float) -> list[str]:
-    """Say that a value is outside the training range of a term, if it is."""
-    if term.training_range is None or term.training_range[0] <= value <= term.training_range[1]:
+def _without_a_term(compiled: CompiledModel, given: Mapping[str, float | None]) -> list[str]:
+    """Say which features without a term leave what the model was trained on, as far as the input tells."""
+    known = [n for n in compiled.unmodeled if not compiled.formulas.missing([n], given)]
+    values = compiled.formulas.row(given, known)
+    return [
+        f"{line}; the model has no term for it"
+        for name in known
+        if (value := values[name]) is not None
+        for line in _out_of_range(compiled.model.name, name, compiled.unmodeled[name], value)
+    ]
+
+
+def _out_of_range(model: str, feature: str, ends: tuple[float, float] | None, value: float) -> list[str]:
+    """Say that a value is outside the training range of a feature, if it is."""
+    if ends is None or ends[0] <= value <= ends[1]:
         return []
-    low, high = term.training_range
-    return [f"{model}: {term.feature} {value:g} is outside {low:g} to {high:g}, the training range"]
+    return [f"{model}: {feature} {value:g} is outside {ends[0]:g} to {ends[1]:g}, the training range"]
 
 
 # -- steps and requests of one scope ---------------------------------------------------------------------
@@ -282,6 +258,7 @@ class ScopeModels:
             DataError: It could not be fitted; the error has the reason.
             UsageError: It is not there.
         """
+        # With both, whole cycles: a duration is the time inside schedule() on most servers.
         found = next((n for n in STEP_MODELS if n in self.models), STEP_MODELS[0])
         missing = next((m for m in self.not_fitted if m.name in STEP_MODELS), None)
         if missing is not None and found not in self.models:
@@ -314,6 +291,7 @@ class ScopeModels:
 
     def known_settings(self, compiled: CompiledModel) -> dict[str, float | None]:
         """Return the settings of the server; one that is not known leaves its name to the model's own formula for it."""
+        # A null that is given would win over the formula.
         return {n: v for n, v in self.server.items() if v is not None or n not in compiled.formulas.nodes}
 
     def step(self, described: StepInput, *, stand_in: bool = False) -> StepPrediction:
@@ -334,170 +312,3 @@ class ScopeModels:
             found.assumed,
             found.out_of_range,
         )
-
-    def request(self, described: RequestInput) -> RequestPrediction:
-        """Predict a request: overheads, queue wait, the steps of its prompt, and its decode steps.
-
-        Raises:
-            DataError: The model of step times could not be fitted.
-            UsageError: There is none, or the input makes no sense.
-        """
-        return _RequestPredictor(self, described).predict()
-
-    def beside(self, batch: float) -> float:
-        """Return how many requests run beside one that runs: of a full batch one has to go first."""
-        slots = self.server["max_num_seqs"]
-        return batch if slots is None else max(min(batch, slots - 1), 0.0)
-
-    def budget(self, batch: float) -> float | None:
-        """Return the prompt tokens that a step has room for beside `batch` decodes; null where nothing cuts prompts."""
-        limit = self.server["max_num_batched_tokens"]
-        if limit is None or self.setting("enable_chunked_prefill") is False:
-            return None
-        return max(limit - batch, 1.0)
-
-
-class _RequestPredictor:
-    """One prediction of a request, and what it collects on the way: assumptions, and inputs out of range."""
-
-    def __init__(self, models: ScopeModels, described: RequestInput) -> None:
-        self.models, self.described = models, described
-        self.inputs, assumed = described.inputs(models.server, models.workload)
-        self.assumed, self.out_of_range = list(assumed), list[str]()
-        self.beside = models.beside(self.inputs["batch"] or 0.0)
-        self.traffic = self._traffic(self.beside)
-
-    def predict(self) -> RequestPrediction:
-        described, models, inputs = self.described, self.models, self.inputs
-        batch, context = inputs["batch"] or 0.0, inputs["context"] or 0.0
-        mean_us, met_us = self._cycle(batch, context) if batch else (None, None)
-        inputs["decode_cycle_us"] = met_us
-        # The request decodes with the others, halfway through its output on average.
-        own = described.prompt_tokens + described.output_tokens / 2
-        itl_us, _ = self._cycle(self.beside + 1, (self.beside * context + own) / (self.beside + 1))
-        prefill_us, steps = self._prefill(context)
-        if models.setting("async_scheduling") is True and mean_us is not None:
-            prefill_us += mean_us
-            self.assumed.append("scheduling runs a step ahead: the prompt waits one cycle more")
-        admission = self._overhead("admission", inputs, met_us)
-        wait = self._overhead("queue_wait", inputs, met_us)
-        departure = self._overhead("departure", {**inputs, "batch": self.beside + 1}, met_us)
-        if wait is not None and described.queue and not self._depends_on_queue("alpha.queue_wait"):
-            self.out_of_range.append(
-                "alpha.queue_wait: nothing in it depends on the queue, no request waited in training"
-            )
-        ttft_us = (
-            None if admission is None or wait is None else admission.value_us + wait.value_us + prefill_us
-        )
-        e2e_us = None if ttft_us is None else ttft_us + itl_us * (described.output_tokens - 1)
-        return RequestPrediction(
-            models.scope_id,
-            admission,
-            wait,
-            PredictedDuration(prefill_us),
-            self._in_range("itl", itl_us),
-            departure,
-            None if ttft_us is None else self._in_range("ttft", ttft_us),
-            None if e2e_us is None else self._in_range("e2e", e2e_us),
-            steps,
-            tuple(dict.fromkeys(self.assumed)),
-            tuple(dict.fromkeys(self.out_of_range)),
-            tuple(self._about_range(name) for name in ("ttft", "itl", "e2e")),
-        )
-
-    def _about_range(self, latency: str) -> str:
-        found, name = self.models.ranges.get(latency), latency.upper()
-        if found is None:
-            return f"{name}: no range, for the files hold none of requests"
-        if found.reason is not None:
-            return f"{name}: no range, {found.reason}"
-        if self.out_of_range:
-            return f"{name}: no range, the input is outside the training range"
-        return f"{name}: {found.coverage_pct:.0f} % of {found.holdout.n} held-out requests lie in it"
-
-    def _in_range(self, latency: str, value_us: float) -> PredictedDuration:
-        """Put the published range about a composed latency; none about one whose inputs are outside the training range."""
-        found = self.models.ranges.get(latency)
-        if found is None or found.low_ratio is None or found.high_ratio is None or self.out_of_range:
-            return PredictedDuration(value_us)
-        return PredictedDuration(value_us, found.low_ratio * value_us, found.high_ratio * value_us)
-
-    def _traffic(self, beside: float) -> dict[str, float]:
-        given = {**self.inputs, "beside": beside, "budget": self.models.budget(beside) or math.inf}
-        formulas = self.models.traffic
-        found = formulas.row(given, formulas.nodes)
-        return {name: found[name] or 0.0 for name in formulas.nodes}
-
-    def _cycle(self, decoding: float, context: float) -> tuple[float, float]:
-        """Return the mean time of a step, those with prompts of others among them, and of one that an arrival meets."""
-        alone = self._step(decoding, context)
-        share = self.traffic["prompt_step_share"] if self.beside else 0.0
-        if not share:
-            return alone, alone
-        groups = range(prompt_step_groups(self.models.workload))
-        mixed = [
-            self._step(
-                decoding,
-                context,
-                self.traffic[f"prompt_step_tokens_{k}"],
-                reqs=self.traffic[f"prompt_step_reqs_{k}"],
-            )
-            for k in groups
-        ]
-        mean = (1 - share) * alone + share * sum(mixed) / len(mixed)
-        return mean, self._met(decoding, context, alone)
-
-    def _met(self, decoding: float, context: float, alone: float) -> float:
-        """Return the mean time of the step that an arrival meets, E[c^2] / E[c], of steps with the mean prompt and without."""
-        share = self.traffic["mean_prompt_share"]
-        tokens, reqs = self.traffic["mean_prompt_tokens"], self.traffic["mean_prompt_reqs"]
-        mixed = self._step(decoding, context, tokens, reqs=reqs)
-        mean = (1 - share) * alone + share * mixed
-        return ((1 - share) * alone**2 + share * mixed**2) / mean if mean else 0.0
-
-    def _note(self, found: Prediction | StepPrediction) -> None:
-        self.assumed += found.assumed
-        self.out_of_range += found.out_of_range
-
-    def _step(
-        self, decoding: float, context: float, prefill: float = 0, done: float = 0, reqs: float | None = None
-    ) -> float:
-        step = StepInput(decoding, context, prefill, reqs, done, features=self.described.features)
-        found = self.models.step(step, stand_in=True)
-        self._note(found)
-        return found.step.value_us
-
-    def _prefill(self, context: float) -> tuple[float, int]:
-        """Add up the steps of the prompt, cut by what running requests leave of the token budget.
-
-        Prompts of others that arrive meanwhile share these steps.
-        """
-        total, done = 0.0, self.described.cached
-        left = self.described.prompt_tokens - done
-        budget = self.models.budget(self.beside) or math.inf
-        count = math.ceil(left / budget) if budget < math.inf else 1
-        if count > MAX_PREFILL_STEPS:
-            raise UsageError(f"the prompt takes more than {MAX_PREFILL_STEPS:,} steps", where="prompt")
-        others, reqs = self.traffic["prompt_tokens_per_step"], 1 + self.traffic["prompts_per_step"]
-        for i in range(count):
-            tokens = min(budget, left - i * budget) if i else min(budget, left)
-            shared = min(tokens + others, budget)
-            total, done = total + self._step(self.beside, context, shared, done, reqs), done + tokens
-        return total, count
-
-    def _overhead(
-        self, name: str, inputs: Mapping[str, float | None], cycle_us: float | None
-    ) -> PredictedDuration | None:
-        model = self.models.models.get(f"alpha.{name}")
-        if model is None:
-            self.assumed.append(f"no model alpha.{name}: left out with what needs it")
-            return None
-        compiled = self.models.compiled(model)
-        given = {**self.models.known_settings(compiled), **inputs, **self.described.features}
-        found = predict_row(compiled, given, stand_in=True, cycle_us=cycle_us)
-        self._note(found)
-        return found.interval
-
-    def _depends_on_queue(self, name: str) -> bool:
-        compiled = self.models.compiled(self.models.models[name])
-        return "queue" in compiled.inputs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections import Counter
@@ -17,26 +16,16 @@ from tracefit.coefficients import model as cf
 from tracefit.coefficients import verdicts
 from tracefit.coefficients.models import Models
 from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
-from tracefit.features.definitions import definitions
+from tracefit.features.training import definitions
 from tracefit.fit.latency import split_requests, trained_steps
-from tracefit.fit.metrics import LEVEL_PCT, PERCENTS
 from tracefit.fit.splits import counted, evaluation_rows
-from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedScope, LinearFit
     from tracefit.fit.linear import FittedRegime
-    from tracefit.fit.results import (
-        AcrossResult,
-        Classifier,
-        Distribution,
-        Latency,
-        LeftOutErrors,
-        LoadExtrapolation,
-        SummedTime,
-    )
+    from tracefit.fit.results import AcrossResult
     from tracefit.server.context import ModelScope
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
@@ -44,7 +33,7 @@ _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
 Kind = Literal["alpha", "beta"]
 
 
-def provenance(options: dict[str, cf.Scalar], files: dict[str, str] | None = None) -> cf.Provenance:
+def provenance(options: dict[str, cf.Scalar], files: dict[str, str]) -> cf.Provenance:
     """Return which program makes the files, with which libraries and options.
 
     Args:
@@ -56,7 +45,7 @@ def provenance(options: dict[str, cf.Scalar], files: dict[str, str] | None = Non
         version=__version__,
         libraries=libraries(),
         options=options,
-        files=files or {},
+        files=files,
     )
 
 
@@ -80,6 +69,7 @@ def coefficient_files(
         if s.scope.scope_id in requests
     }
     alpha, beta = (_coefficient_file(kind, scopes, made_by, workloads) for kind in get_args(Kind))
+    # The ranges are those of what `predict` makes of exactly these files.
     models = Models((alpha, beta))
     ranges = [
         one
@@ -87,7 +77,7 @@ def coefficient_files(
         if s.scope.scope_id in requests and any(m.name in cf.STEP_MODELS for m in s.models)
         for one in request_ranges(
             models.scope(s.scope.scope_id),
-            described_requests(requests[s.scope.scope_id], s.tables.timeline),
+            described_requests(requests[s.scope.scope_id], s.tables.timeline, s.tables.queue),
         )
     ]
     return alpha.model_copy(update={"requests": tuple(ranges)}), beta
@@ -127,11 +117,9 @@ def _model(
         "scope_id": scope.scope.scope_id,
         "target": cf.TargetFacts(name=model.target, definition=model.definition, source=model.source),
         "estimator": _estimator(fitted, first),
-        "features_left_out": tuple(
-            cf.FeatureLeftOut(feature=x.feature, reason=x.reason) for x in fitted.features_left_out
-        ),
+        "features_left_out": fitted.features_left_out,
         "training": _training(scope, fitted),
-        "validation": validation_entry(model, _prefill_reach_pct(scope, model)),
+        "validation": model.validation,
         "scope": scope_facts(scope.scope).model_copy(update={"workload": workload}),
         "feature_set": model.feature_set,
         "definitions": definitions(_formulas(fitted), scope.scope.context),
@@ -153,6 +141,7 @@ def _formulas(fitted: LinearFit) -> list[str]:
 
 def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegime) -> cf.BoundaryModel:
     slope = fitted.work_us_per_prompt_token
+    # Work and offset are searched for on a grid of boundaries, not by least squares: they have no confidence interval.
     terms = (cf.Term(feature="prompt_tokens", unit="us/token", value=slope),) if slope else ()
     return cf.BoundaryModel(
         **common,
@@ -200,6 +189,7 @@ def _regime(part: FittedRegime) -> cf.Regime:
 
 
 def _estimator(fitted: LinearFit, part: FittedRegime) -> cf.Estimator:
+    # Regimes choose their penalties each for itself; the one of the first is stated.
     return cf.Estimator(
         name="huber_linear",
         penalty=part.choice.penalty,
@@ -244,6 +234,7 @@ def run_inputs(runs: pl.DataFrame) -> tuple[cf.RunInput, ...]:
     Args:
         runs: Rows of the `runs` table.
     """
+    # Settings, config.json and GPU change coefficients as traces do: `verify` tells which of them differs.
     columns = ("run_id", "content_sha256", "settings", "model_config", "gpu")
     rows = runs.unique("run_id", keep="first", maintain_order=True).select(columns).sort("run_id")
     return tuple(
@@ -257,6 +248,7 @@ def _sha256(text: str) -> str:
 
 
 def _inputs_hash(scope: FittedScope) -> str:
+    # Sorted: the order in which runs were read must not change the file.
     contents = scope.tables.runs.select("run_id", "content_sha256").unique().sort("run_id")
     return hashlib.sha256("\n".join(":".join(row) for row in contents.iter_rows()).encode()).hexdigest()
 
@@ -292,122 +284,14 @@ def evaluate(
             _scope(s, thresholds, tuple(r for r in requests if r.scope_id == s.scope.scope_id))
             for s in scopes
         ),
-        across=tuple(_across(one) for one in across.errors) if across else (),
+        across=across.errors if across else (),
         across_notes=across.notes if across else (),
     )
-
-
-def validation_entry(model: FittedModel, prefill_reach_pct: float | None = None) -> ev.Entry:
-    """Return a model's validation; the coefficient file and the evaluation publish the same one.
-
-    Args:
-        model: The model.
-        prefill_reach_pct: See `evaluation.Entry`.
-    """
-    fitted, v, boundary = model.fitted, model.validation, model.boundary
-    intervals = [(r.regime.name, r.prediction_interval) for r in fitted.regimes]
-    if boundary is not None:
-        intervals = [("all", boundary.prediction_interval)]
-    return ev.Entry(
-        unit="us",
-        n_features=len(fitted.terms),
-        train=v.train,
-        holdout=v.holdout,
-        baseline=v.baseline,
-        gradient_boosting=v.reference,
-        by_group=v.by_group,
-        by_phase=tuple(ev.StepPhaseEntry(**_flat(p, "phase")) for p in model.by_phase),
-        by_load=v.by_load,
-        held_out_equations=v.held_out_equations,
-        error_over_load=model.error_over_load,
-        load_extrapolation=_load_extrapolation(model.load_extrapolation),
-        candidates=model.candidates,
-        classifier=_classifier(v.classifier),
-        within_5_pct=v.within_5_pct,
-        extrapolated_rows=v.extrapolated_rows,
-        extrapolated=v.extrapolated,
-        prediction_intervals=tuple(
-            ev.RegimeInterval(regime=name, level_pct=LEVEL_PCT, kind=one.kind, low=one.low, high=one.high)
-            for name, one in intervals
-        ),
-        interval_coverage_pct=v.interval_coverage_pct,
-        prefill_reach_pct=prefill_reach_pct,
-        collinearity=tuple(_collinearity(regime) for regime in fitted.regimes),
-        learning_curve=v.learning_curve,
-        rows_by_source=_rows_by_source(fitted.rows),
-        boundary_accuracy_pct=boundary.boundary_accuracy_pct if boundary else None,
-        boundary_accuracy_without_work_pct=boundary.boundary_accuracy_without_work_pct if boundary else None,
-        bursts=boundary.bursts if boundary else (),
-        skill=v.skill,
-    )
-
-
-def _flat(result: Any, *nested: str) -> dict[str, Any]:
-    """Return the fields of a result by name, those of the nested results among them."""
-    fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
-    for name in nested:
-        fields |= _flat(fields.pop(name))
-    return fields
-
-
-def _load_extrapolation(found: LoadExtrapolation | None) -> ev.LoadExtrapolationEntry | None:
-    if found is None:
-        return None
-    fields = _flat(found, "errors")
-    boosting = fields.pop("reference")
-    return ev.LoadExtrapolationEntry(**fields, gradient_boosting=boosting)
-
-
-def _collinearity(fitted: FittedRegime) -> ev.CollinearityEntry:
-    names = [term.feature.name for term in fitted.terms]
-    return ev.CollinearityEntry(
-        regime=fitted.regime.name,
-        condition_number=fitted.collinearity.condition_number,
-        variance_inflation=dict(zip(names, fitted.collinearity.variance_inflation, strict=True)),
-    )
-
-
-def _classifier(found: Classifier | None) -> ev.ClassifierEntry | None:
-    if found is None:
-        return None
-    counts = _flat(found)
-    return ev.ClassifierEntry(balanced_accuracy=counts.pop("balanced_accuracy"), confusion=counts)
-
-
-def _rows_by_source(rows: pl.DataFrame) -> dict[str, int]:
-    """Count the training rows by kind of equation, in name order."""
-    if "source" not in rows.columns:
-        return {}
-    return dict(sorted(counted(rows, "train").group_by("source").len().iter_rows()))
-
-
-def _prefill_reach_pct(scope: FittedScope, model: FittedModel) -> float | None:
-    """Return the most prompt tokens of a step of the training part, in percent of the server's token budget."""
-    budget = scope.scope.context.settings.max_num_batched_tokens
-    if model.name not in cf.STEP_MODELS or not budget:
-        return None
-    steps = scope.tables.timeline.select(*ENGINE, "step_id", "prefill_tokens")
-    trained = counted(model.fitted.rows, "train").select(*ENGINE, "step_id")
-    most = trained.join(steps, on=[*ENGINE, "step_id"])["prefill_tokens"].max()
-    return 100 * most / budget if isinstance(most, int | float) else None
 
 
 def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
     """Count the rows that were left out, by reason, in name order."""
     return dict(sorted(Counter(rows["excluded_reason"].drop_nulls().to_list()).items()))
-
-
-def _across(one: LeftOutErrors) -> ev.AcrossEntry:
-    fields, v = _flat(one), one.validation
-    del fields["validation"]
-    return ev.AcrossEntry(
-        **fields,
-        errors=v.holdout,
-        baseline=v.baseline,
-        gradient_boosting=v.reference,
-        skill=v.skill,
-        interval_coverage_pct=v.interval_coverage_pct,
-    )
 
 
 def _ingest(runs: pl.DataFrame) -> ev.IngestEntry:
@@ -455,7 +339,7 @@ def _scope(
     thresholds: Sequence[verdicts.Threshold],
     requests: tuple[ev.RequestRange, ...],
 ) -> ev.ScopeEvaluation:
-    models = {m.name: validation_entry(m, _prefill_reach_pct(scope, m)) for m in scope.models}
+    models = {m.name: m.validation for m in scope.models}
     return ev.ScopeEvaluation(
         scope_id=scope.scope.scope_id,
         runs=tuple(sorted(scope.tables.runs["run_id"].unique())),
@@ -463,10 +347,10 @@ def _scope(
         verdicts=verdicts.verdicts_of(models, thresholds),
         models=models,
         not_fitted=scope.missing,
-        latency={name: _latency(name, one) for name, one in scope.composed.latencies.items()},
+        latency=dict(scope.composed.latencies),
         latency_missing=scope.composed.missing,
         requests=requests,
-        summed_step_time=_summed(scope.summed),
+        summed_step_time=scope.summed,
         timeline=_timeline(scope),
         exclusions={m.name: _exclusions(m.fitted.rows) for m in scope.models},
         rows=tuple(_rows(m, run_id, rows) for m in scope.models for run_id, rows in _by_run(m)),
@@ -491,47 +375,6 @@ def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
         trained=int((kept["split"] == "train").sum()),
         held_out=int((evaluated["split"] == "holdout").sum()),
         left_out=_exclusions(rows),
-    )
-
-
-def _summed(summed: SummedTime | None) -> ev.SummedEntry | None:
-    if summed is None:
-        return None
-    fields = _flat(summed)
-    fields["bias_2sd_pct"] = fields.pop("two_sd_pct")
-    return ev.SummedEntry(**fields, bias_pct=summed.bias_pct, drifting=summed.drifting)
-
-
-_LATENCIES = {
-    "ttft": "FIRST_TOKEN - ARRIVED",
-    "itl": "(FINISHED - FIRST_TOKEN) / (output tokens - 1)",
-    "e2e": "FINISHED - ARRIVED = TTFT + (output tokens - 1) * ITL",
-    "client": "DEPARTED - ARRIVED = E2E + departure",
-    "prefill": "FIRST_TOKEN - first SCHEDULED, without waits after a preemption",
-    "execution": "FINISHED - first SCHEDULED, without waits after a preemption: the steps the request was in",
-}
-
-
-def _latency(name: str, latency: Latency) -> ev.LatencyEntry:
-    return ev.LatencyEntry(
-        **_flat(latency.overall),
-        definition=_LATENCIES[name],
-        by_run=dict(latency.by_run),
-        by_phase=tuple(ev.PhaseEntry(**_flat(p, "phase", "errors")) for p in latency.by_phase),
-        left_out=dict(latency.left_out),
-        distribution=_distribution(name, latency.distribution),
-    )
-
-
-def _distribution(name: str, found: Distribution) -> ev.DistributionEntry | None:
-    if not found.rows:
-        return None
-    return ev.DistributionEntry(
-        requests=found.rows,
-        percents=PERCENTS,
-        measured=found.measured,
-        teacher_forced=found.predicted.get(f"forced_{name}"),
-        averages_only=found.predicted.get(f"mean_{name}"),
     )
 
 

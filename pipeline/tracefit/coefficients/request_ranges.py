@@ -14,9 +14,9 @@ import polars as pl
 from tracefit.coefficients.evaluation import RequestRange
 from tracefit.coefficients.model import PromptSteps, Workload
 from tracefit.coefficients.predict_frames import predict_requests
-from tracefit.fit.metrics import measure
 from tracefit.fit.results import NO_ROWS
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.fit.validation import measure
 from tracefit.tables.health import CUT_OFF
 from tracefit.tables.keys import ENGINE, SERVER
 
@@ -74,17 +74,21 @@ def _prompt_steps(steps: pl.DataFrame) -> tuple[PromptSteps, ...]:
     return tuple(PromptSteps(tokens=tokens, prompts=prompts) for tokens, prompts in groups.iter_rows())
 
 
-def described_requests(requests: pl.DataFrame, timeline: pl.DataFrame) -> pl.DataFrame:
+def described_requests(
+    requests: pl.DataFrame, timeline: pl.DataFrame, queue: pl.DataFrame | None = None
+) -> pl.DataFrame:
     """Describe requests as a person would who asks for a prediction, of what the engine did.
 
     Args:
         requests: Columns of the `requests` table, and `split`.
         timeline: The engines' steps.
+        queue: `timeline.queue.queue_state`, null where the journeys are not complete.
 
     Returns:
-        Requests with known lengths: prompt_tokens, output_tokens, cached, `queue` (those waiting in the step before it
-        was queued), `batch` and `context` (others beside it and mean tokens in the caches of a decoding request, over the
-        steps it decoded in); split, and the measured ttft_us, itl_us and e2e_us, null where it was cut off.
+        Requests with known lengths: prompt_tokens, output_tokens, cached, `queue` and `running_depth` (those that waited
+        ahead of it and those that ran when it was queued; without `queue_state`, those of the step before), `batch` and
+        `context` (others beside it and mean tokens in the caches of a decoding request, over the steps it decoded in);
+        split, and the measured ttft_us, itl_us and e2e_us, null where it was cut off.
     """
     steps = timeline.sort(*ENGINE, "step_id")
     decodes = pl.col("num_decode_reqs")
@@ -102,7 +106,11 @@ def described_requests(requests: pl.DataFrame, timeline: pl.DataFrame) -> pl.Dat
         ends = sums.rename({c: f"{prefix}_{c}" for c in ("decodes", "steps", "tokens")})
         rows = rows.join(ends, left_on=[*ENGINE, column], right_on=[*ENGINE, "step"], how="left")
     met = steps.drop_nulls("ts_start_ns").select(
-        *SERVER, "ts_start_ns", "waiting_depth", met=pl.col("num_decode_reqs") + pl.col("num_prefill_reqs")
+        *SERVER,
+        "ts_start_ns",
+        "waiting_depth",
+        "running_after",
+        met=pl.col("num_decode_reqs") + pl.col("num_prefill_reqs"),
     )
     # One server after the other: what polars can check to be sorted.
     rows = (
@@ -117,18 +125,33 @@ def described_requests(requests: pl.DataFrame, timeline: pl.DataFrame) -> pl.Dat
             for key, part in rows.group_by(SERVER, maintain_order=True)
         )
         if rows.height
-        else rows.with_columns(waiting_depth=None, met=None)
+        else rows.with_columns(waiting_depth=None, running_after=None, met=None)
     )
+    if queue is not None:
+        # Of requests that come together the step before shows none: only the journeys say who is ahead of whom.
+        exact = queue.select(*ENGINE, "trace_id", "request_id", ahead="waiting_ahead", run="running_reqs")
+        rows = rows.join(
+            exact,
+            left_on=[*ENGINE, "trace_id", "core_request_id"],
+            right_on=[*ENGINE, "trace_id", "request_id"],
+            how="left",
+        ).with_columns(
+            waiting_depth=pl.coalesce("ahead", "waiting_depth"),
+            running_after=pl.coalesce("run", "running_after"),
+        )
     decoded, took = (pl.col(f"to_{c}") - pl.col(f"from_{c}") for c in ("decodes", "steps"))
     beside = pl.when(took > 0).then(decoded / took - 1).otherwise("met")
     context = pl.when(decoded > 0).then((pl.col("to_tokens") - pl.col("from_tokens")) / decoded)
     cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
+    # The last prompt token is always computed: its logits give the first output token.
     cached = pl.col("cached_prompt_tokens").fill_null(0).clip(0, pl.col("prompt_tokens") - 1)
     return rows.select(
         pl.col("prompt_tokens", "output_tokens").cast(pl.Float64),
         cached=cached.cast(pl.Float64),
-        queue=pl.col("waiting_depth").fill_null(0).cast(pl.Float64),
+        # Journeys that lie, or lack an event, count below nobody.
+        queue=pl.col("waiting_depth").fill_null(0).clip(lower_bound=0).cast(pl.Float64),
         batch=beside.fill_null(0.0).clip(lower_bound=0.0).cast(pl.Float64),
+        running_depth=pl.coalesce("running_after", "met").clip(lower_bound=0).cast(pl.Float64),
         context=context.cast(pl.Float64),
         split="split",
         measured_ttft_us="ttft_us",
@@ -147,7 +170,10 @@ def request_ranges(models: ScopeModels, described: pl.DataFrame) -> tuple[Reques
     if models.scope_id is None or not described.height:
         return ()
     predicted = predict_requests(
-        models, described.select("prompt_tokens", "output_tokens", "cached", "queue", "batch", "context")
+        models,
+        described.select(
+            "prompt_tokens", "output_tokens", "cached", "queue", "batch", "running_depth", "context"
+        ),
     )
     rows = described.hstack(predicted.select("ttft_us", "itl_us", "e2e_us"))
     return tuple(
@@ -163,6 +189,7 @@ def _range(scope_id: str, latency: Composed, rows: pl.DataFrame) -> RequestRange
     if not known.height:
         return None
     train, held = (known.filter(pl.col("split") == side) for side in ("train", "holdout"))
+    # Ratios: latencies of one run span three orders of magnitude, and their errors grow with them.
     ratio = pl.col("measured") / pl.col("predicted")
     low, high = (train.select(ratio.quantile(q, "linear")).item() for q in TAILS)
     coverage = None
@@ -188,6 +215,7 @@ def _no_range(trained: int, held_out: int, coverage: float | None) -> str | None
     if trained < MIN_TRAIN_ROWS or held_out < MIN_HOLDOUT_ROWS or coverage is None:
         return f"{trained} requests of the training part and {held_out} held-out ones are too few for one"
     low, high = COVERAGE_PCT
+    # A range that later requests do not confirm would promise what the data deny.
     if not low <= round(coverage) <= high:
         return (
             f"{coverage:.0f} % of the held-out requests lie in the range of nine in ten of the training part, "

@@ -18,7 +18,7 @@ from tracefit.fit.splits import FEW_ROWS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from tracefit.coefficients.evaluation import Entry
+    from tracefit.fit.results import Validation
 
 Answer = Literal["yes", "with limits", "no"]
 _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
@@ -32,30 +32,31 @@ class Measure:
     what: str
     unit: str
     higher_is_better: bool
-    of: Callable[[Entry], float | None]
+    of: Callable[[Validation], float | None]
     needed: bool = True
     """Where the model does not give it, the answer is no yes."""
 
 
-def _extrapolated_pct(entry: Entry) -> float | None:
+def _extrapolated_pct(entry: Validation) -> float | None:
     return 100 * entry.extrapolated_rows / entry.holdout.n if entry.holdout.n else None
 
 
-def _absolute_bias_pct(entry: Entry) -> float | None:
+def _absolute_bias_pct(entry: Validation) -> float | None:
     return None if entry.holdout.bias_pct is None else abs(entry.holdout.bias_pct)
 
 
-def _has_queued(entry: Entry) -> bool:
+def _has_queued(entry: Validation) -> bool:
     """Return whether any request queued in the hold-out: without one the hold-out cannot evaluate the model."""
     counts = entry.classifier.confusion if entry.classifier else {}
     return counts.get("true_positive", 0) + counts.get("false_negative", 0) > 0
 
 
-def _regime_accuracy(entry: Entry) -> float | None:
+def _regime_accuracy(entry: Validation) -> float | None:
     return entry.classifier.balanced_accuracy if entry.classifier and _has_queued(entry) else None
 
 
-def _wait_skill(entry: Entry) -> float | None:
+def _wait_skill(entry: Validation) -> float | None:
+    # Without a queue in the hold-out every wait is the same 0.2 ms: skill over them says nothing of waits that matter.
     return entry.skill if entry.classifier is None or _has_queued(entry) else None
 
 
@@ -149,7 +150,7 @@ planning ask about prompts of any length: a model that was trained on short ones
 
 
 def verdicts_of(
-    models: Mapping[str, Entry], thresholds: Iterable[Threshold] = THRESHOLDS
+    models: Mapping[str, Validation], thresholds: Iterable[Threshold] = THRESHOLDS
 ) -> dict[str, Verdict]:
     """Return use to verdict.
 
@@ -172,7 +173,7 @@ def _verdict(criteria: tuple[Criterion, ...]) -> Verdict:
     return Verdict(answer=worst, reasons=tuple(reasons), criteria=criteria)
 
 
-def _criterion(models: Mapping[str, Entry], threshold: Threshold) -> Criterion:
+def _criterion(models: Mapping[str, Validation], threshold: Threshold) -> Criterion:
     """Compare one measure with its threshold."""
     measure = MEASURES[threshold.measure]
 
@@ -197,6 +198,7 @@ def _criterion(models: Mapping[str, Entry], threshold: Threshold) -> Criterion:
     answer = _answer(value, threshold, higher_is_better=measure.higher_is_better)
     bound = threshold.with_limits if answer == "no" else threshold.yes
     required = f"at {'least' if measure.higher_is_better else 'most'} {bound:g}{measure.unit}"
+    # The verdict stands: it says itself on how little it rests.
     few = f" from {rows} rows only" if (rows := models[name].holdout.n) < FEW_ROWS else ""
     return criterion(answer, f"{measure.what} {value:.3g}{measure.unit}{few} ({required} required)", value)
 
@@ -214,6 +216,7 @@ def override(texts: Iterable[str]) -> tuple[Threshold, ...]:
     Raises:
         UsageError: No such threshold, or not two numbers.
     """
+    # Uses have spaces in reports; on the command line a dash needs no quotes.
     changed = {t.name.replace(" ", "-"): t for t in THRESHOLDS}
     for text in texts:
         name, _, numbers = text.partition("=")

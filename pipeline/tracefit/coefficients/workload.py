@@ -6,7 +6,6 @@ a block on average.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -72,6 +71,7 @@ def traffic_formulas(mean: Workload | None) -> dict[str, str]:
     if mean is not None and mean.prompt_steps:
         computed = max(mean.prompt_tokens - mean.cached_prompt_tokens, 1.0)
         groups = [(max(step.tokens, 1.0) / computed, step.prompts) for step in mean.prompt_steps]
+    # Above this many prompts a step, the steps with prompts of the training cannot have computed them.
     average = sum(tokens for tokens, _ in groups) / len(groups)
     formulas = {**_TRAFFIC, "crowding": f"max(prompts_per_step / {average!r}, 1)"}
     for k, (tokens, prompts) in enumerate(groups):
@@ -96,27 +96,29 @@ REQUEST_COLUMNS: dict[str, str] = {
     "prefill_tokens": "0",
     "decode_tokens": "batch",
     "context_tokens": "batch * context",
-    "running_depth": "batch",
+    # Where requests wait, the slot that this one will run in is another one's when it arrives.
+    "running_depth": "batch + min(queue, 1)",
     "waiting_depth": "queue",
-    "batch_fullness": "batch / max_num_seqs",
+    "batch_fullness": "running_depth / max_num_seqs",
     "tokens_ahead": "queue * others_prompt",
     "outputs_ahead": "queue * others_max",
     "token_steps_ahead": "outputs_ahead * (others_prompt + others_output / 2)",
     "blocks_ahead": "queue * (others_prompt / block_size + 0.5)",
     "block_demand": "blocks_ahead + prompt_tokens / block_size + 0.5",
-    "running_remaining_tokens": "batch * others_remaining",
+    "running_remaining_tokens": "running_depth * others_remaining",
     "kv_blocks_total": "num_gpu_blocks - 1",
-    "kv_blocks_used": "batch * (context / block_size + 0.5)",
+    "kv_blocks_used": "running_depth * (context / block_size + 0.5)",
     "kv_blocks_free": "max(kv_blocks_total - kv_blocks_used, 0)",
     "kv_usage_ratio": "min(kv_blocks_used / kv_blocks_total, 1)",
-    "free_slots": "max_num_seqs - batch - queue",
-    "free_tokens": "max_num_batched_tokens - batch - tokens_ahead",
+    "free_slots": "max_num_seqs - running_depth - queue",
+    "free_tokens": "max_num_batched_tokens - running_depth - tokens_ahead",
     "finishing_reqs": "1",
     "state_age_us": "decode_cycle_us / 2",
     "step_residual_us": "decode_cycle_us / 2",
 }
-"""What a request finds when `queue` others wait and `batch` run.
+"""What a request finds when it arrives: `queue` others wait, and `running_depth` run.
 
+The `batch` that runs beside it later says how many run now, unless `running_depth` is given.
 `decode_cycle_us` is the mean step time that an arrival meets, E[c^2] / E[c]: long steps meet more arrivals.
 """
 
@@ -158,7 +160,7 @@ class StepInput:
             "prefill_done": self.prefill_done,
             "waiting": self.waiting,
         }
-        return {name: _counted(name, value) for name, value in values.items()}
+        return {name: counted(name, value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,78 +186,12 @@ class RequestInput:
     cached: float = 0.0
     features: Mapping[str, float] = field(default_factory=dict)
 
-    def inputs(
-        self, server: Mapping[str, float | None], mean: Workload | None = None
-    ) -> tuple[dict[str, float | None], list[str]]:
-        """Values of `REQUEST_INPUTS`, `OTHERS` and `RUNNING`, and what had to be assumed.
-
-        Args:
-            server: Settings by name, see `server_constants`.
-            mean: The mean request the models were trained on; the others are like it, or like this one without it.
-
-        Raises:
-            UsageError: A count is negative, there is no output, or how many requests run is not known.
-        """
-        if self.output_tokens < 1:
-            raise UsageError("a request generates at least 1 output token", where="output")
-        if not 0 <= self.cached < self.prompt_tokens:
-            raise UsageError("fewer tokens are cached than the prompt has, and it has some", where="cached")
-        assumed: list[str] = []
-        others = others_like(mean)
-        if others is None:
-            others = dict(
-                zip(
-                    OTHERS,
-                    (self.prompt_tokens, self.cached, self.output_tokens, self.output_tokens),
-                    strict=True,
-                )
-            )
-        stated = {name: value for name, value in self.features.items() if name in OTHERS}
-        others |= stated
-        known = mean is not None or "others_output" in stated
-        running = running_like(mean) if not stated else None
-        halfway = running is None
-        running = running or dict(
-            zip(
-                RUNNING,
-                (
-                    others["others_prompt"] + others["others_output"] / 2,
-                    max(others["others_max"] - others["others_output"] / 2, 0.0),
-                ),
-                strict=True,
-            )
-        )
-        context, batch = self.context, self.batch
-        if context is None:
-            context = running["others_context"]
-        if batch is None:
-            batch = 0.0 if self.queue == 0 else _capacity(context, server)
-            what = "nothing else runs" if self.queue == 0 else "as many as slots and KV blocks hold"
-            assumed.append(f"batch {batch:.0f}: {what}")
-        if batch or self.queue:
-            like = "this request" if mean is None else f"the mean of {mean.requests:,} requests trained on"
-            lengths = f"prompt {others['others_prompt']:.0f}, output {others['others_output']:.0f}"
-            arrive = "as many arrive as finish" if known else "none of them arrives while it runs"
-            assumed.append(f"the others are like {like}: {lengths}; {arrive}")
-        if self.context is None and batch:
-            where = "halfway through their outputs" if halfway else "the mean of running requests in training"
-            assumed.append(f"context {context:.0f} of the others: {where}")
-        values = {
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "queue": self.queue,
-            "batch": batch,
-            "context": context,
-            "cached": self.cached,
-        }
-        counted = {name: _counted(name, value) for name, value in (values | others | running).items()}
-        return {**counted, "steps_of_others": others["others_output"] if known else math.inf}, assumed
-
 
 def others_like(mean: Workload | None) -> dict[str, float] | None:
     """Return the values of `OTHERS` for requests like the mean one; null without one."""
     if mean is None:
         return None
+    # Clients may allow fewer tokens than some requests got, where few stated a limit.
     longest = mean.output_tokens if mean.max_tokens is None else max(mean.max_tokens, mean.output_tokens)
     values = (mean.prompt_tokens, mean.cached_prompt_tokens, mean.output_tokens, longest)
     return dict(zip(OTHERS, values, strict=True))
@@ -272,27 +208,21 @@ def running_like(mean: Workload | None) -> dict[str, float] | None:
     return dict(zip(RUNNING, values, strict=True))
 
 
-def _counted(name: str, value: float) -> float:
+def counted(name: str, value: float) -> float:
+    """Return a count.
+
+    Raises:
+        UsageError: It is negative, or no number.
+    """
     if not 0 <= value < 1e12:
         raise UsageError(f"{value:g} is no count", where=name)
     return float(value)
 
 
-def _capacity(context: float, server: Mapping[str, float | None]) -> float:
-    slots, blocks, size = (server.get(n) for n in ("max_num_seqs", "num_gpu_blocks", "block_size"))
-    limits = [slots] if slots is not None else []
-    if blocks is not None and size is not None:
-        limits.append((blocks - 1) // (context / size + 0.5))
-    if not limits:
-        raise UsageError(
-            "how many requests run beside a queue is not known", where="batch", hint="give --batch"
-        )
-    return float(max(min(limits), 1.0))
-
-
 def server_constants(scope: ScopeFacts | None) -> dict[str, float | None]:
     """Return the server's settings that workloads depend on, from a coefficient file's scope."""
     settings = scope.settings if scope else {}
+    # Without a block size vLLM takes its own default; of the other settings none can be guessed.
     names = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "block_size")
     values: dict[str, float | None] = {name: _number(settings.get(name)) for name in names}
     values["block_size"] = values["block_size"] or DEFAULT_BLOCK_SIZE

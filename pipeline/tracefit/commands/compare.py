@@ -13,19 +13,18 @@ from tracefit.coefficients.diff import coefficient_diffs, prediction_diffs
 from tracefit.coefficients.model import BoundaryModel
 from tracefit.coefficients.models import Models, load
 from tracefit.coefficients.predict_frames import predict_rows
-from tracefit.commands.locate import find_models, find_tables, has_models
-from tracefit.commands.scopes import choose_scope
-from tracefit.commands.timelines import write_timelines
-from tracefit.commands.train import load_scope, scopes_of
+from tracefit.commands.locate import choose_scope, find_models, find_tables, has_models
+from tracefit.commands.scopes import load_scope, scopes_of, write_timelines
 from tracefit.errors import DataError, UsageError
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.features.targets import target_named
 from tracefit.fit import splits
-from tracefit.fit.boundary import admission_with_clock, api_waits
-from tracefit.fit.metrics import measure
+from tracefit.fit.boundary import api_waits
 from tracefit.fit.splits import MIN_TRAIN_ROWS, request_frame, step_frame
-from tracefit.results.comparison import CompareResult, Drift, ModelComparison, Verdict
+from tracefit.fit.step_clock import admission_with_clock
+from tracefit.fit.validation import measure
+from tracefit.results.models import CompareResult, Drift, ModelComparison, Verdict
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import Model
     from tracefit.coefficients.predict import ScopeModels
-    from tracefit.fit.arrays import Vector
-    from tracefit.fit.inputs import ScopeTables
+    from tracefit.fit.fitted import ScopeTables
     from tracefit.fit.results import Metrics
     from tracefit.server.context import ModelScope
+    from tracefit.statistics import Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +76,7 @@ def compare(
     old = load(one)
     chosen = choose_scope(old, scope, run)
     wanted = [old.scope(chosen).scope_id or ""] if chosen is not None else list(old.scope_ids)
+    # A folder that `run` wrote holds both: of such a folder the models are compared, its tables only if they are named.
     if other.is_dir() and not has_models(other):
         other = find_tables(other)
     if (other / "runs").is_dir():
@@ -113,6 +113,7 @@ def _partner(scope_id: str, old: Models, new: Models, notes: list[str]) -> str |
     """Return the scope of the other file to compare with: the same one, or its only one."""
     if scope_id in new.scope_ids:
         return scope_id
+    # Scope ids hold a hash of the settings: after a change of one setting the same server has another id.
     if len(old.scope_ids) == len(new.scope_ids) == 1:
         notes.append(f"scope {scope_id} is compared with {new.scope_ids[0]}, which is another one")
         return new.scope_ids[0]
@@ -160,6 +161,7 @@ def _drift_of(model: Model, scope: ModelScope, tables: ScopeTables, tolerance: T
         )
     known = np.isfinite(predicted)
     now: Metrics = measure(rows["y"].to_numpy().astype(float)[known], predicted[known])
+    # A median error of 0.5 % may triple by chance: the slack lets models that are nearly exact keep their verdict.
     limit = None if base[0] is None else max(tolerance.factor * base[0], base[0] + tolerance.slack_pct)
     verdict: Verdict = "unknown"
     reason = None
@@ -195,12 +197,14 @@ def _predicted(model: Model, scope: ModelScope, tables: ScopeTables) -> tuple[pl
         source = "duration" if model.target is not None and model.target.source == "duration" else "clock"
         timeline = training.with_roofline(tables.timeline, scope.context)
         rows = _all_new(step_frame(tables, timeline, features, constants, source))
+        # The published error is that on single steps: a mean over an interval is easier to predict.
         single = rows.filter(pl.col("source") != "interval")
         rows = single if single.height >= MIN_TRAIN_ROWS else rows
     else:
         rows = _all_new(
             request_frame(tables, target_named(model.name.removeprefix("alpha.")), features, constants)
         )
+    # Conditions may compare facts that the new tables do not have: unknown, they do not hold, and the model still predicts.
     lacking = sorted(c for c in CompiledModel(model).inputs if c not in rows.columns)
     with_predictions = predict_rows(model, rows if not lacking else rows.with_columns(_nulls(model, lacking)))
     predicted = with_predictions["predicted_us"].cast(pl.Float64).fill_null(float("nan")).to_numpy()

@@ -11,12 +11,11 @@ import polars as pl
 
 from tracefit import consumers
 from tracefit.coefficients.models import load
-from tracefit.commands.locate import find_models, find_tables, tables_of
-from tracefit.commands.scopes import choose_scope
-from tracefit.commands.train import load_scope, scopes_of
+from tracefit.commands.locate import choose_scope, find_models, find_tables, tables_of
+from tracefit.commands.scopes import load_scope, scopes_of
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, did_you_mean
-from tracefit.results.exports import ExportResult
+from tracefit.results.models import ExportResult
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 
@@ -59,6 +58,7 @@ def export(
     consumer, version = _consumer(to, consumer_version)
     loaded = load(find_models(models))
     chosen = loaded.scope(choose_scope(loaded, scope, run))
+    # The tables are read only by a consumer whose form has to be refitted: the others need the coefficient file alone.
     made = consumer.export(
         chosen, lambda: replace(_source(chosen, Path(models), tables), consumer_version=version)
     )
@@ -101,6 +101,7 @@ def _source(chosen: ScopeModels, models: Path, tables: str | Path | None) -> Sou
     training = chosen.step_model.training
     run_ids = list(training.runs) if training is not None else None
     runs = store.read("runs", run_ids)
+    # Refitting on other runs would give coefficients of other data under the same name.
     missing = sorted(set(run_ids or []) - set(runs["run_id"]))
     if missing:
         raise DataError(

@@ -1,4 +1,7 @@
-"""Prepare the data of the report's figures: models evaluated on their rows, engines over their runs, latency percentiles."""
+"""Prepare the data of the report's figures: models evaluated on their rows, engines over their runs, latencies.
+
+A figure shows some rows, taken evenly in time, and sums up all of them in groups, so that a page stays small.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from tracefit.coefficients.compiled import CompiledModel, holds_expression
-from tracefit.coefficients.model import BoundaryModel, RegimesModel
+from tracefit.coefficients.model import BoundaryModel, LinearModel, RegimesModel
+from tracefit.commands.breakdown import COMPOSITION, first_token_breakdown, step_breakdown
 from tracefit.errors import UsageError
 from tracefit.fit.splits import FEW_ROWS
 from tracefit.results.figures import (
@@ -17,6 +21,7 @@ from tracefit.results.figures import (
     EngineRun,
     LatencyOverLoad,
     ModelRows,
+    OverTime,
     Points,
     ScopeRows,
     ShadedRegion,
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tracefit.coefficients.evaluation import ScopeEvaluation
-    from tracefit.coefficients.model import LinearModel, Term
+    from tracefit.coefficients.model import Term
     from tracefit.fit.results import Overload
     from tracefit.tables.store import TableStore
 
@@ -54,12 +59,24 @@ _REQUEST_COLUMNS = (
     "aborted_ns",
     "departed_ns",
     "finish_status",
+    "prompt_tokens",
+    "admission_us",
+    "queue_wait_us",
+    "prefill_us",
 )
 _STEP_COLUMNS = ("run_id", "cycle_us", "cycle_source", "idle_after", "running_depth")
-
-_ROW_COLUMNS = frozenset(
-    {"scope_id", "run_id", "server", "epoch", "target", "source", "ts_ns", "y", "split", "excluded_reason"}
+_BATCH_COLUMNS = (
+    "num_prefill_reqs",
+    "num_decode_reqs",
+    "prefill_tokens",
+    "prefill_context_tokens",
+    "decode_tokens",
+    "context_tokens",
 )
+"""What a step computes."""
+
+_STEP = ("run_id", "server", "epoch", "step_id")
+_ROW_COLUMNS = frozenset({*_STEP, "scope_id", "target", "source", "ts_ns", "y", "split", "excluded_reason"})
 """What figures need of training rows beside the features of the models."""
 
 _GROUPS = 8
@@ -98,7 +115,12 @@ def scope_rows(
     runs = list(scope.runs)
     own = pl.col("scope_id") == scope.scope_id
     columns = sorted(_ROW_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
-    steps = store.read("beta_training", runs, columns).filter(own)
+    batches = store.read("timeline", runs, [*_STEP, *_BATCH_COLUMNS])
+    steps = with_batches(
+        store.read("beta_training", runs, columns).filter(own),
+        batches,
+        lag_steps=scope.timeline.execution_lag_steps,
+    )
     waits = store.read("alpha_training", runs, columns).filter(own)
     requests = store.read("requests", runs, [*_REQUEST_COLUMNS, *(f"{name}_us" for name in LATENCIES)])
     rows_of: dict[str, ModelRows] = {}
@@ -120,6 +142,25 @@ def scope_rows(
         latencies_over_load(requests.filter(drawn), slo_ms),
         step_times_over_batch(store.read("timeline", shown, _STEP_COLUMNS)),
         len(runs) - len(shown),
+        first_token_breakdown(requests),
+    )
+
+
+def with_batches(steps: pl.DataFrame, batches: pl.DataFrame, *, lag_steps: int = 0) -> pl.DataFrame:
+    """Add to rows of `beta_training` the batch that executed; null for an interval of several steps.
+
+    Args:
+        steps: The rows.
+        batches: `_STEP` and `_BATCH_COLUMNS` of the `timeline` table.
+        lag_steps: Steps that scheduling runs ahead of execution: with 1 the batch of the step before executes.
+    """
+    single = pl.when(pl.col("source") != "interval").then(pl.col("step_id"))
+    new = [c for c in _BATCH_COLUMNS if c not in steps.columns]
+    return steps.with_columns(step_id=single).join(
+        batches.select(*_STEP, *new).with_columns(pl.col("step_id") + lag_steps),
+        on=list(_STEP),
+        how="left",
+        maintain_order="left",
     )
 
 
@@ -142,6 +183,7 @@ def model_rows(model: AnyModel, rows: pl.DataFrame, *, points: int) -> ModelRows
     if not held.height:
         return None
     predicted, wide_range, without_place = _predicted(model, held, points)
+    is_step = set(_BATCH_COLUMNS) <= set(held.columns)
     several = kept.select("run_id", "server").n_unique()
     ends = held.group_by("run_id", "server").agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
     holdout = [ShadedRegion("hold-out", start, end) for *_, start, end in ends.iter_rows()]
@@ -158,6 +200,8 @@ def model_rows(model: AnyModel, rows: pl.DataFrame, *, points: int) -> ModelRows
             for feature in _strongest(model, held)
             if (known := held.drop_nulls(feature)).height
         },
+        timeline=_timeline(kept, points),
+        breakdown=step_breakdown(model, held) if is_step and isinstance(model, LinearModel) else None,
     )
 
 
@@ -170,7 +214,7 @@ def _with_predictions(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFra
         single = kept.filter(pl.col("source") != "interval")
         kept = single if single.filter(pl.col("split") == "holdout").height >= FEW_ROWS else kept
     start = pl.col("ts_ns").min().over("run_id", "server")
-    needed = {"run_id", "server", "ts_ns", "split", *compiled.columns_with_clock}
+    needed = {*_STEP, *_BATCH_COLUMNS, "ts_ns", "split", *compiled.columns_with_clock}
     kept = kept.select(
         *(c for c in kept.columns if c in needed),
         predicted_ms=compiled.expression_with_clock() / US_PER_MS,
@@ -200,6 +244,52 @@ def _predicted(model: AnyModel, held: pl.DataFrame, points: int) -> tuple[Cloud,
     return _cloud(parts, held, "measured_ms", "predicted_ms", points), wide_range, hidden
 
 
+TIME_BINS = 160
+_BETWEEN_RUNS = 0.02
+"""Room between two runs on a common time axis, as a share of all their time."""
+
+
+def _timeline(kept: pl.DataFrame, points: int) -> OverTime:
+    """Return measured and predicted over time, the runs of several servers one after the other."""
+    engines = (
+        kept.group_by("run_id", "server", maintain_order=True)
+        .agg(seconds=pl.col("at_s").max())
+        .head(MOST_RUNS)
+    )
+    total = float(engines["seconds"].sum()) or 1.0
+    begins = pl.col("seconds").cum_sum().shift(1, fill_value=0.0)
+    engines = engines.with_columns(begins=begins + _BETWEEN_RUNS * total * pl.int_range(pl.len()))
+    rows = (
+        kept.join(engines, on=["run_id", "server"], how="inner", maintain_order="left")
+        .with_columns(at_s=pl.col("at_s") + pl.col("begins"))
+        .sort("at_s")
+    )
+    place = (pl.col("at_s") / (total / TIME_BINS)).floor()
+    bins = (
+        rows.group_by("begins", place.alias("bin"), maintain_order=True)
+        .agg(pl.col("at_s", "measured_ms", "predicted_ms").mean())
+        .sort("at_s")
+    )
+    # A row of nulls before every run but the first: there the lines break.
+    breaks = pl.DataFrame({"begins": engines["begins"][1:], "at_s": engines["begins"][1:]})
+    bins = pl.concat([breaks, bins], how="diagonal").sort("begins", "at_s", maintain_order=True)
+    held = rows.filter(pl.col("split") == "holdout").group_by("begins", maintain_order=True)
+    ends = held.agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
+    named = engines.with_columns(
+        name=pl.when(pl.col("run_id").is_duplicated())
+        .then(pl.col("run_id") + ", " + pl.col("server"))
+        .otherwise("run_id")
+    )
+    return OverTime(
+        at_s=tuple(bins["at_s"]),
+        measured=tuple(bins["measured_ms"]),
+        predicted=tuple(bins["predicted_ms"]),
+        rows=_points("single rows", rows, "at_s", "measured_ms", points),
+        runs=tuple(named.select("name", "begins").iter_rows()),
+        holdout=tuple(ShadedRegion("hold-out", start, end) for _, start, end in ends.iter_rows()),
+    )
+
+
 def _terms(model: AnyModel) -> list[Term]:
     if isinstance(model, RegimesModel):
         return [t for r in model.regimes for t in r.terms]
@@ -222,9 +312,18 @@ def _cloud(
     shown = [(name, part) for name, part in parts if part.height]
     drawn = []
     for name, part in shown:
-        taken = thinned(part.sort("ts_ns"), points)
-        drawn.append(Points(name, tuple(taken[x].to_list()), tuple(taken[y].to_list())))
+        drawn.append(_points(name, part.sort("ts_ns"), x, y, points))
     return Cloud(tuple(drawn), sum(part.height for _, part in shown), _bins(rows, x, y))
+
+
+def _points(name: str, rows: pl.DataFrame, x: str, y: str, points: int) -> Points:
+    """Return some of the rows with what a reader sees of each: what was measured and predicted, and its batch."""
+    taken = thinned(rows, points)
+    batch = COMPOSITION if set(_BATCH_COLUMNS) <= set(rows.columns) else {}
+    facts = taken.select(
+        pl.col("measured_ms").alias("measured, ms"), pl.col("predicted_ms").alias("predicted, ms"), **batch
+    )
+    return Points(name, tuple(taken[x]), tuple(taken[y]), {c: tuple(facts[c]) for c in facts.columns})
 
 
 def thinned(rows: pl.DataFrame, points: int) -> pl.DataFrame:

@@ -10,19 +10,20 @@ import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tracefit import memory
 from tracefit._version import __version__
 from tracefit.commands.reading import KnownFiles, Reading, content_hash, options_hash, resolve_run_id
-from tracefit.commands.timelines import SMALL_RUN_ROWS, write_timelines
+from tracefit.commands.scopes import SMALL_RUN_ROWS, write_timelines
 from tracefit.engines.local import available_cores
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.inputs.blocks import ReadLimits
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
+from tracefit.inputs.formats import inspect_file
 from tracefit.progress import NullProgress, Progress
-from tracefit.results.ingestion import IngestResult, RunSummary
+from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_to_json
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
+    from tracefit.inputs.files import TraceFile
     from tracefit.tables.manifest import ReadFile
 
 
@@ -71,6 +73,7 @@ class IngestOptions:
         show_values: Show the beginning of a rejected record as it is, not only its structure and keys.
         max_document: Bytes of the longest record; it is held whole.
         max_rejects: Bad records of a file after which reading it stops.
+        bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
     """
 
     all_spans: bool = False
@@ -78,6 +81,7 @@ class IngestOptions:
     show_values: bool = False
     max_document: int = 256 << 20
     max_rejects: int = 100_000
+    bytes_per_worker: int = 64 << 20
 
     @property
     def limits(self) -> ReadLimits:
@@ -148,12 +152,14 @@ def ingest_inputs(
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = [_context(source, server) for source in inputs.runs]
+    # A folder of results holds logs and notes too: only what looks like traces is worth a warning.
     warnings = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
 
     def waiting() -> None:
         progress.warn(f"{store.root}: another process is writing there; waiting for it")
 
     with disk_errors(store.root), store.lock(waiting):
+        # What an interrupted ingest left: the lock says that nobody writes it any more.
         sweep(store.root)
         work = _Work(store, workers or available_cores(), options, progress)
         summaries: list[RunSummary] = []
@@ -172,6 +178,7 @@ def ingest_inputs(
             _sweep_stage(store)
     if failed and not summaries:
         raise failed[0]
+    # Outside the lock: a timeline is made of published tables alone.
     write_timelines(store, [s.run_id for s in summaries if _is_small(store, s.run_id)])
     for text in warnings:
         progress.warn(text)
@@ -216,17 +223,21 @@ class _Work:
             limits=self.options.limits,
             root=self.store.root,
             workers=self.workers,
+            bytes_per_worker=self.options.bytes_per_worker,
             progress=self.progress,
         )
         read = reading.read(source.trace_files)
+        # What decoding freed would count on top of what building the tables takes.
         memory.give_back()
         columns = _run_columns(read.files, context)
         kv_hashes = sorted(map(content_hash_of, source.kv_files))
+        # Everything that the tables follow from: where it has changed they are built anew, from the staged parts where files are known.
         facts = (__version__, options, sorted(columns.items()), kv_hashes)
         built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
         if known is None or known.built_from != built_from or not read.all_known:
             run = IngestedRun(source=source.folder, options=options, built_from=built_from, files=read.files)
             self._build(run_id, source, run, columns, _limits(context))
+        # After the others: KV events are matched with the steps and requests of these tables.
         self._add_kv_events(run_id, source, context)
         summary = _summary(run_id, context, self.store.read("runs", [run_id]))
         warnings += _warnings_of(run_id, summary)
@@ -292,6 +303,7 @@ def _sweep_stage(store: TableStore) -> None:
 
 def _is_small(store: TableStore, run_id: str) -> bool:
     counts = store.read("runs", [run_id])
+    # The counts are those of the run, repeated in the row of every server.
     events = sum(sum(json.loads(text).values()) for text in counts["events"].head(1))
     return events <= SMALL_RUN_ROWS
 
@@ -394,6 +406,49 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
 def _require_no_typo(key: str) -> None:
     """Refuse a key that is nearly a known one; any other unknown key is kept as a fact of the scope."""
     name = canonical_name(key)
+    # A cutoff this high catches typos and lets settings of newer servers pass.
     meant = None if name in SETTINGS else did_you_mean(name, SETTINGS, cutoff=0.85)
     if meant:
         raise UsageError(f"--set {excerpt(key.strip())}: no such setting", hint=meant)
+
+
+def plan_ingest(
+    paths: str | Path | Iterable[str | Path], out: str | Path, *, options: IngestOptions | None = None
+) -> IngestPlan:
+    """Return which files `ingest` would read from the same paths into the same folder. Nothing is written.
+
+    Args:
+        paths: As for `ingest`.
+        out: The tables folder; it need not exist.
+        options: As for `ingest`.
+
+    Raises:
+        UsageError: A path is wrong or cannot be read.
+        DataError: The folder's manifest is damaged, or a file that was named holds OTLP logs or metrics.
+    """
+    store = TableStore(out)
+    with open_inputs(paths) as inputs:
+        files = [
+            f for source in inputs.runs for f in _planned(source, store, (options or IngestOptions()).rows)
+        ]
+        return IngestPlan(tuple(files), tuple(f"{left.name}: {left.reason}" for left in inputs.left_out))
+
+
+def _planned(source: RunSource, store: TableStore, options: RowOptions) -> list[PlannedFile]:
+    manifest = store.manifest()
+    run_id = resolve_run_id(manifest, source)
+    known = KnownFiles.of(manifest.runs.get(run_id), options_hash(options), store.root)
+    return [_planned_file(run_id, file, known.status(file)) for file in source.trace_files]
+
+
+def _planned_file(run_id: str, file: TraceFile, status: Literal["new", "grown", "known"]) -> PlannedFile:
+    contents = inspect_file(file)
+    return PlannedFile(
+        run_id=run_id,
+        file=file.name,
+        shape=str(contents),
+        compression=contents.compression,
+        bytes=file.size,
+        status=status,
+        bytes_to_read=0 if status == "known" else file.size,
+    )

@@ -1,15 +1,17 @@
-"""Find models and tables below a folder that a command wrote: users name OUT of `tracefit run`, not its parts."""
+"""Find models and tables below a folder that a command wrote (users name OUT of `tracefit run`), and choose one scope of models."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracefit.errors import UsageError
-from tracefit.tables.store import TableStore
+from tracefit.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from tracefit.coefficients.models import Models
+
 
 COEFFICIENT_FILES = ("alpha.json", "beta.json")
 
@@ -28,11 +30,15 @@ def find_models(path: str | Path) -> Path:
     """Return the coefficient file or the folder of them that a path stands for: itself, or `models/` below it."""
     path = Path(path)
     below = path / "models"
+    # A file of its own wins over the folder below: users may have copied models out of `models/`.
     return below if path.is_dir() and not has_models(path) and has_models(below) else path
 
 
 def is_tables(path: str | Path) -> bool:
     """Say whether a path is a folder of tables with at least one run."""
+    # `predict` looks for models alone, and is quick without polars.
+    from tracefit.tables.store import TableStore  # noqa: PLC0415
+
     return Path(path).is_dir() and bool(TableStore(path).runs())
 
 
@@ -57,4 +63,38 @@ def tables_of(models: str | Path) -> Path:
         "the tables that the models were trained on are needed",
         where=str(models),
         hint="give them with --tables",
+    )
+
+
+def choose_scope(models: Models, scope: str | None, run: str | None) -> str | None:
+    """Return the id of the scope that was trained on a run; `scope` as it is if no run is given.
+
+    Args:
+        models: Loaded coefficient files.
+        scope: A scope id, or a part of one.
+        run: Name of a run.
+
+    Raises:
+        UsageError: No scope was trained on the run, or the scope that was is another one.
+    """
+    if run is None:
+        return scope
+    runs: dict[str, list[str]] = {}
+    for scope_id in models.scope_ids:
+        trained = (m.training for m in models.scope(scope_id).models.values())
+        for name in {r for t in trained if t is not None for r in t.runs}:
+            runs.setdefault(name, []).append(scope_id)
+    found = [s for s in runs.get(run, []) if scope is None or scope in s]
+    if len(found) == 1:
+        return found[0]
+    if run in runs:
+        raise UsageError(
+            f"run {run} belongs to several scopes" if found else f"run {run} is not of scope {scope}",
+            where=models.where,
+            hint=f"name one with --scope: {', '.join(runs[run])}",
+        )
+    close = did_you_mean(run, runs)
+    known = f"runs: {', '.join(sorted(runs))}" if runs else "the files name no runs"
+    raise UsageError(
+        f"no model was trained on run {run}", where=models.where, hint=f"{close} {known}" if close else known
     )

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.models import Models, load
-from tracefit.commands.scopes import choose_scope
+from tracefit.commands.locate import choose_scope
 from tracefit.errors import UsageError
-from tracefit.results.predictions import RowPredictions
 from tracefit.tables.disk import write_files
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from tracefit.coefficients.rows import Rows
+    from tracefit.results.models import RowPredictions
 
 
 def predict(
@@ -34,7 +34,7 @@ def predict(
 
     Args:
         models: Loaded coefficient files, a file, or a folder that `train` or `run` wrote.
-        rows: The file, a frame of polars, pandas or pyarrow, columns by name, or one mapping per row; columns as `Models.predict_step` or `predict_request` take them, or a model's features.
+        rows: The file, a frame of any library that narwhals knows, columns by name, or one mapping per row; columns as `Models.predict_step` or `predict_request` take them, or a model's features.
         of: `step`, `request`, or a model's name such as `alpha.queue_wait`.
         scope: See `Models.scope`.
         run: A run of the scope, in place of its id.
@@ -44,7 +44,9 @@ def predict(
         UsageError: The file cannot be read or written, or lacks what the model needs.
     """
     models = models if isinstance(models, Models) else load(models)
+    # A single prediction needs neither a frame library nor what the results of other commands are made of.
     from tracefit.coefficients.rows import as_frame
+    from tracefit.results.models import RowPredictions
 
     scope = choose_scope(models, scope, run)
     frame = _read(Path(rows)) if isinstance(rows, str | Path) else as_frame(rows)
@@ -56,6 +58,7 @@ def predict(
         from tracefit.coefficients.predict_frames import predict_rows
 
         predicted = predict_rows(models.model(of, scope), frame)
+    # A request is composed of many steps, each with a range of its own.
     outside = predicted.height - predicted["out_of_range"].null_count() if of != "request" else None
     if out is not None:
         _write(predicted, Path(out))

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from tracefit.progress import Progress
     from tracefit.tables.rows import RowOptions
 
-BYTES_PER_WORKER = 64 << 20
-"""Bytes that are worth another process: it takes about as long to start as to decode these."""
-
 FETCHED_BYTES = 1 << 30
 """Bytes of files of buckets that lie on disk together, unless one alone is larger."""
 
@@ -115,6 +112,7 @@ class Reading:
         limits: Bounds on reading one file.
         root: The tables folder; copies of files in buckets lie there for a while.
         workers: Most processes to use.
+        bytes_per_worker: Bytes that are worth another process.
         progress: Receives the bytes read, and warnings about files that are not read to their end.
     """
 
@@ -123,6 +121,7 @@ class Reading:
     limits: ReadLimits
     root: Path
     workers: int
+    bytes_per_worker: int
     progress: Progress
 
     def read(self, files: Iterable[TraceFile]) -> FilesRead:
@@ -142,6 +141,7 @@ class Reading:
                 read.append(known)
             else:
                 (local if is_local else remote).append(file)
+        # Known files are not read: they are no part of the work that the bar shows.
         if local or remote:
             self.progress.expect(sum(file.size for file in (*local, *remote)))
         read += self._decoded(local, self.progress.read)
@@ -151,6 +151,7 @@ class Reading:
                 for copy in copies:
                     refuse_other_signal(copy.file)
                 times = {file.name: file.modified_ns for file in group}
+                # The time of a file in a bucket changes with every upload, its content need not.
                 same = [self.known.unchanged(copy.file, copy.content_hash) for copy in copies]
                 new = [copy.file for copy, known in zip(copies, same, strict=True) if known is None]
                 found = [known for known in same if known] + self._decoded(new, lambda _: None)
@@ -194,10 +195,12 @@ class _FilesDecoder:
 
     def run(self) -> dict[str, list[StagedPart]]:
         """Return the staged parts of each file, by its name."""
+        # Work is decompressed bytes: a small compressed file may be worth several processes.
         size = sum(file.size * (EXPANSION if _is_compressed(file) else 1) for file in self._files)
-        workers = min(self._reading.workers, max(size // BYTES_PER_WORKER, 1))
+        workers = min(self._reading.workers, max(size // self._reading.bytes_per_worker, 1))
         for task, decoded in run_tasks(self._tasks(by_path=workers > 1), workers=workers):
             self._take(task, decoded)
+        # After all blocks: results come in order, but later blocks of the file are on their way when it is stopped.
         for reject in self._stopped:
             self._parts[reject.source_file] += decode_task(self._task([reject]))[0]
         return self._parts

@@ -16,11 +16,11 @@ from tracefit.commands.ingest import ServerOptions
 from tracefit.errors import UsageError
 from tracefit.progress import NullProgress, Progress
 from tracefit.receive.intake import Intake
-from tracefit.receive.observed import Observed
+from tracefit.receive.observed import Observed, show_live
 from tracefit.receive.options import ReceiveOptions, Token
 from tracefit.receive.spans import PrivacyFilter
 from tracefit.receive.store import TraceStore
-from tracefit.results.receiving import ReceivedFrom, ReceiveResult
+from tracefit.results.traces import ReceivedFrom, ReceiveResult
 from tracefit.server.context import read_context
 from tracefit.server.settings import ServerSettings, merge, read_settings
 
@@ -105,6 +105,7 @@ def _configs(server: ServerOptions) -> dict[str, bytes]:
     blanks = "".join(f"# {name}:\n" for name in _TO_FILL_IN if name not in known)
     configs = {"exp-config.yaml": f"{_CONFIG_HEAD}{text}{blanks}".encode()}
     if server.model_config is not None:
+        # Copied: the run folder then says all that is known of the server, wherever it is moved.
         configs["config.json"] = server.model_config.read_bytes()
     return configs
 
@@ -135,8 +136,6 @@ class _Receiver:
             writing = asyncio.create_task(self._intake.run())
             watching = [asyncio.create_task(self._watch())]
             if live:
-                from tracefit.receive.live import show_live  # noqa: PLC0415 - rich is needed only for the live view
-
                 watching.append(asyncio.create_task(show_live(self._observed)))
             listening(Listening(self._options.host, grpc_port, http_port, self._store.root))
             stopping = asyncio.create_task(stop.wait())
@@ -145,6 +144,7 @@ class _Receiver:
                 timeout=self._options.stop_after_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
+            # Servers first, then the disk: open requests are still acknowledged.
             await asyncio.gather(*(each.stop() for each in servers))
             self._intake.close()
             await writing

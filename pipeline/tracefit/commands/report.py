@@ -10,17 +10,19 @@ import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.commands.figure_data import LATENCIES, SLO_MS, scope_rows
-from tracefit.errors import UsageError
+from tracefit.errors import TracefitError, UsageError, did_you_mean
 from tracefit.progress import NullProgress, Progress
-from tracefit.reports.content import TracedTime, build_report
-from tracefit.reports.html import html_page
+from tracefit.reports.content import TracedTime, all_figures, build_report, scope_parts
 from tracefit.reports.markdown import markdown_text
-from tracefit.results.training import ReportResult
+from tracefit.results.models import ReportResult
+from tracefit.results.notebook import draw_with
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from plotly.graph_objects import Figure as PlotlyFigure
 
     from tracefit.coefficients.evaluation import Evaluation, ScopeEvaluation
     from tracefit.coefficients.model import CoefficientFile
@@ -28,8 +30,13 @@ if TYPE_CHECKING:
     from tracefit.reports.model_section import AnyModel
     from tracefit.results.figures import ScopeRows
 
-MAX_PAGE_BYTES = 2_000_000
-_DETAIL = ((300, None), (150, None), (60, None), (30, None), (30, 8), (30, 4), (30, 2), (30, 0))
+MAX_PAGE_BYTES = 6_000_000
+"""Of these plotly itself takes 4.8 million."""
+
+NO_PAGE = "report.html is left out: it needs plotly and jinja2 (pip install 'tracefit[report]')"
+
+_NOTEBOOK_POINTS = 1000
+_DETAIL = ((250, None), (120, None), (60, None), (60, 8), (60, 4), (60, 2), (60, 0))
 """Points per series, and scopes that are drawn (null for all): the first pair that keeps the page small enough is used."""
 
 
@@ -57,7 +64,8 @@ def report(
     """
     objectives = _objectives(slo_ms)
     folder = Path(folder)
-    (progress or NullProgress()).stage("drawing the report")
+    progress = progress or NullProgress()
+    progress.stage("drawing the report")
     evaluation = read_evaluation(folder / "evaluation.json")
     models = folder / "models" if (folder / "models").is_dir() else folder
     alpha, beta = (read_coefficients(models / f"{kind}.json") for kind in ("alpha", "beta"))
@@ -66,14 +74,29 @@ def report(
         store.require()
     made = report_of(evaluation, alpha, beta, store if store.runs() else None, slo_ms=objectives)
     place = Path(out or folder)
-    texts = report_texts(made, place)
+    texts = report_texts(made, place, progress)
     write_files(texts)
     return ReportResult(tuple(texts), _verdicts(evaluation)), made
 
 
-def report_texts(made: Report, folder: Path) -> dict[Path, str]:
-    """Return the files of a report and their content."""
-    return {folder / "report.md": markdown_text(made), folder / "report.html": html_page(made)}
+def report_texts(made: Report, folder: Path, progress: Progress) -> dict[Path, str]:
+    """Return the files of a report and their content; the page only where its libraries are installed."""
+    texts = {folder / "report.md": markdown_text(made)}
+    html_page = _page_writer()
+    if html_page is not None:
+        texts[folder / "report.html"] = html_page(made)
+    else:
+        progress.warn(NO_PAGE)
+    return texts
+
+
+def _page_writer() -> Callable[[Report], str] | None:
+    """Return what writes the page; null where the libraries it needs are not installed."""
+    try:
+        from tracefit.reports.page import html_page
+    except ImportError:
+        return None
+    return html_page
 
 
 def report_of(
@@ -99,10 +122,57 @@ def report_of(
                 )
                 for scope in evaluation.scopes[:drawn]
             }
-        made = build_report(evaluation, alpha, beta, rows, drawn=drawn, traced=traced)
-        if len(html_page(made).encode()) <= MAX_PAGE_BYTES:
+        made = build_report(evaluation, alpha, beta, rows, traced=traced)
+        if _fits(made):
             break
     return made
+
+
+def _fits(made: Report) -> bool:
+    html_page = _page_writer()
+    return html_page is None or len(html_page(made).encode()) <= MAX_PAGE_BYTES
+
+
+@draw_with
+def draw(evaluation: Path, models: Path, tables: Path, figure: str, scope: str | None) -> PlotlyFigure:
+    """Draw one figure of the report.
+
+    Args:
+        evaluation: evaluation.json.
+        models: Folder of alpha.json and beta.json.
+        tables: The tables.
+        figure: Its name.
+        scope: A part of the id of a scope, or the name of a run; may be left out where there is one scope.
+
+    Raises:
+        UsageError: There is no such figure or scope.
+        TracefitError: plotly is not installed.
+    """
+    try:
+        from tracefit.reports.page import plotly_figure
+    except ImportError:
+        raise TracefitError("figures need plotly and jinja2", hint="pip install 'tracefit[report]'") from None
+    published = read_evaluation(evaluation)
+    chosen = _scope_of(published, scope)
+    alpha, beta = (read_coefficients(models / f"{kind}.json") for kind in ("alpha", "beta"))
+    own = _models_of(chosen, (*beta.models, *alpha.models))
+    rows = {chosen.scope_id: scope_rows(chosen, own, TableStore(tables), points=_NOTEBOOK_POINTS)}
+    parts = scope_parts(published, alpha, beta, rows)
+    figures = all_figures(next(one for one in parts if one.scope.scope_id == chosen.scope_id))
+    if figure not in figures:
+        close = did_you_mean(figure, figures)
+        known = f"figures: {', '.join(figures)}"
+        raise UsageError(f"there is no figure {figure}", hint=f"{close} {known}" if close else known)
+    return plotly_figure(figures[figure])
+
+
+def _scope_of(evaluation: Evaluation, scope: str | None) -> ScopeEvaluation:
+    found = [s for s in evaluation.scopes if scope is None or scope in s.scope_id or scope in s.runs]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(s.scope_id for s in evaluation.scopes)
+    problem = f"there is no scope {scope}" if not found else "several scopes are there"
+    raise UsageError(problem, hint=f"name one with --scope: {names}")
 
 
 def parse_slo(texts: Iterable[str]) -> dict[str, float]:

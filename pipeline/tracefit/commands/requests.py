@@ -10,7 +10,7 @@ import polars as pl
 from tracefit.commands.locate import find_tables
 from tracefit.errors import DataError
 from tracefit.features import targets
-from tracefit.results.requests import PhaseSummary, Quantiles, RequestGroup, RequestSummary
+from tracefit.results.traces import PhaseSummary, Quantiles, RequestGroup, RequestSummary
 from tracefit.server.tracing import ENDPOINT_FLAG, JOURNEY_FLAGS
 from tracefit.tables import schema
 from tracefit.tables.store import TableStore
@@ -88,6 +88,7 @@ def requests(tables: str | Path) -> RequestSummary:
         DataError: They hold no requests.
     """
     rows = read_requests(tables)
+    # Clocks of different runs do not compare: times are since the first arrival of each run.
     begin, end = pl.col("arrival_ns").min().over(_RUN), _last_event().max().over(_RUN)
     rows = rows.with_columns(since_s=(pl.col("arrival_ns") - begin) / 1e9, run_s=(end - begin) / 1e9)
     runs = [(name, part) for (name,), part in rows.group_by(_RUN, maintain_order=True)]
@@ -142,6 +143,7 @@ def _windows(run: str, rows: pl.DataFrame) -> list[RequestGroup]:
     if seconds is None:
         return []
     length = _round_length(seconds / WINDOWS)
+    # Windows are by arrival: a request that runs through several of them counts once.
     cut = rows.drop_nulls("since_s").with_columns(window=(pl.col("since_s") // length).cast(pl.Int64))
     return [
         _group(
@@ -163,6 +165,7 @@ def _round_length(seconds: float) -> float:
 
 def _group(by: str, name: str, rows: pl.DataFrame, seconds: float | None) -> RequestGroup:
     failed = pl.col("state").is_in(_FAILED).fill_null(value=False)
+    # An aborted request has no whole output: its ITL and E2E would say when the client gave up.
     whole = rows.filter(~failed)
     tokens = int(rows["output_tokens"].sum() or 0)
     per_s = seconds if seconds and seconds > 0 else None

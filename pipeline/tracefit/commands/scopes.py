@@ -1,44 +1,154 @@
-"""Choose one scope of several models, by a part of its id or by the name of one of its runs."""
+"""Scopes of ingested runs: group the runs by scope, and read the tables of one, its timelines built where they are missing."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tracefit.errors import UsageError, did_you_mean
+import polars as pl
+
+from tracefit.server.context import context_from_json, scope_of
+from tracefit.tables import schema
+from tracefit.tables.keys import ENGINE
+from tracefit.tables.runs import COMPLETE_SHARE, step_counters
 
 if TYPE_CHECKING:
-    from tracefit.coefficients.models import Models
+    from collections.abc import Iterable
+
+    from tracefit.fit.fitted import ScopeTables
+    from tracefit.server.context import ModelScope, RunContext
+    from tracefit.tables.store import TableStore
+    from tracefit.timeline import EngineLimits
+
+DEFAULT_BLOCK_SIZE = 16
+
+SMALL_RUN_ROWS = 100_000
+"""Steps, journey events and snapshots of a run whose timeline `ingest` builds within its memory.
+
+The timeline of a larger one is left to `train`, which has more: about 1 KiB for each step.
+"""
 
 
-def choose_scope(models: Models, scope: str | None, run: str | None) -> str | None:
-    """Return the id of the scope that was trained on a run; `scope` as it is if no run is given.
+def write_timelines(store: TableStore, run_ids: Iterable[str]) -> None:
+    """Build the `timeline` of the runs without one.
 
     Args:
-        models: Loaded coefficient files.
-        scope: A scope id, or a part of one.
-        run: Name of a run.
+        store: Ingested tables.
+        run_ids: The runs.
 
     Raises:
-        UsageError: No scope was trained on the run, or the scope that was is another one.
+        UsageError: The folder cannot be written.
     """
-    if run is None:
-        return scope
-    runs: dict[str, list[str]] = {}
-    for scope_id in models.scope_ids:
-        trained = (m.training for m in models.scope(scope_id).models.values())
-        for name in {r for t in trained if t is not None for r in t.runs}:
-            runs.setdefault(name, []).append(scope_id)
-    found = [s for s in runs.get(run, []) if scope is None or scope in s]
-    if len(found) == 1:
-        return found[0]
-    if run in runs:
-        raise UsageError(
-            f"run {run} belongs to several scopes" if found else f"run {run} is not of scope {scope}",
-            where=models.where,
-            hint=f"name one with --scope: {', '.join(runs[run])}",
-        )
-    close = did_you_mean(run, runs)
-    known = f"runs: {', '.join(sorted(runs))}" if runs else "the files name no runs"
-    raise UsageError(
-        f"no model was trained on run {run}", where=models.where, hint=f"{close} {known}" if close else known
+    known = store.manifest().runs
+    for run_id in run_ids:
+        if run_id in known and "timeline" not in known[run_id].tables:
+            store.write_run(run_id, timeline_of(store, run_id))
+
+
+def timeline_of(store: TableStore, run_id: str) -> dict[str, pl.DataFrame]:
+    """Build the timeline of one run, and add the step times it gives to the run's requests."""
+    from tracefit.timeline import build_timeline, with_step_times  # noqa: PLC0415 - most ingests need none
+
+    runs = store.read("runs", [run_id])
+    first = runs.row(0, named=True)
+    context = context_from_json(
+        first["settings"], first["model_config"], first["gpu"], where=f"{store.root}/runs/run_id={run_id}"
+    )
+    snapshots = store.read("request_snapshots", [run_id])
+    journeys, requests = store.read("journey_events", [run_id]), store.read("requests", [run_id])
+    timeline = build_timeline(
+        store.read("steps", [run_id]),
+        snapshots,
+        journeys,
+        engine_limits(context),
+        journeys_complete=_journeys_complete(context, runs, requests),
+    )
+    timed = with_step_times(schema.REQUESTS.shape(requests), timeline, journeys, snapshots)
+    return {"timeline": timeline, "requests": schema.REQUESTS.conform(timed)}
+
+
+def engine_limits(context: RunContext) -> EngineLimits:
+    """Return the known limits of the server's scheduler."""
+    from tracefit.timeline import EngineLimits  # noqa: PLC0415
+
+    s = context.settings
+    return EngineLimits(
+        max_num_batched_tokens=s.max_num_batched_tokens,
+        max_num_seqs=s.max_num_seqs,
+        block_size=s.block_size or DEFAULT_BLOCK_SIZE,
+        # vLLM reserves one block as the null block.
+        num_blocks=s.num_gpu_blocks - 1 if s.num_gpu_blocks else None,
+        chunked_prefill=s.enable_chunked_prefill is not False,
+    )
+
+
+def _journeys_complete(context: RunContext, runs: pl.DataFrame, requests: pl.DataFrame) -> bool:
+    """Say whether every request has a journey: by the server's setting, else by the counts of step summaries."""
+    if not requests["queued_ns"].is_not_null().any():
+        return False
+    rate = context.settings.journey_tracing_sample_rate
+    if rate is None:
+        shares = runs["journey_sampling"].drop_nulls().to_list()
+        rate = min(shares, default=1.0)
+    return rate >= COMPLETE_SHARE
+
+
+def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[ModelScope, list[str]]]:
+    """Group the runs by scope, in the order of scope ids."""
+    scopes: dict[str, ModelScope] = {}
+    members: dict[str, list[str]] = {}
+    # The table has a row per server; the settings are those of the run.
+    one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
+    for row in one_per_run.select("run_id", "settings", "model_config", "gpu").iter_rows(named=True):
+        place = f"{where}/runs/run_id={row['run_id']}"
+        scope = scope_of(context_from_json(row["settings"], row["model_config"], row["gpu"], where=place))
+        scopes.setdefault(scope.scope_id, scope)
+        members.setdefault(scope.scope_id, []).append(row["run_id"])
+    return [(scopes[i], members[i]) for i in sorted(scopes)]
+
+
+def load_scope(store: TableStore, runs: pl.DataFrame, scope: ModelScope, run_ids: list[str]) -> ScopeTables:
+    """Read the tables of one scope's runs.
+
+    Args:
+        store: The tables.
+        runs: Rows of the `runs` table, of this scope's runs at least.
+        scope: The scope.
+        run_ids: Its runs.
+    """
+    # `ingest` needs none of these, and they take a second to import.
+    from tracefit.fit.fitted import ScopeTables  # noqa: PLC0415
+    from tracefit.kv.columns import with_kv_cache, with_prefix_hits  # noqa: PLC0415
+    from tracefit.timeline import (  # noqa: PLC0415
+        clock_disagreements,
+        execution_lags,
+        queue_state,
+        requeue_waits,
+    )
+
+    limits = engine_limits(scope.context)
+    timeline, journeys = store.read("timeline", run_ids), store.read("journey_events", run_ids)
+    steps = store.read("steps", run_ids, [*ENGINE, "step_id"])
+    own_runs = runs.filter(pl.col("run_id").is_in(run_ids))
+    lags = {(run, server): lag for run, server, lag in execution_lags(timeline, journeys).iter_rows()}
+    # Only complete journeys give the running requests of every step, and with them the queue state of each request.
+    complete = timeline["running_after"].is_not_null().any()
+    architecture = scope.context.architecture
+    with_cache = with_kv_cache(
+        timeline,
+        store.read("kv_events", run_ids),
+        block_size=limits.block_size,
+        kv_bytes_per_token=architecture.kv_bytes_per_token if architecture else None,
+    )
+    requests = store.read("requests", run_ids)
+    return ScopeTables(
+        runs=own_runs,
+        timeline=with_prefix_hits(with_cache, requests),
+        sampled_steps=steps.height,
+        requests=requests,
+        queue=queue_state(journeys, timeline, limits) if complete else None,
+        counters=step_counters(steps, journeys),
+        clock_checks=clock_disagreements(timeline, journeys),
+        # A server whose journeys do not show the lag is taken to schedule in step with execution.
+        lags={key: lags.get(key, 0) for key in own_runs.select("run_id", "server").iter_rows()},
+        requeue_waits=requeue_waits(journeys),
     )

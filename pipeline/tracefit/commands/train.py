@@ -1,4 +1,4 @@
-"""Fit the models of every scope in the tables; write coefficient files, evaluation and report."""
+"""Train: fit the models of every scope in the tables; write coefficient files, evaluation and report. `run` ingests first."""
 
 from __future__ import annotations
 
@@ -12,32 +12,25 @@ import polars as pl
 from tracefit.coefficients import publish
 from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
+from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest
 from tracefit.commands.locate import find_tables
 from tracefit.commands.report import report_of, report_texts
-from tracefit.commands.samples import sample_tables
-from tracefit.commands.timelines import engine_limits, write_timelines
+from tracefit.commands.scopes import load_scope, scopes_of, write_timelines
+from tracefit.commands.training_tables import sample_tables, write_training_frames
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
-from tracefit.features.training import WORKLOAD_COLUMNS
-from tracefit.fit.across import fit_across
-from tracefit.fit.inputs import BetaTarget, ScopeOptions, ScopeTables
-from tracefit.fit.overload import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads, runs_to_fit
-from tracefit.fit.scope import fit_scope
-from tracefit.kv.columns import with_kv_cache, with_prefix_hits
+from tracefit.fit.fitted import BetaTarget, ScopeOptions
+from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads, runs_to_fit
+from tracefit.fit.scopes import fit_across, fit_scope
 from tracefit.progress import NullProgress, Progress
-from tracefit.results.training import LatencySummary, ModelSummary, ScopeSummary, TrainResult
-from tracefit.server.context import ModelScope, context_from_json, scope_of
+from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.server.documents import read_bytes
-from tracefit.tables import schema
 from tracefit.tables.disk import write_files
-from tracefit.tables.keys import ENGINE
 from tracefit.tables.overlap import find_overlaps
-from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
-from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from tracefit.coefficients.evaluation import Evaluation
     from tracefit.fit.fitted import FittedModel, FittedScope
@@ -109,10 +102,12 @@ def train(
             f"run {one.run_id}: {one.spans:,} of its spans are in run {one.other} too; it is left out of training, for "
             "they would count twice"
         )
+    # Two servers that write to one collector file, or a file copied into a second folder, give the same spans twice.
     runs = runs.filter(~pl.col("run_id").is_in([one.run_id for one in overlaps]))
     for text in _without_configuration(runs):
         progress.warn(text)
     scopes = fit_runs(store, runs, options, progress)
+    # Before anything is written: a failed training leaves the models of the one before as they were.
     _require_models(scopes, str(tables))
     made_by = publish.provenance(
         {
@@ -142,20 +137,26 @@ def train(
     }
     if options.sample_csv:
         texts.update({Path(out) / name: text for name, text in sample_tables(scopes).items()})
-    _write_training_frames(store, scopes)
-    result = _result(scopes, runs, evaluation, out=Path(out), report=report)
+    write_training_frames(store, scopes)
+    result = _result(scopes, runs, evaluation, out=Path(out), report=report, tables=store.root)
     # The report is drawn from what was written: the frames of the fits are not kept beside it.
     del scopes
     progress.stage("drawing the report")
     # From the files' own numbers, so that `report` makes the same one later.
     made = report_of(as_published(evaluation), as_published(alpha), as_published(beta), store)
-    texts |= report_texts(made, report)
+    texts |= report_texts(made, report, progress)
     write_files(texts)
     return replace(result, files=tuple(texts))
 
 
 def _result(
-    scopes: list[FittedScope], runs: pl.DataFrame, evaluation: Evaluation, *, out: Path, report: Path
+    scopes: list[FittedScope],
+    runs: pl.DataFrame,
+    evaluation: Evaluation,
+    *,
+    out: Path,
+    report: Path,
+    tables: Path,
 ) -> TrainResult:
     return TrainResult(
         models=out,
@@ -169,6 +170,7 @@ def _result(
             _latency_summary(s, name, latency)
             for s in scopes
             for name, latency in s.composed.latencies.items()
+            # The other latencies are in the report: the summary names those that users know.
             if name in ("ttft", "itl", "e2e")
         ),
         quarantined=bool(
@@ -176,6 +178,7 @@ def _result(
             or evaluation.ingest.implausible
         ),
         scopes=tuple(_scope_summary(s) for s in scopes),
+        tables=tables,
     )
 
 
@@ -222,6 +225,7 @@ def overload_text(one: Overload) -> str:
 def _named_files(options: TrainOptions) -> dict[str, str]:
     if not _is_file(options.features):
         return {}
+    # `verify` refits with the file of this name: the hash tells whether it is still the same one.
     return {"features": hashlib.sha256(read_bytes(Path(options.features))).hexdigest()}
 
 
@@ -254,56 +258,6 @@ def beta_feature_sets(choice: str) -> tuple[FeatureSet, ...]:
     return (find_feature_set(choice),)
 
 
-def scopes_of(runs: pl.DataFrame, where: str) -> list[tuple[ModelScope, list[str]]]:
-    """Group the runs by scope, in the order of scope ids."""
-    scopes: dict[str, ModelScope] = {}
-    members: dict[str, list[str]] = {}
-    one_per_run = runs.unique("run_id", keep="first", maintain_order=True)
-    for row in one_per_run.select("run_id", "settings", "model_config", "gpu").iter_rows(named=True):
-        place = f"{where}/runs/run_id={row['run_id']}"
-        scope = scope_of(context_from_json(row["settings"], row["model_config"], row["gpu"], where=place))
-        scopes.setdefault(scope.scope_id, scope)
-        members.setdefault(scope.scope_id, []).append(row["run_id"])
-    return [(scopes[i], members[i]) for i in sorted(scopes)]
-
-
-def load_scope(store: TableStore, runs: pl.DataFrame, scope: ModelScope, run_ids: list[str]) -> ScopeTables:
-    """Read the tables of one scope's runs.
-
-    Args:
-        store: The tables.
-        runs: Rows of the `runs` table, of this scope's runs at least.
-        scope: The scope.
-        run_ids: Its runs.
-    """
-    limits = engine_limits(scope.context)
-    timeline, journeys = store.read("timeline", run_ids), store.read("journey_events", run_ids)
-    steps = store.read("steps", run_ids, [*ENGINE, "step_id"])
-    own_runs = runs.filter(pl.col("run_id").is_in(run_ids))
-    lags = {(run, server): lag for run, server, lag in execution_lags(timeline, journeys).iter_rows()}
-    # Only complete journeys give the running requests of every step, and with them the queue state of each request.
-    complete = timeline["running_after"].is_not_null().any()
-    architecture = scope.context.architecture
-    with_cache = with_kv_cache(
-        timeline,
-        store.read("kv_events", run_ids),
-        block_size=limits.block_size,
-        kv_bytes_per_token=architecture.kv_bytes_per_token if architecture else None,
-    )
-    requests = store.read("requests", run_ids)
-    return ScopeTables(
-        runs=own_runs,
-        timeline=with_prefix_hits(with_cache, requests),
-        sampled_steps=steps.height,
-        requests=requests,
-        queue=queue_state(journeys, timeline, limits) if complete else None,
-        counters=step_counters(steps, journeys),
-        clock_checks=clock_disagreements(timeline, journeys),
-        lags={key: lags.get(key, 0) for key in own_runs.select("run_id", "server").iter_rows()},
-        requeue_waits=requeue_waits(journeys),
-    )
-
-
 def _some(run_ids: list[str]) -> str:
     rest = len(run_ids) - _NAMED_RUNS
     return ", ".join(run_ids[:_NAMED_RUNS]) + (f" and {rest} more" if rest > 0 else "")
@@ -330,71 +284,6 @@ def _require_models(scopes: list[FittedScope], where: str) -> None:
     )
 
 
-def _write_training_frames(store: TableStore, scopes: list[FittedScope]) -> None:
-    """Write the rows of every run, left out ones too; runs that were not trained on have none."""
-    kinds = ("alpha", "beta")
-    columns = {kind: _training_columns(kind, scopes) for kind in kinds}
-    for scope in scopes:
-        frames = {"alpha": scope.alpha_rows, "beta": scope.beta_rows}
-        for run_id in sorted(scope.tables.runs["run_id"].unique()):
-            store.write_run(
-                run_id,
-                {f"{k}_training": _training_part(k, frames[k], run_id, scope, columns[k]) for k in kinds},
-            )
-        for run_id in (one.run_id for one in scope.overloads if not one.trained_on):
-            store.write_run(
-                run_id, {f"{k}_training": _training_part(k, None, run_id, scope, columns[k]) for k in kinds}
-            )
-
-
-def _training_columns(kind: str, scopes: list[FittedScope]) -> dict[str, pl.DataType]:
-    """Return the further columns of a training table: the load of requests, and the features of any model.
-
-    Every part of the table has all of them, null where a scope lacks one: other readers take the folder as one
-    table with one schema.
-    """
-    table = schema.TABLES[f"{kind}_training"]
-    found: dict[str, pl.DataType] = {}
-    for scope in scopes:
-        frame = scope.alpha_rows if kind == "alpha" else scope.beta_rows
-        features = {f for m in scope.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
-        for name, dtype in (frame.schema if frame is not None else {}).items():
-            if name in WORKLOAD_COLUMNS:
-                found.setdefault(name, dtype)
-            elif name in features and name not in table.names:
-                found.setdefault(name, pl.Float64())
-    return found
-
-
-def _training_part(
-    kind: str, frame: pl.DataFrame | None, run_id: str, scope: FittedScope, columns: dict[str, pl.DataType]
-) -> pl.DataFrame:
-    """Return the training rows of one run: the columns of the table, and `columns`."""
-    table = schema.TABLES[f"{kind}_training"]
-    if frame is None:
-        return table.empty().with_columns(pl.lit(None, dtype).alias(c) for c, dtype in columns.items())
-    part = frame.filter(pl.col("run_id") == run_id).select(
-        *(c for c in frame.columns if c in table.names),
-        *(
-            (pl.col(c).cast(dtype) if c in frame.columns else pl.lit(None, dtype)).alias(c)
-            for c, dtype in columns.items()
-        ),
-    )
-    return table.conform(part.with_columns(scope_id=pl.lit(scope.scope.scope_id)))
-
-
-def _offered(model: FittedModel) -> list[str]:
-    fitted = model.fitted
-    compared = [
-        n for part in fitted.regimes for c in part.regime.any_of for n in (c.feature, c.feature2) if n
-    ]
-    return [
-        *(t.feature.name for t in fitted.terms),
-        *(x.feature for x in fitted.features_left_out),
-        *compared,
-    ]
-
-
 def _what_is_missing(scope: FittedScope, missing: Missing) -> str:
     text = f"{missing.name} ({scope.scope.scope_id}): {missing.reason}"
     return f"{text}; {missing.remedy}" if missing.remedy else text
@@ -415,7 +304,7 @@ def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
         holdout_mape_pct=v.holdout.mape_pct,
         holdout_mae=v.holdout.mae,
         baseline_mae=v.baseline.mae,
-        reference_mae=v.reference.mae if v.reference else None,
+        reference_mae=v.gradient_boosting.mae if v.gradient_boosting else None,
         skill=v.skill,
         rows_used=model.fitted.rows_used,
         rows_holdout=model.fitted.rows_holdout,
@@ -423,15 +312,55 @@ def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:
 
 
 def _latency_summary(scope: FittedScope, name: str, latency: Latency) -> LatencySummary:
-    errors = latency.overall
     return LatencySummary(
         name=name,
         scope_id=scope.scope.scope_id,
-        requests=errors.averages_only.n or errors.teacher_forced.n,
-        teacher_forced_mdape_pct=errors.teacher_forced.mdape_pct,
-        averages_only_mdape_pct=errors.averages_only.mdape_pct,
-        baseline_mdape_pct=errors.baseline.mdape_pct,
-        teacher_forced_mape_pct=errors.teacher_forced.mape_pct,
-        averages_only_mape_pct=errors.averages_only.mape_pct,
-        baseline_mape_pct=errors.baseline.mape_pct,
+        requests=latency.averages_only.n or latency.teacher_forced.n,
+        teacher_forced_mdape_pct=latency.teacher_forced.mdape_pct,
+        averages_only_mdape_pct=latency.averages_only.mdape_pct,
+        baseline_mdape_pct=latency.baseline.mdape_pct,
+        teacher_forced_mape_pct=latency.teacher_forced.mape_pct,
+        averages_only_mape_pct=latency.averages_only.mape_pct,
+        baseline_mape_pct=latency.baseline.mape_pct,
     )
+
+
+def run(
+    paths: str | Path | Iterable[str | Path],
+    out: str | Path,
+    *,
+    server: ServerOptions | None = None,
+    ingest_options: IngestOptions | None = None,
+    options: TrainOptions | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> RunResult:
+    """Ingest traces and train on them: OUT/tables, OUT/models, OUT/evaluation.json, OUT/report.md.
+
+    Args:
+        paths: One path or several: run folders, folders of run folders, or trace files.
+        out: Where everything goes.
+        server: Facts about the server beyond the run's files.
+        ingest_options: Which parts of the traces to keep.
+        options: How to train.
+        workers: Most processes that decode traces; the number of cores if not given.
+        progress: Receives reports on the progress.
+
+    Raises:
+        UsageError: A path, a file or an option is wrong.
+        DataError: The traces cannot support a single model.
+    """
+    out = Path(out)
+    ingested = ingest(
+        paths, out / "tables", server=server, options=ingest_options, workers=workers, progress=progress
+    )
+    trained = train(
+        out / "tables",
+        out / "models",
+        options=options,
+        report_folder=out,
+        # The folder may hold runs of earlier jobs: train on those of this one only.
+        run_ids=[r.run_id for r in ingested.runs],
+        progress=progress,
+    )
+    return RunResult(ingested, trained, out)

@@ -17,7 +17,7 @@ from tracefit.commands.locate import COEFFICIENT_FILES, find_models, find_tables
 from tracefit.commands.train import TrainOptions, fit_runs
 from tracefit.errors import DataError, TracefitError, UsageError
 from tracefit.progress import NullProgress, Progress
-from tracefit.results.verification import Difference, VerifyResult
+from tracefit.results.models import Difference, VerifyResult
 from tracefit.server.documents import read_bytes
 from tracefit.tables.store import TableStore
 
@@ -129,6 +129,7 @@ def _verify_file(
 def _options(made_by: Provenance, features: str | Path | None) -> TrainOptions:
     known = {name: made_by.options[name] for name in TrainOptions.__slots__ if name in made_by.options}
     usual = TrainOptions()
+    # The file is input like any other: an option of another type would fail somewhere in the fit.
     odd = [name for name, value in known.items() if type(value) is not type(getattr(usual, name))]
     if odd:
         raise DataError(f"its options are not of their types: {', '.join(odd)}", where="provenance.options")
@@ -192,6 +193,7 @@ def _compare(there: object, here: object, place: str) -> Iterator[Difference | N
     if isinstance(there, dict) and isinstance(here, dict):
         for key, value in there.items():
             yield from _compare(value, here.get(key), f"{place}.{key}" if place else str(key))
+    # Lists of different lengths are one difference: matching their items would report every one of them.
     elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         for index, pair in enumerate(zip(there, here, strict=True)):
             yield from _compare(*pair, f"{place}[{index}]")
@@ -203,6 +205,7 @@ def _compare(there: object, here: object, place: str) -> Iterator[Difference | N
 
 def _same(there: object, here: object) -> bool:
     if isinstance(there, float) and isinstance(here, float):
+        # A number that is zero but for rounding has no relative error.
         return math.isclose(there, here, rel_tol=RELATIVE, abs_tol=_SMALLEST)
     return there == here
 

@@ -15,17 +15,17 @@ import numpy as np
 import polars as pl
 
 from tracefit.errors import DataError
-from tracefit.fit.metrics import measure
-from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, split_by_time
 from tracefit.server.tracing import JOURNEY_FLAGS
+from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from tracefit.coefficients.predict import ScopeModels
-    from tracefit.fit.arrays import Vector
-    from tracefit.fit.inputs import ScopeTables
+    from tracefit.fit.fitted import ScopeTables
     from tracefit.server.context import ModelScope
+    from tracefit.statistics import Vector
 
 OUT = "{out}"
 """Stands for the folder of an export in its `usage` and its notes until that is known."""
@@ -142,6 +142,8 @@ def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: V
         predicted: Predictions of the consumer's formula with the exported numbers, shape (n,).
         trained: Measured values of the training rows, of any shape.
     """
+    from tracefit.fit.validation import measure  # noqa: PLC0415 - results of every command import this module, none of them fits
+
     errors = measure(actual, predicted)
     baseline = measure(actual, np.full(len(actual), float(np.median(trained))))
     return HeldOut(what, unit, errors.n, errors.mape_pct, errors.mae, errors.bias_pct, baseline.mae)
@@ -164,6 +166,7 @@ def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tupl
         )
     known = rows.drop_nulls(["y", *columns])
     train, held = counted(known, "train"), counted(known, "holdout")
+    # An interval is a mean of steps, whose error is smaller than a step's: where there are enough steps, these are evaluated.
     if "source" in held.columns:
         single = held.filter(pl.col("source") != "interval")
         held = single if single.height >= MIN_HOLDOUT_ROWS else held
@@ -175,8 +178,56 @@ def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tupl
     return train, held
 
 
+def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
+    """Add the number of running requests when each request was first scheduled and, on average, while it decoded.
+
+    Args:
+        tables: Tables of one scope.
+
+    Returns:
+        The `requests` table with uncached_tokens, running_start, running_decode and ts_ns; null where not known.
+    """
+    # Cumulative sums over an engine's steps: the mean over a request's decode is a difference of two of them.
+    steps = tables.timeline.filter(pl.col("running_depth").is_not_null()).sort(*ENGINE, "step_id")
+    running = pl.col("running_depth").cast(pl.Float64)
+    steps = steps.select(
+        *ENGINE,
+        "step_id",
+        running=running,
+        total=running.cum_sum().over(ENGINE),
+        count=pl.int_range(1, pl.len() + 1).over(ENGINE).cast(pl.Float64),
+    ).sort("step_id")
+    rows = tables.requests.with_columns(
+        ts_ns=pl.col("first_scheduled_ns"),
+        uncached_tokens=(pl.col("prompt_tokens") - pl.col("cached_prompt_tokens").fill_null(0)).cast(
+            pl.Float64
+        ),
+    )
+    for name, step in (
+        ("start", "first_scheduled_step"),
+        ("first", "first_token_step"),
+        ("end", "finished_step"),
+    ):
+        at = steps.rename({c: f"{c}_{name}" for c in ("running", "total", "count")})
+        known = rows.filter(pl.col(step).is_not_null()).sort(step)
+        joined = known.join_asof(at, left_on=step, right_on="step_id", by=ENGINE, check_sortedness=False)
+        rows = pl.concat([joined, rows.filter(pl.col(step).is_null())], how="diagonal_relaxed")
+        rows = rows.drop("step_id", strict=False)
+    steps_between = pl.col("count_end") - pl.col("count_first")
+    mean = (pl.col("total_end") - pl.col("total_first")) / steps_between
+    return rows.with_columns(running_decode=pl.when(steps_between > 0).then(mean))
+
+
+def timed_requests(source: Source, target: str) -> pl.DataFrame:
+    """Return the requests under load whose duration `target` is known, with it as `y` in us, split by time."""
+    rows = requests_under_load(source.tables).filter((pl.col(target) > 0) & pl.col("ts_ns").is_not_null())
+    rows = rows.with_columns(y=pl.col(target).cast(pl.Float64), excluded_reason=pl.lit(None, pl.String))
+    return split_by_time(rows)
+
+
 def number(value: float) -> str:
     """Write a number for a consumer's file: six significant digits, never in exponent form."""
+    # YAML 1.1 reads 1e-05 as text.
     text = f"{float(f'{value:.6g}'):.12f}".rstrip("0").rstrip(".")
     return text or "0"
 
@@ -200,6 +251,7 @@ def flags(values: Mapping[str, str | float | None]) -> str:
 
 
 def _quoted(value: str) -> str:
+    # The folder is put in later, and quoted then.
     if value.startswith(OUT):
         return OUT + shlex.quote(value.removeprefix(OUT)) if value != OUT else OUT
     return shlex.quote(value)
@@ -225,6 +277,7 @@ def commented(notes: Iterable[str], text: str) -> str:
 
 def kv_blocks(source: Source) -> int | None:
     """Return the KV blocks available to requests: as the steps state them, otherwise all but the one vLLM reserves."""
+    # What the steps state counts: memory left over after loading decides, and no option says it.
     stated = source.tables.timeline["kv_blocks_total"].max()
     if isinstance(stated, int):
         return stated

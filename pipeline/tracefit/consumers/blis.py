@@ -9,8 +9,6 @@ the traced requests (times and lengths only) for a replay.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from typing import TYPE_CHECKING
 
@@ -34,18 +32,20 @@ from tracefit.consumers.base import (
     train_and_holdout,
     worse_than_baseline,
 )
-from tracefit.consumers.blis_fit import BlisCoefficients, fit_blis, whole_line
+from tracefit.consumers.blis_fit import BlisCoefficients, fit_blis
 from tracefit.errors import DataError
 from tracefit.features.sets import FeatureSet
 from tracefit.features.targets import target_named
-from tracefit.fit.boundary import admission_with_clock
+from tracefit.fit.estimators import fit_nonnegative
 from tracefit.fit.linear import matrix
 from tracefit.fit.splits import request_frame
+from tracefit.fit.step_clock import admission_with_clock
 from tracefit.server.tracing import JOURNEY_FLAGS
 from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
     from tracefit.server.hardware import Gpu
+    from tracefit.statistics import Vector
 
 MOST_TRACED = 20_000
 """Most requests in the file for a replay: the latest of one engine."""
@@ -59,35 +59,6 @@ _CHIPS = {
 """GPU name to BLIS's name. A GPU that is not here keeps its name and is described in hardware_config.json."""
 
 _HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
-_TRACE_COLUMNS = (
-    "request_id",
-    "client_id",
-    "tenant_id",
-    "slo_class",
-    "session_id",
-    "round_index",
-    "prefix_group",
-    "prefix_length",
-    "streaming",
-    "input_tokens",
-    "output_tokens",
-    "text_tokens",
-    "image_tokens",
-    "audio_tokens",
-    "video_tokens",
-    "reason_ratio",
-    "model",
-    "deadline_us",
-    "server_input_tokens",
-    "arrival_time_us",
-    "send_time_us",
-    "first_chunk_time_us",
-    "last_chunk_time_us",
-    "num_chunks",
-    "status",
-    "error_message",
-    "finish_reason",
-)
 
 
 @consumer("blis")
@@ -190,6 +161,7 @@ def _server_flags(source: Source) -> str:
             "hardware": chip(gpu) if gpu else None,
             "tp": settings.tensor_parallel or 1,
             "total-kv-blocks": kv_blocks(source),
+            # Without these the simulator has its own limits, not the traced server's.
             "block-size-in-tokens": settings.block_size,
             "max-num-seqs": settings.max_num_seqs,
             "max-num-batched-tokens": settings.max_num_batched_tokens,
@@ -228,28 +200,38 @@ def _trace_csv(traced: pl.DataFrame) -> str:
 
     Prompt tokens found in the prefix cache become a prefix shared with all requests that found the same number.
     """
-    constant = {
-        "client_id": "c",
-        "slo_class": "standard",
-        "streaming": "true",
-        "status": "ok",
-        "finish_reason": "length",
-        **dict.fromkeys(("round_index", "image_tokens", "audio_tokens"), 0),
-        **dict.fromkeys(("video_tokens", "reason_ratio", "deadline_us"), 0),
-    }
-    text = io.StringIO()
-    writer = csv.DictWriter(text, _TRACE_COLUMNS, restval="", lineterminator="\n")
-    writer.writeheader()
-    for i, row in enumerate(traced.iter_rows(named=True)):
-        shared = row["shared"]
-        lengths = dict.fromkeys(("input_tokens", "text_tokens"), row["prompt"] - shared)
-        prefix = {"prefix_group": f"prefix-{shared}" if shared else "", "prefix_length": shared}
-        prefix |= {"server_input_tokens": row["prompt"]}
-        outputs = dict.fromkeys(("output_tokens", "num_chunks"), row["output"])
-        sent = dict.fromkeys(("arrival_time_us", "send_time_us"), row["arrival"])
-        times = {"first_chunk_time_us": row["first"], "last_chunk_time_us": row["end"]}
-        writer.writerow({"request_id": i, **constant, **lengths, **prefix, **outputs, **sent, **times})
-    return text.getvalue()
+    shared, computed = pl.col("shared"), pl.col("prompt") - pl.col("shared")
+    blank, zero = pl.lit(None, pl.String), pl.lit(0)
+    # All columns of the format, in its order.
+    return traced.select(
+        request_id=pl.int_range(pl.len()),
+        client_id=pl.lit("c"),
+        tenant_id=blank,
+        slo_class=pl.lit("standard"),
+        session_id=blank,
+        round_index=zero,
+        prefix_group=pl.when(shared > 0).then(pl.format("prefix-{}", shared)),
+        prefix_length=shared,
+        streaming=pl.lit("true"),
+        input_tokens=computed,
+        output_tokens="output",
+        text_tokens=computed,
+        image_tokens=zero,
+        audio_tokens=zero,
+        video_tokens=zero,
+        reason_ratio=zero,
+        model=blank,
+        deadline_us=zero,
+        server_input_tokens="prompt",
+        arrival_time_us="arrival",
+        send_time_us="arrival",
+        first_chunk_time_us="first",
+        last_chunk_time_us="end",
+        num_chunks="output",
+        status=pl.lit("ok"),
+        error_message=blank,
+        finish_reason=pl.lit("length"),
+    ).write_csv()
 
 
 def _workload_flags(traced: pl.DataFrame) -> str:
@@ -275,6 +257,7 @@ def _workload_flags(traced: pl.DataFrame) -> str:
 
 def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
     """Return alpha0, the API work of the admission model at the mean prompt, with its error and notes."""
+    # Only the boundary rule knows the API work by itself; QUEUED - ARRIVED holds the wait for the step in progress.
     model = source.models.models.get("alpha.admission")
     if not isinstance(model, BoundaryModel):
         what = "there is no admission model" if model is None else "admission was fitted without a step clock"
@@ -286,6 +269,7 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
     train, held = train_and_holdout(rows, ["prompt_tokens"], "ARRIVED to QUEUED")
     per_token = sum(t.value for t in model.work.terms if t.feature == "prompt_tokens")
     mean = float(train["prompt_tokens"].cast(pl.Float64).to_numpy().mean())
+    # BLIS has no API work per prompt token: the mean prompt stands for all.
     alpha = round(max(model.work.intercept.value + per_token * mean, 0.0))
     predicted, known = admission_with_clock(
         held, source.tables.timeline, np.full(held.height, float(alpha)), 0.0
@@ -310,15 +294,33 @@ def _departure(source: Source) -> tuple[tuple[int, int], HeldOut]:
     rows = request_frame(source.tables, target_named("departure"), FeatureSet("none", ()), {})
     train, held = train_and_holdout(rows, ["output_tokens"], "FINISHED to DEPARTED")
     y = train["y"].to_numpy().astype(float)
-    fixed, per_token = whole_line(matrix(train, ["output_tokens"])[:, 0], y)
+    fixed, per_token = _whole_line(matrix(train, ["output_tokens"])[:, 0], y)
     predicted = fixed + per_token * held["output_tokens"].to_numpy()
     return (fixed, per_token), held_out(
         "FINISHED to DEPARTED", "us", held["y"].to_numpy().astype(float), predicted, y
     )
 
 
+def _whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
+    """Fit y = fixed + per_token * tokens in whole us, neither negative: BLIS drops the digits after the decimal point.
+
+    Args:
+        tokens: Shape (n,).
+        y: In us, shape (n,).
+    """
+    # Rounding both at once can be far off: the constant is fitted anew for each whole slope beside the best one.
+    best = (np.inf, 0, 0)
+    slope = float(fit_nonnegative(np.column_stack([np.ones(len(y)), tokens]), y)[1])
+    for per_token in sorted({0, int(slope), int(slope) + 1}):
+        rest = y - per_token * tokens
+        fixed = round(float(fit_nonnegative(np.ones((len(y), 1)), np.maximum(rest, 0.0))[0]))
+        best = min(best, (float(np.abs(rest - fixed).mean()), fixed, per_token))
+    return best[1], best[2]
+
+
 # -- registry --------------------------------------------------------------------------------------------
 
+# The registry's names and units, in the order of BLIS's coefficients.
 _BETA_ENTRIES = (
     ("prefill_compute", "dimensionless"),
     ("decode_compute", "dimensionless"),
@@ -351,6 +353,7 @@ def to_blis_registry(source: Source) -> Export:
         UsageError: As `to_blis`.
     """
     found, context = blis_coefficients(source), source.scope.context
+    # The registry writes chips in lower case.
     gpu = chip(context.gpu).lower() if context.gpu else "unknown"
     ranks = context.settings.tensor_parallel or 1
     scope = f"{{hardware: [{_quoted(gpu)}], model: [{_quoted(model_name(source))}], tp: [{ranks}]}}"
@@ -374,6 +377,7 @@ def to_blis_registry(source: Source) -> Export:
 
 def _entry(name: str, units: str, value: float, scope: str, cite: str, said: str) -> str:
     source = f"      sources: [{{kind: model, cite: {_quoted(cite)}, role: primary}}]"
+    # Its rules: a value of zero is "not charged", and every other one names how and from what it was derived.
     if value:
         provenance = [
             "      method: measured",

@@ -25,13 +25,13 @@ from tracefit.consumers.base import (
 )
 from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
 from tracefit.consumers.blis_roofline import (
-    BLIS_COLUMNS,
     BLIS_TERMS,
     PAIRS_COLUMN,
     add_blis_terms,
     with_prefill_pairs,
 )
 from tracefit.errors import DataError, UsageError
+from tracefit.features.roofline import ROOFLINE_COLUMNS
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.estimators import HUBER, fit_nonnegative
 from tracefit.fit.linear import matrix
@@ -41,7 +41,7 @@ from tracefit.tables.keys import ENGINE, SERVER
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from tracefit.fit.arrays import Flags, Integers, Vector
+    from tracefit.statistics import Flags, Integers, Vector
 
 _STEP = FeatureSet("blis", tuple(Feature(name, unit, name) for name, unit in BLIS_TERMS.items()))
 _NAMES = list(BLIS_TERMS)
@@ -72,7 +72,7 @@ BAR_PCT: Mapping[tuple[str, int], float] = {
 
 MOST_SCALE = 1.06
 SCALE_ROUNDS = 5
-"""The factor on step times is found by this many bisections between 1 / `MOST_SCALE` and `MOST_SCALE`."""
+"""The factor on step times is found by this many bisections between 1 / `MOST_SCALE` and `MOST_SCALE`, to 0.4 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +207,10 @@ def _steps(source: Source) -> _Steps:
 
 
 def _fit(steps: _Steps, weighting: Weighting) -> Vector:
+    # A step without requests has no weight where requests count, and no infinite one.
     requests = np.maximum(steps.x[:, _REQUESTS], 1e-9)
     weights = requests**weighting.requests_power / np.maximum(steps.y, 1.0) ** weighting.time_power
+    # A row of an interval is the mean of several steps.
     weights = weights * steps.train["interval_steps"].to_numpy().astype(float)
     huber = HUBER if weighting.robust else np.inf
     return fit_nonnegative(steps.x * steps.varies, steps.y, weights / weights.mean(), huber=huber)
@@ -216,6 +218,7 @@ def _fit(steps: _Steps, weighting: Weighting) -> Vector:
 
 def _step_errors(steps: _Steps, beta: tuple[float, ...]) -> Iterator[HeldOut]:
     y = steps.held["y"].to_numpy().astype(float)
+    # As BLIS cuts them.
     predicted = np.maximum(np.floor(matrix(steps.held, _NAMES) @ np.array(beta)), 1.0)
     mixed = steps.held["has_prefill"].to_numpy()
     groups = {
@@ -228,6 +231,7 @@ def _step_errors(steps: _Steps, beta: tuple[float, ...]) -> Iterator[HeldOut]:
     )
 
 
+# The two terms of each phase, of which one binds it.
 _PHASES = {"prefill": {0: "compute", 8: "KV"}, "decode": {1: "compute", 9: "KV"}}
 MOST_NOMINAL = 10.0
 """Largest multiple of its nominal value at which a coefficient still describes its own term."""
@@ -288,50 +292,38 @@ def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class _EngineRequests:
-    """The requests of one engine in the order they arrived, times in us since the first.
+    """The requests of one engine.
 
     Attributes:
-        arrival: Shape (n,), whole us, as are `departure` and the token counts.
-        prompt: Prompt tokens.
-        output: Output tokens, at least 1.
-        shared: Prompt tokens found in the prefix cache.
-        departure: Time at which they left.
-        measured: Latency to its measured values in us, shape (n,) each.
-        counts: Whether the request counts in errors: not aborted, with more than one token.
-        boundary: Time at which the hold-out begins.
+        rows: In the order they arrived, in us since the first: `arrival` and `departure` (whole), the measured `TTFT`, `ITL`
+            and `E2E`; `prompt`, `output` (at least 1) and `shared` tokens (found in the prefix cache); `counts`: whether
+            the request counts in errors (not aborted, with more than one token).
+        boundary: Time at which the hold-out begins, in us.
     """
 
-    arrival: Integers
-    prompt: Integers
-    output: Integers
-    shared: Integers
-    departure: Integers
-    measured: Mapping[str, Vector]
-    counts: Flags
+    rows: pl.DataFrame
     boundary: float
-
-    def select(self, rows: Flags | slice) -> _EngineRequests:
-        """Return some of the requests."""
-        return _EngineRequests(
-            self.arrival[rows],
-            self.prompt[rows],
-            self.output[rows],
-            self.shared[rows],
-            self.departure[rows],
-            {name: values[rows] for name, values in self.measured.items()},
-            self.counts[rows],
-            self.boundary,
-        )
 
     def training(self) -> _EngineRequests:
         """Return the requests that arrived before the hold-out; those that left in it are replayed but do not count."""
-        early = self.select(self.arrival < self.boundary).select(slice(-MOST_REQUESTS, None))
-        return replace(early, counts=early.counts & (early.departure < self.boundary))
+        early = self.rows.filter(pl.col("arrival") < self.boundary).tail(MOST_REQUESTS)
+        return replace(self, rows=early).counting(pl.col("departure") < self.boundary)
+
+    def latest(self) -> _EngineRequests:
+        """Return the last requests, of which those that arrived in the hold-out count."""
+        # Twice as many as count at most: the engine must be under load when they arrive.
+        last = self.rows.tail(2 * MOST_REQUESTS)
+        return replace(self, rows=last).counting(pl.col("arrival") >= self.boundary)
+
+    def counting(self, also: pl.Expr) -> _EngineRequests:
+        """Return the same requests, of which those that do not meet a condition count no more."""
+        return replace(self, rows=self.rows.with_columns(counts=pl.col("counts") & also))
 
     def load(self) -> Integers:
         """Return the number of requests in the engine when each arrived; shape (n,)."""
-        left = np.searchsorted(np.sort(self.departure), self.arrival)
-        return np.asarray(np.searchsorted(self.arrival, self.arrival) - left)
+        arrival, departure = (self.rows[name].to_numpy() for name in ("arrival", "departure"))
+        left = np.searchsorted(np.sort(departure), arrival)
+        return np.asarray(np.searchsorted(arrival, arrival) - left)
 
 
 def _engines(source: Source, ends: pl.DataFrame) -> tuple[list[_EngineRequests], str | None]:
@@ -344,7 +336,7 @@ def _engines(source: Source, ends: pl.DataFrame) -> tuple[list[_EngineRequests],
     rows = source.tables.requests.filter(pl.all_horizontal(pl.col(stamps).is_not_null()))
     rows = rows.join(ends, on=SERVER).sort(*ENGINE, "arrival_ns", maintain_order=True)
     engines = [_engine(requests) for _, requests in rows.group_by(ENGINE, maintain_order=True)]
-    if sum(int(e.training().counts.sum()) for e in engines) < MIN_REQUESTS:
+    if sum(int(e.training().rows["counts"].sum()) for e in engines) < MIN_REQUESTS:
         return [], f"fewer than {MIN_REQUESTS} training requests to replay"
     return engines, None
 
@@ -352,26 +344,25 @@ def _engines(source: Source, ends: pl.DataFrame) -> tuple[list[_EngineRequests],
 def _engine(rows: pl.DataFrame) -> _EngineRequests:
     begin = int(rows["arrival_ns"][0])
     left = pl.coalesce("departed_ns", "finished_ns", "first_token_ns")
-    us = rows.select(
-        arrival=((pl.col("arrival_ns") - begin) / 1e3).round(),
-        departure=((left - begin) / 1e3).round(),
-        prompt="prompt_tokens",
-        output=pl.col("output_tokens").fill_null(1).clip(lower_bound=1),
-        shared=pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0),
+
+    def whole_us(at: pl.Expr) -> pl.Expr:
+        return ((at - begin) / 1e3).round().cast(pl.Int64)
+
+    measured = {"TTFT": "ttft_us", "ITL": "itl_us", "E2E": "client_us"}
+    requests = rows.select(
+        arrival=whole_us(pl.col("arrival_ns")),
+        departure=whole_us(left),
+        prompt=pl.col("prompt_tokens").cast(pl.Int64),
+        output=pl.col("output_tokens").fill_null(1).clip(lower_bound=1).cast(pl.Int64),
+        shared=pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0).cast(pl.Int64),
         counts=(
             pl.col("finish_status").ne_missing("aborted")
             & (pl.col("output_tokens") > 1)
-            & pl.all_horizontal(pl.col("departed_ns", "ttft_us", "itl_us", "client_us").is_not_null())
+            & pl.all_horizontal(pl.col("departed_ns", *measured.values()).is_not_null())
         ).fill_null(value=False),
+        **{name: pl.col(column).cast(pl.Float64) for name, column in measured.items()},
     )
-    names = {"TTFT": "ttft_us", "ITL": "itl_us", "E2E": "client_us"}
-    measured = {name: rows[c].cast(pl.Float64).to_numpy() for name, c in names.items()}
-    boundary = (int(rows["holdout_from_ns"][0]) - begin) / 1e3
-    arrival, prompt, output, shared, departure = (
-        us[c].cast(pl.Int64).to_numpy() for c in ("arrival", "prompt", "output", "shared", "departure")
-    )
-    counts = us["counts"].to_numpy()
-    return _EngineRequests(arrival, prompt, output, shared, departure, measured, counts, boundary)
+    return _EngineRequests(requests, (int(rows["holdout_from_ns"][0]) - begin) / 1e3)
 
 
 def step_rates(source: Source, beta: Vector) -> StepRates:
@@ -384,7 +375,8 @@ def step_rates(source: Source, beta: Vector) -> StepRates:
     context = source.scope.context
     if context.architecture is None or context.gpu is None:
         raise DataError("BLIS's step terms need the model's config.json and the GPU")
-    nothing = dict.fromkeys((*BLIS_COLUMNS, PAIRS_COLUMN), 0.0)
+    # Every term is linear in the counts of a step but the pairs, which are given: differences are exact.
+    nothing = dict.fromkeys((*ROOFLINE_COLUMNS, PAIRS_COLUMN), 0.0)
     request, token = nothing | {"num_decode_reqs": 1.0}, nothing | {"prefill_tokens": 1.0}
     decode = request | {"decode_tokens": 1.0}
     described = [
@@ -409,7 +401,7 @@ def replay_limits(source: Source) -> ReplayLimits:
     return ReplayLimits(
         settings.max_num_seqs or DEFAULT_SLOTS,
         settings.max_num_batched_tokens or DEFAULT_BUDGET,
-        settings.block_size or 16,
+        settings.block_size or 16,  # vLLM's default
         kv_blocks(source),
     )
 
@@ -445,13 +437,15 @@ def _compare(
     replayed: dict[str, list[Vector]] = {"TTFT": [], "ITL": [], "E2E": []}
     loads, preemptions = [], 0
     for engine in engines:
-        latencies = replay(
-            engine.arrival, engine.prompt, engine.output, rates, alpha, limits, shared=engine.shared
+        arrival, prompt, output, shared = (
+            engine.rows[name].to_numpy() for name in ("arrival", "prompt", "output", "shared")
         )
-        rows = engine.counts & np.isfinite(latencies.e2e)
-        itl = latencies.decode / np.maximum(engine.output - 1, 1)
+        latencies = replay(arrival, prompt, output, rates, alpha, limits, shared=shared)
+        # A request that never gets its blocks has no latency: in the replay alone, for the server served it.
+        rows = engine.rows["counts"].to_numpy() & np.isfinite(latencies.e2e)
+        itl = latencies.decode / np.maximum(output - 1, 1)
         for name, values in {"TTFT": latencies.ttft, "ITL": itl, "E2E": latencies.e2e}.items():
-            measured[name].append(engine.measured[name][rows])
+            measured[name].append(engine.rows[name].to_numpy()[rows])
             replayed[name].append(values[rows])
         loads.append(engine.load()[rows])
         preemptions += latencies.preemptions
@@ -475,13 +469,14 @@ def _choose(
     for weighting, beta in fits.items():
         compared = _compare(engines, step_rates(source, beta), alpha, limits)
         busy = compared.load > np.median(compared.load)
+        # A fit that is right on average can be wrong at both loads, in opposite directions.
         halves = [rows for rows in (busy, ~busy) if rows.sum() >= MIN_REQUESTS // 4]
         worst[weighting] = max(compared.worst(rows) for rows in halves or [np.ones(len(busy), dtype=bool)])
         preempted = max(preempted, compared.preemptions)
     best = min(worst, key=lambda w: worst[w])
     equal = worst[WEIGHTINGS[0]]
     reason = (
-        f"{best.name}, of {len(fits)} the closest replay of {sum(int(e.counts.sum()) for e in engines)} training requests, "
+        f"{best.name}, of {len(fits)} the closest replay of {sum(int(e.rows['counts'].sum()) for e in engines)} training requests, "
         f"light and heavy load apart: at worst {worst[best]:.2f} times what is asked (TTFT P50 within 10 %, ITL and E2E P50 "
         f"and P90 within 3 %), equal steps {equal:.2f}"
     )
@@ -509,6 +504,7 @@ def _scale(
         compared = _compare(engines, step_rates(source, beta * scale), alpha, limits)
         return float(compared.replayed["E2E"].sum() / compared.measured["E2E"].sum() - 1)
 
+    # By bisection: latencies grow with step times, through the queue faster than in proportion.
     low, high = 1 / MOST_SCALE, MOST_SCALE
     for _ in range(SCALE_ROUNDS):
         middle = (low + high) / 2
@@ -524,13 +520,13 @@ def _replayed_errors(
     limits: ReplayLimits,
 ) -> tuple[list[HeldOut], list[str]]:
     """Replay the latest requests, and return the errors of those that arrived in the hold-out, with notes."""
-    latest = [e.select(slice(-2 * MOST_REQUESTS, None)) for e in engines]
-    held = [replace(e, counts=e.counts & (e.arrival >= e.boundary)) for e in latest]
-    compared = _compare(held, step_rates(source, np.array(beta)), alpha, limits)
+    compared = _compare([e.latest() for e in engines], step_rates(source, np.array(beta)), alpha, limits)
     count = len(compared.load)
     if count < MIN_REQUESTS // 4:
         return [], [f"{count} requests came in the hold-out: too few to replay"]
-    trained = {n: np.concatenate([e.training().measured[n] for e in engines]) for n in compared.measured}
+    trained = {
+        n: np.concatenate([e.training().rows[n].to_numpy() for e in engines]) for n in compared.measured
+    }
     errors = [
         held_out(
             f"{n} of a request, replayed",
@@ -552,22 +548,3 @@ def _replayed_errors(
 def _known(values: Vector) -> Vector:
     """Return the finite values."""
     return values[np.isfinite(values)]
-
-
-# -- overheads -------------------------------------------------------------------------------------------
-
-
-def whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
-    """Fit y = fixed + per_token * tokens in whole us, neither negative: BLIS drops the digits after the decimal point.
-
-    Args:
-        tokens: Shape (n,).
-        y: In us, shape (n,).
-    """
-    best = (np.inf, 0, 0)
-    slope = float(fit_nonnegative(np.column_stack([np.ones(len(y)), tokens]), y)[1])
-    for per_token in sorted({0, int(slope), int(slope) + 1}):
-        rest = y - per_token * tokens
-        fixed = round(float(fit_nonnegative(np.ones((len(y), 1)), np.maximum(rest, 0.0))[0]))
-        best = min(best, (float(np.abs(rest - fixed).mean()), fixed, per_token))
-    return best[1], best[2]

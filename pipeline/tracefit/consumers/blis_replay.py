@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from tracefit.fit.arrays import Integers, Vector
+    from tracefit.statistics import Integers, Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,7 @@ def replay(
     first = np.full(count, np.nan)
     last = np.full(count, np.nan)
     while upcoming < count or engine.running or engine.waiting:
+        # An idle engine has no step boundary to wait for.
         if not engine.running and not engine.waiting:
             now = max(now, queued_at[upcoming])
         while upcoming < count and queued_at[upcoming] <= now:
@@ -111,8 +112,10 @@ def replay(
             first[request] = now
         for request in engine.finished:
             last[request] = now
+        # The first of the queue needs more blocks than there are: it and all behind it wait forever.
         if engine.stuck:
             break
+    # BLIS adds the per-token overhead to each token, and the fixed one once, at the end.
     ttft = first - arrivals + alpha[2]
     decode = last - first + alpha[2] * (outputs - 1).astype(float)
     e2e = np.asarray(ttft + decode + alpha[1], dtype=float)
@@ -215,6 +218,7 @@ class _Engine:
             self.computed[request] = done + new
             if done < prompt == done + new:
                 self.first_tokens.append(request)
+            # The last token comes out of a step that need not put it into the cache.
             if done + new >= prompt + self.outputs[request] - 1:
                 self.finished.append(request)
         for request in self.finished:
@@ -291,6 +295,7 @@ class _BlockCache:
                 self._forget(block)
             self.holders[block] = 1
             blocks.append(block)
+        # Only blocks of the prompt can be found again: outputs have no known content.
         if done < prompt:
             for index in range(done // self.block_size, min(done + new, prompt) // self.block_size):
                 key = self.key(request, index)

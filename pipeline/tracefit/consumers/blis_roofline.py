@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.errors import DataError, UsageError
-from tracefit.server.serving import check_parallelism
+from tracefit.features.roofline import ROOFLINE_COLUMNS
 from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
@@ -35,26 +35,11 @@ if TYPE_CHECKING:
     from tracefit.server.hardware import Gpu
 
 
-BLIS_COLUMNS = (
-    "num_prefill_reqs",
-    "num_decode_reqs",
-    "prefill_tokens",
-    "decode_tokens",
-    "context_tokens",
-    "prefill_context_tokens",
-)
-"""Columns of the timeline that the terms are computed from."""
-
-PROMPT_COLUMN = "prefill_prompt_tokens"
-"""Optional column: sum of the prompt lengths of the prefill requests.
-
-Without it a prompt counts as long as what is computed of it after this step, which is exact for a prompt's last chunk.
-"""
-
 PAIRS_COLUMN = "prefill_pairs"
 """Optional column: Σ t·(s + t/2) over prefill requests, as `with_prefill_pairs` computes it; null where not known.
 
-Without it all prefill requests of a step count as equal, an error of up to 14 % of the prefill compute of a step with several.
+Without it all prefill requests of a step count as equal, an error of up to 14 % of the prefill compute of a step with several,
+and a prompt as long as what is computed of it after the step, which is exact for its last chunk.
 """
 
 BLIS_TERMS: dict[str, str] = {
@@ -71,6 +56,7 @@ BLIS_TERMS: dict[str, str] = {
 }
 """Terms in the order of BLIS's ten beta coefficients, with their units."""
 
+# BLIS's constants, whatever the model's data types are.
 _KV_BYTES = 2.0
 _ACTIVATION_BYTES = 2.0
 
@@ -144,6 +130,7 @@ def blis_model(arch: ModelArchitecture) -> BlisModel:
     moe_layers = arch.layers if arch.is_moe else 0
     interleaved = arch.is_moe and arch.model_type.startswith("llama4")
     if interleaved:
+        # BLIS takes the step for the dense layers between two MoE layers: 24 of Scout's 48 are MoE to it (all are), 16 of Maverick's (24).
         interleave_step = arch.moe_layer_ids[0] + 1
         moe_layers = arch.layers // (interleave_step + 1)
     head_dim = arch.hidden // arch.heads
@@ -160,6 +147,7 @@ def blis_model(arch: ModelArchitecture) -> BlisModel:
         shared_ffn=0 if interleaved else arch.shared_ffn,  # BLIS does not read Llama 4's shared expert
         experts=arch.experts,
         experts_per_token=max(1, arch.experts_per_token),
+        # One width for all matrices: that of the FFNs, which are most of a model.
         weight_bytes=arch.expert_weight_bytes if arch.is_moe else arch.ffn_weight_bytes,
     )
 
@@ -168,8 +156,8 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
     """Add BLIS's terms of every step to a timeline.
 
     Args:
-        frame: One row per step, with `BLIS_COLUMNS` and perhaps `PROMPT_COLUMN`.
-        arch: The model, as served (`serving.as_served`).
+        frame: One row per step, with `ROOFLINE_COLUMNS` and perhaps `PAIRS_COLUMN`.
+        arch: The model, as served (`quantization.as_served`).
         gpu: One of the GPUs it runs on.
         tp: Tensor-parallel ranks.
 
@@ -180,11 +168,41 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
         DataError: A column is missing.
         UsageError: BLIS refuses the model on `tp` ranks.
     """
-    missing = [name for name in BLIS_COLUMNS if name not in frame.columns]
+    missing = [name for name in ROOFLINE_COLUMNS if name not in frame.columns]
     if missing:
         raise DataError(f"BLIS terms need the columns {', '.join(missing)}", hint="rebuild the timeline")
-    known = {"known_prompts": PROMPT_COLUMN in frame.columns, "known_pairs": PAIRS_COLUMN in frame.columns}
-    return frame.with_columns(blis_expressions(arch, gpu, tp=tp, **known))
+    arch.check_tensor_parallel(tp)
+    if arch.kv_heads % tp:
+        raise UsageError(
+            f"BLIS needs KV heads ({arch.kv_heads}) divisible by tensor_parallel {tp}", where=arch.name
+        )
+    model = blis_model(arch)
+    column = {name: pl.col(name).cast(pl.Float64) for name in ROOFLINE_COLUMNS}
+    prefill, decode, contexts = column["prefill_tokens"], column["decode_tokens"], column["context_tokens"]
+    prompts = column["prefill_context_tokens"] + prefill
+    flops_per_us = tp * _peak_flops_per_us(gpu, model)
+    bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
+    kv_us_per_token = model.layers * 2 * model.kv_width / tp * _KV_BYTES / bytes_per_us
+    # Σ t·(s + t/2) from sums: exact for one prefill request, and for several alike (n times t/n and s/n).
+    alike = prefill * (prompts + prefill / 2) / column["num_prefill_reqs"]
+    prefill_pairs = pl.coalesce(PAIRS_COLUMN, alike) if PAIRS_COLUMN in frame.columns else alike
+    terms = {
+        "blis_prefill_compute_us": _where(
+            prefill, (prefill * model.flops_per_token + prefill_pairs * model.pair_flops) / flops_per_us
+        ),
+        "blis_decode_compute_us": _where(
+            decode, (decode * model.flops_per_token + contexts * model.pair_flops) / flops_per_us
+        ),
+        "blis_weight_us": pl.lit(model.step_weight_bytes / tp / bytes_per_us),
+        "blis_tp_us": (prefill + decode) * (_all_reduce_bytes_per_token(model, tp) / bytes_per_us),
+        "blis_layers": pl.lit(model.layers),
+        "blis_requests": column["num_prefill_reqs"] + column["num_decode_reqs"],
+        "blis_one": pl.lit(1.0),
+        "blis_interleaved_moe_layers": pl.lit(model.moe_layers if model.interleaved else 0),
+        "blis_prefill_kv_us": prefill * kv_us_per_token,
+        "blis_decode_kv_us": _where(decode, (contexts + decode) * kv_us_per_token),
+    }
+    return frame.with_columns(term.cast(pl.Float64).alias(name) for name, term in terms.items())
 
 
 def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
@@ -239,6 +257,7 @@ def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     )
     # `room`: prefill tokens of a step that no prompt accounts for yet.
     room = {tuple(row[:-1]): row[-1] or 0 for row in left.iter_rows()}
+    # A loop, for each prompt takes what the earlier ones leave; only prompts in chunks come here.
     rows = []
     ordered = chunked.sort(*ENGINE, "first_scheduled_step", "first_scheduled_ns")
     columns = ordered.select(*ENGINE, "prompt_tokens", "first_scheduled_step", "first_token_step", "need")
@@ -251,55 +270,6 @@ def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
             rest -= taken
             rows.append((*engine, prompt, step, taken))
     return pl.DataFrame(rows, schema=shape, orient="row").filter(pl.col("tokens") > 0)
-
-
-def blis_expressions(
-    arch: ModelArchitecture, gpu: Gpu, *, tp: int, known_prompts: bool = False, known_pairs: bool = False
-) -> list[pl.Expr]:
-    """Return one named expression over `BLIS_COLUMNS` for each of `BLIS_TERMS`.
-
-    Args:
-        arch: The model, as served (`serving.as_served`).
-        gpu: One of the GPUs it runs on.
-        tp: Tensor-parallel ranks.
-        known_prompts: Whether the frame has `PROMPT_COLUMN`.
-        known_pairs: Whether the frame has `PAIRS_COLUMN`.
-
-    Raises:
-        UsageError: BLIS refuses the model on `tp` ranks.
-    """
-    check_parallelism(arch, tp)
-    if arch.kv_heads % tp:
-        raise UsageError(
-            f"BLIS needs KV heads ({arch.kv_heads}) divisible by tensor_parallel {tp}", where=arch.name
-        )
-    model = blis_model(arch)
-    column = {name: pl.col(name).cast(pl.Float64) for name in (*BLIS_COLUMNS, PROMPT_COLUMN)}
-    prefill, decode, contexts = column["prefill_tokens"], column["decode_tokens"], column["context_tokens"]
-    prompts = column[PROMPT_COLUMN] if known_prompts else column["prefill_context_tokens"] + prefill
-    flops_per_us = tp * _peak_flops_per_us(gpu, model)
-    bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
-    kv_us_per_token = model.layers * 2 * model.kv_width / tp * _KV_BYTES / bytes_per_us
-    # Σ t·(s + t/2) from sums: exact for one prefill request, and for several alike (n times t/n and s/n).
-    alike = prefill * (prompts + prefill / 2) / column["num_prefill_reqs"]
-    prefill_pairs = pl.coalesce(PAIRS_COLUMN, alike) if known_pairs else alike
-    terms = {
-        "blis_prefill_compute_us": _where(
-            prefill, (prefill * model.flops_per_token + prefill_pairs * model.pair_flops) / flops_per_us
-        ),
-        "blis_decode_compute_us": _where(
-            decode, (decode * model.flops_per_token + contexts * model.pair_flops) / flops_per_us
-        ),
-        "blis_weight_us": pl.lit(model.step_weight_bytes / tp / bytes_per_us),
-        "blis_tp_us": (prefill + decode) * (_all_reduce_bytes_per_token(model, tp) / bytes_per_us),
-        "blis_layers": pl.lit(model.layers),
-        "blis_requests": column["num_prefill_reqs"] + column["num_decode_reqs"],
-        "blis_one": pl.lit(1.0),
-        "blis_interleaved_moe_layers": pl.lit(model.moe_layers if model.interleaved else 0),
-        "blis_prefill_kv_us": prefill * kv_us_per_token,
-        "blis_decode_kv_us": _where(decode, (contexts + decode) * kv_us_per_token),
-    }
-    return [term.cast(pl.Float64).alias(name) for name, term in terms.items()]
 
 
 def _peak_flops_per_us(gpu: Gpu, model: BlisModel) -> float:

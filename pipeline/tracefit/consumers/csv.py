@@ -60,6 +60,7 @@ def _rows(model: Model) -> Iterator[tuple[str, str, list[object]]]:
             yield from _form(regime.name, _condition(regime.when), regime)
     elif isinstance(model, BoundaryModel):
         yield from _form("work", "step starts known", model.work)
+        # The offset is added behind the boundary: it is no term of the work.
         yield "work", "step starts known", _number("offset", "us", model.offset)
         yield from _form("without_clock", "step starts unknown", model.without_clock)
 

@@ -33,7 +33,7 @@ from tracefit.fit.splits import step_frame
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.fit.arrays import Matrix, Vector
+    from tracefit.statistics import Matrix, Vector
 
 POINTS = 33
 """Points of each axis."""
@@ -126,6 +126,7 @@ def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str,
 
 
 def _predicted_ms(source: Source, described: pl.DataFrame) -> Vector:
+    # What is not described is taken from the training steps, as `predict` does.
     return predict_steps(source.models, described)["predicted_us"].to_numpy() / 1e3
 
 
@@ -175,7 +176,7 @@ def mocked(grids: Mapping[str, Vector | Matrix], steps: pl.DataFrame) -> Vector:
     j, v = _place(grids["decode_context_length"], active / np.maximum(batch, 1.0))
     itl = grids["decode_itl"]
     below, above = (itl[i + k, j] * (1 - v) + itl[i + k, j + 1] * v for k in (0, 1))
-    decode = np.maximum(below * (1 - u) + above * u, 1.0)
+    decode = np.maximum(below * (1 - u) + above * u, 1.0)  # the mocker's floor, in ms
     return np.asarray(np.where(tokens > 0, prefill, 0.0) + np.where(batch > 0, decode, 0.0))
 
 

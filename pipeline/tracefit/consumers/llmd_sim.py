@@ -24,18 +24,16 @@ from tracefit.consumers.base import (
     held_out,
     model_name,
     number,
+    timed_requests,
     train_and_holdout,
     worse_than_baseline,
     written,
 )
 from tracefit.errors import DataError
-from tracefit.fit import splits
 from tracefit.fit.estimators import fit_nonnegative
-from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
-    from tracefit.fit.arrays import Vector
-    from tracefit.fit.inputs import ScopeTables
+    from tracefit.statistics import Vector
 
 MOST_SD_SHARE = 0.3
 """The simulator refuses a standard deviation above this share of its mean."""
@@ -60,12 +58,11 @@ def to_llmd_sim(source: Source) -> Export:
             "the load factor runs from one request to max-num-seqs, which is not known or 1",
             hint="ingest the run again with --set max_num_seqs=N",
         )
-    rows = requests_under_load(source.tables)
     decode, held_decode = train_and_holdout(
-        _target(rows, "itl_us"), ["running_decode"], "inter-token latency"
+        timed_requests(source, "itl_us"), ["running_decode"], "inter-token latency"
     )
     prefill, held_prefill = train_and_holdout(
-        _target(rows, "prefill_us"), ["running_start", "uncached_tokens"], "prefill time"
+        timed_requests(source, "prefill_us"), ["running_start", "uncached_tokens"], "prefill time"
     )
     itl, factor, itl_sd = _decode(decode, slots)
     overhead, per_token, sd = _prefill(prefill, slots, factor)
@@ -74,6 +71,7 @@ def to_llmd_sim(source: Source) -> Export:
     length, length_note = _model_length(source)
     values = {
         "model": json.dumps(model_name(source)),
+        # The simulator refuses requests beyond its default of 1,024 tokens.
         "max-model-len": str(length),
         "max-num-seqs": str(slots),
         "latency-calculator": "per-token",
@@ -141,51 +139,6 @@ def _model_length(source: Source) -> tuple[int, tuple[str, ...]]:
     )
 
 
-def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
-    """Add the number of running requests when each request was first scheduled and, on average, while it decoded.
-
-    Args:
-        tables: Tables of one scope.
-
-    Returns:
-        The `requests` table with uncached_tokens, running_start, running_decode and ts_ns; null where not known.
-    """
-    steps = tables.timeline.filter(pl.col("running_depth").is_not_null()).sort(*ENGINE, "step_id")
-    running = pl.col("running_depth").cast(pl.Float64)
-    steps = steps.select(
-        *ENGINE,
-        "step_id",
-        running=running,
-        total=running.cum_sum().over(ENGINE),
-        count=pl.int_range(1, pl.len() + 1).over(ENGINE).cast(pl.Float64),
-    ).sort("step_id")
-    rows = tables.requests.with_columns(
-        ts_ns=pl.col("first_scheduled_ns"),
-        uncached_tokens=(pl.col("prompt_tokens") - pl.col("cached_prompt_tokens").fill_null(0)).cast(
-            pl.Float64
-        ),
-    )
-    for name, step in (
-        ("start", "first_scheduled_step"),
-        ("first", "first_token_step"),
-        ("end", "finished_step"),
-    ):
-        at = steps.rename({c: f"{c}_{name}" for c in ("running", "total", "count")})
-        known = rows.filter(pl.col(step).is_not_null()).sort(step)
-        joined = known.join_asof(at, left_on=step, right_on="step_id", by=ENGINE, check_sortedness=False)
-        rows = pl.concat([joined, rows.filter(pl.col(step).is_null())], how="diagonal_relaxed")
-        rows = rows.drop("step_id", strict=False)
-    steps_between = pl.col("count_end") - pl.col("count_first")
-    mean = (pl.col("total_end") - pl.col("total_first")) / steps_between
-    return rows.with_columns(running_decode=pl.when(steps_between > 0).then(mean))
-
-
-def _target(rows: pl.DataFrame, target: str) -> pl.DataFrame:
-    known = rows.filter((pl.col(target) > 0) & pl.col("ts_ns").is_not_null())
-    known = known.with_columns(y=pl.col(target).cast(pl.Float64), excluded_reason=pl.lit(None, pl.String))
-    return splits.split_by_time(known)
-
-
 def _y(rows: pl.DataFrame) -> Vector:
     return rows["y"].to_numpy().astype(float)
 
@@ -201,6 +154,7 @@ def _load(running: Vector, slots: int, factor: float) -> Vector:
 def _decode(rows: pl.DataFrame, slots: int) -> tuple[float, float, float]:
     """Return the inter-token latency of one request alone, the factor at full load, and the standard deviation."""
     y, share = _y(rows), _share(rows["running_decode"].to_numpy(), slots)
+    # Linear in the load, as the simulator interpolates: the sum of both coefficients is the latency at full load.
     alone, more = fit_nonnegative(np.column_stack([np.ones(len(y)), share]), y)
     if alone <= 0:
         raise DataError("inter-token latency grows from nothing with the load, which no factor can express")
@@ -211,6 +165,7 @@ def _decode(rows: pl.DataFrame, slots: int) -> tuple[float, float, float]:
 
 def _prefill(rows: pl.DataFrame, slots: int, factor: float) -> tuple[float, float, float]:
     """Return the overhead, the time per uncached token, and the standard deviation about them."""
+    # The simulator has one factor for both phases; decode, which is most of a request's time, decides it.
     load = _load(rows["running_start"].to_numpy(), slots, factor)
     tokens, y = rows["uncached_tokens"].to_numpy(), _y(rows)
     overhead, per_token = fit_nonnegative(np.column_stack([load, tokens * load]), y)
@@ -220,6 +175,7 @@ def _prefill(rows: pl.DataFrame, slots: int, factor: float) -> tuple[float, floa
 
 def _at_most(sd: float, mean: float) -> float:
     """Return a standard deviation no larger than `MOST_SD_SHARE` of its mean, rounded down to a nanosecond."""
+    # Rounded up, a standard deviation of exactly the limit would be refused.
     return math.floor(min(sd, MOST_SD_SHARE * mean) * 1e3) / 1e3
 
 

@@ -22,26 +22,24 @@ from tracefit.consumers.base import (
     consumer,
     held_out,
     number,
+    timed_requests,
     train_and_holdout,
     worse_than_baseline,
     written,
 )
-from tracefit.consumers.llmd_sim import requests_under_load
 from tracefit.errors import DataError
 from tracefit.features.sets import Feature, FeatureSet
-from tracefit.fit import splits
 from tracefit.fit.estimators import fit_nonnegative
 from tracefit.fit.linear import matrix
 from tracefit.fit.splits import counted, step_frame
 from tracefit.tables.keys import SERVER
 
-_REQUESTS = "num_prefill_reqs + num_decode_reqs"
 _STEP = FeatureSet(
     "wva",
     (
         Feature("step_tokens", "token", "prefill_tokens + decode_tokens"),
         Feature("step_cache_tokens", "token", "context_tokens + prefill_context_tokens + prefill_tokens"),
-        Feature("step_requests", "request", _REQUESTS),
+        Feature("step_requests", "request", "num_prefill_reqs + num_decode_reqs"),
         Feature("step_decodes", "request", "num_decode_reqs"),
     ),
 )
@@ -105,6 +103,7 @@ def _segments(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
     requests = source.tables.requests.filter(
         pl.col("first_scheduled_ns").is_not_null() & (pl.col("output_tokens") > 0)
     ).sort(*SERVER, "first_scheduled_ns")
+    # Requests of the hold-out only: segments from before it would be evaluated on training steps.
     begins = steps.group_by(SERVER).agg(from_ns=pl.col("ts_ns").min())
     held = requests.join(begins, on=SERVER).filter(pl.col("first_scheduled_ns") >= pl.col("from_ns"))
     held = held.with_columns(segment=pl.int_range(pl.len()).over(SERVER) // SEGMENT_REQUESTS)
@@ -114,7 +113,7 @@ def _segments(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
         tokens_in=pl.col("prompt_tokens").mean(),
         tokens_out=pl.col("output_tokens").mean(),
     )
-    means = means.filter(pl.col("n") == SEGMENT_REQUESTS).sort("begin_ns")
+    means = means.filter(pl.col("n") == SEGMENT_REQUESTS).sort("begin_ns")  # the last one is rarely whole
     at = steps.sort("ts_ns").join_asof(
         means, left_on="ts_ns", right_on="begin_ns", by=SERVER, check_sortedness=False
     )
@@ -129,9 +128,12 @@ def _segments(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
         )
     )
     out = pl.col("tokens_out")
-    found = found.with_columns(
-        t_c=(pl.col("tokens_in") + out) / (out + 1), t_m=pl.col("tokens_in") + out / 2
-    ).drop_nulls()
+    # Sorted: groups come in any order, and with them the last digits of the errors.
+    found = (
+        found.sort(*SERVER, "segment")
+        .with_columns(t_c=(pl.col("tokens_in") + out) / (out + 1), t_m=pl.col("tokens_in") + out / 2)
+        .drop_nulls()
+    )
     if found.height < 2:
         raise DataError(
             f"the hold-out has {held.height} requests, too few for two segments of {SEGMENT_REQUESTS}",
@@ -155,15 +157,8 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
         alpha + beta * matrix(held, ["step_requests"])[:, 0],
         y,
     )
-    requests = requests_under_load(source.tables).filter(
-        (pl.col("prefill_us") > 0) & pl.col("ts_ns").is_not_null()
-    )
-    requests = splits.split_by_time(
-        requests.with_columns(
-            y=pl.col("prefill_us") / 1e3,
-            work=pl.col("uncached_tokens") * pl.col("running_start").clip(lower_bound=1),
-            excluded_reason=pl.lit(None, pl.String),
-        )
+    requests = timed_requests(source, "prefill_us").with_columns(
+        y=pl.col("y") / 1e3, work=pl.col("uncached_tokens") * pl.col("running_start").clip(lower_bound=1)
     )
     train, held = train_and_holdout(requests, ["work"], "prefill of requests")
     y, work = train["y"].to_numpy(), train["work"].to_numpy()
@@ -175,6 +170,7 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
         gamma + delta * held["work"].to_numpy(),
         y,
     )
+    # What the autoscaler computes of the four numbers, against requests that were decoding too.
     several = held.filter(pl.col("decode_us").is_not_null() & pl.col("running_decode").is_not_null())
     after = pl.col("output_tokens") - 1
     service = several.select(

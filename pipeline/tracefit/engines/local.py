@@ -190,6 +190,7 @@ def _worker_surroundings(workers: int) -> Iterator[None]:
 def _begin(ends: Connection) -> None:
     """Set up a worker: its warnings would reach the user's terminal, past the log."""
     warnings.simplefilter("ignore")
+    memory.reuse_freed()
     _end_with_parent(ends)
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-MAX_FORMULA_CHARS = 400
-_MAX_EXPONENT = 4.0
+MAX_FORMULA_CHARS = 400  # twice what the longest roofline formula has
+_MAX_EXPONENT = 4.0  # a token count of 10^6 stays far within a float
 _MAX_NESTED_CALLS = 4  # a call doubles the polars expression it compiles to
 
 # Numbers as JSON and every other language have them, ASCII names, operators. Python reads more (0x1f, 1_000, 1j,
@@ -298,6 +298,7 @@ def _binary_value(operator: Operator, left: float | None, right: float | None) -
         case "*":
             return left * right
         case "/":
+            # The same detour as in the frame: x / inf is the 0 that is wanted, and 0 / 0 is not NaN.
             return left / (right or math.inf)
         case "**":
             return _power_value(left, right)
@@ -305,6 +306,7 @@ def _binary_value(operator: Operator, left: float | None, right: float | None) -
 
 def _power_value(base: float, exponent: float) -> float:
     """Raise to a power; a result that is not real is NaN, one that is too large is infinite."""
+    # What polars gives where Python raises.
     if base == 0 and exponent < 0:
         return math.inf
     if base < 0 and not exponent.is_integer():

@@ -44,7 +44,6 @@ import polars as pl
 from tracefit.errors import DataError
 from tracefit.features.expressions import parse_formula, to_polars
 from tracefit.server.hardware import Gpu
-from tracefit.server.serving import check_parallelism
 
 if TYPE_CHECKING:
     from tracefit.server.architecture import ModelArchitecture
@@ -101,7 +100,7 @@ _EXACT_DIGITS = 17
 """Significant digits that name one float and no other: what training computes with."""
 
 _HELPERS = ("prompt_visible_tokens", "decode_visible_tokens")
-_PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions together
+_PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions together: the slot of GPUs that have no link of their own
 
 
 def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> pl.DataFrame:
@@ -109,7 +108,7 @@ def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: 
 
     Args:
         frame: One row per step, with `ROOFLINE_COLUMNS`.
-        arch: The model, as served (`serving.as_served`).
+        arch: The model, as served (`quantization.as_served`).
         gpu: One of the GPUs it runs on.
         tp: Tensor-parallel ranks.
 
@@ -123,7 +122,8 @@ def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: 
     missing = [name for name in ROOFLINE_COLUMNS if name not in frame.columns]
     if missing:
         raise DataError(f"roofline terms need the columns {', '.join(missing)}", hint="rebuild the timeline")
-    check_parallelism(arch, tp)
+    arch.check_tensor_parallel(tp)
+    # Exact numbers: with the 12 digits of files, coefficients would depend on how a formula is printed.
     formulas = roofline_formulas(arch, gpu, tp=tp, digits=_EXACT_DIGITS)
     columns = frame.select(
         *(pl.col(name) for name in ROOFLINE_COLUMNS if not name.endswith("context_tokens")),
@@ -150,7 +150,7 @@ def add_work(frame: pl.DataFrame, arch: ModelArchitecture, *, tp: int) -> pl.Dat
 
     Args:
         frame: One row per step, with `ROOFLINE_COLUMNS`.
-        arch: The model, as served (`serving.as_served`).
+        arch: The model, as served (`quantization.as_served`).
         tp: Tensor-parallel ranks.
 
     Returns:

@@ -18,6 +18,7 @@ State = Literal["queue", "latest_step", "own_step"]
 
 FormName = Literal["line", "regimes", "step_boundary"]
 
+# In the order of a request's life: a latency is composed of its parts in the order in which they begin.
 _EVENT_ORDER = ("arrival_ns", "queued_ns", "first_scheduled_ns", "first_token_ns", "finished_ns")
 
 
@@ -118,6 +119,7 @@ TARGETS: tuple[Target, ...] = (
         definition="ARRIVED to QUEUED",
         column="admission_us",
         begins="arrival_ns",
+        # QUEUED carries the counter of the step before it: the step in progress when the request arrived.
         step="queued_step",
         feature_set="admission",
         forms=("step_boundary", "line"),

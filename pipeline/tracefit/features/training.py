@@ -2,21 +2,34 @@
 
 `step_rows` and `beta_rows` make the frame of step times, `alpha_rows` the frame of one target of requests. Features describe
 the state before the interval, never what happened in it: a prediction could not know that.
+
+Names in formulas that are no columns are numbers of one server (`constants_of`) or terms over columns (`with_roofline`); a
+coefficient file carries the `definitions` of both, and needs neither config.json, the GPU catalogue nor tracefit.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import polars as pl
 
-from tracefit.features.roofline import ROOFLINE_TERMS, WORK_TERMS, add_roofline, add_work
+from tracefit.features.expressions import names_in, parse_formula
+from tracefit.features.roofline import (
+    ROOFLINE_TERMS,
+    WORK_TERMS,
+    add_roofline,
+    add_work,
+    number_text,
+    roofline_formulas,
+    work_formulas,
+)
 from tracefit.features.sets import FeatureSet, add_features
+from tracefit.server.architecture import AttentionKind
 from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from tracefit.features.targets import Target
     from tracefit.server.context import RunContext
@@ -34,37 +47,39 @@ STATE_COLUMNS = (
 """Columns of a step that describe the engine's state."""
 
 
+# -- the server's numbers --------------------------------------------------------------------------------
+
+_SETTINGS = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "data_parallel",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "gpu_memory_utilization",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "block_size",
+)
+_OF_MODEL = ("layers", "is_moe", "size_proxy", "kv_bytes_per_token")
+_OF_GPU = ("compute_to_bandwidth", "relative_performance")
+
+
 def constants_of(context: RunContext) -> dict[str, float | None]:
     """Return the values that are the same for every row of a run, by their name in formulas; null where not known."""
     settings, model, gpu = context.settings, context.architecture, context.gpu
-    return {
-        "layers": _number(model.layers if model else None),
-        "is_moe": _number(model.is_moe if model else None),
-        "is_mha": _number(model.attention == "MHA" if model else None),
-        "is_gqa": _number(model.attention == "GQA" if model else None),
-        "is_mqa": _number(model.attention == "MQA" if model else None),
-        "is_mla": _number(model.attention == "MLA" if model else None),
-        "size_proxy": _number(model.size_proxy if model else None),
-        "kv_bytes_per_token": _number(model.kv_bytes_per_token if model else None),
-        "compute_to_bandwidth": _number(gpu.compute_to_bandwidth if gpu else None),
-        "relative_performance": _number(gpu.relative_performance if gpu else None),
-        "gpu_memory_gb": _number(gpu.memory_gb if gpu else None),
-        "tensor_parallel": _number(settings.tensor_parallel),
-        "pipeline_parallel": _number(settings.pipeline_parallel),
-        "data_parallel": _number(settings.data_parallel),
-        "max_num_seqs": _number(settings.max_num_seqs),
-        "max_num_batched_tokens": _number(settings.max_num_batched_tokens),
-        "max_model_len": _number(settings.max_model_len),
-        "gpu_memory_utilization": _number(settings.gpu_memory_utilization),
-        "enable_chunked_prefill": _number(settings.enable_chunked_prefill),
-        "enable_prefix_caching": _number(settings.enable_prefix_caching),
-        "enforce_eager": _number(settings.enforce_eager),
-        "block_size": _number(settings.block_size),
+    known: dict[str, float | None] = {
+        **{name: getattr(model, name) if model else None for name in _OF_MODEL},
+        **{
+            f"is_{kind.lower()}": model.attention == kind if model else None
+            for kind in get_args(AttentionKind)
+        },
+        **{name: getattr(gpu, name) if gpu else None for name in _OF_GPU},
+        "gpu_memory_gb": gpu.memory_gb if gpu else None,
+        **{name: getattr(settings, name) for name in _SETTINGS},
     }
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None else float(value)
+    return {name: None if value is None else float(value) for name, value in known.items()}
 
 
 def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
@@ -78,6 +93,35 @@ def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
     if gpu is None:
         return timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in ROOFLINE_TERMS)
     return add_roofline(timeline, model, gpu, tp=tp)
+
+
+def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
+    """Return the definition of every name in the formulas that is no column of a step or a request, in name order.
+
+    Args:
+        formulas: Formulas of features, or names of features.
+        context: The server whose numbers the definitions hold.
+    """
+    known = {name: number_text(value) for name, value in constants_of(context).items() if value is not None}
+    model, gpu = context.architecture, context.gpu
+    tp = context.settings.tensor_parallel or 1
+    if model is not None:
+        known |= work_formulas(model, tp=tp)
+        known |= roofline_formulas(model, gpu, tp=tp) if gpu is not None else {}
+    found: dict[str, str] = {}
+    wanted = set().union(*(_names(formula) for formula in formulas))
+    # A definition may use further names: repeat until no new one appears.
+    while wanted := {name for name in wanted if name in known and name not in found}:
+        found |= {name: known[name] for name in wanted}
+        wanted = set().union(*(_names(found[name]) for name in wanted))
+    return dict(sorted(found.items()))
+
+
+def _names(formula: str) -> frozenset[str]:
+    return names_in(parse_formula(formula, where="feature"))
+
+
+# -- step times ------------------------------------------------------------------------------------------
 
 
 def step_rows(
@@ -136,8 +180,10 @@ def beta_rows(
         preemption_heavy, has_prefill, and the features.
     """
     if source == "duration":
+        # Scheduler CPU time is spent on the step's own batch, whenever that executes: no lag.
         return _duration_rows(step_rows(timeline, features, constants, {}), features)
     rows = step_rows(timeline, features, constants, lags)
+    # The mean of a linear model is the model of the means: one equation per interval, however many steps it has.
     means = [_mean_of_all(pl.col(n)).alias(n) for n in features.names]
     flags = [pl.col(n).any().alias(n) for n in ("preemption_heavy", "has_prefill", "is_empty")]
     begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null()
@@ -145,6 +191,7 @@ def beta_rows(
     # An interval begins at every step with a cycle or a known start, and with every engine.
     spans = rows.with_columns(interval=(begins | other_engine.fill_null(value=False)).cum_sum())
     whole = spans.group_by("interval").agg(*means, *flags)
+    # Only intervals whose whole time is known are equations; the others mark where the next one begins.
     ends = spans.filter(pl.col("cycle_us").is_not_null()).select(
         *ENGINE,
         "interval",
@@ -217,10 +264,13 @@ def _preemption_heavy(rows: pl.DataFrame) -> pl.Expr:
     """
     if not int(rows["num_preempted"].sum() or 0):
         return pl.lit(value=False)
+    # As published for training rows: recomputation above half of the step's tokens.
     recomputed = pl.col("decode_tokens") - pl.col("num_decode_reqs")
     heavy = 2 * recomputed > pl.col("prefill_tokens") + pl.col("decode_tokens")
     return (pl.col("num_preempted") > 0) | heavy
 
+
+# -- requests --------------------------------------------------------------------------------------------
 
 WORKLOAD_COLUMNS = (
     "prompt_tokens",
@@ -253,6 +303,7 @@ def alpha_rows(
         queue: `queue_state`, null where the journeys are not complete.
         target: The measured interval.
     """
+    # Requests that finish in one step depart one after another: the API process works through all of them.
     finishing = pl.len().over([*ENGINE, "finished_step"])
     rows = requests.with_columns(
         target=pl.lit(target.name),
@@ -263,6 +314,7 @@ def alpha_rows(
     ).filter(pl.col("y").is_not_null() & pl.col("ts_ns").is_not_null())
     rows = _with_workload(rows).with_columns(
         excluded_reason=pl.when(pl.col("y") <= 0).then(pl.lit(NOT_POSITIVE)),
+        # Spans of stock vLLM have no request in the engine core.
         request_id=pl.coalesce("core_request_id", "request_id"),
     )
     if target.state == "own_step":
@@ -270,6 +322,7 @@ def alpha_rows(
             _states(timeline), left_on=[*ENGINE, "at_step"], right_on=[*ENGINE, "step_id"], how="left"
         )
         return rows.with_columns(state_age_us=pl.lit(0.0))
+    # Backward in time only: a step that starts later knows what happened in the interval.
     latest = _states(timeline).drop_nulls(["state_ns", "running_depth"]).sort("state_ns")
     rows = rows.sort("ts_ns").join_asof(
         latest, left_on="ts_ns", right_on="state_ns", by=ENGINE, check_sortedness=False
@@ -348,6 +401,7 @@ def _with_queue(rows: pl.DataFrame, queue: pl.DataFrame | None) -> pl.DataFrame:
         "kv_blocks_free": "exact_free",
         "kv_usage_ratio": "exact_usage",
     }
+    # The exact state is that of the instant itself.
     age = pl.when(pl.col("exact_waiting").is_not_null()).then(0.0).otherwise("state_age_us")
     return rows.with_columns(
         *(pl.coalesce(better, name).alias(name) for name, better in over.items()), state_age_us=age

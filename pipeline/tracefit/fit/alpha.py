@@ -7,7 +7,7 @@ replaces it where it is clearly better on training rows that neither was fitted 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -15,8 +15,7 @@ import polars as pl
 from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES
 from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.candidates import FORM_RULE, choose_form, inner_rows, try_boundary, try_regimes
-from tracefit.fit.fitted import FittedModel, Recipe, TooFewRows
-from tracefit.fit.inputs import FitOptions, ScopeOptions, ScopeTables
+from tracefit.fit.fitted import FitOptions, FittedModel, Recipe, ScopeOptions, ScopeTables, TooFewRows
 from tracefit.fit.linear import NON_NEGATIVE, FeatureColumn, RegimeComparison, RegimeRows, columns_of
 from tracefit.fit.results import Candidate, Missing
 from tracefit.fit.splits import request_frame
@@ -142,9 +141,9 @@ def fit_target(
         result,
         features.name,
         Recipe(tuple(regimes), how),
+        replace((boundary or result).validation, candidates=tried),
         notes=(*notes, *(f"form {c.name} chosen: {c.reason} ({FORM_RULE})" for c in tried if c.chosen)),
         boundary=boundary,
-        candidates=tried,
     )
 
 
@@ -156,6 +155,7 @@ def _missing(tables: ScopeTables, target: Target) -> Missing | None:
         return Missing(target.model, "the traces hold no journeys", remedy)
     if requests[target.column].count():
         return None
+    # No flag gives these spans the events: a remedy would mislead.
     if requests["dialect"].is_in(WITHOUT_EVENTS).all():
         return Missing(target.model, "the spans of these requests do not carry it", remedy)
     reason = "; ".join(

@@ -22,18 +22,28 @@ from tracefit.fit.extrapolation import (
     load_extrapolation,
     with_load,
 )
-from tracefit.fit.fitted import FittedModel, Recipe, TooFewRows
-from tracefit.fit.inputs import COVERED_SHARE, BetaTarget, FitOptions, ScopeOptions, ScopeTables
-from tracefit.fit.linear import RegimeRows, columns_of
-from tracefit.fit.phases import errors_by_phase
+from tracefit.fit.fitted import (
+    COVERED_SHARE,
+    BetaTarget,
+    FitOptions,
+    FittedModel,
+    Recipe,
+    ScopeOptions,
+    ScopeTables,
+    TooFewRows,
+)
+from tracefit.fit.holdout import errors_by_phase
+from tracefit.fit.linear import PENALTIES, RegimeRows, columns_of
 from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
-from tracefit.fit.splits import step_frame
+from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers
 from tracefit.server.tracing import STEP_FLAGS
+from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tracefit.fit.fitted import LinearFit
     from tracefit.server.context import ModelScope
 
 
@@ -134,14 +144,30 @@ def fit_step_times(
         result,
         chosen.features.name,
         recipe,
+        replace(
+            result.validation,
+            by_phase=errors_by_phase(result, tables.requests, how.eval_filter),
+            error_over_load=error_over_load(result, load, how),
+            load_extrapolation=load_extrapolation(result, columns, load, how),
+            candidates=chosen.candidates,
+            prefill_reach_pct=_prefill_reach_pct(
+                result, tables.timeline, scope.context.settings.max_num_batched_tokens
+            ),
+        ),
         notes=(*reason, *beyond_training(result.terms, tables.timeline)),
-        by_phase=errors_by_phase(result, tables.requests, how.eval_filter),
-        candidates=chosen.candidates,
         feature_definitions=chosen.features,
-        error_over_load=error_over_load(result, load, how),
-        load_extrapolation=load_extrapolation(result, columns, load, how),
     )
     return StepTimes(cover, choice, model)
+
+
+def _prefill_reach_pct(fitted: LinearFit, timeline: pl.DataFrame, token_budget: int | None) -> float | None:
+    """Return the most prompt tokens of a step of the training part, in percent of the server's token budget."""
+    if not token_budget:
+        return None
+    steps = timeline.select(*ENGINE, "step_id", "prefill_tokens")
+    trained = counted(fitted.rows, "train").select(*ENGINE, "step_id")
+    most = trained.join(steps, on=[*ENGINE, "step_id"])["prefill_tokens"].max()
+    return 100 * most / token_budget if isinstance(most, int | float) else None
 
 
 def _definition(choice: TargetChoice, lags: Mapping[tuple[str, str], int]) -> tuple[str, str]:
@@ -245,9 +271,11 @@ def _with_ratio(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -
     tried = _ratios(features)
     if len(tried) == 1:
         return tried[0]
+    # One penalty is enough to rank the ratios of one set; the sets themselves are compared with all of them.
+    quick = replace(options, penalties=PENALTIES[:1])
     scores = []
     for one in tried:
-        found = try_features(_taken(rows, one), one.name, columns_of(one.features), options, quick=True)
+        found = try_features(_taken(rows, one), one.name, columns_of(one.features), quick)
         scores.append(found.score if found else float("inf"))
     return tried[scores.index(min(scores))]
 

@@ -17,27 +17,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.fit.arrays import Vector
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.fitted import FittedBoundary
 from tracefit.fit.linear import predict_regimes
-from tracefit.fit.metrics import coverage_pct, measure, prediction_interval, skill
-from tracefit.fit.results import Burst, Metrics, PredictionInterval
+from tracefit.fit.results import Burst, Metrics
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted
 from tracefit.fit.step_clock import (
     StepClock,
     boundary_of,
     interpolated_clock,
+    mean_residual,
     meets_idle,
     step_clock,
     true_boundary,
+    until_boundary,
 )
-from tracefit.fit.validate import WITHIN_PCT, reference
+from tracefit.fit.validation import WITHIN_PCT, coverage_pct, measure, prediction_interval, reference, skill
+from tracefit.statistics import Vector
 from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
-    from tracefit.fit.arrays import Flags, Integers, Vector
     from tracefit.fit.fitted import LinearFit
+    from tracefit.statistics import Flags, Integers, Vector
 
 REQUESTS_AHEAD = 5.0
 """A request is part of a burst when the API process has work of five requests or more to do before its own."""
@@ -179,8 +180,7 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
     used = outside_bursts if outside_bursts.height >= MIN_TRAIN_ROWS else train
     per_token, idle_work = _work_of_idle(used, clock)
     work, offset = _constants(used, clock, per_token, idle_work)
-    # `_validated` fills in the interval and the accuracy, for which it needs a model that predicts.
-    no_interval = PredictionInterval("difference", 0.0, 0.0)
+    # `_validated` measures it, for which it needs a model that predicts.
     residual, busy_share = mean_residual(timeline, train)
     fitted = FittedBoundary(
         work,
@@ -188,13 +188,8 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
         offset,
         residual,
         busy_share,
-        None,
-        None,
-        0,
         linear,
-        linear.validation,
-        no_interval,
-        find_bursts(marked),
+        replace(linear.validation, bursts=find_bursts(marked)),
     )
     rows = _with_done(fitted, marked)
     clocks = clock, interpolated_clock(timeline)
@@ -238,39 +233,6 @@ def _shares_explained(
     return np.asarray((np.searchsorted(after, grid) - np.searchsorted(until, grid)) / known.sum())
 
 
-def admission_with_clock(
-    rows: pl.DataFrame, timeline: pl.DataFrame, done_us: Vector, offset_us: float
-) -> tuple[Vector, Flags]:
-    """Predict admissions by the step clock: the boundary after the work, or its end itself when the engine was idle.
-
-    A step start that the clock does not know is placed evenly between the known ones around it.
-
-    Args:
-        rows: Admission rows: engine columns and ts_ns.
-        timeline: The `timeline` table.
-        done_us: From the arrival of each row to the end of its API work.
-        offset_us: QUEUED less the step start it comes before.
-
-    Returns:
-        Predictions in us, clipped at 0, and for which rows the clock knows enough; shape (n,) each.
-    """
-    clock, between = step_clock(timeline), interpolated_clock(timeline)
-    until, known = _until_boundary(rows, clock, between, done_us)
-    idle = meets_idle(rows, clock, done_us)
-    predicted = np.where(known, until + offset_us, done_us)
-    return np.asarray(np.maximum(predicted, 0.0)), np.asarray(known | idle)
-
-
-def _until_boundary(
-    rows: pl.DataFrame, clock: StepClock, between: StepClock, done_us: Vector
-) -> tuple[Vector, Flags]:
-    """Return the time to the boundary each request waits for, and whether either clock knows it; shape (n,) each."""
-    arrived, idle = rows["ts_ns"].to_numpy(), meets_idle(rows, clock, done_us)
-    exact, interpolated = (boundary_of(rows, starts, done_us) for starts in (clock, between))
-    until = np.where(exact >= 0, clock.starts[exact] - arrived, between.starts[interpolated] - arrived) / 1e3
-    return until, np.asarray((exact >= 0) | ((interpolated >= 0) & ~idle))
-
-
 def _work_of_idle(train: pl.DataFrame, clock: StepClock) -> tuple[float, float | None]:
     """Return the API work per prompt token, and its constant, of the requests that met an idle engine.
 
@@ -296,26 +258,6 @@ def _offset(train: pl.DataFrame, clock: StepClock, truth: Integers, known: Flags
     return float(np.median(queued - clock.starts[truth[known]])) / 1e3
 
 
-def mean_residual(timeline: pl.DataFrame, train: pl.DataFrame) -> tuple[float, float]:
-    """Return the mean residual cycle and the busy share of time in the training part.
-
-    The mean residual of a cycle c at a random moment of busy time is E[c^2] / (2 E[c]) (renewal theory: the moment falls
-    into a cycle with a probability proportional to its length, and half of the cycle is left). A cycle that holds idle
-    time counts as busy for the length of a median cycle.
-    """
-    ends = train.group_by(SERVER).agg(until_ns=pl.col("holdout_from_ns").first())
-    cycles = timeline.filter(pl.col("cycle_us").is_not_null()).join(ends, on=SERVER)
-    cycles = cycles.filter(pl.col("ts_start_ns") < pl.col("until_ns"))
-    cycle, steps = cycles["cycle_us"].to_numpy(), cycles["interval_steps"].to_numpy().astype(float)
-    idle = cycles["idle_after"].fill_null(value=False).to_numpy()
-    if not (~idle).any():
-        return 0.0, 0.0
-    busy = cycle[~idle] * steps[~idle]
-    busy_of_idle = np.minimum(cycle[idle], np.median(cycle[~idle])) * steps[idle]
-    residual = float((busy * cycle[~idle]).sum() / (2 * busy.sum()))
-    return residual, float((busy.sum() + busy_of_idle.sum()) / (cycle * steps).sum())
-
-
 def _with_done(fitted: FittedBoundary, rows: pl.DataFrame) -> pl.DataFrame:
     """Add done_us: the time from ARRIVED to the end of the API work, including the wait for the API process."""
     work = _work_us(fitted, rows["prompt_tokens"])
@@ -329,7 +271,7 @@ def _work_us(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
 
 def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clock: StepClock, between: StepClock) -> Vector:
     done = rows["done_us"].to_numpy()
-    until, known = _until_boundary(rows, clock, between, done)
+    until, known = until_boundary(rows, clock, between, done)
     predicted = np.where(
         meets_idle(rows, clock, done), done, predict_regimes(fitted.without_clock.regimes, rows)
     )
@@ -374,21 +316,17 @@ def _validated(
     # The reference gets the same inputs: the prompt, and the time left of the step in progress.
     names = [n for n in ("prompt_tokens", "step_residual_us") if train[n].is_not_null().any()]
     validation = replace(
-        linear.validation,
+        fitted.validation,
         train=measure(y_train, predicted_train),
         holdout=measured,
-        reference=reference(train, held, names) if linear.validation.reference else None,
+        gradient_boosting=reference(train, held, names) if linear.validation.gradient_boosting else None,
         by_group=by_group,
         within_5_pct=100 * float((np.abs(predicted - y) <= WITHIN_PCT / 100 * np.abs(y)).mean()),
         skill=skill(measured, linear.validation.baseline),
+        prediction_intervals=(interval,),
         interval_coverage_pct=coverage_pct(low, y, high),
-        learning_curve=(),
-    )
-    return replace(
-        fitted,
         boundary_accuracy_pct=accuracy,
         boundary_accuracy_without_work_pct=accuracy_without_work,
-        rows_with_clock=int(known.sum()),
-        validation=validation,
-        prediction_interval=interval,
+        learning_curve=(),
     )
+    return replace(fitted, validation=validation)

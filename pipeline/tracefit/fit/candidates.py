@@ -18,13 +18,13 @@ from tracefit.fit.extrapolation import LOAD, error_beyond
 from tracefit.fit.fitted import LinearFit
 from tracefit.fit.linear import matrix
 from tracefit.fit.results import Candidate
-from tracefit.fit.select import CANDIDATES, FOLDS, choose_penalty
+from tracefit.fit.select import FOLDS, choose_penalty
 from tracefit.fit.train import fit_regimes, training_design
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.fit.inputs import FitOptions
+    from tracefit.fit.fitted import FitOptions
     from tracefit.fit.linear import FeatureColumn, RegimeRows
 
 TIE = 0.02
@@ -37,12 +37,7 @@ SET_RULE = (
 
 
 def try_features(
-    rows: pl.DataFrame,
-    name: str,
-    features: Sequence[FeatureColumn],
-    options: FitOptions,
-    *,
-    quick: bool = False,
+    rows: pl.DataFrame, name: str, features: Sequence[FeatureColumn], options: FitOptions
 ) -> Candidate | None:
     """Measure a linear model of some features on the training rows; null where rows or features are too few.
 
@@ -51,22 +46,18 @@ def try_features(
         name: Name of the candidate.
         features: The features.
         options: How it would be fitted.
-        quick: Try one penalty only.
     """
     design = training_design(rows, features, options)
     if design is None:
         return None
     used, data = design
-    penalties = CANDIDATES[:1] if quick else CANDIDATES
     positive = options.signs.of(data.columns)
     folds = data.folds(FOLDS)
     choice = choose_penalty(
-        data.x, data.y, folds, data.weights, penalties, positive=positive, counts=data.counts
+        data.x, data.y, folds, data.weights, options.penalties, positive=positive, counts=data.counts
     )
     load = matrix(used, [LOAD])[:, 0]
-    return Candidate(
-        name, len(data.columns), choice.score, error_beyond(data, load, options.signs, penalties)
-    )
+    return Candidate(name, len(data.columns), choice.score, error_beyond(data, load, options))
 
 
 def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -139,6 +130,7 @@ def choose_form(lawful: Candidate, other: Candidate) -> tuple[Candidate, ...]:
 
 def inner_rows(rows: pl.DataFrame) -> pl.DataFrame:
     """Return the training rows as a frame of their own whose last 30 % in time are held out."""
+    # The hold-out stays unused: a form that was chosen by it would look better there than it is.
     trained = rows.filter(pl.col("split") == "train").drop("split", "holdout_from_ns")
     return splits.split_by_time(trained)
 

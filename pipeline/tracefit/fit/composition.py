@@ -20,7 +20,7 @@ from tracefit.tables.keys import ENGINE, SERVER
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tracefit.fit.arrays import Vector
+    from tracefit.statistics import Vector
 
 REQUEST = [*ENGINE, "trace_id", "core_request_id"]
 

@@ -19,8 +19,8 @@ from tracefit.statistics import robust_sd
 from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
-    from tracefit.fit.arrays import Integers, Matrix, Vector
     from tracefit.fit.results import OmittedFeature
+    from tracefit.statistics import Integers, Matrix, Vector
 
 BLOCK_ROWS = 10
 FEWEST_BLOCKS, MOST_BLOCKS = 10, 50

@@ -7,6 +7,7 @@ features with far larger values in the run than in training are named.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,21 +18,18 @@ from tracefit.fit import splits
 from tracefit.fit.design import design_of
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.linear import matrix, predict_regimes, target_of
-from tracefit.fit.metrics import measure
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation
-from tracefit.fit.select import CANDIDATES, FOLDS, choose_penalty, usable_features
+from tracefit.fit.select import FOLDS, choose_penalty, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
-from tracefit.fit.validate import reference
+from tracefit.fit.validation import measure, reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tracefit.fit.arrays import Flags, Matrix, Vector
     from tracefit.fit.design import Design
-    from tracefit.fit.fitted import LinearFit
-    from tracefit.fit.inputs import FitOptions
-    from tracefit.fit.linear import FeatureColumn, FittedTerm, Signs
-    from tracefit.fit.solvers import Penalty
+    from tracefit.fit.fitted import FitOptions, LinearFit
+    from tracefit.fit.linear import FeatureColumn, FittedTerm
+    from tracefit.statistics import Flags, Matrix, Vector
 
 LOAD = "load"
 RUNNING_TOKENS, BATCH_REQUESTS = "running_tokens", "batch_requests"
@@ -77,8 +75,7 @@ def load_cut(load: Vector) -> float | None:
 def error_beyond(
     data: Design,
     load: Vector,
-    signs: Signs,
-    candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES,
+    options: FitOptions,
 ) -> float | None:
     """Fit the lower half of the load and return the mean absolute error on the upper half; null where rows are too few.
 
@@ -87,28 +84,25 @@ def error_beyond(
     Args:
         data: Training rows as arrays.
         load: Of each row, shape (n,).
-        signs: The signs in force.
-        candidates: Penalties to choose from.
+        options: How it would be fitted.
     """
     cut = load_cut(load)
     if cut is None:
         return None
     upper = load > cut
     counts = data.counts[upper]
-    predicted = _fitted_below(data, ~upper, signs, candidates)(data.x[upper])
+    predicted = _fitted_below(data, ~upper, options)(data.x[upper])
     return float(np.abs(predicted - data.y[upper]) @ counts / counts.sum())
 
 
-def _fitted_below(
-    data: Design, lower: Flags, signs: Signs, candidates: tuple[tuple[Penalty, float], ...]
-) -> Callable[[Matrix], Vector]:
+def _fitted_below(data: Design, lower: Flags, options: FitOptions) -> Callable[[Matrix], Vector]:
     """Fit the `lower` rows and return a function that predicts features of shape (n, n_features), clipped at 0."""
     names, limits = [c.name for c in data.columns], [c.max_inflation for c in data.columns]
     kept, _ = usable_features(data.x[lower], names, limits)
     x, y, weights = np.asfortranarray(data.x[lower][:, kept]), data.y[lower], data.weights[lower]
-    positive = signs.of([data.columns[k] for k in kept])
+    positive = options.signs.of([data.columns[k] for k in kept])
     folds, counts = data.folds(FOLDS)[lower], data.counts[lower]
-    choice = choose_penalty(x, y, folds, weights, candidates, positive=positive, counts=counts)
+    choice = choose_penalty(x, y, folds, weights, options.penalties, positive=positive, counts=counts)
     model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(x, y, weights)
     return lambda features: np.asarray(np.maximum(model.predict(features[:, kept]), 0.0))
 
@@ -139,12 +133,13 @@ def load_extrapolation(
     if not data.columns or above.height < MIN_HOLDOUT_ROWS:
         return None
     names = [c.name for c in data.columns]
-    predict = _fitted_below(data, np.ones(len(data.y), dtype=bool), options.signs, CANDIDATES)
+    predict = _fitted_below(data, np.ones(len(data.y), dtype=bool), options)
+    errors = measure(target_of(above), predict(matrix(above, names)))
     return LoadExtrapolation(
+        **asdict(errors),
         load=load,
         cut=cut,
-        errors=measure(target_of(above), predict(matrix(above, names))),
-        reference=reference(used, above, names) if options.reference else None,
+        gradient_boosting=reference(used, above, names) if options.reference else None,
     )
 
 
@@ -164,6 +159,7 @@ def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorO
         return None
     held = held.sort(LOAD)
     loads, actual, predicted = held[LOAD].to_numpy(), target_of(held), predict_regimes(fitted.regimes, held)
+    # Groups of equal size: in bins of equal width the highest loads would be a row or two.
     groups = np.array_split(np.arange(held.height), min(BINS, held.height // MIN_HOLDOUT_ROWS or 1))
     return ErrorOverLoad(
         load=load,

@@ -1,37 +1,126 @@
-"""The objects that fits return: fitted models together with the rows they were fitted on, and all results of one scope.
+"""What fits take and return: the tables of one scope and the options; fitted models with the rows they were fitted on.
 
-They hold data frames and stay inside the process. Their plain fields, which files publish as they are, are in `results`.
+`ScopeOptions` are what a user chooses for all models of a scope; `FitOptions` are what follows from them for one target.
+These objects hold data frames and stay inside the process. Their plain fields, which files publish as they are, are in
+`results`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import json
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
-from tracefit.fit.results import (
-    Burst,
-    Candidate,
-    ComposedLatencies,
-    DurationCover,
-    ErrorOverLoad,
-    LoadExtrapolation,
-    Missing,
-    OmittedFeature,
-    Overload,
-    PredictionInterval,
-    StepPhase,
-    SummedTime,
-    TargetChoice,
-    Validation,
-)
+from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, PENALTIES, Signs
+from tracefit.server.tracing import without_attribute
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import polars as pl
 
     from tracefit.features.sets import FeatureSet
-    from tracefit.fit.inputs import FitOptions, ScopeTables
+    from tracefit.fit.estimators import Penalty
     from tracefit.fit.linear import FittedRegime, FittedTerm, RegimeRows
+    from tracefit.fit.results import (
+        ComposedLatencies,
+        DurationCover,
+        Missing,
+        OmittedFeature,
+        Overload,
+        SummedTime,
+        TargetChoice,
+        Validation,
+    )
     from tracefit.server.context import ModelScope
+
+
+# -- what goes in ----------------------------------------------------------------------------------------
+
+BetaTarget = Literal["auto", "clock", "duration"]
+
+COVERED_SHARE = 0.8
+"""Where `step.duration_us` covers at least this share of busy time, durations are the step times."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """Options for fitting one target.
+
+    Attributes:
+        drop_outliers: Leave outliers out of the training rows. Off for a target whose tail is the signal.
+        groups: Name to condition: hold-out errors are also given for these rows.
+        label: True value of the first regime's condition, where there are regimes.
+        eval_filter: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
+        reference: Fit the gradient-boosted reference.
+        signs: Which coefficients cannot be negative.
+        penalties: Penalties and strengths to choose from, in order of preference.
+    """
+
+    drop_outliers: bool = True
+    groups: tuple[tuple[str, pl.Expr], ...] = ()
+    eval_filter: pl.Expr | None = None
+    label: pl.Expr | None = None
+    reference: bool = True
+    signs: Signs = ANY_SIGN
+    penalties: tuple[tuple[Penalty, float], ...] = PENALTIES
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeOptions:
+    """Options for fitting the models of a scope.
+
+    Attributes:
+        beta_target: The step time to fit.
+        positive: Allow no negative coefficient and no negative intercept in any model.
+        any_sign: Allow any sign, also where a feature declares one.
+        reference: Fit the gradient-boosted reference beside every model.
+    """
+
+    beta_target: BetaTarget = "auto"
+    positive: bool = False
+    any_sign: bool = False
+    reference: bool = True
+
+    def signs(self, *, intercept: bool = False) -> Signs:
+        """Return the signs in force; `intercept` is for a target whose intercept cannot be negative."""
+        if self.positive:
+            return NON_NEGATIVE
+        return ANY_SIGN if self.any_sign else Signs("declared", intercept=intercept)
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeTables:
+    """The tables of the runs of one scope."""
+
+    runs: pl.DataFrame
+    timeline: pl.DataFrame
+    sampled_steps: int
+    requests: pl.DataFrame
+    queue: pl.DataFrame | None
+    """State of the engine when each request was queued; null where journeys are not complete."""
+    counters: pl.DataFrame
+    """run_id, server, epoch, first_step, last_step."""
+    lags: Mapping[tuple[str, str], int]
+    """(run_id, server) to steps that scheduling runs ahead of execution."""
+    requeue_waits: pl.DataFrame
+    """`timeline.requeue_waits`: the steps that a preempted request waited through."""
+    clock_checks: pl.DataFrame
+    """run_id, server, events, disagreeing: engine core events compared with the starts of their steps."""
+
+    def missing_attributes(self, events: str) -> tuple[str, ...]:
+        """Return a sentence for each event, by a pattern of names, that lacks attributes: which, and what gives them."""
+        # The column is JSON text of the run, the same in the row of each of its servers.
+        found: dict[str, set[str]] = {}
+        for text in self.runs["missing_attributes"].drop_nulls().unique():
+            for event, attributes in json.loads(text).items():
+                if re.fullmatch(events, event):
+                    found.setdefault(event, set()).update(attributes)
+        return tuple(without_attribute(event, sorted(found[event])) for event in sorted(found))
+
+
+# -- what comes out --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +146,7 @@ class LinearFit:
         """Features left out of the regimes; with several regimes each reason starts with the regime's name."""
         many = len(self.regimes) > 1
         return tuple(
-            OmittedFeature(x.feature, f"{fitted.regime.name}: {x.reason}" if many else x.reason)
+            replace(x, reason=f"{fitted.regime.name}: {x.reason}" if many else x.reason)
             for fitted in self.regimes
             for x in fitted.features_left_out
         )
@@ -81,10 +170,8 @@ class FittedBoundary:
         offset_us: QUEUED minus the step start it belongs to.
         residual_us: Mean time left of the step in progress at a random moment: E[c^2] / (2 E[c]) of cycles c.
         busy_share: Share of the time in which a step is in progress.
-        boundary_accuracy_pct: Held-out requests in a known step that get the right boundary, in percent.
-        boundary_accuracy_without_work_pct: The same with zero API work.
-        rows_with_clock: Held-out requests whose boundary the step clock knows.
         without_clock: The linear model for consumers without a step clock, and its own validation.
+        validation: Errors with the clock; `by_group` holds those without it.
     """
 
     work_us: float
@@ -92,17 +179,8 @@ class FittedBoundary:
     offset_us: float
     residual_us: float
     busy_share: float
-    boundary_accuracy_pct: float | None
-    boundary_accuracy_without_work_pct: float | None
-    rows_with_clock: int
     without_clock: LinearFit
     validation: Validation
-    """Errors with the clock; `by_group` holds those without it."""
-    prediction_interval: PredictionInterval
-    """Prediction interval with the clock, from the errors on the training rows."""
-
-    bursts: tuple[Burst, ...]
-    """Periods in which requests queue in front of the API process: outside the range of the fit."""
 
     @property
     def expected_wait_us(self) -> float:
@@ -129,22 +207,13 @@ class FittedModel:
     fitted: LinearFit
     feature_set: str
     recipe: Recipe
+    validation: Validation
+    """Of the model in its published form."""
     notes: tuple[str, ...] = ()
-    by_phase: tuple[StepPhase, ...] = ()
-    """Errors of step times in each workload phase."""
-    candidates: tuple[Candidate, ...] = ()
-    """Every feature set or form that was tried, where several were."""
     feature_definitions: FeatureSet | None = None
     """For step times: the features the model was offered, with their ratios chosen."""
-    error_over_load: ErrorOverLoad | None = None
-    load_extrapolation: LoadExtrapolation | None = None
     boundary: FittedBoundary | None = None
     """Where given, the model is API work and the step clock, and `fitted` serves consumers without a clock."""
-
-    @property
-    def validation(self) -> Validation:
-        """Errors of the model in its published form."""
-        return self.boundary.validation if self.boundary else self.fitted.validation
 
 
 @dataclass(frozen=True, slots=True)

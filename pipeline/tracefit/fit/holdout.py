@@ -1,4 +1,4 @@
-"""Step times of the hold-out: the bias of their sum, the drift of the machine, and a refit of the model on them.
+"""Step times of the hold-out: errors by workload phase, the bias of their sum, the drift of the machine, and a refit.
 
 The bias of the sum is the error of a simulation of the whole run. The refit separates two kinds of error: an error that
 remains after refitting on the held-out rows cannot be removed by other coefficients, since the batch does not determine it;
@@ -16,15 +16,17 @@ import polars as pl
 from tracefit.fit.design import design_of
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.linear import active_regime, linear_terms, matrix, predict_regimes, target_of
-from tracefit.fit.results import SummedTime
+from tracefit.fit.load import phases_of_servers
+from tracefit.fit.results import StepPhase, SummedTime
 from tracefit.fit.select import time_blocks
-from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
+from tracefit.fit.validation import measure
 from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
-    from tracefit.fit.arrays import Integers, Vector
     from tracefit.fit.fitted import LinearFit
     from tracefit.fit.linear import FittedRegime
+    from tracefit.statistics import Integers, Vector
 
 FEWEST_BLOCKS = 10
 """Fewest blocks that a variance is estimated from: blocks of a short hold-out are shorter than the rule says."""
@@ -57,8 +59,16 @@ def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> Su
     predicted, actual = sums[0][drawn].sum(axis=1), sums[1][drawn].sum(axis=1)
     bias_sd = float(np.std(100 * predicted[actual > 0] / actual[actual > 0], ddof=1))
     total, error = float(actual_us.sum()), predicted_us - actual_us
-    largest = 100 * float(error[np.abs(error).argmax()]) / total
-    return SummedTime(float(predicted_us.sum()), total, 2 * bias_sd, count, largest)
+    bias_pct = 100 * (float(predicted_us.sum()) / total - 1)
+    return SummedTime(
+        predicted_us=float(predicted_us.sum()),
+        actual_us=total,
+        bias_pct=bias_pct,
+        bias_2sd_pct=2 * bias_sd,
+        blocks=count,
+        max_contribution_pct=100 * float(error[np.abs(error).argmax()]) / total,
+        drifting=abs(bias_pct) > 2 * bias_sd,
+    )
 
 
 def block_length(series: Vector) -> int:
@@ -100,6 +110,7 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
     held = counted(beta.rows, "holdout")
     if not held.height:
         return None
+    # From the training residuals: those of the hold-out hold the very drift whose size is in question.
     length = _training_block_length(beta)
     server = held.select(s=pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1)["s"].to_numpy()
     servers = int(server.max()) + 1
@@ -178,3 +189,37 @@ def _refitted(regime: FittedRegime, held: pl.DataFrame) -> FittedRegime:
     model.fit(data.x, data.y - kept_us, data.weights)
     terms = (*linear_terms(data.columns, model.coef_, data.x), *kept)
     return replace(regime, intercept=model.intercept_, terms=terms)
+
+
+def errors_by_phase(
+    fitted: LinearFit, requests: pl.DataFrame, eval_filter: pl.Expr | None = None
+) -> tuple[StepPhase, ...]:
+    """Measure a step-time model on the held-out rows of each phase; servers without requests have no phases.
+
+    Args:
+        fitted: The model.
+        requests: The `requests` table, whose arrivals define the phases.
+        eval_filter: Held-out rows to measure the error on, as for the fit.
+    """
+    phases = phases_of_servers(requests.select(*SERVER, at_ns=pl.coalesce("arrival_ns", "queued_ns")))
+    median = float(np.median(target_of(counted(fitted.rows, "train"))))
+    held = (
+        evaluation_rows(counted(fitted.rows, "holdout"), eval_filter)
+        .drop_nulls("ts_ns")
+        .sort(*SERVER, "ts_ns")
+    )
+    found = []
+    for (run, server), rows in held.group_by(SERVER, maintain_order=True):
+        if (server_phases := phases.get((str(run), str(server)))) is None:
+            continue
+        with_phase = rows.with_columns(phase=server_phases.numbers(rows["ts_ns"]))
+        for (number,), phase_rows in with_phase.group_by("phase", maintain_order=True):
+            actual = target_of(phase_rows)
+            found.append(
+                StepPhase(
+                    **vars(server_phases.phases[int(str(number))]),
+                    holdout=measure(actual, predict_regimes(fitted.regimes, phase_rows)),
+                    baseline=measure(actual, np.full(len(actual), median)),
+                )
+            )
+    return tuple(found)

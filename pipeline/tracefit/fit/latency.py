@@ -22,10 +22,10 @@ from tracefit.fit.boundary import expected_admission, predict_admission
 from tracefit.fit.composition import REQUEST, averages_of, averages_only, teacher_forced
 from tracefit.fit.holdout import refit_on_holdout
 from tracefit.fit.linear import predict_regimes
-from tracefit.fit.metrics import distribution, measure
-from tracefit.fit.phases import phases_of_servers
+from tracefit.fit.load import phases_of_servers
 from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
 from tracefit.fit.splits import counted
+from tracefit.fit.validation import distribution, measure
 from tracefit.tables.health import CUT_OFF
 from tracefit.tables.keys import ENGINE, SERVER
 
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.features.sets import FeatureSet
-    from tracefit.fit.arrays import Vector
-    from tracefit.fit.fitted import FittedModel, LinearFit
-    from tracefit.fit.inputs import ScopeTables
-    from tracefit.fit.phases import ServerPhases
+    from tracefit.fit.fitted import FittedModel, LinearFit, ScopeTables
+    from tracefit.fit.load import ServerPhases
     from tracefit.server.context import ModelScope
+    from tracefit.statistics import Vector
 
 MEASURED = {
     "ttft": "ttft_us",
@@ -48,6 +47,15 @@ MEASURED = {
     "execution": "execution_us",
 }
 """Latency to its measured column: the time between stamps of the server's own events."""
+
+_DEFINITIONS = {
+    "ttft": "FIRST_TOKEN - ARRIVED",
+    "itl": "(FINISHED - FIRST_TOKEN) / (output tokens - 1)",
+    "e2e": "FINISHED - ARRIVED = TTFT + (output tokens - 1) * ITL",
+    "client": "DEPARTED - ARRIVED = E2E + departure",
+    "prefill": "FIRST_TOKEN - first SCHEDULED, without waits after a preemption",
+    "execution": "FINISHED - first SCHEDULED, without waits after a preemption: the steps the request was in",
+}
 
 _WHOLE = ("itl", "e2e", "client", "execution")
 """Latencies that a request which was cut off does not have."""
@@ -311,14 +319,18 @@ def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], Ser
     held = rows.filter(pl.col("split") == "holdout")
     evaluated = held.filter(pl.col("actual").is_not_null()).sort(*SERVER, "at_ns")
     return Latency(
-        overall=_errors(evaluated, name, level),
-        by_run={str(run): _errors(rows, name, level) for (run,), rows in _groups(evaluated, ["run_id"])},
+        *_errors(evaluated, name, level),
+        definition=_DEFINITIONS[name],
+        by_run={
+            str(run): LatencyErrors(*_errors(rows, name, level))
+            for (run,), rows in _groups(evaluated, ["run_id"])
+        },
         by_phase=tuple(
-            PhaseErrors(run, server, phases[run, server].phases[number], _errors(rows, name, level))
+            PhaseErrors(*_errors(rows, name, level), **vars(phases[run, server].phases[number]))
             for (run, server, number), rows in _groups(evaluated.drop_nulls("phase"), [*SERVER, "phase"])
         ),
         left_out={**_left_out(held, name), **({"partly_in_training": partly} if partly else {})},
-        distribution=distribution(evaluated, "actual", [f"forced_{name}", f"mean_{name}"]),
+        distribution=distribution(evaluated, "actual", f"forced_{name}", f"mean_{name}"),
     )
 
 
@@ -326,11 +338,12 @@ def _groups(rows: pl.DataFrame, by: list[str]) -> Iterator[tuple[tuple[Any, ...]
     return iter(rows.sort(by, maintain_order=True).group_by(by, maintain_order=True))
 
 
-def _errors(rows: pl.DataFrame, name: str, median: float | None) -> LatencyErrors:
+def _errors(rows: pl.DataFrame, name: str, median: float | None) -> tuple[Metrics, Metrics, Metrics, Metrics]:
+    """Return the fields of `LatencyErrors`."""
     actual = rows["actual"].to_numpy().astype(float)
     baseline = NO_ROWS if median is None else measure(actual, np.full(len(actual), median))
     forced, refit, mean = (_against(rows, f"{way}_{name}") for way in (*_FORCED, "mean"))
-    return LatencyErrors(forced, refit, mean, baseline)
+    return forced, refit, mean, baseline
 
 
 def _against(rows: pl.DataFrame, column: str) -> Metrics:

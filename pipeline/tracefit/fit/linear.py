@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.features.sets import Sign
-    from tracefit.fit.arrays import Flags, Integers, Matrix, Vector
+    from tracefit.fit.estimators import Penalty, Positive
     from tracefit.fit.results import Collinearity, OmittedFeature, PenaltyChoice, PredictionInterval
-    from tracefit.fit.solvers import Positive
+    from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 
 MAX_VIF = 10.0
@@ -29,6 +29,14 @@ MAX_VIF = 10.0
 
 MAX_PRODUCT_VIF = 100.0
 """The limit for a product of features. A square always correlates with its root; cross-validation decides on products."""
+
+
+PENALTIES: tuple[tuple[Penalty, float], ...] = (
+    *(("ridge", s) for s in (1e-8, 1e-4, 1e-3, 1e-2)),
+    *(("lasso", s) for s in (1e-3, 1e-2, 3e-2)),
+    *(("elastic_net", s) for s in (1e-3, 1e-2)),
+)
+"""Penalties and strengths that are compared, in order of preference."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,21 @@
 """Results of a fit as plain data: error metrics, validation, choices that were made, and models that are missing.
 
-The modules of this room fill these types, and the coefficient and evaluation files publish them. Reading such a file and
-predicting a row from it need neither numpy nor polars: this module imports neither.
+The modules of this room fill these types, and the coefficient and evaluation files publish them as they are: the order of
+the fields is the order of the keys, and `Attributes` are the descriptions in `schemas/`. A field with a default may be
+absent in a file of an older version. Reading such a file and predicting a row from it need neither numpy nor polars: this
+module imports neither.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from tracefit.fit.arrays import Vector
-    from tracefit.fit.solvers import Penalty
+    from tracefit.fit.estimators import Penalty
+    from tracefit.statistics import Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +52,37 @@ NO_ROWS = Metrics(0, None, None, None, None, None, None, None, None)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Quantiles at `metrics.PERCENTS` of a measured column and of its predictions, over rows that have all of them."""
+    """Quantiles of one latency in us, measured and predicted, over the same held-out requests.
 
-    rows: int
+    Attributes:
+        requests: Requests that have all of them.
+        percents: Percent of requests, one per entry of each list of quantiles.
+        measured: Quantiles of the measured latency.
+        teacher_forced: Quantiles of the prediction from the real batches and waits; null where there is none.
+        averages_only: Quantiles of the prediction from averages; null where there is none.
+    """
+
+    requests: int
+    percents: tuple[int, ...]
     measured: tuple[float, ...]
-    predicted: Mapping[str, tuple[float, ...]]
+    teacher_forced: tuple[float, ...] | None
+    averages_only: tuple[float, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class OmittedFeature:
-    """A feature that is not in the model, and why."""
+    """A feature that is not in the model, and why.
+
+    Attributes:
+        feature: Its name.
+        reason: Why it is left out.
+        training_range: Its smallest and largest value in the training rows; null where it was not known. The model says
+            nothing of steps beyond it.
+    """
 
     feature: str
     reason: str
+    training_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +99,34 @@ class PenaltyChoice:
 
 @dataclass(frozen=True, slots=True)
 class Collinearity:
-    """Collinearity of the features of a model.
+    """How well the features of a model, or of one regime of it, predict each other in the training rows.
 
     Attributes:
+        regime: Name of the regime, or `all`.
         condition_number: Largest by smallest singular value of the standardised features (Belsley, Kuh and Welsch
-            1980): 1 is none, above 30 is strong. Null without features.
-        variance_inflation: Per feature, the factor by which the other features raise the variance of its coefficient; 1 is
-            none.
+            1980): 1 is none, above 30 is trouble. Null without features.
+        variance_inflation: Feature to how much wider the variance of its coefficient is than without the others.
     """
 
+    regime: str
     condition_number: float | None
-    variance_inflation: tuple[float, ...]
+    variance_inflation: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionInterval:
-    """Limits of a 95 % prediction interval: factors on a prediction, or differences from it in the target's unit."""
+    """Limits of the prediction interval of one regime, or of `all` rows.
 
+    Attributes:
+        regime: Name of the regime, or `all`.
+        level_pct: Percent of rows that lie between the limits.
+        kind: Whether the limits are factors on the prediction, or differences from it in the model's unit.
+        low: Lower limit.
+        high: Upper limit.
+    """
+
+    regime: str
+    level_pct: float
     kind: Literal["ratio", "difference"]
     low: float
     high: float
@@ -105,6 +136,10 @@ class PredictionInterval:
         if self.kind == "ratio":
             return predicted * self.low, predicted * self.high
         return (predicted + self.low).clip(min=0.0), (predicted + self.high).clip(min=0.0)
+
+
+NO_INTERVAL = PredictionInterval("all", 0.0, "difference", 0.0, 0.0)
+"""Stands in a model until its predictions give it an interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +154,15 @@ class LearningPoint:
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Confusion of the first regime's condition with the truth on the held-out rows; the first regime is positive."""
+    """How well the condition of the first regime predicts that regime on the held-out rows.
+
+    Attributes:
+        balanced_accuracy: Mean of the shares of right predictions among the rows of the regime and among the others.
+        confusion: Rows by outcome, with the first regime as positive: `true_positive`, `false_negative`, ...
+    """
 
     balanced_accuracy: float | None
-    true_positive: int
-    false_negative: int
-    false_positive: int
-    true_negative: int
+    confusion: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,34 +180,21 @@ class EquationErrors:
     per_step: Metrics
 
 
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """Errors of one model, of its baseline and of its reference; all but `train` on the hold-out."""
-
-    train: Metrics
-    holdout: Metrics
-    baseline: Metrics
-    reference: Metrics | None
-    by_group: dict[str, Metrics]
-    within_5_pct: float | None
-    extrapolated_rows: int
-    extrapolated: dict[str, int]
-    """Held-out rows with a feature outside the training range of their regime, by feature."""
-    interval_coverage_pct: float
-    """Percent of held-out rows within their 95 % prediction interval."""
-    by_load: dict[str, Metrics]
-    """Errors on held-out rows `inside` and `outside` the ranges of the training rows."""
-    skill: float | None
-    classifier: Classifier | None = None
-    learning_curve: tuple[LearningPoint, ...] = ()
-    held_out_equations: EquationErrors | None = None
-    """Given for step times whose hold-out has intervals."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: `PhaseErrors` has two bases, of which only one may have them
 class Phase:
-    """A period of constant arrival rate, in seconds after the first arrival."""
+    """A workload phase of one server: a period in which requests arrive at one rate.
 
+    Attributes:
+        run_id: The run.
+        server: The server.
+        from_s: Seconds after the server's first request.
+        to_s: Its end, counted the same way.
+        arrivals_per_s: Requests per second.
+        requests: All requests of the phase, held out or not.
+    """
+
+    run_id: str
+    server: str
     from_s: float
     to_s: float
     arrivals_per_s: float
@@ -178,12 +202,14 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPhase:
-    """Errors on the held-out steps that began in one phase of one server: the model's, and those of the training median."""
+class StepPhase(Phase):
+    """Errors on the held-out steps that began in one workload phase.
 
-    run_id: str
-    server: str
-    phase: Phase
+    Attributes:
+        holdout: Errors of the model.
+        baseline: Errors of the training median on the same steps.
+    """
+
     holdout: Metrics
     baseline: Metrics
 
@@ -216,20 +242,19 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadExtrapolation:
-    """Errors of a model fitted on the lower half of the load of all rows and evaluated on the upper half.
+class LoadExtrapolation(Metrics):
+    """Errors on the upper half of the load of a model of the same form that was fitted on the lower half.
 
     Attributes:
-        load: The measure of load.
-        cut: Median load: the border between the halves.
-        errors: Errors on the upper half.
-        reference: Gradient boosting on the same features and rows.
+        load: The measure of load: running_tokens (in the caches of the batch), or batch_requests.
+        cut: The load that the lower half does not exceed.
+        gradient_boosting: Errors of gradient boosting on the same features and rows.
     """
 
+    _: KW_ONLY
     load: str
     cut: float
-    errors: Metrics
-    reference: Metrics | None
+    gradient_boosting: Metrics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +287,71 @@ class Burst:
     holdout_requests: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """One model's validation: its errors beside those of its baseline and its reference, and what they depend on.
+
+    Attributes:
+        unit: Unit of the target and of absolute errors.
+        n_features: Terms of the model.
+        train: Errors on the training rows.
+        holdout: Errors on the held-out rows, as everything below.
+        baseline: Errors of the training median.
+        gradient_boosting: Errors of gradient boosting on the same features and rows: of a flexible model that cannot be
+            read.
+        by_group: Errors by kind of row.
+        by_phase: Errors of step times by workload phase.
+        by_load: Errors `inside` and `outside` the ranges of the training rows.
+        held_out_equations: Errors of step times over single steps and intervals, where the hold-out has both.
+        error_over_load: Errors of step times in groups of rows by load.
+        load_extrapolation: Errors of step times beyond the load that the form was fitted on.
+        candidates: What was tried inside the training part, and what was chosen.
+        classifier: How well the regime of a row is predicted, where there are regimes.
+        within_5_pct: Percent of rows predicted within 5 %.
+        extrapolated_rows: Rows with a feature outside the training range of their regime.
+        extrapolated: The same by feature.
+        prediction_intervals: Limits by regime.
+        interval_coverage_pct: Percent of rows within their prediction interval.
+        prefill_reach_pct: Of a model of step times: the most prompt tokens of a step trained on, in percent of the tokens
+            that a step may have.
+        collinearity: Collinearity of the features by regime.
+        learning_curve: Errors of the model trained on fewer rows.
+        rows_by_source: Training rows by kind: adjacent, interval, duration.
+        boundary_accuracy_pct: Percent of requests that get the right step boundary, of those whose step is known.
+        boundary_accuracy_without_work_pct: The same with zero API work.
+        bursts: Periods outside the range of an admission model: the API process has a queue.
+        skill: 1 - mae / baseline.mae.
+    """
+
+    unit: str
+    n_features: int
+    train: Metrics
+    holdout: Metrics
+    baseline: Metrics
+    gradient_boosting: Metrics | None
+    by_group: dict[str, Metrics] = field(default_factory=dict)
+    by_phase: tuple[StepPhase, ...] = ()
+    by_load: dict[str, Metrics] = field(default_factory=dict)
+    held_out_equations: EquationErrors | None = None
+    error_over_load: ErrorOverLoad | None = None
+    load_extrapolation: LoadExtrapolation | None = None
+    candidates: tuple[Candidate, ...] = ()
+    classifier: Classifier | None = None
+    within_5_pct: float | None = None
+    extrapolated_rows: int = 0
+    extrapolated: dict[str, int] = field(default_factory=dict)
+    prediction_intervals: tuple[PredictionInterval, ...] = ()
+    interval_coverage_pct: float | None = None
+    prefill_reach_pct: float | None = None
+    collinearity: tuple[Collinearity, ...] = ()
+    learning_curve: tuple[LearningPoint, ...] = ()
+    rows_by_source: dict[str, int] = field(default_factory=dict)
+    boundary_accuracy_pct: float | None = None
+    boundary_accuracy_without_work_pct: float | None = None
+    bursts: tuple[Burst, ...] = ()
+    skill: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class DurationCover:
     """Share of the busy time that `step.duration_us` covers, over consecutive sampled steps."""
@@ -290,69 +380,71 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class SummedTime:
-    """Sum of step times over the held-out rows.
+    """Step times of the held-out rows, summed.
 
     Attributes:
         predicted_us: Sum predicted.
         actual_us: Sum measured.
-        two_sd_pct: Two standard deviations of the bias in percent, by block bootstrap.
+        bias_pct: Predicted minus measured sum, in percent of the measured one.
+        bias_2sd_pct: Two standard deviations of bias_pct, by bootstrap over blocks of time.
         blocks: Number of blocks of time in the bootstrap.
-        max_contribution_pct: Contribution of the row with the largest error to the bias, in percentage points: large for a
-            hiccup.
+        max_contribution_pct: Contribution of the step or interval with the largest error to bias_pct, in percentage
+            points: large for a hiccup.
         speed_change_pct: How much longer steps of equal batches take in the hold-out than in the training part; null where
             too few batches are equal.
+        drifting: bias_pct is more than two standard deviations: the machine, or its workload, changed after training.
     """
 
     predicted_us: float
     actual_us: float
-    two_sd_pct: float
+    bias_pct: float
+    bias_2sd_pct: float
     blocks: int
     max_contribution_pct: float
     speed_change_pct: float | None = None
-
-    @property
-    def drifting(self) -> bool:
-        """Whether the bias exceeds chance: the machine, or its workload, changed after the training part."""
-        return abs(self.bias_pct) > self.two_sd_pct
-
-    @property
-    def bias_pct(self) -> float:
-        """Predicted minus measured sum, in percent of the measured one."""
-        return 100 * (self.predicted_us / self.actual_us - 1)
+    drifting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyErrors:
-    """Errors of one latency over one group of requests, each over the requests with a prediction."""
+    """Errors of one latency over one group of requests, each over the requests with a prediction.
+
+    Attributes:
+        teacher_forced: The real batches and the real waits; step times and overheads predicted.
+        refit_on_holdout: Teacher-forced, with the terms of the step time fitted on the held-out steps themselves: an error
+            that no coefficients mend. Where it is much smaller, the machine or the load has changed since the training part.
+        averages_only: Everything predicted from averages over the training part and the request's own lengths.
+        baseline: The training median.
+    """
 
     teacher_forced: Metrics
     refit_on_holdout: Metrics
-    """Teacher-forced with the step-time model refitted on the hold-out: the error that no coefficients remove."""
     averages_only: Metrics
     baseline: Metrics
-    """The training median."""
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseErrors:
-    """Errors over the held-out requests of one workload phase of one server."""
-
-    run_id: str
-    server: str
-    phase: Phase
-    errors: LatencyErrors
+class PhaseErrors(Phase, LatencyErrors):
+    """Errors of one latency over the held-out requests of one workload phase."""
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
-    """One latency: errors over all held-out requests, per run, per phase; requests without a prediction by reason."""
+class Latency(LatencyErrors):
+    """One latency of requests that came in the hold-out of every fit.
 
-    overall: LatencyErrors
-    by_run: Mapping[str, LatencyErrors]
+    Attributes:
+        definition: The stamps it lies between.
+        by_run: Errors by run.
+        by_phase: Errors by workload phase.
+        left_out: Held-out requests without a teacher-forced prediction, by reason.
+        distribution: Quantiles; null where no held-out request has a prediction.
+    """
+
+    definition: str
+    by_run: dict[str, LatencyErrors]
     by_phase: tuple[PhaseErrors, ...]
-    left_out: Mapping[str, int]
-    distribution: Distribution
-    """Quantiles of the measured latency and of the predictions `forced_…` and `mean_…`."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    distribution: Distribution | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +494,11 @@ class LeftOutErrors:
         feature_set: The feature set the model was offered.
         trained_on: The runs, models or GPUs it was fitted on.
         rows_used: Rows it was fitted on.
-        validation: Errors; all but `train` on the rows left out.
+        errors: Errors on what was left out, as everything below.
+        baseline: Errors of the training median.
+        gradient_boosting: Errors of gradient boosting on the same features and rows.
+        skill: 1 - errors.mae / baseline.mae.
+        interval_coverage_pct: Percent of rows within their prediction interval.
     """
 
     kind: LeftOutKind
@@ -412,7 +508,11 @@ class LeftOutErrors:
     feature_set: str
     trained_on: tuple[str, ...]
     rows_used: int
-    validation: Validation
+    errors: Metrics
+    baseline: Metrics
+    gradient_boosting: Metrics | None
+    skill: float | None
+    interval_coverage_pct: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracefit.fit.estimators import RobustLinear
-from tracefit.fit.linear import MAX_VIF
+from tracefit.fit.estimators import Penalty, Positive, RobustLinear, line, moments
+from tracefit.fit.linear import MAX_VIF, PENALTIES
 from tracefit.fit.results import Collinearity, OmittedFeature, PenaltyChoice
-from tracefit.fit.solvers import Penalty, Positive, line, moments
 
 if TYPE_CHECKING:
-    from tracefit.fit.arrays import Integers, Matrix, Vector
+    from collections.abc import Sequence
+
+    from tracefit.statistics import Integers, Matrix, Vector
 
 
 MIN_VARIED_ROWS = 20
@@ -39,12 +40,6 @@ MIN_GAIN = 0.05
 
 HARM_FACTOR = 1.1
 """Features are misleading above this multiple of a constant's error; useless ones raise it by a few percent only."""
-
-CANDIDATES: tuple[tuple[Penalty, float], ...] = (
-    *(("ridge", s) for s in (1e-8, 1e-4, 1e-3, 1e-2)),
-    *(("lasso", s) for s in (1e-3, 1e-2, 3e-2)),
-    *(("elastic_net", s) for s in (1e-3, 1e-2)),
-)
 
 
 def usable_features(
@@ -141,17 +136,24 @@ def _collinear(nearest: str, unexplained: float) -> str:
     return f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
 
 
-def collinearity(x: Matrix) -> Collinearity:
-    """Measure the collinearity of features that vary; `x` has the shape (n, n_features)."""
+def collinearity(x: Matrix, names: Sequence[str], regime: str) -> Collinearity:
+    """Measure the collinearity of the features of a regime.
+
+    Args:
+        x: Features that vary, shape (n, n_features).
+        names: Their names.
+        regime: Name of the regime.
+    """
     if not x.shape[1]:
-        return Collinearity(None, ())
+        return Collinearity(regime, None, {})
     correlation = np.atleast_2d(np.corrcoef(x, rowvar=False))
     values = np.linalg.eigvalsh(correlation)
     # The diagonal of the inverse correlation matrix holds the variance inflations.
     inflations = np.diag(np.linalg.pinv(correlation, hermitian=True))
     return Collinearity(
+        regime,
         float(np.sqrt(values[-1] / max(float(values[0]), np.finfo(float).eps))),
-        tuple(max(float(v), 1.0) for v in inflations),
+        {name: max(float(v), 1.0) for name, v in zip(names, inflations, strict=True)},
     )
 
 
@@ -177,7 +179,7 @@ def choose_penalty(
     y: Vector,
     blocks: Integers,
     weights: Vector | None = None,
-    candidates: tuple[tuple[Penalty, float], ...] = CANDIDATES,
+    penalties: tuple[tuple[Penalty, float], ...] = PENALTIES,
     *,
     positive: Positive = False,
     counts: Vector | None = None,
@@ -193,7 +195,7 @@ def choose_penalty(
         y: Targets, shape (n,).
         blocks: Number of each row's block of time, shape (n,): the folds.
         weights: Inverse variance of each row up to a factor, shape (n,); equal if not given.
-        candidates: Penalties and strengths.
+        penalties: Penalties and strengths.
         positive: What cannot be negative.
         counts: Weight of each row's error in the comparison, shape (n,); `weights` if not given.
 
@@ -202,18 +204,19 @@ def choose_penalty(
     """
     weights = np.ones(len(y)) if weights is None else weights
     counts = weights if counts is None else counts
+    # Ceiling division: the smallest step that leaves no more than `ENOUGH_ROWS`.
     every_nth = slice(None, None, -(-len(y) // ENOUGH_ROWS) or None)
     x, y, blocks = np.asfortranarray(x[every_nth]), y[every_nth], blocks[every_nth]
     weights, counts = weights[every_nth], counts[every_nth]
     folds = [f for f in np.unique(blocks) if 0 < np.sum(blocks == f) < len(y)]
     if not folds:
-        penalty, strength = candidates[0]
+        penalty, strength = penalties[0]
         return PenaltyChoice(penalty, strength, float("nan"), 0)
     errors = []
     for fold in folds:
         test = blocks == fold
         predictions = _fold_predictions(
-            (x[~test], y[~test], weights[~test]), x[test], candidates, positive=positive
+            (x[~test], y[~test], weights[~test]), x[test], penalties, positive=positive
         )
         absolute = np.abs(np.maximum(predictions, 0.0) - y[test])
         # Divided by the sum over all rows, the errors of the folds add up to the mean over all rows.
@@ -221,7 +224,7 @@ def choose_penalty(
     by_fold = np.array(errors)  # shape (folds, candidates)
     best = _first_best(by_fold.sum(axis=0))
     scores = tuple(float(score) for score in by_fold[:, best])
-    return PenaltyChoice(*candidates[best], float(by_fold.sum(axis=0)[best]), len(folds), scores)
+    return PenaltyChoice(*penalties[best], float(by_fold.sum(axis=0)[best]), len(folds), scores)
 
 
 def _first_best(errors: Vector) -> int:
@@ -254,7 +257,7 @@ def is_worse_than_constant(
     blocks: Integers,
     weights: Vector,
     choice: PenaltyChoice,
-    counts: Vector | None = None,
+    counts: Vector,
 ) -> bool:
     """Return whether the features predict left-out blocks of time clearly worse than a constant does.
 
@@ -265,24 +268,24 @@ def is_worse_than_constant(
         return False
     return (
         choice.score
-        > HARM_FACTOR * choose_penalty(x[:, :0], y, blocks, weights, CANDIDATES[:1], counts=counts).score
+        > HARM_FACTOR * choose_penalty(x[:, :0], y, blocks, weights, PENALTIES[:1], counts=counts).score
     )
 
 
 def _fold_predictions(
     train: tuple[Matrix, Vector, Vector],
     x: Matrix,
-    candidates: tuple[tuple[Penalty, float], ...],
+    penalties: tuple[tuple[Penalty, float], ...],
     *,
     positive: Positive,
 ) -> Matrix:
     """Predict the rows `x` of one fold by every candidate fitted on the other folds; shape (n_candidates, n_rows)."""
-    first = RobustLinear(*candidates[0], max_iter=FOLD_ROUNDS, positive=positive).fit_rows(*train)
+    first = RobustLinear(*penalties[0], max_iter=FOLD_ROUNDS, positive=positive).fit_rows(*train)
     center, scale = train[0].mean(axis=0), train[0].std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
     # One pass over the rows serves all candidates: with shared weights they differ in the penalty alone.
     summed = moments(np.asfortranarray((train[0] - center) / scale), train[1], first.weights)
-    lines = [line(summed, -center / scale, *candidate, positive=positive) for candidate in candidates]
+    lines = [line(summed, -center / scale, *candidate, positive=positive) for candidate in penalties]
     return np.array([intercept + x @ (slopes / scale) for intercept, slopes in lines])
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tracefit.features.targets import Target
-    from tracefit.fit.inputs import ScopeTables
+    from tracefit.fit.fitted import ScopeTables
 
 TRAIN_SHARE = 0.7
 WARM_UP_STEPS = 20
@@ -52,6 +52,7 @@ def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
         rows: Columns run_id, server, ts_ns, excluded_reason.
     """
     is_counted = ~pl.col("excluded_reason").is_in(ALWAYS).fill_null(value=False)
+    # Each server has its own boundary: a clock is its own, and a run may start its servers one after the other.
     boundary = (
         rows.filter(is_counted)
         .sort(*SERVER, "ts_ns")
@@ -68,12 +69,12 @@ def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
     return joined.with_columns(split=split)
 
 
-def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr, *, train_only: bool = True) -> pl.DataFrame:
-    """Mark rows that meet `condition` with `reason`, unless they are marked already."""
+def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr) -> pl.DataFrame:
+    """Mark training rows that meet `condition` with `reason`, unless they are marked already."""
     # The first reason stays: the order of the marks is the order of the published rules.
-    free = pl.col("excluded_reason").is_null() & condition.fill_null(value=False)
-    if train_only:
-        free = free & (pl.col("split") == "train")
+    free = (
+        pl.col("excluded_reason").is_null() & (pl.col("split") == "train") & condition.fill_null(value=False)
+    )
     return rows.with_columns(excluded_reason=pl.when(free).then(pl.lit(reason)).otherwise("excluded_reason"))
 
 

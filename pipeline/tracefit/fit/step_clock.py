@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:
-    from tracefit.fit.arrays import Flags, Integers, Vector
+    from tracefit.statistics import Flags, Integers, Vector
 
 TOLERANCE_SDS = 3.0
 """An estimated start is taken to be exact to within this many standard deviations."""
@@ -101,3 +101,56 @@ def meets_idle(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Flags:
     """Return whether the engine was idle `done_us` after ARRIVED; shape (n,)."""
     index = _next_start(rows, clock, done_us)
     return np.asarray((index >= 0) & clock.follows[index] & clock.idle_before[index])
+
+
+def admission_with_clock(
+    rows: pl.DataFrame, timeline: pl.DataFrame, done_us: Vector, offset_us: float
+) -> tuple[Vector, Flags]:
+    """Predict admissions by the step clock: the boundary after the work, or its end itself when the engine was idle.
+
+    A step start that the clock does not know is placed evenly between the known ones around it.
+
+    Args:
+        rows: Admission rows: engine columns and ts_ns.
+        timeline: The `timeline` table.
+        done_us: From the arrival of each row to the end of its API work.
+        offset_us: QUEUED less the step start it comes before.
+
+    Returns:
+        Predictions in us, clipped at 0, and for which rows the clock knows enough; shape (n,) each.
+    """
+    clock, between = step_clock(timeline), interpolated_clock(timeline)
+    until, known = until_boundary(rows, clock, between, done_us)
+    idle = meets_idle(rows, clock, done_us)
+    predicted = np.where(known, until + offset_us, done_us)
+    return np.asarray(np.maximum(predicted, 0.0)), np.asarray(known | idle)
+
+
+def until_boundary(
+    rows: pl.DataFrame, clock: StepClock, between: StepClock, done_us: Vector
+) -> tuple[Vector, Flags]:
+    """Return the time to the boundary each request waits for, and whether either clock knows it; shape (n,) each."""
+    arrived, idle = rows["ts_ns"].to_numpy(), meets_idle(rows, clock, done_us)
+    exact, interpolated = (boundary_of(rows, starts, done_us) for starts in (clock, between))
+    until = np.where(exact >= 0, clock.starts[exact] - arrived, between.starts[interpolated] - arrived) / 1e3
+    return until, np.asarray((exact >= 0) | ((interpolated >= 0) & ~idle))
+
+
+def mean_residual(timeline: pl.DataFrame, train: pl.DataFrame) -> tuple[float, float]:
+    """Return the mean residual cycle and the busy share of time in the training part.
+
+    The mean residual of a cycle c at a random moment of busy time is E[c^2] / (2 E[c]) (renewal theory: the moment falls
+    into a cycle with a probability proportional to its length, and half of the cycle is left). A cycle that holds idle
+    time counts as busy for the length of a median cycle.
+    """
+    ends = train.group_by(SERVER).agg(until_ns=pl.col("holdout_from_ns").first())
+    cycles = timeline.filter(pl.col("cycle_us").is_not_null()).join(ends, on=SERVER)
+    cycles = cycles.filter(pl.col("ts_start_ns") < pl.col("until_ns"))
+    cycle, steps = cycles["cycle_us"].to_numpy(), cycles["interval_steps"].to_numpy().astype(float)
+    idle = cycles["idle_after"].fill_null(value=False).to_numpy()
+    if not (~idle).any():
+        return 0.0, 0.0
+    busy = cycle[~idle] * steps[~idle]
+    busy_of_idle = np.minimum(cycle[idle], np.median(cycle[~idle])) * steps[idle]
+    residual = float((busy * cycle[~idle]).sum() / (2 * busy.sum()))
+    return residual, float((busy.sum() + busy_of_idle.sum()) / (cycle * steps).sum())

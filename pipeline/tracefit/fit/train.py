@@ -14,7 +14,7 @@ import polars as pl
 
 from tracefit.fit import splits
 from tracefit.fit.design import Design, design_of, outliers
-from tracefit.fit.estimators import HUBER, RobustLinear, confidence_intervals
+from tracefit.fit.estimators import HUBER, RobustLinear, bounds_of, confidence_intervals
 from tracefit.fit.fitted import LinearFit, TooFewRows
 from tracefit.fit.linear import (
     NON_NEGATIVE,
@@ -26,8 +26,7 @@ from tracefit.fit.linear import (
     target_of,
     which,
 )
-from tracefit.fit.metrics import prediction_interval
-from tracefit.fit.results import OmittedFeature, PredictionInterval
+from tracefit.fit.results import NO_INTERVAL, OmittedFeature
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
@@ -37,15 +36,15 @@ from tracefit.fit.select import (
     out_of_fold,
     usable_features,
 )
-from tracefit.fit.solvers import bounds_of
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
-from tracefit.fit.validate import equation_errors, learning_curve, validate
+from tracefit.fit.validation import equation_errors, learning_curve, prediction_interval, validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.fit.arrays import Vector
-    from tracefit.fit.inputs import FitOptions
+    from tracefit.fit.fitted import FitOptions
+    from tracefit.fit.results import PredictionInterval
+    from tracefit.statistics import Vector
 
 MAX_UNKNOWN_SHARE = 0.05
 _SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
@@ -81,6 +80,7 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
         rows = _mark_outliers(rows, used, known)
         used = counted(rows, "train")
     holdout = counted(rows, "holdout")
+    # Held-out rows keep their outliers, so that an interval must know of those of the training.
     outlying = rows.filter((pl.col("split") == "train") & (pl.col("excluded_reason") == splits.OUTLIER))
     fitted, designs = _fit_each(used, outlying, regimes, {f.name for f in known}, unknown, options)
     if not fitted or holdout.height < MIN_HOLDOUT_ROWS:
@@ -155,12 +155,21 @@ def _fit_each(
         columns = [f for f in regime.features if f.name in known]
         lacking = [x for x in unknown if x.feature in {f.name for f in regime.features}]
         fitted, design = _fit_one(matching, outlying.filter(regime.holds()), regime, columns, options)
-        results.append(replace(fitted, features_left_out=(*lacking, *fitted.features_left_out)))
+        left_out = tuple(_with_range(x, matching) for x in (*lacking, *fitted.features_left_out))
+        results.append(replace(fitted, features_left_out=left_out))
         designs.append(design)
     # The last regime must predict all remaining rows, so that it loses the condition it was fitted under.
     if results and results[-1].regime.any_of:
         results[-1] = replace(results[-1], regime=replace(results[-1].regime, any_of=()))
     return results, designs
+
+
+def _with_range(omitted: OmittedFeature, used: pl.DataFrame) -> OmittedFeature:
+    """Add the range of an omitted feature: a model without prompt tokens was trained on few of them, or on none."""
+    values = matrix(used, [omitted.feature])
+    if not values.size or not np.isfinite(values).all():
+        return omitted
+    return replace(omitted, training_range=(float(values.min()), float(values.max())))
 
 
 def _fit_one(
@@ -181,7 +190,9 @@ def _fit_one(
     """
     data, left = design_of(used, features)
     positive, folds = options.signs.of(data.columns), data.folds(FOLDS)
-    choice = choose_penalty(data.x, data.y, folds, data.weights, positive=positive, counts=data.counts)
+    choice = choose_penalty(
+        data.x, data.y, folds, data.weights, options.penalties, positive=positive, counts=data.counts
+    )
     if is_worse_than_constant(data.x, data.y, folds, data.weights, choice, data.counts):
         reason = "predicts left-out blocks of time worse than a constant"
         misleading = [OmittedFeature(c.name, reason) for c in data.columns]
@@ -193,7 +204,7 @@ def _fit_one(
     bounds, _ = bounds_of(positive, len(data.columns))
     penalized = f"set to zero by the {_SPELLED[choice.penalty]}"
     zeroed = [
-        OmittedFeature(c.name, "not above zero in these runs" if bound else penalized)
+        OmittedFeature(c.name, "its coefficient is not above zero in these runs" if bound else penalized)
         for c, value, bound in zip(data.columns, model.coef_, bounds, strict=True)
         if value == 0
     ]
@@ -207,8 +218,8 @@ def _fit_one(
         features_left_out=(*left, *zeroed),
         choice=choice,
         rows_used=used.height,
-        collinearity=collinearity(data.x[:, in_model]),
-        prediction_interval=PredictionInterval("difference", 0.0, 0.0),
+        collinearity=collinearity(data.x[:, in_model], [t.feature.name for t in terms], regime.name),
+        prediction_interval=NO_INTERVAL,
         signs=options.signs,
     )
     if fitted.least <= 0 and options.signs.intercept and options.signs != NON_NEGATIVE:
@@ -235,7 +246,7 @@ def _interval(
         selected = np.concatenate([which(frame, eval_filter) for frame in (used, outlying)])
         if selected.sum() >= MIN_TRAIN_ROWS:
             predicted, actual = predicted[selected], actual[selected]
-    return prediction_interval(predicted, actual)
+    return prediction_interval(predicted, actual, fitted.regime.name)
 
 
 def _drop_unknown(

@@ -20,21 +20,22 @@ from urllib.parse import unquote
 
 from tracefit.errors import DataError, UsageError
 from tracefit.inputs.files import TraceFile, cannot_open, display_name, reason_of
-from tracefit.inputs.folders import Folder, find_local
-from tracefit.inputs.formats import inspect_file
-from tracefit.inputs.remote import FileSystemOf, find_remote, open_filesystem
-from tracefit.inputs.run_folders import (
+from tracefit.inputs.folders import (
     CONFIG_NAMES,
     KV_NAME,
     MODEL_CONFIG_NAME,
     RUN_CONFIG_NAMES,
     TRACE_NAME,
+    Folder,
     FolderParts,
     clean_run_id,
     common_stem,
+    find_local,
     run_folder,
     without_dates,
 )
+from tracefit.inputs.formats import inspect_file
+from tracefit.inputs.remote import FileSystemOf, find_remote, open_filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

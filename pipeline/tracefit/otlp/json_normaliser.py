@@ -8,10 +8,9 @@ bad span costs itself and not its siblings; everything left out is a reject with
 from __future__ import annotations
 
 import re
-from base64 import b64encode
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -19,34 +18,23 @@ from msgspec import Raw
 from tracefit.otlp import json_records
 from tracefit.otlp.json_records import (
     DECODE_ERRORS,
-    Count,
     Event,
-    Int32,
-    Int64,
-    Nanos,
+    KeyValue,
+    KeyValueList,
+    Resource,
+    Scope,
+    SpanStruct,
+    Status,
+    Value,
+    ValueList,
+    field_of,
+    fields_read,
     from_base64,
-    write_pairs,
 )
-from tracefit.otlp.model import (
-    ID_BYTES,
-    KINDS,
-    STATUS_CODES,
-    CheckedRecord,
-    FieldError,
-    Origin,
-    Pairs,
-    Plain,
-    Scalar,
-    Span,
-    SpanGroup,
-    check_depth,
-    enum_number,
-    finite,
-    nested_text,
-)
+from tracefit.otlp.model import ID_BYTES, CheckedRecord, FieldError, Origin, Scalar, Span, SpanGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tracefit.inputs.rejects import Reject
 
@@ -61,7 +49,6 @@ _MAX_ENVELOPES = 16
 """Nested envelopes around a record that are opened; Tempo writes one."""
 
 _HEX = re.compile("[0-9a-fA-F]+")
-_SCALAR_KINDS = (("intValue", Int64), ("doubleValue", float), ("boolValue", bool), ("stringValue", str))
 _OTHER_SIGNALS = {"resourceLogs": "logs", "resourceMetrics": "metrics"}
 _RECORD_KEYS = {"trace", "batches", "resourceSpans", "resource_spans"}
 
@@ -197,9 +184,9 @@ class _RecordReader:
 
     def _read_resource_spans(self, raw: Raw) -> None:
         item = _fields(raw, "it")
-        resource = _object_of(_get(item, "resource"), "resource")
+        resource = _text_of(_get(item, "resource"), Resource, "resource", _TextAttributes)
         strings: list[tuple[str, Scalar]] = [
-            (text(pair, "key"), text(child(pair, "value"), "stringValue")) for pair in _pairs_of(resource)
+            (each.key, each.value.string_value) for each in resource.attributes
         ]
         scopes = _first(item, "scopeSpans", "instrumentationLibrarySpans")
         self._each(
@@ -208,9 +195,9 @@ class _RecordReader:
 
     def _read_scope_spans(self, raw: Raw, *, resource: list[tuple[str, Scalar]]) -> None:
         item = _fields(raw, "it")
-        scope = _object_of(_first(item, "scope", "instrumentationLibrary"), "scope")
+        scope = _text_of(_first(item, "scope", "instrumentationLibrary"), Scope, "scope", _ScopeName)
         spans: list[Span] = []
-        self.groups.append(SpanGroup(Origin.of(resource, text(scope, "name")), spans))
+        self.groups.append(SpanGroup(Origin.of(resource, scope.name), spans))
         for each in _list(_get(item, "spans"), "spans"):
             self._spans_read += 1
             try:
@@ -247,43 +234,52 @@ def read_span(raw: Raw) -> Span:
     try:
         return json_records.read_span(raw)
     except (FieldError, *DECODE_ERRORS):
-        return _span(as_object(_tree(raw), "it"))
+        span = _usual(_tree(raw), SpanStruct, "it")
+    span |= {name: _id(span, name) for name in ("traceId", "spanId")} | {"parentSpanId": _parent_id(span)}
+    try:
+        return json_records.read_span(Raw(msgspec.json.encode(span)))
+    except DECODE_ERRORS as error:
+        raise FieldError(f"{field_of(error)} is not valid") from error
 
 
-def _span(span: Json) -> Span:
-    status = child(span, "status")
-    return Span(
-        trace_id=_id(span, "traceId"),
-        span_id=_id(span, "spanId"),
-        parent_span_id=_parent_id(span),
-        name=text(span, "name"),
-        kind=_enum(span, "kind", "SPAN_KIND_", KINDS),
-        start_unix_ns=number(span, "startTimeUnixNano", Nanos),
-        end_unix_ns=number(span, "endTimeUnixNano", Nanos),
-        attributes=write_pairs(read_attributes(span)),
-        events=[_event(as_object(event, "events")) for event in items(span, "events")],
-        dropped_attributes=number(span, "droppedAttributesCount", Count),
-        dropped_events=number(span, "droppedEventsCount", Count),
-        status_code=_enum(status, "code", "STATUS_CODE_", STATUS_CODES),
-        status_message=text(status, "message"),
-    )
+_INSIDE: dict[type[msgspec.Struct], dict[str, type[msgspec.Struct]]] = {
+    SpanStruct: {"attributes": KeyValue, "events": Event, "status": Status},
+    Event: {"attributes": KeyValue},
+    KeyValue: {"value": Value},
+    Value: {"arrayValue": ValueList, "kvlistValue": KeyValueList},
+    ValueList: {"values": Value},
+    KeyValueList: {"values": KeyValue},
+    Resource: {"attributes": KeyValue},
+}
+"""The structs inside other structs, by field."""
+
+_LISTS = ("attributes", "events", "values")
 
 
-def _event(event: Json) -> Event:
-    return Event(
-        time_unix_nano=number(event, "timeUnixNano", Nanos),
-        name=text(event, "name"),
-        attributes=write_pairs(read_attributes(event)),
-        dropped_attributes_count=number(event, "droppedAttributesCount", Count),
-    )
+def _usual(tree: Any, struct: type[msgspec.Struct], name: str) -> Json:
+    """Return an object as exporters spell it: the fields of its struct alone, in lowerCamelCase, without nulls.
 
-
-def _enum(owner: Json, name: str, prefix: str, names: tuple[str, ...]) -> int:
-    value = get(owner, name)
-    if isinstance(value, str) and value.removeprefix(prefix) in names:
-        return enum_number(value, prefix, names)
-    # ProtoJSON allows unknown numbers, which a newer version may define.
-    return number(owner, name, Int32)
+    Raises:
+        FieldError: It, or something inside, is not of the form of its struct.
+    """
+    if not isinstance(tree, dict):
+        raise FieldError(f"{name} is not an object")
+    found: Json = {}
+    for field in fields_read(struct):
+        value = tree.get(field)
+        value = tree.get(_snake_case(field)) if value is None else value
+        inside = _INSIDE.get(struct, {}).get(field)
+        if value is None:
+            continue
+        if inside is not None and field in _LISTS:
+            if not isinstance(value, list):
+                raise FieldError(f"{field} is not an array")
+            # In an array of values null is one of them, the empty one.
+            items = [{} if item is None and inside is Value else item for item in value]
+            found[field] = [_usual(item, inside, field) for item in items]
+        else:
+            found[field] = value if inside is None else _usual(value, inside, field)
+    return found
 
 
 def _id(owner: Json, name: str) -> str:
@@ -295,13 +291,15 @@ def _id(owner: Json, name: str) -> str:
 
 def _parent_id(span: Json) -> str:
     # An id of zeros means no parent, as an empty one does; `_id` refuses it, because a span needs one.
-    plain = _hex_id(span, "parentSpanId") if text(span, "parentSpanId") else ""
+    plain = _hex_id(span, "parentSpanId") if span.get("parentSpanId") else ""
     return plain if plain.strip("0") else ""
 
 
 def _hex_id(owner: Json, name: str) -> str:
     """Return an id as lower-case hex; the record has it as hex, or as base64, which is shorter."""
-    size, spelled = ID_BYTES[name], text(owner, name)
+    size, spelled = ID_BYTES[name], owner.get(name, "")
+    if not isinstance(spelled, str):
+        raise FieldError(f"{name} is not valid")
     if len(spelled) == 2 * size and _HEX.fullmatch(spelled):
         return spelled.lower()
     plain = from_base64(spelled, name).hex() if len(spelled) < 2 * size else ""
@@ -310,126 +308,9 @@ def _hex_id(owner: Json, name: str) -> str:
     return plain
 
 
-# Attribute values by every rule of ProtoJSON.
-
-
-def read_attributes(owner: Json) -> Pairs:
-    """Read the attributes of a resource, span or event.
-
-    Raises:
-        FieldError: One of them is not valid.
-    """
-    return [(key, _value(tree)) for key, tree in _key_values(owner, "attributes")]
-
-
-def _value(tree: Any) -> Scalar:
-    """Return one value; a nested one as JSON text."""
-    value = as_object({} if tree is None else tree, "value")
-    scalar = _scalar(value)
-    if scalar is not None:
-        return scalar
-    nested = _container(value, 1)
-    return nested if isinstance(nested, str) or nested is None else nested_text(nested)
-
-
-def _scalar(value: Json) -> Scalar:
-    """Return a scalar, None if there is none; every kind that is set must be valid, and the first counts."""
-    scalars = [optional(value, name, kind) for name, kind in _SCALAR_KINDS]
-    return next((scalar for scalar in scalars if scalar is not None), None)
-
-
-def _plain(tree: Any, depth: int) -> Plain:
-    """Return a value inside another as plain JSON."""
-    check_depth(depth)
-    value = as_object({} if tree is None else tree, "value")
-    scalar = _scalar(value)
-    if scalar is None:
-        return _container(value, depth)
-    return finite(scalar) if isinstance(scalar, float) else scalar
-
-
-def _container(value: Json, depth: int) -> Plain:
-    if get(value, "arrayValue") is not None:
-        return [_plain(item, depth + 1) for item in items(child(value, "arrayValue"), "values")]
-    if get(value, "kvlistValue") is not None:
-        return {
-            key: _plain(item, depth + 1) for key, item in _key_values(child(value, "kvlistValue"), "values")
-        }
-    if (encoded := optional(value, "bytesValue", str)) is not None:
-        return b64encode(from_base64(encoded, "bytesValue")).decode()
-    return None
-
-
-def _key_values(owner: Json, name: str) -> Iterator[tuple[str, Any]]:
-    for item in items(owner, name):
-        pair = as_object(item, name)
-        yield text(pair, "key"), pair.get("value")
-
-
-# Fields under either spelling of their key; null is unset.
-
-
 @cache
 def _snake_case(name: str) -> str:
     return re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name)
-
-
-def get(owner: Json, name: str) -> Any:
-    """Return a field under its lowerCamelCase or snake_case key, or None if it is unset."""
-    value = owner.get(name)
-    return owner.get(_snake_case(name)) if value is None else value
-
-
-def as_object(value: Any, name: str) -> Json:
-    """Return the value if it is a JSON object.
-
-    Raises:
-        FieldError: The value is not an object.
-    """
-    if not isinstance(value, dict):
-        raise FieldError(f"{name} is not an object")
-    return value
-
-
-def child(owner: Json, name: str) -> Json:
-    """Return a field that is an object, empty if it is unset."""
-    value = get(owner, name)
-    return {} if value is None else as_object(value, name)
-
-
-def items(owner: Json, name: str) -> list[Any]:
-    """Return a field that is an array, empty if it is unset."""
-    value = get(owner, name)
-    if value is not None and not isinstance(value, list):
-        raise FieldError(f"{name} is not an array")
-    return value or []
-
-
-def optional(owner: Json, name: str, kind: Any) -> Any:
-    """Return a scalar field converted as the typed structs convert it, or None if it is unset.
-
-    Raises:
-        FieldError: It cannot be converted.
-    """
-    value = get(owner, name)
-    if value is None:
-        return None
-    try:
-        return msgspec.convert(value, kind | None, strict=False)
-    except msgspec.ValidationError as error:
-        raise FieldError(f"{name} is not valid") from error
-
-
-def number(owner: Json, name: str, kind: Any) -> int:
-    """Return an integer field, 0 if it is unset."""
-    value: int | None = optional(owner, name, kind)
-    return value or 0
-
-
-def text(owner: Json, name: str) -> str:
-    """Return a string field, empty if it is unset."""
-    value: str | None = optional(owner, name, str)
-    return value or ""
 
 
 # The upper levels of a record are split without parsing the levels below: a record can be long, and its spans are then
@@ -467,9 +348,30 @@ def _tree(raw: Raw) -> Any:
         raise FieldError("JSON is nested too deep") from error
 
 
-def _object_of(raw: Raw | None, name: str) -> Json:
-    return {} if raw is None else as_object(_tree(raw), name)
+class _Text(msgspec.Struct, frozen=True, rename="camel"):
+    string_value: str = ""
 
 
-def _pairs_of(resource: Json) -> list[Json]:
-    return [as_object(item, "attributes") for item in items(resource, "attributes")]
+class _TextAttribute(msgspec.Struct, frozen=True):
+    key: str = ""
+    value: _Text = _Text()
+
+
+class _TextAttributes(msgspec.Struct, frozen=True):
+    """The attributes of a resource, whose texts alone are read: whatever else they hold does not cost its spans."""
+
+    attributes: list[_TextAttribute] = []
+
+
+class _ScopeName(msgspec.Struct, frozen=True):
+    name: str = ""
+
+
+_T = TypeVar("_T")
+
+
+def _text_of(raw: Raw | None, struct: type[msgspec.Struct], name: str, kind: type[_T]) -> _T:
+    try:
+        return msgspec.convert({} if raw is None else _usual(_tree(raw), struct, name), kind)
+    except msgspec.ValidationError as error:
+        raise FieldError(f"{field_of(error)} is not valid") from error

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode, b64encode, urlsafe_b64decode
+from functools import cache
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Raw
 
 from tracefit.otlp.model import (
     INT64_MAX,
     KINDS,
     STATUS_CODES,
+    Events,
     FieldError,
     Origin,
     Pairs,
@@ -29,6 +32,7 @@ from tracefit.otlp.model import (
     finite,
     nested_text,
 )
+from tracefit.otlp.packed import PackedTexts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,8 +81,8 @@ class Value(_Struct, frozen=True):
 class KeyValue(_Struct, frozen=True):
     """An attribute."""
 
-    key: str
-    value: Value
+    key: str = ""
+    value: Value = Value()
 
 
 class Event(_Struct, frozen=True):
@@ -90,7 +94,9 @@ class Event(_Struct, frozen=True):
     dropped_attributes_count: Count = 0
 
 
-class _Status(_Struct, frozen=True):
+class Status(_Struct, frozen=True):
+    """The status of a span."""
+
     code: Int32 | str = 0
     message: str = ""
 
@@ -109,14 +115,16 @@ class SpanStruct(_Struct, frozen=True):
     events: list[Event] = []
     dropped_attributes_count: Count = 0
     dropped_events_count: Count = 0
-    status: _Status = _Status()
+    status: Status = Status()
     trace_state: Raw = _IGNORED
     flags: Raw = _IGNORED
     links: Raw = _IGNORED
     dropped_links_count: Raw = _IGNORED
 
 
-class _Scope(_Struct, frozen=True):
+class Scope(_Struct, frozen=True):
+    """An instrumentation scope."""
+
     name: str = ""
     version: Raw = _IGNORED
     attributes: Raw = _IGNORED
@@ -125,11 +133,13 @@ class _Scope(_Struct, frozen=True):
 
 class _ScopeSpans(_Struct, frozen=True):
     spans: list[SpanStruct] = []
-    scope: _Scope = _Scope()
+    scope: Scope = Scope()
     schema_url: Raw = _IGNORED
 
 
-class _Resource(_Struct, frozen=True):
+class Resource(_Struct, frozen=True):
+    """The resource that spans come from."""
+
     attributes: list[KeyValue] = []
     dropped_attributes_count: Raw = _IGNORED
     entity_refs: Raw = _IGNORED
@@ -137,7 +147,7 @@ class _Resource(_Struct, frozen=True):
 
 class _ResourceSpans(_Struct, frozen=True):
     scope_spans: list[_ScopeSpans] = []
-    resource: _Resource = _Resource()
+    resource: Resource = Resource()
     schema_url: Raw = _IGNORED
 
 
@@ -163,11 +173,15 @@ class _UnreadTraces(_Struct, frozen=True):
     resource_spans: list[_UnreadResourceSpans]
 
 
-class _List(_Struct, frozen=True):
+class ValueList(_Struct, frozen=True):
+    """The values of an array."""
+
     values: list[Value] = []
 
 
-class _KeyValueList(_Struct, frozen=True):
+class KeyValueList(_Struct, frozen=True):
+    """The pairs of a key-value list."""
+
     values: list[KeyValue] = []
 
 
@@ -185,11 +199,24 @@ _RECORDS = msgspec.json.Decoder(_TracesData, strict=False)
 _UNREAD = msgspec.json.Decoder(_UnreadTraces)
 _SPANS = msgspec.json.Decoder(SpanStruct, strict=False)
 _PAIRS = msgspec.json.Decoder(list[KeyValue], strict=False)
-_LISTS = msgspec.json.Decoder(_List, strict=False)
-_KEY_VALUE_LISTS = msgspec.json.Decoder(_KeyValueList, strict=False)
+_LISTS = msgspec.json.Decoder(ValueList, strict=False)
+_KEY_VALUE_LISTS = msgspec.json.Decoder(KeyValueList, strict=False)
+
+
+@cache
+def fields_read(struct: type[msgspec.Struct]) -> list[str]:
+    """Return the keys of a struct that are not ignored."""
+    return [each.encode_name for each in msgspec.structs.fields(struct) if each.default is not _IGNORED]
+
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The errors of msgspec for text that is not JSON, or not of the wanted type."""
+
+
+def field_of(error: Exception) -> str:
+    """Return the name of the field that msgspec has refused, for a message."""
+    names = re.findall(r"\.(\w+)", str(error).rpartition(" at `$")[2])
+    return names[-1] if names else "value"
 
 
 def is_mostly_empty(payload: bytes) -> bool:
@@ -277,7 +304,7 @@ def read_span(raw: Raw) -> Span:
     return _checked([span])[0]
 
 
-def _groups(resource: _Resource, scope_spans: list[_ScopeSpans]) -> list[SpanGroup]:
+def _groups(resource: Resource, scope_spans: list[_ScopeSpans]) -> list[SpanGroup]:
     pairs = [(attribute.key, attribute.value.string_value) for attribute in resource.attributes]
     return [
         SpanGroup(Origin.of(pairs, each.scope.name), _checked(each.spans))
@@ -363,6 +390,18 @@ def from_base64(encoded: str, name: str) -> bytes:
         raise FieldError(f"{name} is not base64") from error
 
 
+def event_columns(events: list[Event]) -> Events:
+    """Return events as columns; none is odd or bad, as their attributes are not read yet."""
+    return Events(
+        [event.name for event in events],
+        np.array([event.time_unix_nano for event in events], np.int64),
+        PackedTexts.of([event.attributes for event in events]),
+        np.array([event.dropped_attributes_count for event in events], np.int64),
+        {},
+        [],
+    )
+
+
 def read_pairs(attributes: bytes | Raw) -> Pairs:
     """Return keys and values of the attributes of one event.
 
@@ -372,15 +411,4 @@ def read_pairs(attributes: bytes | Raw) -> Pairs:
     try:
         return [(each.key, each.value.scalar()) for each in _PAIRS.decode(attributes)]
     except DECODE_ERRORS as error:
-        raise FieldError("event attributes are not as usual") from error
-
-
-def write_pairs(pairs: Pairs) -> Raw:
-    """Write attributes as exporters do, so that `read_pairs` and `layouts` can read them."""
-    kinds = {bool: "boolValue", int: "intValue", str: "stringValue", float: "doubleValue"}
-    items = [
-        # A double as text: JSON has no number for NaN.
-        {"key": key, "value": {} if v is None else {kinds[type(v)]: repr(v) if isinstance(v, float) else v}}
-        for key, v in pairs
-    ]
-    return Raw(msgspec.json.encode(items))
+        raise FieldError(f"{field_of(error)} is not valid") from error

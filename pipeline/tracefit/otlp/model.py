@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,8 +138,10 @@ def enum_number(value: int | str, prefix: str, names: tuple[str, ...]) -> int:
     """
     if not isinstance(value, str):
         return value
+    if re.fullmatch(r"-?\d{1,9}", value):  # unknown numbers are valid: a newer version may define them
+        return int(value)
     if value.removeprefix(prefix) not in names:
-        raise FieldError("an enum has a name of no value")
+        raise FieldError(f"{prefix.strip('_').replace('_', ' ').lower()} has a name of no value")
     return names.index(value.removeprefix(prefix))
 
 

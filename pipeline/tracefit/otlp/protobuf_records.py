@@ -99,7 +99,7 @@ _CLASSES = _message_classes()
 _TracesData, Event = _CLASSES["TracesData"], _CLASSES["Event"]
 _UnreadTraces = _CLASSES["UnreadTraces"]
 
-_PIECE_BYTES = 2 << 20
+_PIECE_BYTES = 1 << 20
 """Bytes of spans of a piece of a long record: those of thirty bytes each take twenty times as much when decoded."""
 
 _MOST_SHARED_BYTES = 64 << 10

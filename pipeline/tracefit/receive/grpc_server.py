@@ -1,6 +1,6 @@
 """OTLP/gRPC: the trace service of opentelemetry-proto, on grpcio.
 
-Two settings of the library make its memory ours to bound. The method is registered as one that takes a stream, which is
+Two settings let the receiver bound the memory of the library. The method is registered as one that takes a stream, which is
 the same on the wire but hands over a request before its message is read. And the library does not decompress: its limit
 would count compressed bytes alone.
 """
@@ -19,7 +19,7 @@ from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from tracefit.errors import UsageError
-from tracefit.receive.intake import BusyError
+from tracefit.receive.intake import TOKEN_NEEDED, TRACES_ALONE, BusyError
 from tracefit.receive.spans import RequestError
 
 if TYPE_CHECKING:
@@ -28,13 +28,11 @@ if TYPE_CHECKING:
     from tracefit.receive.intake import Intake
     from tracefit.receive.options import ReceiveOptions, Token
 
-if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[bytes, bytes]
 
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
-_OTHER_SIGNALS = "tracefit receives traces alone; set OTEL_METRICS_EXPORTER=none and OTEL_LOGS_EXPORTER=none"
 _ACKNOWLEDGED = ExportTraceServiceResponse().SerializeToString()
-_IDENTITY_AND_GZIP = 0b101
+_IDENTITY_AND_GZIP = 0b101  # bits of grpc_compression_algorithm; the one between them is deflate
 
 logging.getLogger("grpc._cython.cygrpc").addHandler(
     logging.NullHandler()
@@ -48,14 +46,17 @@ class GrpcServer:
         limits = intake.limits
         self._server = grpc.aio.server(
             options=[
+                # Two receivers on one port would each get a part of every run.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", limits.message_bytes),
                 ("grpc.max_metadata_size", limits.header_bytes),
+                # Between the two limits the library refuses at random: they are the same.
                 ("grpc.absolute_max_metadata_size", limits.header_bytes),
                 ("grpc.max_concurrent_streams", limits.readers),
                 ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_AND_GZIP),
                 ("grpc.per_message_decompression", 0),
                 ("grpc.keepalive_time_ms", 60_000),
+                # The library's five minutes would close connections of senders that ping more often (too_many_pings).
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ]
         )
@@ -101,9 +102,7 @@ class _Handlers(grpc.GenericRpcHandler):
     async def _export(self, messages: AsyncIterator[bytes], context: _Context) -> bytes:
         metadata = dict(context.invocation_metadata() or ())
         if not self._token.accepts(metadata.get("authorization", "")):
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "a token is needed, as `authorization: Bearer …`"
-            )
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, TOKEN_NEEDED)
         try:
             await self._intake.take(lambda: anext(aiter(messages)))
         except BusyError as error:
@@ -129,4 +128,4 @@ async def _refuse_for_now(context: _Context, error: BusyError) -> NoReturn:
 
 
 async def _refuse_other(_: AsyncIterator[bytes], context: _Context) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, _OTHER_SIGNALS)
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, TRACES_ALONE)

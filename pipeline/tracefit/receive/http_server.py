@@ -1,6 +1,6 @@
 """OTLP/HTTP: POST /v1/traces, protobuf and JSON, plain and gzip. h11 knows HTTP/1.1, asyncio the sockets.
 
-Every wait for a sender has a limit, and so has everything it sends before it is known who it is.
+Every wait for a sender has a time limit, and what it may send before its token is checked has a size limit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from tracefit.errors import UsageError
-from tracefit.receive.intake import BusyError
+from tracefit.receive.intake import TOKEN_NEEDED, TRACES_ALONE, BusyError
 from tracefit.receive.spans import RequestError
 
 if TYPE_CHECKING:
@@ -27,17 +27,18 @@ if TYPE_CHECKING:
 
 _ENCODINGS: dict[str, Encoding] = {"application/x-protobuf": "protobuf", "application/json": "json"}
 _OTHER_SIGNALS = ("/v1/logs", "/v1/metrics")
-_TRACES_ALONE = "tracefit receives traces alone; set OTEL_METRICS_EXPORTER=none and OTEL_LOGS_EXPORTER=none"
+# Written as it is: a connection beyond the limit gets no object that could answer.
 _TOO_MANY = (
     b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
-_IDLE_S = 75.0
+_IDLE_S = 75.0  # longer than the SDK's five seconds between exports: a sender keeps its connection
 _READ_BYTES = 64 << 10
+# HTTP status to google.rpc.Code, which OTLP wants in the body of a refusal.
 _GRPC_CODES = {400: 3, 401: 16, 404: 12, 405: 12, 413: 3, 415: 3, 429: 8}
 
 
 class _RefusalError(RequestError):
-    """A request that is answered with another code than 400."""
+    """A request that is refused with another code than 400."""
 
     def __init__(self, code: int, text: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__(text)
@@ -127,7 +128,7 @@ class _Connection:
             self._writer.close()
 
     async def serve(self) -> None:
-        """Answer requests until the sender leaves or is to leave."""
+        """Answer requests until the sender closes the connection or the receiver stops."""
         with contextlib.suppress(OSError, TimeoutError, h11.LocalProtocolError):
             try:
                 while await self._serve_one():
@@ -157,6 +158,7 @@ class _Connection:
             answer = _RefusalError(429, error.line(), (("retry-after", str(error.retry_s)),))
         except RequestError as error:
             answer = _RefusalError(400, error.line())
+        # A sender that waits for 100 Continue has sent no body: its refusal comes at once.
         if answer is not None and not self._http.they_are_waiting_for_100_continue:
             await self._discard()
         await self._send(answer, encoding or "protobuf")
@@ -168,15 +170,13 @@ class _Connection:
             raise _RefusalError(431, "headers too long")
         path = request.target.partition(b"?")[0].decode("latin-1")
         if path in _OTHER_SIGNALS:
-            raise _RefusalError(404, _TRACES_ALONE)
+            raise _RefusalError(404, TRACES_ALONE)
         if path != "/v1/traces":
             raise _RefusalError(404, "no such path; traces are posted to /v1/traces")
         if request.method != b"POST":
             raise _RefusalError(405, "traces are posted", (("allow", "POST"),))
         if not self._token.accepts(headers.get("authorization", b"")):
-            raise _RefusalError(
-                401, "a token is needed, as `authorization: Bearer …`", (("www-authenticate", "Bearer"),)
-            )
+            raise _RefusalError(401, TOKEN_NEEDED, (("www-authenticate", "Bearer"),))
         compression = headers.get("content-encoding", b"identity").strip().lower()
         if encoding is None or compression not in (b"identity", b"gzip"):
             raise _RefusalError(415, "send application/x-protobuf or application/json, plain or gzip")
@@ -195,6 +195,7 @@ class _Connection:
         while isinstance(event := await self._event(), h11.Data):
             chunks.append(bytes(event.data))
             size += len(event.data)
+            # Counted as it comes: a chunked body states no length, and a stated one may be wrong.
             if size > self._intake.limits.message_bytes:
                 raise self._too_long()
         if not isinstance(event, h11.EndOfMessage):
@@ -202,7 +203,7 @@ class _Connection:
         return b"".join(chunks)
 
     async def _discard(self) -> None:
-        """Read the rest of a refused request and forget it: who is still sending does not see an answer."""
+        """Read the rest of a refused request and drop it: a client reads no answer while it still sends."""
         left = self._intake.limits.message_bytes
         with contextlib.suppress(TimeoutError, h11.RemoteProtocolError):
             async with asyncio.timeout(self._intake.limits.read_s):
@@ -229,6 +230,7 @@ class _Connection:
             ("content-length", str(len(body))),
             *(refusal.headers if refusal else ()),
         ]
+        # After a body that was not read to its end the next request could not be found.
         if self._is_closing or self._http.their_state is h11.SEND_BODY:
             headers.append(("connection", "close"))
         await self._write(

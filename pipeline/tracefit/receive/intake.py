@@ -1,4 +1,4 @@
-"""From a request to its acknowledgement, whatever the protocol: admission, decoding, and one disk write for many.
+"""From a request to its acknowledgement, for both protocols: admission, decoding, and one disk write for many requests.
 
 A request waits for one of a few places before any of it is read, so that memory is bounded by what those hold and by
 what waits for the disk. While one group of requests is written and synced, the next one gathers: a lone sender waits for
@@ -21,12 +21,19 @@ if TYPE_CHECKING:
 
     from tracefit.receive.observed import Observed
     from tracefit.receive.options import IntakeLimits
-    from tracefit.receive.spans import Part, PrivacyFilter, Sender
+    from tracefit.receive.spans import PrivacyFilter, Sender, SenderSpans
     from tracefit.receive.store import TraceStore
 
 Encoding = Literal["protobuf", "json"]
 
-RETRY_BUSY_S, RETRY_DISK_S = 1, 5
+TRACES_ALONE = "tracefit receives traces alone; set OTEL_METRICS_EXPORTER=none and OTEL_LOGS_EXPORTER=none"
+TOKEN_NEEDED = "a token is needed, as `authorization: Bearer …`"  # noqa: S105 - a message
+
+RETRY_BUSY_S, RETRY_DISK_S = (
+    1,
+    5,
+)  # a place is free again in a moment; a disk that is full or slow takes longer
+_GZIP_MAGIC = b"\x1f\x8b"
 
 
 class BusyError(DataError):
@@ -38,9 +45,9 @@ class BusyError(DataError):
 
 
 class _Pending(NamedTuple):
-    """Parts that wait for the disk, and whom to tell."""
+    """Spans that wait for the disk, and the future of the request they came in."""
 
-    parts: list[Part]
+    received: list[SenderSpans]
     size_bytes: int
     done: asyncio.Future[None]
 
@@ -86,23 +93,24 @@ class Intake:
             async with self._place():
                 async with asyncio.timeout(self.limits.read_s):
                     body = await read()
-                parts = self._decode(body, encoding, is_gzip=is_gzip)
-                del body
-            await self._written(parts)
+                received = self._decode(body, encoding, is_gzip=is_gzip)
+                del body  # a decoded request would otherwise hold its bytes until the disk has them
+            await self._written(received)
         except TimeoutError:
             self.observed.refused += 1
             raise BusyError(f"not delivered within {self.limits.read_s:g} s", RETRY_BUSY_S) from None
         except DataError:
             self.observed.refused += 1
             raise
-        for part in parts:
-            self.spans_by_sender[part.sender] += part.spans
-            self.observed.spans += part.spans
+        for sender, _, count in received:
+            self.spans_by_sender[sender] += count
+            self.observed.spans += count
         self.observed.exports += 1
 
     @contextlib.asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
         """Hold one of the places for requests that are read and decoded."""
+        # Before anything is read: what is refused has cost no memory.
         if self._pending_bytes > self.limits.pending_bytes:
             raise BusyError("the disk does not keep up", RETRY_DISK_S)
         if self._waiting >= self.limits.queued_requests:
@@ -120,25 +128,26 @@ class Intake:
         finally:
             self._places.release()
 
-    def _decode(self, body: bytes, encoding: Encoding, *, is_gzip: bool | None) -> list[Part]:
+    def _decode(self, body: bytes, encoding: Encoding, *, is_gzip: bool | None) -> list[SenderSpans]:
         # No protobuf message begins like gzip: its first byte would be a field of a wire type that does not exist.
-        if is_gzip or (is_gzip is None and body.startswith(b"\x1f\x8b")):
+        if is_gzip or (is_gzip is None and body.startswith(_GZIP_MAGIC)):
             body = gunzip(body, limit_bytes=self.limits.message_bytes)
         if encoding == "json":
             body = protobuf_of_json(body)
-        parts = self._privacy.parts(body, self.observed)
-        senders = self._senders.union(part.sender for part in parts)
+        received = self._privacy.by_sender(body, self.observed)
+        # A sender that makes up an instance per request must not fill the disk with folders.
+        senders = self._senders.union(spans.sender for spans in received)
         if len(senders) > self.limits.folders:
             raise RequestError(f"more than {self.limits.folders:,} different service.instance.ids")
         self._senders = senders
-        return parts
+        return received
 
-    async def _written(self, parts: list[Part]) -> None:
-        if not parts:
+    async def _written(self, received: list[SenderSpans]) -> None:
+        if not received:
             return
-        size = sum(len(part.payload) for part in parts)
+        size = sum(len(spans.payload) for spans in received)
         done = asyncio.get_running_loop().create_future()
-        self._pending.append(_Pending(parts, size, done))
+        self._pending.append(_Pending(received, size, done))
         self._pending_bytes += size
         self._wake.set()
         await done
@@ -146,13 +155,14 @@ class Intake:
     async def run(self) -> None:
         """Write what comes, group by group, until `close` and everything is written."""
         loop = asyncio.get_running_loop()
+        # fsync blocks, which the event loop must not; one thread keeps the order of records in a file.
         with ThreadPoolExecutor(1, thread_name_prefix="disk") as disk:
             while not (self._is_closing and not self._pending):
                 await self._wake.wait()
                 self._wake.clear()
                 group, self._pending = self._pending, []
-                parts = [part for pending in group for part in pending.parts]
-                failed = await loop.run_in_executor(disk, self._store.commit, parts)
+                received = [spans for pending in group for spans in pending.received]
+                failed = await loop.run_in_executor(disk, self._store.commit, received)
                 for pending in group:
                     self._pending_bytes -= pending.size_bytes
                     _resolve(pending, failed)
@@ -168,7 +178,7 @@ def _resolve(pending: _Pending, failed: dict[Sender, OSError]) -> None:
     """Tell a request whether it is on disk."""
     if pending.done.done():  # its sender has gone
         return
-    errors = [failed[part.sender] for part in pending.parts if part.sender in failed]
+    errors = [failed[spans.sender] for spans in pending.received if spans.sender in failed]
     if errors:
         pending.done.set_exception(BusyError(f"cannot be written ({errors[0].strerror})", RETRY_DISK_S))
     else:

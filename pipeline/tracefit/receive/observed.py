@@ -1,10 +1,12 @@
-"""What the spans say as they come in, and what is missing in them: for the live view, and for warnings while there is time.
+"""Counts of incoming spans, warnings about what they lack, and the live view of both on the terminal.
 
-These are first impressions of the last minutes. What is published comes from the tables.
+These are first impressions of the last minutes, in time to start the server with other flags. What is published comes from
+the tables.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from collections import OrderedDict, deque
@@ -12,6 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from tracefit.tables import dialects
 
@@ -22,9 +27,13 @@ _RECENT = 1000
 """Times that medians are taken of."""
 
 _OPEN_REQUESTS = 10_000
-"""Requests of which one of both spans has come, remembered until the other does."""
+"""Requests of which one of both spans has come, remembered until the other does: with sampling some never do."""
 
+_REFRESH_S = 0.5
 _WINDOW_S = 10.0
+_DEFAULT_SPAN_EVENTS = 128
+"""Events that OpenTelemetry's SDK keeps of a span unless OTEL_SPAN_EVENT_COUNT_LIMIT says otherwise."""
+
 _ENOUGH_REQUESTS = 50
 """Finished requests after which a kind of span that has not come is missing: a request takes many steps."""
 
@@ -64,7 +73,7 @@ class Observed:
     _warned: set[str] = field(default_factory=set)
 
     def add(self, scope: str, span: Any) -> None:
-        """Take note of a span of vLLM's, whose attributes are encoded."""
+        """Count a span of vLLM's, whose attributes are encoded."""
         self.dropped_events += span.dropped_events_count
         if scope in dialects.CORE_SCOPES:
             self._add_core(span)
@@ -91,6 +100,7 @@ class Observed:
 
     def _match(self, trace_id: bytes, what: Literal["arrival", "first token"], unix_ns: int) -> None:
         """Bring arrival and first token together: two processes export them, in any order."""
+        # A second span of the same kind (n > 1) takes the place of the first.
         known, other_ns = self._open_requests.pop(trace_id, (what, 0))
         if known != what:
             self.ttft_s.append(abs(unix_ns - other_ns) / 1e9)
@@ -109,6 +119,7 @@ class Observed:
             self.steps += 1
             numbers = {a.key: a.value.int_value for a in map(KeyValue.FromString, event.attributes)}
             step, start = numbers.get("step.id", 0), numbers.get("step.ts_start_ns", 0)
+            # Start to start while requests run or wait, as in the timeline; an idle engine waits for requests, not for a step.
             if before is not None and step == before[0] + 1 and before[2]:
                 self.cycle_us.append((start - before[1]) / 1e3)
             before = (
@@ -145,7 +156,8 @@ class Observed:
 
     def _missing(self) -> Iterator[tuple[str, str]]:
         if self.dropped_events:
-            needed = 1 << max(self.largest_span - 1, 128).bit_length()
+            # The next power of two: the largest span so far need not be the largest to come.
+            needed = 1 << max(self.largest_span - 1, _DEFAULT_SPAN_EVENTS).bit_length()
             yield (
                 "dropped",
                 (
@@ -169,3 +181,30 @@ class Observed:
                     "--journey-tracing-sample-rate 1.0"
                 ),
             )
+
+
+async def show_live(observed: Observed, console: Console | None = None) -> None:
+    """Show what comes in, on stderr, until cancelled."""
+    with Live(console=console or Console(stderr=True), auto_refresh=False, transient=True) as view:
+        while True:
+            view.update(live_table(observed), refresh=True)
+            await asyncio.sleep(_REFRESH_S)
+
+
+def live_table(observed: Observed) -> Table:
+    """Return the view of this moment."""
+    spans_per_s, steps_per_s = observed.rates()
+    ttft, cycle = observed.median_ttft_s, observed.median_cycle_us
+    rows = {
+        "spans": f"{observed.spans:,} ({spans_per_s:,.0f}/s)",
+        "steps": f"{observed.steps:,} ({steps_per_s:,.0f}/s)",
+        "requests": f"{observed.requests:,}",
+        "TTFT, median": "-" if ttft is None else f"{ttft:,.3f} s",
+        "step time, median": "-" if cycle is None else f"{cycle / 1e3:,.2f} ms",
+        "events dropped by the sender": f"{observed.dropped_events:,}",
+        "requests refused": f"{observed.refused:,}",
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

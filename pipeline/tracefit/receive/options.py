@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 _SIZE_UNITS = {
@@ -23,9 +24,9 @@ _SIZE_UNITS = {
     "MB": 10**6,
     "GB": 10**9,
 }
-_TIME_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_TIME_UNITS = {"S": 1.0, "MIN": 60.0, "H": 3600.0}
 _AMOUNT = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)")
-_MIN_TOKEN_BYTES, _MAX_TOKEN_BYTES = 16, 4096
+_MIN_TOKEN_BYTES, _MAX_TOKEN_BYTES = 16, 4096  # 16 hexadecimal digits are 64 bits; headers hold 16 KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class IntakeLimits:
         drain_s: How long requests in progress have to end, once the receiver has to stop.
     """
 
+    # gRPC's own limit of 4 MiB is less than a batch of step spans with snapshots can be.
     message_bytes: int = 16 << 20
     header_bytes: int = 16 << 10
     readers: int = 8
@@ -121,13 +123,14 @@ def is_loopback(host: str) -> bool:
 
 
 class Token:
-    """The secret that senders must present; without a file, nobody needs one."""
+    """The secret that senders must present; without a file they need none."""
 
     def __init__(self, path: Path | None) -> None:
         self._expected = None if path is None else b"Bearer " + _read_token(path)
 
     def accepts(self, authorization: str | bytes) -> bool:
-        """Return whether the value of an `authorization` header is right; takes as long for any wrong one."""
+        """Return whether the value of an `authorization` header is right."""
+        # Compared in constant time: how long a refusal takes says nothing about the token.
         given = authorization.encode() if isinstance(authorization, str) else authorization
         return self._expected is None or hmac.compare_digest(given, self._expected)
 
@@ -153,11 +156,10 @@ def parse_size(text: str, *, option: str) -> int:
     Raises:
         UsageError: It is not a size above zero.
     """
-    match = _AMOUNT.fullmatch(text.strip())
-    factor = _SIZE_UNITS.get(match[2].upper()) if match else None
-    if match is None or factor is None or int(float(match[1]) * factor) < 1:
+    size = int(_amount(text, _SIZE_UNITS))
+    if size < 1:
         raise UsageError(f"{option} {text}: not a size", hint="for example 64MiB")
-    return int(float(match[1]) * factor)
+    return size
 
 
 def parse_duration(text: str, *, option: str) -> float:
@@ -166,11 +168,16 @@ def parse_duration(text: str, *, option: str) -> float:
     Raises:
         UsageError: It is not a time above zero.
     """
-    match = _AMOUNT.fullmatch(text.strip())
-    factor = _TIME_UNITS.get(match[2].lower()) if match else None
-    if match is None or factor is None or not float(match[1]) * factor > 0:
+    seconds = _amount(text, _TIME_UNITS)
+    if not seconds > 0:
         raise UsageError(f"{option} {text}: not a time", hint="for example 5min or 30s")
-    return float(match[1]) * factor
+    return seconds
+
+
+def _amount(text: str, units: Mapping[str, float]) -> float:
+    """Return a number times its unit; 0 where it is none."""
+    match = _AMOUNT.fullmatch(text.strip())
+    return float(match[1]) * units.get(match[2].upper(), 0) if match else 0.0
 
 
 def parse_rotation(text: str) -> Rotation:
@@ -182,7 +189,7 @@ def parse_rotation(text: str) -> Rotation:
     size, seconds = Rotation().size_bytes, Rotation().seconds
     for part in text.split(","):
         match = _AMOUNT.fullmatch(part.strip())
-        if match and match[2].lower() in _TIME_UNITS:
+        if match and match[2].upper() in _TIME_UNITS:
             seconds = parse_duration(part, option="--rotate")
         else:
             size = parse_size(part, option="--rotate")

@@ -1,7 +1,7 @@
-"""Export requests to what is written of them: checked, without what a user wrote, apart by where they go.
+"""Check export requests, remove what users wrote, and divide the spans by sender.
 
-The rules are those of `tracefit ingest`: of vLLM's spans the attributes that tables are made of, ids, counts and sampling
-parameters; of other spans that they were there. What is not kept never reaches the disk.
+The rules are those of `tracefit ingest`: of vLLM's spans the attributes that tables are made of are kept (ids, counts,
+sampling parameters), of other spans only that they were there. What is not kept never reaches the disk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RESOURCE_KEYS = frozenset(
 )
 _VLLM_SCOPES, _PHASE_SPANS = frozenset(dialects.VLLM_SCOPES), frozenset(dialects.PHASE_SPANS)
 _ID_KEYS = ("traceId", "trace_id", "spanId", "span_id", "parentSpanId", "parent_span_id")
-_GZIP_WINDOW = 31
+_GZIP_WINDOW = 31  # zlib's largest window, 15, and 16 for a gzip header
 
 
 _T = TypeVar("_T")
@@ -58,8 +58,8 @@ class Sender(NamedTuple):
     instance: str
 
 
-class Part(NamedTuple):
-    """A `TracesData` message of one sender's spans."""
+class SenderSpans(NamedTuple):
+    """A `TracesData` message with the spans of one sender, and their number."""
 
     sender: Sender
     payload: bytes
@@ -67,7 +67,7 @@ class Part(NamedTuple):
 
 
 def _messages_with_bytes() -> Any:
-    """Return the class of OTLP's `TracesData` in which whatever other files declare (attributes, resource, scope) is bytes.
+    """Return the class of OTLP's `TracesData` in which messages of other files (attributes, resource, scope) are bytes.
 
     On the wire a message and its bytes are the same. Without a Python object for each attribute, which are most of a
     trace, the filter takes a fifth of the time. Fields that no table is made of are left out, and so become unknown ones.
@@ -105,28 +105,30 @@ class PrivacyFilter:
         self._span_keys = _Keys({*dialects.SPAN_ATTRIBUTES, *keep_attributes})
         self._all_spans = all_spans
 
-    def parts(self, body: bytes, observed: Observed) -> list[Part]:
-        """Return what is written of a request, a part for each sender in it.
+    def by_sender(self, body: bytes, observed: Observed) -> list[SenderSpans]:
+        """Return what is written of a request, for each sender in it.
 
         Raises:
             RequestError: It is no export request of traces.
         """
         try:
             data = _TracesData.FromString(body)
-            data.DiscardUnknownFields()  # whatever a sender hides there is not known to be harmless
-            by_sender: dict[Sender, Any] = {}
+            data.DiscardUnknownFields()  # they may hold text that a user wrote
+            messages: dict[Sender, Any] = {}
             counts: dict[Sender, int] = {}
             for resource_spans in data.resource_spans:
                 sender, resource_spans.resource = _resource(resource_spans.resource)
                 count = self._reduce(resource_spans, observed)
                 counts[sender] = counts.get(sender, 0) + count
-                by_sender.setdefault(sender, _TracesData()).resource_spans.append(resource_spans)
+                messages.setdefault(sender, _TracesData()).resource_spans.append(resource_spans)
         except DecodeError:
             raise RequestError("not an ExportTraceServiceRequest") from None
-        return [Part(s, by_sender[s].SerializeToString(), count) for s, count in counts.items() if count]
+        return [
+            SenderSpans(s, messages[s].SerializeToString(), count) for s, count in counts.items() if count
+        ]
 
     def _reduce(self, resource_spans: Any, observed: Observed) -> int:
-        """Take what is not kept from the spans of one resource; return how many there are."""
+        """Remove what is not kept from the spans of one resource; return how many there are."""
         spans = 0
         for scope_spans in resource_spans.scope_spans:
             scope, scope_spans.scope = _scope(scope_spans.scope)
@@ -143,6 +145,7 @@ class PrivacyFilter:
         return spans
 
     def _reduce_other(self, span: Any) -> None:
+        # Exceptions and messages of other libraries quote what users sent.
         del span.events[:]
         if self._all_spans:
             self._span_keys.keep(span.attributes)
@@ -153,7 +156,7 @@ class PrivacyFilter:
 
 
 class _Keys:
-    """Keys of attributes that are kept, and what an encoded attribute begins with that has one."""
+    """Keys of attributes that are kept, and the bytes with which an encoded attribute of each begins."""
 
     def __init__(self, keys: Collection[str]) -> None:
         self._keys = frozenset(keys)
@@ -161,7 +164,7 @@ class _Keys:
 
     def keep(self, attributes: Any) -> None:
         """Remove the attributes of other keys from a field of encoded ones; almost always there are none."""
-        # The first byte is the tag of the key, the second its length.
+        # The first byte is the tag of the key, the second its length. Other encodings of the same are allowed, and rare.
         try:
             kept = [a for a in attributes if a[: a[1] + 2] in self._beginnings or self._has_key(a)]
         except IndexError:
@@ -197,7 +200,7 @@ def _cached(function: Callable[[bytes], _T]) -> Callable[[bytes], _T]:
 
 @_cached
 def _resource(encoded: bytes) -> tuple[Sender, bytes]:
-    """Return who a resource is, and the resource without what is not kept."""
+    """Return the sender a resource names, and the resource without what is not kept."""
     resource = Resource.FromString(encoded)
     kept = [attribute for attribute in resource.attributes if attribute.key in _RESOURCE_KEYS]
     named = {attribute.key: attribute.value.string_value for attribute in kept}
@@ -221,11 +224,11 @@ def protobuf_of_json(body: bytes) -> bytes:
     """
     try:
         document = json.loads(body)
-        for item in (*_spans(document),):
+        for item in _spans(document):
             for key in _ID_KEYS:
                 if item.get(key):
                     item[key] = base64.b64encode(bytes.fromhex(item[key])).decode()
-            item.pop("links", None)
+            item.pop("links", None)  # never kept, and their ids need not be read
         request = json_format.ParseDict(document, ExportTraceServiceRequest(), ignore_unknown_fields=True)
     except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError):
         raise RequestError("not an ExportTraceServiceRequest in OTLP's JSON") from None
@@ -245,6 +248,7 @@ def gunzip(body: bytes, *, limit_bytes: int) -> bytes:
     Raises:
         RequestError: It is damaged, cut, followed by something, or longer than the limit when decompressed.
     """
+    # Bounded as it is decompressed: a MiB of gzip can hold a GiB of zeros.
     member = zlib.decompressobj(_GZIP_WINDOW)
     try:
         content = member.decompress(body, limit_bytes + 1)

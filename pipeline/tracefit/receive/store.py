@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from tracefit.inputs.folders import CONFIG_NAMES, clean_run_id
 from tracefit.inputs.framing import LENGTH_BYTES
-from tracefit.inputs.run_folders import CONFIG_NAMES, clean_run_id
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tracefit.receive.options import Rotation
-    from tracefit.receive.spans import Part, Sender
+    from tracefit.receive.spans import Sender, SenderSpans
 
 _RECORD_BYTES = 1 << 20
 """Messages are joined up to so many bytes: several in one frame compress better."""
 
-_OPEN_FILES = 64
+_OPEN_FILES = 64  # beside up to 256 connections, of the 1,024 descriptors that a process has by default
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_ZSTD_LEVEL = 3
+_ZSTD_LEVEL = 3  # the library's default
 
 
 def folder_name(text: str) -> str:
@@ -65,7 +65,7 @@ class _OpenFile:
 
 
 class TraceStore:
-    """Writes parts to the files of their senders. One thread at a time."""
+    """Writes spans to the files of their senders; used by one thread at a time."""
 
     def __init__(self, root: Path, *, rotation: Rotation, configs: Mapping[str, bytes]) -> None:
         self.root = root
@@ -77,11 +77,11 @@ class TraceStore:
         self._open: OrderedDict[Sender, _OpenFile] = OrderedDict()
         self._numbers = itertools.count(1)
 
-    def commit(self, parts: Iterable[Part]) -> dict[Sender, OSError]:
-        """Write parts and wait until they are on disk; return the senders of which they are not, and why."""
+    def commit(self, received: Iterable[SenderSpans]) -> dict[Sender, OSError]:
+        """Write spans and wait until they are on disk; return the senders whose spans are not, with the reason."""
         by_sender: dict[Sender, list[bytes]] = {}
-        for part in parts:
-            by_sender.setdefault(part.sender, []).append(part.payload)
+        for spans in received:
+            by_sender.setdefault(spans.sender, []).append(spans.payload)
         failed = {}
         for sender, payloads in by_sender.items():
             try:
@@ -98,6 +98,7 @@ class TraceStore:
     def _append(self, sender: Sender, data: bytes) -> None:
         file = self._file_of(sender)
         try:
+            # A write may take less than it is given, as on a disk that fills up.
             view = memoryview(data)
             while view:
                 view = view[os.write(file.descriptor, view) :]
@@ -109,7 +110,7 @@ class TraceStore:
         self.written_bytes += len(data)
 
     def _abandon(self, sender: Sender, file: _OpenFile) -> None:
-        """Take back what was not acknowledged, and write no more to the file: after an error its state is not sure."""
+        """Cut off what was not acknowledged, and write no more to the file: after an error its state is unknown."""
         del self._open[sender]
         with contextlib.suppress(OSError):
             if file.durable_bytes:
@@ -154,14 +155,15 @@ class TraceStore:
             stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")[:-3]
             path = folder / f"traces-{stamp}Z-{next(self._numbers)}.binpb"
             with contextlib.suppress(FileExistsError):
+                # Exclusive: a file that is there is another receiver's. Not for everyone: request ids are in it.
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o640)
-                _sync_folder(folder)
+                _sync_folder(folder)  # without it the name may be gone after a crash, with all records
                 self.files.append(path)
                 return _OpenFile(path, descriptor, now)
 
 
 def _framed(payloads: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield records: messages, one behind another, are one message."""
+    """Yield records of joined messages; protobuf reads messages one behind another as one."""
     for record in _joined(payloads):
         frame = zstd.compress(record, level=_ZSTD_LEVEL)
         yield len(frame).to_bytes(LENGTH_BYTES, "big") + frame
@@ -193,6 +195,7 @@ def _place(path: Path, content: bytes) -> None:
     """Write a configuration file, unless the user or an earlier start has put one there."""
     if path.exists():
         return
+    # Renamed when it is whole: commands may read the folder at any time.
     draft = path.with_name(f".{path.name}.new")
     draft.write_bytes(content)
     draft.rename(path)

@@ -1,41 +1,52 @@
-"""Build the report: overview, verdicts and data first, then one section per scope with its figures.
+"""Build the report: can I use this, for what and how sure; then figures; then what an expert asks.
 
-The result is a `document.Report`, which `html`, `markdown` and `terminal` render.
+The result is a `document.Report`, which `page`, `markdown` and `terminal` render.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.model import CoefficientFile, RegimesModel, Term
 from tracefit.reports.data_section import clock_parts, data_parts
-from tracefit.reports.document import Report, ReportPart, Table, table
+from tracefit.reports.document import Bullets, Figure, Report, ReportPart, Section, Table, table
 from tracefit.reports.figures import (
+    breakdown_figure,
+    distribution_figures,
     engine_figure,
-    latency_figures,
+    first_token_figure,
+    latency_load_figure,
+    load_figure,
     model_figures,
-    predicted_figure,
-    run_figures,
+    over_time_figure,
+    runs_figure,
 )
-from tracefit.reports.latency_section import latency_sections, summed_line
+from tracefit.reports.latency_section import latency_parts, summed_line
 from tracefit.reports.model_section import AnyModel, interval, model_parts, terms_of
 from tracefit.reports.scopes import ScopeLabel, scope_labels
-from tracefit.reports.text import ERRORS, count, exact, mape_misleads, metrics, number, plural
+from tracefit.reports.sentences import lead, least_exact, step_entry, verdicts
+from tracefit.reports.text import ERRORS, count, mape_misleads, metrics, number, percent, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from tracefit.coefficients.evaluation import AcrossEntry, Evaluation, ScopeEvaluation
-    from tracefit.fit.results import Metrics, Overload
+    from tracefit.coefficients.evaluation import Evaluation, ScopeEvaluation
+    from tracefit.fit.results import LeftOutErrors, Metrics, Overload
     from tracefit.results.figures import ScopeRows
 
-_PREAMBLE = "Errors are measured on the hold-out: the last 30 % of each run in time; only idle gaps and restarts are left out of it."
-_HEADLINE_NOTE = (
+_HOLDOUT_NOTE = (
+    "Measured on the hold-out, the last 30 % of each run in time, which no model was fitted on. The baseline is a constant "
+    "guess: the training median."
+)
+_LATENCY_NOTE = (
     "TTFT, ITL and E2E are predicted with the measured batches and waits of each request (teacher-forced): they measure the "
-    "step and overhead models. Predictions from averages alone, as for a single request, are less exact: see *Request "
-    "latencies*."
+    "step and overhead models. Predictions from averages are less exact: see *Request latencies*."
+)
+_THRESHOLDS_NOTE = (
+    "Each use is as good as the worst measure it needs. The thresholds are in evaluation.json; "
+    "`--threshold USE.MEASURE=YES:WITH_LIMITS` sets others."
 )
 _TERMS = (
     ("step", "one iteration of the engine over its batch"),
@@ -71,13 +82,23 @@ class TracedTime:
     to_unix_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class ScopeParts:
+    """One scope of the report: its evaluation, its models by name, and the rows of its figures; null without tables."""
+
+    scope: ScopeEvaluation
+    label: ScopeLabel
+    models: dict[str, AnyModel]
+    rows: ScopeRows | None
+    has_figures: bool = True
+
+
 def build_report(
     evaluation: Evaluation,
     alpha: CoefficientFile,
     beta: CoefficientFile,
     rows: Mapping[str, ScopeRows] | None,
     *,
-    drawn: int | None = None,
     traced: TracedTime | None = None,
 ) -> Report:
     """Build the whole report.
@@ -86,62 +107,68 @@ def build_report(
         evaluation: The evaluation.
         alpha: Its alpha file.
         beta: Its beta file.
-        rows: Scope id to the rows for its figures; null without tables.
-        drawn: Number of scopes with figures, from the first on; all if null.
+        rows: Scope id to the rows for its figures, of the scopes that are drawn; null without tables.
         traced: When the traces were recorded.
     """
-    models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
-    labels = _labels(evaluation, models)
-    scopes = [
-        _Section(
-            scope,
-            {name: models[scope.scope_id, name] for name in scope.models},
-            rows.get(scope.scope_id) if rows is not None else None,
-            has_figures=drawn is None or place < drawn,
-        )
-        for place, scope in enumerate(evaluation.scopes)
-    ]
-    parts: list[ReportPart] = [
-        _subject(evaluation, traced),
-        _overview(evaluation, labels),
-        _HEADLINE_NOTE,
-        *_first_figure(scopes, labels),
-        *_verdict_parts(evaluation, labels),
-        _PREAMBLE,
-        table(("term", "meaning"), _TERMS, folded="Terms of this report"),
-        *data_parts(evaluation),
+    scopes = scope_parts(evaluation, alpha, beta, rows)
+    data: list[ReportPart] = [
+        Section("Data", tuple(data_parts(evaluation)), folded=True),
+        *_across_parts(evaluation),
+        Section("Terms", (table(("term", "meaning"), _TERMS),), folded=True),
+        *_provenance(alpha, beta),
     ]
     if rows is None:
-        parts.append(
-            "There were no tables beside the evaluation: figures of rows, requests and runs are left out."
+        data.insert(
+            0, "There were no tables beside the evaluation: figures of rows, requests and runs are left out."
         )
-    for section in scopes:
-        parts += _scope(section)
-    parts += [*_across_parts(evaluation), *_provenance(alpha, beta)]
-    several = len(evaluation.scopes) > 1
-    folded = frozenset(_scope_heading(s) for s in evaluation.scopes) if several else frozenset()
-    return Report("tracefit report", tuple(parts), folded)
+    subject = _subject(evaluation, traced)
+    if len(scopes) == 1:
+        (only,) = scopes
+        return Report(_title(only), lead(only.scope), (*_scope(only), *data), subject)
+    sections = [
+        Section(
+            f"Scope `{one.label.name}`",
+            (f"**{lead(one.scope)}**", *_scope(one, several=True)),
+            folded=place > 0,
+        )
+        for place, one in enumerate(scopes)
+    ]
+    exactness = least_exact([(one.label.name, one.scope) for one in scopes])
+    titles = list(dict.fromkeys(_title(one) for one in scopes))
+    title = " and ".join(titles) if len(titles) < 3 else f"{titles[0]} and {len(titles) - 1} more models"
+    return Report(title, exactness, (_overview(scopes), *sections, *data), subject)
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
-    """One scope of the report."""
-
-    scope: ScopeEvaluation
-    models: dict[str, AnyModel]
-    rows: ScopeRows | None
-    has_figures: bool
-
-
-def _labels(
-    evaluation: Evaluation, models: Mapping[tuple[str | None, str], AnyModel]
-) -> dict[str, ScopeLabel]:
+def scope_parts(
+    evaluation: Evaluation,
+    alpha: CoefficientFile,
+    beta: CoefficientFile,
+    rows: Mapping[str, ScopeRows] | None,
+) -> list[ScopeParts]:
+    """Return the scopes of an evaluation with their models; see `build_report`."""
+    models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
     settings = {
         scope_id: {k: str(v) for k, v in m.scope.settings.items()}
         for (scope_id, _), m in models.items()
         if m.scope is not None
     }
-    return scope_labels({s.scope_id: (s.runs, settings.get(s.scope_id, {})) for s in evaluation.scopes})
+    labels = scope_labels({s.scope_id: (s.runs, settings.get(s.scope_id, {})) for s in evaluation.scopes})
+    return [
+        ScopeParts(
+            scope,
+            labels[scope.scope_id],
+            {name: models[scope.scope_id, name] for name in scope.models},
+            rows.get(scope.scope_id) if rows is not None else None,
+            has_figures=rows is None or scope.scope_id in rows,
+        )
+        for scope in evaluation.scopes
+    ]
+
+
+def _title(one: ScopeParts) -> str:
+    facts = next((m.scope for m in one.models.values()), None)
+    model = (facts.model if facts else None) or one.label.name
+    return f"{model} on {facts.gpu}" if facts and facts.gpu else model
 
 
 def _subject(evaluation: Evaluation, traced: TracedTime | None) -> str:
@@ -163,135 +190,166 @@ def _moment(unix_ns: int) -> str:
 _HEADLINES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
 
 
-def _overview(evaluation: Evaluation, labels: Mapping[str, ScopeLabel]) -> Table:
-    """Return a table with one row per scope: headline errors and the load they hold for."""
-    rows = []
-    for scope in evaluation.scopes:
-        label = labels[scope.scope_id]
-        step = next((e for name, e in scope.models.items() if name.startswith("beta.")), None)
-        errors = [
-            _headline(step.holdout, step.baseline) if step else "-",
-            *(
-                _headline(scope.latency[key].teacher_forced, scope.latency[key].baseline)
-                if key in scope.latency
-                else "-"
-                for key in _HEADLINES
-            ),
-        ]
-        load = step.error_over_load if step else None
-        holds = "-"
-        if load is not None:
-            low, high = (f"{v:,.0f}" for v in load.training_range)
-            unit = "tokens in the caches" if load.load == "running_tokens" else "requests in the batch"
-            holds = f"{low} to {high} {unit}"
-        name = f"`{label.name}`" + (f" ({label.detail})" if label.detail else "")
-        rows.append((name, ", ".join(f"`{r}`" for r in scope.runs), *errors, holds))
-    head = ("scope", "runs", "step time", *_HEADLINES.values(), "holds for")
-    return table((*head[:2], *(f"{h}, median / P90 error" for h in head[2:6]), head[6]), rows)
+def _headlines(scope: ScopeEvaluation) -> dict[str, tuple[Metrics, Metrics]]:
+    """Return the errors a reader asks for first, each with those of the baseline."""
+    step = step_entry(scope)
+    found = {"step time": (step.holdout, step.baseline)} if step else {}
+    for key, label in _HEADLINES.items():
+        if key in scope.latency:
+            found[label] = scope.latency[key].teacher_forced, scope.latency[key].baseline
+    return {label: both for label, both in found.items() if both[0].mdape_pct is not None}
 
 
-def _headline(found: Metrics, baseline: Metrics) -> str:
-    """Write median and P90 of the percentage errors, and those of the baseline."""
-    if found.mdape_pct is None:
-        return "-"
-    errors, base = (f"{number(m.mdape_pct)} / {number(m.p90_ape_pct)} %" for m in (found, baseline))
-    return f"{errors} (baseline {base})"
-
-
-def _first_figure(scopes: list[_Section], labels: Mapping[str, ScopeLabel]) -> list[ReportPart]:
-    """Return the figure of the first scope's step times, which shows at once whether the models fit."""
-    for section in scopes:
-        for name, model in section.models.items():
-            rows = section.rows.models.get(name) if section.rows is not None else None
-            if name.startswith("beta.") and rows is not None and section.has_figures:
-                title = f"Step times of {labels[section.scope.scope_id].name}: predicted against measured"
-                return [replace(predicted_figure(model, rows), name="overview", title=title)]
-    return []
-
-
-def _verdict_parts(evaluation: Evaluation, labels: Mapping[str, ScopeLabel]) -> list[ReportPart]:
-    """Return the section of verdicts: for each scope and use whether the models are good enough, with reasons."""
-    parts: list[ReportPart] = ["## Verdict"]
-    evaluated = [scope for scope in evaluation.scopes if scope.verdicts]
-    several = len(evaluated) > 1
-    if several:
-        uses = tuple(evaluated[0].verdicts)
-        verdicts = [
-            (f"`{labels[s.scope_id].name}`", *(f"**{s.verdicts[u].answer}**" for u in uses))
-            for s in evaluated
-        ]
-        parts.append(table(("scope", *uses), verdicts))
-    for scope in evaluated:
-        rows = [(use, f"**{v.answer}**", "; ".join(v.reasons)) for use, v in scope.verdicts.items()]
-        folded = f"Reasons for `{labels[scope.scope_id].name}`" if several else None
-        parts.append(table(("use", "verdict", "reason"), rows, folded=folded))
-    parts.append(
-        "Each use is as good as the worst measure it needs, all on the hold-out. The thresholds are in evaluation.json; "
-        "`--threshold USE.MEASURE=YES:WITH_LIMITS` sets others."
+def _headline_table(scope: ScopeEvaluation) -> Table:
+    rows = [
+        (
+            label,
+            *(percent(v) for v in (m.mdape_pct, m.p90_ape_pct, base.mdape_pct, base.p90_ape_pct)),
+            count(m.n),
+        )
+        for label, (m, base) in _headlines(scope).items()
+    ]
+    return table(
+        ("error of", "median %", "P90 %", "baseline median %", "baseline P90 %", "held out"),
+        rows,
     )
-    return parts
 
 
-def _scope_heading(scope: ScopeEvaluation) -> str:
-    return f"## Scope `{scope.scope_id}`"
+def _holds_for(scope: ScopeEvaluation) -> str:
+    step = step_entry(scope)
+    load = step.error_over_load if step else None
+    if load is None:
+        return ""
+    low, high = (f"{v:,.0f}" for v in load.training_range)
+    return f"{low} to {high} {'tokens in the caches' if load.load == 'running_tokens' else 'requests in the batch'}"
 
 
-def _scope(section: _Section) -> list[ReportPart]:
-    scope, models, rows = section.scope, section.models, section.rows
-    runs = f"Runs: {', '.join(f'`{r}`' for r in scope.runs)}."
-    parts: list[ReportPart] = [_scope_heading(scope), runs]
-    parts += _facts(next(iter(models.values())) if models else None)
-    parts += [_overload(one) for one in scope.overloaded]
-    parts += ["### Errors on the hold-out", _errors(scope), *_misleading(scope)]
-    parts += [f"- **{m.name}** was not fitted: {m.reason}{_remedy(m.remedy)}" for m in scope.not_fitted]
-    if scope.summed_step_time is not None:
-        parts.append(summed_line(scope.summed_step_time))
-    parts += clock_parts(scope.timeline)
-    # Step times before waits: latencies build on them.
-    for name, entry in sorted(scope.models.items(), key=lambda item: not item[0].startswith("beta.")):
-        parts += model_parts(name, entry, models[name], scope.exclusions.get(name, {}))
-        if section.has_figures:
-            parts += model_figures(models[name], entry, rows.models.get(name) if rows else None)
-    parts += latency_sections(scope)
-    if section.has_figures:
-        parts += [*latency_figures(scope, rows), *_engines(scope.scope_id, rows)]
-    else:
+def _overview(scopes: Sequence[ScopeParts]) -> Table:
+    """Return a table with one row per scope: what it can be used for, headline errors and the load they hold for."""
+    uses = list(dict.fromkeys(use for one in scopes for use in one.scope.verdicts))
+    labels = ("step time", "TTFT")
+    rows = []
+    for one in scopes:
+        # Where several scopes share a name but for its hash, a reader knows them by their runs.
+        name = f"`{one.label.name}`" + (f", {_some_runs(one.scope)}" if one.label.detail else "")
+        answers = [f"**{one.scope.verdicts[u].answer}**" if u in one.scope.verdicts else "-" for u in uses]
+        errors = _headlines(one.scope)
+        cells = [_errors_of(errors[label][0]) if label in errors else "-" for label in labels]
+        rows.append((name, *answers, *cells, _holds_for(one.scope) or "-"))
+    return table(("scope", *uses, *(f"{h}, median / P90 error" for h in labels), "holds for"), rows)
+
+
+def _some_runs(scope: ScopeEvaluation, most: int = 2) -> str:
+    more = f" and {len(scope.runs) - most} more" if len(scope.runs) > most else ""
+    return f"{'run' if len(scope.runs) == 1 else 'runs'} {', '.join(scope.runs[:most])}{more}"
+
+
+def _errors_of(found: Metrics) -> str:
+    return f"{percent(found.mdape_pct)} / {percent(found.p90_ape_pct)} %"
+
+
+def _scope(one: ScopeParts, *, several: bool = False) -> list[ReportPart]:
+    """Return the parts of one scope: verdicts, errors, figures, then what an expert asks, folded.
+
+    Of several scopes the verdicts stand side by side before them: there the first figure comes first.
+    """
+    scope, models = one.scope, one.models
+    figures = scope_figures(one)
+    first = figures[:1] if several else []
+    parts: list[ReportPart] = (
+        [f"Of scopes alike, this one has {one.label.detail}."] if one.label.detail else []
+    )
+    parts += [*first, *([verdicts(scope)] if scope.verdicts else [])]
+    if _headlines(scope):
+        holds = [f"**Holds for {load}.**"] if (load := _holds_for(scope)) else []
+        note = " ".join([*holds, _HOLDOUT_NOTE, *([_LATENCY_NOTE] if scope.latency else [])])
+        parts += [_headline_table(scope), note]
+    parts += [_overload(o) for o in scope.overloaded]
+    parts += figures[len(first) :]
+    if not one.has_figures:
         parts.append(
             "Figures of this scope are left out to keep the page small; train on its runs alone to get them."
         )
-    return [*parts, *_ranges(models)]
+    elif one.rows is not None and one.rows.more_engines:
+        total = count(len(one.rows.engines) + one.rows.more_engines)
+        parts.append(f"{len(one.rows.engines)} of {total} engines are drawn, overloaded ones first.")
+    lost = tuple(f"**{m.name}** was not fitted: {m.reason}{_remedy(m.remedy)}" for m in scope.not_fitted)
+    errors: list[ReportPart] = [_THRESHOLDS_NOTE, _errors(scope), *_bullets((*_misleading(scope), *lost))]
+    if scope.summed_step_time is not None:
+        errors.append(summed_line(scope.summed_step_time))
+    parts.append(Section("Errors on the hold-out", tuple(errors), folded=True))
+    latencies = (
+        (*distribution_figures(scope, one.rows), *latency_parts(scope))
+        if one.has_figures
+        else latency_parts(scope)
+    )
+    parts.append(Section("Request latencies", tuple(latencies), folded=True))
+    # Step times before waits: latencies build on them.
+    for name, entry in sorted(scope.models.items(), key=lambda item: not item[0].startswith("beta.")):
+        described = model_parts(entry, models[name], scope.exclusions.get(name, {}))
+        rows = one.rows.models.get(name) if one.rows is not None else None
+        drawn = model_figures(models[name], rows) if rows is not None else ()
+        parts.append(Section(f"`{name}`", (*described, *drawn), folded=True))
+    server = (*_facts(one), *clock_parts(scope.timeline), *_ranges(models))
+    return [*parts, Section("Server, step clock and training ranges", server, folded=True)]
 
 
-def _engines(scope_id: str, rows: ScopeRows | None) -> list[ReportPart]:
-    if rows is None or not rows.engines:
+def scope_figures(one: ScopeParts) -> list[ReportPart]:
+    """Return the figures every reader looks at, in reading order."""
+    if not one.has_figures:
         return []
-    parts: list[ReportPart] = [
-        "### The engine over the run",
-        *run_figures(scope_id, rows),
-        *(engine_figure(e) for e in rows.engines),
-    ]
-    if rows.more_engines:
-        total = count(len(rows.engines) + rows.more_engines)
-        parts.append(f"{len(rows.engines)} of {total} engines are drawn, overloaded ones first.")
-    return parts
+    scope_id, rows = one.scope.scope_id, one.rows
+    entry = step_entry(one.scope)
+    figures: list[Figure | None] = []
+    if rows is not None:
+        steps = next((r for name, r in rows.models.items() if name.startswith("beta.")), None)
+        if steps is not None:
+            figures += [
+                over_time_figure(scope_id, steps.timeline),
+                load_figure(scope_id, entry.error_over_load if entry else None),
+            ]
+            figures += [breakdown_figure(scope_id, steps.breakdown)] if steps.breakdown else []
+        figures += [first_token_figure(scope_id, rows.first_token)] if rows.first_token else []
+        figures += [latency_load_figure(scope_id, rows), runs_figure(scope_id, rows)]
+        figures += [engine_figure(e) for e in rows.engines]
+    elif entry is not None:
+        figures.append(load_figure(scope_id, entry.error_over_load))
+    return [f for f in figures if f is not None]
 
 
-def _misleading(scope: ScopeEvaluation) -> list[ReportPart]:
+def all_figures(one: ScopeParts) -> dict[str, Figure]:
+    """Return every figure of a scope by the name that `plot` knows it by."""
+    named: dict[str, Figure] = {}
+    for figure in Report("", parts=tuple(_scope(one))).figures():
+        taken = sum(f.kind == figure.kind for f in named.values())
+        named[f"{figure.kind}-{taken + 1}" if taken else figure.kind] = figure
+    return named
+
+
+def _bullets(items: Sequence[str]) -> list[ReportPart]:
+    return [Bullets(tuple(items))] if items else []
+
+
+def _misleading(scope: ScopeEvaluation) -> list[str]:
     """Warn of mean percentage errors that a few rows dominate."""
     return [
-        f"- **`{name}`: the mean error misleads.** Half of the held-out rows are within {number(m.mdape_pct)} %, nine of "
-        f"ten within {number(m.p90_ape_pct)} %; a few rows that are far off, or small, raise the mean to "
-        f"{number(m.mape_pct)} %. Read the median error and the MAE."
+        f"**`{name}`: the mean error misleads.** Half of the held-out rows are within {percent(m.mdape_pct)} %, nine of "
+        f"ten within {percent(m.p90_ape_pct)} %; a few rows that are far off, or small, raise the mean to "
+        f"{percent(m.mape_pct)} %. Read the median error and the MAE."
         for name, entry in scope.models.items()
         if mape_misleads((m := entry.holdout).mape_pct, m.mdape_pct)
     ]
 
 
-def _facts(model: AnyModel | None) -> list[ReportPart]:
-    facts = model.scope if model else None
+def _facts(one: ScopeParts) -> list[ReportPart]:
+    runs = f"Scope `{one.scope.scope_id}`, runs {', '.join(f'`{r}`' for r in one.scope.runs)}."
+    facts = next((m.scope for m in one.models.values()), None)
     if facts is None:
-        return []
-    lines = [f"Model {facts.model or 'not named'}, GPU {facts.gpu or 'not given'}."]
+        return [runs]
+    lines = [
+        runs,
+        f"Model {facts.model or 'not named'}, GPU {facts.gpu or 'not given'}.",
+    ]
     if facts.gpu is None:
         lines.append("Without a GPU specification, hardware features are unknown and left out.")
     if not facts.architecture:
@@ -323,7 +381,7 @@ def _errors(scope: ScopeEvaluation) -> Table:
     rows = []
     for name, entry in scope.models.items():
         reference = entry.gradient_boosting.mae if entry.gradient_boosting else None
-        rows.append((f"`{name}`", *metrics(entry.holdout), exact(entry.baseline.mae), exact(reference)))
+        rows.append((f"`{name}`", *metrics(entry.holdout), number(entry.baseline.mae), number(reference)))
         rows += [
             (f"`{name}`, {kind.replace('_', ' ')}", *metrics(m), "", "") for kind, m in entry.by_group.items()
         ]
@@ -341,7 +399,7 @@ def _ranges(models: dict[str, AnyModel]) -> list[ReportPart]:
     if not rows:
         return []
     text = "Smallest and largest value in the training rows. A prediction outside them extrapolates."
-    return ["### Training ranges", text, table(("model", "feature", "training range"), rows)]
+    return [Section("Training ranges", (text, table(("model", "feature", "training range"), rows)))]
 
 
 def _all_terms(model: AnyModel) -> list[tuple[str, Term]]:
@@ -362,7 +420,7 @@ def _provenance(alpha: CoefficientFile, beta: CoefficientFile) -> list[ReportPar
     ]
     inputs = {m.training.inputs_sha256: m.scope_id or "" for m in (*beta.models, *alpha.models) if m.training}
     rows += [(f"inputs of `{scope}`, sha256", f"`{digest}`") for digest, scope in inputs.items()]
-    return ["## Provenance", table(("item", "value"), rows)]
+    return [Section("Provenance", (table(("item", "value"), rows),), folded=True)]
 
 
 def _option(value: object) -> str:
@@ -388,20 +446,21 @@ def _across_parts(evaluation: Evaluation) -> list[ReportPart]:
     if not evaluation.across and not evaluation.across_notes:
         return []
     parts: list[ReportPart] = [
-        "## Across runs, models and GPUs",
         "Each run, model and GPU is left out in turn and predicted by a model fitted on the others; errors are on all of its rows.",
     ]
     if evaluation.across:
         parts.append(table(_ACROSS, [_across_row(one) for one in evaluation.across]))
-    return [*parts, *(f"- Note: {note}." for note in evaluation.across_notes)]
+    parts += _bullets([f"Note: {note}." for note in evaluation.across_notes])
+    return [Section("Across runs, models and GPUs", tuple(parts))]
 
 
-def _across_row(one: AcrossEntry) -> tuple[str, ...]:
+def _across_row(one: LeftOutErrors) -> tuple[str, ...]:
     e, reference = one.errors, one.gradient_boosting.mae if one.gradient_boosting else None
     return (
         f"{one.kind} `{one.left_out}`",
         f"`{one.model}`",
         one.feature_set,
         count(e.n),
-        *(exact(v) for v in (e.mdape_pct, e.mape_pct, e.bias_pct, e.mae, one.baseline.mae, reference)),
+        *(percent(v) for v in (e.mdape_pct, e.mape_pct, e.bias_pct)),
+        *(number(v) for v in (e.mae, one.baseline.mae, reference)),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tracefit.reports.document import table
-from tracefit.reports.text import count, exact, reasons, share
+from tracefit.reports.document import Section, table
+from tracefit.reports.text import count, number, reasons, share
 from tracefit.server.tracing import without_attribute
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _MANY_ROWS = 12
 def data_parts(evaluation: Evaluation) -> list[ReportPart]:
     """Return the section on the input and on the rows of each model."""
     entry = evaluation.ingest
-    parts: list[ReportPart] = ["## Data", _ingested(entry)]
+    parts: list[ReportPart] = [_ingested(entry)]
     if entry.dropped_events:
         parts.append(
             f"**{count(entry.dropped_events)} events were dropped by the server's SDK** and are missing from every "
@@ -90,7 +90,7 @@ def _server(s: ServerEntry) -> tuple[str, ...]:
     return (
         f"`{s.run_id}`",
         s.server,
-        exact(s.seconds),
+        number(s.seconds),
         *(count(n) for n in (s.epochs, s.requests, s.steps)),
         *(share(rate) for rate in (s.step_sampling, s.journey_sampling, s.snapshot_sampling)),
         count(s.dropped_events),
@@ -104,8 +104,8 @@ def clock_parts(t: TimelineEntry) -> list[ReportPart]:
     """Return the section on the source of step times: the coverage of `step.duration_us`, and the step clock."""
     rows = [
         ("busy time covered by `step.duration_us`", share(t.duration_coverage)),
-        ("median cycle, us", exact(t.median_cycle_us)),
-        ("median `step.duration_us`", exact(t.median_duration_us)),
+        ("median cycle, us", number(t.median_cycle_us)),
+        ("median `step.duration_us`", number(t.median_duration_us)),
         ("steps known", count(t.steps_known)),
         ("consecutive steps (cycles)", count(t.adjacent_cycles)),
         (
@@ -120,7 +120,7 @@ def clock_parts(t: TimelineEntry) -> list[ReportPart]:
         ),
         ("API events corrected from another host's clock", count(t.clock_corrected_events)),
     ]
-    parts: list[ReportPart] = ["### `step.duration_us` and the step clock"]
+    parts: list[ReportPart] = []
     if t.beta_target_reason:
         parts.append(f"Step times come from the {t.beta_target_source}: {t.beta_target_reason}.")
     parts.append(table(("what", "value"), rows))
@@ -134,4 +134,4 @@ def clock_parts(t: TimelineEntry) -> list[ReportPart]:
             "Journeys are sampled: batches are known from step summaries only, and the queue state is that of the "
             "nearest sampled step."
         )
-    return parts
+    return [Section("`step.duration_us` and the step clock", tuple(parts))]

@@ -1,21 +1,22 @@
-"""The report as a document: text, tables and figures in reading order, their numbers already written.
+"""The report as a document: text, tables, figures and sections in reading order, their numbers already written.
 
-The page, the Markdown file and the terminal render the same document. A part that is a string is inline Markdown: a
-heading (`## …`), a list item (`- …`) or a paragraph.
+The page, the Markdown file and the terminal render the same document. A part that is a string is a paragraph of inline
+Markdown: `code`, **bold** and *emphasis*.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from tracefit.results.figures import ShadedRegion
+_NUMBER = re.compile(r"[-+<]?[\d,.]+(e[-+]?\d+)?( %)?|-?")
 
-_NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?( %)?|-?")
+Trace: TypeAlias = dict[str, object]
+"""One series of a figure, or its layout, in plotly's own terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,91 +40,74 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
-    """Values of one kind in a panel: `x` and `y` of equal length.
+class Bullets:
+    """A list of sentences."""
 
-    Of `bars` and `intervals`, y is the number of the category, x the value; `low` and `high` are the ends of intervals.
-    """
-
-    name: str
-    kind: Literal["points", "line", "bars", "intervals"]
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
+    items: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
-    """One pair of axes."""
+class UseVerdict:
+    """Whether models are good enough for one use, and the reason in a sentence."""
 
-    y_label: str
-    series: tuple[Series, ...]
-    log_y: bool = False
-    diagonal: bool = False
-    """Draw the line on which y equals x."""
-    zero: bool = False
-    """Draw the line on which y is zero."""
-    y_limits: tuple[float, float] | None = None
-    """Limits of the y axis; points beyond them are drawn at its edge. All values fit if null."""
-    levels: tuple[tuple[float, str], ...] = ()
-    """Horizontal lines, with their names."""
+    use: str
+    answer: Literal["yes", "with limits", "no"]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """The verdicts on all uses of one scope."""
+
+    uses: tuple[UseVerdict, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One or several panels above each other that share their x axis.
+    """A figure as plotly draws it, and what it says in words and numbers.
 
     Attributes:
         name: Unique in the report; letters, digits and dashes.
+        kind: What `plot` of a result calls it, such as `step-times`.
         title: What is shown.
-        caption: What to look for.
-        x_label: The x axis and its unit.
-        panels: From top to bottom.
-        categories: Names of the categories, where y is a category.
-        log_x: Whether the x axis is logarithmic.
-        regions: Shaded intervals of the x axis.
-        marks: Marked places on the x axis, with their names.
-        wide: Takes the whole width of a wide page.
-        summary: The figure in a few rows, for reports without pictures.
+        look: One sentence: what to look for.
+        summary: The figure in a few rows, for readers without pictures.
+        traces: Its series.
+        layout: Its axes and marks; sizes and colours of the page come from a template.
+        note: How many rows are drawn and the like; may be empty.
+        hint: What to do with a mouse, on the page alone; may be empty.
+        wide: Takes the whole width of the page.
+        height: In pixels.
     """
 
     name: str
+    kind: str
     title: str
-    caption: str
-    x_label: str
-    panels: tuple[Panel, ...]
+    look: str
     summary: Table
-    categories: tuple[str, ...] = ()
-    log_x: bool = False
-    regions: tuple[ShadedRegion, ...] = ()
-    marks: tuple[tuple[float, str], ...] = ()
+    traces: tuple[Trace, ...]
+    layout: Trace
+    note: str = ""
+    hint: str = ""
     wide: bool = False
+    height: int = 340
 
-    def numbers(self) -> Table:
-        """Return every number of the drawing as a table."""
-        rows = [
-            (
-                series.name,
-                *((self.categories[int(y)],) if self.categories else ()),
-                f"{x:.6g}",
-                *(() if self.categories else (f"{y:.6g}",)),
-            )
-            for panel in self.panels
-            for series in panel.series
-            for x, y in zip(series.x, series.y, strict=True)
-        ]
-        if self.categories:
-            return Table(("series", "of", self.x_label), tuple(rows))
-        marked: list[tuple[str, ...]] = [
-            (region.kind, f"{region.start:.6g} to {region.end:.6g}", "") for region in self.regions
-        ]
-        marked += [(name, f"{place:.6g}", "") for place, name in self.marks]
-        head = ("series", self.x_label, " / ".join(p.y_label for p in self.panels))
-        return Table(head, (*rows, *marked))
+    @property
+    def caption(self) -> str:
+        """What to look for, and the note."""
+        return f"{self.look} {self.note}".rstrip()
 
 
-ReportPart = str | Table | Figure
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Parts under a heading; a page shows a folded one closed."""
+
+    title: str
+    parts: tuple[ReportPart, ...]
+    folded: bool = False
+
+
+ReportPart: TypeAlias = "str | Bullets | Table | Verdicts | Figure | Section"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +115,28 @@ class Report:
     """A whole report, in reading order.
 
     Attributes:
-        title: Its title.
+        title: What it is of.
+        lead: Can I use this, and how sure is it: the first sentence.
         parts: Its parts.
-        folded: Headings of the sections that a page shows folded.
+        subject: What was traced, in one line.
     """
 
     title: str
-    parts: tuple[ReportPart, ...]
-    folded: frozenset[str] = frozenset()
+    lead: str = ""
+    parts: tuple[ReportPart, ...] = field(default_factory=tuple)
+    subject: str = ""
+
+    def figures(self) -> Iterator[Figure]:
+        """Yield every figure, in reading order."""
+        yield from _figures(self.parts)
+
+
+def _figures(parts: Iterable[ReportPart]) -> Iterator[Figure]:
+    for part in parts:
+        if isinstance(part, Figure):
+            yield part
+        elif isinstance(part, Section):
+            yield from _figures(part.parts)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, folded: str | None = None) -> Table:

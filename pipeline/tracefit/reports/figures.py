@@ -1,166 +1,306 @@
-"""Figures of the report, each with a caption that says what to look for and the numbers behind it.
+"""Figures of the report, each with a sentence that says what to look for and its numbers in a few rows.
 
 Everything they show comes from the published evaluation, the model files and `results.figures`; nothing is computed here
-but units and the limits of an axis.
+but units and the limits of an axis. They are made of the pieces in `plots`.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from tracefit.coefficients.model import RegimesModel, Term
-from tracefit.reports.document import Figure, Panel, Series, Table
-from tracefit.reports.model_section import AnyModel, terms_of
-from tracefit.reports.text import count, exact, number, plural
+from tracefit.coefficients.model import RegimesModel
+from tracefit.reports.document import Figure, Table, Trace
+from tracefit.reports.plots import (
+    AMBER,
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    PURPLE,
+    TEAL,
+    anchor,
+    axis_of,
+    domain,
+    dots,
+    layout,
+    limited,
+    line,
+    log_axis,
+    mark,
+    name_text,
+    rounded,
+    shaded,
+    spread_axis,
+)
+from tracefit.reports.text import count, number, percent, plural
 from tracefit.results.figures import ShadedRegion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-    from tracefit.coefficients.evaluation import DistributionEntry, Entry, ScopeEvaluation
-    from tracefit.fit.results import ErrorOverLoad
-    from tracefit.results.figures import Bin, Cloud, EngineRun, LatencyOverLoad, ModelRows, ScopeRows
+    from tracefit.coefficients.evaluation import ScopeEvaluation
+    from tracefit.fit.results import Distribution, ErrorOverLoad
+    from tracefit.reports.model_section import AnyModel
+    from tracefit.results.figures import (
+        Bin,
+        Breakdown,
+        Cloud,
+        EngineRun,
+        LatencyOverLoad,
+        ModelRows,
+        OverTime,
+        ScopeRows,
+    )
 
 US_PER_MS = 1e3
-_TAIL = 0.01
-"""Share of the points at either end that need not fit on a robust axis."""
-
-_ENOUGH = 20
-"""Fewest points for robust limits: of fewer, every point counts."""
-
-
-def model_figures(model: AnyModel, entry: Entry, rows: ModelRows | None) -> tuple[Figure, ...]:
-    """Draw one model: coefficients, errors, and its rows where there are tables.
-
-    Args:
-        model: The model.
-        entry: Its validation.
-        rows: Its evaluated rows; null without tables.
-    """
-    name = _anchor(f"{model.scope_id}-{model.name}")
-    figures = [
-        _forest(name, model),
-        _errors(name, model.name, entry),
-        _over_load(name, model.name, entry.error_over_load),
-    ]
-    if rows is not None:
-        figures += [
-            predicted_figure(model, rows),
-            _over_time(name, model.name, rows),
-            *(_over_feature(name, model.name, f, cloud) for f, cloud in rows.over_features.items()),
-        ]
-    return tuple(f for f in figures if f is not None)
-
-
-def _anchor(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()
-
-
-def _named_terms(model: AnyModel) -> list[tuple[str, Term]]:
-    if isinstance(model, RegimesModel):
-        return [(f"{r.name}: {t.feature}", t) for r in model.regimes for t in r.terms]
-    return [(t.feature, t) for t in terms_of(model)]
-
-
-def _forest(name: str, model: AnyModel) -> Figure | None:
-    """Draw the contribution of each term between the ends of its training range."""
-    drawn = [
-        (label, t, (t.training_range[1] - t.training_range[0]) / US_PER_MS)
-        for label, t in _named_terms(model)
-        if t.training_range is not None
-    ]
-    if not drawn:
-        return None
-    values = [t.value * width for _, t, width in drawn]
-    ends = [tuple(sorted(v * width for v in (t.ci95 or (t.value, t.value)))) for _, t, width in drawn]
-    labels = tuple(label for label, _, _ in drawn)
-    rows = tuple(
-        (f"`{label}`", exact(v), f"{exact(low)} to {exact(high)}")
-        for label, v, (low, high) in zip(labels, values, ends, strict=True)
-    )
-    lows, highs = tuple(e[0] for e in ends), tuple(e[1] for e in ends)
-    series = Series(
-        "effect over the training range", "intervals", tuple(values), _places(labels), lows, highs
-    )
-    return Figure(
-        name=f"{name}-terms",
-        title=f"{model.name}: what each term adds",
-        caption="The point is the coefficient times the training range of its feature, the line its 95 % interval. "
-        "Look for intervals that cross zero: the data do not show that these terms matter.",
-        x_label="ms",
-        panels=(Panel("", (series,)),),
-        categories=labels,
-        summary=Table(("term", "adds, ms", "95 % interval, ms"), rows),
-    )
-
-
-def _places(labels: tuple[str, ...]) -> tuple[float, ...]:
-    return tuple(float(k) for k in range(len(labels)))
-
-
-def _errors(name: str, model_name: str, entry: Entry) -> Figure | None:
-    found = [
-        ("this model", entry.holdout.mae),
-        ("baseline: training median", entry.baseline.mae),
-        ("reference: boosted trees", entry.gradient_boosting.mae if entry.gradient_boosting else None),
-        *((f"this model, {kind.replace('_', ' ')} ({m.n:,})", m.mae) for kind, m in entry.by_group.items()),
-    ]
-    known = [(label, mae / US_PER_MS) for label, mae in found if mae is not None]
-    if not known:
-        return None
-    labels = tuple(label for label, _ in known)
-    series = Series("mean absolute error", "bars", tuple(v for _, v in known), _places(labels))
-    return Figure(
-        name=f"{name}-errors",
-        title=f"{model_name}: errors on the hold-out",
-        caption="Mean absolute error. Look for a bar well below the baseline and near the reference: an error far above "
-        "the reference means that the linear form misses something in these features.",
-        x_label="ms",
-        panels=(Panel("", (series,)),),
-        categories=labels,
-        summary=Table(("of", "mean absolute error, ms"), tuple((label, exact(v)) for label, v in known)),
-    )
-
-
-_LOADS = {
-    "running_tokens": "tokens in the caches of the batch",
-    "batch_requests": "requests of the batch",
+_MEASURED, _PREDICTED = BLUE, ORANGE
+_PART_COLOURS = {
+    "every step": GREY,
+    "weights": BLUE,
+    "prompt tokens": ORANGE,
+    "generated tokens": GREEN,
+    "tokens": AMBER,
+    "context": PURPLE,
+    "requests": TEAL,
+    "waiting requests": PINK,
+    "communication": AMBER,
+    "admission": BLUE,
+    "queue": PINK,
+    "prefill": ORANGE,
 }
 
 
-def _over_load(name: str, model_name: str, found: ErrorOverLoad | None) -> Figure | None:
-    """Draw error and bias over the load of held-out rows, the training range shaded."""
-    bins = [b for b in found.bins if b.holdout.mape_pct is not None] if found else []
+def _bin_table(bins: Iterable[Bin], x_name: str, y_name: str) -> Table:
+    rows = tuple((_between(b), count(b.rows), *(number(v) for v in (b.median, b.p10, b.p90))) for b in bins)
+    return Table((x_name, "rows", f"median {y_name}", "P10", "P90"), rows)
+
+
+def _between(b: Bin) -> str:
+    return f"{number(b.low)} to {number(b.high)}"
+
+
+def _how_many(cloud: Cloud) -> str:
+    points = sum(len(p.x) for p in cloud.points)
+    if points == cloud.rows:
+        return f"All {count(cloud.rows)} rows."
+    return f"{count(points)} of {count(cloud.rows)} rows, evenly in time."
+
+
+# Step times
+
+
+def over_time_figure(scope_id: str, found: OverTime) -> Figure:
+    """Draw measured and predicted step times over time; single steps show what they computed."""
+    limits, note = limited([y for y in (*found.rows.y, *found.measured) if y is not None], from_zero=True)
+    several = len(found.runs) > 1
+    names = [
+        {
+            "text": name_text(run),
+            "x": at,
+            "xref": "x",
+            "y": 1,
+            "yref": "paper",
+            "xanchor": "left",
+            "showarrow": False,
+        }
+        for run, at in (found.runs if several else ())
+    ]
+    x = "seconds, runs one after the other" if several else "seconds into the run"
+    hover = "%{y:.3~f} ms<extra>%{fullData.name}</extra>"
+    return Figure(
+        name=anchor(f"{scope_id}-step-times"),
+        kind="step-times",
+        title="Step times over time: predicted against measured",
+        look="Look for times at which the two lines part: what the server did then, the model does not know.",
+        note=f"Lines are means over equal intervals of time, points single steps. {note}".rstrip(),
+        hint="Hover over a point for what that step computed; drag to zoom, double-click to see everything again.",
+        summary=_over_time_table(found),
+        traces=(
+            dots(found.rows, _MEASURED, opacity=0.4) | {"name": "single steps, measured"},
+            line("measured", found.at_s, found.measured, _MEASURED, connectgaps=False, hovertemplate=hover),
+            line(
+                "predicted", found.at_s, found.predicted, _PREDICTED, connectgaps=False, hovertemplate=hover
+            ),
+        ),
+        layout=layout(x, "step time, ms", shapes=shaded(found.holdout), annotations=names)
+        | {"yaxis": axis_of("step time, ms", **limits)},
+        wide=True,
+        height=380,
+    )
+
+
+def _over_time_table(found: OverTime, parts: int = 8) -> Table:
+    known = [
+        (at, m, p)
+        for at, m, p in zip(found.at_s, found.measured, found.predicted, strict=True)
+        if m is not None and p is not None
+    ]
+    rows = []
+    for k in range(parts):
+        some = known[k * len(known) // parts : (k + 1) * len(known) // parts]
+        if some:
+            measured, predicted = (sum(row[i] for row in some) / len(some) for i in (1, 2))
+            off = percent(100 * (predicted / measured - 1)) if measured else "-"
+            span = f"{number(some[0][0])} to {number(some[-1][0])}"
+            rows.append((span, number(measured), number(predicted), off))
+    return Table(("seconds", "measured, ms", "predicted, ms", "off by %"), tuple(rows))
+
+
+_LOADS = {"running_tokens": "tokens in the caches of the batch", "batch_requests": "requests in the batch"}
+
+
+def load_figure(scope_id: str, found: ErrorOverLoad | None) -> Figure | None:
+    """Draw errors over the load of held-out rows, the training range shaded."""
+    bins = [b for b in found.bins if b.holdout.mdape_pct is not None] if found else []
     if found is None or not bins:
         return None
-    places = tuple((b.low + b.high) / 2 for b in bins)
     low, high = found.training_range
+    at = [(b.low + b.high) / 2 for b in bins]
+    hover = "%{y:.2~f} %<br>%{customdata}<extra>%{fullData.name}</extra>"
+    spans = [f"load {number(b.low)} to {number(b.high)}, {count(b.holdout.n)} steps" for b in bins]
+    shown = (
+        ("typical error (median)", ORANGE, [b.holdout.mdape_pct for b in bins]),
+        ("nine in ten within (P90)", PINK, [b.holdout.p90_ape_pct for b in bins]),
+        ("bias", GREY, [b.holdout.bias_pct for b in bins]),
+    )
+    return Figure(
+        name=anchor(f"{scope_id}-error-by-load"),
+        kind="error-by-load",
+        title="Errors of step times by load",
+        look="Look for errors that grow, or a bias that leaves zero, outside the shaded training range: there the model "
+        "extrapolates.",
+        note="Held-out steps in groups of equal size.",
+        summary=Table(
+            (_LOADS[found.load], "steps", "median error %", "P90 error %", "bias %", "training range"),
+            tuple(
+                (
+                    f"{number(b.low)} to {number(b.high)}",
+                    count(b.holdout.n),
+                    *(percent(v) for v in (b.holdout.mdape_pct, b.holdout.p90_ape_pct, b.holdout.bias_pct)),
+                    "inside" if b.high <= high and b.low >= low else "beyond",
+                )
+                for b in bins
+            ),
+        ),
+        traces=tuple(
+            line(name, at, values, colour, mode="lines+markers", customdata=spans, hovertemplate=hover)
+            for name, colour, values in shown
+        ),
+        layout=layout(
+            _LOADS[found.load], "error, %", shapes=shaded([ShadedRegion("training range", low, high)])
+        )
+        | {"xaxis": axis_of(_LOADS[found.load], rangemode="tozero")},
+    )
+
+
+def breakdown_figure(scope_id: str, found: Breakdown) -> Figure:
+    """Draw what held-out steps consist of, short steps first."""
+    return _stacked(
+        found,
+        name=anchor(f"{scope_id}-step-breakdown"),
+        kind="step-breakdown",
+        title="What a step costs",
+        look="Look for the part that grows towards the long steps: that is what to change to make them shorter.",
+        note="*Every step* is what even the smallest step costs: launches, and reading the weights unless they are a part of "
+        "their own.",
+        what="step",
+        y="predicted step time, ms",
+    )
+
+
+def first_token_figure(scope_id: str, found: Breakdown) -> Figure:
+    """Draw what the measured TTFT consists of, requests with the shortest first."""
+    return _stacked(
+        found,
+        name=anchor(f"{scope_id}-first-token"),
+        kind="first-token",
+        title="Where TTFT goes",
+        look="Look for what the slow requests have that the fast ones do not: a queue asks for more servers, a prefill for "
+        "shorter prompts or larger steps.",
+        note="*Admission* is arrival to the queue, *queue* to the first step, *prefill* to the first token.",
+        what="request",
+        y="measured TTFT, ms",
+    )
+
+
+def _stacked(
+    found: Breakdown, *, name: str, kind: str, title: str, look: str, note: str, what: str, y: str
+) -> Figure:
+    width = 100 / len(found.rows)
+    at = [width * (k + 0.5) for k in range(len(found.rows))]
+    groups = [f"{width * k:.0f} to {width * (k + 1):.0f} %" for k in range(len(found.rows))]
+    facts = [
+        "<br>".join(f"{n}: {number(v)}" for n, values in found.facts.items() if (v := values[k]) is not None)
+        for k in range(len(groups))
+    ]
+    wholes = [sum(values[k] for values in found.parts.values()) for k in range(len(groups))]
+    bars = tuple(
+        {
+            "type": "bar",
+            "name": name_text(part),
+            "x": at,
+            "y": rounded(values),
+            "width": 0.84 * width,
+            "marker": {"color": _PART_COLOURS.get(part, AMBER)},
+            "customdata": [
+                f"{percent(100 * v / whole) if whole else '-'} % of {number(whole)} ms<br>mean of {plural(n, what)}, {group}<br>{fact}"
+                for v, whole, n, group, fact in zip(values, wholes, found.rows, groups, facts, strict=True)
+            ],
+            "hovertemplate": "%{fullData.name}: %{y:.3~f} ms<br>%{customdata}<extra></extra>",
+        }
+        for part, values in found.parts.items()
+    )
+    measured: tuple[Trace, ...] = ()
+    if what == "step":
+        dots = {"symbol": "diamond", "size": 8, "color": "#fff", "line": {"color": "#1b1f24", "width": 1.5}}
+        measured = (
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": "measured",
+                "x": at,
+                "y": rounded(found.measured),
+                "marker": dots,
+                "hovertemplate": "measured: %{y:.3~f} ms<extra></extra>",
+            },
+        )
     rows = tuple(
         (
-            f"{b.low:,.0f} to {b.high:,.0f}",
-            count(b.holdout.n),
-            exact(b.holdout.mape_pct),
-            exact(b.holdout.bias_pct),
-            "inside" if b.high <= high and b.low >= low else "beyond",
+            group,
+            count(found.rows[k]),
+            *(number(v[k]) for v in found.parts.values()),
+            number(found.measured[k]),
         )
-        for b in bins
+        for k, group in enumerate(groups)
     )
-    mape = tuple(b.holdout.mape_pct or 0.0 for b in bins)
-    bias = tuple(b.holdout.bias_pct or 0.0 for b in bins)
+    x = f"{what}s from the shortest to the longest, %"
+    axis = axis_of(x, range=[0, 100], showgrid=False)
     return Figure(
-        name=f"{name}-load",
-        title=f"{model_name}: error by load",
-        caption="Held-out rows in groups of equal size by load; the training range is shaded. Look for an error that "
-        "grows, or a bias that leaves zero, outside the shaded region: there the model extrapolates.",
-        x_label=_LOADS[found.load],
-        panels=(
-            Panel("MAPE, %", (Series("mean absolute error", "line", places, mape),)),
-            Panel("bias, %", (Series("bias", "line", places, bias),), zero=True),
+        name=name,
+        kind=kind,
+        title=title,
+        look=look,
+        note=note,
+        summary=Table(
+            (f"{what}s by length", f"{what}s", *(f"{p}, ms" for p in found.parts), "measured, ms"), rows
         ),
-        regions=(ShadedRegion("training range", low, high),),
-        summary=Table((_LOADS[found.load], "rows", "MAPE %", "bias %", "training range"), rows),
+        traces=(*bars, *measured),
+        layout=layout(x, y, barmode="relative") | {"xaxis": axis},
+    )
+
+
+# One model
+
+
+def model_figures(model: AnyModel, rows: ModelRows) -> tuple[Figure, ...]:
+    """Draw the rows of one model for an expert: predictions, and residuals over time and over its strongest features."""
+    name = anchor(f"{model.scope_id}-{model.name}")
+    return (
+        predicted_figure(model, rows),
+        _residuals_over_time(name, model.name, rows),
+        *(_residuals_over(name, model.name, f, cloud) for f, cloud in rows.over_features.items()),
     )
 
 
@@ -169,285 +309,318 @@ def predicted_figure(model: AnyModel, rows: ModelRows) -> Figure:
     look = "Look for a cloud that leaves the line at one end: the model misses a bend there."
     if isinstance(model, RegimesModel):
         first, rest = model.regimes[0].name, model.regimes[-1].name
-        look = (
-            f"Two regimes: {first} where its condition holds, {rest} elsewhere. Look for points of one regime among "
-            "those of the other: there the condition is wrong, and the error is the whole distance between them."
-        )
+        look = f"Look for points of *{first}* among those of *{rest}*: there the condition between the two regimes is wrong."
     zeros = (
         f" {plural(rows.without_place, 'row')} with a zero cannot be drawn on logarithmic axes."
         if rows.without_place
         else ""
     )
+    values = [v for p in rows.predicted.points for v in (*p.x, *p.y)]
+    ends = (min(values, default=0.0), max(values, default=1.0))
+
+    def axis(title: str) -> Trace:
+        return log_axis(title, values) if rows.wide_range else axis_of(title)
+
+    diagonal = line("predicted as measured", ends, ends, GREY, dash="dash", hoverinfo="skip")
     return Figure(
-        name=f"{_anchor(f'{model.scope_id}-{model.name}')}-against",
+        name=f"{anchor(f'{model.scope_id}-{model.name}')}-against",
+        kind=f"{model.name}-predicted",
         title=f"{model.name}: predicted against measured",
-        caption=f"{_how_many(rows.predicted)}, held out.{zeros} {look}",
-        x_label="measured, ms",
-        panels=(Panel("predicted, ms", _points(rows.predicted), log_y=rows.wide_range, diagonal=True),),
-        log_x=rows.wide_range,
+        look=look,
+        note=f"Held out. {_how_many(rows.predicted)}{zeros}",
         summary=_bin_table(rows.predicted.bins, "measured, ms", "predicted, ms"),
+        traces=(*_clouds(rows.predicted), diagonal),
+        layout=layout("measured, ms", "predicted, ms")
+        | {"xaxis": axis("measured, ms"), "yaxis": axis("predicted, ms")},
     )
 
 
-def _points(cloud: Cloud) -> tuple[Series, ...]:
-    return tuple(Series(p.name, "points", p.x, p.y) for p in cloud.points)
+def _clouds(cloud: Cloud) -> tuple[Trace, ...]:
+    styles = ((BLUE, "circle"), (ORANGE, "triangle-up"), (GREEN, "square"))
+    return tuple(
+        dots(p, colour, symbol=symbol) for p, (colour, symbol) in zip(cloud.points, styles, strict=False)
+    )
 
 
-def _how_many(cloud: Cloud) -> str:
-    points = sum(len(p.x) for p in cloud.points)
-    if points == cloud.rows:
-        return f"All {count(cloud.rows)} rows"
-    return f"{count(points)} of {count(cloud.rows)} rows, evenly in time"
-
-
-def _over_time(name: str, model_name: str, rows: ModelRows) -> Figure:
+def _residuals_over_time(name: str, model_name: str, rows: ModelRows) -> Figure:
     overlaid = f" The runs of {rows.servers} servers overlay each other." if rows.servers > 1 else ""
-    panel, beyond = _residuals(rows.over_time)
-    return Figure(
+    return _residuals(
+        rows.over_time,
+        x="seconds into the run",
         name=f"{name}-time",
+        kind=f"{model_name}-residuals",
         title=f"{model_name}: residuals over time",
-        caption=f"Measured less predicted; {_lower(_how_many(rows.over_time))}, and the medians of eighths of them."
-        f"{overlaid}{beyond} Look for a drift or a step: then the server changed, and the end of the run is not like its "
-        "beginning.",
-        x_label="seconds into the run",
-        panels=(panel,),
+        look="Look for a drift or a step: then the server changed, and the end of the run is not like its beginning.",
+        note=f"{_how_many(rows.over_time)}{overlaid}",
         regions=rows.holdout,
-        summary=_bin_table(rows.over_time.bins, "seconds into the run", "residual, ms"),
     )
 
 
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
-def _over_feature(name: str, model_name: str, feature: str, cloud: Cloud) -> Figure:
+def _residuals_over(name: str, model_name: str, feature: str, cloud: Cloud) -> Figure:
     """Draw residuals against one of the terms that move the prediction most."""
-    panel, beyond = _residuals(cloud)
-    return Figure(
-        name=f"{name}-over-{_anchor(feature)}",
+    return _residuals(
+        cloud,
+        x=feature,
+        name=f"{name}-over-{anchor(feature)}",
+        kind=f"{model_name}-residuals-{feature}",
         title=f"{model_name}: residuals against {feature}",
-        caption=f"Held-out rows, and the medians of eighths of them.{beyond} Look for a bend in the medians: then the effect "
-        f"of {feature} is not linear, and predictions at its ends are biased.",
-        x_label=feature,
-        panels=(panel,),
-        summary=_bin_table(cloud.bins, feature, "residual, ms"),
+        look=f"Look for a bend in the medians: then the effect of {feature} is not linear, and predictions at its ends are "
+        "biased.",
+        note="Held-out rows.",
     )
 
 
-def _residuals(cloud: Cloud) -> tuple[Panel, str]:
-    """Return a panel of residuals with their binned medians, and a sentence on points outside its limits."""
-    medians = Series(
-        "median", "line", tuple(b.middle for b in cloud.bins), tuple(b.median for b in cloud.bins)
+def _residuals(
+    cloud: Cloud,
+    *,
+    x: str,
+    name: str,
+    kind: str,
+    title: str,
+    look: str,
+    note: str,
+    regions: Iterable[ShadedRegion] = (),
+) -> Figure:
+    limits, beyond = limited([y for p in cloud.points for y in p.y])
+    medians = line(
+        "median of each eighth", [b.middle for b in cloud.bins], [b.median for b in cloud.bins], PINK
     )
-    limits = robust_limits([y for p in cloud.points for y in p.y])
-    panel = Panel("measured - predicted, ms", (*_points(cloud), medians), zero=True, y_limits=limits)
-    outside = sum(not limits[0] <= y <= limits[1] for p in cloud.points for y in p.y) if limits else 0
-    lie = "lies" if outside == 1 else "lie"
-    return panel, f" {plural(outside, 'point')} {lie} beyond the axis, drawn at its edge." if outside else ""
-
-
-def robust_limits(values: Iterable[float]) -> tuple[float, float] | None:
-    """Return limits of an axis that a few outliers do not widen; null where every value fits well.
-
-    They hold the middle 98 % of the values and half of its width to either side.
-    """
-    ordered = sorted(values)
-    if len(ordered) < _ENOUGH:
-        return None
-    cut = int(_TAIL * len(ordered))
-    low, high = ordered[cut], ordered[-1 - cut]
-    room = (high - low) / 2
-    if ordered[0] >= low - room and ordered[-1] <= high + room:
-        return None
-    return max(ordered[0], low - room), min(ordered[-1], high + room)
-
-
-def _bin_table(bins: Iterable[Bin], x_name: str, y_name: str) -> Table:
-    rows = tuple(
-        (f"{b.low:.4g} to {b.high:.4g}", count(b.rows), exact(b.median), exact(b.p10), exact(b.p90))
-        for b in bins
+    return Figure(
+        name=name,
+        kind=kind,
+        title=title,
+        look=look,
+        note=f"{note} {beyond}".rstrip(),
+        summary=_bin_table(cloud.bins, x, "residual, ms"),
+        traces=(*_clouds(cloud), medians),
+        layout=layout(x, "measured - predicted, ms", shapes=shaded(regions))
+        | {
+            "xaxis": spread_axis(name_text(x), [v for p in cloud.points for v in p.x]),
+            "yaxis": axis_of("measured - predicted, ms", zeroline=True, **limits),
+        },
     )
-    return Table((x_name, "rows", f"median {y_name}", "P10", "P90"), rows)
 
 
 # Latencies of requests
 
 LATENCIES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
 _WRITTEN_PERCENTS = (5, 25, 50, 75, 90, 95, 99)
+_FAR_OFF = 10.0
+"""Times the largest value from which on a line would squeeze a figure."""
 
 
-def latency_figures(scope: ScopeEvaluation, rows: ScopeRows | None) -> tuple[Figure, ...]:
+def _objective(slo_ms: float | None, largest: float) -> str:
+    """Name an objective that is drawn; empty where there is none, or it lies far off."""
+    return "" if slo_ms is None or slo_ms > _FAR_OFF * largest else f"SLO {slo_ms:,g} ms"
+
+
+def distribution_figures(scope: ScopeEvaluation, rows: ScopeRows | None) -> tuple[Figure, ...]:
     """Draw distributions of request latencies: measured beside predicted, or measured alone where none is predicted.
 
     Args:
         scope: The scope's evaluation.
         rows: What its tables hold; null without tables.
     """
-    figures: list[Figure] = []
+    figures = []
     for key, label in LATENCIES.items():
         entry = scope.latency.get(key)
+        objective = rows.over_load.get(key) if rows is not None else None
+        slo_ms = objective.slo_ms if objective else None
         if entry is not None and entry.distribution is not None:
-            figures.append(_compared(entry.distribution, label, scope.scope_id))
+            figures.append(_compared(entry.distribution, key, scope.scope_id, slo_ms))
         elif rows is not None and key in rows.latencies_ms:
-            figures.append(_measured(rows.latencies_ms[key], label, scope.scope_id))
-        if figures and rows is not None and key in rows.over_load:
-            figures[-1] = _with_objective(figures[-1], rows.over_load[key])
-    return (*figures, *_over_requests(scope.scope_id, rows)) if rows is not None else tuple(figures)
+            at_ms = rows.latencies_ms[key]
+            curves = {"measured": tuple(at_ms.values())}
+            look = "Look for a long flat end: these requests waited, and a mean hides them."
+            note = f"Share of requests with at most this {label}; no model predicts it here."
+            figures.append(
+                _distribution(
+                    curves, tuple(at_ms), key, scope.scope_id, slo_ms, (f"{label} as measured", look, note)
+                )
+            )
+    return tuple(figures)
 
 
-_FAR_OFF = 10.0
-"""Times the largest value from which on a line would squeeze a figure."""
+def _compared(found: Distribution, key: str, scope_id: str, slo_ms: float | None) -> Figure:
+    label = LATENCIES[key]
+    ways = {
+        "measured": found.measured,
+        "predicted, measured batches": found.teacher_forced,
+        "predicted from averages": found.averages_only,
+    }
+    curves = {name: tuple(q / US_PER_MS for q in quantiles) for name, quantiles in ways.items() if quantiles}
+    look = (
+        "Look for where a predicted curve leaves the measured one: with measured batches, step times are wrong there; from "
+        "averages, waits and batches that an average does not show."
+    )
+    note = f"Share of {count(found.requests)} held-out requests with at most this {label}."
+    title = f"{label}, predicted and measured"
+    return _distribution(curves, found.percents, key, scope_id, slo_ms, (title, look, note))
 
 
-def _objective(slo_ms: float | None, largest: float) -> tuple[tuple[float, str], ...]:
-    """Return an objective as a line of a figure; nothing where there is none, or it lies far off."""
-    return () if slo_ms is None or slo_ms > _FAR_OFF * largest else ((slo_ms, f"SLO {slo_ms:,g} ms"),)
+def _distribution(
+    curves: Mapping[str, tuple[float, ...]],
+    percents: tuple[int, ...],
+    key: str,
+    scope_id: str,
+    slo_ms: float | None,
+    words: tuple[str, str, str],
+) -> Figure:
+    title, look, note = words
+    styles = {"measured": (_MEASURED, "solid"), "predicted, measured batches": (_PREDICTED, "dash")}
+    traces = []
+    for name, values in curves.items():
+        colour, dash = styles.get(name, (GREEN, "dot"))
+        # A logarithmic axis has no place for a zero.
+        drawn = [(q, p) for q, p in zip(values, percents, strict=True) if q > 0]
+        hover = "%{y} % within %{x:,.4~r} ms<extra>%{fullData.name}</extra>"
+        xs, ys = [q for q, _ in drawn], [float(p) for _, p in drawn]
+        traces.append(line(name, xs, ys, colour, dash=dash, hovertemplate=hover))
+    objective = _objective(slo_ms, max((max(v) for v in curves.values()), default=0.0))
+    written = [(k, p) for k, p in enumerate(percents) if p in _WRITTEN_PERCENTS]
+    x = f"{LATENCIES[key]}, ms"
+    return Figure(
+        name=anchor(f"{scope_id}-{key}-cdf"),
+        kind=key,
+        title=title,
+        look=look,
+        note=note,
+        summary=Table(
+            ("of requests", *(f"{name}, ms" for name in curves)),
+            tuple((f"P{p}", *(number(values[k]) for values in curves.values())) for k, p in written),
+        ),
+        traces=tuple(traces),
+        layout=layout(x, "requests, %", shapes=[mark(objective, "x", slo_ms)] if objective and slo_ms else [])
+        | {
+            "xaxis": log_axis(x, [v for values in curves.values() for v in values]),
+            "yaxis": axis_of("requests, %", range=[0, 102]),
+        },
+    )
 
 
-def _with_objective(figure: Figure, found: LatencyOverLoad) -> Figure:
-    largest = max((x for p in figure.panels for s in p.series for x in s.x), default=0.0)
-    return replace(figure, marks=_objective(found.slo_ms, largest))
+def latency_load_figure(scope_id: str, rows: ScopeRows) -> Figure | None:
+    """Draw the latencies over the load, one line per run where there are several."""
+    if not rows.over_load:
+        return None
+    several = any(len(found.runs) > 1 for found in rows.over_load.values())
+    traces: list[Trace] = []
+    shapes: list[Trace] = []
+    axes: Trace = {}
+    keys = list(rows.over_load)
+    for place, (key, found) in enumerate(rows.over_load.items()):
+        axis = "" if place == 0 else str(place + 1)
+        colours = dict(zip(found.runs, COLOURS, strict=False))
+        for run, bins in found.runs.items():
+            shown = [("P90", "p90")] if several else [("median", "median"), ("P90", "p90")]
+            for words, what in shown:
+                colour = colours[run] if several else (BLUE if what == "median" else PINK)
+                one = line(
+                    run if several else words,
+                    [b.middle for b in bins],
+                    [getattr(b, what) for b in bins],
+                    colour,
+                    mode="lines+markers",
+                    yaxis=f"y{axis}",
+                    legendgroup=run if several else words,
+                    showlegend=place == 0,
+                    customdata=[f"{_between(b)} in flight, {plural(b.rows, 'request')}" for b in bins],
+                    hovertemplate=f"{LATENCIES[key]} {words} %{{y:,.4~r}} ms<br>%{{customdata}}<extra>%{{fullData.name}}</extra>",
+                )
+                traces.append(one)
+        objective = _objective(found.slo_ms, max(b.p90 for bins in found.runs.values() for b in bins))
+        if objective and found.slo_ms:
+            shapes.append(mark(f"{LATENCIES[key]}: {objective}", "y", found.slo_ms, on=f"y{axis}"))
+        values = [v for bins in found.runs.values() for b in bins for v in (b.median, b.p90)]
+        axes[f"yaxis{axis}"] = log_axis(f"{LATENCIES[key]}, ms", values, domain=domain(place, len(keys)))
+    last = "" if len(keys) == 1 else str(len(keys))
+    x = "requests in flight on arrival"
+    return Figure(
+        name=anchor(f"{scope_id}-latency-load"),
+        height=130 + 130 * len(keys),
+        kind="latency-by-load",
+        title="Latencies against load" + (", P90 of each run" if several else ""),
+        look="Look for the load from which a latency climbs: there the server is full.",
+        note=f"Measured requests in groups of equal size by the traced requests in flight when each arrived."
+        f"{_left_out(rows)}{_within(rows.over_load)}{_APART if several else ''}",
+        summary=Table(
+            ("latency", "run", "requests in flight", "requests", "median, ms", "P90, ms"),
+            tuple(
+                (LATENCIES[key], f"`{run}`", _between(b), count(b.rows), number(b.median), number(b.p90))
+                for key, found in rows.over_load.items()
+                for run, bins in found.runs.items()
+                for b in bins
+            ),
+        ),
+        traces=tuple(traces),
+        layout={
+            "xaxis": axis_of(x, anchor=f"y{last}", rangemode="tozero"),
+            "shapes": shapes,
+            **axes,
+        },
+    )
 
 
 _APART = " Runs whose lines lie apart at one load differ in their servers or in their requests."
 
 
-def _over_requests(scope_id: str, rows: ScopeRows) -> tuple[Figure, ...]:
-    """Draw the latencies over the load, one line per run where there are several."""
-    if not rows.over_load:
-        return ()
-    panels, table = [], []
-    for key, found in rows.over_load.items():
-        bins = [(run, b) for run, of_run in found.runs.items() for b in of_run]
-        table += [
-            (LATENCIES[key], f"`{run}`", _between(b), count(b.rows), exact(b.median), exact(b.p90))
-            for run, b in bins
-        ]
-        several = len(found.runs) > 1
-        series = [
-            line
-            for run, of_run in found.runs.items()
-            for line in ([_line(run, of_run, "p90")] if several else _lines(of_run))
-        ]
-        levels = _objective(found.slo_ms, max(b.p90 for _, b in bins))
-        label = f"P90 of {LATENCIES[key]}, ms" if several else f"{LATENCIES[key]}, ms"
-        panels.append(Panel(label, tuple(series), log_y=True, levels=levels))
+def _within(found: Mapping[str, LatencyOverLoad]) -> str:
     within = "; ".join(
-        f"{found.within_pct:.1f} % of {count(found.requests)} requests had {LATENCIES[key]} within {found.slo_ms:,g} ms"
-        for key, found in rows.over_load.items()
-        if found.slo_ms is not None and found.within_pct is not None
+        f"{percent(one.within_pct)} % of {count(one.requests)} requests had {LATENCIES[key]} within {one.slo_ms:,g} ms"
+        for key, one in found.items()
+        if one.slo_ms is not None and one.within_pct is not None
     )
-    objectives = f" Objectives (SLO): {within}; `tracefit report --slo` sets others." if within else ""
-    return (
-        Figure(
-            name=_anchor(f"{scope_id}-latency-load"),
-            title="Latencies against load",
-            caption="Measured requests in groups of equal size by the traced requests in flight when each arrived."
-            f"{_left_out(rows)}{objectives} Look for the load from which a latency climbs: there the server is full."
-            f"{_APART if any(len(found.runs) > 1 for found in rows.over_load.values()) else ''}",
-            x_label="requests in flight on arrival",
-            panels=tuple(panels),
-            summary=Table(
-                ("latency", "run", "requests in flight", "requests", "median, ms", "P90, ms"), tuple(table)
-            ),
-        ),
-    )
-
-
-def run_figures(scope_id: str, rows: ScopeRows | None) -> tuple[Figure, ...]:
-    """Overlay the step times of several runs over the requests in the batch; nothing for a single run."""
-    if rows is None or len(rows.step_times) < 2:
-        return ()
-    table = tuple(
-        (f"`{run}`", _between(b), count(b.rows), exact(b.median), exact(b.p10), exact(b.p90))
-        for run, bins in rows.step_times.items()
-        for b in bins
-    )
-    series = tuple(_line(run, bins, "median") for run, bins in rows.step_times.items())
-    return (
-        Figure(
-            name=_anchor(f"{scope_id}-runs"),
-            title="Runs overlaid: step times against the batch",
-            caption=f"Median times of steps in groups of equal size by the requests in the batch.{_left_out(rows)} Look for "
-            "lines that lie apart: one model for all of them is then wrong for each.",
-            x_label="requests in the batch",
-            panels=(Panel("median step time, ms", series),),
-            summary=Table(("run", "requests in the batch", "steps", "median, ms", "P10", "P90"), table),
-        ),
-    )
+    return f" Objectives (SLO): {within}; `tracefit report --slo` sets others." if within else ""
 
 
 def _left_out(rows: ScopeRows) -> str:
     return f" {plural(rows.more_runs, 'more run')} not drawn." if rows.more_runs else ""
 
 
-def _lines(bins: tuple[Bin, ...]) -> list[Series]:
-    return [_line("median", bins, "median"), _line("P90", bins, "p90")]
-
-
-def _line(name: str, bins: tuple[Bin, ...], what: Literal["median", "p90"]) -> Series:
-    values = tuple(b.median if what == "median" else b.p90 for b in bins)
-    return Series(name, "line", tuple(b.middle for b in bins), values)
-
-
-def _between(b: Bin) -> str:
-    return f"{b.low:.4g} to {b.high:.4g}"
-
-
-def _compared(found: DistributionEntry, label: str, scope_id: str) -> Figure:
-    ways = [("measured", found.measured), ("teacher-forced", found.teacher_forced)]
-    ways.append(("averages only", found.averages_only))
-    known = [(name, tuple(q / US_PER_MS for q in quantiles)) for name, quantiles in ways if quantiles]
-    written = [
-        (f"P{p}", *(exact(quantiles[k]) for _, quantiles in known))
-        for k, p in enumerate(found.percents)
-        if p in _WRITTEN_PERCENTS
-    ]
+def runs_figure(scope_id: str, rows: ScopeRows) -> Figure | None:
+    """Overlay the step times of several runs over the requests in the batch; null for a single run."""
+    if len(rows.step_times) < 2:
+        return None
+    hover = "%{y:.3~f} ms<br>%{customdata}<extra>%{fullData.name}</extra>"
     return Figure(
-        name=_anchor(f"{scope_id}-{label}-cdf"),
-        title=f"{label}, predicted and measured",
-        caption=f"Share of {found.requests:,} held-out requests with at most this {label}. Look for where a predicted curve "
-        "leaves the measured one: teacher-forced, step times are wrong there; from averages, waits and batches that an "
-        "average does not show.",
-        x_label=f"{label}, ms",
-        panels=(Panel("requests, %", tuple(_curve(n, q, found.percents) for n, q in known)),),
-        log_x=True,
-        summary=Table(("of requests", *(f"{name}, ms" for name, _ in known)), tuple(written)),
-    )
-
-
-def _measured(at_ms: dict[int, float], label: str, scope_id: str) -> Figure:
-    return Figure(
-        name=_anchor(f"{scope_id}-{label}-cdf"),
-        title=f"{label} as measured",
-        caption=f"Share of requests with at most this {label}; no model predicts it here. Look for a long flat end: these "
-        "requests waited, and a mean hides them.",
-        x_label=f"{label}, ms",
-        panels=(Panel("requests, %", (_curve("measured", tuple(at_ms.values()), tuple(at_ms)),)),),
-        log_x=True,
+        name=anchor(f"{scope_id}-runs"),
+        kind="runs",
+        title="Runs overlaid: step times against the batch",
+        look="Look for lines that lie apart: one model for all of them is then wrong for each.",
+        note=f"Median times of steps in groups of equal size by the requests in the batch.{_left_out(rows)}",
         summary=Table(
-            ("of requests", f"{label} at most, ms"),
-            tuple((f"P{p}", exact(at_ms[p])) for p in _WRITTEN_PERCENTS),
+            ("run", "requests in the batch", "steps", "median, ms", "P10", "P90"),
+            tuple(
+                (f"`{run}`", _between(b), count(b.rows), *(number(v) for v in (b.median, b.p10, b.p90)))
+                for run, bins in rows.step_times.items()
+                for b in bins
+            ),
         ),
+        traces=tuple(
+            line(
+                run,
+                [b.middle for b in bins],
+                [b.median for b in bins],
+                colour,
+                mode="lines+markers",
+                customdata=[f"{_between(b)} requests, {plural(b.rows, 'step')}" for b in bins],
+                hovertemplate=hover,
+            )
+            for (run, bins), colour in zip(rows.step_times.items(), COLOURS, strict=False)
+        ),
+        layout=layout("requests in the batch", "median step time, ms"),
     )
-
-
-def _curve(name: str, quantiles_ms: tuple[float, ...], percents: tuple[int, ...]) -> Series:
-    # A logarithmic axis has no place for a zero.
-    drawn = [(q, float(p)) for q, p in zip(quantiles_ms, percents, strict=True) if q > 0]
-    return Series(name, "line", tuple(x for x, _ in drawn), tuple(y for _, y in drawn))
 
 
 # Engines over their runs
 
 _QUANTITIES = {
-    "running": ("requests running", "running"),
-    "waiting": ("requests waiting", "waiting"),
-    "tokens": ("tokens per step", "tokens per step"),
-    "kv_pct": ("KV blocks in use, %", "KV %"),
-    "cycle_ms": ("median step time, ms", "step ms"),
+    "running": ("running", "requests running", BLUE),
+    "waiting": ("waiting", "requests waiting", PINK),
+    "tokens": ("tokens", "tokens per step", ORANGE),
+    "kv_pct": ("KV, %", "KV blocks in use, %", PURPLE),
+    "cycle_ms": ("step, ms", "step time, ms", GREEN),
 }
-"""Quantity to the label of its panel and the head of its column."""
+"""Quantity to the label of its panel, what it is in full, and its colour."""
 
 
 def engine_figure(engine: EngineRun) -> Figure:
@@ -455,21 +628,45 @@ def engine_figure(engine: EngineRun) -> Figure:
     fate = ""
     if engine.overloaded is not None:
         fate = f": overloaded, {'trained on all the same' if engine.overloaded else 'left out of training'}"
-    boundary = engine.holdout_from_s
+    shapes = shaded(engine.regions)
+    if engine.holdout_from_s is not None:
+        shapes.append(mark("hold-out begins", "x", engine.holdout_from_s, colour=GREY))
+    panels = len(engine.quantities)
+    axes: Trace = {}
+    traces = []
+    for place, quantity in enumerate(engine.quantities):
+        axis = "" if place == 0 else str(place + 1)
+        label, full, colour = _QUANTITIES[quantity.key]
+        axes[f"yaxis{axis}"] = axis_of(
+            label, rangemode="tozero", nticks=4, domain=domain(place, panels, 0.05)
+        )
+        traces.append(
+            line(
+                full,
+                quantity.at_s,
+                quantity.values,
+                colour,
+                yaxis=f"y{axis}",
+                showlegend=False,
+                hovertemplate="%{y:,.4~r}<extra>%{fullData.name}</extra>",
+            )
+        )
     return Figure(
-        name=_anchor(f"engine-{engine.run_id}-{engine.server}"),
+        name=anchor(f"engine-{engine.run_id}-{engine.server}"),
+        height=90 + 105 * panels,
+        kind="timeline",
         title=f"The engine of {engine.run_id}, {engine.server}{fate}",
-        caption="Means of the traced steps over equal intervals of time. Look for a hold-out unlike what comes before it: "
-        "then its errors say little about the rest. A queue that grows through the whole run means that the server was "
-        "offered more than it can do.",
-        x_label="seconds into the run",
-        panels=tuple(
-            Panel(_QUANTITIES[q.key][0], (Series(_QUANTITIES[q.key][0], "line", q.at_s, q.values),))
-            for q in engine.quantities
-        ),
-        regions=engine.regions,
-        marks=((boundary, "hold-out begins"),) if boundary is not None else (),
+        look="Look for a hold-out unlike what comes before it: then its errors say little about the rest. A queue that grows "
+        "through the whole run means that the server was offered more than it can do.",
+        note="Means of the traced steps over equal intervals of time; of step times the median.",
         summary=_engine_table(engine),
+        traces=tuple(traces),
+        layout={
+            "hovermode": "x",
+            "shapes": shapes,
+            "xaxis": axis_of("seconds into the run", anchor=f"y{panels if panels > 1 else ''}"),
+            **axes,
+        },
         wide=True,
     )
 
@@ -481,7 +678,7 @@ def _engine_table(engine: EngineRun) -> Table:
         "hold-out": [known[k].in_holdout if k in known else None for k in _QUANTITIES],
     }
     rows = [
-        (label, *(exact(v) for v in values))
+        (label, *(number(v) for v in values))
         for label, values in means.items()
         if any(v is not None for v in values)
     ]
@@ -489,4 +686,4 @@ def _engine_table(engine: EngineRun) -> Table:
         lengths = [r.end - r.start for r in engine.regions if r.kind == kind]
         label = f"{kind}: {plural(len(lengths), 'interval')}, {number(sum(lengths))} s"
         rows.append((label, *[""] * len(_QUANTITIES)))
-    return Table(("part of the run", *(head for _, head in _QUANTITIES.values())), tuple(rows))
+    return Table(("part of the run", *(head for _, head, _ in _QUANTITIES.values())), tuple(rows))

@@ -5,19 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tracefit.reports.document import table
-from tracefit.reports.text import ERRORS, count, exact, metrics, reasons
+from tracefit.reports.text import ERRORS, count, metrics, number, percent, reasons
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tracefit.coefficients.evaluation import (
-        LatencyEntry,
-        PhaseEntry,
-        ScopeEvaluation,
-        StepPhaseEntry,
-        SummedEntry,
-    )
-    from tracefit.fit.results import Burst, LatencyErrors
+    from tracefit.coefficients.evaluation import ScopeEvaluation
+    from tracefit.fit.results import Burst, LatencyErrors, Phase, StepPhase, SummedTime
     from tracefit.reports.document import ReportPart
 
 _TITLES = {
@@ -45,13 +39,12 @@ _PREAMBLE = (
 )
 
 
-def latency_sections(scope: ScopeEvaluation) -> list[ReportPart]:
-    """Return the sections on composed latencies; one line where none was composed."""
+def latency_parts(scope: ScopeEvaluation) -> list[ReportPart]:
+    """Return the text and tables on composed latencies; one line where none was composed."""
     if not scope.latency:
         reason = scope.latency_missing or "nothing was fitted"
-        return ["### Request latencies", f"Not composed: {reason}."]
+        return [f"Not composed: {reason}."]
     parts: list[ReportPart] = [
-        "### Request latencies",
         _PREAMBLE,
         table(("latency", "predicted", *ERRORS), _rows(scope)),
     ]
@@ -66,7 +59,7 @@ def latency_sections(scope: ScopeEvaluation) -> list[ReportPart]:
     return parts
 
 
-def summed_line(entry: SummedEntry) -> str:
+def summed_line(entry: SummedTime) -> str:
     """Return the bias of the summed step times of the hold-out, with its uncertainty."""
     return (
         f"**Step times of the hold-out summed:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
@@ -76,7 +69,7 @@ def summed_line(entry: SummedEntry) -> str:
     )
 
 
-def _drift(entry: SummedEntry) -> str:
+def _drift(entry: SummedTime) -> str:
     """Describe a sum that is off by more than chance, with the change of speed at equal batches."""
     if not entry.drifting:
         return ""
@@ -138,20 +131,20 @@ def _by_phase(scope: ScopeEvaluation) -> list[ReportPart]:
     return [table(("phase", *_GROUP_HEAD), rows, folded=title)]
 
 
-def _group(title: str, errors: LatencyErrors | LatencyEntry | PhaseEntry) -> tuple[str, ...]:
+def _group(title: str, errors: LatencyErrors) -> tuple[str, ...]:
     others = (errors.averages_only.mape_pct, errors.baseline.mape_pct)
-    return (title, *metrics(errors.teacher_forced), *(exact(v) for v in others))
+    return (title, *metrics(errors.teacher_forced), *(percent(v) for v in others))
 
 
-def step_phase_parts(phases: Sequence[StepPhaseEntry]) -> list[ReportPart]:
+def step_phase_parts(phases: Sequence[StepPhase]) -> list[ReportPart]:
     """Return the errors of step times by workload phase, where there are at least two."""
     if len(phases) < 2:
         return []
-    rows = [(_phase(p), *metrics(p.holdout), exact(p.baseline.mape_pct)) for p in phases]
+    rows = [(_phase(p), *metrics(p.holdout), percent(p.baseline.mape_pct)) for p in phases]
     title = "By workload phase (an interval of a run with one arrival rate)"
     return [table(("phase", *ERRORS, "baseline MAPE %"), rows, folded=title)]
 
 
-def _phase(phase: PhaseEntry | StepPhaseEntry) -> str:
-    rate = f"{exact(phase.arrivals_per_s)} requests/s"
+def _phase(phase: Phase) -> str:
+    rate = f"{number(phase.arrivals_per_s)} requests/s"
     return f"`{phase.run_id}` {phase.from_s:.0f} to {phase.to_s:.0f} s, {rate}"

@@ -13,14 +13,14 @@ from tracefit.coefficients.model import (
     RegimesModel,
     Term,
 )
-from tracefit.reports.document import table
+from tracefit.reports.document import Bullets, table
 from tracefit.reports.latency_section import burst_lines, step_phase_parts
-from tracefit.reports.text import count, exact, reasons, share
+from tracefit.reports.text import count, exact, number, percent, reasons, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from tracefit.coefficients.evaluation import Entry, RegimeInterval
+    from tracefit.fit.results import PredictionInterval, Validation
     from tracefit.reports.document import ReportPart, Table
 
 AnyModel = LinearModel | RegimesModel | BoundaryModel
@@ -29,30 +29,33 @@ TROUBLE = 30.0
 """Condition number above which single coefficients are poorly determined (Belsley, Kuh and Welsch 1980)."""
 
 
-def model_parts(name: str, entry: Entry, model: AnyModel, left_out: dict[str, int]) -> list[ReportPart]:
+def model_parts(entry: Validation, model: AnyModel, left_out: dict[str, int]) -> list[ReportPart]:
     """Return the section on one model, without its figures.
 
     Args:
-        name: Its name.
         entry: Its validation.
         model: The model.
         left_out: Rows left out of its fit, by reason.
     """
-    parts: list[ReportPart] = [f"### `{name}`"]
+    parts: list[ReportPart] = []
     if model.target is not None:
         t = model.target
         parts.append(f"Predicts {t.definition} ({t.unit}, from {t.source.replace('_', ' ')}).")
     parts += [*_coefficients(model), *burst_lines(entry.bursts)]
-    parts += [f"- {line}" for line in (*_facts(entry, model, left_out), *trust_lines(entry))]
-    parts += [f"- Note: {text}." for text in model.notes]
+    facts = (
+        *_facts(entry, model, left_out),
+        *trust_lines(entry),
+        *(f"Note: {text}." for text in model.notes),
+    )
+    parts.append(Bullets(facts))
     parts += step_phase_parts(entry.by_phase)
     if entry.candidates:
         tried = [
             (
                 f"`{c.name}`{' **chosen**' if c.chosen else ''}",
                 count(c.features),
-                exact(c.inside_mae),
-                exact(c.beyond_mae),
+                number(c.inside_mae),
+                number(c.beyond_mae),
                 c.reason,
             )
             for c in entry.candidates
@@ -65,14 +68,14 @@ def model_parts(name: str, entry: Entry, model: AnyModel, left_out: dict[str, in
     return parts
 
 
-def _facts(entry: Entry, model: AnyModel, left_out: dict[str, int]) -> Iterator[str]:
+def _facts(entry: Validation, model: AnyModel, left_out: dict[str, int]) -> Iterator[str]:
     if entry.boundary_accuracy_pct is not None:
         yield (
-            f"**Step boundary predicted correctly:** {exact(entry.boundary_accuracy_pct)} % of held-out requests whose step is known "
-            f"({exact(entry.boundary_accuracy_without_work_pct)} % with zero API work)."
+            f"**Step boundary predicted correctly:** {percent(entry.boundary_accuracy_pct)} % of held-out requests whose step is known "
+            f"({percent(entry.boundary_accuracy_without_work_pct)} % with zero API work)."
         )
     if entry.classifier is not None:
-        accuracy = exact(entry.classifier.balanced_accuracy)
+        accuracy = number(entry.classifier.balanced_accuracy)
         counts = reasons(entry.classifier.confusion)
         yield f"**Condition of the first regime, on the hold-out:** balanced accuracy {accuracy} ({counts})."
     if model.estimator is not None:
@@ -87,8 +90,8 @@ def _facts(entry: Entry, model: AnyModel, left_out: dict[str, int]) -> Iterator[
             f"left out: {reasons(left_out) or 'none'}."
         )
         yield (
-            f"**In-sample MAPE,** for comparison with the hold-out's {exact(entry.holdout.mape_pct)} %: "
-            f"{exact(entry.train.mape_pct)} %."
+            f"**In-sample MAPE,** for comparison with the hold-out's {percent(entry.holdout.mape_pct)} %: "
+            f"{percent(entry.train.mape_pct)} %."
         )
     if entry.rows_by_source:
         yield f"**Training rows by source:** {reasons(entry.rows_by_source)}."
@@ -123,8 +126,8 @@ def _coefficients(model: AnyModel) -> list[ReportPart]:
 
 def _expectation(expected: Expectation) -> str:
     return (
-        f"Expected where the step starts are not known: {exact(expected.intercept.value)} us; of a step in progress "
-        f"{exact(expected.residual.value)} us are left on average (half a cycle, cycles weighted by their length), "
+        f"Expected where the step starts are not known: {number(expected.intercept.value)} us; of a step in progress "
+        f"{number(expected.residual.value)} us are left on average (half a cycle, cycles weighted by their length), "
         f"and a step is in progress {share(expected.busy_share)} of the time."
     )
 
@@ -153,7 +156,7 @@ def interval(pair: tuple[float, float] | None) -> str:
 # How far the model can be trusted
 
 
-def trust_lines(entry: Entry) -> list[str]:
+def trust_lines(entry: Validation) -> list[str]:
     """Return one paragraph per fact of a model's validation."""
     lines = [
         _equations(entry),
@@ -166,7 +169,7 @@ def trust_lines(entry: Entry) -> list[str]:
     return [line for line in lines if line]
 
 
-def _intervals(entry: Entry) -> str:
+def _intervals(entry: Validation) -> str:
     if not entry.prediction_intervals or entry.interval_coverage_pct is None:
         return ""
     several = len(entry.prediction_intervals) > 1
@@ -176,13 +179,13 @@ def _intervals(entry: Entry) -> str:
     return f"**95 % prediction interval:** {limits}. It held {entry.interval_coverage_pct:.1f} % of the held-out rows."
 
 
-def _limits(interval: RegimeInterval, unit: str) -> str:
+def _limits(interval: PredictionInterval, unit: str) -> str:
     if interval.kind == "ratio":
         return f"{interval.low:.3g} to {interval.high:.3g} times the prediction"
     return f"the prediction {interval.low:+,.0f} to {interval.high:+,.0f} {unit}"
 
 
-def _collinearity(entry: Entry) -> str:
+def _collinearity(entry: Validation) -> str:
     parts = []
     for one in entry.collinearity:
         if one.condition_number is None or len(one.variance_inflation) < 2:
@@ -201,7 +204,7 @@ def _collinearity(entry: Entry) -> str:
     return f"**Collinearity of the kept features:** {'; '.join(parts)}." if parts else ""
 
 
-def _extrapolation(entry: Entry) -> str:
+def _extrapolation(entry: Validation) -> str:
     if not entry.extrapolated_rows:
         return ""
     by_feature = ", ".join(f"`{name}` {rows:,}" for name, rows in entry.extrapolated.items())
@@ -211,37 +214,39 @@ def _extrapolation(entry: Entry) -> str:
     )
 
 
-def _equations(entry: Entry) -> str:
+def _equations(entry: Validation) -> str:
     found = entry.held_out_equations
     if found is None:
         return ""
     kinds = ", ".join(f"{name} {rows:,}" for name, rows in found.rows_by_source.items())
     one, step = found.per_equation, found.per_step
     return (
-        f"**All held-out cycles and intervals** ({kinds}): MAPE {exact(one.mape_pct)} % each (n = {one.n:,}), "
-        f"{exact(step.mape_pct)} % and bias {exact(step.bias_pct)} % weighted by steps (n = {step.n:,} steps)."
+        f"**All held-out cycles and intervals** ({kinds}): MAPE {percent(one.mape_pct)} % each (n = {one.n:,}), "
+        f"{percent(step.mape_pct)} % and bias {percent(step.bias_pct)} % weighted by steps (n = {step.n:,} steps)."
     )
 
 
-def _beyond_load(entry: Entry) -> str:
+def _beyond_load(entry: Validation) -> str:
     found, inside = entry.load_extrapolation, entry.by_load.get("inside")
     if found is None:
         return ""
     beside = (
-        f", gradient boosting {exact(found.gradient_boosting.mape_pct)} %" if found.gradient_boosting else ""
+        f", gradient boosting {percent(found.gradient_boosting.mape_pct)} %"
+        if found.gradient_boosting
+        else ""
     )
     within = (
-        f" On the hold-out inside the training ranges it is {exact(inside.mape_pct)} %." if inside else ""
+        f" On the hold-out inside the training ranges it is {percent(inside.mape_pct)} %." if inside else ""
     )
     return (
         f"**Beyond the load:** trained on the lower half of the load of the whole run ({found.load.replace('_', ' ')} up to "
-        f"{exact(found.cut)}), MAPE {exact(found.mape_pct)} % and bias {exact(found.bias_pct)} % on the upper half "
+        f"{number(found.cut)}), MAPE {percent(found.mape_pct)} % and bias {percent(found.bias_pct)} % on the upper half "
         f"(n = {found.n:,}){beside}.{within}"
     )
 
 
-def _learning(entry: Entry) -> str:
+def _learning(entry: Validation) -> str:
     if len(entry.learning_curve) < 2:
         return ""
-    points = ", ".join(f"{exact(p.mae)} ({p.rows:,})" for p in entry.learning_curve)
+    points = ", ".join(f"{number(p.mae)} ({p.rows:,})" for p in entry.learning_curve)
     return f"**Hold-out MAE, {entry.unit},** by number of training rows, the latest before the hold-out: {points}."

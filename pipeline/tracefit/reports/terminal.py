@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from rich.console import Console
 from rich.text import Text
 
 from tracefit.errors import printable
-from tracefit.reports.document import Figure, Table
-from tracefit.reports.markdown import plain
+from tracefit.reports.document import Bullets, Figure, Section, Table, Verdicts
+from tracefit.reports.markdown import plain, verdict_table
 from tracefit.reports.text import columns
 
 if TYPE_CHECKING:
-    from tracefit.reports.document import Report
+    from tracefit.reports.document import Report, ReportPart
 
 _STYLES = {"**yes**": "bold green", "**with limits**": "bold yellow", "**no**": "bold red"}
 
@@ -29,26 +29,45 @@ class PipeConsole(Console):
 def print_report(report: Report, console: Console) -> None:
     """Print the whole report on a terminal."""
     console.rule(_plain(report.title))
+    for text, style in ((report.subject, ""), (report.lead, "bold")):
+        if text:
+            console.print(Text(_plain(text), style=style))
     for part in report.parts:
-        if isinstance(part, Figure):
-            console.print(Text(f"\n{_plain(part.title)}", style="bold"))
-            console.print(Text(_plain(part.caption), style="dim"))
-            _print_table(part.summary, console)
-        elif isinstance(part, Table):
+        _print_part(part, console, level=0)
+    console.print()
+
+
+def _print_part(part: ReportPart, console: Console, *, level: int) -> None:
+    match part:
+        case str():
+            console.print(Text(_plain(part)))
+        case Bullets(items):
+            for item in items:
+                console.print(Text(f"- {_plain(item)}"))
+        case Table():
             if part.folded:
                 console.print(Text(f"\n{_plain(part.folded)}:"))
             _print_table(part, console)
-        elif part.startswith("#"):
-            level = len(part) - len(part.lstrip("#"))
-            text = _plain(part.lstrip("# "))
-            if level <= 2:
-                console.print()
-                console.rule(text)
-            else:
-                console.print(Text(f"\n{text}", style="bold underline"))
-        else:
-            console.print(Text(_plain(part)))
+        case Verdicts():
+            _print_table(verdict_table(part), console)
+        case Figure():
+            console.print(Text(f"\n{_plain(part.title)}", style="bold"))
+            console.print(Text(_plain(part.caption), style="dim"))
+            _print_table(part.summary, console)
+        case Section():
+            _print_section(part, console, level=level)
+        case _:
+            assert_never(part)
+
+
+def _print_section(section: Section, console: Console, *, level: int) -> None:
     console.print()
+    if level:
+        console.print(Text(_plain(section.title), style="bold underline"))
+    else:
+        console.rule(_plain(section.title))
+    for part in section.parts:
+        _print_part(part, console, level=level + 1)
 
 
 def _print_table(table: Table, console: Console) -> None:

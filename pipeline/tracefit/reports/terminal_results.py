@@ -20,17 +20,33 @@ from tracefit.server.tracing import without_attribute
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tracefit.coefficients.predict import PredictedDuration, RequestPrediction, StepPrediction
+    from tracefit.coefficients.predict import PredictedDuration, StepPrediction
+    from tracefit.coefficients.requests import RequestPrediction
     from tracefit.features.sets import FeatureSet
-    from tracefit.results.comparison import CompareResult, Drift
-    from tracefit.results.exports import ExportResult
-    from tracefit.results.ingestion import IngestPlan, IngestResult
-    from tracefit.results.inspection import Inspection, RunFacts, ScopeInspection, ServerFacts
-    from tracefit.results.predictions import RowPredictions
-    from tracefit.results.receiving import ReceiveResult
-    from tracefit.results.requests import Quantiles, RequestGroup, RequestSummary
-    from tracefit.results.training import LatencySummary, ModelSummary, RunResult, SynthResult, TrainResult
-    from tracefit.results.verification import VerifyResult
+    from tracefit.results.models import (
+        CompareResult,
+        Drift,
+        ExportResult,
+        LatencySummary,
+        ModelSummary,
+        RowPredictions,
+        RunResult,
+        SynthResult,
+        TrainResult,
+        VerifyResult,
+    )
+    from tracefit.results.traces import (
+        IngestPlan,
+        IngestResult,
+        Inspection,
+        Quantiles,
+        ReceiveResult,
+        RequestGroup,
+        RequestSummary,
+        RunFacts,
+        ScopeInspection,
+        ServerFacts,
+    )
 
 
 def _wrapped(text: str, indent: str = "") -> str:
@@ -474,7 +490,10 @@ def _apart(apart: bool | None) -> str:
 
 
 def _spans(scope_id: str | None, rows: Iterable[tuple[str, PredictedDuration | None]]) -> list[str]:
-    body = [f"{name:<22}{_ms(s, 'value_us'):>12}{_range(s)}" for name, s in rows]
+    durations = list(rows)
+    body = [f"{name:<22}{_ms(s, 'value_us'):>12}{_range(s)}" for name, s in durations]
+    if not any(map(_range, (s for _, s in durations))):
+        return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}", *body, ""]
     return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}  {'90 % range':>12}", *body, "", _RANGE_NOTE]
 
 

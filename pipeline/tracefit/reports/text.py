@@ -14,11 +14,15 @@ WIDTH = 80
 """Columns of the terminal that every table of a command's result fits into, unless a name alone is longer."""
 
 
+_ZERO = 1e-12
+"""What is smaller is what rounding leaves of a difference of equal numbers: no coefficient, error or time is."""
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Write a number to so many significant digits, thousands in full; `-` where it is not known."""
     if value is None:
         return UNKNOWN
-    if value == 0:
+    if abs(value) < _ZERO:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
@@ -26,6 +30,17 @@ def number(value: float | None, digits: int = 3) -> str:
 def exact(value: float | None) -> str:
     """Write a number of the report, which a reader may compute with: four digits."""
     return number(value, 4)
+
+
+def percent(value: float | None) -> str:
+    """Write a percentage without its sign, to the digits that mean something: 140, 13.4, 2.8, 0.04."""
+    if value is None:
+        return UNKNOWN
+    if value == 0:
+        return "0"
+    if abs(value) < 0.005:
+        return "<0.01"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 1 else f"{value:.2f}"
 
 
 def share(value: float | None, missing: str = UNKNOWN) -> str:
@@ -54,7 +69,7 @@ ERRORS = ("n", "median APE %", "P90 %", "P99 %", "MAPE %", "bias %", "MAE us")
 def metrics(m: Metrics) -> tuple[str, ...]:
     """Write errors under the heads of `ERRORS`."""
     percentages = (m.mdape_pct, m.p90_ape_pct, m.p99_ape_pct, m.mape_pct, m.bias_pct)
-    return (count(m.n), *(exact(v) for v in percentages), exact(m.mae))
+    return (count(m.n), *(percent(v) for v in percentages), number(m.mae))
 
 
 def mape_misleads(mape_pct: float | None, mdape_pct: float | None) -> bool:

@@ -23,11 +23,19 @@ class ShadedRegion:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Rows of one kind that are drawn: `x` and `y` of equal length."""
+    """Rows of one kind that are drawn: `x` and `y` of equal length.
+
+    Attributes:
+        name: The kind.
+        x: Values along the x axis.
+        y: Values along the y axis.
+        facts: What a reader sees of a row besides, such as the composition of a step: name to one value per row.
+    """
 
     name: str
     x: tuple[float, ...]
     y: tuple[float, ...]
+    facts: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,44 @@ class Cloud:
 
 
 @dataclass(frozen=True, slots=True)
+class OverTime:
+    """Means of measured and predicted values over equal intervals of time, runs one after the other.
+
+    Attributes:
+        at_s: Middle of each interval, in seconds since the first run began, without the time between runs.
+        measured: Mean in ms; null between two runs, where a line breaks.
+        predicted: The same of predictions.
+        rows: Some of the rows; their y is measured.
+        runs: Name of each run, and where it begins.
+        holdout: Where the hold-out of each run lies.
+    """
+
+    at_s: tuple[float, ...]
+    measured: tuple[float | None, ...]
+    predicted: tuple[float | None, ...]
+    rows: Points
+    runs: tuple[tuple[str, float], ...]
+    holdout: tuple[ShadedRegion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """What durations consist of: rows in groups of equal size from short to long, and the mean of each part in ms.
+
+    Attributes:
+        parts: Name of a part to its mean in each group.
+        measured: Mean of the whole duration in each group.
+        rows: Rows of each group.
+        facts: What the rows of a group are like: name to its mean in each group.
+    """
+
+    parts: dict[str, tuple[float, ...]]
+    measured: tuple[float, ...]
+    rows: tuple[int, ...]
+    facts: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRows:
     """Training and held-out rows of one model, evaluated.
 
@@ -67,6 +113,8 @@ class ModelRows:
         holdout: Where the hold-out lies; empty where several servers' runs overlay each other.
         servers: Servers whose runs overlay each other.
         over_features: The same over the features that move the prediction most, of held-out rows.
+        timeline: Measured and predicted over time.
+        breakdown: What the held-out durations consist of, by the terms of the model; null for a model with a boundary.
     """
 
     predicted: Cloud
@@ -76,6 +124,8 @@ class ModelRows:
     holdout: tuple[ShadedRegion, ...]
     servers: int
     over_features: dict[str, Cloud]
+    timeline: OverTime
+    breakdown: Breakdown | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +188,7 @@ class ScopeRows:
         over_load: Latency to its values over the load.
         step_times: Run to the times in ms of its steps over the requests in the batch.
         more_runs: Runs that are left out of these two.
+        first_token: What the measured TTFT consists of; null where no request has all of its parts.
     """
 
     models: dict[str, ModelRows]
@@ -147,3 +198,4 @@ class ScopeRows:
     over_load: dict[str, LatencyOverLoad] = field(default_factory=dict)
     step_times: dict[str, tuple[Bin, ...]] = field(default_factory=dict)
     more_runs: int = 0
+    first_token: Breakdown | None = None

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from tracefit.errors import UsageError
+
 if TYPE_CHECKING:
     from tracefit.server.documents import Scalar
 
 AttentionKind = Literal["MHA", "GQA", "MQA", "MLA"]
 
-_SLUG_CHARS = 64
+_SLUG_CHARS = 64  # a scope id is read in tables and typed after --scope
 _CACHE_FOLDER = re.compile(r"models--(?:[^/\\]+?--)?([^/\\]+)")  # models--org--name of a hub cache
 
 
@@ -139,6 +141,7 @@ class ModelArchitecture:
         """Kind of attention, by the ratio of KV heads to heads."""
         if self.latent is not None:
             return "MLA"
+        # By the ratio before the count: with one head in all, one KV head is still one per head.
         if self.kv_heads == self.heads:
             return "MHA"
         return "MQA" if self.kv_heads == 1 else "GQA"
@@ -165,6 +168,7 @@ class ModelArchitecture:
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention matrices."""
         if self.latent is None:
+            # Not hidden: Qwen3-30B-A3B has heads of 128 where hidden / heads is 64.
             query_width = self.heads * self.head_dim
             return self.hidden * (2 * query_width + 2 * self.kv_heads * self.head_dim)
         mla = self.latent
@@ -172,6 +176,7 @@ class ModelArchitecture:
         query = self.hidden * query_width
         if mla.q_lora_rank is not None:
             query = mla.q_lora_rank * (self.hidden + query_width)
+        # Keys without position and values are expanded from the latent; `cached_elements` is what projects to it.
         expand = mla.kv_lora_rank * self.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         return query + self.hidden * mla.cached_elements + expand + self.heads * mla.v_head_dim * self.hidden
 
@@ -240,6 +245,26 @@ class ModelArchitecture:
         """
         return 1 if self.latent is not None else min(tp, self.kv_heads)
 
+    def check_tensor_parallel(self, tp: int) -> None:
+        """Refuse a tensor-parallel size that the heads cannot be divided by, as vLLM does.
+
+        Args:
+            tp: Tensor-parallel ranks.
+
+        Raises:
+            UsageError: `tp` is not positive, does not divide the heads, or neither divides the KV heads nor is
+                a multiple of them.
+        """
+        if tp < 1:
+            raise UsageError(f"tensor_parallel must be at least 1, not {tp}")
+        hint = "check tensor_parallel and the model's config.json"
+        if self.heads % tp:
+            fault = f"{self.heads} attention heads cannot be divided over {tp} tensor-parallel ranks"
+            raise UsageError(fault, where=self.name, hint=hint)
+        if self.latent is None and self.kv_heads % tp and tp % self.kv_heads:
+            fault = f"{self.kv_heads} KV heads can be neither divided over nor repeated on {tp} tensor-parallel ranks"
+            raise UsageError(fault, where=self.name, hint=hint)
+
     # -- FLOPs ---------------------------------------------------------------------------------------
 
     @property
@@ -270,6 +295,7 @@ class ModelArchitecture:
         """
         if self.latent is None:
             return 4 * self.heads * self.head_dim
+        # The expansion is multiplied into queries and outputs instead (weight absorption of DeepSeek-V2).
         return 2 * self.heads * (self.latent.cached_elements + self.latent.kv_lora_rank)
 
     # -- weights -------------------------------------------------------------------------------------
@@ -280,6 +306,7 @@ class ModelArchitecture:
         attention = self.layers * self.attention_parameters * self.attention_weight_bytes
         dense = self.dense_layers * self.ffn_parameters(self.ffn) * self.ffn_weight_bytes
         shared = self.moe_layers * self.ffn_parameters(self.shared_ffn) * self.ffn_weight_bytes
+        # Router, head and embedding stay in the model's own data type under every quantization method.
         router = self.moe_layers * self.router_parameters * self.dtype_bytes
         return attention + dense + shared + router + self.head_parameters * self.dtype_bytes
 

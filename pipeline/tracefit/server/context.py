@@ -12,7 +12,7 @@ from tracefit.server.architecture import ModelArchitecture, slug_of
 from tracefit.server.documents import as_text, read_bytes
 from tracefit.server.hardware import Gpu, find_gpu, parse_gpu, read_gpu
 from tracefit.server.model_config import parse_architecture
-from tracefit.server.serving import as_served, check_parallelism
+from tracefit.server.quantization import as_served
 from tracefit.server.settings import (
     ServerSettings,
     assume_defaults,
@@ -65,22 +65,22 @@ def read_context(
     settings = read_settings(run_config) if run_config else ServerSettings()
     settings = assume_defaults(merge(settings, overrides))
     text = as_text(read_bytes(model_config), where=str(model_config)) if model_config else None
-    named = gpu if gpu is not None else settings.gpu
-    return _assemble(
-        settings,
-        text,
-        str(model_config),
-        _gpu(named, where="--gpu" if gpu else str(run_config)) if named else None,
-    )
+    found = None
+    if gpu:
+        found = _gpu(gpu, where="--gpu")
+    elif gpu is None and settings.gpu:
+        found = _gpu(settings.gpu, where=str(run_config) if run_config else None)
+    return _assemble(settings, text, str(model_config), found)
 
 
-def _gpu(name: str, *, where: str) -> Gpu:
+def _gpu(name: str, *, where: str | None) -> Gpu:
     if name.lower().endswith(".json"):
         return read_gpu(Path(name))
     try:
         return find_gpu(name)
     except UsageError as error:
-        raise UsageError(error.what, where=where if where != "None" else None, hint=error.hint) from error
+        # The catalogue does not know which flag or file named the GPU.
+        raise UsageError(error.what, where=where, hint=error.hint) from error
 
 
 def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu | None) -> RunContext:
@@ -93,7 +93,7 @@ def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu |
             kv_cache_dtype=settings.kv_cache_dtype,
             quantization=settings.quantization,
         )
-        check_parallelism(architecture, settings.tensor_parallel or 1)
+        architecture.check_tensor_parallel(settings.tensor_parallel or 1)
     return RunContext(settings, architecture, gpu, text)
 
 
@@ -120,6 +120,7 @@ def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
         known = find_gpu(gpu.name)
     except UsageError:
         return gpu
+    # The column holds facts alone: a GPU of the catalogue gets its sources and its confidence back, an altered one does not.
     return known if known.facts() == {**gpu.facts(), "gpu_confidence": known.confidence} else gpu
 
 
@@ -136,6 +137,7 @@ def scope_of(context: RunContext) -> ModelScope:
         "knobs": settings.knobs(),
         "tensor_parallel": settings.tensor_parallel,
     }
+    # Everything that changes what a server does counts; the readable part before it names model, GPU and ranks only.
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
     gpu = context.gpu.slug if context.gpu else "no-gpu"
     return ModelScope(f"{model}.{gpu}.tp{settings.tensor_parallel or 1}.{digest}", context)

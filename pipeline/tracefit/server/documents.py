@@ -42,7 +42,9 @@ Scalar: TypeAlias = str | int | float | bool | None
 Document: TypeAlias = Mapping[str, object]
 """A decoded file: names to values that are not validated yet."""
 
+# Published config.json files have tens of KiB.
 MAX_DOCUMENT_BYTES = 8 * 1024 * 1024
+# Far above what a configuration needs, far below where Python's own recursion ends.
 MAX_NESTING = 64
 MAX_JSON_VALUES = 500_000
 """Values a JSON file may hold: what Python makes of so many still fits in memory."""
@@ -51,8 +53,10 @@ _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
 """Brackets; strings are matched whole, so that what is in them does not count."""
 
 MAX_INTEGER = 2**53  # beyond this a JSON number is no longer exact for other readers
-_EXCERPT_CHARS = 40
-_MAX_INTEGER_CHARS = 300
+_EXCERPT_CHARS = 40  # an error is one line, which also names file and key
+_MAX_INTEGER_CHARS = (
+    300  # Python refuses to print integers of more than 4,300 digits, in any base they were read
+)
 
 _T = TypeVar("_T")
 
@@ -72,6 +76,7 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """
     try:
         with path.open("rb") as file:
+            # One byte beyond the limit tells; the size on disk does not, of a pipe or a file that grows.
             content = file.read(limit_bytes + 1)
     except OSError as error:
         reason = (error.strerror or "cannot be read").lower()
@@ -143,6 +148,7 @@ def parse_json_object(
 
 def _check_json_size(text: str, *, where: str) -> None:
     """Refuse text that is too costly to parse, from counts of characters alone."""
+    # Every value but the first follows one of these.
     if max(text.count(mark) for mark in ",[{") > MAX_JSON_VALUES:
         raise UsageError(f"is not JSON of fewer than {MAX_JSON_VALUES:,} values", where=where)
     depth = 0
@@ -153,6 +159,7 @@ def _check_json_size(text: str, *, where: str) -> None:
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    # Readers differ in which of two they take: a coefficient file must say the same to all of them.
     keys = dict(pairs)
     if len(keys) != len(pairs):
         raise ValueError("an object has the same key twice")
@@ -193,6 +200,7 @@ def parse_yaml(content: bytes | str, *, where: str) -> object:
     """
     text = as_text(content, where=where)
     try:
+        # Events are a flat stream: what would expand or nest is refused before it is built.
         _check_yaml_events(text, where=where)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of a safe loader
     except yaml.YAMLError as error:
@@ -255,6 +263,7 @@ def printable_text(text: str) -> str:
     return text
 
 
+# Strict: pydantic would take "32" and true for numbers, which are a wrong type in a file that others read as well.
 WholeNumber = Annotated[int, Strict(), BeforeValidator(_integral)]
 """An integer; `32.0` counts as 32, `"32"` and `true` do not."""
 
@@ -303,6 +312,7 @@ def validated(
     try:
         return shape.validate_python(value)
     except ValidationError as error:
+        # One line names one fault; the others show once it is mended.
         first = error.errors(include_url=False)[0]
         raise _usage_error(first, shape, where=where, key=key, spellings=spellings or {}) from None
 

@@ -7,9 +7,10 @@ bandwidth is bidirectional per GPU, over NVLink, xGMI or a bridge.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 Confidence = Literal["high", "low", "given"]
 
 _SUGGESTIONS = 3
+_MAX_NAME_CHARS = 64
 
 # A thousand times the largest GPU of today: what is above is a wrong unit.
 _Rate = Annotated[FiniteNumber, Field(gt=0, le=1e6)]
@@ -54,7 +56,7 @@ class GpuValues:
         sm_count: Streaming multiprocessors (compute units for AMD); None where not given.
     """
 
-    name: Annotated[Text, Field(max_length=64)]
+    name: Annotated[Text, Field(max_length=_MAX_NAME_CHARS)]
     compute_tflops_fp16: _Rate
     compute_tflops_fp8: _Rate | None = None
     memory_gb: _Rate
@@ -100,12 +102,7 @@ class Gpu(GpuValues):
         """Return the GPU facts of a coefficient file, as a flat mapping in a fixed order."""
         return {
             "gpu": self.name,
-            "compute_tflops_fp16": self.compute_tflops_fp16,
-            "compute_tflops_fp8": self.compute_tflops_fp8,
-            "memory_gb": self.memory_gb,
-            "memory_bandwidth_gb_s": self.memory_bandwidth_gb_s,
-            "link_gb_s": self.link_gb_s,
-            "sm_count": self.sm_count,
+            **{key: getattr(self, key) for key in _VALUE_FIELDS},
             "compute_to_bandwidth": self.compute_to_bandwidth,
             "relative_performance": self.relative_performance,
             "gpu_confidence": self.confidence,
@@ -116,94 +113,55 @@ _VALUE_FIELDS = tuple(field.name for field in fields(GpuValues) if field.name !=
 _SHAPE = TypeAdapter(GpuValues)
 
 
-def _gpu(
-    name: str,
-    sources: str,
-    *,
-    tflops: tuple[float, float | None],
-    memory: tuple[float, float],
-    link_gb_s: float | None,
-    sm_count: int,
-    confidence: Confidence = "high",
-) -> Gpu:
-    """Make a catalogue entry; `tflops` is (fp16, fp8), `memory` is (GB, GB/s)."""
+_SOURCES = {
+    "sheet": "vendor datasheet, dense rate",
+    "both": "vendor datasheet, dense rate, agreeing with serving simulators' tables",
+    "tables": "serving simulators' tables, which disagree with the datasheet",
+}
+
+# Name, source, TFLOPS at fp16 and fp8, memory in GB and GB/s, link in GB/s, multiprocessors, aliases; - is none. The bare name is what
+# the field means by it: the SXM board, and of the A100 the 80 GB one; other aliases are spellings of drivers and clouds.
+_TABLE = """\
+H100-SXM        both    989.5    1979   80  3350   900  132  H100 H100-80GB H100-SXM5 H100-80GB-HBM3 H100-SXM-80GB H100-SXM5-80GB
+H100-PCIe       both    756.5    1513   80  2000   600  114  H100-80GB-PCIe H100-PCIe-80GB
+H100-NVL        sheet   835.5  1670.5   94  3900   600  132  H100-94GB H100-NVL-94GB
+H200-SXM        both    989.5    1979  141  4800   900  132  H200 H200-141GB H200-SXM-141GB
+A100-40GB-SXM   sheet     312       -   40  1555   600  108  A100-40 A100-40GB A100-SXM4-40GB A100-SXM-40GB A100-40-SXM
+A100-80GB-SXM   both      312       -   80  2039   600  108  A100 A100-80 A100-80GB A100-SXM A100-SXM4 A100-SXM4-80GB A100-SXM-80GB A100-80-SXM
+A100-80GB-PCIe  both      312       -   80  1935   600  108  A100-PCIe A100-PCIe-80GB A100-80-PCIe
+L4              both      121     242   24   300     -   58  L4-24GB
+L40S            both      362     733   48   864     -  142  L40S-48GB
+A10G            tables     70       -   24   600     -   80  A10G-24GB
+V100-16GB-SXM2  sheet     125       -   16   900   300   80  V100 V100-SXM2 V100-16GB V100-SXM2-16GB
+V100-32GB-SXM2  sheet     125       -   32   900   300   80  V100-32GB V100-SXM2-32GB
+B200            both     2250    4500  180  8000  1800  148  B200-180GB B200-SXM
+GB200           both     2500    5000  186  8000  1800  148  GB200-186GB
+MI300X          sheet    1307    2615  192  5300   896  304  MI300X-OAM MI300X-192GB
+MI325X          sheet    1307    2615  256  6000   896  304  MI325X-OAM MI325X-256GB
+"""
+
+
+def _entry(row: str) -> tuple[Gpu, list[str]]:
+    """Return the GPU of a row of the table, and its aliases."""
+    name, source, *cells = row.split()
+    # As JSON: a whole number stays whole, as it is published.
+    values = [None if cell == "-" else json.loads(cell) for cell in cells[: len(_VALUE_FIELDS)]]
+    known = {key: value for key, value in zip(_VALUE_FIELDS, values, strict=True) if value is not None}
     gpu = Gpu(
         name=name,
-        compute_tflops_fp16=tflops[0],
-        compute_tflops_fp8=tflops[1],
-        memory_gb=memory[0],
-        memory_bandwidth_gb_s=memory[1],
-        link_gb_s=link_gb_s,
-        sm_count=sm_count,
-        sources={},
-        confidence=confidence,
+        **known,
+        sources=dict.fromkeys(known, _SOURCES[source]),
+        confidence="low" if source == "tables" else "high",
     )
-    return replace(gpu, sources={key: sources for key in _VALUE_FIELDS if getattr(gpu, key) is not None})
+    return gpu, cells[len(_VALUE_FIELDS) :]
 
 
-_SHEET = "vendor datasheet, dense rate"
-_BOTH = "vendor datasheet, dense rate, agreeing with serving simulators' tables"
-_UNSURE = "serving simulators' tables, which disagree with the datasheet"
+_ENTRIES = tuple(map(_entry, _TABLE.splitlines()))
 
-CATALOGUE: Mapping[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("H100-SXM", _BOTH, tflops=(989.5, 1979), memory=(80, 3350), link_gb_s=900, sm_count=132),
-        _gpu("H100-PCIe", _BOTH, tflops=(756.5, 1513), memory=(80, 2000), link_gb_s=600, sm_count=114),
-        _gpu("H100-NVL", _SHEET, tflops=(835.5, 1670.5), memory=(94, 3900), link_gb_s=600, sm_count=132),
-        _gpu("H200-SXM", _BOTH, tflops=(989.5, 1979), memory=(141, 4800), link_gb_s=900, sm_count=132),
-        _gpu("A100-40GB-SXM", _SHEET, tflops=(312, None), memory=(40, 1555), link_gb_s=600, sm_count=108),
-        _gpu("A100-80GB-SXM", _BOTH, tflops=(312, None), memory=(80, 2039), link_gb_s=600, sm_count=108),
-        _gpu("A100-80GB-PCIe", _BOTH, tflops=(312, None), memory=(80, 1935), link_gb_s=600, sm_count=108),
-        _gpu("L4", _BOTH, tflops=(121, 242), memory=(24, 300), link_gb_s=None, sm_count=58),
-        _gpu("L40S", _BOTH, tflops=(362, 733), memory=(48, 864), link_gb_s=None, sm_count=142),
-        _gpu(
-            "A10G",
-            _UNSURE,
-            tflops=(70, None),
-            memory=(24, 600),
-            link_gb_s=None,
-            sm_count=80,
-            confidence="low",
-        ),
-        _gpu("V100-16GB-SXM2", _SHEET, tflops=(125, None), memory=(16, 900), link_gb_s=300, sm_count=80),
-        _gpu("V100-32GB-SXM2", _SHEET, tflops=(125, None), memory=(32, 900), link_gb_s=300, sm_count=80),
-        _gpu("B200", _BOTH, tflops=(2250, 4500), memory=(180, 8000), link_gb_s=1800, sm_count=148),
-        _gpu("GB200", _BOTH, tflops=(2500, 5000), memory=(186, 8000), link_gb_s=1800, sm_count=148),
-        _gpu("MI300X", _SHEET, tflops=(1307, 2615), memory=(192, 5300), link_gb_s=896, sm_count=304),
-        _gpu("MI325X", _SHEET, tflops=(1307, 2615), memory=(256, 6000), link_gb_s=896, sm_count=304),
-    )
-}
+CATALOGUE: Mapping[str, Gpu] = {gpu.name: gpu for gpu, _ in _ENTRIES}
 """Known GPUs by name."""
 
-_ALIASES: Mapping[str, tuple[str, ...]] = {
-    # The bare name is what the field means by it: the SXM board, and of the A100 the 80 GB one.
-    "H100-SXM": ("H100", "H100-80GB", "H100-SXM5", "H100-80GB-HBM3", "H100-SXM-80GB", "H100-SXM5-80GB"),
-    "H100-PCIe": ("H100-80GB-PCIe", "H100-PCIe-80GB"),
-    "H100-NVL": ("H100-94GB", "H100-NVL-94GB"),
-    "H200-SXM": ("H200", "H200-141GB", "H200-SXM-141GB"),
-    "A100-40GB-SXM": ("A100-40", "A100-40GB", "A100-SXM4-40GB", "A100-SXM-40GB", "A100-40-SXM"),
-    "A100-80GB-SXM": (
-        "A100",
-        "A100-80",
-        "A100-80GB",
-        "A100-SXM",
-        "A100-SXM4",
-        "A100-SXM4-80GB",
-        "A100-SXM-80GB",
-        "A100-80-SXM",
-    ),
-    "A100-80GB-PCIe": ("A100-PCIe", "A100-PCIe-80GB", "A100-80-PCIe"),
-    "L4": ("L4-24GB",),
-    "L40S": ("L40S-48GB",),
-    "A10G": ("A10G-24GB",),
-    "V100-16GB-SXM2": ("V100", "V100-SXM2", "V100-16GB", "V100-SXM2-16GB"),
-    "V100-32GB-SXM2": ("V100-32GB", "V100-SXM2-32GB"),
-    "B200": ("B200-180GB", "B200-SXM"),
-    "GB200": ("GB200-186GB",),
-    "MI300X": ("MI300X-OAM", "MI300X-192GB"),
-    "MI325X": ("MI325X-OAM", "MI325X-256GB"),
-}
+# `NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`, `AMD Instinct MI300X`: what drivers put before the model.
 _MAKERS = re.compile(r"^(nvidia|tesla|amd|instinct|radeon)+")
 
 
@@ -215,10 +173,7 @@ def _key(name: str) -> str:
 @cache
 def _names() -> Mapping[str, str]:
     """Folded names and aliases to catalogue names."""
-    names = {_key(name): name for name in CATALOGUE}
-    for name, aliases in _ALIASES.items():
-        names.update({_key(alias): name for alias in aliases})
-    return names
+    return {_key(name): gpu.name for gpu, aliases in _ENTRIES for name in (gpu.name, *aliases)}
 
 
 def find_gpu(name: str) -> Gpu:
@@ -234,7 +189,8 @@ def find_gpu(name: str) -> Gpu:
     found = names.get(_key(name))
     if found is not None:
         return CATALOGUE[found]
-    close = difflib.get_close_matches(_key(name)[:64], names, n=_SUGGESTIONS, cutoff=0.6)
+    # Cut first: matching takes time with the square of the length.
+    close = difflib.get_close_matches(_key(name)[:_MAX_NAME_CHARS], names, n=_SUGGESTIONS, cutoff=0.6)
     meant = dict.fromkeys(names[key] for key in close)
     suggestion = f"did you mean {' or '.join(meant)}? " if meant else ""
     raise UsageError(
@@ -243,57 +199,46 @@ def find_gpu(name: str) -> Gpu:
     )
 
 
-def read_gpu(path: Path, *, name: str | None = None) -> Gpu:
+def read_gpu(path: Path) -> Gpu:
     """Read a user's own GPU from a JSON file.
 
     The file holds one object with `memory_bandwidth_gb_s`, `compute_tflops_fp16`, `memory_gb` and `sm_count`
-    and optionally `compute_tflops_fp8`, `link_gb_s` and `name`; or a mapping of names to such objects.
-
-    Args:
-        path: The file.
-        name: Which one of a mapping with several.
+    and optionally `compute_tflops_fp8`, `link_gb_s` and `name`; or a mapping of one name to such an object.
 
     Raises:
         UsageError: The file cannot be read, lacks a value, or holds one that is not a finite positive number.
     """
-    return parse_gpu(read_bytes(path), where=str(path), name=name, fallback_name=path.stem)
+    return parse_gpu(read_bytes(path), where=str(path), fallback_name=path.stem)
 
 
-def parse_gpu(
-    text: bytes | str, *, where: str, name: str | None = None, fallback_name: str = "custom"
-) -> Gpu:
+def parse_gpu(text: bytes | str, *, where: str, fallback_name: str = "custom") -> Gpu:
     """Parse the content of a GPU file, see `read_gpu`.
 
     Args:
         text: JSON.
         where: Name of the source, for errors.
-        name: Which one of a mapping with several.
         fallback_name: Name of a GPU whose object has none.
 
     Raises:
         UsageError: As `read_gpu`.
     """
     document = parse_json_object(text, where=where)
+    # No value at the top: the file maps a name to a GPU, as tables of serving simulators do.
     if not document.keys() & set(_VALUE_FIELDS):
-        chosen = _choose(document, name, where=where)
-        part = document[chosen]
-        if not isinstance(part, Mapping):
-            raise UsageError(f"{excerpt(chosen)} is {kind_of(part)}, not an object", where=where)
-        document, fallback_name = part, chosen
+        fallback_name, document = _only_entry(document, where=where)
     values = validated(_SHAPE, {"name": fallback_name, **document}, where=where)
     stated = {key: "given by the user" for key in _VALUE_FIELDS if document.get(key) is not None}
     return Gpu(**asdict(values), sources=stated, confidence="given")
 
 
-def _choose(document: Document, name: str | None, *, where: str) -> str:
-    """Pick one of a mapping of GPUs: the named one, or the only one."""
-    by_key = {_key(key): key for key in document}
-    if name is not None and _key(name) in by_key:
-        return by_key[_key(name)]
-    if name is None and len(document) == 1:
-        return next(iter(document))
+def _only_entry(document: Document, *, where: str) -> tuple[str, Document]:
+    """Return the name and the object of the one GPU that a file maps."""
     if not document:
         raise UsageError("describes no GPU", where=where, hint=f"state {', '.join(_VALUE_FIELDS)}")
-    listed = ", ".join(excerpt(key) for key in list(document)[:16])
-    what = "describes several GPUs" if name is None else f"does not describe GPU {excerpt(name)!r}"
-    raise UsageError(what, where=where, hint=f"name one of {listed}")
+    if len(document) > 1:
+        listed = ", ".join(excerpt(key) for key in list(document)[:16])
+        raise UsageError("describes several GPUs", where=where, hint=f"keep one of {listed}")
+    ((name, entry),) = document.items()
+    if not isinstance(entry, Mapping):
+        raise UsageError(f"{excerpt(name)} is {kind_of(entry)}, not an object", where=where)
+    return name, entry

@@ -31,7 +31,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-_HEAD_DIM = ("head_dim", "kv_channels")
+_HEAD_DIM = ("head_dim", "kv_channels")  # the second of ChatGLM
 _FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token")
@@ -46,6 +46,7 @@ _OUTER_KEYS = frozenset(
     {*_DTYPE, *_VOCABULARY, "tie_word_embeddings", "_name_or_path", "quantization_config"}
 )
 
+# Far above what published models have. Larger values are damage, and would make lists that fill the memory.
 _MOST_LAYERS = 4096
 _MOST_WIDTH = 2**24
 _MOST_HEADS = 2**16
@@ -128,6 +129,7 @@ class _Config:
 
     def find(self, *keys: str) -> tuple[str, object] | None:
         """Return the first of several spellings that is set; they may not contradict each other."""
+        # Conversion scripts leave several spellings in one file; no reader can know which of two values counts.
         found = [(key, value) for key in keys if (value := self.get(key)) is not None]
         for key, value in found[1:]:
             if value != found[0][1]:
@@ -186,11 +188,13 @@ class _Config:
 def _open_config(document: Document, *, where: str) -> _Config:
     """Find the part that describes the text model, and its family."""
     inner: Document = document
+    # Multimodal configs (Llama 4, Gemma 3, Qwen-VL) describe the text model in a section of its own.
     for key in _NESTED:
         part = document.get(key)
         if isinstance(part, Mapping):
             inner = part
             break
+    # The text model's own family first: the wrapper's name may be of no known family.
     for part in (inner, document):
         model_type = _family_name(part)
         if model_type is not None:
@@ -230,6 +234,7 @@ def _kv_heads(config: _Config, heads: int) -> int:
     # Falcon's first architecture writes num_kv_heads = heads beside multi_query and means 1.
     multi_query = config.flag("multi_query") and not config.flag("new_decoder_architecture")
     kv_heads = 1 if multi_query else config.integer(*_KV_HEADS, most=_MOST_HEADS)
+    # ChatGLM states a number of groups that `multi_query_attention: false` switches off.
     if kv_heads is None or config.flag("multi_query_attention") is False:
         config.assumed.append("one KV head per attention head assumed: num_key_value_heads is absent")
         return heads
@@ -255,6 +260,7 @@ def _head_dim(config: _Config, hidden: int, heads: int) -> int:
 
 
 def _latent(config: _Config) -> LatentAttention | None:
+    # The one key that every config of latent attention has; DeepSeek-V2-Lite has no q_lora_rank.
     kv_lora_rank = config.integer("kv_lora_rank")
     if kv_lora_rank is None:
         return None
@@ -277,6 +283,7 @@ class _Experts:
 
 
 def _experts(config: _Config, layers: int) -> _Experts:
+    # 0 is stated by dense models of families that also have MoE ones.
     count = config.integer(*_EXPERTS, least=0, most=_MOST_HEADS) or 0
     layer_ids = _moe_layer_ids(config, layers) if count else ()
     if not layer_ids:
@@ -287,6 +294,7 @@ def _experts(config: _Config, layers: int) -> _Experts:
             f"num_experts_per_tok {per_token} is more than the {count} experts there are", where=config.where
         )
     width = config.integer("moe_intermediate_size")
+    # Mixtral and Phi-MoE have experts alone, whose width stands where others have the dense FFN's.
     if width is None:
         width = config.required(*_FFN)
     return _Experts(count, per_token, width, _shared_width(config, width), layer_ids)
@@ -295,6 +303,7 @@ def _experts(config: _Config, layers: int) -> _Experts:
 def _shared_width(config: _Config, expert_width: int) -> int:
     if config.family.shared_expert:
         return expert_width
+    # Qwen and Granite state a width, DeepSeek a number of experts as wide as the routed ones.
     stated = config.integer(*_SHARED_WIDTH, least=0)
     if stated is not None:
         return stated
@@ -303,12 +312,15 @@ def _shared_width(config: _Config, expert_width: int) -> int:
 
 def _moe_layer_ids(config: _Config, layers: int) -> tuple[int, ...]:
     """Return which layers are MoE, by the rule of the families that the config uses."""
+    # Llama 4 lists the layers or states a step, whose first MoE layer is the step's last.
     listed = config.integers("moe_layers", least=0, most=layers - 1)
     if listed is not None:
         return tuple(sorted(set(listed)))
     step = config.integer("interleave_moe_layer_step")
     if step is not None:
         return tuple(range(step - 1, layers, step))
+    # Qwen has `decoder_sparse_step` and `mlp_only_layers`; DeepSeek `first_k_dense_replace` and `moe_layer_freq`, a number or
+    # a list with 1 for each MoE layer. A key that a family does not have changes nothing here.
     sparse_step = config.integer("decoder_sparse_step") or 1
     dense = set(config.integers("mlp_only_layers", least=0, most=_MOST_LAYERS) or ())
     first = config.integer("first_k_dense_replace", least=0) or 0
@@ -326,6 +338,7 @@ def _moe_layer_ids(config: _Config, layers: int) -> tuple[int, ...]:
 
 def _dense_ffn(config: _Config, hidden: int, experts: _Experts, layers: int) -> int:
     keys = (config.family.dense_ffn_key,) if config.family.dense_ffn_key else _FFN
+    # No layer is dense: `intermediate_size` is stale or the experts' own, but for a family with a key for dense layers.
     if len(experts.layer_ids) == layers:
         stated = config.integer(*keys) if config.family.dense_ffn_key else None
         return stated or experts.width
@@ -343,6 +356,7 @@ def _windows(config: _Config, layers: int) -> tuple[int | None, ...]:
     rule = config.family.windows
     if rule == "chunked":
         return _chunks(config, layers)
+    # Qwen states a window even where it is not used.
     unused = rule == "none" or (rule == "upper" and not config.flag("use_sliding_window"))
     window = None if unused else config.integer("sliding_window", most=_MOST_ROWS)
     if window is None:
@@ -354,11 +368,9 @@ def _windows(config: _Config, layers: int) -> tuple[int | None, ...]:
         return tuple(window if layer >= first else None for layer in range(layers))
     period = 2
     if rule == "pattern":
-        period = (
-            config.required("sliding_window_pattern")
-            if config.get("_sliding_window_pattern") is None
-            else (config.required("_sliding_window_pattern"))
-        )
+        # Newer versions of transformers write Gemma 3's key with an underscore.
+        is_new = config.get("_sliding_window_pattern") is not None
+        period = config.required("_sliding_window_pattern" if is_new else "sliding_window_pattern")
     return tuple(window if (layer + 1) % period else None for layer in range(layers))
 
 
@@ -411,6 +423,7 @@ def _learned_positions(config: _Config) -> int:
 
 def _dtype(config: _Config) -> str:
     found = config.find(*_DTYPE)
+    # vLLM's choice for a type that is not stated.
     if found is None or found[1] == "auto":
         config.assumed.append("dtype bfloat16 assumed: torch_dtype is absent")
         return "bfloat16"

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 Source = Literal["given", "read", "assumed"]
 """given: by the user for this call. read: in the run's own files. assumed: vLLM's default."""
 
+# Bounds are far above what servers have: what is beyond is a wrong unit or damage.
 Ranks = Annotated[WholeNumber, Field(ge=1, le=65_536)] | None
 Count = Annotated[WholeNumber, Field(ge=1, le=2**40)] | None
 Share = Annotated[FiniteNumber, Field(gt=0, le=1)] | None
@@ -112,8 +113,7 @@ class ServerSettings(BaseModel):
     def knobs(self) -> dict[str, Scalar]:
         """Return the known settings that distinguish scopes, beyond model, GPU and tensor parallelism.
 
-        The order is fixed, so that the mapping can be hashed. Sampling rates are left out: they
-        change what is traced, not what the server does.
+        The order is fixed, so that the mapping can be hashed.
         """
         return {name: value for name, value in self.values().items() if name in _KNOBS}
 
@@ -129,6 +129,7 @@ TEXTS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name]
 
 _SHAPE = TypeAdapter(ServerSettings)
 
+# A scope id names model, GPU and ranks in words; sampling rates change what is traced, not what the server does.
 _KNOBS = frozenset(SETTINGS) - {
     "model",
     "gpu",
@@ -138,6 +139,7 @@ _KNOBS = frozenset(SETTINGS) - {
     "step_tracing_rich_subsample_rate",
 }
 
+# Short forms of vLLM's own options (-tp, -q), and the words of run descriptions in the field.
 ALIASES: Mapping[str, str] = {
     "model_id": "model",
     "model_name": "model",
@@ -211,6 +213,7 @@ def settings_from(
             other[name] = _scalar(value)
         elif name not in known:
             known[name], spelled[name] = value, key
+        # Stated twice with one value is common: model and model_tag of a logged command, a file and its nested section.
         elif known[name] != value:
             first, second = excerpt(known[name]), excerpt(value)
             raise UsageError(f"{spelled[name]} {first} and {key} {second} contradict", where=where)
@@ -273,14 +276,18 @@ def settings_from_json(text: str, *, where: str) -> ServerSettings:
 # -- files -----------------------------------------------------------------------------------------------
 
 _MAX_BYTES = 1024 * 1024
-_MAX_LOG_BYTES = 64 * 1024 * 1024
-_MAX_COMMAND_CHARS = 64 * 1024
+_MAX_LOG_BYTES = 64 * 1024 * 1024  # the log of a server that ran for days
+_MAX_COMMAND_CHARS = (
+    64 * 1024
+)  # longer lines of a log are not its arguments, and would cost patterns their time
+# Sections that only group settings.
 _NESTED = frozenset({"vllm", "server", "args", "engine_args", "vllm_args"})
 _MAX_NESTED = 4
+# As vLLM reads counts: lower case is decimal, upper case binary.
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _COUNT = re.compile(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})([kmgKMG]?)", re.ASCII)
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server")
-_IMAGE = "vllm/vllm-openai"
+_IMAGE = "vllm/vllm-openai"  # its entry point is the server: what follows are the server's arguments
 # The server's switches without value; for an option that is not listed, the next word is its value.
 _SWITCHES = FLAGS | {
     "trust_remote_code",
@@ -290,6 +297,7 @@ _SWITCHES = FLAGS | {
 }
 _LOGGED_DICT = re.compile(r"non-default args:\s*(\{.*\})")
 _LOGGED_NAMESPACE = re.compile(r"\bargs: Namespace\((.*)\)")
+# Bounded digits: Python refuses integers of more than 4,300 with an error of its own.
 _LITERAL = r"(-?\d{1,18}(?:\.\d{1,18})?(?:[eE][+-]?\d{1,3})?|True|False|None|'[^'\\]*'|\"[^\"\\]*\")"
 _DICT_ITEM = re.compile(rf"'(\w+)':\s*{_LITERAL}\s*(?=[,}}])")
 _NAMESPACE_ITEM = re.compile(rf"\b(\w+)={_LITERAL}\s*(?=,|$)")
@@ -371,6 +379,7 @@ def parse_serve_command(text: str, *, where: str) -> ServerSettings:
     """
     if len(text) > _MAX_BYTES:
         raise UsageError(f"is larger than {_MAX_BYTES:,} bytes", where=where)
+    # A shell joins lines that end in a backslash.
     joined = re.sub(r"\\\r?\n", " ", text)
     for line in joined.splitlines():
         if "vllm" not in line or line.lstrip().startswith("#"):
@@ -447,6 +456,7 @@ def _option_value(flag: str, value: str | None, *, where: str) -> tuple[str, obj
         if name in SETTINGS and name not in FLAGS:
             raise UsageError(f"{flag} has no value", where=where)
         return name, True
+    # Nothing is expanded: what the variable held is not in the script.
     if value.startswith("$") and name in SETTINGS:
         raise UsageError(
             f"{flag} is the shell variable {excerpt(value)}", where=where, hint="write the value out"
@@ -476,6 +486,7 @@ def _find_logged(text: str) -> dict[str, object] | None:
     (nested configuration objects) are passed over.
     """
     for line in reversed(text.splitlines()):
+        # A plain search first: the patterns are slow on lines that cannot match.
         if "args:" not in line or len(line) > _MAX_COMMAND_CHARS:
             continue
         logged = _LOGGED_DICT.search(line)

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from tracefit.synth.options import SynthOptions
 
 _API, _CORE, _STEP = "vllm.api", "vllm.scheduler", "vllm.scheduler.step"
+# OTLP's SpanFlags: bit 8 says that bit 9, "the parent is in another process", is meant.
 _FLAGS_ROOT, _FLAGS_CHILD_OF_REMOTE = 0x100, 0x300
+# Defaults of the SDK's batch processor: OTEL_BSP_SCHEDULE_DELAY and OTEL_BSP_MAX_EXPORT_BATCH_SIZE.
 _FLUSH_NS = 5_000_000_000
 """Period in which a process exports the spans that ended."""
 _MAX_BATCH_SPANS = 512
@@ -93,17 +95,6 @@ _STEP_SPAN_KEYS = (
 )
 
 
-def api_request_id(log_number: int, *, server: int, is_chat: bool) -> str:
-    """Return the id the API process gives a request."""
-    prefix = "chatcmpl" if is_chat else "cmpl"
-    return f"{prefix}-req-{server}-{log_number:06d}" if server else f"{prefix}-req-{log_number:06d}"
-
-
-def core_request_id(api_id: str, *, is_chat: bool, token: str) -> str:
-    """Return the id of the same request in the engine core: a prompt's number and a random token longer."""
-    return f"{api_id}-{token}" if is_chat else f"{api_id}-0-{token}"
-
-
 class Emitter:
     """Writes the spans of one epoch of one server."""
 
@@ -113,7 +104,7 @@ class Emitter:
         id_rng, journey_rng, jitter_rng = rng.spawn(3)
         self._id_rng = id_rng
         self._is_sampled = (journey_rng.random(len(epoch.requests)) < options.journey_sampling).tolist()
-        # Unix stamps follow the monotonic ones by a few microseconds.
+        # Unix stamps follow the monotonic ones by a few microseconds; a prime number of lags repeats with no other period.
         self._lags_ns: list[int] = jitter_rng.integers(500, 9_000, 1_021).tolist()
 
     def spans(self) -> tuple[list[GeneratedSpan], list[GeneratedSpan]]:
@@ -145,6 +136,7 @@ class Emitter:
 
     def _api_span(self, log: RequestLog, trace_id: str, span_id: str) -> GeneratedSpan:
         arrival = log.arrival
+        # Status code 2 is on aborted chat and non-streaming requests alone; a broken stream ends its span without one.
         is_failed = log.is_aborted and (arrival.is_chat or not arrival.is_streaming)
         error = _DISCONNECT if is_failed else ""
         events, dropped = self._limited(list(self._api_events(log, error)))
@@ -166,9 +158,8 @@ class Emitter:
 
     def _api_attributes(self, log: RequestLog) -> Attributes:
         arrival = log.arrival
-        api_id = api_request_id(arrival.number, server=self._epoch.server, is_chat=arrival.is_chat)
         values: tuple[Value, ...] = (
-            api_id,
+            arrival.api_id(self._epoch.server),
             "/v1/chat/completions" if arrival.is_chat else "/v1/completions",
             self._options.architecture.served_name,
             arrival.prompt_tokens,
@@ -177,6 +168,7 @@ class Emitter:
             arrival.max_tokens,
             1,
         )
+        # Of finished chat requests alone: output lengths of the others are in their journeys.
         if arrival.is_chat and not log.is_aborted:
             keys = (*_API_KEYS, "gen_ai.usage.completion_tokens")
             return Attributes(keys, (*values, log.request.done_tokens))
@@ -184,6 +176,7 @@ class Emitter:
 
     def _api_events(self, log: RequestLog, error: str) -> Iterator[GeneratedEvent]:
         yield self._api_event("ARRIVED", log.arrival.arrival_ns)
+        # The completions route stamps ARRIVED and the end only.
         if log.arrival.is_chat:
             if not log.is_aborted or log.handoff_ns < log.departed_ns:
                 yield self._api_event("HANDOFF_TO_CORE", log.handoff_ns)
@@ -274,6 +267,7 @@ class Emitter:
         )
 
     def _step_events(self, step: StepLog) -> Iterator[GeneratedEvent]:
+        # The emitter's `step.duration_us` is the time in schedule(), whatever its name says.
         took_ns = step.cycle_ns if self._options.duration == "step" else step.schedule_ns
         end_ns = step.start_ns + took_ns
         yield self._event("step.BATCH_SUMMARY", end_ns, self._summary(step, end_ns))
@@ -316,6 +310,7 @@ class Emitter:
             row.num_preemptions,
             row.scheduled_tokens,
             row.blocks,
+            # `kv.blocks_cached_gpu` counts full blocks, not hits: those are the prompt less `effective_prompt_len`.
             (row.computed_tokens + row.scheduled_tokens) // self._options.block_size,
             row.prompt_tokens - row.cached_tokens,
         )
@@ -346,6 +341,7 @@ def _resources(options: SynthOptions, draw: Callable[[int], bytes]) -> tuple[Att
     if choice == "auto":
         choice = "none" if options.servers == 1 else "server"
     keys: tuple[str, ...] = ("telemetry.sdk.language", "telemetry.sdk.name", "telemetry.sdk.version")
+    # Drawn whether used or not: another choice leaves every other id as it is.
     ids = [str(uuid.UUID(bytes=draw(16), version=4)) for _ in range(2)]
     if choice == "none":
         plain = Attributes((*keys, "service.name"), ("python", "opentelemetry", "1.26.0", "vllm-synth"))

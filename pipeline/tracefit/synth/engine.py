@@ -129,6 +129,7 @@ class BlockPool:
             Whether there were enough.
         """
         kept = self._prefixes.get(prefix)
+        # Blocks of the prefix that is about to be used are not for eviction.
         reserved = kept.blocks if kept and not kept.users else 0
         if blocks > self._empty and blocks > self.free - reserved:
             return False
@@ -278,6 +279,7 @@ class Scheduler:
         """Decide what the next step carries."""
         self.step_id += 1
         draft = _Draft(self.config.max_num_batched_tokens)
+        # Engine v1 serves running requests first, and admits no one in a step that preempts: freed blocks are for them.
         self._schedule_running(draft)
         if not draft.preempted:
             self._schedule_waiting(draft)
@@ -360,6 +362,7 @@ class Scheduler:
         prefix = request.prefix if self.pool.is_cached(request.prefix) else NO_PREFIX
         hit_tokens = 0 if prefix == NO_PREFIX else self.config.prefix_tokens
         pending_tokens = request.num_tokens - hit_tokens
+        # Without chunked prefill a prompt that does not fit waits, and everyone behind it.
         if pending_tokens > draft.budget and not self.config.chunked_prefill:
             return False
         tokens = min(pending_tokens, draft.budget)
@@ -384,6 +387,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take everything from a running request: it will be computed again, output included."""
         self.pool.give_back(request)
+        # vLLM swaps nothing out: tokens are lost, while `prefill_done_tokens`, a high-water mark, stays.
         request.computed_tokens = 0
         request.num_preemptions += 1
         self._was_preempted.add(request)
@@ -412,6 +416,7 @@ def compose(scheduled: list[Scheduled]) -> Composition:
     prefill_reqs = prefill_tokens = prefill_context = decode_tokens = context = pairs = 0
     for share in scheduled:
         tokens, computed = share.tokens, share.computed_tokens
+        # "Has output" makes a request decode, even one that computes its prompt again after a preemption.
         if share.request.done_tokens:
             decode_tokens += tokens
             context += computed

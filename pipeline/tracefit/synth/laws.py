@@ -120,7 +120,7 @@ class RooflineLaw:
         model = self.model
         linear = 2 * model.active_layer_params * step.scheduled_tokens
         head = 2 * model.hidden_size * model.vocab_size * step.num_reqs
-        # Decode queries meet their whole context once; pairs of longer chunks are counted by the scheduler.
+        # A decode query meets its context and itself; pairs of longer chunks are counted by the scheduler.
         pairs = step.attention_pairs + step.context_tokens + step.num_decode_reqs
         attention = 4 * model.num_layers * model.num_heads * model.head_dim * pairs
         rate_per_us = self.gpu.tflops * 1e6 * self.compute_efficiency * self.tp
@@ -129,6 +129,7 @@ class RooflineLaw:
     def memory_us(self, step: Composition) -> float:
         """Return the time `step` needs to read its weights and KV cache, in µs."""
         model = self.model
+        # The input embedding is a lookup of a few rows; the head is a matrix that each step reads.
         weights = model.touched_layer_params(step.scheduled_tokens) + model.hidden_size * model.vocab_size
         kv_tokens = step.context_tokens + step.prefill_context_tokens + step.scheduled_tokens
         size_bytes = weights * model.dtype_bytes + kv_tokens * model.kv_bytes_per_token
@@ -138,6 +139,7 @@ class RooflineLaw:
         """Return the time spent exchanging activations between GPUs, in µs."""
         if self.tp == 1:
             return 0.0
+        # A ring all-reduce sends 2 (tp - 1) / tp of the data over each link; attention and MLP of a layer need one each.
         size_bytes = step.scheduled_tokens * self.model.hidden_size * self.model.dtype_bytes
         share = 2 * (self.tp - 1) / self.tp
         once_us = self.allreduce_latency_us + share * size_bytes / (self.gpu.link_gb_per_s * 1e3)
@@ -156,6 +158,7 @@ class AdmissionLaw:
     The time to QUEUED is longer: the engine core drains its socket between steps only.
     """
 
+    # On seven CPU runs of an instrumented vLLM 0.15.1 the API work is 1.2 to 1.6 ms.
     base_us: float = 1_300.0
     per_prompt_token_us: float = 0.4
     jitter: float = 0.04
@@ -176,6 +179,7 @@ class DepartureLaw:
         jitter: Relative noise (sigma of a log-normal factor).
     """
 
+    # Measured: 90 to 215 us per request in the batch, 100 to 350 us per request that finishes, nothing per output token.
     base_us: float = 700.0
     per_batch_req_us: float = 120.0
     per_finishing_req_us: float = 200.0

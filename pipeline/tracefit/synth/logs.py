@@ -1,9 +1,15 @@
-"""The log of a simulation: the facts from which both the trace and the truth are made."""
+"""The log of a simulation, and the truth tables made of it.
+
+`emit` writes what a server would have sent of a log; the truth tables hold all of it, with what a trace does not say.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+import polars as pl
 
 if TYPE_CHECKING:
     from tracefit.synth.engine import Request
@@ -195,3 +201,109 @@ class EpochLog:
     requests: tuple[RequestLog, ...]
     blocks_total: int
     blocks_free_at_end: int
+
+
+# -- truth -----------------------------------------------------------------------------------------------
+
+Cell: TypeAlias = str | int | float | bool | None
+"""A value of a truth table."""
+
+_T = TypeVar("_T")
+_Columns: TypeAlias = Mapping[str, tuple[type[pl.DataType], Callable[[EpochLog, _T], Cell]]]
+
+
+def _state(field_name: str) -> Callable[[EpochLog, RequestLog], Cell]:
+    """Return a function to a field of the queue a request met; null where it was never queued."""
+    return lambda _, log: getattr(log.queue_state, field_name, None)
+
+
+def _point(event: str, field_name: str) -> Callable[[EpochLog, RequestLog], Cell]:
+    """Return a function to a field of a request's first event of a kind; null where it has none."""
+    return lambda _, log: getattr(log.first(event), field_name, None)
+
+
+_STEPS: _Columns[StepLog] = {
+    "server": (pl.Int64, lambda epoch, _: epoch.server),
+    "epoch": (pl.Int64, lambda epoch, _: epoch.epoch),
+    "step_id": (pl.Int64, lambda _, step: step.step_id),
+    "start_ns": (pl.Int64, lambda _, step: step.start_ns),
+    "end_ns": (pl.Int64, lambda _, step: step.end_ns),
+    "cycle_us": (pl.Float64, lambda _, step: step.cycle_ns / 1e3),
+    "law_us": (pl.Float64, lambda _, step: step.law_us),
+    "schedule_us": (pl.Float64, lambda _, step: step.schedule_ns / 1e3),
+    "is_hiccup": (pl.Boolean, lambda _, step: step.is_hiccup),
+    "num_prefill_reqs": (pl.Int64, lambda _, step: step.composition.num_prefill_reqs),
+    "num_decode_reqs": (pl.Int64, lambda _, step: step.composition.num_decode_reqs),
+    "prefill_tokens": (pl.Int64, lambda _, step: step.composition.prefill_tokens),
+    "decode_tokens": (pl.Int64, lambda _, step: step.composition.decode_tokens),
+    "recompute_tokens": (pl.Int64, lambda _, step: step.composition.recompute_tokens),
+    "scheduled_tokens": (pl.Int64, lambda _, step: step.composition.scheduled_tokens),
+    "context_tokens": (pl.Int64, lambda _, step: step.composition.context_tokens),
+    "prefill_context_tokens": (pl.Int64, lambda _, step: step.composition.prefill_context_tokens),
+    "attention_pairs": (pl.Int64, lambda _, step: step.composition.attention_pairs),
+    "running": (pl.Int64, lambda _, step: step.running_depth),
+    "waiting": (pl.Int64, lambda _, step: step.waiting_depth),
+    "waiting_tokens": (pl.Int64, lambda _, step: step.waiting_tokens),
+    "blocks_free": (pl.Int64, lambda _, step: step.blocks_free),
+    "num_finished": (pl.Int64, lambda _, step: step.num_finished),
+    "num_preempted": (pl.Int64, lambda _, step: step.num_preempted),
+    "is_sampled": (pl.Boolean, lambda _, step: step.is_sampled),
+}
+_REQUESTS: _Columns[RequestLog] = {
+    "server": (pl.Int64, lambda epoch, _: epoch.server),
+    "epoch": (pl.Int64, lambda epoch, _: epoch.epoch),
+    "request_id": (pl.String, lambda epoch, log: log.arrival.api_id(epoch.server)),
+    "core_request_id": (pl.String, lambda _, log: log.request.request_id),
+    "load_phase": (pl.String, lambda _, log: log.arrival.phase),
+    "is_chat": (pl.Boolean, lambda _, log: log.arrival.is_chat),
+    "is_streaming": (pl.Boolean, lambda _, log: log.arrival.is_streaming),
+    "prompt_tokens": (pl.Int64, lambda _, log: log.arrival.prompt_tokens),
+    "max_tokens": (pl.Int64, lambda _, log: log.arrival.max_tokens),
+    "output_tokens": (pl.Int64, lambda _, log: log.request.done_tokens),
+    "cached_prompt_tokens": (pl.Int64, lambda _, log: log.cached_prompt_tokens),
+    "arrival_ns": (pl.Int64, lambda _, log: log.arrival.arrival_ns),
+    "api_work_us": (pl.Float64, lambda _, log: log.arrival.api_work_us),
+    "socket_ns": (pl.Int64, lambda _, log: log.socket_ns),
+    "queued_ns": (pl.Int64, _point("QUEUED", "ts_ns")),
+    "queued_step": (pl.Int64, _point("QUEUED", "step_id")),
+    "requests_ahead": (pl.Int64, _state("requests_ahead")),
+    "tokens_ahead": (pl.Int64, _state("tokens_ahead")),
+    "running_reqs": (pl.Int64, _state("running_reqs")),
+    "running_remaining_tokens": (pl.Int64, _state("running_remaining_tokens")),
+    "blocks_free": (pl.Int64, _state("blocks_free")),
+    "first_scheduled_ns": (pl.Int64, _point("SCHEDULED", "ts_ns")),
+    "first_scheduled_step": (pl.Int64, _point("SCHEDULED", "step_id")),
+    "first_token_ns": (pl.Int64, _point("FIRST_TOKEN", "ts_ns")),
+    "first_token_step": (pl.Int64, _point("FIRST_TOKEN", "step_id")),
+    "finished_ns": (pl.Int64, _point("FINISHED", "ts_ns")),
+    "finished_step": (pl.Int64, _point("FINISHED", "step_id")),
+    "finish_status": (pl.String, lambda _, log: log.points[-1].detail),
+    "departed_ns": (pl.Int64, lambda _, log: log.departed_ns),
+    "num_preemptions": (pl.Int64, lambda _, log: log.request.num_preemptions),
+    "batch_reqs": (pl.Int64, lambda _, log: log.batch_reqs or None),
+    "finishing_reqs": (pl.Int64, lambda _, log: log.finishing_reqs or None),
+    "abort_ns": (pl.Int64, lambda _, log: log.abort_ns),
+    "abort_stage": (pl.String, lambda _, log: log.arrival.abort_stage.value or None),
+}
+
+STEP_COLUMNS = {name: kind for name, (kind, _) in _STEPS.items()}
+"""Columns of the steps' truth; times monotonic, `law_us` is `cycle_us` without noise and hiccups."""
+
+REQUEST_COLUMNS = {name: kind for name, (kind, _) in _REQUESTS.items()}
+"""Columns of the requests' truth; queue state is what the request met when it was QUEUED."""
+
+
+def steps_frame(epochs: Sequence[EpochLog]) -> pl.DataFrame:
+    """Return one row per step."""
+    return _frame(_STEPS, [(epoch, step) for epoch in epochs for step in epoch.steps])
+
+
+def requests_frame(epochs: Sequence[EpochLog]) -> pl.DataFrame:
+    """Return one row per request, sampled or not."""
+    return _frame(_REQUESTS, [(epoch, log) for epoch in epochs for log in epoch.requests])
+
+
+def _frame(columns: _Columns[_T], rows: Sequence[tuple[EpochLog, _T]]) -> pl.DataFrame:
+    return pl.DataFrame(
+        [pl.Series(name, [value(*row) for row in rows], kind) for name, (kind, value) in columns.items()]
+    )

@@ -31,6 +31,7 @@ class LawGpu:
     link_gb_per_s: float
 
 
+# Written again, not taken from the catalogue of `server`: a wrong rate there must not be wrong in the truth as well.
 GPUS: Mapping[str, LawGpu] = {
     gpu.name: gpu
     for gpu in (
@@ -101,6 +102,7 @@ class Model:
         """Return the weights a step of so many tokens reads, experts at their expected number."""
         if not self.num_experts:
             return float(self.active_layer_params)
+        # Each token misses an expert with this probability if the router spreads tokens evenly and independently.
         missed = (1 - self.experts_per_token / self.num_experts) ** scheduled_tokens
         experts = self.num_experts * (1 - missed)
         mlp = 3 * self.hidden_size * self.expert_ffn_size * experts

@@ -15,13 +15,11 @@ import pyarrow as pa
 import yaml
 
 from tracefit.errors import UsageError
-from tracefit.synth.clock import EngineClock, Streams
-from tracefit.synth.draws import Draws
-from tracefit.synth.emit import api_request_id, core_request_id, export
-from tracefit.synth.encode import framed_protobuf, json_lines
-from tracefit.synth.logs import EpochLog
-from tracefit.synth.truth import requests_frame, steps_frame
-from tracefit.synth.workload import Arrival, arrivals
+from tracefit.synth.clock import Draws, EngineClock, Streams
+from tracefit.synth.emit import export
+from tracefit.synth.logs import EpochLog, requests_frame, steps_frame
+from tracefit.synth.spans import framed_protobuf, json_lines
+from tracefit.synth.workload import arrivals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,10 +33,13 @@ if TYPE_CHECKING:
 Format: TypeAlias = Literal["json", "protobuf"]
 Compression: TypeAlias = Literal["gz", "zst"]
 
+# A fixed start, in September 2026: with the time of day in them, equal options would give other bytes.
 _UNIX_START_NS = 1_790_000_000_000_000_000
+# Around a life of the engine nothing happens for seconds, so that epochs are apart on the clock as restarts are.
 _WARM_UP_NS = 5_000_000_000
 _SHUTDOWN_NS = 7_000_000_000
 _RESTART_NS = 20_000_000_000
+_GZIP_LEVEL = 6  # gzip's own default
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ def write_run(
 
 def _server(options: SynthOptions, law: StepLaw, server: int, rng: np.random.Generator) -> list[EpochLog]:
     """Simulate all lives of one server on its clock."""
+    # Monotonic clocks count from each host's boot: those of two servers do not compare.
     boot_ns = (2_000 + 1_777 * server) * 1_000_000_000 + int(rng.integers(0, 1_000_000_000))
     offset_ns = _UNIX_START_NS - boot_ns
     bounds = np.linspace(0, options.requests, options.epochs + 1).round().astype(int).tolist()
@@ -137,9 +139,8 @@ def _server(options: SynthOptions, law: StepLaw, server: int, rng: np.random.Gen
             first_number=bounds[epoch] + 1,
             start_ns=started_ns + _WARM_UP_NS,
         )
-        clock = EngineClock(
-            options, law, Streams(*map(Draws, stream_rngs)), load, _core_ids(load, server, id_rng)
-        )
+        core_ids = [arrival.core_id(server, id_rng.bytes(4).hex()) for arrival in load]
+        clock = EngineClock(options, law, Streams(*map(Draws, stream_rngs)), load, core_ids)
         clock.run()
         stopped_ns = _last_ns(clock, started_ns) + _SHUTDOWN_NS
         pool = clock.scheduler.pool
@@ -160,14 +161,6 @@ def _server(options: SynthOptions, law: StepLaw, server: int, rng: np.random.Gen
     return lives
 
 
-def _core_ids(load: Sequence[Arrival], server: int, rng: np.random.Generator) -> list[str]:
-    ids = []
-    for arrival in load:
-        api_id = api_request_id(arrival.number, server=server, is_chat=arrival.is_chat)
-        ids.append(core_request_id(api_id, is_chat=arrival.is_chat, token=rng.bytes(4).hex()))
-    return ids
-
-
 def _last_ns(clock: EngineClock, started_ns: int) -> int:
     ends = [log.departed_ns for log in clock.requests] + [step.end_ns for step in clock.steps[-1:]]
     return max(ends, default=started_ns)
@@ -183,15 +176,10 @@ def _trace(run: SynthRun, kind: Format, compress: Compression | None) -> bytes:
     if compress is None:
         return data
     if compress == "gz":
-        return _gzip(data)
+        return gzip.compress(data, compresslevel=_GZIP_LEVEL, mtime=0)
     if compress == "zst":
         return bytes(pa.Codec("zstd").compress(data, asbytes=True))
     raise UsageError(f"unknown compression {compress!r}", where="compress", hint="known: gz, zst")
-
-
-def _gzip(data: bytes) -> bytes:
-    # No time in the header: equal runs are equal bytes.
-    return gzip.compress(data, compresslevel=6, mtime=0)
 
 
 def _sidecars(run: SynthRun) -> dict[str, bytes]:
@@ -209,7 +197,7 @@ def _sidecars(run: SynthRun) -> dict[str, bytes]:
 def _csv(frame: pl.DataFrame) -> bytes:
     buffer = io.BytesIO()
     frame.write_csv(buffer)
-    return _gzip(buffer.getvalue())
+    return gzip.compress(buffer.getvalue(), compresslevel=_GZIP_LEVEL, mtime=0)
 
 
 def _exp_config(options: SynthOptions) -> dict[str, str | int | float | bool | None]:

@@ -56,6 +56,15 @@ class Arrival:
     abort_stage: AbortStage
     abort_share: float
 
+    def api_id(self, server: int) -> str:
+        """Return the id that the API process of a server gives the request."""
+        route = "chatcmpl" if self.is_chat else "cmpl"
+        return f"{route}-req-{server}-{self.number:06d}" if server else f"{route}-req-{self.number:06d}"
+
+    def core_id(self, server: int, token: str) -> str:
+        """Return its id in the engine core: longer by a random token and, for completions, the number of the prompt."""
+        return f"{self.api_id(server)}-{token}" if self.is_chat else f"{self.api_id(server)}-0-{token}"
+
 
 def arrivals(
     options: SynthOptions, rng: np.random.Generator, *, count: int, first_number: int, start_ns: int
@@ -72,6 +81,7 @@ def arrivals(
     names, gaps_s = _gaps_s(options, rng, count)
     arrival_ns = start_ns + np.cumsum(np.round(gaps_s * 1e9).astype(np.int64))
     prompt, output, prefix = _lengths(options, rng, count)
+    # A request that stops by itself asked for more than it got: `finish.status` is stopped, not length.
     stopped = rng.random(count) < options.stop_fraction
     spare = np.where(stopped, rng.integers(1, 257, count), 0)
     jitter = np.exp(rng.normal(0.0, 1.0, count) * options.admission.jitter)
@@ -103,6 +113,7 @@ def _gaps_s(
 ) -> tuple[list[str], npt.NDArray[np.float64]]:
     """Return each request's phase and the time since the one before: a Poisson process per phase."""
     shares = np.array([phase.share for phase in options.phases])
+    # Phases share out the requests, not the time: each has its number of requests whatever the draws.
     bounds = np.round(np.cumsum(shares / shares.sum()) * count).astype(int)
     index = np.searchsorted(bounds, np.arange(count), side="right")
     rates = np.array([phase.rate for phase in options.phases]) * options.rate_per_s

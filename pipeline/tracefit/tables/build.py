@@ -25,11 +25,13 @@ from tracefit.tables.requests import (
     core_requests,
     first_hits,
     join_requests,
+    request_spans,
+    requests_from_spans,
+    sift_numbers,
 )
 from tracefit.tables.resolve import Facts, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import RunTally
-from tracefit.tables.span_requests import request_spans, requests_from_spans, sift_numbers
 from tracefit.tables.staging import RunPart, parts_of, read_staged
 
 if TYPE_CHECKING:
@@ -327,7 +329,9 @@ class _Run:
         counted = window.read("events").group_by("name").agg(pl.col("count").sum())
         self.events.update(dict(counted.iter_rows()))
         self._take("spans", spans)
-        self._take("spans", window.every("other_scope_spans"))
+        other_spans = window.every("other_scope_spans")
+        self.counts["other"] += other_spans.height
+        self._take("spans", other_spans)
         steps, odd_steps = window.sifted(self.sieve, "steps", "steps")
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
         snapshots, odd_snapshots = window.sifted(self.sieve, "snapshots", "request_snapshots")
@@ -402,7 +406,7 @@ class _Run:
         for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
             write(name, schema.TABLES[name].empty())
             for window in self._sort(name).windows():
-                rows = _without_repeats(window) if name == "spans" else window
+                rows = _without_repeats(window) if name == "spans" and self.counts["other"] else window
                 tally.add(name, rows)
                 write(name, rows)
             del self.sorts[name]

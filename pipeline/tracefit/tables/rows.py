@@ -166,14 +166,6 @@ def _counts(kinds: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
     return every.group_by("file").agg(counts).sort("file")
 
 
-@cache
-def no_rows() -> SpanRows:
-    """Return empty frames with all columns."""
-    from tracefit.otlp.decode import empty_batch  # noqa: PLC0415 - staged rows are read without the decoder
-
-    return rows_of(empty_batch(RowOptions().wanted), RowOptions())
-
-
 def _clocks(journeys: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     """Return clock and step counter of each span, from its events: row, zero, first and last time and step.
 

@@ -15,13 +15,13 @@ import polars as pl
 
 from tracefit.errors import DataError
 from tracefit.tables.disk import create
-from tracefit.tables.rows import SpanRows, no_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from tracefit.tables.manifest import ReadFile
+    from tracefit.tables.rows import SpanRows
 
 STAGE_NAME = ".stage"
 _BATCH_ROWS = 64 * 1024
@@ -43,9 +43,8 @@ def write_staged(rows: SpanRows, scratch: Path, stage: Path) -> str:
     unfinished = scratch / name
     unfinished.mkdir()
     for kind, frame in rows.frames().items():
-        if frame.height:
-            with create(unfinished / f"{kind}.arrow") as stream:
-                frame.write_ipc(stream, compression="lz4", record_batch_size=_BATCH_ROWS)
+        with create(unfinished / f"{kind}.arrow") as stream:
+            frame.write_ipc(stream, compression="lz4", record_batch_size=_BATCH_ROWS)
     stage.mkdir(exist_ok=True)
     unfinished.rename(stage / name)
     return name
@@ -58,11 +57,8 @@ def read_staged(stage: Path, name: str, kind: str, columns: Sequence[str] | None
         DataError: The part is damaged.
     """
     path = stage / name / f"{kind}.arrow"
-    empty: pl.DataFrame = getattr(no_rows(), kind)
-    if not path.exists():
-        return empty.select(columns or pl.all())
     try:
-        return pl.read_ipc(path, columns=list(columns or empty.columns))
+        return pl.read_ipc(path, columns=list(columns) if columns else None)
     except (OSError, pl.exceptions.PolarsError) as error:
         raise DataError(
             "is damaged", where=str(path), hint=f"remove {stage} and ingest the traces again"

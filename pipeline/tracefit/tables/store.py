@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 from collections import deque
@@ -213,6 +214,19 @@ class TableStore:
         )
         return found.with_columns(pl.lit(None, c.polars).alias(c.name) for c in lacking)
 
+    def scan(self, name: str, run_ids: list[str] | None = None) -> pl.LazyFrame:
+        """Return a table as a lazy frame, of all runs or some: only what a query needs is read, and no part is checked.
+
+        Raises:
+            UsageError: A part, or a folder it lies in, is a symbolic link.
+        """
+        frames = [
+            pl.scan_parquet(part, hive_partitioning=False).rename(schema.EARLIER_NAMES, strict=False)
+            for part in self._parts(name, run_ids)
+        ]
+        empty = schema.TABLES[name].empty().lazy()
+        return pl.concat([empty, *frames], how="diagonal_relaxed").cast({pl.Categorical: pl.String})
+
     def _read_part(self, part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
         try:
             self._check(part)
@@ -235,7 +249,7 @@ class TableStore:
         """
         if not self.runs():
             raise UsageError(
-                "holds no tables", where=str(self.root), hint="run `tracefit ingest` into it first"
+                "holds no tables", where=str(self.root), hint="`tracefit ingest RUNS --out TABLES` makes them"
             )
         return self
 
@@ -361,9 +375,26 @@ class _TableFileWriter:
                 rows.schema,
                 compression="zstd",
                 use_dictionary=strings,
-                store_schema=False,  # so that readers get plain strings, not pyarrow's large strings
+                store_schema=False,  # this schema has polars' large strings; `_readers_schema` is stored in its place
             )
+            self._writer.add_key_value_metadata(_readers_schema(rows.schema))
         self._writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
+
+
+def _readers_schema(written: pa.Schema) -> dict[bytes, bytes]:
+    """Return the metadata that tells readers of Arrow which types to make of the columns.
+
+    `run_id` is a dictionary: pyarrow, and pandas with it, makes one of the `run_id=` in folder names, and stops where a file
+    has another type than that.
+    """
+    texts = {
+        pa.large_string(): pa.string(),
+        pa.map_(pa.large_string(), pa.large_string()): pa.map_(pa.string(), pa.string()),
+    }
+    kinds = {f.name: texts.get(f.type, f.type) for f in written}
+    if "run_id" in kinds:
+        kinds["run_id"] = pa.dictionary(pa.int32(), pa.string())
+    return {b"ARROW:schema": base64.b64encode(pa.schema(kinds.items()).serialize().to_pybytes())}
 
 
 def _to_arrow(frame: pl.DataFrame, table: schema.TableSchema) -> pa.Table:
@@ -401,4 +432,5 @@ def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
         raise DataError("is not a readable Parquet file", where=str(part), hint=_AGAIN) from error
     if not isinstance(frame, pl.DataFrame):
         raise DataError("holds no table", where=str(part))
-    return frame.rename({name: today[name] for name in frame.columns if today[name] != name})
+    frame = frame.rename({name: today[name] for name in frame.columns if today[name] != name})
+    return frame.with_columns(pl.col(pl.Categorical).cast(pl.String))

@@ -15,7 +15,7 @@ from tracefit.tables import schema
 from tracefit.tables.keys import ENGINE, SERVER
 from tracefit.timeline.anchors import execution_lags, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
-from tracefit.timeline.engines import StepAxis, bincount_at, lay_out, position
+from tracefit.timeline.engines import StepAxis, bincount_at, position, step_axis
 from tracefit.timeline.segments import core_events, running_segments, waiting_segments
 
 _COUNTS = (
@@ -70,7 +70,7 @@ def build_timeline(
         The `timeline` table.
     """
     limits = limits or EngineLimits()
-    axis = lay_out(steps, snapshots, journeys)
+    axis = step_axis(steps, snapshots, journeys)
     lags = execution_lags(steps, journeys)
     core = axis.locate(core_events(journeys)).join(lags, on=SERVER, how="left", maintain_order="left")
     # A server with too few events for a lag is taken to schedule and execute in the same cycle.
@@ -81,10 +81,11 @@ def build_timeline(
         _placed(axis, snapshots),
         core.with_columns(pl.col("execution_lag_steps").fill_null(0)),
     )
+    # With sampled journeys a step's batch would lack the requests that have none: it stays unknown.
     rows = axis.frame()
     if journeys_complete and axis.size:
         rows = pl.concat([rows, _inferred(evidence, limits)], how="horizontal")
-    rows = _with_usage(_with_truth(rows, evidence), limits)
+    rows = _with_usage(_with_summaries(rows, evidence), limits)
     starts = step_starts(evidence.steps, evidence.core)
     rows = rows.join(starts, on="position", how="left", maintain_order="left")
     known = pl.col("ts_start_ns").is_not_null() | pl.col("composition_source").is_not_null()
@@ -114,7 +115,7 @@ def _cached(snapshots: pl.DataFrame) -> pl.DataFrame:
     return known.group_by(*ENGINE, "request_id").agg(cached_tokens=hits.first())
 
 
-def _with_truth(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
+def _with_summaries(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
     """Add summaries and full snapshots, which take precedence over the composition from the journeys."""
     steps = evidence.steps.select(
         "position",
@@ -167,6 +168,7 @@ def _shared_blocks() -> pl.Expr:
 
 def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
     """Fill in the KV usage of steps without a summary from the blocks their requests hold."""
+    # A server's total is constant: one summary tells it for all steps.
     total = pl.coalesce(pl.col("kv_blocks_total").max().over("engine"), pl.lit(limits.num_blocks, pl.Int64))
     usage = (pl.col("kv_blocks_used") / total).clip(0.0, 1.0)
     return rows.with_columns(kv_usage_ratio=pl.coalesce("kv_usage_ratio", usage), kv_blocks_total=total)
@@ -195,6 +197,7 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
     ordered = ordered.with_columns(idle_before=pl.when(follows & same_engine).then(pl.col("idle").shift(1)))
     # Steps of another engine that nothing anchors would join the last interval of the engine before.
     whole = ["engine", "interval"]
+    # The next known start of the same engine, however many steps on.
     nexts = {c: pl.col(c).shift(-1) for c in ("ts_start_ns", "step_id", "start_source", "start_sd_us")}
     count = nexts["step_id"] - pl.col("step_id")
     spans = ordered.filter(started).select(

@@ -19,7 +19,7 @@ from tracefit.timeline.engines import Floats, Ints, StepAxis, bincount_at, posit
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-DEFAULT_BLOCK_SIZE = 16
+DEFAULT_BLOCK_SIZE = 16  # vLLM's
 _WINDOW = 16
 """Steps that are searched first for the chunks of a prompt."""
 
@@ -226,6 +226,7 @@ def _counts(size: int, runs: _Runs, prompts: _Prompts, decodes: Floats) -> dict[
 
 def _prompt_rows(runs: _Runs, decodes: Floats, size: int, limits: EngineLimits) -> _Prompts:
     """Distribute each segment's prompt over its steps: whole in one step, or in chunks of what the budget leaves."""
+    # Most prompts are computed by one step; only the others need to know what a step's budget leaves.
     whole = runs.complete == runs.start
     singles = bincount_at(size, runs.start[whole], runs.need[whole])
     has_output = (runs.outputs > 0).astype(np.int64)

@@ -1,4 +1,7 @@
-"""Engines and their steps: every (run, server, epoch) is one row of steps, laid end to end in flat arrays."""
+"""Engines and their steps: the steps of every (run, server, epoch), one engine after the other in flat arrays.
+
+Sums over steps are then sums over positions of one array, for all engines at once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from numpy.typing import NDArray
 from tracefit.tables.keys import ENGINE, SERVER
 
 MAX_STEPS = 20_000_000
-"""Most steps on the axis; counters that claim more are not accepted."""
+"""Most steps on the axis, two days at 10 ms each and 160 MB per array; counters that claim more are not accepted."""
 
 MAX_GAP = 1_000_000
 """Most consecutive steps without any event, hours of work: a step id beyond such a gap is damaged."""
@@ -52,12 +55,12 @@ class StepAxis:
 
 
 def position(step: pl.Expr) -> pl.Expr:
-    """Place a step of a located row: null where the step is null or not on the axis."""
+    """Return the position of a located row's step; null where the step is null or not on the axis."""
     inside = step.is_between(pl.col("first_step"), pl.col("last_step"))
     return pl.when(inside).then(pl.col("offset") + step - pl.col("first_step"))
 
 
-def lay_out(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFrame) -> StepAxis:
+def step_axis(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFrame) -> StepAxis:
     """Return an axis of all steps of each engine, from the first to the last one that a step, snapshot or event names.
 
     QUEUED does not count: it carries the counter of the step before it.
@@ -72,6 +75,7 @@ def lay_out(steps: pl.DataFrame, snapshots: pl.DataFrame, journeys: pl.DataFrame
         server_number=pl.struct(SERVER).rank("dense").cast(pl.Int64),
     )
     size = int(engines.select(count.sum()).item() or 0)
+    # Many engines together can exceed the bound that each of them keeps.
     return StepAxis(engines, size) if size <= MAX_STEPS else StepAxis(engines.clear(), 0)
 
 
@@ -91,6 +95,7 @@ def _accepted(step_ids: pl.DataFrame) -> pl.DataFrame:
     groups = ids.group_by(*ENGINE, "id_group").agg(
         names=pl.len(), first_step=pl.col("step_id").min(), last_step=pl.col("step_id").max()
     )
+    # Damage hits single ids: the group that most events name is the engine's.
     most = groups.sort(*ENGINE, "names", "first_step", descending=[False] * 3 + [True, False])
     kept = most.unique(ENGINE, keep="first", maintain_order=True).select(bounds.columns)
     return pl.concat([bounds.join(suspicious, on=ENGINE, how="anti"), kept])

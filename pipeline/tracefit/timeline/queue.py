@@ -51,6 +51,7 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
     running, left = at_start("running_after", 0), at_start("prefill_left_after", 0)
     slots = limits.max_num_seqs
     budget = limits.max_num_batched_tokens
+    # Of the next step's budget: a token for each that runs, prompts in progress, and those ahead.
     taken = running + left + pl.col("tokens_ahead")
     return found.select(
         *REQUEST,
@@ -93,6 +94,7 @@ def _waiting_ahead(journeys: pl.DataFrame, block_size: int) -> pl.DataFrame:
     return (
         ordered.with_columns(
             outputs_ahead=ahead(pl.col("outputs")),
+            # Σ over outputs of the tokens in cache: what reading the caches of those ahead will cost.
             token_steps_ahead=ahead(pl.col("outputs") * (pl.col("tokens") + pl.col("outputs") / 2)),
             waiting_ahead=ahead(pl.lit(1)),
             tokens_ahead=ahead(pl.col("tokens")),

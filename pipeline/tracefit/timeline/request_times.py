@@ -114,6 +114,7 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
     )
     timed = (pl.col("known") > 0) & (pl.col("steps") > 0)
     scheduler = pl.when(timed).then(pl.col("total") * pl.col("steps") / pl.col("known"))
+    # Ahead of execution, scheduling costs a request no time: nothing is taken off.
     taken = pl.when(pl.col("lag") > 0).then(pl.when(timed).then(0.0)).otherwise(scheduler)
     return sums.select(
         *_REQUEST,
@@ -155,4 +156,5 @@ def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.Da
         output_tokens=pl.col("output_tokens").first(),
         itl_p99_us=gap.quantile(0.99, interpolation="linear"),
     )
+    # A token that no snapshot shows would make two gaps one.
     return whole.filter(pl.col("known") == pl.col("output_tokens")).select(*_REQUEST, "itl_p99_us")

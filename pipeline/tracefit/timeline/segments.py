@@ -60,6 +60,7 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
     end = pl.when(finished).then(pl.col("next_step_id")).otherwise(pl.col("next_step_id") - 1)
     is_first = pl.col("schedule_kind").fill_null("FIRST") != "RESUME"
     outputs = pl.col("decode_done_tokens").fill_null(0)
+    # Without an end in the trace a request runs to the engine's last step.
     rows = starts.with_columns(
         end_step=pl.coalesce(end, "last_step"),
         outputs=outputs,
@@ -68,6 +69,7 @@ def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
         has_finished=finished,
     )
     by_count = pl.when(pl.col("produced") > 0).then(pl.col("end_step") - pl.col("produced") + 1)
+    # FIRST_TOKEN names the step itself; after a preemption there is none, and tokens must be counted back from the end.
     in_here = pl.col("first_token_step").is_between(pl.col("step_id"), pl.col("end_step"))
     complete = pl.coalesce(pl.when(in_here).then("first_token_step"), by_count)
     need = pl.col("prefill_total_tokens") + pl.col("outputs") - pl.col("cached_tokens")

@@ -47,7 +47,9 @@ def measure(command: Sequence[str], *, accepted: Sequence[int] = (0,)) -> Measur
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         began = time.perf_counter()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
+        # An installed program has its bytecode. Where it may not be written, a second goes into compiling libraries.
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=env)
         watch = _Watch(process.pid)
         watch.start()
         # What descendants took is in there too, once their parents have waited for them.

@@ -1,0 +1,413 @@
+"""Compose the latencies of a request out of the models of a scope: written once, for one request and for many.
+
+A value is a number, or a numpy array with one number per request. The operators of Python are the same for both;
+`Arithmetic` holds the few operations that are not. `OneRequest` predicts steps and overheads of one request in plain Python,
+`predict_frames.ManyRequests` those of a frame; `RequestComposer` says what is made of them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from tracefit.coefficients.predict import (
+    PredictedDuration,
+    Prediction,
+    ScopeModels,
+    StepPrediction,
+    predict_row,
+)
+from tracefit.coefficients.workload import (
+    OTHERS,
+    REQUEST_INPUTS,
+    RUNNING,
+    RequestInput,
+    StepInput,
+    counted,
+    others_like,
+    prompt_step_groups,
+    running_like,
+)
+from tracefit.errors import UsageError
+from tracefit.features import targets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tracefit.coefficients.model import Workload
+
+
+Value = Any
+"""A number, or an array of one number per request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """Operations on values that numbers and arrays have under different names."""
+
+    least: Callable[[Value, Value], Value]
+    most: Callable[[Value, Value], Value]
+    where: Callable[[Value, Value, Value], Value]
+    """The second value where the first, a condition, holds, else the third."""
+    ratio: Callable[[Value, Value], Value]
+    """The first by the second value; 0 where the second is 0."""
+    known: Callable[[Value], Value]
+    filled: Callable[[Value, Value], Value]
+    """The first value where it is known, else the second."""
+    anywhere: Callable[[Value], bool]
+    """Whether a condition holds of any request."""
+
+
+NUMBERS = Arithmetic(
+    least=min,
+    most=max,
+    where=lambda condition, value, otherwise: value if condition else otherwise,
+    ratio=lambda part, whole: part / whole if whole else 0.0,
+    known=lambda value: value is not None,
+    filled=lambda value, otherwise: otherwise if value is None else value,
+    anywhere=bool,
+)
+"""The arithmetic of one request; null is unknown."""
+
+
+def complete(
+    a: Arithmetic,
+    given: Mapping[str, Value],
+    server: Mapping[str, float | None],
+    mean: Workload | None,
+) -> dict[str, Value]:
+    """Return the values of `REQUEST_INPUTS`, `OTHERS`, `RUNNING` and `steps_of_others` of described requests.
+
+    `batch` is NaN where requests wait and how many run beside them follows from nothing.
+
+    Args:
+        a: Arithmetic of the values.
+        given: Values of `REQUEST_INPUTS` and of some of `OTHERS`.
+        server: Settings by name, see `workload.server_constants`.
+        mean: The mean request the models were trained on; the others are like it, or like the request itself without it.
+    """
+    prompt, output = given["prompt_tokens"], given["output_tokens"]
+    queue, cached = a.filled(given["queue"], 0.0), a.filled(given["cached"], 0.0)
+    like = others_like(mean) or dict(zip(OTHERS, (prompt, cached, output, output), strict=True))
+    others = {name: a.filled(given.get(name), like[name]) for name in OTHERS}
+    halfway = others["others_output"] / 2
+    running = dict(
+        zip(
+            RUNNING,
+            (others["others_prompt"] + halfway, a.most(others["others_max"] - halfway, 0.0)),
+            strict=True,
+        )
+    )
+    if (measured := running_like(mean)) is not None:
+        # Whoever states what the others are like does not mean those of the training.
+        stated = reduce(operator.or_, (a.known(given.get(name)) for name in OTHERS))
+        running = {name: a.where(stated, running[name], value) for name, value in measured.items()}
+    context = a.filled(given["context"], running["others_context"])
+    return {
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "queue": queue,
+        "batch": a.filled(given["batch"], a.where(queue == 0, 0.0, _capacity(a, context, server))),
+        "context": context,
+        "cached": cached,
+        **others,
+        **running,
+        "steps_of_others": a.filled(
+            given.get("others_output"), math.inf if mean is None else others["others_output"]
+        ),
+    }
+
+
+def _capacity(a: Arithmetic, context: Value, server: Mapping[str, float | None]) -> Value:
+    """Return how many requests slots and KV blocks hold; NaN where neither is known."""
+    slots, blocks, size = (server.get(n) for n in ("max_num_seqs", "num_gpu_blocks", "block_size"))
+    if blocks is None or size is None:
+        return math.nan if slots is None else max(slots, 1.0)
+    held = (blocks - 1) // (context / size + 0.5)
+    return a.most(held if slots is None else a.least(held, slots), 1.0)
+
+
+# -- composing -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """What is composed of the models, in us. An overhead without a model is null, and so is what needs it."""
+
+    overheads: Mapping[str, Value | None]
+    """By the name of its target."""
+    prefill: Value
+    itl: Value
+    ttft: Value | None
+    e2e: Value | None
+
+
+class RequestComposer(ABC):
+    """Composes the durations of one request, or of many."""
+
+    def __init__(self, models: ScopeModels, arithmetic: Arithmetic, inputs: Mapping[str, Value]) -> None:
+        """Take the completed inputs, and work out what the prompts of other requests make of the steps."""
+        a, server = arithmetic, models.server
+        slots, limit = server["max_num_seqs"], server["max_num_batched_tokens"]
+        batch = inputs["batch"]
+        # Of a full batch one request has to go before this one runs.
+        beside = batch if slots is None else a.most(a.least(batch, slots - 1), 0.0)
+        is_cut = limit is not None and models.setting("enable_chunked_prefill") is not False
+        budget = a.most((limit or 0.0) - beside, 1.0) if is_cut else math.inf
+        self.models, self.arithmetic = models, arithmetic
+        self.inputs: dict[str, Value] = {**inputs, "beside": beside, "budget": budget}
+        self.traffic = self._evaluate_traffic()
+
+    @abstractmethod
+    def _evaluate_traffic(self) -> dict[str, Value]:
+        """Return the values of `ScopeModels.traffic`."""
+
+    @abstractmethod
+    def _step(self, decoding: Value, context: Value, prefill: Value = 0.0, reqs: Value = None) -> Value:
+        """Predict a step: decoding requests, mean tokens in their caches, prompt tokens and the requests they belong to."""
+
+    @abstractmethod
+    def _prefill(self) -> Value:
+        """Add up the steps of the prompt, cut by what running requests leave of the token budget.
+
+        Prompts of others that arrive meanwhile share these steps.
+        """
+
+    @abstractmethod
+    def _overhead(self, target: targets.Target, inputs: Mapping[str, Value]) -> Value | None:
+        """Predict a duration around the steps; null where there is no model of it."""
+
+    def compose(self) -> Durations:
+        """Predict the steps and overheads of the request, and add them up."""
+        a, inputs = self.arithmetic, self.inputs
+        batch, beside, context = inputs["batch"], inputs["beside"], inputs["context"]
+        busy, mean, met = batch > 0, 0.0, None
+        if a.anywhere(busy):
+            mean, met = self._cycle(batch, context)
+        # The request decodes with the others, halfway through its output on average.
+        own = inputs["prompt_tokens"] + inputs["output_tokens"] / 2
+        itl, _ = self._cycle(beside + 1, (beside * context + own) / (beside + 1))
+        prefill = self._prefill()
+        if self.models.setting("async_scheduling") is True:
+            # Scheduling runs a step ahead: the prompt waits one cycle more.
+            prefill = prefill + a.where(busy, mean, 0.0)
+        arrives = {**inputs, "decode_cycle_us": met}
+        # It leaves the engine from among those it decoded with.
+        leaves = {**arrives, "batch": beside + 1}
+        before, after = targets.parts_of("ttft"), targets.parts_of("client")
+        overheads = {t.name: self._overhead(t, arrives) for t in before}
+        waits: list[Value] = list(overheads.values())
+        overheads |= {t.name: self._overhead(t, leaves) for t in after}
+        ttft = None if any(wait is None for wait in waits) else sum(waits) + prefill
+        e2e = None if ttft is None else ttft + itl * (inputs["output_tokens"] - 1)
+        return Durations(overheads, prefill, itl, ttft, e2e)
+
+    def _cycle(self, decoding: Value, context: Value) -> tuple[Value, Value]:
+        """Return the mean time of a step, those with prompts of others among them, and of one that an arrival meets."""
+        a, traffic = self.arithmetic, self.traffic
+        alone = self._step(decoding, context)
+        share = traffic["prompt_step_share"]
+        if not a.anywhere(share > 0):
+            return alone, alone
+        groups = range(prompt_step_groups(self.models.workload))
+        mixed = [
+            self._step(
+                decoding, context, traffic[f"prompt_step_tokens_{k}"], traffic[f"prompt_step_reqs_{k}"]
+            )
+            for k in groups
+        ]
+        mean = (1 - share) * alone + share * sum(mixed) / len(mixed)
+        # An arrival meets a step in proportion to its time: E[c^2] / E[c], of steps with the mean prompt and without.
+        of_mean = traffic["mean_prompt_share"]
+        with_mean = self._step(decoding, context, traffic["mean_prompt_tokens"], traffic["mean_prompt_reqs"])
+        met = a.ratio(
+            (1 - of_mean) * alone**2 + of_mean * with_mean**2, (1 - of_mean) * alone + of_mean * with_mean
+        )
+        return a.where(share > 0, mean, alone), a.where(share > 0, met, alone)
+
+
+# -- one request -----------------------------------------------------------------------------------------
+
+MAX_PREFILL_STEPS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPrediction:
+    """A predicted request. Durations that the files have no model for are null, and what needs them too.
+
+    Attributes:
+        scope_id: Whose models predict.
+        admission: ARRIVED to QUEUED.
+        queue_wait: QUEUED to first SCHEDULED.
+        prefill: First SCHEDULED to FIRST_TOKEN.
+        itl: Mean time of a decode step, those with prompts of others among them.
+        departure: FINISHED to DEPARTED.
+        ttft: admission + queue wait + prefill.
+        e2e: ttft + (output tokens - 1) * itl, ARRIVED to FINISHED.
+        prefill_steps: Steps the prompt takes.
+        assumed: What the input leaves open, and what stands in.
+        out_of_range: Where the input leaves the training range.
+    """
+
+    scope_id: str | None
+    admission: PredictedDuration | None
+    queue_wait: PredictedDuration | None
+    prefill: PredictedDuration
+    itl: PredictedDuration
+    departure: PredictedDuration | None
+    ttft: PredictedDuration | None
+    e2e: PredictedDuration | None
+    prefill_steps: int
+    assumed: tuple[str, ...] = ()
+    out_of_range: tuple[str, ...] = ()
+    ranges: tuple[str, ...] = ()
+    """How well each range of a composed latency covers held-out requests, or why there is none."""
+
+
+class OneRequest(RequestComposer):
+    """One prediction of a request, and what it collects on the way: assumptions, and inputs out of range."""
+
+    def __init__(self, models: ScopeModels, described: RequestInput) -> None:
+        """Complete the description.
+
+        Raises:
+            UsageError: A count is negative, there is no output, or how many requests run is not known.
+        """
+        self.described = described
+        self.assumed, self.out_of_range = list[str](), list[str]()
+        self._intervals: dict[str, PredictedDuration] = {}
+        self.prefill_steps = 1
+        super().__init__(models, NUMBERS, self._completed(models))
+
+    def _completed(self, models: ScopeModels) -> dict[str, float]:
+        d, mean = self.described, models.workload
+        if d.output_tokens < 1:
+            raise UsageError("a request generates at least 1 output token", where="output")
+        if not 0 <= d.cached < d.prompt_tokens:
+            raise UsageError("fewer tokens are cached than the prompt has, and it has some", where="cached")
+        stated = {name: value for name, value in d.features.items() if name in OTHERS}
+        given = {name: getattr(d, name) for name in REQUEST_INPUTS} | stated
+        found = complete(NUMBERS, given, models.server, mean)
+        if d.batch is None and math.isnan(found["batch"]):
+            raise UsageError(
+                "how many requests run beside a queue is not known", where="batch", hint="give --batch"
+            )
+        batch, context = found["batch"], found["context"]
+        if d.batch is None:
+            what = "nothing else runs" if d.queue == 0 else "as many as slots and KV blocks hold"
+            self.assumed.append(f"batch {batch:.0f}: {what}")
+        if batch or d.queue:
+            like = "this request" if mean is None else f"the mean of {mean.requests:,} requests trained on"
+            lengths = f"prompt {found['others_prompt']:.0f}, output {found['others_output']:.0f}"
+            known = math.isfinite(found["steps_of_others"])
+            arrive = "as many arrive as finish" if known else "none of them arrives while it runs"
+            self.assumed.append(f"the others are like {like}: {lengths}; {arrive}")
+        if d.context is None and batch:
+            measured = running_like(mean) is not None and not stated
+            where = (
+                "the mean of running requests in training" if measured else "halfway through their outputs"
+            )
+            self.assumed.append(f"context {context:.0f} of the others: {where}")
+        # `steps_of_others` is no count: it is infinite where nothing is known of the others.
+        return {n: value if n == "steps_of_others" else counted(n, value) for n, value in found.items()}
+
+    def predict(self) -> RequestPrediction:
+        """Compose the prediction."""
+        found = self.compose()
+        if self.models.setting("async_scheduling") is True and self.inputs["batch"]:
+            self.assumed.append("scheduling runs a step ahead: the prompt waits one cycle more")
+        if "queue_wait" in self._intervals and self.described.queue and not self._wait_knows_queue():
+            self.out_of_range.append(
+                "alpha.queue_wait: nothing in it depends on the queue, no request waited in training"
+            )
+        wait = self._intervals.get("queue_wait")
+        if wait is not None and self.described.queue:
+            # Its errors are those on the work that was ahead; here that is assumed, of requests like the mean.
+            wait = PredictedDuration(wait.value_us)
+        return RequestPrediction(
+            self.models.scope_id,
+            self._intervals.get("admission"),
+            wait,
+            PredictedDuration(found.prefill),
+            self._in_range("itl", found.itl),
+            self._intervals.get("departure"),
+            None if found.ttft is None else self._in_range("ttft", found.ttft),
+            None if found.e2e is None else self._in_range("e2e", found.e2e),
+            self.prefill_steps,
+            tuple(dict.fromkeys(self.assumed)),
+            tuple(dict.fromkeys(self.out_of_range)),
+            tuple(self._about_range(name) for name in ("ttft", "itl", "e2e")),
+        )
+
+    def _evaluate_traffic(self) -> dict[str, float]:
+        formulas = self.models.traffic
+        found = formulas.row(self.inputs, formulas.nodes)
+        return {name: found[name] or 0.0 for name in formulas.nodes}
+
+    def _step(
+        self,
+        decoding: float,
+        context: float,
+        prefill: float = 0.0,
+        reqs: float | None = None,
+        done: float = 0.0,
+    ) -> float:
+        described = StepInput(decoding, context, prefill, reqs, done, features=self.described.features)
+        found = self.models.step(described, stand_in=True)
+        self._note(found)
+        return found.step.value_us
+
+    def _prefill(self) -> float:
+        inputs, budget = self.inputs, self.inputs["budget"]
+        left = inputs["prompt_tokens"] - inputs["cached"]
+        self.prefill_steps = math.ceil(left / budget) if budget < math.inf else 1
+        if self.prefill_steps > MAX_PREFILL_STEPS:
+            raise UsageError(f"the prompt takes more than {MAX_PREFILL_STEPS:,} steps", where="prompt")
+        others, reqs = self.traffic["prompt_tokens_per_step"], 1 + self.traffic["prompts_per_step"]
+        total, done = 0.0, inputs["cached"]
+        for i in range(self.prefill_steps):
+            tokens = min(budget, left - i * budget) if i else min(budget, left)
+            shared = min(tokens + others, budget)
+            total += self._step(inputs["beside"], inputs["context"], shared, reqs, done)
+            done += tokens
+        return total
+
+    def _overhead(self, target: targets.Target, inputs: Mapping[str, float | None]) -> float | None:
+        model = self.models.models.get(target.model)
+        if model is None:
+            self.assumed.append(f"no model {target.model}: left out with what needs it")
+            return None
+        compiled = self.models.compiled(model)
+        given = {**self.models.known_settings(compiled), **inputs, **self.described.features}
+        found = predict_row(compiled, given, stand_in=True, cycle_us=inputs["decode_cycle_us"])
+        self._note(found)
+        self._intervals[target.name] = found.interval
+        return found.interval.value_us
+
+    def _note(self, found: Prediction | StepPrediction) -> None:
+        self.assumed += found.assumed
+        self.out_of_range += found.out_of_range
+
+    def _wait_knows_queue(self) -> bool:
+        return "queue" in self.models.compiled(self.models.models["alpha.queue_wait"]).inputs
+
+    def _about_range(self, latency: str) -> str:
+        found, name = self.models.ranges.get(latency), latency.upper()
+        if found is None:
+            return f"{name}: no range, for the files hold none of requests"
+        if found.reason is not None:
+            return f"{name}: no range, {found.reason}"
+        if self.out_of_range:
+            return f"{name}: no range, the input is outside the training range"
+        return f"{name}: {found.coverage_pct:.0f} % of {found.holdout.n} held-out requests lie in it"
+
+    def _in_range(self, latency: str, value_us: float) -> PredictedDuration:
+        """Put the published range about a composed latency; none about one whose inputs are outside the training range."""
+        found = self.models.ranges.get(latency)
+        if found is None or found.low_ratio is None or found.high_ratio is None or self.out_of_range:
+            return PredictedDuration(value_us)
+        return PredictedDuration(value_us, found.low_ratio * value_us, found.high_ratio * value_us)

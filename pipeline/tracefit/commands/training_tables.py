@@ -1,0 +1,166 @@
+"""The rows that models were fitted on: as the tables `alpha_training` and `beta_training`, and as the specification's samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from tracefit.features.training import WORKLOAD_COLUMNS
+from tracefit.tables import schema
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tracefit.fit.fitted import FittedModel, FittedScope
+    from tracefit.tables.store import TableStore
+
+
+def write_training_frames(store: TableStore, scopes: list[FittedScope]) -> None:
+    """Write the rows of every run, left out ones too; runs that were not trained on have none."""
+    kinds = ("alpha", "beta")
+    columns = {kind: _training_columns(kind, scopes) for kind in kinds}
+    for scope in scopes:
+        frames = {"alpha": scope.alpha_rows, "beta": scope.beta_rows}
+        for run_id in sorted(scope.tables.runs["run_id"].unique()):
+            store.write_run(
+                run_id,
+                {f"{k}_training": _training_part(k, frames[k], run_id, scope, columns[k]) for k in kinds},
+            )
+        # A run that was trained on before may be left out now: its rows of then must not stay.
+        for run_id in (one.run_id for one in scope.overloads if not one.trained_on):
+            store.write_run(
+                run_id, {f"{k}_training": _training_part(k, None, run_id, scope, columns[k]) for k in kinds}
+            )
+
+
+def _training_columns(kind: str, scopes: list[FittedScope]) -> dict[str, pl.DataType]:
+    """Return the further columns of a training table: the load of requests, and the features of any model.
+
+    Every part of the table has all of them, null where a scope lacks one: other readers take the folder as one
+    table with one schema.
+    """
+    table = schema.TABLES[f"{kind}_training"]
+    found: dict[str, pl.DataType] = {}
+    for scope in scopes:
+        frame = scope.alpha_rows if kind == "alpha" else scope.beta_rows
+        features = {f for m in scope.models if m.name.startswith(f"{kind}.") for f in _offered(m)}
+        for name, dtype in (frame.schema if frame is not None else {}).items():
+            if name in WORKLOAD_COLUMNS:
+                found.setdefault(name, dtype)
+            elif name in features and name not in table.names:
+                found.setdefault(name, pl.Float64())
+    return found
+
+
+def _training_part(
+    kind: str, frame: pl.DataFrame | None, run_id: str, scope: FittedScope, columns: dict[str, pl.DataType]
+) -> pl.DataFrame:
+    """Return the training rows of one run: the columns of the table, and `columns`."""
+    table = schema.TABLES[f"{kind}_training"]
+    if frame is None:
+        return table.empty().with_columns(pl.lit(None, dtype).alias(c) for c, dtype in columns.items())
+    part = frame.filter(pl.col("run_id") == run_id).select(
+        *(c for c in frame.columns if c in table.names),
+        *(
+            (pl.col(c).cast(dtype) if c in frame.columns else pl.lit(None, dtype)).alias(c)
+            for c, dtype in columns.items()
+        ),
+    )
+    return table.conform(part.with_columns(scope_id=pl.lit(scope.scope.scope_id)))
+
+
+def _offered(model: FittedModel) -> list[str]:
+    fitted = model.fitted
+    compared = [
+        n for part in fitted.regimes for c in part.regime.any_of for n in (c.feature, c.feature2) if n
+    ]
+    return [
+        *(t.feature.name for t in fitted.terms),
+        *(x.feature for x in fitted.features_left_out),
+        *compared,
+    ]
+
+
+def sample_tables(scopes: Sequence[FittedScope]) -> dict[str, str]:
+    """Return file name to CSV text: alpha_sample.csv (queue waits) and beta_sample.csv (step times).
+
+    The columns are the specification's. Unknown values are empty.
+    """
+    return {
+        "alpha_sample.csv": _csv([_alpha(s) for s in scopes if s.alpha_rows is not None], _ALPHA),
+        "beta_sample.csv": _csv([_beta(s) for s in scopes if s.beta_rows is not None], _BETA),
+    }
+
+
+_ALPHA = (
+    "alpha_latency_ms",
+    "prompt_tokens",
+    "queue_depth",
+    "running_depth",
+    "kv_ratio",
+    "model_size",
+    "hw_type",
+    "tp",
+)
+_BETA = (
+    "step_duration_us",
+    "num_prefill",
+    "num_decode",
+    "prefill_tokens",
+    "decode_tokens",
+    "kv_ratio",
+    "model_type",
+    "hw",
+    "tp",
+)
+
+
+def _csv(frames: list[pl.DataFrame], columns: tuple[str, ...]) -> str:
+    empty = pl.DataFrame(schema=dict.fromkeys(columns, pl.String))
+    return (pl.concat(frames, how="vertical_relaxed") if frames else empty).write_csv()
+
+
+def model_size(parameters: int) -> str:
+    """Write a parameter count as people say it: 7B, 34B, 1.5B, 350M."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if parameters >= unit:
+            count = parameters / unit
+            return f"{count:.1f}".rstrip("0").rstrip(".") + name if count < 10 else f"{count:.0f}{name}"
+    return str(parameters)
+
+
+def _alpha(scope: FittedScope) -> pl.DataFrame:
+    context = scope.scope.context
+    size = model_size(context.architecture.parameters) if context.architecture else None
+    rows = scope.alpha_rows if scope.alpha_rows is not None else pl.DataFrame()
+    waits = rows.filter(pl.col("target") == "queue_wait").sort("run_id", "server", "ts_ns")
+    return waits.select(
+        alpha_latency_ms=pl.col("y") / 1e3,
+        prompt_tokens="prompt_tokens",
+        queue_depth="waiting_depth",
+        running_depth="running_depth",
+        kv_ratio="kv_usage_ratio",
+        model_size=pl.lit(size, pl.String),
+        hw_type=pl.lit(context.gpu.name if context.gpu else None, pl.String),
+        tp=pl.lit(context.settings.tensor_parallel, pl.Int64),
+    )
+
+
+def _beta(scope: FittedScope) -> pl.DataFrame:
+    context = scope.scope.context
+    kind = None
+    if context.architecture is not None:
+        kind = "moe" if context.architecture.is_moe else "dense"
+    rows = scope.beta_rows if scope.beta_rows is not None else pl.DataFrame()
+    return rows.sort("run_id", "server", "ts_ns").select(
+        step_duration_us="y",
+        num_prefill="num_prefill_reqs",
+        num_decode="num_decode_reqs",
+        prefill_tokens="prefill_tokens",
+        decode_tokens="decode_tokens",
+        kv_ratio="kv_usage_ratio",
+        model_type=pl.lit(kind, pl.String),
+        hw=pl.lit(context.gpu.name if context.gpu else None, pl.String),
+        tp=pl.lit(context.settings.tensor_parallel, pl.Int64),
+    )

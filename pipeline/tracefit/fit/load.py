@@ -1,0 +1,244 @@
+"""The load of a run: its phases, in which requests arrive at one rate, and whether its server kept up.
+
+A model that is right on average over a run may be wrong in each of its loads: `find_phases` cuts the arrivals of a server
+where their rate changes. In an overloaded run the queue grows for as long as the load test lasts, so that waits depend on
+the length of the test and not on the server: such runs are left out of the fit unless a user includes them. A run is
+overloaded when many requests fail, when its queue does not empty for a large share of its time, or when it preempts many
+requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tracefit.fit.results import Overload, Phase, QueuePeriod
+from tracefit.tables.keys import SERVER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tracefit.statistics import Integers, Vector
+
+
+# -- phases ----------------------------------------------------------------------------------------------
+
+LEAST_REQUESTS = 30
+LEAST_SECONDS = 5.0
+MOST_CUTS_DEEP = 4
+GAIN_PER_LOG = 3.0
+"""A cut must raise the log-likelihood of n arrivals by this many log(n)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPhases:
+    """The phases of one server, on its own clock."""
+
+    first_ns: int
+    """Its first arrival."""
+    phases: tuple[Phase, ...]
+
+    def numbers(self, at_ns: pl.Series) -> pl.Series:
+        """Return the index of the phase at each time; null where the time is null, 0 before the first arrival."""
+        seconds = ((at_ns - self.first_ns) / 1e9).fill_null(0.0).to_numpy()
+        indices = pl.Series(phase_of(seconds, self.phases), dtype=pl.Int64)
+        return pl.select(pl.when(at_ns.is_not_null()).then(indices)).to_series()
+
+
+def phases_of_servers(arrivals: pl.DataFrame) -> dict[tuple[str, str], ServerPhases]:
+    """Find the phases of every server that has arrivals.
+
+    Args:
+        arrivals: Columns run_id, server, at_ns.
+    """
+    found = {}
+    for (run, server), requests in arrivals.drop_nulls("at_ns").group_by(SERVER):
+        at = requests["at_ns"].sort()
+        since_s = ((at - at[0]) / 1e9).to_numpy()
+        found[str(run), str(server)] = ServerPhases(int(at[0]), find_phases(since_s, str(run), str(server)))
+    return found
+
+
+def find_phases(arrivals_s: Vector, run_id: str, server: str) -> tuple[Phase, ...]:
+    """Cut the requests of a server where their arrival rate changes.
+
+    Binary segmentation of a Poisson process: n arrivals in T seconds have the log-likelihood n log(n / T) (up to a term that
+    does not depend on the cut). The period is cut at the arrival that maximises the likelihood of both sides, if that gains
+    3 log(n) and each side has 30 requests and 5 s. Both sides are then cut in the same way, at most four levels deep.
+
+    Args:
+        arrivals_s: Sorted arrival times in seconds, shape (n,), the first at 0.
+        run_id: The run.
+        server: The server.
+    """
+    if len(arrivals_s) == 0:
+        return ()
+    ends = [0, *_cuts(arrivals_s, 0, len(arrivals_s) - 1, MOST_CUTS_DEEP), len(arrivals_s) - 1]
+    found = []
+    for first, last in pairwise(ends):
+        begin, end = float(arrivals_s[first]), float(arrivals_s[last])
+        rate = (last - first) / (end - begin) if end > begin else 0.0
+        # The arrival at a cut belongs to the phase that begins with it; the very last one begins none.
+        count = last - first + (last == ends[-1])
+        found.append(Phase(run_id, server, begin, end, rate, count))
+    return tuple(found)
+
+
+def phase_of(arrivals_s: Vector, phases: tuple[Phase, ...]) -> Integers:
+    """Return the index of the phase each arrival falls in; shape (n,)."""
+    starts = np.array([p.from_s for p in phases])
+    return np.asarray(np.clip(np.searchsorted(starts, arrivals_s, side="right") - 1, 0, None))
+
+
+def _cuts(arrivals_s: Vector, first: int, last: int, deep: int) -> list[int]:
+    """Return the indices, between those of the first and the last arrival, at which a new rate begins."""
+    begin, end, n = arrivals_s[first], arrivals_s[last], last - first
+    if deep == 0 or n < 2 * LEAST_REQUESTS:
+        return []
+    inner = np.arange(first + LEAST_REQUESTS, last - LEAST_REQUESTS + 1)
+    at = arrivals_s[inner]
+    inner = inner[(at - begin >= LEAST_SECONDS) & (end - at >= LEAST_SECONDS)]
+    if len(inner) == 0:
+        return []
+    before, at = (inner - first).astype(float), arrivals_s[inner]
+    split = _likelihood(before, at - begin) + _likelihood(n - before, end - at)
+    best = int(np.argmax(split))
+    if split[best] - n * np.log(n / (end - begin)) < GAIN_PER_LOG * np.log(n):
+        return []
+    cut = int(inner[best])
+    return [*_cuts(arrivals_s, first, cut, deep - 1), cut, *_cuts(arrivals_s, cut, last, deep - 1)]
+
+
+def _likelihood(count: Vector, seconds: Vector) -> Vector:
+    return np.asarray(count * np.log(count / seconds))
+
+
+# -- overload --------------------------------------------------------------------------------------------
+
+MAX_FAILED_SHARE = 0.1
+"""A run is overloaded when a larger share of its requests ended in an error or was given up by the client."""
+
+MAX_QUEUED_SHARE = 0.25
+MIN_PEAK = 10
+"""A run is overloaded when its queue grew to `MIN_PEAK` requests and did not empty for a larger share of the run's time."""
+
+MAX_PREEMPTIONS_PER_REQUEST = 0.1
+"""A run is overloaded when it preempts more often: the engine repeats work instead of doing new work."""
+
+_FAILED = ("aborted", "error")
+
+REQUEST_COLUMNS = ("run_id", "server", "finish_status", "num_preemptions", "queued_ns", "first_scheduled_ns")
+STEP_COLUMNS = ("run_id", "server", "ts_start_ns", "waiting_depth", "num_preempted")
+"""Columns that the rules need."""
+
+
+def find_overloads(
+    run_ids: Sequence[str], requests: pl.DataFrame, steps: pl.DataFrame
+) -> tuple[Overload, ...]:
+    """Return the overloaded runs among some runs, in order.
+
+    The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys.
+
+    Args:
+        run_ids: The runs.
+        requests: Their `requests` table, the columns `REQUEST_COLUMNS` at least.
+        steps: Their `steps` table, the columns `STEP_COLUMNS` at least.
+    """
+    found = []
+    for run_id in run_ids:
+        run_requests, run_steps = (frame.filter(pl.col("run_id") == run_id) for frame in (requests, steps))
+        queued = _growing_queues(run_requests, run_steps)
+        reasons = [*_failures(run_requests), *_preemptions(run_requests, run_steps), *_longest(queued)]
+        if reasons:
+            found.append(Overload(run_id, tuple(reasons), queued=queued))
+    return tuple(found)
+
+
+def runs_to_fit(
+    run_ids: Sequence[str], overloads: Sequence[Overload], *, include: bool
+) -> tuple[list[str], tuple[Overload, ...]]:
+    """Return the runs of a scope to fit, and the overloaded ones with `trained_on` set.
+
+    Overloaded runs are left out, unless `include` is set or there is no other run.
+    """
+    flagged = {one.run_id for one in overloads}
+    sound = [run_id for run_id in run_ids if run_id not in flagged]
+    if sound and not include:
+        return sound, tuple(overloads)
+    return list(run_ids), tuple(replace(one, trained_on=True) for one in overloads)
+
+
+def _failures(requests: pl.DataFrame) -> list[str]:
+    ended = requests["finish_status"].drop_nulls()
+    share = int(ended.is_in(_FAILED).sum()) / ended.len() if ended.len() else 0.0
+    return [f"{100 * share:.1f} % of requests failed or were given up"] if share > MAX_FAILED_SHARE else []
+
+
+def _preemptions(requests: pl.DataFrame, steps: pl.DataFrame) -> list[str]:
+    if not requests.height:
+        return []
+    # Journeys and steps may each be sampled: either count is a lower bound.
+    count = max(int(requests["num_preemptions"].sum() or 0), int(steps["num_preempted"].sum() or 0))
+    each = count / requests.height
+    return (
+        [f"{count} preemptions of {requests.height} requests"] if each > MAX_PREEMPTIONS_PER_REQUEST else []
+    )
+
+
+def _longest(queued: tuple[QueuePeriod, ...]) -> list[str]:
+    if not queued:
+        return []
+    longest = max(queued, key=lambda period: period.share)
+    return [
+        f"a queue of up to {longest.peak} requests did not empty for {100 * longest.share:.0f} % of the run"
+    ]
+
+
+def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[QueuePeriod, ...]:
+    depth = _depth_by_journeys(requests) if requests.height else _depth_by_steps(steps)
+    # A period begins with the first request that waits and ends when none does.
+    periods = (
+        depth.with_columns(
+            period=(pl.col("waiting") == 0).cum_sum().over("server"),
+            length=(pl.col("ts_ns").max() - pl.col("ts_ns").min()).over("server"),
+        )
+        .group_by("server", "period", maintain_order=True)
+        .agg(
+            from_ns=pl.col("ts_ns").filter(pl.col("waiting") > 0).min(),
+            to_ns=pl.col("until_ns").max(),
+            peak=pl.col("waiting").max(),
+            length=pl.col("length").first(),
+        )
+        .with_columns(share=(pl.col("to_ns") - pl.col("from_ns")) / pl.col("length"))
+        .filter((pl.col("peak") >= MIN_PEAK) & (pl.col("share") > MAX_QUEUED_SHARE))
+    )
+    return tuple(
+        QueuePeriod(*row) for row in periods.select("server", "from_ns", "to_ns", "peak", "share").rows()
+    )
+
+
+def _depth_by_journeys(requests: pl.DataFrame) -> pl.DataFrame:
+    waits = requests.filter(pl.col("queued_ns").is_not_null() & pl.col("first_scheduled_ns").is_not_null())
+    events = pl.concat(
+        waits.select("server", ts_ns=name, change=pl.lit(change, pl.Int64))
+        for name, change in (("queued_ns", 1), ("first_scheduled_ns", -1))
+        # An arrival before a departure with the same stamp: otherwise the depth would drop below zero for a moment.
+    ).sort("server", "ts_ns", "change", descending=[False, False, True])
+    return _until(events.with_columns(waiting=pl.col("change").cum_sum().over("server")))
+
+
+def _depth_by_steps(steps: pl.DataFrame) -> pl.DataFrame:
+    known = steps.filter(pl.col("ts_start_ns").is_not_null() & pl.col("waiting_depth").is_not_null())
+    return _until(
+        known.select("server", ts_ns="ts_start_ns", waiting="waiting_depth").sort("server", "ts_ns")
+    )
+
+
+def _until(depth: pl.DataFrame) -> pl.DataFrame:
+    """Add `until_ns`, the end of each depth: the next event of its server."""
+    following = pl.col("ts_ns").shift(-1).over("server")
+    return depth.with_columns(until_ns=pl.coalesce(following, "ts_ns"))

@@ -1,0 +1,288 @@
+"""Fit scopes: everything of one scope, and the errors on a run, a model or a GPU that no training row came from.
+
+A scope is one model on one GPU with one set of server settings. This is the entry to the room: training calls `fit_scope`,
+which fits the step time, the targets of requests and the latencies they add up to, and `fit_across`, which leaves out every
+run, model and GPU in turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import polars as pl
+from threadpoolctl import threadpool_limits
+
+from tracefit.features import targets, training
+from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
+from tracefit.features.targets import CYCLE_TIME
+from tracefit.fit import splits
+from tracefit.fit.alpha import fit_target
+from tracefit.fit.beta import StepTimes, beta_options, duration_cover, fit_step_times
+from tracefit.fit.boundary import fit_boundary
+from tracefit.fit.fitted import FittedModel, FittedScope, LinearFit, TooFewRows
+from tracefit.fit.holdout import summed_holdout
+from tracefit.fit.latency import compose_latencies
+from tracefit.fit.linear import NON_NEGATIVE, columns_of
+from tracefit.fit.results import AcrossResult, ComposedLatencies, LeftOutErrors, LeftOutKind, Missing
+from tracefit.fit.splits import counted, step_frame
+from tracefit.fit.train import fit_linear, fit_regimes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from tracefit.fit.fitted import ScopeOptions, ScopeTables
+    from tracefit.fit.linear import FeatureColumn
+    from tracefit.fit.results import Metrics, Validation
+    from tracefit.server.context import ModelScope
+
+
+_T = TypeVar("_T")
+_log = logging.getLogger("tracefit")
+_REMEDY = "report it as CONTRIBUTING.md says; --log-level debug shows the traceback"
+
+
+@threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
+def fit_scope(
+    scope: ModelScope, tables: ScopeTables, beta_sets: Sequence[FeatureSet], options: ScopeOptions
+) -> FittedScope:
+    """Fit beta and the alpha models of one scope, as far as its data allow.
+
+    Linear algebra uses one thread: with matrices of few columns, threads cost more in waiting than they gain.
+
+    Args:
+        scope: The scope.
+        tables: Its runs' tables.
+        beta_sets: Feature sets for step times; cross-validation chooses among several.
+        options: How to fit.
+    """
+    steps = _steps(scope, tables, beta_sets, options)
+    beta = steps.result if isinstance(steps.result, FittedModel) else None
+    constants = training.constants_of(scope.context)
+    results = [_wait(tables, target, constants, options) for target in targets.TARGETS]
+    alphas = [result for result in results if isinstance(result, FittedModel)]
+    models = (*((beta,) if beta else ()), *alphas)
+    frames = [alpha.fitted.rows for alpha in alphas]
+    return FittedScope(
+        scope=scope,
+        tables=tables,
+        cover=steps.cover,
+        choice=steps.choice,
+        models=models,
+        missing=tuple(result for result in (steps.result, *results) if isinstance(result, Missing)),
+        alpha_rows=pl.concat(frames, how="diagonal_relaxed") if frames else None,
+        beta_rows=beta.fitted.rows if beta else None,
+        composed=_alone(
+            lambda: compose_latencies(
+                scope, tables, models, beta.feature_definitions if beta else None, whole_steps=steps.are_whole
+            ),
+            lambda reason: ComposedLatencies({}, f"{reason}; {_REMEDY}"),
+        ),
+        summed=summed_holdout(beta.fitted) if beta else None,
+    )
+
+
+def _steps(
+    scope: ModelScope, tables: ScopeTables, sets: Sequence[FeatureSet], options: ScopeOptions
+) -> StepTimes:
+    name = (targets.DURATION if options.beta_target == "duration" else targets.CYCLE_TIME).model
+    return _alone(
+        lambda: fit_step_times(scope, tables, sets, options),
+        lambda reason: StepTimes(duration_cover(tables.timeline), None, Missing(name, reason, _REMEDY)),
+    )
+
+
+def _wait(
+    tables: ScopeTables,
+    target: targets.Target,
+    constants: Mapping[str, float | None],
+    options: ScopeOptions,
+) -> FittedModel | Missing:
+    return _alone(
+        lambda: fit_target(tables, target, constants, options),
+        lambda reason: Missing(target.model, reason, _REMEDY),
+    )
+
+
+def _alone(fit: Callable[[], _T], without: Callable[[str], _T]) -> _T:
+    """Return what a fit gives; one that fails in a way nobody foresaw costs its own model, not those of the scope."""
+    try:
+        return fit()
+    except (Exception, pl.exceptions.PanicException) as error:  # noqa: BLE001 - the reason is published
+        _log.debug("a model was not fitted", exc_info=True)
+        text = " ".join(str(error).split())[:200]
+        return without(f"unexpected {type(error).__name__} ({text})")
+
+
+# -- leave one out ---------------------------------------------------------------------------------------
+
+_ONE_SCOPE = "the rest is one scope, which cannot separate reading the weights from a constant; trace two models or sizes"
+
+_WEIGHTS = Feature(
+    "weights_read_us",
+    "us",
+    "weight_read_us + moe_expert_read_us",
+    "reading weights, those of the experts visited too",
+)
+
+POOLED = FeatureSet(
+    "roofline_pooled",
+    (
+        _WEIGHTS,
+        *(f for f in BUILT_IN["roofline"].features if f.name not in ("weight_read_us", "moe_expert_read_us")),
+    ),
+)
+"""The roofline terms, with one term for all weights: dense models alone cannot separate the cost of reading an expert, and
+a byte costs the same whichever weight it belongs to. Their coefficients apply to any model on any GPU."""
+
+
+@threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
+def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossResult:
+    """Leave out every run of a scope in turn, every model and every GPU.
+
+    For runs, every model of a scope is refitted on the scope's other runs. For models and GPUs, the step time is fitted once
+    on the roofline terms of all remaining scopes: they are times of work, so that their coefficients compare across models
+    and GPUs, and cannot be negative.
+
+    Args:
+        scopes: Every scope, fitted.
+        options: The options they were fitted with.
+    """
+    errors = [one for scope in scopes for one in _runs_of(scope)]
+    notes = [] if errors else ["leave-one-run-out: no scope has two runs"]
+    frames, unknown = _pooled_frames(scopes)
+    notes += unknown
+    groups: tuple[tuple[LeftOutKind, str], ...] = (
+        ("model", "leave-one-model-out"),
+        ("gpu", "leave-one-GPU-out"),
+    )
+    for kind, title in groups:
+        found, note = _leave_groups(kind, title, frames, options)
+        errors += found
+        notes += note
+    return AcrossResult(tuple(errors), tuple(notes))
+
+
+def _runs_of(scope: FittedScope) -> Iterator[LeftOutErrors]:
+    for model in scope.models:
+        runs = sorted(model.fitted.rows["run_id"].unique())
+        for run in runs if len(runs) > 1 else ():
+            rows = _leave_out(model.fitted.rows, pl.col("run_id") == run)
+            fitted = fit_regimes(rows, list(model.recipe.regimes), model.recipe.options)
+            if isinstance(fitted, LinearFit):
+                boundary = fit_boundary(fitted, scope.tables.timeline) if model.boundary else None
+                yield LeftOutErrors(
+                    "run",
+                    run,
+                    model.name,
+                    scope.scope.scope_id,
+                    model.feature_set,
+                    tuple(r for r in runs if r != run),
+                    fitted.rows_used,
+                    *_measured((boundary or fitted).validation),
+                )
+
+
+def _measured(v: Validation) -> tuple[Metrics, Metrics, Metrics | None, float | None, float | None]:
+    return v.holdout, v.baseline, v.gradient_boosting, v.skill, v.interval_coverage_pct
+
+
+def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
+    """Return the frame with the rows that `left_out` selects held out, and the training rows of the rest."""
+    # Training rows that the fit left out (warm-up, outliers) are errors like any other once their group is held out.
+    always = pl.when(pl.col("excluded_reason").is_in(splits.ALWAYS)).then("excluded_reason")
+    return rows.filter(left_out | (pl.col("split") == "train")).with_columns(
+        split=pl.when(left_out).then(pl.lit("holdout")).otherwise(pl.lit("train")),
+        excluded_reason=pl.when(left_out).then(always).otherwise("excluded_reason"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pooled:
+    """The step times of one scope with features that compare across scopes."""
+
+    names: dict[LeftOutKind, str]
+    rows: pl.DataFrame
+
+
+def _pooled_frames(scopes: Sequence[FittedScope]) -> tuple[list[_Pooled], list[str]]:
+    frames, notes = [], []
+    for scope in scopes:
+        context = scope.scope.context
+        if scope.choice is None or not any(m.name == CYCLE_TIME.model for m in scope.models):
+            continue
+        if context.architecture is None or context.gpu is None:
+            lacking = "config.json" if context.architecture is None else "GPU"
+            notes.append(f"{scope.scope.scope_id} takes no part in leaving out models and GPUs: no {lacking}")
+            continue
+        timeline = training.with_roofline(scope.tables.timeline, context)
+        constants = training.constants_of(context)
+        rows = step_frame(scope.tables, timeline, POOLED, constants, scope.choice.source)
+        used = counted(rows, "train")
+        if used.height:
+            # Steps of a 70B model take ten times as long as those of an 8B one: without the scale they would decide the fit alone.
+            scale = pl.lit(used["y"].median(), pl.Float64)
+            names: dict[LeftOutKind, str] = {"model": context.architecture.slug, "gpu": context.gpu.slug}
+            frames.append(_Pooled(names, rows.with_columns(row_scale_us=scale)))
+    return frames, notes
+
+
+def _leave_groups(
+    kind: LeftOutKind, title: str, frames: Sequence[_Pooled], options: ScopeOptions
+) -> tuple[list[LeftOutErrors], list[str]]:
+    names = sorted({frame.names[kind] for frame in frames})
+    if len(names) < 2:
+        have = f"only {names[0]}" if names else "none"
+        return [], [f"{title}: the data have {have}, two are needed"]
+    found, notes = [], []
+    for name in names:
+        trained_on = tuple(n for n in names if n != name)
+        pooled = [_leave_out(frame.rows, pl.lit(frame.names[kind] == name)) for frame in frames]
+        rows = pl.concat(pooled, how="diagonal_relaxed")
+        training_frames = [p for p, frame in zip(pooled, frames, strict=True) if frame.names[kind] != name]
+        features = _separable_features(training_frames)
+        how = replace(beta_options(options), signs=NON_NEGATIVE)
+        fitted = fit_linear(rows, features, how)
+        if isinstance(fitted, TooFewRows):
+            notes.append(f"{title}, {name}: {fitted.reason}")
+            continue
+        if len(training_frames) == 1:
+            notes.append(f"{title}, {name}: {_ONE_SCOPE}")
+        found.append(
+            LeftOutErrors(
+                kind,
+                name,
+                CYCLE_TIME.model,
+                None,
+                POOLED.name,
+                trained_on,
+                fitted.rows_used,
+                *_measured(fitted.validation),
+            )
+        )
+    return found, notes
+
+
+def _separable_features(frames: Sequence[pl.DataFrame]) -> list[FeatureColumn]:
+    """Return the features whose coefficients this many scopes can separate.
+
+    A feature that is constant within most scopes is determined by the differences between scopes alone. At most two fewer
+    such features than scopes are offered: with as many coefficients as scopes a line goes through every scope's mean and
+    fits any data. Two scopes still get one, the first (reading weights): without it, its cost would count as a constant of
+    the program, which does not change with the GPU or the model.
+    """
+    spare = max(len(frames) - 2, 1 if len(frames) == 2 else 0)
+    offered = []
+    for feature in columns_of(POOLED):
+        fixed = 2 * sum(_is_fixed(frame[feature.name]) for frame in frames) > len(frames)
+        if fixed and spare <= 0:
+            continue
+        spare -= fixed
+        offered.append(feature)
+    return offered
+
+
+def _is_fixed(values: pl.Series) -> bool:
+    """Return whether nine rows in ten are alike: a step without tokens has no weights to read."""
+    return values.quantile(0.05, "nearest") == values.quantile(0.95, "nearest")

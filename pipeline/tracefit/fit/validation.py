@@ -1,0 +1,323 @@
+"""Errors of models: metrics, quantiles and prediction intervals, and the evaluation of a fitted model on held-out rows.
+
+Every report and file of tracefit states errors as this module computes them. Beside a model stand the training median (the
+baseline), gradient boosting on the same features (how much error a more flexible model would remove), and the model itself
+fitted on fewer rows (the learning curve).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+from sklearn.ensemble import HistGradientBoostingRegressor
+from threadpoolctl import threadpool_limits
+
+from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.linear import (
+    FittedRegime,
+    active_regime,
+    linear_terms,
+    matrix,
+    predict_regimes,
+    target_of,
+    which,
+)
+from tracefit.fit.results import (
+    NO_ROWS,
+    Classifier,
+    Distribution,
+    EquationErrors,
+    LearningPoint,
+    Metrics,
+    PredictionInterval,
+    Validation,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tracefit.fit.design import Design
+    from tracefit.fit.fitted import FitOptions
+    from tracefit.statistics import Flags, Vector
+
+
+# -- predictions -----------------------------------------------------------------------------------------
+
+
+def measure(actual: Vector, predicted: Vector) -> Metrics:
+    """Return the errors of predictions.
+
+    Args:
+        actual: Measured values, shape (n,).
+        predicted: Predictions in the same unit, shape (n,).
+    """
+    if actual.size == 0:
+        return NO_ROWS
+    error = np.abs(predicted - actual)
+    nonzero = actual != 0
+    ape = 100 * error[nonzero] / np.abs(actual[nonzero])
+    total_squares = float(np.sum((actual - actual.mean()) ** 2))
+    total = float(actual.sum())
+    quantiles = [float(q) for q in np.quantile(ape, [0.5, 0.9, 0.99])] if ape.size else [None, None, None]
+    return Metrics(
+        n=int(actual.size),
+        mape_pct=float(ape.mean()) if ape.size else None,
+        mdape_pct=quantiles[0],
+        mae=float(error.mean()),
+        rmse=float(np.sqrt(np.mean(error**2))),
+        r2=1 - float(np.sum(error**2)) / total_squares if total_squares > 0 else None,
+        bias_pct=100 * (float(predicted.sum()) - total) / total if total else None,
+        p90_ape_pct=quantiles[1],
+        p99_ape_pct=quantiles[2],
+        zero_targets=int(np.sum(~nonzero)),
+    )
+
+
+def skill(model: Metrics, baseline: Metrics) -> float | None:
+    """Return the share of the baseline's mean absolute error that the model removes: 1 is perfect, 0 no better."""
+    if model.mae is None or not baseline.mae:
+        return None
+    return 1 - model.mae / baseline.mae
+
+
+PERCENTS: tuple[int, ...] = (*range(0, 100, 5), 99, 100)
+
+
+def distribution(
+    rows: pl.DataFrame, measured: str, teacher_forced: str, averages_only: str
+) -> Distribution | None:
+    """Return quantiles of a column and of its predictions, over the rows where all are known; null where there are none.
+
+    A prediction that is null on all rows is left out and removes no row. Predictions are clipped at 0, as everywhere.
+
+    Args:
+        rows: Held-out rows.
+        measured: Column with the measured values.
+        teacher_forced: Column with predictions of it.
+        averages_only: Another one.
+    """
+    given = [name for name in (teacher_forced, averages_only) if rows[name].count()]
+    known = rows.drop_nulls([measured, *given])
+    if not known.height or not given:
+        return None
+    forced, mean = (
+        _quantiles(known[name].clip(lower_bound=0)) if name in given else None
+        for name in (teacher_forced, averages_only)
+    )
+    return Distribution(known.height, PERCENTS, _quantiles(known[measured]), forced, mean)
+
+
+def _quantiles(column: pl.Series) -> tuple[float, ...]:
+    return tuple(float(column.quantile(p / 100, "linear") or 0.0) for p in PERCENTS)
+
+
+LEVEL_PCT = 95.0
+
+
+def prediction_interval(predicted: Vector, actual: Vector, regime: str = "all") -> PredictionInterval:
+    """Return the limits that 2.5 % of rows are below and above, as conformal quantiles at k / (n + 1) (Vovk et al. 2005).
+
+    The limits are ratios or differences, whichever give the narrower intervals over these rows: the noise of a step time grows
+    with the step, the noise of a wait need not.
+
+    Args:
+        predicted: Out-of-sample predictions, shape (n,).
+        actual: Measured values, shape (n,).
+        regime: Name of the regime of the rows, or `all`.
+    """
+    tail = (1 - LEVEL_PCT / 100) / 2
+    differences = _limits(actual - predicted, tail)
+    if (predicted > 0).all():
+        ratios = _limits(actual / predicted, tail)
+        if (ratios[1] - ratios[0]) * float(predicted.mean()) < differences[1] - differences[0]:
+            return PredictionInterval(regime, LEVEL_PCT, "ratio", *ratios)
+    return PredictionInterval(regime, LEVEL_PCT, "difference", *differences)
+
+
+def _limits(values: Vector, tail: float) -> tuple[float, float]:
+    low, high = np.quantile(values, [tail, 1 - tail], method="weibull")
+    return float(low), float(high)
+
+
+def coverage_pct(low: Vector, actual: Vector, high: Vector) -> float:
+    """Return the share of rows within their limits, in percent."""
+    return 100 * float(np.mean((actual >= low) & (actual <= high)))
+
+
+# -- a fitted model --------------------------------------------------------------------------------------
+
+WITHIN_PCT = 5.0
+"""Error in percent for the share of rows that are predicted closely, `within_5_pct`."""
+
+
+def validate(
+    regimes: list[FittedRegime], used: pl.DataFrame, evaluated: pl.DataFrame, options: FitOptions
+) -> Validation:
+    """Measure a model on the held-out rows, with its baseline and its reference.
+
+    Args:
+        regimes: The model.
+        used: The rows it was fitted on.
+        evaluated: The held-out rows the error is measured on.
+        options: How it was fitted.
+    """
+    y, y_held = target_of(used), target_of(evaluated)
+    predicted = predict_regimes(regimes, evaluated)
+    measured = measure(y_held, predicted)
+    baseline = measure(y_held, np.full(len(y_held), float(np.median(y))))
+    groups = {name: which(evaluated, condition) for name, condition in options.groups}
+    outside, extrapolated = _extrapolated(regimes, evaluated)
+    close = np.abs(predicted - y_held) <= WITHIN_PCT / 100 * np.abs(y_held)
+    names = sorted({t.feature.name for regime in regimes for t in regime.terms})
+    return Validation(
+        unit="us",
+        n_features=sum(len(regime.terms) for regime in regimes),
+        train=measure(y, predict_regimes(regimes, used)),
+        holdout=measured,
+        baseline=baseline,
+        gradient_boosting=reference(used, evaluated, names) if options.reference and names else None,
+        by_group={
+            name: measure(y_held[rows], predicted[rows]) for name, rows in groups.items() if rows.any()
+        },
+        within_5_pct=100 * float(close.mean()),
+        extrapolated_rows=int(outside.sum()),
+        extrapolated=extrapolated,
+        prediction_intervals=tuple(regime.prediction_interval for regime in regimes),
+        interval_coverage_pct=_coverage_pct(regimes, evaluated),
+        collinearity=tuple(regime.collinearity for regime in regimes),
+        rows_by_source=_by_source(used),
+        by_load={
+            name: measure(y_held[rows], predicted[rows])
+            for name, rows in (("inside", ~outside), ("outside", outside))
+            if rows.any()
+        },
+        skill=skill(measured, baseline),
+        classifier=_classify(regimes, evaluated, options.label)
+        if len(regimes) > 1 and options.label is not None
+        else None,
+    )
+
+
+def equation_errors(regimes: list[FittedRegime], holdout: pl.DataFrame) -> EquationErrors | None:
+    """Measure a step-time model on all held-out rows, intervals included; null where none is an interval.
+
+    Args:
+        regimes: The model.
+        holdout: All held-out rows.
+    """
+    if "source" not in holdout.columns or not (holdout["source"] == "interval").any():
+        return None
+    actual, predicted = target_of(holdout), predict_regimes(regimes, holdout)
+    steps = holdout["interval_steps"].to_numpy()
+    return EquationErrors(
+        rows_by_source=_by_source(holdout),
+        per_equation=measure(actual, predicted),
+        per_step=measure(np.repeat(actual, steps), np.repeat(predicted, steps)),
+    )
+
+
+def _by_source(rows: pl.DataFrame) -> dict[str, int]:
+    """Count rows by kind of equation, in name order; none where the target has one kind only."""
+    return dict(sorted(rows.group_by("source").len().iter_rows())) if "source" in rows.columns else {}
+
+
+def _extrapolated(regimes: list[FittedRegime], evaluated: pl.DataFrame) -> tuple[Flags, dict[str, int]]:
+    """Return which rows have a feature outside the training range of their regime, and how many by feature."""
+    outside = np.zeros(evaluated.height, dtype=bool)
+    by_feature: dict[str, int] = {}
+    active = active_regime(regimes, evaluated)
+    for index, regime in enumerate(regimes):
+        for term in regime.terms:
+            values = evaluated[term.feature.name].cast(pl.Float64).to_numpy()
+            low, high = term.training_range
+            out_of_range = (active == index) & ((values < low) | (values > high))
+            if out_of_range.any():
+                name = term.feature.name
+                by_feature[name] = by_feature.get(name, 0) + int(out_of_range.sum())
+            outside |= out_of_range
+    return outside, by_feature
+
+
+def _coverage_pct(regimes: list[FittedRegime], evaluated: pl.DataFrame) -> float:
+    """Return the percent of rows within the prediction interval of their regime."""
+    active = active_regime(regimes, evaluated)
+    low, high = np.zeros(evaluated.height), np.zeros(evaluated.height)
+    for index, regime in enumerate(regimes):
+        limits = regime.prediction_interval.limits(regime.predict(evaluated))
+        low, high = (np.where(active == index, *pair) for pair in zip(limits, (low, high), strict=True))
+    return coverage_pct(low, target_of(evaluated), high)
+
+
+def _classify(regimes: list[FittedRegime], evaluated: pl.DataFrame, label: pl.Expr) -> Classifier:
+    """Compare the first regime's condition with its true value, on the rows where that is known."""
+    known = evaluated.filter(label.is_not_null())
+    true, predicted = which(known, label), which(known, regimes[0].regime.holds())
+    # Balanced accuracy: the mean of the rates of correct predictions among true and among false rows.
+    rates = [
+        float((predicted[true == side] == side).mean()) for side in (True, False) if (true == side).any()
+    ]
+    return Classifier(
+        balanced_accuracy=float(np.mean(rates)) if rates else None,
+        confusion={
+            "true_positive": int((true & predicted).sum()),
+            "false_negative": int((true & ~predicted).sum()),
+            "false_positive": int((~true & predicted).sum()),
+            "true_negative": int((~true & ~predicted).sum()),
+        },
+    )
+
+
+def reference(used: pl.DataFrame, evaluated: pl.DataFrame, names: list[str]) -> Metrics:
+    """Return the errors of gradient boosting on the same features and rows: a flexible model that cannot be read."""
+    boosted = HistGradientBoostingRegressor(loss="absolute_error", max_iter=200, random_state=0)
+    # One thread: on frames this small threads cost more in waiting than they gain, and the order of floating-point sums
+    # would depend on their number.
+    with threadpool_limits(1):
+        boosted.fit(matrix(used, names), target_of(used))
+    return measure(target_of(evaluated), np.maximum(boosted.predict(matrix(evaluated, names)), 0.0))
+
+
+SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
+"""Shares of the training rows, always the latest ones, so that the distance in time to the hold-out stays the same."""
+
+
+def learning_curve(
+    regimes: Sequence[FittedRegime],
+    designs: Sequence[Design],
+    evaluated: pl.DataFrame,
+    *,
+    fewest: int,
+) -> tuple[LearningPoint, ...]:
+    """Refit a model on growing shares of its rows, with the features and penalties that were chosen on all rows.
+
+    A share that leaves a regime fewer than `fewest` rows has no point.
+
+    Args:
+        regimes: The fitted model.
+        designs: The training rows of each regime.
+        evaluated: The held-out rows.
+        fewest: Rows that every regime needs.
+    """
+    y = target_of(evaluated)
+    points = []
+    for share in SHARES:
+        latest = [design.latest(share) for design in designs]
+        rows = [int(flags.sum()) for flags in latest]
+        if min(rows) < fewest:
+            continue
+        refitted = list(regimes)
+        # The last point is the model itself.
+        if share < 1:
+            for index, (regime, design, used) in enumerate(zip(regimes, designs, latest, strict=True)):
+                positive = regime.signs.of(design.columns)
+                model = RobustLinear(regime.choice.penalty, regime.choice.strength, positive=positive)
+                model.fit(design.x[used], design.y[used], design.weights[used])
+                terms = linear_terms(design.columns, model.coef_, design.x)
+                refitted[index] = replace(regime, intercept=model.intercept_, terms=terms)
+        errors = measure(y, predict_regimes(refitted, evaluated))
+        if errors.mae is not None:
+            points.append(LearningPoint(share, sum(rows), errors.mae, errors.mape_pct))
+    return tuple(points)

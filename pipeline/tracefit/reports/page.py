@@ -1,0 +1,144 @@
+"""A report as one page: plotly's figures, no network, light and dark, on a phone and on paper. Nothing is computed here.
+
+This module alone needs what the extra `[report]` installs; it is imported where a page or a figure is drawn.
+
+Names in a report come from traces, and anyone may have written those. The templates escape whatever they are given, data
+for scripts is JSON that cannot end its element, and the page's policy lets no script run but the two whose hashes it names.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections import Counter
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+from plotly.graph_objects import Figure as PlotlyFigure
+from plotly.offline import get_plotlyjs
+
+from tracefit.reports.document import Section, Table
+from tracefit.reports.markdown import plain
+from tracefit.reports.plots import CONFIG, TEMPLATES, name_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tracefit.reports.document import Figure, Report, ReportPart
+
+_CODE = re.compile(r"`([^`]*)`")
+_EM = re.compile(r"(?<!\*)\*([^*]+)\*(?!\*)")
+_LONG = 60
+"""Characters above which a cell is prose, which a narrow screen puts below its row."""
+
+_PERCENT = "\N{NO-BREAK SPACE}%"
+_ANSWERS = {"**yes**": "yes", "**with limits**": "limits", "**no**": "no"}
+
+
+def html_page(report: Report) -> str:
+    """Return the whole report as one HTML page."""
+    anchors = dict(_anchors(report.parts))
+    environment = Environment(
+        loader=PackageLoader("tracefit.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(answers=_ANSWERS, long=_LONG)
+    environment.filters.update(
+        anchor=lambda part: anchors[id(part)],
+        inline=inline,
+        kind=lambda part: type(part).__name__,
+        plain=plain,
+        wordy=_is_wordy,
+    )
+    texts = files("tracefit.reports") / "templates"
+    style, script = ((texts / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    plotly = get_plotlyjs()
+    drawn = {f.name: {"data": f.traces, "layout": f.layout | {"height": f.height}} for f in report.figures()}
+    return (
+        environment.get_template("page.html").render(
+            report=report,
+            contents=[(part.title, anchors[id(part)]) for part in report.parts if isinstance(part, Section)],
+            figures={"figures": drawn, "templates": TEMPLATES, "config": CONFIG} if drawn else None,
+            policy=_policy(plotly, script),
+            # Texts of this package and of plotly, not of a trace.
+            style=Markup(style),  # noqa: S704
+            plotly=Markup(plotly),  # noqa: S704
+            script=Markup(script),  # noqa: S704
+        )
+        + "\n"
+    )
+
+
+def plotly_figure(figure: Figure) -> PlotlyFigure:
+    """Return a figure as plotly's own, with its title and what to look for, for a notebook."""
+    drawn = PlotlyFigure(list(figure.traces), figure.layout)
+    title = {
+        "text": name_text(figure.title),
+        "subtitle": {"text": name_text(plain(figure.look)), "font": {"size": 12}},
+        "x": 0,
+        "xref": "container",
+        "pad": {"l": 12},
+    }
+    # A white page in both colour schemes of a notebook: its text is dark.
+    return drawn.update_layout(
+        template=TEMPLATES["light"],
+        title=title,
+        height=figure.height + 100,
+        margin={"t": 130},
+        paper_bgcolor="#fff",
+    )
+
+
+def _policy(*scripts: str) -> str:
+    """Return a content security policy that lets these scripts run and no other, and fetches nothing."""
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts
+    )
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _anchors(parts: Iterable[ReportPart]) -> Iterator[tuple[int, str]]:
+    """Yield a unique anchor for every section: (its identity, its anchor)."""
+    uses: Counter[str] = Counter()
+    for section in _sections(parts):
+        name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
+        uses[name] += 1
+        yield id(section), f"section-{name}" if uses[name] == 1 else f"section-{name}-{uses[name]}"
+
+
+def _sections(parts: Iterable[ReportPart]) -> Iterator[Section]:
+    for part in parts:
+        if isinstance(part, Section):
+            yield part
+            yield from _sections(part.parts)
+
+
+def _is_wordy(table: Table) -> bool:
+    return any(len(cell) > _LONG for row in table.rows for cell in row)
+
+
+def inline(text: str) -> Markup:
+    """Turn inline Markdown into HTML; everything else is escaped text."""
+    pieces = _CODE.split(text)
+    # Code inside bold is replaced first. A mark that is not closed stays as text.
+    paired = sum(piece.count("**") for piece in pieces[::2]) % 2 == 0
+    strong, out = False, []
+    for place, piece in enumerate(pieces):
+        if place % 2:
+            out.append(f"<code>{escape(piece)}</code>")
+            continue
+        for k, words in enumerate(piece.split("**") if paired else [piece]):
+            if k:
+                strong = not strong
+                out.append("<strong>" if strong else "</strong>")
+            out.append(_EM.sub(r"<em>\1</em>", str(escape(words)).replace(" %", _PERCENT)))
+    return Markup("".join(out))  # noqa: S704 - all pieces are escaped

@@ -1,0 +1,166 @@
+"""Verdicts as sentences: what a person who decides reads first, made of the numbers of the evaluation.
+
+"Step times are typically within 2.8 % (nine in ten within 9.7 %), but a quarter of the held-out load was never trained on."
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tracefit.reports.document import UseVerdict, Verdicts
+from tracefit.reports.text import count, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from tracefit.coefficients.evaluation import Criterion, ScopeEvaluation, Verdict
+    from tracefit.fit.results import Validation
+
+_FRACTIONS = (
+    (5.0, "a twentieth"),
+    (10.0, "a tenth"),
+    (20.0, "a fifth"),
+    (25.0, "a quarter"),
+    (100 / 3, "a third"),
+    (50.0, "half"),
+    (200 / 3, "two thirds"),
+    (75.0, "three quarters"),
+    (90.0, "nine tenths"),
+    (100.0, "all"),
+)
+_FEW_ROWS = 50
+"""Held-out steps below which the errors themselves are uncertain, and the lead says so."""
+
+_MUCH_EXTRAPOLATED_PCT = 10.0
+_LITTLE_PROMPT_PCT = 25.0
+_MOST_REASONS = 2
+"""Reasons given with a verdict: the first ones matter most, evaluation.json has all."""
+
+
+def fraction(pct: float) -> str:
+    """Return a percentage as a fraction in words where one is near, else in percent."""
+    near, words = min(_FRACTIONS, key=lambda known: abs(known[0] - pct))
+    exactly_all = near < 100 or pct > 99.5
+    return words if abs(near - pct) <= 0.08 * near and exactly_all else f"{percent(pct)} %"
+
+
+def step_entry(scope: ScopeEvaluation) -> Validation | None:
+    """Return the evaluation of the model of step times; null without one."""
+    return next((e for name, e in scope.models.items() if name.startswith("beta.")), None)
+
+
+def lead(scope: ScopeEvaluation) -> str:
+    """Say in one sentence how exact the step times are, and what most limits that."""
+    entry = step_entry(scope)
+    if entry is None or entry.holdout.mdape_pct is None:
+        reason = next(
+            (m.reason for m in scope.not_fitted if m.name.startswith("beta.")), "the traces do not show them"
+        )
+        return f"There is no model of step times: {reason}."
+    errors = f"Step times are typically within {percent(entry.holdout.mdape_pct)} %"
+    if entry.holdout.p90_ape_pct is not None:
+        errors += f" (nine in ten within {percent(entry.holdout.p90_ape_pct)} %)"
+    limit = _limit(scope, entry)
+    return (
+        f"{errors}, but {limit}."
+        if limit
+        else f"{errors}, measured on load like the load they were trained on."
+    )
+
+
+def _limit(scope: ScopeEvaluation, entry: Validation) -> str:
+    """Name the fact that most limits where the errors hold; empty where none does."""
+    held = entry.holdout.n
+    outside = 100 * entry.extrapolated_rows / held if held else 0.0
+    if held < _FEW_ROWS:
+        return f"only {count(held)} held-out steps say so"
+    if outside >= _MUCH_EXTRAPOLATED_PCT:
+        return f"{fraction(outside)} of the held-out load was never trained on"
+    if any(one.trained_on for one in scope.overloaded):
+        return "they describe a server that was overloaded"
+    if entry.prefill_reach_pct is not None and entry.prefill_reach_pct < _LITTLE_PROMPT_PCT:
+        return (
+            f"no step trained on had more than {percent(entry.prefill_reach_pct)} % of the prompt tokens a step may have: "
+            "longer prompts are a guess"
+        )
+    if scope.summed_step_time is not None and scope.summed_step_time.drifting:
+        return f"the server changed: their sum is off by {percent(abs(scope.summed_step_time.bias_pct))} %"
+    return ""
+
+
+def verdicts(scope: ScopeEvaluation) -> Verdicts:
+    """Return the verdict on every use, with its reason in a sentence."""
+    lost = {f"{m.name} is not fitted": f"there is no model `{m.name}`: {m.reason}" for m in scope.not_fitted}
+    return Verdicts(tuple(UseVerdict(use, v.answer, _reason(v, lost)) for use, v in scope.verdicts.items()))
+
+
+def _reason(verdict: Verdict, lost: Mapping[str, str]) -> str:
+    """Say what decides: of a yes the measures that hold, of anything else the ones that do not."""
+    deciding = [c for c in verdict.criteria if c.answer == verdict.answer]
+    sentences = list(dict.fromkeys(lost.get(c.reason, _sentence(c)) for c in deciding))
+    text = "; ".join(sentences[:_MOST_REASONS])
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+_MEASURED: Mapping[str, Callable[[float], str]] = {
+    "step_mape_pct": lambda v: f"step times are off by {percent(v)} % on average",
+    "step_p90_ape_pct": lambda v: f"one step time in ten is off by more than {percent(v)} %",
+    "step_bias_pct": lambda v: f"summed over time, steps are off by {percent(v)} %",
+    "step_skill": lambda v: f"the model removes {100 * v:.0f} % of the error of a constant guess",
+    "step_extrapolated_pct": lambda v: (
+        f"{fraction(v)} of the held-out steps carried a load that was never trained on"
+        if v
+        else "every held-out step carried a load that was trained on"
+    ),
+    "step_prefill_reach_pct": lambda v: (
+        f"the fullest step trained on had {percent(v)} % of the prompt tokens a step may have"
+    ),
+    "queue_wait_skill": lambda v: (
+        f"the model of the queue removes {100 * v:.0f} % of the error of a constant guess"
+        if v > 0
+        else "the model of the queue is no better than a constant guess"
+    ),
+    "queue_regime_accuracy": lambda v: (
+        f"which requests have to wait is predicted right {100 * v:.0f} % of the time"
+    ),
+    "admission_mdape_pct": lambda v: f"admission is typically within {percent(v)} %",
+}
+"""Measure to a sentence of its value."""
+
+
+def _sentence(one: Criterion) -> str:
+    if one.value is None:
+        return one.reason
+    words = _MEASURED.get(one.measure)
+    if words is None:
+        return one.reason
+    text = words(one.value)
+    if one.answer == "yes":
+        return text
+    scale = 100 if one.measure in ("step_skill", "queue_wait_skill", "queue_regime_accuracy") else 1
+    bound = scale * (one.with_limits if one.answer == "no" else one.yes)
+    return f"{text} ({'at least' if one.higher_is_better else 'at most'} {bound:g} % needed)"
+
+
+def least_exact(scopes: Sequence[tuple[str, ScopeEvaluation]]) -> str:
+    """Say in one sentence how exact the step times of several scopes are.
+
+    Args:
+        scopes: Name of each scope, and its evaluation.
+    """
+    known = [
+        (entry.holdout.mdape_pct, name)
+        for name, scope in scopes
+        if (entry := step_entry(scope)) is not None and entry.holdout.mdape_pct is not None
+    ]
+    if not known:
+        return "There is no model of step times."
+    best, worst = min(known), max(known)
+    if len(known) == 1:
+        return f"Step times of `{best[1]}` are typically within {percent(best[0])} %; the other scopes have no model of them."
+    if percent(best[0]) == percent(worst[0]):
+        return f"Step times are typically within {percent(best[0])} % in every scope."
+    return (
+        f"Step times are typically within {percent(best[0])} to {percent(worst[0])} %, by scope; "
+        f"`{worst[1]}` is the least exact."
+    )

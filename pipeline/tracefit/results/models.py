@@ -1,0 +1,299 @@
+"""Results of the commands that make models or use them: `train`, `run`, `report`, `synth`, `compare`, `export`, `predict`, `verify`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tracefit.coefficients.diff import CoefficientDiff, PredictionDiff
+from tracefit.consumers.base import HeldOut
+from tracefit.errors import EXIT_DONE, EXIT_NOTHING, EXIT_QUARANTINE
+from tracefit.results.notebook import Shown, drawn
+from tracefit.results.traces import IngestResult
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+    from tracefit.tables.run_tables import RunTables
+
+# -- train, run, report, synth --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeSummary:
+    """One scope that was fitted: its runs, and the server's settings as text."""
+
+    scope_id: str
+    runs: tuple[str, ...]
+    settings: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """One fitted model in numbers."""
+
+    name: str
+    scope_id: str
+    holdout_mdape_pct: float | None
+    holdout_p90_ape_pct: float | None
+    holdout_mape_pct: float | None
+    holdout_mae: float | None
+    baseline_mae: float | None
+    reference_mae: float | None
+    skill: float | None
+    rows_used: int
+    rows_holdout: int
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySummary:
+    """One request latency, composed of the models, in numbers."""
+
+    name: str
+    scope_id: str
+    requests: int
+    teacher_forced_mdape_pct: float | None
+    averages_only_mdape_pct: float | None
+    baseline_mdape_pct: float | None
+    teacher_forced_mape_pct: float | None
+    averages_only_mape_pct: float | None
+    baseline_mape_pct: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult(Shown):
+    """Where the models are, and how good they are."""
+
+    models: Path
+    files: tuple[Path, ...]
+    evaluation: Path
+    report: Path
+    fitted: tuple[ModelSummary, ...]
+    not_fitted: tuple[str, ...] = ()
+    latencies: tuple[LatencySummary, ...] = ()
+    quarantined: bool = False
+    scopes: tuple[ScopeSummary, ...] = ()
+    verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
+    """scope_id to use to verdict: yes, with limits or no."""
+    tables: Path = field(default_factory=Path)
+    """Folder of the tables that the models were fitted on."""
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 3 when what was ingested has something in quarantine."""
+        return EXIT_QUARANTINE if self.quarantined else EXIT_DONE
+
+    def plot(self, figure: str = "step-times", *, scope: str | None = None) -> Figure:
+        """Draw a figure of the report with plotly.
+
+        Args:
+            figure: Its name, such as `step-times`, `error-by-load`, `step-breakdown`, `first-token` or `timeline`; an
+                unknown one is answered with all of them.
+            scope: A scope, a part of its id, or the name of a run; may be left out where there is one scope alone.
+
+        Raises:
+            UsageError: There is no such figure or scope.
+            TracefitError: plotly is not installed.
+        """
+        return drawn(self.evaluation, self.models, self.tables, figure, scope)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult(Shown):
+    """Result of the main job: ingest and train."""
+
+    ingested: IngestResult
+    trained: TrainResult
+    out: Path = field(default_factory=Path)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 3 when something is in quarantine."""
+        return max(self.ingested.exit_code, self.trained.exit_code)
+
+    def plot(self, figure: str = "step-times", *, scope: str | None = None) -> Figure:
+        """Draw a figure of the report with plotly; see `TrainResult.plot`."""
+        return self.trained.plot(figure, scope=scope)
+
+    @property
+    def tables(self) -> RunTables:
+        """The tables of the runs that were read, by name: `result.tables["requests"]` is a polars frame."""
+        from tracefit.tables.run_tables import RunTables
+
+        return RunTables(self.ingested.tables, [r.run_id for r in self.ingested.runs])
+
+
+@dataclass(frozen=True, slots=True)
+class ReportResult(Shown):
+    """Where the report is."""
+
+    files: tuple[Path, ...]
+    verdicts: dict[str, dict[str, str]]
+    """scope_id to use to verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class SynthResult(Shown):
+    """The run folders that were generated."""
+
+    folders: tuple[Path, ...]
+    requests: int
+    steps: int
+
+
+# -- compare --------------------------------------------------------------------------------------------
+
+Verdict = Literal["good", "drifted", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelComparison:
+    """One model in two files."""
+
+    model: str
+    scope_id: str | None
+    changes: tuple[CoefficientDiff, ...]
+    shifts: tuple[PredictionDiff, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """One model of an old file on new traces.
+
+    Attributes:
+        model: Its name.
+        scope_id: Its scope.
+        rows: Rows of the new traces it was evaluated on; only idle gaps are left out.
+        then_mdape_pct: Median error it was published with: that of its training or its held-out rows, the larger one.
+        now_mdape_pct: Median error on the new traces.
+        then_mae_us: Mean absolute error it was published with.
+        now_mae_us: Mean absolute error on the new traces.
+        now_bias_pct: 100 * (sum predicted - sum actual) / sum actual on the new traces.
+        limit_pct: The error above which it counts as drifted.
+        verdict: good, drifted, or unknown where the new traces do not decide.
+        reason: Why it is unknown.
+    """
+
+    model: str
+    scope_id: str | None
+    rows: int
+    then_mdape_pct: float | None
+    now_mdape_pct: float | None
+    then_mae_us: float | None
+    now_mae_us: float | None
+    now_bias_pct: float | None
+    limit_pct: float | None
+    verdict: Verdict
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompareResult(Shown):
+    """Differences of two files, or the drift of one.
+
+    Attributes:
+        first: The first file or folder.
+        second: The second, or the tables.
+        models: Models that both files have.
+        drift: Every model on the new traces, where the second is tables.
+        verdict: Of the drift check: drifted if any model is, good if one is and none drifted; null for two files.
+        notes: What could not be compared, and why.
+    """
+
+    first: Path
+    second: Path
+    models: tuple[ModelComparison, ...] = ()
+    drift: tuple[Drift, ...] = ()
+    verdict: Verdict | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0; 1 where the old file has drifted or the new traces do not decide."""
+        # Not only drift: a check that cannot decide must not pass for one that did.
+        return EXIT_NOTHING if self.verdict in ("drifted", "unknown") else EXIT_DONE
+
+
+# -- export ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult(Shown):
+    """Files written for a consumer, and the held-out error of the exported form.
+
+    Attributes:
+        consumer: Its name.
+        scope_id: The exported scope.
+        files: The files.
+        errors: Held-out errors of the exported form.
+        notes: Limits a user has to know.
+        usage: The command that loads the files.
+    """
+
+    consumer: str
+    scope_id: str | None
+    files: tuple[Path, ...]
+    errors: tuple[HeldOut, ...]
+    notes: tuple[str, ...]
+    usage: str
+
+
+# -- predict --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RowPredictions(Shown):
+    """Predictions for the rows of a file.
+
+    Attributes:
+        rows: Number of rows.
+        out_of_range: Rows outside the training range; null for requests, which have no one range.
+        out: The file they were written to, or null.
+        predictions: The rows with their predictions, where no output file was named.
+    """
+
+    rows: int
+    out_of_range: int | None
+    out: Path | None
+    predictions: tuple[dict[str, object], ...] = ()
+
+
+# -- verify ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A value that the refit does not confirm: where in the file, what it says, what came out."""
+
+    place: str
+    in_file: str
+    refitted: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult(Shown):
+    """Whether a coefficient file is what its inputs give.
+
+    Attributes:
+        file: The file.
+        verified: Every number confirmed.
+        numbers: Numbers that were compared.
+        inputs: Inputs that differ from those the file was made from.
+        differing: Values that were not confirmed.
+        differences: The first of them.
+        notes: What else differs: program and library versions.
+    """
+
+    file: Path
+    verified: bool
+    numbers: int
+    inputs: tuple[str, ...]
+    differing: int
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 1 where the file is not confirmed."""
+        return EXIT_DONE if self.verified else EXIT_NOTHING

@@ -1,0 +1,102 @@
+"""Results in a notebook: tables in place of a repr, and figures by name.
+
+Figures are drawn from files by the room of commands, which knows this one and not the other way round: it registers its
+drawing here (`draw_with`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tracefit.errors import TracefitError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from plotly.graph_objects import Figure
+
+
+class Shown:
+    """A result that a notebook shows as tables, one per kind of row it holds."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return "\n".join(_tables(type(self).__name__, self))
+
+
+class Drawing(Protocol):
+    """Draws a figure of models that were trained."""
+
+    def __call__(
+        self, evaluation: Path, models: Path, tables: Path, figure: str, scope: str | None
+    ) -> Figure:
+        """Return the figure of that name."""
+
+
+_drawings: list[Drawing] = []
+
+
+def draw_with(drawing: Drawing) -> Drawing:
+    """Register what draws the figures of results."""
+    _drawings[:] = [drawing]
+    return drawing
+
+
+def drawn(evaluation: Path, models: Path, tables: Path, figure: str, scope: str | None) -> Figure:
+    """Return a figure of models that were trained, drawn by what is registered.
+
+    Raises:
+        TracefitError: Nothing is registered: the result was not made by a command of this process.
+    """
+    if not _drawings:
+        raise TracefitError("nothing draws figures yet", hint="import tracefit.commands.report first")
+    return _drawings[0](evaluation, models, tables, figure, scope)
+
+
+def _tables(title: str, result: Any) -> Iterator[str]:
+    """Yield a table of the plain values of a result, then one of each tuple of rows."""
+    values = {f.name: getattr(result, f.name) for f in fields(result)}
+    plain = {name: text for name, value in values.items() if (text := _cell(value))}
+    if plain:
+        yield _table(title, ("", ""), list(plain.items()))
+    for name, value in values.items():
+        if is_dataclass(value):
+            yield from _tables(f"{title}.{name}", value)
+        elif isinstance(value, tuple) and value and all(is_dataclass(one) for one in value):
+            yield _rows(f"{title}.{name}", value)
+        elif isinstance(value, dict) and value and all(isinstance(one, dict) for one in value.values()):
+            heads = list(dict.fromkeys(key for one in value.values() for key in one))
+            rows = [(str(key), *(_cell(one.get(head)) or "" for head in heads)) for key, one in value.items()]
+            yield _table(f"{title}.{name}", ("", *heads), rows)
+
+
+def _rows(title: str, rows: Sequence[Any]) -> str:
+    shown = [f.name for f in fields(rows[0]) if any(_cell(getattr(row, f.name)) is not None for row in rows)]
+    return _table(title, shown, [[_cell(getattr(row, name)) or "" for name in shown] for row in rows])
+
+
+def _cell(value: object) -> str | None:
+    """Write a plain value, or a short list of them; null for what is a table of its own."""
+    match value:
+        case None:
+            return ""
+        case bool() | str() | Path():
+            return str(value)
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        case tuple() | list() if all(isinstance(one, str | Path) for one in value):
+            return ", ".join(map(str, value))
+        case _:
+            return None
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    heads = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in head) if any(head) else ""
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><caption>{escape(title)}</caption><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,56 @@
+"""Workload phases: where the arrival rate of a run changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tracefit.fit.load import find_phases, phase_of
+
+
+def _arrivals(*periods):
+    """Arrivals, evenly spaced, of periods of (seconds, per second)."""
+    gaps = np.concatenate([np.full(round(seconds * rate), 1 / rate) for seconds, rate in periods])
+    return np.concatenate([[0.0], np.cumsum(gaps)])
+
+
+def _found(arrivals_s):
+    return find_phases(arrivals_s, "run", "server")
+
+
+def test_a_run_is_cut_where_its_rate_changes():
+    quiet, busy, after = _found(_arrivals((60, 2), (30, 9), (50, 2)))
+    assert (quiet.from_s, quiet.to_s) == pytest.approx((0, 60), abs=0.6)
+    assert (busy.from_s, busy.to_s) == pytest.approx((60, 90), abs=0.6)
+    assert after.to_s == pytest.approx(140)
+    assert [p.arrivals_per_s for p in (quiet, busy, after)] == pytest.approx([2, 9, 2], rel=0.03)
+    assert sum(p.requests for p in (quiet, busy, after)) == 120 + 270 + 100 + 1
+
+
+@pytest.mark.parametrize("rate", [1, 5, 20])
+def test_a_steady_run_is_one_phase(rate):
+    gaps = np.random.default_rng(rate).exponential(1 / rate, 600)
+    arrivals = np.cumsum(gaps) - gaps[0]
+    (phase,) = _found(arrivals)
+    assert (phase.from_s, phase.to_s, phase.requests) == (0, arrivals[-1], 600)
+
+
+def test_few_requests_are_one_phase_and_none_are_none():
+    assert len(_found(_arrivals((2, 2), (2, 9)))) == 1
+    assert len(_found(np.zeros(1))) == 1
+    assert _found(np.zeros(0)) == ()
+
+
+def test_requests_fall_into_the_phase_that_began_before_them():
+    phases = _found(_arrivals((60, 2), (30, 9)))
+    cut = phases[1].from_s
+    assert phase_of(np.array([0.0, 30.0, cut, cut + 1, 90.0]), phases).tolist() == [0, 0, 1, 1, 1]
+
+
+def test_a_run_that_changes_all_the_time_has_sixteen_phases_at_most():
+    changing = _found(_arrivals(*[(20, rate) for _ in range(40) for rate in (2, 20)]))
+    assert 4 <= len(changing) <= 16
+
+
+def test_a_hundred_thousand_arrivals_at_once_end():
+    assert len(_found(np.sort(np.random.default_rng(0).choice([0.0, 7.0, 50.0], 100_000)))) <= 16

@@ -1,0 +1,147 @@
+"""Verdicts as sentences: worded from the numbers of the evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tracefit.coefficients.evaluation import Criterion, Verdict
+from tracefit.coefficients.files import read_evaluation
+from tracefit.fit.results import Missing, Overload
+from tracefit.reports.sentences import fraction, lead, least_exact, verdicts
+from tracefit.reports.text import percent
+
+
+@pytest.fixture
+def scope(trained):
+    return read_evaluation(trained / "evaluation.json").scopes[0]
+
+
+def _with(scope, holdout=None, **changes):
+    """Return the scope with a step model whose errors are 2.84 and 9.71 %, on 200 steps, and other changes to it."""
+    entry = scope.models["beta.cycle_time"]
+    errors = replace(entry.holdout, **({"n": 200, "mdape_pct": 2.84, "p90_ape_pct": 9.71} | (holdout or {})))
+    fresh = {"holdout": errors, "extrapolated_rows": 0, "prefill_reach_pct": None}
+    return scope.model_copy(
+        update={
+            "models": {**scope.models, "beta.cycle_time": replace(entry, **(fresh | changes))},
+            "overloaded": (),
+            "summed_step_time": None,
+        }
+    )
+
+
+START = "Step times are typically within 2.8 % (nine in ten within 9.7 %), "
+
+
+def test_the_lead_is_the_error_and_what_most_limits_it(scope):
+    assert lead(_with(scope)) == f"{START}measured on load like the load they were trained on."
+    assert (
+        lead(_with(scope, extrapolated_rows=50))
+        == f"{START}but a quarter of the held-out load was never trained on."
+    )
+    assert lead(_with(scope, extrapolated_rows=19)).endswith("trained on.")
+    assert "only 49 held-out steps" in lead(_with(scope, holdout={"n": 49}))
+    assert "1.3 % of the prompt tokens" in lead(_with(scope, prefill_reach_pct=1.32))
+    overloaded = _with(scope).model_copy(
+        update={"overloaded": (Overload(run_id="r", reasons=("why",), trained_on=True),)}
+    )
+    assert lead(overloaded) == f"{START}but they describe a server that was overloaded."
+
+
+def test_without_a_model_of_step_times_the_lead_says_why(scope):
+    lost = Missing(name="beta.cycle_time", reason="no steps were traced")
+    without = scope.model_copy(update={"models": {}, "not_fitted": (lost,)})
+    assert lead(without) == "There is no model of step times: no steps were traced."
+
+
+def test_several_scopes_are_named_by_their_range(scope):
+    other = _with(scope, holdout={"mdape_pct": 13.4})
+    assert least_exact([("a", _with(scope)), ("b", other)]) == (
+        "Step times are typically within 2.8 to 13.4 %, by scope; `b` is the least exact."
+    )
+    assert least_exact([("a", _with(scope)), ("b", _with(scope))]).endswith("within 2.8 % in every scope.")
+
+
+def _criterion(measure, value, answer, *, higher=False, reason="as it is"):
+    return Criterion(
+        measure=measure,
+        value=value,
+        yes=5.0 if not higher else 0.95,
+        with_limits=15.0 if not higher else 0.8,
+        higher_is_better=higher,
+        answer=answer,
+        reason=reason,
+    )
+
+
+@pytest.mark.parametrize(
+    ("criterion", "sentence"),
+    [
+        (
+            _criterion("step_mape_pct", 14.23, "with limits"),
+            "Step times are off by 14.2 % on average (at most 5 % needed).",
+        ),
+        (
+            _criterion("step_mape_pct", 26.0, "no"),
+            "Step times are off by 26.0 % on average (at most 15 % needed).",
+        ),
+        (_criterion("step_bias_pct", 0.038, "yes"), "Summed over time, steps are off by 0.04 %."),
+        (
+            _criterion("queue_regime_accuracy", 0.7, "no", higher=True),
+            "Which requests have to wait is predicted right 70 % of the time (at least 80 % needed).",
+        ),
+        (
+            _criterion("step_extrapolated_pct", 25.6, "with limits"),
+            "A quarter of the held-out steps carried a load that was never trained on (at most 5 % needed).",
+        ),
+        (_criterion("queue_wait_skill", None, "with limits", reason="not known"), "Not known."),
+        (_criterion("another", 1.0, "no", reason="worded elsewhere"), "Worded elsewhere."),
+    ],
+)
+def test_a_verdict_is_a_sentence(scope, criterion, sentence):
+    verdict = Verdict(answer=criterion.answer, reasons=(), criteria=(criterion,))
+    (one,) = verdicts(scope.model_copy(update={"verdicts": {"simulation": verdict}})).uses
+    assert (one.use, one.answer, one.sentence) == ("simulation", criterion.answer, sentence)
+
+
+def test_a_model_that_is_lost_says_why(scope):
+    criterion = _criterion("admission_mdape_pct", None, "no", reason="alpha.admission is not fitted")
+    verdict = Verdict(answer="no", reasons=(), criteria=(criterion,))
+    lost = (Missing(name="alpha.admission", reason="no journeys"),)
+    changed = scope.model_copy(update={"verdicts": {"alerting": verdict}, "not_fitted": lost})
+    assert verdicts(changed).uses[0].sentence == "There is no model `alpha.admission`: no journeys."
+
+
+@pytest.mark.parametrize(
+    ("pct", "words"),
+    [
+        (24.8, "a quarter"),
+        (48, "half"),
+        (33.0, "a third"),
+        (100, "all"),
+        (98.0, "98.0 %"),
+        (14.0, "14.0 %"),
+        (0.4, "0.40 %"),
+    ],
+)
+def test_fractions_are_words_where_one_is_near(pct, words):
+    assert fraction(pct) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.03794, "0.04"),
+        (0.001, "<0.01"),
+        (0, "0"),
+        (2.84, "2.8"),
+        (13.44, "13.4"),
+        (5340.2, "5,340"),
+        (-1.45, "-1.4"),
+        (None, "-"),
+    ],
+)
+def test_percentages_have_the_digits_that_mean_something(value, text):
+    assert percent(value) == text
