@@ -52,7 +52,7 @@ def test_a_question_outside_the_training_range_is_answered_and_said(small):
 
 
 def test_what_a_model_has_no_term_for_has_a_training_range_all_the_same(tmp_path, parts):
-    """Trained on prompts of up to 27 tokens a step, which told nothing: 512 are no reason for confidence."""
+    """Trained on prompts of up to 27 tokens a step, which told nothing: 90 are no reason for confidence."""
     flat = {
         **parts["step"],
         "terms": [parts["step"]["terms"][1]],
@@ -68,16 +68,45 @@ def test_what_a_model_has_no_term_for_has_a_training_range_all_the_same(tmp_path
     }
     (tmp_path / "beta.json").write_text(json.dumps(parts["document"]("beta", flat)))
     models = tracefit.load(tmp_path / "beta.json")
-    inside, outside = (models.predict_step(batch=4, context=100, prefill=p) for p in (27, 512))
+    inside, outside = (models.predict_step(batch=4, context=100, prefill=p) for p in (27, 90))
     assert (inside.out_of_range, inside.step.low_us is None) == ((), False)
     assert outside.step.value_us == inside.step.value_us
     assert outside.step.low_us is None
     (line,) = outside.out_of_range
-    assert "prefill_tokens 512 is outside 0 to 27, the training range; the model has no term for it" in line
-    rows = models.predict_step(pl.DataFrame({"batch": [4, 4, 9], "context": 100, "prefill": [27, 512, 512]}))
+    assert "prefill_tokens 90 is outside 0 to 27, the training range; the model has no term for it" in line
+    rows = models.predict_step(pl.DataFrame({"batch": [4, 4, 9], "context": 100, "prefill": [27, 90, 90]}))
     # A term outside its range says enough.
     assert rows["out_of_range"].to_list() == [None, "prefill_tokens", "num_decode_reqs"]
     assert rows["low_us"].is_null().to_list() == [False, True, True]
+
+
+def test_what_the_server_does_not_run_is_said_and_has_no_range(small):
+    """It runs at most 8 requests and 100 tokens a step."""
+    models = tracefit.load(small)
+    most, more = (models.predict_step(batch=b, context=30, prefill=92) for b in (8, 9))
+    assert not [line for line in most.out_of_range if "beyond" in line]
+    assert [line for line in more.out_of_range if "beyond" in line] == [
+        "batch 9 is beyond this server's max_num_seqs of 8",
+        "batch + prefill 101 is beyond this server's max_num_batched_tokens of 100",
+    ]
+    assert (more.step.low_us, more.step.high_us) == (None, None)
+    request = models.predict_request(prompt_tokens=10, output_tokens=5, batch=9, queue=1)
+    assert "batch 9 is beyond this server's max_num_seqs of 8" in request.out_of_range
+
+
+def test_a_long_request_leaves_each_range_in_one_line(small):
+    found = tracefit.load(small).predict_request(prompt_tokens=900, output_tokens=1).out_of_range
+    assert [line for line in found if "prefill_tokens" in line] == [
+        "beta.cycle_time: prefill_tokens 100 is outside 0 to 60, the training range"
+    ]
+
+
+def test_a_feature_that_nothing_reads_is_refused(small):
+    models = tracefit.load(small)
+    with pytest.raises(UsageError, match=r"reads contxt_tokens; did you mean context_tokens\?"):
+        models.predict_step(batch=4, features={"contxt_tokens": 3})
+    with pytest.raises(UsageError, match="reads bogus; their features are "):
+        models.predict_request(prompt_tokens=10, output_tokens=5, features={"bogus": 3})
 
 
 def test_a_feature_given_by_name_wins(small):

@@ -108,7 +108,7 @@ class Formulas:
             raise UsageError("is defined by itself", where=f"{where}, {error.args[1][0]}") from None
         return cls({name: nodes[name] for name in order}, needs)
 
-    def _used(self, names: Iterable[str], given: Collection[str]) -> set[str]:
+    def used(self, names: Iterable[str], given: Collection[str] = ()) -> set[str]:
         """Return the names themselves and everything they are computed from, where `given` is taken as it is."""
         found: set[str] = set()
         wanted = set(names)
@@ -120,7 +120,7 @@ class Formulas:
 
     def inputs(self, names: Iterable[str], given: Collection[str] = ()) -> set[str]:
         """Return the names at the end of all definitions: those that are given, or have no formula."""
-        return {n for n in self._used(names, given) if n in given or n not in self.nodes}
+        return {n for n in self.used(names, given) if n in given or n not in self.nodes}
 
     def missing(self, names: Iterable[str], given: Collection[str]) -> list[str]:
         """Return the names that are missing, sorted: neither given nor computable."""
@@ -129,7 +129,7 @@ class Formulas:
     def row(self, given: Mapping[str, float | None], names: Iterable[str]) -> dict[str, float | None]:
         """Compute names of one row; all of them must be computable."""
         # Only what these names need: a published model defines dozens of names, of which one row uses a few.
-        used = self._used(names, given)
+        used = self.used(names, given)
         values = {n: None if (v := given[n]) is None else float(v) for n in used if n in given}
         for name, node in self.nodes.items():
             if name in used and name not in given:
@@ -145,7 +145,7 @@ class Formulas:
         import polars as pl
 
         columns = set(rows.columns)
-        used = self._used(names, columns)
+        used = self.used(names, columns)
         numbers = {
             name for name, kind in rows.schema.items() if kind.is_numeric() or kind in (pl.Boolean, pl.Null)
         }
@@ -242,6 +242,11 @@ class CompiledModel:
     def inputs(self) -> set[str]:
         """Names of the inputs that the model needs."""
         return self.formulas.inputs(self.features)
+
+    @property
+    def read(self) -> set[str]:
+        """Names that change a prediction or what is said of it: features, and what they are computed from."""
+        return self.formulas.used([*self.features, *self.unmodeled])
 
     @property
     def unmodeled(self) -> dict[str, tuple[float, float]]:

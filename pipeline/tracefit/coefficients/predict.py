@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tracefit.coefficients.compiled import CompiledModel, Formulas, expected_at_boundary, line_value
 from tracefit.coefficients.model import STEP_MODELS, BoundaryModel
@@ -19,7 +19,7 @@ from tracefit.coefficients.workload import (
     server_constants,
     traffic_formulas,
 )
-from tracefit.errors import DataError, UsageError
+from tracefit.errors import DataError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 INTERVAL_ROWS = 20
 """Fewer held-out rows than this do not make an interval of their own."""
+MAX_NAME_SHOWN = 64
 
 
 # -- what a prediction says ------------------------------------------------------------------------------
@@ -91,6 +92,40 @@ class StepPrediction:
     out_of_range: tuple[str, ...] = ()
 
 
+class Outside(NamedTuple):
+    """Values of a feature that are outside its training range.
+
+    Attributes:
+        model: The model.
+        feature: Its feature.
+        low: The lowest of the values.
+        high: The highest.
+        ends: The training range.
+        has_term: Whether the model has a term for the feature.
+    """
+
+    model: str
+    feature: str
+    low: float
+    high: float
+    ends: tuple[float, float]
+    has_term: bool = True
+
+    def __str__(self) -> str:
+        values = f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+        text = f"{self.model}: {self.feature} {values} is outside {self.ends[0]:g} to {self.ends[1]:g}, the training range"
+        return text if self.has_term else f"{text}; the model has no term for it"
+
+
+def in_lines(outside: Iterable[Outside]) -> tuple[str, ...]:
+    """Return a line per model and feature: the steps of one request leave a range at many values."""
+    found: dict[tuple[str, str], Outside] = {}
+    for each in outside:
+        known = found.get(each[:2], each)
+        found[each[:2]] = each._replace(low=min(each.low, known.low), high=max(each.high, known.high))
+    return tuple(map(str, found.values()))
+
+
 # -- one row of one model --------------------------------------------------------------------------------
 
 
@@ -101,7 +136,7 @@ class Prediction:
     interval: PredictedDuration
     features: dict[str, float]
     assumed: tuple[str, ...]
-    out_of_range: tuple[str, ...]
+    outside: tuple[Outside, ...]
 
 
 def stand_ins(terms: Iterable[Term]) -> dict[str, float]:
@@ -135,7 +170,7 @@ def predict_row(
         if cycle_us is None:
             return found
         interval = PredictedDuration(*expected_at_boundary(model, found.interval.value_us, cycle_us))
-        return Prediction(interval, found.features, found.assumed, found.out_of_range)
+        return Prediction(interval, found.features, found.assumed, found.outside)
     compiled.require(compiled.compared, given)
     group, form = compiled.active(compiled.formulas.row(given, compiled.compared))
     return _predict_form(compiled, _group(compiled, group, given), form, given, stand_in=stand_in)
@@ -163,7 +198,7 @@ def _predict_form(
     middles = stand_ins(form.terms) if stand_in else {}
     names = [t.feature for t in form.terms]
     found = formulas.row(given, [n for n in names if not formulas.missing([n], given)])
-    values, assumed, out_of_range = dict[str, float](), list[str](), list[str]()
+    values, assumed, outside = dict[str, float](), list[str](), list[Outside]()
     for term in form.terms:
         value = found.get(term.feature)
         if value is None and term.feature in middles:
@@ -173,9 +208,9 @@ def _predict_form(
             )
         if value is not None:
             values[term.feature] = value
-            out_of_range += _out_of_range(model.name, term.feature, term.training_range, value)
+            outside += _outside(model.name, term.feature, term.training_range, value)
     # Features that terms stand for leave their range with them: one line is enough.
-    out_of_range = out_of_range or _without_a_term(compiled, given)
+    outside = outside or _without_a_term(compiled, given)
     predicted = line_value(form, {n: values.get(n) for n in names})
     if predicted is None:
         without_value = [n for n in names if n not in values]
@@ -188,27 +223,27 @@ def _predict_form(
             hint="give the feature itself, or other values",
         )
     # The held-out errors are those of rows in the training range: outside they say nothing.
-    interval = interval_about(predicted, None if out_of_range else p90_ape_pct(model, group))
-    return Prediction(interval, values, tuple(assumed), tuple(out_of_range))
+    interval = interval_about(predicted, None if outside else p90_ape_pct(model, group))
+    return Prediction(interval, values, tuple(assumed), tuple(outside))
 
 
-def _without_a_term(compiled: CompiledModel, given: Mapping[str, float | None]) -> list[str]:
-    """Say which features without a term leave what the model was trained on, as far as the input tells."""
+def _without_a_term(compiled: CompiledModel, given: Mapping[str, float | None]) -> list[Outside]:
+    """Return the features without a term that leave what the model was trained on, as far as the input tells."""
     known = [n for n in compiled.unmodeled if not compiled.formulas.missing([n], given)]
     values = compiled.formulas.row(given, known)
     return [
-        f"{line}; the model has no term for it"
+        found._replace(has_term=False)
         for name in known
         if (value := values[name]) is not None
-        for line in _out_of_range(compiled.model.name, name, compiled.unmodeled[name], value)
+        for found in _outside(compiled.model.name, name, compiled.unmodeled[name], value)
     ]
 
 
-def _out_of_range(model: str, feature: str, ends: tuple[float, float] | None, value: float) -> list[str]:
-    """Say that a value is outside the training range of a feature, if it is."""
-    if ends is None or ends[0] <= value <= ends[1]:
-        return []
-    return [f"{model}: {feature} {value:g} is outside {ends[0]:g} to {ends[1]:g}, the training range"]
+def _outside(model: str, feature: str, ends: tuple[float, float] | None, value: float) -> list[Outside]:
+    """Return a value of a feature if it is outside the training range."""
+    return (
+        [] if ends is None or ends[0] <= value <= ends[1] else [Outside(model, feature, value, value, ends)]
+    )
 
 
 # -- steps and requests of one scope ---------------------------------------------------------------------
@@ -294,21 +329,62 @@ class ScopeModels:
         # A null that is given would win over the formula.
         return {n: v for n, v in self.server.items() if v is not None or n not in compiled.formulas.nodes}
 
-    def step(self, described: StepInput, *, stand_in: bool = False) -> StepPrediction:
+    def require_read(
+        self, features: Iterable[str], models: Iterable[Model], also: Iterable[str] = ()
+    ) -> None:
+        """Refuse features that a prediction would leave unread.
+
+        Args:
+            features: Names that a caller states values of.
+            models: The models that predict.
+            also: What is read beside them.
+
+        Raises:
+            UsageError: None of the models is computed from a feature.
+        """
+        compiled = [self.compiled(model) for model in models]
+        read = set(also).union(*(each.read for each in compiled))
+        if unread := [name for name in features if name not in read]:
+            terms = dict.fromkeys(name for each in compiled for name in each.features)
+            raise UsageError(
+                f"no model that predicts this reads {unread[0][:MAX_NAME_SHOWN]}",
+                where="features",
+                hint=did_you_mean(unread[0], read) or f"their features are {', '.join(terms)}",
+            )
+
+    def beyond(self, name: str, value: float | None, setting: str) -> list[str]:
+        """Say that a described value is more than the server allows, if it is."""
+        limit = self.setting(setting)
+        if not isinstance(limit, int | float) or value is None or value <= limit:
+            return []
+        return [f"{name} {value:,.0f} is beyond this server's {setting} of {limit:,}"]
+
+    def predict(self, described: StepInput, *, stand_in: bool = False) -> Prediction:
+        """Predict a step's time; see `step`."""
+        compiled = self.compiled(self.step_model)
+        given = {**self.known_settings(compiled), **described.inputs(), **described.features}
+        return predict_row(compiled, given, stand_in=stand_in)
+
+    def step(self, described: StepInput) -> StepPrediction:
         """Predict a step.
 
         Raises:
             DataError: The model of step times could not be fitted.
-            UsageError: There is none, or a feature it needs is not known.
+            UsageError: There is none, a feature it needs is not known, or one that is given is not read.
         """
-        compiled = self.compiled(self.step_model)
-        given = {**self.known_settings(compiled), **described.inputs(), **described.features}
-        found = predict_row(compiled, given, stand_in=stand_in)
+        self.require_read(described.features, [self.step_model])
+        found = self.predict(described)
+        beyond = [
+            *self.beyond("batch", described.batch, "max_num_seqs"),
+            *self.beyond("batch + prefill", described.batch + described.prefill, "max_num_batched_tokens"),
+        ]
+        # What the server would not run was not measured either.
+        interval = PredictedDuration(found.interval.value_us) if beyond else found.interval
         return StepPrediction(
             self.scope_id,
-            compiled.model.name,
-            found.interval,
+            self.step_model.name,
+            interval,
             tuple(found.features.items()),
             found.assumed,
-            found.out_of_range,
+            (*beyond, *in_lines(found.outside)),
         )

@@ -15,10 +15,11 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from tracefit.coefficients.predict import (
+    Outside,
     PredictedDuration,
     Prediction,
     ScopeModels,
-    StepPrediction,
+    in_lines,
     predict_row,
 )
 from tracefit.coefficients.workload import (
@@ -278,13 +279,16 @@ class OneRequest(RequestComposer):
             UsageError: A count is negative, there is no output, or how many requests run is not known.
         """
         self.described = described
-        self.assumed, self.out_of_range = list[str](), list[str]()
+        self.assumed, self.out_of_range, self.outside = list[str](), list[str](), list[Outside]()
         self._intervals: dict[str, PredictedDuration] = {}
         self.prefill_steps = 1
         super().__init__(models, NUMBERS, self._completed(models))
 
     def _completed(self, models: ScopeModels) -> dict[str, float]:
         d, mean = self.described, models.workload
+        around = {target.model for target in (*targets.parts_of("ttft"), *targets.parts_of("client"))}
+        read_by = [models.step_model, *(m for name, m in models.models.items() if name in around)]
+        models.require_read(d.features, read_by, OTHERS)
         if d.output_tokens < 1:
             raise UsageError("a request generates at least 1 output token", where="output")
         if not 0 <= d.cached < d.prompt_tokens:
@@ -297,6 +301,9 @@ class OneRequest(RequestComposer):
                 "how many requests run beside a queue is not known", where="batch", hint="give --batch"
             )
         batch, context = found["batch"], found["context"]
+        tokens = d.prompt_tokens + d.output_tokens
+        self.out_of_range += models.beyond("prompt + output", tokens, "max_model_len")
+        self.out_of_range += models.beyond("batch", d.batch, "max_num_seqs")
         if d.batch is None:
             what = "nothing else runs" if d.queue == 0 else "as many as slots and KV blocks hold"
             self.assumed.append(f"batch {batch:.0f}: {what}")
@@ -339,7 +346,7 @@ class OneRequest(RequestComposer):
             None if found.e2e is None else self._in_range("e2e", found.e2e),
             self.prefill_steps,
             tuple(dict.fromkeys(self.assumed)),
-            tuple(dict.fromkeys(self.out_of_range)),
+            (*self.out_of_range, *in_lines(self.outside)),
             tuple(self._about_range(name) for name in ("ttft", "itl", "e2e")),
         )
 
@@ -357,9 +364,9 @@ class OneRequest(RequestComposer):
         done: float = 0.0,
     ) -> float:
         described = StepInput(decoding, context, prefill, reqs, done, features=self.described.features)
-        found = self.models.step(described, stand_in=True)
+        found = self.models.predict(described, stand_in=True)
         self._note(found)
-        return found.step.value_us
+        return found.interval.value_us
 
     def _prefill(self) -> float:
         inputs, budget = self.inputs, self.inputs["budget"]
@@ -388,12 +395,16 @@ class OneRequest(RequestComposer):
         self._intervals[target.name] = found.interval
         return found.interval.value_us
 
-    def _note(self, found: Prediction | StepPrediction) -> None:
+    def _note(self, found: Prediction) -> None:
         self.assumed += found.assumed
-        self.out_of_range += found.out_of_range
+        self.outside += found.outside
 
     def _wait_knows_queue(self) -> bool:
         return "queue" in self.models.compiled(self.models.models["alpha.queue_wait"]).inputs
+
+    @property
+    def _is_outside(self) -> bool:
+        return bool(self.out_of_range or self.outside)
 
     def _about_range(self, latency: str) -> str:
         found, name = self.models.ranges.get(latency), latency.upper()
@@ -401,13 +412,13 @@ class OneRequest(RequestComposer):
             return f"{name}: no range, for the files hold none of requests"
         if found.reason is not None:
             return f"{name}: no range, {found.reason}"
-        if self.out_of_range:
+        if self._is_outside:
             return f"{name}: no range, the input is outside the training range"
         return f"{name}: {found.coverage_pct:.0f} % of {found.holdout.n} held-out requests lie in it"
 
     def _in_range(self, latency: str, value_us: float) -> PredictedDuration:
         """Put the published range about a composed latency; none about one whose inputs are outside the training range."""
         found = self.models.ranges.get(latency)
-        if found is None or found.low_ratio is None or found.high_ratio is None or self.out_of_range:
+        if found is None or found.low_ratio is None or found.high_ratio is None or self._is_outside:
             return PredictedDuration(value_us)
         return PredictedDuration(value_us, found.low_ratio * value_us, found.high_ratio * value_us)
