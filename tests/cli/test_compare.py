@@ -61,6 +61,14 @@ def test_predictions_are_compared_where_both_were_trained(tracefit, two):
     assert "apart" in text
 
 
+def test_the_same_file_twice_is_said_to_be_the_same(tracefit, two):
+    code, out, _ = tracefit("compare", two[0], two[0])
+    assert (code, out.strip().splitlines()) == (
+        0,
+        ["beta.cycle_time  a.gpu.tp1.00000000", "  the same coefficients in both files"],
+    )
+
+
 def test_ranges_that_do_not_meet_are_reported(tracefit, two, tmp_path):
     far = _file(tmp_path / "far.json", training_range=(500, 900))
     code, out, _ = tracefit("compare", two[0], far, "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 from rich.console import Console
 
@@ -11,18 +12,32 @@ from tracefit.reports.document import Bullets, Figure, Report, Section, Table, V
 from tracefit.reports.markdown import plain
 from tracefit.reports.terminal import print_report
 
+FILES = (Path("out/report.md"), Path("out/report.html"))
+
 
 def _printed(made, width=800):
     console = Console(file=io.StringIO(), width=width, legacy_windows=False)
-    print_report(made, console)
+    print_report(made, FILES, console)
     return console.file.getvalue()
 
 
-def test_every_part_is_printed(trained, tmp_path):
+def test_what_a_report_says_is_printed_and_where_its_figures_are(trained, tmp_path):
     _, made = report(trained, out=tmp_path)
-    text = " ".join(_printed(made).split())
+    printed = _printed(made)
+    text = " ".join(printed.split())
     for words in _words(made.parts):
         assert " ".join(plain(words).split()) in text
+    assert [line.strip() for line in printed.splitlines()][-2:] == ["out/report.md", "out/report.html"]
+
+
+def test_tables_behind_figures_and_folds_are_left_to_the_files():
+    rows = tuple((str(n),) for n in range(1000))
+    figure = Figure("f", "f", "A title", "Look for it.", Table(("bin",), rows), (), {})
+    made = Report("t", parts=(figure, Table(("row",), rows, folded="Every row"), Table(("kept",), (("7",),))))
+    lines = [line.strip() for line in _printed(made, 60).splitlines()]
+    assert "figure: A title" in lines
+    assert "999" not in lines
+    assert "7" in lines
 
 
 def _words(parts):
@@ -37,10 +52,9 @@ def _words(parts):
             case Verdicts(uses):
                 yield from (words for one in uses for words in (one.use, one.answer, one.sentence))
             case Figure():
-                yield from (part.title, part.look, part.note)
-                yield from (c for row in part.summary.rows for c in row)
+                yield part.title
             case Table():
-                yield from (c for row in part.rows for c in row)
+                yield from (c for row in part.rows for c in row if not part.folded)
             case _:
                 yield part
 
@@ -49,11 +63,9 @@ def test_marks_are_taken_away_even_within_each_other():
     assert plain("**Run `a_b` was overloaded** by *so* `x*y*z`") == "Run a_b was overloaded by so x*y*z"
 
 
-def test_numbers_stand_to_the_right_and_figures_are_their_summary():
-    summary = Table(("part", "ms"), (("all", "1.5"), ("hold-out", "123")))
-    figure = Figure("f", "f", "A title", "Look for it.", summary, (), {})
-    lines = [line.rstrip() for line in _printed(Report("t", parts=(figure,)), 60).splitlines()]
-    assert "A title" in lines
+def test_numbers_stand_to_the_right():
+    table = Table(("part", "ms"), (("all", "1.5"), ("hold-out", "123")))
+    lines = [line.rstrip() for line in _printed(Report("t", parts=(table,)), 60).splitlines()]
     ends = [len(line) for line in lines if line.endswith((" ms", "1.5", "123"))]
     assert len(ends) == 3
     assert len(set(ends)) == 1

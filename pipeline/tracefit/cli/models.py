@@ -84,7 +84,7 @@ def report(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write report.html and report.md again, and print the report.
+    """Write report.html and report.md again, and print what they say.
 
     Example: `tracefit report out/`
     """
@@ -96,13 +96,13 @@ def report(
         objectives = parse_slo(slo or [])
         result, made = report_command(folder, tables=tables, out=out, slo_ms=objectives, progress=terminal)
         terminal.close()
-        # The report itself is what a person gets; a program gets the files it was written to.
+        # A person gets what the report says; a program gets the files it was written to.
         if json or quiet:
             show(result, "", as_json=json, quiet=quiet)
         else:
             from tracefit.reports.terminal import PipeConsole, print_report
 
-            print_report(made, PipeConsole())
+            print_report(made, result.files, PipeConsole())
 
 
 @app.command()

@@ -93,13 +93,11 @@ def compare(
             if name not in right.models:
                 notes.append(f"{name} of {scope_id}: only in {one}")
                 continue
+            changes = tuple(coefficient_diffs(model, right.models[name]))
             moved, said = prediction_diffs(model, right.models[name])
-            notes += said
-            compared.append(
-                ModelComparison(
-                    name, scope_id, tuple(coefficient_diffs(model, right.models[name])), tuple(moved)
-                )
-            )
+            # Why predictions cannot be compared matters where coefficients differ.
+            notes += said if model != right.models[name] else []
+            compared.append(ModelComparison(name, scope_id, changes, tuple(moved)))
     if not compared:
         raise DataError(
             "the two have no model in common",

@@ -1,4 +1,4 @@
-"""Print the report in a terminal: a table where it fits, otherwise one block per row. Nothing is computed here."""
+"""Print what a report says in a terminal: a table where it fits, otherwise one block per row. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from tracefit.reports.markdown import plain, verdict_table
 from tracefit.reports.text import columns
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from tracefit.reports.document import Report, ReportPart
 
 _STYLES = {"**yes**": "bold green", "**with limits**": "bold yellow", "**no**": "bold red"}
@@ -26,8 +29,11 @@ class PipeConsole(Console):
         raise BrokenPipeError
 
 
-def print_report(report: Report, console: Console) -> None:
-    """Print the whole report on a terminal."""
+def print_report(report: Report, files: Iterable[Path], console: Console) -> None:
+    """Print what a report says, and where the files are that hold its figures and long tables.
+
+    With these it would be more than a thousand lines, in which nobody finds the answer.
+    """
     console.rule(_plain(report.title))
     for text, style in ((report.subject, ""), (report.lead, "bold")):
         if text:
@@ -35,6 +41,9 @@ def print_report(report: Report, console: Console) -> None:
     for part in report.parts:
         _print_part(part, console, level=0)
     console.print()
+    console.print(Text("Figures and further tables:", style="bold"))
+    for file in files:
+        console.print(Text(f"  {_plain(str(file))}"), soft_wrap=True)
 
 
 def _print_part(part: ReportPart, console: Console, *, level: int) -> None:
@@ -45,15 +54,12 @@ def _print_part(part: ReportPart, console: Console, *, level: int) -> None:
             for item in items:
                 console.print(Text(f"- {_plain(item)}"))
         case Table():
-            if part.folded:
-                console.print(Text(f"\n{_plain(part.folded)}:"))
-            _print_table(part, console)
+            if not part.folded:
+                _print_table(part, console)
         case Verdicts():
             _print_table(verdict_table(part), console)
         case Figure():
-            console.print(Text(f"\n{_plain(part.title)}", style="bold"))
-            console.print(Text(_plain(part.caption), style="dim"))
-            _print_table(part.summary, console)
+            console.print(Text(f"figure: {_plain(part.title)}", style="dim"))
         case Section():
             _print_section(part, console, level=level)
         case _:

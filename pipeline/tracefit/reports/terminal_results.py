@@ -445,6 +445,9 @@ def compare_text(result: CompareResult) -> str:
     lines: list[str] = []
     for one in result.models:
         lines += [f"{one.model}  {one.scope_id}"]
+        if all((c.first, c.first_ci95) == (c.second, c.second_ci95) for c in one.changes):
+            lines += ["  the same coefficients in both files", ""]
+            continue
         for c in one.changes:
             values = (_interval(c.first, c.first_ci95), _interval(c.second, c.second_ci95))
             lines += [f"  {c.part}: {c.term}, {c.unit}", f"    {values[0]} -> {values[1]}{_apart(c.apart)}"]
@@ -460,9 +463,10 @@ def compare_text(result: CompareResult) -> str:
     if result.verdict is not None:
         for scope_id in dict.fromkeys(d.scope_id for d in result.drift):
             found = [d for d in result.drift if d.scope_id == scope_id]
-            head = ("median error %", "published", "now", "limit", "bias % now", "rows", "verdict")
+            head = ("median error %", "in the file", "now", "limit", "bias % now", "rows", "verdict")
             lines += [f"scope {scope_id}", indented(columns(head, [_drift_row(d) for d in found])), ""]
             lines += [f"{d.model}: undecided: {d.reason}" for d in found if d.reason]
+        lines += ["in the file: the larger of its errors in training and on held-out rows", ""]
         lines.append(f"verdict: {_VERDICTS[result.verdict]}")
     return "\n".join([*lines, *(_wrapped(f"note: {text}", "  ") for text in result.notes)])
 
