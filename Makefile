@@ -102,9 +102,9 @@ test-minimum: ## run the tests on the oldest versions pyproject.toml declares (P
 	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	.venv-minimum/bin/$(subst $(BIN)/,,$(PYTEST))
 
-coverage: $(READY) ## lines that the tests run, of all tests but the browser's: at least 95 %
+coverage: $(READY) ## lines that the quick tests run: at least 95 % (three minutes)
 	rm -f .coverage .coverage.*
-	$(PYTEST) -m "not browser" --cov --cov-report=term-missing:skip-covered
+	$(PYTEST) --cov --cov-report=term-missing:skip-covered
 
 dist: $(READY) ## build the wheel and the source distribution in dist/
 	rm -rf dist build/lib
