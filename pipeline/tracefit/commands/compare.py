@@ -211,8 +211,8 @@ def _predicted(model: Model, scope: ModelScope, tables: ScopeTables) -> tuple[pl
         work = model.work.intercept.value + slope * rows["prompt_tokens"].fill_null(0).to_numpy().astype(
             float
         )
-        done = work + api_waits(rows, work) if model.queue else work
-        by_clock, known = admission_with_clock(rows, tables.timeline, done, model.offset.value)
+        wait = api_waits(rows, work) if model.queue else np.zeros(len(work))
+        by_clock, known = admission_with_clock(rows, tables.timeline, wait, work + wait, model.offset.value)
         predicted = np.where(known, by_clock, predicted)
     return rows, np.asarray(predicted, dtype=float)
 

@@ -36,6 +36,7 @@ from tracefit.consumers.blis_fit import BlisCoefficients, fit_blis
 from tracefit.errors import DataError
 from tracefit.features.sets import FeatureSet
 from tracefit.features.targets import target_named
+from tracefit.fit.boundary import api_waits
 from tracefit.fit.estimators import fit_nonnegative
 from tracefit.fit.linear import matrix
 from tracefit.fit.splits import request_frame
@@ -271,9 +272,9 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
     mean = float(train["prompt_tokens"].cast(pl.Float64).to_numpy().mean())
     # BLIS has no API work per prompt token: the mean prompt stands for all.
     alpha = round(max(model.work.intercept.value + per_token * mean, 0.0))
-    predicted, known = admission_with_clock(
-        held, source.tables.timeline, np.full(held.height, float(alpha)), 0.0
-    )
+    done = np.full(held.height, float(alpha))
+    # BLIS works on all arrivals at once; the wait says which of them another one is ahead of.
+    predicted, known = admission_with_clock(held, source.tables.timeline, api_waits(held, done), done, 0.0)
     y = held["y"].to_numpy().astype(float)
     if not known.any():
         raise DataError("no held-out request was queued at a step whose start is known")

@@ -2,7 +2,7 @@
 
 The API process works on one request after the other, in the order they arrive. The engine core reads the request from its
 socket between two steps: QUEUED is stamped at the first step start at or after the end of the API work, or at that end
-itself when the engine is idle. What is fitted is the API work, a constant and a share per prompt token.
+itself when the engine is idle: the step that starts then is the request's own. What is fitted is the API work, a constant and a share per prompt token.
 
 The first half of the module follows the API process: how long a request waits for it, and the bursts in which requests pile
 up in front of it. Requests in bursts take no part in the fit. The second half fits the work by the boundaries that the
@@ -28,6 +28,7 @@ from tracefit.fit.step_clock import (
     interpolated_clock,
     mean_residual,
     meets_idle,
+    queued_at_once,
     step_clock,
     true_boundary,
     until_boundary,
@@ -259,9 +260,10 @@ def _offset(train: pl.DataFrame, clock: StepClock, truth: Integers, known: Flags
 
 
 def _with_done(fitted: FittedBoundary, rows: pl.DataFrame) -> pl.DataFrame:
-    """Add done_us: the time from ARRIVED to the end of the API work, including the wait for the API process."""
+    """Add wait_us, the wait for the API process, and done_us, the time from ARRIVED to the end of the API work after it."""
     work = _work_us(fitted, rows["prompt_tokens"])
-    return rows.with_columns(done_us=pl.Series(api_waits(rows, work) + work))
+    wait = api_waits(rows, work)
+    return rows.with_columns(wait_us=pl.Series(wait), done_us=pl.Series(wait + work))
 
 
 def _work_us(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
@@ -270,12 +272,14 @@ def _work_us(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
 
 
 def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clock: StepClock, between: StepClock) -> Vector:
-    done = rows["done_us"].to_numpy()
-    until, known = until_boundary(rows, clock, between, done)
-    predicted = np.where(
-        meets_idle(rows, clock, done), done, predict_regimes(fitted.without_clock.regimes, rows)
-    )
+    done, idle = rows["done_us"].to_numpy(), _queued_at_once(rows, clock)
+    until, known = until_boundary(rows, clock, between, done, idle)
+    predicted = np.where(idle, done, predict_regimes(fitted.without_clock.regimes, rows))
     return np.asarray(np.maximum(np.where(known, until + fitted.offset_us, predicted), 0.0))
+
+
+def _queued_at_once(rows: pl.DataFrame, clock: StepClock) -> Flags:
+    return queued_at_once(rows, clock, rows["wait_us"].to_numpy(), rows["done_us"].to_numpy())
 
 
 def _validated(
@@ -304,7 +308,7 @@ def _validated(
         "without_clock": linear.validation.holdout,
         "expectation": measure(y, expected_admission(fitted, held["prompt_tokens"])),
     }
-    idle = meets_idle(held, clock, held["done_us"].to_numpy())
+    idle = _queued_at_once(held, clock)
     if idle.any():
         by_group["idle_engine"] = measure(y[idle], predicted[idle])
     burst = held["in_burst"].to_numpy()

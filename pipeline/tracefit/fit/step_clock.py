@@ -103,16 +103,33 @@ def meets_idle(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Flags:
     return np.asarray((index >= 0) & clock.follows[index] & clock.idle_before[index])
 
 
+def queued_at_once(rows: pl.DataFrame, clock: StepClock, wait_us: Vector, done_us: Vector) -> Flags:
+    """Return whether a request is QUEUED when its API work ends, with no step to wait for; shape (n,).
+
+    The engine is idle then, or it is idle when the request arrives and no other one is ahead of it: a step that starts
+    within `done_us` of that is the request's own, whose work took less than is predicted.
+
+    Args:
+        rows: Admission rows: engine columns and ts_ns (ARRIVED).
+        clock: Known step starts.
+        wait_us: How long each request waits for the API process, shape (n,).
+        done_us: From the arrival of each to the end of its API work, shape (n,).
+    """
+    arrives = meets_idle(rows, clock, np.zeros(len(done_us))) & (wait_us <= 0)
+    return arrives | meets_idle(rows, clock, done_us)
+
+
 def admission_with_clock(
-    rows: pl.DataFrame, timeline: pl.DataFrame, done_us: Vector, offset_us: float
+    rows: pl.DataFrame, timeline: pl.DataFrame, wait_us: Vector, done_us: Vector, offset_us: float
 ) -> tuple[Vector, Flags]:
-    """Predict admissions by the step clock: the boundary after the work, or its end itself when the engine was idle.
+    """Predict admissions by the step clock: the boundary after the work, or its end itself when the engine is idle.
 
     A step start that the clock does not know is placed evenly between the known ones around it.
 
     Args:
         rows: Admission rows: engine columns and ts_ns.
         timeline: The `timeline` table.
+        wait_us: How long each row waits for the API process.
         done_us: From the arrival of each row to the end of its API work.
         offset_us: QUEUED less the step start it comes before.
 
@@ -120,20 +137,23 @@ def admission_with_clock(
         Predictions in us, clipped at 0, and for which rows the clock knows enough; shape (n,) each.
     """
     clock, between = step_clock(timeline), interpolated_clock(timeline)
-    until, known = until_boundary(rows, clock, between, done_us)
-    idle = meets_idle(rows, clock, done_us)
+    idle = queued_at_once(rows, clock, wait_us, done_us)
+    until, known = until_boundary(rows, clock, between, done_us, idle)
     predicted = np.where(known, until + offset_us, done_us)
     return np.asarray(np.maximum(predicted, 0.0)), np.asarray(known | idle)
 
 
 def until_boundary(
-    rows: pl.DataFrame, clock: StepClock, between: StepClock, done_us: Vector
+    rows: pl.DataFrame, clock: StepClock, between: StepClock, done_us: Vector, idle: Flags
 ) -> tuple[Vector, Flags]:
-    """Return the time to the boundary each request waits for, and whether either clock knows it; shape (n,) each."""
-    arrived, idle = rows["ts_ns"].to_numpy(), meets_idle(rows, clock, done_us)
+    """Return the time to the boundary each request waits for, and whether either clock knows it; shape (n,) each.
+
+    Those of `idle` wait for none.
+    """
+    arrived = rows["ts_ns"].to_numpy()
     exact, interpolated = (boundary_of(rows, starts, done_us) for starts in (clock, between))
     until = np.where(exact >= 0, clock.starts[exact] - arrived, between.starts[interpolated] - arrived) / 1e3
-    return until, np.asarray((exact >= 0) | ((interpolated >= 0) & ~idle))
+    return until, np.asarray(((exact >= 0) | (interpolated >= 0)) & ~idle)
 
 
 def mean_residual(timeline: pl.DataFrame, train: pl.DataFrame) -> tuple[float, float]:
