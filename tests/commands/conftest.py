@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
+from tracefit.commands.ingest import IngestOptions
 from tracefit.engines import local
 from tracefit.inputs.blocks import Block
 from tracefit.tables.schema import INGEST_TABLES
@@ -57,10 +59,8 @@ def decoded(monkeypatch):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Cut files, sorts and windows so small that a small run has many of each."""
-    monkeypatch.setattr("tracefit.inputs.blocks.BLOCK_BYTES", 20_000)
-    monkeypatch.setattr("tracefit.inputs.blocks.HEAD_BYTES", 20_000)
-    monkeypatch.setattr("tracefit.inputs.compression.CHUNK_BYTES", 5_000)
-    monkeypatch.setattr("tracefit.commands.reading.BLOCK_BYTES", 20_000)
+    small = functools.partial(IngestOptions, block_bytes=20_000)
+    monkeypatch.setattr("tracefit.commands.ingest.IngestOptions", small)
     monkeypatch.setattr("tracefit.tables.build.WINDOW_BYTES", 60_000)
     monkeypatch.setattr("tracefit.tables.external_sort.HELD_BYTES", 4_000)
     monkeypatch.setattr("tracefit.tables.external_sort.WINDOW_BYTES", 4_000)
