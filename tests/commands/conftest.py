@@ -11,6 +11,7 @@ import pytest
 from tracefit.commands.ingest import IngestOptions
 from tracefit.engines import local
 from tracefit.inputs.blocks import Block
+from tracefit.tables.external_sort import SortSpace
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 
@@ -62,9 +63,8 @@ def small_pieces(monkeypatch):
     small = functools.partial(IngestOptions, block_bytes=20_000)
     monkeypatch.setattr("tracefit.commands.ingest.IngestOptions", small)
     monkeypatch.setattr("tracefit.tables.build.WINDOW_BYTES", 60_000)
-    monkeypatch.setattr("tracefit.tables.external_sort.HELD_BYTES", 4_000)
-    monkeypatch.setattr("tracefit.tables.external_sort.WINDOW_BYTES", 4_000)
-    monkeypatch.setattr("tracefit.tables.external_sort.BLOCK_ROWS", 7)
+    space = functools.partial(SortSpace, most_held_bytes=4_000, window_bytes=4_000, block_rows=7)
+    monkeypatch.setattr("tracefit.tables.build.SortSpace", space)
     monkeypatch.setattr("tracefit.tables.store.PIECE_ROWS", 11)
 
 
