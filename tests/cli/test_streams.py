@@ -83,11 +83,11 @@ SLOW = """
 import functools, sys
 sys.path.insert(0, {folder!r})
 import tracefit.commands.ingest as ingest, tracefit.commands.reading as reading
-import tracefit.engines.local as local, tracefit.inputs.blocks as blocks
+import tracefit.engines.decode as decoding, tracefit.inputs.blocks as blocks
 blocks.BLOCK_BYTES = reading.BLOCK_BYTES = 20_000
 ingest.IngestOptions = functools.partial(ingest.IngestOptions, bytes_per_worker=1)
 import slow_task
-local.decode_task = slow_task.decode
+decoding.decode_task = slow_task.decode
 from tracefit.cli import main
 main()
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tracefit.engines import local
+from tracefit.engines import decode as decoding
 from tracefit.inputs.blocks import Block
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
@@ -43,14 +43,14 @@ def contents():
 @pytest.fixture
 def decoded(monkeypatch):
     """Return the list of blocks that are decoded from now on in this process: file name and where the block begins."""
-    seen, decode = [], local.decode_task
+    seen, decode = [], decoding.decode_task
 
     def spy(task):
         blocks = [item for item in task.items if isinstance(item, Block)]
         seen.extend((Path(block.source_file).name, block.offset) for block in blocks)
         return decode(task)
 
-    monkeypatch.setattr(local, "decode_task", spy)
+    monkeypatch.setattr(decoding, "decode_task", spy)
     return seen
 
 

@@ -17,6 +17,7 @@ from tracefit.commands.locate import find_tables
 from tracefit.commands.report import report_of, report_texts
 from tracefit.commands.scopes import load_scope, scopes_of, write_timelines
 from tracefit.commands.training_tables import sample_tables, write_training_frames
+from tracefit.engines.choice import LOCAL, EngineChoice
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
 from tracefit.fit.fitted import BetaTarget, ScopeOptions
@@ -333,6 +334,7 @@ def run(
     ingest_options: IngestOptions | None = None,
     options: TrainOptions | None = None,
     workers: int | None = None,
+    engine: EngineChoice = LOCAL,
     progress: Progress | None = None,
 ) -> RunResult:
     """Ingest traces and train on them: OUT/tables, OUT/models, OUT/evaluation.json, OUT/report.md.
@@ -343,7 +345,8 @@ def run(
         server: Facts about the server beyond the run's files.
         ingest_options: Which parts of the traces to keep.
         options: How to train.
-        workers: Most processes that decode traces; the number of cores if not given.
+        workers: Processes that decode and build, at most; as many as there are cores if not given.
+        engine: Where they run; see `ingest`.
         progress: Receives reports on the progress.
 
     Raises:
@@ -352,7 +355,13 @@ def run(
     """
     out = Path(out)
     ingested = ingest(
-        paths, out / "tables", server=server, options=ingest_options, workers=workers, progress=progress
+        paths,
+        out / "tables",
+        server=server,
+        options=ingest_options,
+        workers=workers,
+        engine=engine,
+        progress=progress,
     )
     trained = train(
         out / "tables",

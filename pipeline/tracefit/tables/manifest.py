@@ -16,6 +16,7 @@ from tracefit.errors import DataError
 from tracefit.tables.disk import inside, open_regular, write_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 MANIFEST_NAME = "manifest.json"
@@ -93,9 +94,9 @@ class Manifest(_Strict, frozen=True):
     tool_version: str = __version__
     runs: dict[RunId, IngestedRun] = {}
 
-    def with_run(self, run_id: str, run: IngestedRun) -> Manifest:
-        """Return a manifest with this run added or replaced."""
-        return Manifest(runs={**self.runs, run_id: run})
+    def with_runs(self, runs: Mapping[str, IngestedRun]) -> Manifest:
+        """Return a manifest with these runs added or replaced."""
+        return Manifest(runs={**self.runs, **runs})
 
     def staged(self) -> set[str]:
         """Return the names of all staged parts that are valid."""

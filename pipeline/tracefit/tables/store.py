@@ -123,9 +123,8 @@ class TableStore:
                 if place.is_dir():
                     refuse_links(place)
 
-    def is_intact(self, run_id: str) -> bool:
+    def is_intact(self, run_id: str, run: IngestedRun) -> bool:
         """Return whether the tables of a run exist and are unchanged."""
-        run = self.manifest().runs[run_id]
         try:
             for name, part in run.tables.items():
                 self._check(self._path(name, run_id, part))
@@ -159,15 +158,29 @@ class TableStore:
         Returns:
             The run's entry, with its tables.
         """
-        tables = {name: TableFile(name=part.name) for name, part in parts.items()}
-        run = msgspec.structs.replace(run, tables={**run.tables, **tables} if keep else tables)
-        for name, part in parts.items():
-            target = self._path(name, run_id, tables[name])
-            target.parent.mkdir(parents=True, exist_ok=True)
-            part.replace(target)
-        write_manifest(self.root, read_manifest(self.root).with_run(run_id, run))
-        self._remove_old(run_id, run)
-        return run
+        run = run if keep else msgspec.structs.replace(run, tables={})
+        return self.publish_runs({run_id: (run, parts)})[run_id]
+
+    def publish_runs(
+        self, runs: Mapping[str, tuple[IngestedRun, Mapping[str, Path]]]
+    ) -> dict[str, IngestedRun]:
+        """Publish several runs with one new manifest, which takes time for each run of the folder. See `publish`.
+
+        Args:
+            runs: Run id to the run's new entry, with those of its tables that stay valid, and its new parts.
+        """
+        entries = {}
+        for run_id, (run, parts) in runs.items():
+            tables = {name: TableFile(name=part.name) for name, part in parts.items()}
+            entries[run_id] = msgspec.structs.replace(run, tables={**run.tables, **tables})
+            for name, part in parts.items():
+                target = self._path(name, run_id, tables[name])
+                target.parent.mkdir(parents=True, exist_ok=True)
+                part.replace(target)
+        write_manifest(self.root, read_manifest(self.root).with_runs(entries))
+        for run_id, run in entries.items():
+            self._remove_old(run_id, run)
+        return entries
 
     def _remove_old(self, run_id: str, run: IngestedRun) -> None:
         valid = {self._path(name, run_id, part) for name, part in run.tables.items()}
@@ -234,7 +247,7 @@ class TableStore:
             raise
         except OSError as error:
             raise DataError(f"cannot be read ({error.strerror})", where=str(part), hint=_AGAIN) from error
-        return _read_part(part, columns)
+        return read_part(part, columns)
 
     def _parts(self, name: str, run_ids: list[str] | None) -> list[Path]:
         runs = sorted(self.manifest().runs.items())
@@ -419,7 +432,13 @@ def _to_map(lists: pl.Series) -> pa.Array:
     return pa.MapArray.from_arrays(offsets, keys, values)
 
 
-def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
+def read_part(part: Path, columns: Sequence[str] | None = None) -> pl.DataFrame:
+    """Read a file of a table, with all columns or some.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        DataError: It is not a readable Parquet file.
+    """
     try:
         # Not read_table, which loads pyarrow's datasets first.
         with pq.ParquetFile(part) as file:
