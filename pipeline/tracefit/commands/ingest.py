@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tracefit import memory
@@ -30,14 +28,14 @@ from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, s
 from tracefit.server.tracing import ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import IngestCounts, build_tables
-from tracefit.tables.disk import disk_errors, scratch_folder, sweep
+from tracefit.tables.disk import disk_errors
 from tracefit.tables.manifest import IngestedRun
 from tracefit.tables.rows import RowOptions
-from tracefit.tables.staging import STAGE_NAME
 from tracefit.tables.store import RunWriter, TableStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     import polars as pl
 
@@ -160,7 +158,7 @@ def ingest_inputs(
 
     with disk_errors(store.root), store.lock(waiting):
         # What an interrupted ingest left: the lock says that nobody writes it any more.
-        sweep(store.root)
+        store.place.remove_scratch()
         work = _Work(store, workers or available_cores(), options, progress)
         summaries: list[RunSummary] = []
         failed: list[DataError] = []
@@ -175,14 +173,14 @@ def ingest_inputs(
                     failed.append(error)
                     warnings.append(f"left out: {error.line()}")
         finally:
-            _sweep_stage(store)
+            store.sweep()
     if failed and not summaries:
         raise failed[0]
     # Outside the lock: a timeline is made of published tables alone.
     write_timelines(store, [s.run_id for s in summaries if _is_small(store, s.run_id)])
     for text in warnings:
         progress.warn(text)
-    return IngestResult(Path(out), tuple(summaries), tuple(warnings), tuple(e.line() for e in failed))
+    return IngestResult(store.root, tuple(summaries), tuple(warnings), tuple(e.line() for e in failed))
 
 
 def _context(source: RunSource, server: ServerOptions) -> RunContext:
@@ -218,10 +216,10 @@ class _Work:
             )
         options = options_hash(self.options.rows)
         reading = Reading(
-            known=KnownFiles.of(known, options, self.store.root),
+            known=KnownFiles.of(known, options, self.store.place),
             options=self.options.rows,
             limits=self.options.limits,
-            root=self.store.root,
+            place=self.store.place,
             workers=self.workers,
             bytes_per_worker=self.options.bytes_per_worker,
             progress=self.progress,
@@ -236,7 +234,7 @@ class _Work:
         built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
         if known is None or known.built_from != built_from or not read.all_known:
             run = IngestedRun(source=source.folder, options=options, built_from=built_from, files=read.files)
-            self._build(run_id, source, run, columns, _limits(context))
+            self._build(run_id, source, run, columns, _limits(context), before=manifest.runs.get(run_id))
         # After the others: KV events are matched with the steps and requests of these tables.
         self._add_kv_events(run_id, source, context)
         summary = _summary(run_id, context, self.store.read("runs", [run_id]))
@@ -250,20 +248,22 @@ class _Work:
         run: IngestedRun,
         columns: dict[str, str | int | None],
         limits: dict[str, float],
+        *,
+        before: IngestedRun | None,
     ) -> None:
-        with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
+        with self.store.place.scratch() as scratch, RunWriter(scratch) as writer:
             self.progress.stage(f"writing {run_id}")
             counts = build_tables(
                 run.files,
                 run_id=run_id,
-                stage=self.store.root / STAGE_NAME,
+                place=self.store.place,
                 scratch=scratch,
                 write=writer.write,
                 run_columns=columns,
                 limits=limits,
             )
             _require_spans(source, counts)
-            self.store.publish(run_id, run, writer.close(), keep=False)
+            self.store.publish(run_id, run, writer.close(), before=before, keep=False)
 
     def _add_kv_events(self, run_id: str, source: RunSource, context: RunContext) -> None:
         """Read the run's KV-cache events, unless its tables have them."""
@@ -282,23 +282,10 @@ class _Work:
                 run_id=run_id,
                 block_size=context.settings.block_size,
             )
-        with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
+        with self.store.place.scratch() as scratch, RunWriter(scratch) as writer:
             for name, rows in tables.items():
                 writer.write(name, rows)
-            self.store.publish(run_id, run, writer.close(), keep=True)
-
-
-def _sweep_stage(store: TableStore) -> None:
-    """Remove staged parts that the manifest does not name."""
-    stage = store.root / STAGE_NAME
-    if not stage.is_dir():
-        return
-    valid = store.manifest().staged()
-    for part in stage.iterdir():
-        if part.name not in valid:
-            shutil.rmtree(part, ignore_errors=True)
-    if not valid:
-        stage.rmdir()
+            self.store.publish(run_id, run, writer.close(), before=run, keep=True)
 
 
 def _is_small(store: TableStore, run_id: str) -> bool:
@@ -437,7 +424,7 @@ def plan_ingest(
 def _planned(source: RunSource, store: TableStore, options: RowOptions) -> list[PlannedFile]:
     manifest = store.manifest()
     run_id = resolve_run_id(manifest, source)
-    known = KnownFiles.of(manifest.runs.get(run_id), options_hash(options), store.root)
+    known = KnownFiles.of(manifest.runs.get(run_id), options_hash(options), store.place)
     return [_planned_file(run_id, file, known.status(file)) for file in source.trace_files]
 
 

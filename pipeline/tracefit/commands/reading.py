@@ -20,17 +20,16 @@ from tracefit.inputs.discovery import refuse_other_signal
 from tracefit.inputs.files import ContentHash, content_hash_of
 from tracefit.inputs.rejects import Reject
 from tracefit.inputs.remote import fetch
-from tracefit.tables.disk import inside, scratch_folder
 from tracefit.tables.manifest import IngestedRun, Manifest, ReadFile, StagedPart
-from tracefit.tables.staging import STAGE_NAME
+from tracefit.tables.staging import staged_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
     from tracefit.progress import Progress
+    from tracefit.tables.places import Place
     from tracefit.tables.rows import RowOptions
 
 FETCHED_BYTES = 1 << 30
@@ -55,15 +54,15 @@ class KnownFiles:
     files: dict[str, ReadFile]
 
     @classmethod
-    def of(cls, run: IngestedRun | None, options: str, root: Path) -> KnownFiles:
+    def of(cls, run: IngestedRun | None, options: str, place: Place) -> KnownFiles:
         """Return the files of a run whose staged parts exist.
 
         Raises:
-            UsageError: The folder of parts is a symbolic link.
+            UsageError: The folder of parts is a symbolic link, or the bucket cannot be read.
         """
         if run is None or run.options != options:
             return cls({})
-        there = {part.name for part in inside(root, STAGE_NAME).glob("*")}
+        there = staged_parts(place)
         return cls(
             {
                 file.path: file
@@ -110,7 +109,7 @@ class Reading:
         known: Files that need not be decoded again.
         options: Which part of a span is kept.
         limits: Bounds on reading one file.
-        root: The tables folder; copies of files in buckets lie there for a while.
+        place: Where the tables are; copies of files in buckets lie in its scratch folder for a while.
         workers: Most processes to use.
         bytes_per_worker: Bytes that are worth another process.
         progress: Receives the bytes read, and warnings about files that are not read to their end.
@@ -119,7 +118,7 @@ class Reading:
     known: KnownFiles
     options: RowOptions
     limits: ReadLimits
-    root: Path
+    place: Place
     workers: int
     bytes_per_worker: int
     progress: Progress
@@ -146,7 +145,7 @@ class Reading:
             self.progress.expect(sum(file.size for file in (*local, *remote)))
         read += self._decoded(local, self.progress.read)
         for group in _in_groups(remote):
-            with scratch_folder(self.root) as scratch:
+            with self.place.scratch() as scratch:
                 copies = fetch(group, scratch, self.progress.read)
                 for copy in copies:
                     refuse_other_signal(copy.file)
@@ -163,9 +162,8 @@ class Reading:
     def _decoded(self, files: Sequence[TraceFile], on_read: Callable[[int], object]) -> list[ReadFile]:
         if not files:
             return []
-        with scratch_folder(self.root) as scratch:
-            decoder = _FilesDecoder(files, self, scratch, on_read)
-            parts = decoder.run()
+        decoder = _FilesDecoder(files, self, on_read)
+        parts = decoder.run()
         return [
             ReadFile(
                 path=file.name,
@@ -182,12 +180,11 @@ class _FilesDecoder:
     """Decodes files block by block, and stops with a file that has too many rejects."""
 
     def __init__(
-        self, files: Sequence[TraceFile], reading: Reading, scratch: Path, on_read: Callable[[int], object]
+        self, files: Sequence[TraceFile], reading: Reading, on_read: Callable[[int], object]
     ) -> None:
         self.hashes = {file.name: ContentHash() for file in files}
         self._files = files
         self._reading = reading
-        self._scratch = scratch
         self._on_read = on_read
         self._parts: dict[str, list[StagedPart]] = {file.name: [] for file in files}
         self._rejects = dict.fromkeys(self._parts, 0)
@@ -235,8 +232,7 @@ class _FilesDecoder:
             yield self._task(items)
 
     def _task(self, items: Sequence[Block | Reject]) -> Task:
-        stage = self._reading.root / STAGE_NAME
-        return Task(tuple(items), self._reading.options, self._scratch, stage)
+        return Task(tuple(items), self._reading.options, self._reading.place)
 
     def _items(self, *, by_path: bool) -> Iterator[Block | Reject]:
         show_values, limits = self._reading.options.show_values, self._reading.limits
