@@ -10,7 +10,10 @@ import hashlib
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from tracefit._version import __version__
 from tracefit.commands.reading import (
@@ -20,7 +23,6 @@ from tracefit.commands.reading import (
     content_hash,
     options_hash,
     resolve_run_id,
-    staged_parts,
     work_bytes,
 )
 from tracefit.engines.build import RunTask, build_runs
@@ -33,7 +35,9 @@ from tracefit.server.context import gpu_to_json
 from tracefit.server.settings import settings_to_json
 from tracefit.tables import schema
 from tracefit.tables.manifest import IngestedRun
-from tracefit.tables.staging import STAGE_NAME
+from tracefit.tables.places import Disk
+from tracefit.tables.staging import staged_parts
+from tracefit.tables.store import put_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,17 +139,21 @@ class Fleet:
     ) -> None:
         self._runs = runs
         self._store = store
-        self._scratch = scratch
+        self._scratch = scratch.absolute()
         self._engine = engine
         self._progress = progress
         self._options = options
         self._options_hash = options_hash(options.rows)
-        self._there = staged_parts(store.root)
+        self._there = cache(lambda: staged_parts(store.place))
+        # Workers may have another working folder.
+        is_folder = isinstance(store.place, Disk)
+        self._place = Disk(store.place.root.absolute()) if isinstance(store.place, Disk) else store.place
+        engine.check(self._scratch if is_folder else None)
         self._manifest = store.manifest()
         new = [file for run in runs for file in self._new_files(run)]
         engine.limit(max(sum(map(work_bytes, new)) // options.bytes_per_worker, 1))
         by_path = engine.workers > 1 and not engine.carries_bytes
-        self._how = Reading(options.rows, options.limits, store.root, scratch, by_path, progress)
+        self._how = Reading(options.rows, options.limits, self._place, by_path, progress)
         self._unread = deque(sorted(runs, key=lambda run: -run.size_bytes))
         self._open: RunAtWork | None = None
         self._next: tuple[RunAtWork, Task] | None = None
@@ -306,8 +314,8 @@ class Fleet:
             run_id=run.run_id,
             name=run.source.name,
             files=run.entry.files,
-            stage=self._scratch.parent / STAGE_NAME,
-            scratch=self._scratch,
+            place=self._place,
+            scratch=self._scratch if self._place.has_lock else None,
             columns=run.columns,
             limits=_limits(run.context),
             context=run.context,
@@ -320,9 +328,12 @@ class Fleet:
         if not self._built:
             return
         began = time.monotonic()
-        entries = self._store.publish_runs(
-            {run_id: (run.entry, built.parts) for run_id, (run, built) in self._built.items() if run.entry}
-        )
+        entries = {}
+        for run_id, (run, built) in self._built.items():
+            tables = built.tables or put_parts(self._place, run_id, built.parts)
+            entries[run_id] = replace(run.entry or IngestedRun(), tables=tables)
+        before = {run_id: self._manifest.runs.get(run_id) for run_id in entries}
+        self._store.commit({run_id: (before[run_id], entry) for run_id, entry in entries.items()})
         self._manifest = self._manifest.with_runs(entries)
         for run, built in self._built.values():
             run.rows = built.runs

@@ -6,13 +6,11 @@ Files that the tables folder knows are not decoded again. Each run is published 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.commands.fleet import Fleet, FleetOptions, RunAtWork
-from tracefit.commands.reading import KnownFiles, options_hash, resolve_run_id, staged_parts
+from tracefit.commands.reading import KnownFiles, options_hash, resolve_run_id
 from tracefit.commands.scopes import write_timelines
 from tracefit.engines.build import is_small
 from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
@@ -26,13 +24,14 @@ from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name
 from tracefit.tables import dialects
-from tracefit.tables.disk import disk_errors, scratch_folder, sweep
+from tracefit.tables.disk import disk_errors
 from tracefit.tables.rows import RowOptions
-from tracefit.tables.staging import STAGE_NAME
+from tracefit.tables.staging import staged_parts
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     import polars as pl
 
@@ -163,15 +162,14 @@ def ingest_inputs(
         store.lock(waiting),
     ):
         # What an interrupted ingest left: the lock says that nobody writes it any more.
-        sweep(store.root)
+        store.place.remove_scratch()
         runs = [RunAtWork(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
         how = FleetOptions(options.rows, options.limits, options.bytes_per_worker)
         try:
-            with scratch_folder(store.root.absolute()) as scratch:
-                workplace.check(scratch)
+            with store.place.scratch() as scratch:
                 Fleet(runs, store, scratch, workplace, how, progress).bring_up_to_date()
         finally:
-            _sweep_stage(store)
+            store.sweep()
     # Each run stands alone; of a single one, its error is the command's.
     failed = [run.failed for run in runs if run.failed is not None]
     if len(failed) == len(runs):
@@ -188,7 +186,7 @@ def ingest_inputs(
         warnings += [*run.warnings, *of_run]
     for text in warnings:
         progress.warn(text)
-    return IngestResult(Path(out), tuple(summaries), tuple(warnings), tuple(e.line() for e in failed))
+    return IngestResult(store.root, tuple(summaries), tuple(warnings), tuple(e.line() for e in failed))
 
 
 def _context(source: RunSource, server: ServerOptions) -> RunContext:
@@ -198,19 +196,6 @@ def _context(source: RunSource, server: ServerOptions) -> RunContext:
         server.settings,
         gpu=server.gpu,
     )
-
-
-def _sweep_stage(store: TableStore) -> None:
-    """Remove staged parts that the manifest does not name."""
-    stage = store.root / STAGE_NAME
-    if not stage.is_dir():
-        return
-    valid = store.manifest().staged()
-    for part in stage.iterdir():
-        if part.name not in valid:
-            shutil.rmtree(part, ignore_errors=True)
-    if not valid:
-        stage.rmdir()
 
 
 def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary:
@@ -305,7 +290,7 @@ def plan_ingest(
 def _planned(source: RunSource, store: TableStore, options: RowOptions) -> list[PlannedFile]:
     manifest = store.manifest()
     run_id = resolve_run_id(manifest, source)
-    known = KnownFiles.of(manifest.runs.get(run_id), options_hash(options), staged_parts(store.root))
+    known = KnownFiles.of(manifest.runs.get(run_id), options_hash(options), lambda: staged_parts(store.place))
     return [_planned_file(run_id, file, known.status(file)) for file in source.trace_files]
 
 

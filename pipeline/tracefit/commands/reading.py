@@ -21,17 +21,15 @@ from tracefit.inputs.discovery import refuse_other_signal
 from tracefit.inputs.files import ContentHash, content_hash_of
 from tracefit.inputs.rejects import Reject
 from tracefit.inputs.remote import fetch
-from tracefit.tables.disk import inside, scratch_folder
 from tracefit.tables.manifest import IngestedRun, Manifest, ReadFile, StagedPart
-from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
     from tracefit.progress import Progress
+    from tracefit.tables.places import Place
     from tracefit.tables.rows import RowOptions
 
 FETCHED_BYTES = 1 << 30
@@ -103,15 +101,6 @@ class KnownFiles:
         return "known" if known else "grown"
 
 
-def staged_parts(root: Path) -> Callable[[], set[str]]:
-    """Return a function that lists the staged parts of a tables folder, once.
-
-    Raises:
-        UsageError: The folder of parts is a symbolic link.
-    """
-    return cache(lambda: {part.name for part in inside(root, STAGE_NAME).glob("*")})
-
-
 @dataclass(frozen=True, slots=True)
 class Reading:
     """How trace files are read; the same for the files of all runs.
@@ -119,16 +108,14 @@ class Reading:
     Attributes:
         options: Which part of a span is kept.
         limits: Bounds on reading one file.
-        root: The tables folder; copies of files in buckets lie there for a while.
-        scratch: A folder in it for rows that are being decoded, by its absolute path: workers have their own working folder.
+        place: Where the tables are; copies of files in buckets lie in its scratch folder for a while.
         by_path: Whether blocks of local files come as ranges, which another process of this machine reads.
         progress: Receives the bytes read, and warnings about files that are not read to their end.
     """
 
     options: RowOptions
     limits: ReadLimits
-    root: Path
-    scratch: Path
+    place: Place
     by_path: bool
     progress: Progress
 
@@ -222,7 +209,7 @@ class RunReading:
         yield from self._tasks_of(local, self._how.progress.read, by_path=self._how.by_path)
         for group in _in_groups(remote):
             # The copies are gone when the last block is read, not when it is decoded: blocks carry their bytes.
-            with scratch_folder(self._how.root) as scratch:
+            with self._how.place.scratch() as scratch:
                 new = []
                 for file, copy in zip(group, fetch(group, scratch, self._how.progress.read), strict=True):
                     refuse_other_signal(copy.file)
@@ -273,7 +260,7 @@ class RunReading:
             yield self._task(items)
 
     def _task(self, items: Sequence[Block | Reject]) -> Task:
-        return Task(tuple(items), self._how.options, self._how.scratch, self._how.scratch.parent / STAGE_NAME)
+        return Task(tuple(items), self._how.options, self._how.place)
 
     def _items(
         self, files: Sequence[TraceFile], on_read: Callable[[int], object], *, by_path: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from tracefit.server.tracing import ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import IngestCounts, build_tables
 from tracefit.tables.runs import COMPLETE_SHARE
-from tracefit.tables.store import RunWriter, read_part
+from tracefit.tables.store import RunWriter, put_parts, read_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from tracefit.inputs.files import TraceFile
     from tracefit.kv.recordings import KvRows
     from tracefit.server.context import RunContext
-    from tracefit.tables.manifest import ReadFile
+    from tracefit.tables.manifest import ReadFile, TableFile
+    from tracefit.tables.places import Place
     from tracefit.timeline import EngineLimits
 
 DEFAULT_BLOCK_SIZE = 16
@@ -45,8 +46,9 @@ class RunTask:
         run_id: The run.
         name: The run as the user knows it.
         files: Its trace files with their staged parts, in the order of their names.
-        stage: The folder of staged parts.
-        scratch: A folder on the same disk to write in; the finished tables lie there.
+        place: Where the staged parts are, and the tables go.
+        scratch: A folder of the place for the finished tables, which the caller puts where they belong when it makes them
+            valid; null where nobody sees a table before the manifest names it, and the worker may.
         columns: Values of the `runs` table for the whole run, beside the counts.
         limits: Settings of the server that bound values of the tables.
         context: The server.
@@ -57,8 +59,8 @@ class RunTask:
     run_id: str
     name: str
     files: tuple[ReadFile, ...]
-    stage: Path
-    scratch: Path
+    place: Place
+    scratch: Path | None
     columns: Mapping[str, str | int | None]
     limits: Mapping[str, float]
     context: RunContext
@@ -71,11 +73,13 @@ class BuiltRun:
     """The finished tables of a run.
 
     Attributes:
-        parts: Table name to its file.
+        parts: Table name to its file in the scratch folder.
+        tables: Table name to its file in its place, if it is there already.
         runs: The rows of the `runs` table.
     """
 
     parts: dict[str, Path]
+    tables: dict[str, TableFile]
     runs: pl.DataFrame
 
 
@@ -105,6 +109,10 @@ def build_run(task: RunTask) -> BuiltRun:
     """
     # What decoding freed would count on top of what building the tables takes.
     memory.give_back()
+    if task.scratch is None:
+        with task.place.scratch() as folder:
+            built = _build(task, folder)
+            return replace(built, parts={}, tables=put_parts(task.place, task.run_id, built.parts))
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=task.scratch))
     try:
         return _build(task, folder)
@@ -118,7 +126,7 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
         counts = build_tables(
             task.files,
             run_id=task.run_id,
-            stage=task.stage,
+            place=task.place,
             scratch=folder,
             write=writer.write,
             run_columns=task.columns,
@@ -144,7 +152,7 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
     runs = read("runs")
     if is_small(runs):
         add(timeline_of(read, task.context))
-    return BuiltRun(parts, runs)
+    return BuiltRun(parts, {}, runs)
 
 
 def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:

@@ -14,26 +14,24 @@ from tracefit.tables.staging import write_staged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tracefit.otlp.decode import SpanBatch
+    from tracefit.tables.places import Place
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Blocks of one run that are decoded together, and the folder for their rows.
+    """Blocks of one run that are decoded together, and the place for their rows.
 
     Attributes:
         items: Blocks of one encoding, and the rejects between them.
         options: Which part of the input is kept.
-        scratch: A folder on the same disk to write in.
-        stage: The folder of staged parts.
+        place: Where the staged parts go.
     """
 
     items: tuple[Block | Reject, ...]
     options: RowOptions
-    scratch: Path
-    stage: Path
+    place: Place
 
 
 Decoded = tuple[tuple[StagedPart, ...], ...]
@@ -60,7 +58,7 @@ def decode_task(task: Task) -> Decoded:
     parts: list[list[StagedPart]] = [[] for _ in task.items]
     for batch in _batches(task):
         rows = rows_of(batch, task.options)
-        name = write_staged(rows, task.scratch, task.stage)
+        name = write_staged(rows, task.place)
         for file, spans, other_spans, rejects in rows.counts.iter_rows():
             parts[file].append(
                 StagedPart(name=name, file=file, spans=spans, other_spans=other_spans, rejects=rejects)

@@ -56,7 +56,7 @@ class LocalEngine:
         """Start no more processes than these."""
         self.workers = min(self.workers, workers)
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: Path | None) -> None:
         """Do nothing: processes of this machine have what this one has."""
 
     def submit(self, job: Job) -> _PoolJob:

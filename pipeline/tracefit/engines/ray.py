@@ -95,7 +95,7 @@ class RayEngine:
     def limit(self, workers: int) -> None:
         """Leave the cluster as it is: its workers are there anyway."""
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: Path | None) -> None:
         """Make sure that every node has this version of tracefit and sees a folder; see `tasks.TaskEngine`."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On  # noqa: PLC0415
 
@@ -116,7 +116,7 @@ class RayEngine:
                 raise UsageError(
                     f"has tracefit {version}, this is {__version__}", where=where, hint="install the same"
                 )
-            if not is_there:
+            if folder is not None and not is_there:
                 hint = "write to a disk that all nodes share, or to a bucket"
                 raise UsageError(f"does not see {folder.parent}", where=where, hint=hint)
 
@@ -172,8 +172,8 @@ def _work(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception
     return attempt(function, argument)
 
 
-def _version_at(folder: Path) -> tuple[str, bool]:
-    return __version__, folder.is_dir()
+def _version_at(folder: Path | None) -> tuple[str, bool]:
+    return __version__, folder is None or folder.is_dir()
 
 
 def _require_answer(address: str) -> None:

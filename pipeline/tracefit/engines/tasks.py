@@ -57,8 +57,8 @@ class TaskEngine(Protocol):
     def limit(self, workers: int) -> None:
         """Use no more workers than this many, if they are started for this command alone."""
 
-    def check(self, folder: Path) -> None:
-        """Make sure that workers have this version of tracefit, and this folder.
+    def check(self, folder: Path | None) -> None:
+        """Make sure that workers have this version of tracefit, and this folder if there is one.
 
         Raises:
             UsageError: They have not.
