@@ -52,23 +52,3 @@ def decoded(monkeypatch):
 
     monkeypatch.setattr(decoding, "decode_task", spy)
     return seen
-
-
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Cut files, sorts and windows so small that a small run has many of each."""
-    monkeypatch.setattr("tracefit.inputs.blocks.BLOCK_BYTES", 20_000)
-    monkeypatch.setattr("tracefit.inputs.blocks.HEAD_BYTES", 20_000)
-    monkeypatch.setattr("tracefit.inputs.compression.CHUNK_BYTES", 5_000)
-    monkeypatch.setattr("tracefit.commands.reading.BLOCK_BYTES", 20_000)
-    monkeypatch.setattr("tracefit.tables.build.WINDOW_BYTES", 60_000)
-    monkeypatch.setattr("tracefit.tables.external_sort.HELD_BYTES", 4_000)
-    monkeypatch.setattr("tracefit.tables.external_sort.WINDOW_BYTES", 4_000)
-    monkeypatch.setattr("tracefit.tables.external_sort.BLOCK_ROWS", 7)
-    monkeypatch.setattr("tracefit.tables.store.PIECE_ROWS", 11)
-
-
-@pytest.fixture
-def files_in():
-    """Return a function that lists every file below a folder, if it is there."""
-    return lambda folder: sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())

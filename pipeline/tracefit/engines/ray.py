@@ -88,8 +88,9 @@ class RayEngine:
             with chdir("/"):
                 self._ray.init(address=address or "local", **quiet)
         except Exception as error:
-            text = " ".join(str(error).split())[:200]
-            hint = "--ray-address names a cluster of the same versions of Ray and Python as here"
+            self._ray.shutdown()
+            text = " ".join((str(error) or type(error).__name__).split())[:200]
+            hint = "--ray-address names a cluster of the same Ray and Python; RAY_AUTH_MODE=token if it wants one"
             raise UsageError(f"cannot be used ({text})", where=self._where, hint=hint) from error
 
     def limit(self, workers: int) -> None:
