@@ -15,6 +15,7 @@ from tracefit.commands.locate import choose_scope, find_models, find_tables, tab
 from tracefit.commands.scopes import load_scope, scopes_of
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, did_you_mean
+from tracefit.inputs.buckets import place_of
 from tracefit.results.models import ExportResult
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
@@ -62,7 +63,7 @@ def export(
     made = consumer.export(
         chosen, lambda: replace(_source(chosen, Path(models), tables), consumer_version=version)
     )
-    paths = {Path(out) / name: content for name, content in made.files.items()}
+    paths = {place_of(out) / name: content for name, content in made.files.items()}
     write_files(paths)
     folder = shlex.quote(str(out))
     usage, *notes = (text.replace(OUT, folder) for text in (made.usage, *made.notes))

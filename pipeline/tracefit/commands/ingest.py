@@ -162,7 +162,7 @@ def ingest_inputs(
         work = _Work(store, workers or available_cores(), options, progress)
         summaries: list[RunSummary] = []
         failed: list[DataError] = []
-        try:
+        with store.swept():
             for source, context in zip(inputs.runs, contexts, strict=True):
                 try:
                     summaries.append(work.run(source, context, warnings))
@@ -172,8 +172,6 @@ def ingest_inputs(
                         raise
                     failed.append(error)
                     warnings.append(f"left out: {error.line()}")
-        finally:
-            store.sweep()
     if failed and not summaries:
         raise failed[0]
     # Outside the lock: a timeline is made of published tables alone.

@@ -22,6 +22,7 @@ from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feat
 from tracefit.fit.fitted import BetaTarget, ScopeOptions
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads, runs_to_fit
 from tracefit.fit.scopes import fit_across, fit_scope
+from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.server.documents import read_bytes
@@ -129,16 +130,16 @@ def train(
     evaluation = publish.evaluate(
         scopes, runs, across, requests=alpha.requests, thresholds=options.thresholds
     )
-    report = Path(report_folder or out)
+    models, report = place_of(out), place_of(report_folder or out)
     texts = {
-        Path(out) / "alpha.json": to_json(alpha),
-        Path(out) / "beta.json": to_json(beta),
+        models / "alpha.json": to_json(alpha),
+        models / "beta.json": to_json(beta),
         report / "evaluation.json": to_json(evaluation),
     }
     if options.sample_csv:
-        texts.update({Path(out) / name: text for name, text in sample_tables(scopes).items()})
+        texts.update({models / name: text for name, text in sample_tables(scopes).items()})
     write_training_frames(store, scopes)
-    result = _result(scopes, runs, evaluation, out=Path(out), report=report, tables=store.root)
+    result = _result(scopes, runs, evaluation, out=models, report=report, tables=store.root)
     # The report is drawn from what was written: the frames of the fits are not kept beside it.
     del scopes
     progress.stage("drawing the report")
@@ -350,7 +351,7 @@ def run(
         UsageError: A path, a file or an option is wrong.
         DataError: The traces cannot support a single model.
     """
-    out = Path(out)
+    out = place_of(out)
     ingested = ingest(
         paths, out / "tables", server=server, options=ingest_options, workers=workers, progress=progress
     )

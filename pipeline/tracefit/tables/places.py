@@ -144,7 +144,7 @@ class Disk:
             raise DataError(f"cannot be read ({error.strerror})", where=str(path)) from error
 
     def replace_if(self, name: str, data: bytes, version: Version | None) -> bool:  # noqa: ARG002 - the lock is held
-        """Replace a small file if it is still in the state in which it was read; say whether it was replaced."""
+        """Replace a small file if it is still in the state in which it was read; say whether it was."""
         write_whole(self.root / name, data)
         return True
 
@@ -210,10 +210,12 @@ class Bucket:
 
         The others may be those of a writer that has not written its manifest yet, or of a reader that has read one before.
         """
-        found = list(buckets.below(self._path(folder)))
+        found = [
+            (f"{folder}/{name}".lstrip("/"), when) for name, _, when in buckets.below(self._path(folder))
+        ]
         # By the clock of the bucket: the newest object says about what time it is there.
-        newest = max((when for _, _, when in found), default=None)
-        return [f"{folder}/{name}" for name, _, when in found if newest and when < newest - LEFTOVER_AGE]
+        newest = max((when for _, when in found), default=None)
+        return [name for name, when in found if newest and when < newest - LEFTOVER_AGE]
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects."""
@@ -231,7 +233,11 @@ class Bucket:
         return buckets.get(self._path(name))
 
     def replace_if(self, name: str, data: bytes, version: Version | None) -> bool:
-        """Replace a small object if it is in a state, or not there (null); say whether it is known to be replaced."""
+        """Replace a small object if it is in a state, or not there (null); say whether it was.
+
+        Raises:
+            UsageError: The bucket refuses, or no answer came: it may have been replaced.
+        """
         return buckets.put_if(self._path(name), data, version)
 
     def _path(self, name: str) -> BucketPath:

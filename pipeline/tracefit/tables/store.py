@@ -51,6 +51,7 @@ _HASH_DIGITS = 16
 _AGAIN = "ingest the run again"
 
 _ATTEMPTS = 20
+_UNANSWERED = 5
 _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 """Attempts to replace a manifest that other processes replace too, and the pauses between them, half of these on average."""
@@ -208,8 +209,12 @@ class TableStore:
                         where=str(self.root),
                         hint="what that one wrote is kept; run the command again",
                     )
-            if replace_manifest(self.place, manifest.with_runs(after), version):
-                break
+            try:
+                if replace_manifest(self.place, manifest.with_runs(after), version):
+                    break
+            except UsageError:  # it may have been replaced all the same: what is there tells
+                if attempt >= _UNANSWERED:
+                    raise
             time.sleep(random.uniform(0, min(2**attempt * _PAUSE_S, _LONGEST_PAUSE_S)))  # noqa: S311 - spreads writers
         else:
             raise UsageError(
@@ -224,9 +229,20 @@ class TableStore:
             replaced = _parts_of({run_id: entry for run_id, (entry, _) in changes.items() if entry})
             self.place.remove(replaced - _parts_of(after))
 
+    @contextmanager
+    def swept(self) -> Iterator[None]:
+        """Remove at the end what no manifest names; after an error on disk alone, for a bucket may not answer."""
+        try:
+            yield
+        except BaseException:
+            if self.place.has_lock:
+                self.sweep()
+            raise
+        self.sweep()
+
     def sweep(self) -> None:
         """Remove what no manifest names: staged parts, and in a bucket old parts of tables too. The lock is held."""
-        self._remove_unnamed([STAGE_NAME] if self.place.has_lock else [STAGE_NAME, *schema.TABLES])
+        self._remove_unnamed([STAGE_NAME if self.place.has_lock else ""])
 
     def _remove_unnamed(self, folders: Iterable[str]) -> None:
         found = [name for folder in folders for name in self.place.leftovers(folder) if _OWN.match(name)]
