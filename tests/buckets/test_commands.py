@@ -32,14 +32,15 @@ def same(bucket, trained, tracefit):
         ("inspect", f"{OUT}/tables"),
         ("requests", OUT),
         ("requests", OUT, "--json"),
-        ("predict", "--models", OUT),
+        ("predict", OUT, "--batch", "4", "--context", "50", "--feature", "num_gpu_blocks=500"),
         ("compare", OUT, OUT),
     ],
     ids=" ".join,
 )
 def test_what_is_read_is_the_same(same, arguments):
-    _code, said, errors = same(*arguments)
-    assert said or errors
+    code, said, errors = same(*arguments)
+    assert code == 0, errors
+    assert said
 
 
 @pytest.mark.slow
@@ -82,8 +83,12 @@ def _undated(name, content):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("ingest", "run", "--out", OUT), ("train", OUT, "--out", "models"), ("report", OUT), ("requests", OUT)],
-    ids=" ".join,
+    [
+        pytest.param(("ingest", "run", "--out", OUT), marks=pytest.mark.slow),
+        pytest.param(("train", OUT, "--out", "models"), marks=pytest.mark.slow),
+        pytest.param(("report", OUT), marks=pytest.mark.slow),
+        ("requests", OUT),
+    ],
 )
 def test_without_the_library_one_line_says_what_to_install(tmp_path, traces, arguments):
     traces.request(1, 0, step=1).write(tmp_path / "run")
@@ -95,3 +100,11 @@ def test_without_the_library_one_line_says_what_to_install(tmp_path, traces, arg
     assert done.stderr.count("\n") == 1
     assert "need obstore; pip install 'tracefit[buckets]'" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_what_a_consumer_loads_is_written_to_the_bucket(bucket, trained, tracefit):
+    bucket.copy_of(trained, "out")
+    code, said, _ = tracefit("export", OUT, "--to", "csv", "--out", f"{OUT}/csv")
+    assert code == 0
+    assert f"{OUT}/csv/" in said
+    assert bucket.names("out/csv/")

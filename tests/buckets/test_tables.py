@@ -38,11 +38,15 @@ def small(tmp_path, new_traces):
     return make
 
 
-def test_a_bucket_has_the_parts_of_a_folder_and_nothing_else(tmp_path, bucket, run):
+@pytest.mark.parametrize("kept", [0, 1 << 30])
+def test_a_bucket_has_the_parts_of_a_folder_and_nothing_else(tmp_path, bucket, run, monkeypatch, kept):
+    monkeypatch.setattr("tracefit.tables.places.KEPT_BYTES", kept)
     far, near = ingest([run], TABLES), ingest([run], tmp_path / "tables")
     assert (str(far.tables), far.runs) == (TABLES, near.runs)
     parts = {p.relative_to(near.tables).as_posix() for p in near.tables.rglob("part-*.parquet")}
     assert bucket.parts("a/tables") == parts == bucket.named("a/tables")
+    # What was staged is read from the copies on disk, while there is room for them.
+    assert any(m == "GET" and ".stage/" in key for m, key in bucket.asked) == (kept == 0)
     for name in INGEST_TABLES:
         assert TableStore(TABLES).read(name).equals(TableStore(near.tables).read(name))
     for name in ("requests", "runs"):

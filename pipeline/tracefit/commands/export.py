@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -21,6 +20,8 @@ from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tracefit.coefficients.predict import ScopeModels
     from tracefit.consumers.base import Consumer
 
@@ -61,7 +62,7 @@ def export(
     chosen = loaded.scope(choose_scope(loaded, scope, run))
     # The tables are read only by a consumer whose form has to be refitted: the others need the coefficient file alone.
     made = consumer.export(
-        chosen, lambda: replace(_source(chosen, Path(models), tables), consumer_version=version)
+        chosen, lambda: replace(_source(chosen, place_of(models), tables), consumer_version=version)
     )
     paths = {place_of(out) / name: content for name, content in made.files.items()}
     write_files(paths)

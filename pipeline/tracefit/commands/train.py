@@ -82,8 +82,8 @@ def train(
     """Fit every scope in the tables and write models, evaluation and report.
 
     Args:
-        tables: A folder that `ingest` or `run` wrote; the training frames are added to its tables.
-        out: Folder for alpha.json and beta.json.
+        tables: A folder that `ingest` or `run` wrote, or its URL; the training frames are added to its tables.
+        out: Folder for alpha.json and beta.json, or an `s3://` or `gs://` URL.
         options: How to train.
         report_folder: Folder for evaluation.json and report.md; `out` if not given.
         run_ids: Runs to train on; every run in the tables if not given.
@@ -340,7 +340,7 @@ def run(
 
     Args:
         paths: One path or several: run folders, folders of run folders, or trace files.
-        out: Where everything goes.
+        out: Where everything goes: a folder, or an `s3://` or `gs://` URL.
         server: Facts about the server beyond the run's files.
         ingest_options: Which parts of the traces to keep.
         options: How to train.

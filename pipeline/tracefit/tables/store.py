@@ -123,8 +123,13 @@ class TableStore:
         Raises:
             UsageError: A symbolic link lies where files of the tables are written or removed.
         """
-        with self.place.lock(waiting or (lambda: None), _PLACES):
-            yield
+        before = self.place
+        with before.lock(waiting or (lambda: None), _PLACES) as held:
+            self.place = held
+            try:
+                yield
+            finally:
+                self.place = before
 
     def is_intact(self, run_id: str) -> bool:
         """Return whether the tables of a run exist and, on disk, are unchanged: a bucket checks what it stores itself."""
