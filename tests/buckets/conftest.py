@@ -7,7 +7,9 @@ Objects, ranges, lists of version 2 in pages, deletes of many, multipart uploads
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import sys
 import threading
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -19,6 +21,7 @@ from xml.sax.saxutils import escape, unescape
 
 import pytest
 
+from tracefit.cli import main
 from tracefit.inputs import buckets
 
 NAME = "fleet"
@@ -30,7 +33,7 @@ PAGE = 100
 class Bucket:
     """The objects of `s3://fleet`, what was asked of it, and what goes wrong.
 
-    `trouble` takes the method and the key of a request: `503`, `403` and `501` are answers, `reset` and `torn` end the
+    `trouble` takes the method and the key of a request: `503` and `403` are answers, `reset` and `torn` end the
     connection before and amid the body, `lost` after the work is done; null is no trouble.
     """
 
@@ -50,11 +53,25 @@ class Bucket:
         past = timedelta(hours=hours)
         self.objects = {key: (data, when - past) for key, (data, when) in self.objects.items()}
 
-    def copy_to(self, folder, prefix=""):
-        """Copy objects to a folder on disk."""
-        for name in self.names(prefix):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(self.objects[prefix + name][0])
+    def copy_of(self, folder, prefix):
+        """Take the files of a folder."""
+        for path in folder.rglob("*"):
+            if path.is_file():
+                name = f"{prefix}/{path.relative_to(folder).as_posix()}"
+                self.objects[name] = path.read_bytes(), datetime.now(UTC)
+
+    def named(self, prefix):
+        """Return the names of the parts that a manifest names."""
+        runs = json.loads(self.objects[f"{prefix}/manifest.json"][0])["runs"]
+        return {
+            f"{table}/run_id={run_id}/{part['name']}"
+            for run_id, run in runs.items()
+            for table, part in run["tables"].items()
+        }
+
+    def parts(self, prefix):
+        """Return the names of the parts that are there."""
+        return {name for name in self.names(f"{prefix}/") if name.endswith(".parquet")}
 
 
 def _etag(data):
@@ -155,6 +172,7 @@ class _Requests:
 def _server(bucket):
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = 1 << 16  # headers and body together: apart, each answer waits 40 ms for an acknowledgement
 
         def log_message(self, *_):
             pass
@@ -167,8 +185,8 @@ def _server(bucket):
             trouble = bucket.trouble(self.command, key) if bucket.trouble else None
             length = int(self.headers.get("Content-Length", 0))
             body = self.rfile.read(length // 2 if trouble == "torn" else length)
-            if trouble in ("503", "403", "501"):
-                code = {"503": "SlowDown", "403": "AccessDenied", "501": "NotImplemented"}[trouble]
+            if trouble in ("503", "403"):
+                code = {"503": "SlowDown", "403": "AccessDenied"}[trouble]
                 answer = _error(int(trouble), code)
             elif name != NAME:
                 answer = _error(404, "NoSuchBucket")
@@ -203,7 +221,7 @@ def bucket(monkeypatch):
     """Return an empty bucket that a server in this process serves, and name it in the environment."""
     bucket = Bucket()
     server = _server(bucket)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     values = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
         "AWS_ACCESS_KEY_ID": "key",
@@ -218,3 +236,17 @@ def bucket(monkeypatch):
     yield bucket
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def tracefit(monkeypatch, capsys):
+    """Return a function that runs the entry point: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tracefit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return call

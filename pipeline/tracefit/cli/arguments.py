@@ -53,9 +53,9 @@ ScopeName = Annotated[
 RunName = Annotated[
     Optional[str], typer.Option("--run", metavar="NAME", help="A run of the scope, in place of --scope.")
 ]
-TablesFolder = Annotated[Path, typer.Argument(help="A folder that ingest or run wrote.")]
+TablesFolder = Annotated[str, typer.Argument(help="A folder that ingest or run wrote.")]
 ModelFiles = Annotated[
-    Path, typer.Argument(help="A coefficient file, a folder of them, or a folder that run wrote.")
+    str, typer.Argument(help="A coefficient file, a folder of them, or a folder that run wrote.")
 ]
 AllSpans = Annotated[
     bool, typer.Option("--all-spans", help="Keep spans of other services too, in the spans table only.")

@@ -50,7 +50,12 @@ if TYPE_CHECKING:
 def run(
     context: typer.Context,
     paths: Paths,
-    out: Annotated[Path, typer.Option(help="Folder for tables, models, evaluation and report.")],
+    out: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH", help="Folder or s3:// or gs:// URL for tables, models, evaluation and report."
+        ),
+    ],
     run_config: RunConfig = None,
     model_config: ModelConfig = None,
     gpu: GpuName = None,
@@ -138,7 +143,7 @@ def inspect(
 def ingest(
     context: typer.Context,
     paths: Paths,
-    out: Annotated[Path, typer.Option(help="The tables folder.")],
+    out: Annotated[str, typer.Option(metavar="PATH", help="The tables folder, or its s3:// or gs:// URL.")],
     run_config: RunConfig = None,
     model_config: ModelConfig = None,
     gpu: GpuName = None,

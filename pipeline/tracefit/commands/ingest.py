@@ -110,7 +110,8 @@ def ingest(
     Args:
         paths: Run folders, folders of run folders, trace files (files without a run configuration beside them make one run
             together), patterns, `s3://`, `gs://` or `file://` URLs of these, or `-` for standard input.
-        out: The tables folder. One process at a time writes there; a second one waits.
+        out: The tables folder, or its `s3://` or `gs://` URL. One process at a time writes to a folder; a second one waits. In a
+            bucket it does not wait: other runs are added beside each other.
         server: What is known about the server beyond the run's files.
         options: Which part of the traces is kept.
         workers: Processes that decode and build, at most; as many as there are cores if not given.
@@ -118,8 +119,8 @@ def ingest(
         progress: Receives reports on the progress.
 
     Raises:
-        UsageError: A path, a configuration file or an option is wrong, or the folder cannot be written; the tables are
-            as they were.
+        UsageError: A path, a configuration file or an option is wrong, the folder cannot be written, or another process
+            has changed the same run in a bucket; the tables are as they were.
         DataError: Not a single run holds vLLM spans; nothing of them is written. One among others is left out, and the
             result names it.
     """
@@ -165,11 +166,8 @@ def ingest_inputs(
         store.place.remove_scratch()
         runs = [RunAtWork(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
         how = FleetOptions(options.rows, options.limits, options.bytes_per_worker)
-        try:
-            with store.place.scratch() as scratch:
-                Fleet(runs, store, scratch, workplace, how, progress).bring_up_to_date()
-        finally:
-            store.sweep()
+        with store.swept(), store.place.scratch() as scratch:
+            Fleet(runs, store, scratch, workplace, how, progress).bring_up_to_date()
     # Each run stands alone; of a single one, its error is the command's.
     failed = [run.failed for run in runs if run.failed is not None]
     if len(failed) == len(runs):

@@ -23,6 +23,7 @@ from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feat
 from tracefit.fit.fitted import BetaTarget, ScopeOptions
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads, runs_to_fit
 from tracefit.fit.scopes import fit_across, fit_scope
+from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.server.documents import read_bytes
@@ -82,8 +83,8 @@ def train(
     """Fit every scope in the tables and write models, evaluation and report.
 
     Args:
-        tables: A folder that `ingest` or `run` wrote; the training frames are added to its tables.
-        out: Folder for alpha.json and beta.json.
+        tables: A folder that `ingest` or `run` wrote, or its URL; the training frames are added to its tables.
+        out: Folder for alpha.json and beta.json, or an `s3://` or `gs://` URL.
         options: How to train.
         report_folder: Folder for evaluation.json and report.md; `out` if not given.
         run_ids: Runs to train on; every run in the tables if not given.
@@ -130,16 +131,16 @@ def train(
     evaluation = publish.evaluate(
         scopes, runs, across, requests=alpha.requests, thresholds=options.thresholds
     )
-    report = Path(report_folder or out)
+    models, report = place_of(out), place_of(report_folder or out)
     texts = {
-        Path(out) / "alpha.json": to_json(alpha),
-        Path(out) / "beta.json": to_json(beta),
+        models / "alpha.json": to_json(alpha),
+        models / "beta.json": to_json(beta),
         report / "evaluation.json": to_json(evaluation),
     }
     if options.sample_csv:
-        texts.update({Path(out) / name: text for name, text in sample_tables(scopes).items()})
+        texts.update({models / name: text for name, text in sample_tables(scopes).items()})
     write_training_frames(store, scopes)
-    result = _result(scopes, runs, evaluation, out=Path(out), report=report, tables=store.root)
+    result = _result(scopes, runs, evaluation, out=models, report=report, tables=store.root)
     # The report is drawn from what was written: the frames of the fits are not kept beside it.
     del scopes
     progress.stage("drawing the report")
@@ -341,7 +342,7 @@ def run(
 
     Args:
         paths: One path or several: run folders, folders of run folders, or trace files.
-        out: Where everything goes.
+        out: Where everything goes: a folder, or an `s3://` or `gs://` URL.
         server: Facts about the server beyond the run's files.
         ingest_options: Which parts of the traces to keep.
         options: How to train.
@@ -353,7 +354,7 @@ def run(
         UsageError: A path, a file or an option is wrong.
         DataError: The traces cannot support a single model.
     """
-    out = Path(out)
+    out = place_of(out)
     ingested = ingest(
         paths,
         out / "tables",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -114,6 +113,10 @@ class BucketPath(PosixPath):
         """Say whether objects lie below it."""
         return bool(children(self))
 
+    def exists(self) -> bool:
+        """Say whether it is an object, or objects lie below it."""
+        return self.is_file() or self.is_dir()
+
     def open(self, *_: object, **__: object) -> BinaryIO:  # type: ignore[override] # for reading bytes alone
         """Open a small object for reading.
 
@@ -121,26 +124,26 @@ class BucketPath(PosixPath):
             FileNotFoundError: It is not there.
             UsageError: It cannot be read, or is larger than any file of results.
         """
-        if (size_of(self) or 0) > _MAX_FILE_BYTES:
-            raise UsageError(f"is larger than {_MAX_FILE_BYTES:,} bytes", where=str(self))
-        return io.BytesIO(get(self)[0])
+        return io.BytesIO(get(self, limit_bytes=_MAX_FILE_BYTES)[0])
 
 
 Version = dict[str, str]
 """What a bucket says of the state of an object, for `put_if`."""
 
 
-def get(path: BucketPath) -> tuple[bytes, Version]:
+def get(path: BucketPath, *, limit_bytes: int | None = None) -> tuple[bytes, Version]:
     """Return an object and its version.
 
     Raises:
         FileNotFoundError: It is not there.
-        UsageError: The bucket cannot be reached, or refuses.
+        UsageError: The bucket cannot be reached, or refuses, or the object is larger than the limit.
     """
     with _told(path):
         import obstore  # noqa: PLC0415
 
         found = obstore.get(_client(path.bucket), path.key)
+        if limit_bytes is not None and found.meta["size"] > limit_bytes:
+            raise UsageError(f"is larger than {limit_bytes:,} bytes", where=str(path))
         about = {name: found.meta.get(name) for name in ("e_tag", "version")}
         return bytes(found.bytes()), {name: str(value) for name, value in about.items() if value}
 
@@ -172,22 +175,20 @@ def put(path: BucketPath, data: Path | bytes) -> None:
 
 
 def put_if(path: BucketPath, data: bytes, version: Version | None) -> bool:
-    """Write an object if it is still in a state, or not there (null). Say whether that is known to have happened.
+    """Write an object if it is still in a state, or not there (null); say whether it was.
 
     Raises:
-        UsageError: The bucket refuses.
+        UsageError: The bucket refuses, or no answer came: it may have been written.
     """
     with _told(path):
         import obstore  # noqa: PLC0415
-        from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError  # noqa: PLC0415
+        from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: PLC0415
 
         try:
             mode: PutMode = "create" if version is None else cast("UpdateVersion", version)
-            obstore.put(_client(path.bucket), path.key, data, mode=mode)
-        # The last one: the connection broke before the answer. The caller looks what is there now.
-        except (AlreadyExistsError, PreconditionError, GenericError) as error:
-            if "NotImplemented" in str(error):
-                raise
+            # The caller looks what is there and tries again: it need not be patient.
+            obstore.put(_opened(path.bucket, FIRST_ANSWER_S), path.key, data, mode=mode)
+        except (AlreadyExistsError, PreconditionError):
             return False
     return True
 
@@ -251,6 +252,8 @@ def delete(paths: Iterable[BucketPath]) -> None:
 
 def together(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
     """Do some work on each item, several at a time, for it waits for the bucket."""
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - a folder on disk needs none
+
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(work, items))
 
@@ -315,7 +318,7 @@ def _reason(error: Exception) -> str:
     if code:
         return code[1]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0][:_REASON_CHARS] if lines else type(error).__name__
+    return lines[0].partition(" error: ")[2][:_REASON_CHARS] or lines[0] if lines else type(error).__name__
 
 
 def _refused(path: BucketPath, reason: str) -> UsageError:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
+KEPT_BYTES = 1 << 30
+"""Bytes of objects whose copies a writer keeps on disk: it reads what it has staged several times over."""
+
 LEFTOVER_AGE = timedelta(days=1)
 """Age from which an object that no manifest names belongs to no writer or reader that is still at work."""
 
@@ -45,12 +48,15 @@ class Disk:
     has_lock: ClassVar[bool] = True
 
     @contextmanager
-    def lock(self, waiting: Callable[[], None], own: Iterable[str]) -> Iterator[None]:
+    def lock(self, waiting: Callable[[], None], own: Iterable[str]) -> Iterator[Disk]:
         """Hold the folder for writing; if another process holds it, call `waiting` and wait.
 
         Args:
             waiting: Called before waiting.
             own: Names in the folder that are written to; others are not touched.
+
+        Returns:
+            The place to write to.
 
         Raises:
             UsageError: A symbolic link lies where files are written or removed.
@@ -61,7 +67,7 @@ class Disk:
                     inside(self.root, place.name)
                     if place.is_dir():
                         refuse_links(place)
-            yield
+            yield self
 
     def scratch(self) -> AbstractContextManager[Path]:
         """Make a folder for files that are not finished, and remove it afterwards."""
@@ -144,7 +150,7 @@ class Disk:
             raise DataError(f"cannot be read ({error.strerror})", where=str(path)) from error
 
     def replace_if(self, name: str, data: bytes, version: Version | None) -> bool:  # noqa: ARG002 - the lock is held
-        """Replace a small file if it is still in the state in which it was read; say whether it was replaced."""
+        """Replace a small file if it is still in the state in which it was read; say whether it was."""
         write_whole(self.root / name, data)
         return True
 
@@ -154,14 +160,22 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A prefix in a bucket. Its methods raise `UsageError` where the bucket cannot be reached or refuses."""
+    """A prefix in a bucket. Its methods raise `UsageError` where the bucket cannot be reached or refuses.
+
+    Attributes:
+        root: The prefix.
+        kept: A folder with copies of what this writer has put, up to `KEPT_BYTES`; on another machine it is not there.
+    """
 
     root: BucketPath
+    kept: Path | None = None
     has_lock: ClassVar[bool] = False
 
-    def lock(self, waiting: Callable[[], None], own: Iterable[str]) -> AbstractContextManager[None]:  # noqa: ARG002 - as `Disk`
-        """Hold nothing: whoever replaces the manifest first wins, and the other is told."""
-        return nullcontext()
+    @contextmanager
+    def lock(self, waiting: Callable[[], None], own: Iterable[str]) -> Iterator[Bucket]:  # noqa: ARG002 - as `Disk`
+        """Return the place to write to. It is not held: whoever replaces the manifest first wins, and the other is told."""
+        with self.scratch() as kept:
+            yield replace(self, kept=kept)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -172,6 +186,11 @@ class Bucket:
     def put(self, files: Mapping[str, Path]) -> None:
         """Copy files of a scratch folder to their names."""
         buckets.together(lambda item: buckets.put(self._path(item[0]), item[1]), files.items())
+        if self.kept is None or not self.kept.is_dir():
+            return
+        held = sum(path.stat().st_size for path in self.kept.rglob("*") if path.is_file())
+        if held + sum(path.stat().st_size for path in files.values()) <= KEPT_BYTES:
+            Disk(self.kept).put(files)
 
     @contextmanager
     def fetched(self, name: str) -> Iterator[Path]:
@@ -180,6 +199,9 @@ class Bucket:
         Raises:
             FileNotFoundError: It is not there.
         """
+        if self.kept is not None and (kept := self.kept / name).is_file():
+            yield kept
+            return
         with self.scratch() as scratch:
             copy = scratch / name.rpartition("/")[2]
             buckets.download(self._path(name), copy)
@@ -210,10 +232,12 @@ class Bucket:
 
         The others may be those of a writer that has not written its manifest yet, or of a reader that has read one before.
         """
-        found = list(buckets.below(self._path(folder)))
+        found = [
+            (f"{folder}/{name}".lstrip("/"), when) for name, _, when in buckets.below(self._path(folder))
+        ]
         # By the clock of the bucket: the newest object says about what time it is there.
-        newest = max((when for _, _, when in found), default=None)
-        return [f"{folder}/{name}" for name, _, when in found if newest and when < newest - LEFTOVER_AGE]
+        newest = max((when for _, when in found), default=None)
+        return [name for name, when in found if newest and when < newest - LEFTOVER_AGE]
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects."""
@@ -231,7 +255,11 @@ class Bucket:
         return buckets.get(self._path(name))
 
     def replace_if(self, name: str, data: bytes, version: Version | None) -> bool:
-        """Replace a small object if it is in a state, or not there (null); say whether it is known to be replaced."""
+        """Replace a small object if it is in a state, or not there (null); say whether it was.
+
+        Raises:
+            UsageError: The bucket refuses, or no answer came: it may have been replaced.
+        """
         return buckets.put_if(self._path(name), data, version)
 
     def _path(self, name: str) -> BucketPath:

@@ -51,6 +51,7 @@ _HASH_DIGITS = 16
 _AGAIN = "ingest the run again"
 
 _ATTEMPTS = 20
+_UNANSWERED = 5
 _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 """Attempts to replace a manifest that other processes replace too, and the pauses between them, half of these on average."""
@@ -122,8 +123,13 @@ class TableStore:
         Raises:
             UsageError: A symbolic link lies where files of the tables are written or removed.
         """
-        with self.place.lock(waiting or (lambda: None), _PLACES):
-            yield
+        before = self.place
+        with before.lock(waiting or (lambda: None), _PLACES) as held:
+            self.place = held
+            try:
+                yield
+            finally:
+                self.place = before
 
     def is_intact(self, run_id: str, run: IngestedRun) -> bool:
         """Return whether the tables of a run exist and, on disk, are unchanged: a bucket checks what it stores itself."""
@@ -177,13 +183,7 @@ class TableStore:
         """
         tables = put_parts(self.place, run_id, parts)
         run = msgspec.structs.replace(run, tables={**run.tables, **tables} if keep else tables)
-        try:
-            self.commit({run_id: (before, run)})
-        except UsageError:
-            # Who reads the folder of a table without the manifest would read these too.
-            named = _parts_of(self.manifest().runs)
-            self.place.remove(_parts_of({run_id: run}) - named)
-            raise
+        self.commit({run_id: (before, run)})
         return run
 
     def commit(self, changes: Mapping[str, tuple[IngestedRun | None, IngestedRun]]) -> None:
@@ -196,6 +196,24 @@ class TableStore:
             UsageError: Another process has changed one of the runs meanwhile, or the place cannot be written.
         """
         after = {run_id: entry for run_id, (_, entry) in changes.items()}
+        try:
+            self._commit(changes, after)
+        except UsageError:
+            # Who reads the folder of a table without the manifest would read these too.
+            self.place.remove(_parts_of(after) - _parts_of(self.manifest().runs))
+            raise
+        if self.place.has_lock:
+            self._remove_unnamed(f"{name}/run_id={run_id}" for run_id in after for name in schema.TABLES)
+        else:
+            # What else is not named may be what another writer is about to publish.
+            replaced = _parts_of({run_id: entry for run_id, (entry, _) in changes.items() if entry})
+            self.place.remove(replaced - _parts_of(after))
+
+    def _commit(
+        self,
+        changes: Mapping[str, tuple[IngestedRun | None, IngestedRun]],
+        after: Mapping[str, IngestedRun],
+    ) -> None:
         for attempt in range(_ATTEMPTS):
             manifest, version = read_manifest(self.place)
             if all(manifest.runs.get(run_id) == entry for run_id, entry in after.items()):
@@ -207,8 +225,12 @@ class TableStore:
                         where=str(self.root),
                         hint="what that one wrote is kept; run the command again",
                     )
-            if replace_manifest(self.place, manifest.with_runs(after), version):
-                break
+            try:
+                if replace_manifest(self.place, manifest.with_runs(after), version):
+                    break
+            except UsageError:  # it may have been replaced all the same: what is there tells
+                if attempt >= _UNANSWERED:
+                    raise
             time.sleep(random.uniform(0, min(2**attempt * _PAUSE_S, _LONGEST_PAUSE_S)))  # noqa: S311 - spreads writers
         else:
             raise UsageError(
@@ -216,16 +238,21 @@ class TableStore:
                 where=str(self.root / MANIFEST_NAME),
                 hint="the bucket must support conditional writes (If-Match), and writers must leave each other time",
             )
-        if self.place.has_lock:
-            self._remove_unnamed(f"{name}/run_id={run_id}" for run_id in after for name in schema.TABLES)
-        else:
-            # What else is not named may be what another writer is about to publish.
-            replaced = _parts_of({run_id: entry for run_id, (entry, _) in changes.items() if entry})
-            self.place.remove(replaced - _parts_of(after))
+
+    @contextmanager
+    def swept(self) -> Iterator[None]:
+        """Remove at the end what no manifest names; after an error on disk alone, for a bucket may not answer."""
+        try:
+            yield
+        except BaseException:
+            if self.place.has_lock:
+                self.sweep()
+            raise
+        self.sweep()
 
     def sweep(self) -> None:
         """Remove what no manifest names: staged parts, and in a bucket old parts of tables too. The lock is held."""
-        self._remove_unnamed([STAGE_NAME] if self.place.has_lock else [STAGE_NAME, *schema.TABLES])
+        self._remove_unnamed([STAGE_NAME if self.place.has_lock else ""])
 
     def _remove_unnamed(self, folders: Iterable[str]) -> None:
         found = [name for folder in folders for name in self.place.leftovers(folder) if _OWN.match(name)]
