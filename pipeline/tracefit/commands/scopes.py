@@ -30,9 +30,8 @@ def write_timelines(store: TableStore, run_ids: Iterable[str]) -> None:
         UsageError: The folder cannot be written.
     """
     known = store.manifest().runs
-    for run_id in run_ids:
-        if run_id in known and "timeline" not in known[run_id].tables:
-            store.write_run(run_id, timeline_in(store, run_id))
+    lacking = [run_id for run_id in run_ids if run_id in known and "timeline" not in known[run_id].tables]
+    store.write_runs((run_id, timeline_in(store, run_id)) for run_id in lacking)
 
 
 def timeline_in(store: TableStore, run_id: str) -> dict[str, pl.DataFrame]:

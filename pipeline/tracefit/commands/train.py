@@ -15,6 +15,7 @@ from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest
 from tracefit.commands.locate import find_tables
 from tracefit.commands.report import report_of, report_texts
+from tracefit.commands.sampling import MOST_ROWS, MOST_RUNS, sample_runs, sampling_note
 from tracefit.commands.scopes import load_scope, scopes_of, write_timelines
 from tracefit.commands.training_tables import sample_tables, write_training_frames
 from tracefit.engines.choice import LOCAL, EngineChoice
@@ -98,6 +99,7 @@ def train(
     progress = progress or NullProgress()
     store = TableStore(find_tables(tables)).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
+    runs, notes = _sampled(store, runs, progress)
     overlaps = find_overlaps(store, runs)
     for one in overlaps:
         progress.warn(
@@ -108,7 +110,10 @@ def train(
     runs = runs.filter(~pl.col("run_id").is_in([one.run_id for one in overlaps]))
     for text in _without_configuration(runs):
         progress.warn(text)
-    scopes = fit_runs(store, runs, options, progress)
+    scopes = [
+        replace(fitted, notes=(*fitted.notes, *notes.get(fitted.scope.scope_id, ())))
+        for fitted in fit_runs(store, runs, options, progress)
+    ]
     # Before anything is written: a failed training leaves the models of the one before as they were.
     _require_models(scopes, str(tables))
     made_by = publish.provenance(
@@ -201,10 +206,15 @@ def fit_runs(
     scopes = []
     for scope, members in scopes_of(runs, str(store.root)):
         progress.stage(f"fitting {scope.scope_id} ({_some(members)})")
-        overloads = find_overloads(
-            members,
-            store.read("requests", members, REQUEST_COLUMNS),
-            store.read("steps", members, STEP_COLUMNS),
+        # One by one: the rules look at one run, and there may be thousands.
+        overloads = tuple(
+            one
+            for run_id in members
+            for one in find_overloads(
+                [run_id],
+                store.read("requests", [run_id], REQUEST_COLUMNS),
+                store.read("steps", [run_id], STEP_COLUMNS),
+            )
         )
         kept, overloads = runs_to_fit(members, overloads, include=options.include_overloaded)
         for one in overloads:
@@ -212,6 +222,22 @@ def fit_runs(
         fitted = fit_scope(scope, load_scope(store, runs, scope, kept), sets, how)
         scopes.append(replace(fitted, overloads=overloads))
     return scopes
+
+
+def _sampled(
+    store: TableStore, runs: pl.DataFrame, progress: Progress
+) -> tuple[pl.DataFrame, dict[str, tuple[str, ...]]]:
+    """Return the rows of the runs to train on, and a note for each scope of which some are left out."""
+    kept: list[str] = []
+    notes: dict[str, tuple[str, ...]] = {}
+    for scope, members in scopes_of(runs, str(store.root)):
+        chosen = sample_runs(runs, members, most_rows=MOST_ROWS, most_runs=MOST_RUNS)
+        kept += chosen
+        if len(chosen) < len(members):
+            note = sampling_note(len(chosen), len(members))
+            notes[scope.scope_id] = (note,)
+            progress.warn(f"{scope.scope_id}: {note}")
+    return runs.filter(pl.col("run_id").is_in(kept)), notes
 
 
 def overload_text(one: Overload) -> str:

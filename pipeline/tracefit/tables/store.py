@@ -7,11 +7,13 @@ import hashlib
 import os
 import random
 import re
+import tempfile
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Self
 
 import msgspec
@@ -38,7 +40,6 @@ from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 16 << 20
@@ -90,31 +91,39 @@ class TableStore:
         self._checked: set[str] = set()
 
     def write_run(self, run_id: str, frames: Mapping[str, pl.DataFrame]) -> list[Path]:
-        """Replace a run's rows in the given tables.
+        """Replace a run's rows in the given tables; see `write_runs`. Return the part of each table."""
+        run = self.write_runs([(run_id, frames)])[run_id]
+        return [self.root / part_name(name, run_id, run.tables[name]) for name in frames]
 
-        Everything is written to a temporary folder first; nothing of the run is touched before that succeeded.
+    def write_runs(self, runs: Iterable[tuple[str, Mapping[str, pl.DataFrame]]]) -> dict[str, IngestedRun]:
+        """Replace the rows of runs in some tables, in one step.
+
+        Everything is written to a temporary folder first; nothing of a run is touched before that succeeded.
 
         Args:
-            run_id: A cleaned run id.
-            frames: Table name to its conformed frame.
+            runs: Each run, by its cleaned id, with table name to its conformed frame.
 
         Returns:
-            The part of each table.
+            Run id to its new entry.
 
         Raises:
-            UsageError: The folder cannot be written.
+            UsageError: The folder cannot be written, or another process has changed a run meanwhile.
         """
-        with (
-            disk_errors(self.root),
-            self.lock(),
-            self.place.scratch() as scratch,
-            RunWriter(scratch) as writer,
-        ):
-            before = self.manifest().runs.get(run_id)
-            for name, frame in frames.items():
-                writer.write(name, frame)
-            run = self.publish(run_id, before or IngestedRun(), writer.close(), before=before, keep=True)
-        return [self.root / part_name(name, run_id, run.tables[name]) for name in frames]
+        with disk_errors(self.root), self.lock(), self.place.scratch() as scratch:
+            known = self.manifest().runs
+            changes = {}
+            for run_id, frames in runs:
+                with RunWriter(Path(tempfile.mkdtemp(dir=scratch))) as writer:
+                    for name, frame in frames.items():
+                        writer.write(name, frame)
+                    parts = writer.close()
+                before = known.get(run_id)
+                after = before or IngestedRun()
+                tables = {**after.tables, **put_parts(self.place, run_id, parts)}
+                changes[run_id] = before, msgspec.structs.replace(after, tables=tables)
+            if changes:
+                self.commit(changes)
+        return {run_id: after for run_id, (_, after) in changes.items()}
 
     @contextmanager
     def lock(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
