@@ -41,6 +41,12 @@ test-slow: $(READY) ## the tests that take minutes
 test-browser: $(READY) ## open the report in a headless browser (Chromium); skipped where there is none
 	$(BIN)/python -m pytest -m browser -rs tests/browser
 
+test-ray: requirements-ray.lock ## the tests of Ray, in an environment that has tracefit[ray] and pytest alone
+	$(PYTHON) -m venv --clear .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-ray.lock
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	.venv-ray/bin/python -m pytest -m ray tests/engines
+
 check: $(READY) ## format, lint, types, tests: what a reviewer runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -91,9 +97,10 @@ bench: $(READY) ## measure speed and memory on generated traces (takes minutes)
 bench-models: $(READY) ## measure how well models hold beyond their load, on generated surges (takes half an hour)
 	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/models.py
 
-lock: $(READY) ## pin the newest versions (requirements.lock) and the oldest ones (requirements-minimum.lock)
+lock: $(READY) ## pin the newest versions (requirements.lock, requirements-ray.lock) and the oldest ones (requirements-minimum.lock)
 	$(BIN)/python -m pip install --quiet uv
 	cd $(CURDIR) && $(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements.lock
+	cd $(CURDIR) && $(BIN)/uv pip compile pyproject.toml --extra test-ray --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements-ray.lock
 	cd $(CURDIR) && $(BIN)/uv pip compile pyproject.toml --extra test --python-version 3.11 --resolution lowest-direct --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements-minimum.lock
 
 test-minimum: ## run the tests on the oldest versions pyproject.toml declares (Python 3.11)
@@ -111,6 +118,6 @@ dist: $(READY) ## build the wheel and the source distribution in dist/
 	$(BIN)/python -c "from setuptools import build_meta as b; print('dist/' + b.build_sdist('dist')); print('dist/' + b.build_wheel('dist'))"
 
 clean: ## remove what make made
-	rm -rf $(OUT) $(VENV) .venv-minimum .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
+	rm -rf $(OUT) $(VENV) .venv-minimum .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
 
-.PHONY: help setup run test test-all test-slow test-browser check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-models lock test-minimum coverage dist clean
+.PHONY: help setup run test test-all test-slow test-browser test-ray check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-models lock test-minimum coverage dist clean

@@ -6,6 +6,7 @@ Independent of the project's own generator: what a test expects of a trace can b
 from __future__ import annotations
 
 import base64
+import functools
 import gc
 import json
 import os
@@ -27,11 +28,12 @@ from google.protobuf import json_format
 from hypothesis import HealthCheck, Phase, settings
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-from tracefit.commands.ingest import ingest
+from tracefit.commands.ingest import IngestOptions, ingest
 from tracefit.commands.train import TrainOptions, run
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu
 from tracefit.server.model_config import parse_architecture
+from tracefit.tables.external_sort import SortSpace
 from tracefit.tables.store import TableStore
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
@@ -341,6 +343,24 @@ def calls(monkeypatch):
         return made
 
     return count
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Cut files, sorts and windows so small that a small run has many of each."""
+    usual = IngestOptions.limits.fget
+    small = property(lambda options: replace(usual(options), block_bytes=20_000))
+    monkeypatch.setattr(IngestOptions, "limits", small)
+    monkeypatch.setattr("tracefit.tables.build.WINDOW_BYTES", 60_000)
+    space = functools.partial(SortSpace, most_held_bytes=4_000, window_bytes=4_000, block_rows=7)
+    monkeypatch.setattr("tracefit.tables.build.SortSpace", space)
+    monkeypatch.setattr("tracefit.tables.store.PIECE_ROWS", 11)
+
+
+@pytest.fixture
+def files_in():
+    """Return a function that lists every file below a folder, if it is there."""
+    return lambda folder: sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
 @pytest.fixture

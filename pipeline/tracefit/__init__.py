@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from tracefit.commands.scan import scan
     from tracefit.commands.train import TrainOptions, run, train
     from tracefit.commands.verify import verify
+    from tracefit.engines.choice import EngineChoice
 
 _LAZY = {
+    "EngineChoice": "tracefit.engines.choice",
     "IngestOptions": "tracefit.commands.ingest",
     "Models": "tracefit.coefficients.models",
     "ServerOptions": "tracefit.commands.ingest",
@@ -53,6 +55,7 @@ _LAZY = {
 
 __all__ = [
     "DataError",
+    "EngineChoice",
     "IngestOptions",
     "Models",
     "ServerOptions",

@@ -78,12 +78,19 @@ class Terminal:
         self._bytes = 0
         self._expected = 0
         self._stage = ""
+        self._note = ""
 
     def stage(self, text: str) -> None:
         """Show the stage of work that begins."""
-        self._stage = text
+        self._stage, self._note = text, ""
         _log.info("%s", text)
         self._measure(0)
+
+    def note(self, text: str) -> None:
+        """Show how far the stage is, beside it."""
+        self._note = text
+        _log.debug("%s", text)
+        self._show()
 
     def expect(self, size_bytes: int) -> None:
         """Show how much of so many bytes is read, at what rate, and how long the rest takes."""
@@ -125,7 +132,8 @@ class Terminal:
                 return
             self._line = _changing_line(self._expected)
         progress, task = self._line
-        progress.update(task, description=self._stage, completed=min(self._bytes, self._expected))
+        description = f"{self._stage}: {self._note}" if self._note else self._stage
+        progress.update(task, description=description, completed=min(self._bytes, self._expected))
 
 
 def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:

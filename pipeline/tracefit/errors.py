@@ -23,18 +23,21 @@ EXIT_QUARANTINE = 3
 
 PARAMETERS = {
     "--consumer-version": "consumer_version",
+    "--engine": "EngineChoice.name",
     "--features": "features",
     "--gpu": "ServerOptions.gpu",
     "--include-overloaded": "TrainOptions.include_overloaded",
     "--max-document": "IngestOptions.max_document",
     "--max-rejects": "IngestOptions.max_rejects",
     "--model-config": "ServerOptions.model_config",
+    "--ray-address": "EngineChoice.ray_address",
     "--run": "run",
     "--run-config": "ServerOptions.run_config",
     "--scope": "scope",
     "--set": "ServerOptions.settings",
     "--tables": "tables",
     "--threshold": "TrainOptions.thresholds",
+    "--workers": "workers",
 }
 """Flags that messages name, and the parameters of the Python API that stand for them."""
 

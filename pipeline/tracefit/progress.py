@@ -1,6 +1,6 @@
 """The interface through which a command reports its progress: stages, bytes read, warnings.
 
-A command takes any object with these four methods; `NullProgress` ignores everything, the command line draws a line
+A command takes any object with these five methods; `NullProgress` ignores everything, the command line draws a line
 on the terminal (`tracefit.console.Terminal`).
 """
 
@@ -14,6 +14,9 @@ class Progress(Protocol):
 
     def stage(self, text: str) -> None:
         """Report that a new stage of work begins."""
+
+    def note(self, text: str) -> None:
+        """Report how far this stage is, in a few words."""
 
     def expect(self, size_bytes: int) -> None:
         """Report how many bytes of input this stage is going to read."""
@@ -29,6 +32,9 @@ class NullProgress:
     """Progress that ignores every report."""
 
     def stage(self, text: str) -> None:
+        """Do nothing."""
+
+    def note(self, text: str) -> None:
         """Do nothing."""
 
     def expect(self, size_bytes: int) -> None:

@@ -21,7 +21,7 @@ import polars as pl
 
 import tracefit
 from timeline import ENGINE, journeys
-from tracefit.commands.scopes import timeline_of
+from tracefit.commands.scopes import timeline_in
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables import schema
 from tracefit.tables.store import TableStore
@@ -112,7 +112,7 @@ def draw(tables: Path, runs: Path, steps: int, requests: int) -> None:
         "requests": request_frame(rng, events),
     }
     store.write_run(name, {**frames, "timeline": schema.TABLES["timeline"].empty()})
-    store.write_run(name, timeline_of(store, name))
+    store.write_run(name, timeline_in(store, name))
 
 
 def measure(tables: Path, out: Path, *, fast: bool) -> None:

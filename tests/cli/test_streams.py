@@ -83,10 +83,10 @@ SLOW = """
 import functools, sys
 sys.path.insert(0, {folder!r})
 import tracefit.commands.ingest as ingest
-import tracefit.engines.local as local
+import tracefit.engines.decode as decoding
 ingest.IngestOptions = functools.partial(ingest.IngestOptions, block_bytes=20_000, bytes_per_worker=1)
 import slow_task
-local.decode_task = slow_task.decode
+decoding.decode_task = slow_task.decode
 from tracefit.cli import main
 main()
 """

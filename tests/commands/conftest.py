@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
 import pytest
 
-from tracefit.commands.ingest import IngestOptions
-from tracefit.engines import local
+from tracefit.engines import decode as decoding
 from tracefit.inputs.blocks import Block
-from tracefit.tables.external_sort import SortSpace
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 
@@ -46,29 +43,12 @@ def contents():
 @pytest.fixture
 def decoded(monkeypatch):
     """Return the list of blocks that are decoded from now on in this process: file name and where the block begins."""
-    seen, decode = [], local.decode_task
+    seen, decode = [], decoding.decode_task
 
     def spy(task):
         blocks = [item for item in task.items if isinstance(item, Block)]
         seen.extend((Path(block.source_file).name, block.offset) for block in blocks)
         return decode(task)
 
-    monkeypatch.setattr(local, "decode_task", spy)
+    monkeypatch.setattr(decoding, "decode_task", spy)
     return seen
-
-
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Cut files, sorts and windows so small that a small run has many of each."""
-    small = functools.partial(IngestOptions, block_bytes=20_000)
-    monkeypatch.setattr("tracefit.commands.ingest.IngestOptions", small)
-    monkeypatch.setattr("tracefit.tables.build.WINDOW_BYTES", 60_000)
-    space = functools.partial(SortSpace, most_held_bytes=4_000, window_bytes=4_000, block_rows=7)
-    monkeypatch.setattr("tracefit.tables.build.SortSpace", space)
-    monkeypatch.setattr("tracefit.tables.store.PIECE_ROWS", 11)
-
-
-@pytest.fixture
-def files_in():
-    """Return a function that lists every file below a folder, if it is there."""
-    return lambda folder: sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())

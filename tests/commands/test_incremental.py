@@ -11,7 +11,7 @@ import pytest
 
 from tracefit import ingest
 from tracefit.commands.ingest import IngestOptions, plan_ingest
-from tracefit.engines import local
+from tracefit.engines import decode as decoding
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
@@ -172,7 +172,7 @@ def test_framed_zstd_is_cut_too(tmp_path, lines, fresh, contents, decoded, small
 
 @pytest.mark.slow
 def test_the_number_of_workers_does_not_matter(tmp_path, lines, fresh, contents, small_pieces, calls):
-    written_here = calls(local, "write_staged")
+    written_here = calls(decoding, "write_staged")
     ingest(
         [_write(tmp_path / "run" / "traces.json", lines)],
         tmp_path / "tables",

@@ -187,7 +187,7 @@ def test_two_ingests_at_once_lose_nothing(tmp_path, new_traces, contents):
 
 def test_a_worker_that_dies_is_one_line(tmp_path, traces, monkeypatch, small_pieces):
     run = traces.load(steps=240, requests=30).write(tmp_path / "run")
-    monkeypatch.setattr("tracefit.engines.local._begin", os.abort)
+    monkeypatch.setattr("tracefit.engines.processes._begin", os.abort)
     with pytest.raises(DataError, match=r"traces.json: a worker died while it was read") as caught:
         ingest([run], tmp_path / "tables", workers=2, options=IngestOptions(bytes_per_worker=1))
     assert "\n" not in caught.value.line()

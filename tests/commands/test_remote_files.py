@@ -11,8 +11,8 @@ import pytest
 from pyarrow.fs import FileSystemHandler, LocalFileSystem, PyFileSystem
 
 from tracefit import DataError, UsageError, ingest
+from tracefit.commands import reading
 from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest_inputs
-from tracefit.engines import local
 from tracefit.inputs.discovery import open_inputs
 from tracefit.progress import NullProgress
 from tracefit.tables.schema import INGEST_TABLES
@@ -181,16 +181,16 @@ def test_a_file_that_is_gone_costs_no_reading(bucket, read, decoded):
 
 def test_copies_are_on_disk_a_few_at_a_time(tmp_path, bucket, read, monkeypatch):
     monkeypatch.setattr("tracefit.commands.reading.FETCHED_BYTES", 1)
-    there, decode = [], local.decode_task
+    there, fetch = [], reading.fetch
 
-    def look(task):
+    def look(files, *args):
         copies = [p for p in (tmp_path / "tables").glob(".writing-*/*") if p.is_file()]
-        there.append((len({item.source_file for item in task.items}), len(copies)))
-        return decode(task)
+        there.append((len(files), len(copies)))
+        return fetch(files, *args)
 
-    monkeypatch.setattr(local, "decode_task", look)
+    monkeypatch.setattr(reading, "fetch", look)
     read()
-    assert there == [(1, 1)] * 3
+    assert there == [(1, 0)] * 3
 
 
 @pytest.mark.parametrize("lines", [1, 2000])

@@ -53,9 +53,9 @@ ScopeName = Annotated[
 RunName = Annotated[
     Optional[str], typer.Option("--run", metavar="NAME", help="A run of the scope, in place of --scope.")
 ]
-TablesFolder = Annotated[Path, typer.Argument(help="A folder that ingest or run wrote.")]
+TablesFolder = Annotated[str, typer.Argument(help="A folder that ingest or run wrote.")]
 ModelFiles = Annotated[
-    Path, typer.Argument(help="A coefficient file, a folder of them, or a folder that run wrote.")
+    str, typer.Argument(help="A coefficient file, a folder of them, or a folder that run wrote.")
 ]
 AllSpans = Annotated[
     bool, typer.Option("--all-spans", help="Keep spans of other services too, in the spans table only.")
@@ -86,7 +86,23 @@ MaxRejects = Annotated[
 ]
 Workers = Annotated[
     Optional[int],
-    typer.Option(min=1, help="Most processes that decode traces; the number of cores if not given."),
+    typer.Option(
+        min=1,
+        help="Most processes that decode traces and build tables; the number of cores, or of a cluster's, if not given.",
+    ),
+]
+EngineName = Annotated[
+    Literal["local", "ray"],
+    typer.Option(
+        help="Where they run: as processes of this machine, or on Ray (`pip install 'tracefit[ray]'`)."
+    ),
+]
+RayAddress = Annotated[
+    Optional[str],
+    typer.Option(
+        metavar="ADDRESS",
+        help="The Ray cluster: auto for that of this machine, ray://HOST:PORT or HOST:PORT; started here if not given.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]

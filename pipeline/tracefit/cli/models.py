@@ -33,7 +33,12 @@ from tracefit.console import Terminal, one_line_errors, show
 def train(
     context: typer.Context,
     tables: TablesFolder,
-    out: Annotated[Path, typer.Option(help="Folder for the models, the evaluation and the report.")],
+    out: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH", help="Folder or s3:// or gs:// URL for the models, the evaluation and the report."
+        ),
+    ],
     beta_target: BetaTarget = "auto",
     features: Features = "auto",
     sample_csv: SampleCsv = False,
@@ -65,13 +70,17 @@ def train(
 @app.command()
 def report(
     folder: Annotated[
-        Path, typer.Argument(help="A folder that run or train wrote: evaluation.json and the models.")
+        str, typer.Argument(help="A folder that run or train wrote: evaluation.json and the models.")
     ],
     tables: Annotated[
-        Optional[Path],
-        typer.Option(help="The tables folder; FOLDER/tables if not given. Figures come from it."),
+        Optional[str],
+        typer.Option(
+            metavar="PATH", help="The tables folder; FOLDER/tables if not given. Figures come from it."
+        ),
     ] = None,
-    out: Annotated[Optional[Path], typer.Option(help="Where to write; FOLDER if not given.")] = None,
+    out: Annotated[
+        Optional[str], typer.Option(metavar="PATH", help="Where to write; FOLDER if not given.")
+    ] = None,
     slo: Annotated[
         Optional[list[str]],
         typer.Option(
@@ -108,7 +117,7 @@ def report(
 @app.command()
 def compare(
     first: ModelFiles,
-    second: Annotated[Path, typer.Argument(help="Another one; or tables of new runs, for a drift check.")],
+    second: Annotated[str, typer.Argument(help="Another one; or tables of new runs, for a drift check.")],
     scope: ScopeName = None,
     run: RunName = None,
     tolerance: Annotated[
@@ -141,7 +150,8 @@ def compare(
 def verify(
     file: ModelFiles,
     tables: Annotated[
-        Optional[Path], typer.Option(help="Tables it was trained on; found beside the models if not given.")
+        Optional[str],
+        typer.Option(metavar="PATH", help="Tables it was trained on; found beside the models if not given."),
     ] = None,
     features: Annotated[
         Optional[Path], typer.Option(help="Where the feature-set file is now, if it moved.")

@@ -189,10 +189,12 @@ def export(
             autocompletion=_consumer_names,
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the consumer's files.")],
+    out: Annotated[str, typer.Option(metavar="PATH", help="Folder for the consumer's files.")],
     tables: Annotated[
-        Optional[Path],
-        typer.Option(help="Tables the models were trained on; found beside the models if not given."),
+        Optional[str],
+        typer.Option(
+            metavar="PATH", help="Tables the models were trained on; found beside the models if not given."
+        ),
     ] = None,
     scope: ScopeName = None,
     run: RunName = None,

@@ -12,6 +12,7 @@ from tracefit.cli.arguments import (
     AllSpans,
     AnySign,
     BetaTarget,
+    EngineName,
     Fast,
     Features,
     GpuName,
@@ -25,6 +26,7 @@ from tracefit.cli.arguments import (
     Paths,
     Positive,
     Quiet,
+    RayAddress,
     RunConfig,
     SampleCsv,
     Settings,
@@ -48,7 +50,12 @@ if TYPE_CHECKING:
 def run(
     context: typer.Context,
     paths: Paths,
-    out: Annotated[Path, typer.Option(help="Folder for tables, models, evaluation and report.")],
+    out: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH", help="Folder or s3:// or gs:// URL for tables, models, evaluation and report."
+        ),
+    ],
     run_config: RunConfig = None,
     model_config: ModelConfig = None,
     gpu: GpuName = None,
@@ -60,6 +67,8 @@ def run(
     max_document: MaxDocument = 256,
     max_rejects: MaxRejects = 100_000,
     workers: Workers = None,
+    engine: EngineName = "local",
+    ray_address: RayAddress = None,
     beta_target: BetaTarget = "auto",
     features: Features = "auto",
     sample_csv: SampleCsv = False,
@@ -79,6 +88,7 @@ def run(
     terminal = Terminal(quiet=quiet, task=f"run to {out}")
     with one_line_errors(terminal):
         from tracefit.commands.train import run as run_command
+        from tracefit.engines.choice import EngineChoice
         from tracefit.reports.terminal_results import run_text
 
         server = server_options(run_config, model_config, gpu, tp, settings)
@@ -91,6 +101,7 @@ def run(
             ingest_options=kept,
             options=options,
             workers=workers,
+            engine=EngineChoice(engine, ray_address),
             progress=terminal,
         )
         terminal.close()
@@ -132,7 +143,7 @@ def inspect(
 def ingest(
     context: typer.Context,
     paths: Paths,
-    out: Annotated[Path, typer.Option(help="The tables folder.")],
+    out: Annotated[str, typer.Option(metavar="PATH", help="The tables folder, or its s3:// or gs:// URL.")],
     run_config: RunConfig = None,
     model_config: ModelConfig = None,
     gpu: GpuName = None,
@@ -144,6 +155,8 @@ def ingest(
     max_document: MaxDocument = 256,
     max_rejects: MaxRejects = 100_000,
     workers: Workers = None,
+    engine: EngineName = "local",
+    ray_address: RayAddress = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -163,6 +176,7 @@ def ingest(
     with one_line_errors(terminal):
         from tracefit.commands.ingest import ingest as ingest_command
         from tracefit.commands.ingest import plan_ingest
+        from tracefit.engines.choice import EngineChoice
         from tracefit.reports.terminal_results import ingest_text, plan_text
 
         kept = ingest_options(context)
@@ -172,7 +186,15 @@ def ingest(
             show(plan, plan_text(plan), as_json=json, quiet=quiet)
             return
         server = server_options(run_config, model_config, gpu, tp, settings)
-        result = ingest_command(paths, out, server=server, options=kept, workers=workers, progress=terminal)
+        result = ingest_command(
+            paths,
+            out,
+            server=server,
+            options=kept,
+            workers=workers,
+            engine=EngineChoice(engine, ray_address),
+            progress=terminal,
+        )
         terminal.close()
         show(result, ingest_text(result), as_json=json, quiet=quiet)
         raise typer.Exit(result.exit_code)

@@ -6,15 +6,18 @@ Files of version 1 are read too, their keys renamed to those of version 2.
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.model import CoefficientFile
 from tracefit.errors import UsageError
+from tracefit.inputs.buckets import place_of
 from tracefit.server.documents import parse_json_object, read_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 """Largest file in bytes: thousands of models fit, and even the worst such JSON still fits in memory once parsed."""
@@ -60,7 +63,7 @@ def read_coefficients(path: str | Path) -> CoefficientFile:
     Raises:
         UsageError: The file is missing, too large, not JSON, or not of the published shape.
     """
-    return _read(Path(path), CoefficientFile)
+    return _read(place_of(path), CoefficientFile)
 
 
 def read_evaluation(path: str | Path) -> Evaluation:
@@ -69,7 +72,7 @@ def read_evaluation(path: str | Path) -> Evaluation:
     Raises:
         UsageError: The file is missing, too large, not JSON, or not of the published shape.
     """
-    return _read(Path(path), Evaluation)
+    return _read(place_of(path), Evaluation)
 
 
 def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
@@ -83,7 +86,7 @@ def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
         UsageError: The file is missing, too large, not JSON, of another kind or of an unknown version.
     """
     where = str(path)
-    content = read_bytes(Path(path), limit_bytes=MAX_FILE_BYTES)
+    content = read_bytes(place_of(path), limit_bytes=MAX_FILE_BYTES)
     plain = dict(parse_json_object(content, where=where, limit_bytes=MAX_FILE_BYTES, strict=True))
     # Before anything else: of a file of a later tracefit, no key would be an error of the user.
     _check_version(plain, kind, where)

@@ -13,6 +13,7 @@ from tracefit.coefficients.predict import ScopeModels, StepPrediction
 from tracefit.coefficients.requests import OneRequest, RequestPrediction
 from tracefit.coefficients.workload import RequestInput, StepInput
 from tracefit.errors import UsageError
+from tracefit.inputs.buckets import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +37,7 @@ def load(*paths: str | Path | Iterable[str | Path]) -> Models:
     Raises:
         UsageError: A file is missing, damaged or of another kind, or two files hold the same model.
     """
-    places = [Path(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
+    places = [place_of(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
     files = [file for place in places for file in _files(place)]
     if not files:
         raise UsageError("no coefficient file is given")

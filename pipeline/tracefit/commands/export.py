@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -15,11 +14,14 @@ from tracefit.commands.locate import choose_scope, find_models, find_tables, tab
 from tracefit.commands.scopes import load_scope, scopes_of
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, did_you_mean
+from tracefit.inputs.buckets import place_of
 from tracefit.results.models import ExportResult
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tracefit.coefficients.predict import ScopeModels
     from tracefit.consumers.base import Consumer
 
@@ -60,9 +62,9 @@ def export(
     chosen = loaded.scope(choose_scope(loaded, scope, run))
     # The tables are read only by a consumer whose form has to be refitted: the others need the coefficient file alone.
     made = consumer.export(
-        chosen, lambda: replace(_source(chosen, Path(models), tables), consumer_version=version)
+        chosen, lambda: replace(_source(chosen, place_of(models), tables), consumer_version=version)
     )
-    paths = {Path(out) / name: content for name, content in made.files.items()}
+    paths = {place_of(out) / name: content for name, content in made.files.items()}
     write_files(paths)
     folder = shlex.quote(str(out))
     usage, *notes = (text.replace(OUT, folder) for text in (made.usage, *made.notes))

@@ -1,48 +1,41 @@
-"""Ingest trace files into tables: `ingest`, its options, and the order of its work on each run.
+"""Ingest trace files into tables: `ingest` and its options.
 
 Files that the tables folder knows are not decoded again. Each run is published in one step.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tracefit import memory
-from tracefit._version import __version__
-from tracefit.commands.reading import KnownFiles, Reading, content_hash, options_hash, resolve_run_id
-from tracefit.commands.scopes import SMALL_RUN_ROWS, write_timelines
-from tracefit.engines.local import available_cores
-from tracefit.errors import DataError, UsageError, did_you_mean
+from tracefit.commands.fleet import Fleet, FleetOptions, RunAtWork
+from tracefit.commands.reading import KnownFiles, options_hash, resolve_run_id
+from tracefit.commands.scopes import write_timelines
+from tracefit.engines.build import is_small
+from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
+from tracefit.errors import UsageError, did_you_mean
 from tracefit.inputs.blocks import BLOCK_BYTES, ReadLimits
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
-from tracefit.inputs.files import content_hash_of
 from tracefit.inputs.formats import inspect_file
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
-from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of
+from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
-from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_to_json
-from tracefit.server.tracing import ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
-from tracefit.tables import dialects, schema
-from tracefit.tables.build import IngestCounts, build_tables
-from tracefit.tables.disk import disk_errors, scratch_folder, sweep
-from tracefit.tables.manifest import IngestedRun
+from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name
+from tracefit.tables import dialects
+from tracefit.tables.disk import disk_errors
 from tracefit.tables.rows import RowOptions
-from tracefit.tables.staging import STAGE_NAME
-from tracefit.tables.store import RunWriter, TableStore
+from tracefit.tables.staging import staged_parts
+from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
+    from pathlib import Path
 
     import polars as pl
 
     from tracefit.inputs.files import TraceFile
-    from tracefit.tables.manifest import ReadFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +97,7 @@ def ingest(
     server: ServerOptions | None = None,
     options: IngestOptions | None = None,
     workers: int | None = None,
+    engine: EngineChoice = LOCAL,
     progress: Progress | None = None,
 ) -> IngestResult:
     """Read traces and write the tables of every run found.
@@ -118,15 +112,17 @@ def ingest(
     Args:
         paths: Run folders, folders of run folders, trace files (files without a run configuration beside them make one run
             together), patterns, `s3://`, `gs://` or `file://` URLs of these, or `-` for standard input.
-        out: The tables folder. One process at a time writes there; a second one waits.
+        out: The tables folder, or its `s3://` or `gs://` URL. One process at a time writes to a folder; a second one waits. In a
+            bucket it does not wait: other runs are added beside each other.
         server: What is known about the server beyond the run's files.
         options: Which part of the traces is kept.
-        workers: Processes that decode, at most; as many as there are cores if not given.
+        workers: Processes that decode and build, at most; as many as there are cores if not given.
+        engine: Where they run: on this machine, or on Ray. The tables are the same, byte for byte.
         progress: Receives reports on the progress.
 
     Raises:
-        UsageError: A path, a configuration file or an option is wrong, or the folder cannot be written; the tables are
-            as they were.
+        UsageError: A path, a configuration file or an option is wrong, the folder cannot be written, or another process
+            has changed the same run in a bucket; the tables are as they were.
         DataError: Not a single run holds vLLM spans; nothing of them is written. One among others is left out, and the
             result names it.
     """
@@ -138,6 +134,7 @@ def ingest(
             progress or NullProgress(),
             options=options or IngestOptions(),
             workers=workers,
+            engine=engine,
         )
 
 
@@ -149,6 +146,7 @@ def ingest_inputs(
     *,
     options: IngestOptions = IngestOptions(),
     workers: int | None = None,
+    engine: EngineChoice = LOCAL,
 ) -> IngestResult:
     """Write the tables of known runs, in the same order. See `ingest`."""
     store = TableStore(out)
@@ -160,31 +158,35 @@ def ingest_inputs(
     def waiting() -> None:
         progress.warn(f"{store.root}: another process is writing there; waiting for it")
 
-    with disk_errors(store.root), store.lock(waiting):
+    # The engine before the folder: without one, nothing is written.
+    with (
+        open_engine(engine, workers) as workplace,
+        disk_errors(store.root),
+        store.lock(waiting),
+    ):
         # What an interrupted ingest left: the lock says that nobody writes it any more.
-        sweep(store.root)
-        work = _Work(store, workers or available_cores(), options, progress)
-        summaries: list[RunSummary] = []
-        failed: list[DataError] = []
-        try:
-            for source, context in zip(inputs.runs, contexts, strict=True):
-                try:
-                    summaries.append(work.run(source, context, warnings))
-                except DataError as error:
-                    # Each run stands alone; of a single one, its error is the command's.
-                    if len(inputs.runs) == 1:
-                        raise
-                    failed.append(error)
-                    warnings.append(f"left out: {error.line()}")
-        finally:
-            _sweep_stage(store)
-    if failed and not summaries:
+        store.place.remove_scratch()
+        runs = [RunAtWork(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
+        how = FleetOptions(options.rows, options.limits, options.bytes_per_worker)
+        with store.swept(), store.place.scratch() as scratch:
+            Fleet(runs, store, scratch, workplace, how, progress).bring_up_to_date()
+    # Each run stands alone; of a single one, its error is the command's.
+    failed = [run.failed for run in runs if run.failed is not None]
+    if len(failed) == len(runs):
         raise failed[0]
-    # Outside the lock: a timeline is made of published tables alone.
-    write_timelines(store, [s.run_id for s in summaries if _is_small(store, s.run_id)])
+    done = [run for run in runs if run.failed is None]
+    unchanged = [run.run_id for run in done if run.rows is None]
+    known = store.read("runs", unchanged).partition_by("run_id", as_dict=True) if unchanged else {}
+    rows = [known[run.run_id,] if run.rows is None else run.rows for run in done]
+    write_timelines(store, [run.run_id for run, own in zip(done, rows, strict=True) if is_small(own)])
+    summaries = [_summary(run.run_id, run.context, own) for run, own in zip(done, rows, strict=True)]
+    found = iter(summaries)
+    for run in runs:
+        of_run = [f"left out: {run.failed.line()}"] if run.failed else _warnings_of(run.run_id, next(found))
+        warnings += [*run.warnings, *of_run]
     for text in warnings:
         progress.warn(text)
-    return IngestResult(Path(out), tuple(summaries), tuple(warnings), tuple(e.line() for e in failed))
+    return IngestResult(store.root, tuple(summaries), tuple(warnings), tuple(e.line() for e in failed))
 
 
 def _context(source: RunSource, server: ServerOptions) -> RunContext:
@@ -194,157 +196,6 @@ def _context(source: RunSource, server: ServerOptions) -> RunContext:
         server.settings,
         gpu=server.gpu,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """The facts that all runs of one call share; the folder's lock is held."""
-
-    store: TableStore
-    workers: int
-    options: IngestOptions
-    progress: Progress
-
-    def run(self, source: RunSource, context: RunContext, warnings: list[str]) -> RunSummary:
-        """Bring one run's tables up to date."""
-        self.progress.stage(f"reading {source.run_id}")
-        manifest = self.store.manifest()
-        run_id = resolve_run_id(manifest, source)
-        known = manifest.runs.get(run_id)
-        if known is not None and known.tables and not self.store.is_intact(run_id):
-            warnings.append(f"{run_id}: its tables are damaged, or files of them missing; it is read anew")
-            known = None
-        if run_id != source.run_id:
-            warnings.append(
-                f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
-            )
-        options = options_hash(self.options.rows)
-        reading = Reading(
-            known=KnownFiles.of(known, options, self.store.root),
-            options=self.options.rows,
-            limits=self.options.limits,
-            root=self.store.root,
-            workers=self.workers,
-            bytes_per_worker=self.options.bytes_per_worker,
-            progress=self.progress,
-        )
-        read = reading.read(source.trace_files)
-        # What decoding freed would count on top of what building the tables takes.
-        memory.give_back()
-        columns = _run_columns(read.files, context)
-        kv_hashes = sorted(map(content_hash_of, source.kv_files))
-        # Everything that the tables follow from: where it has changed they are built anew, from the staged parts where files are known.
-        facts = (__version__, options, sorted(columns.items()), kv_hashes)
-        built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
-        if known is None or known.built_from != built_from or not read.all_known:
-            run = IngestedRun(source=source.folder, options=options, built_from=built_from, files=read.files)
-            self._build(run_id, source, run, columns, _limits(context))
-        # After the others: KV events are matched with the steps and requests of these tables.
-        self._add_kv_events(run_id, source, context)
-        summary = _summary(run_id, context, self.store.read("runs", [run_id]))
-        warnings += _warnings_of(run_id, summary)
-        return summary
-
-    def _build(
-        self,
-        run_id: str,
-        source: RunSource,
-        run: IngestedRun,
-        columns: dict[str, str | int | None],
-        limits: dict[str, float],
-    ) -> None:
-        with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
-            self.progress.stage(f"writing {run_id}")
-            counts = build_tables(
-                run.files,
-                run_id=run_id,
-                stage=self.store.root / STAGE_NAME,
-                scratch=scratch,
-                write=writer.write,
-                run_columns=columns,
-                limits=limits,
-            )
-            _require_spans(source, counts)
-            self.store.publish(run_id, run, writer.close(), keep=False)
-
-    def _add_kv_events(self, run_id: str, source: RunSource, context: RunContext) -> None:
-        """Read the run's KV-cache events, unless its tables have them."""
-        run = self.store.manifest().runs[run_id]
-        if "kv_events" in run.tables:
-            return
-        tables = {"kv_events": schema.KV_EVENTS.empty()}
-        if source.kv_files:
-            from tracefit.kv.columns import kv_tables  # noqa: PLC0415 - most runs have no recordings
-            from tracefit.kv.recordings import read_kv  # noqa: PLC0415
-
-            names = ("steps", "journey_events", "requests", "runs", "rejects")
-            tables = kv_tables(
-                read_kv(source.kv_files, max_rejects=self.options.max_rejects),
-                {name: self.store.read(name, [run_id]) for name in names},
-                run_id=run_id,
-                block_size=context.settings.block_size,
-            )
-        with scratch_folder(self.store.root) as scratch, RunWriter(scratch) as writer:
-            for name, rows in tables.items():
-                writer.write(name, rows)
-            self.store.publish(run_id, run, writer.close(), keep=True)
-
-
-def _sweep_stage(store: TableStore) -> None:
-    """Remove staged parts that the manifest does not name."""
-    stage = store.root / STAGE_NAME
-    if not stage.is_dir():
-        return
-    valid = store.manifest().staged()
-    for part in stage.iterdir():
-        if part.name not in valid:
-            shutil.rmtree(part, ignore_errors=True)
-    if not valid:
-        stage.rmdir()
-
-
-def _is_small(store: TableStore, run_id: str) -> bool:
-    counts = store.read("runs", [run_id])
-    # The counts are those of the run, repeated in the row of every server.
-    events = sum(sum(json.loads(text).values()) for text in counts["events"].head(1))
-    return events <= SMALL_RUN_ROWS
-
-
-def _require_spans(source: RunSource, counts: IngestCounts) -> None:
-    if counts.spans:
-        return
-    if counts.rejects and not counts.other_spans:
-        raise DataError(
-            f"is not OTLP: none of its records can be read as traces ({counts.rejects} rejected)",
-            where=source.name,
-            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them",
-        )
-    found = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
-    raise DataError(
-        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({found})",
-        where=source.name,
-        hint=f"start vLLM with {ENDPOINT_FLAG}; for steps and the events of each request add {STEP_FLAGS} and {JOURNEY_FLAGS}",
-    )
-
-
-def _run_columns(files: Sequence[ReadFile], context: RunContext) -> dict[str, str | int | None]:
-    return {
-        "model": context.settings.model,
-        "model_config": context.model_config,
-        "settings": settings_to_json(context.settings),
-        "gpu": gpu_to_json(context.gpu),
-        "files": len(files),
-        "bytes": sum(file.size_bytes for file in files),
-        "content_sha256": content_hash(files),
-    }
-
-
-def _limits(context: RunContext) -> dict[str, float]:
-    """Return the settings that bound values of the tables; vLLM's defaults, which are assumed, bound nothing."""
-    settings = context.settings
-    names = {c.limit for table in schema.TABLES.values() for c in table.columns if c.limit}
-    known = {name: getattr(settings, name) for name in names if settings.sources.get(name) != "assumed"}
-    return {name: float(value) for name, value in sorted(known.items()) if value is not None}
 
 
 def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary:
@@ -439,7 +290,7 @@ def plan_ingest(
 def _planned(source: RunSource, store: TableStore, options: RowOptions) -> list[PlannedFile]:
     manifest = store.manifest()
     run_id = resolve_run_id(manifest, source)
-    known = KnownFiles.of(manifest.runs.get(run_id), options_hash(options), store.root)
+    known = KnownFiles.of(manifest.runs.get(run_id), options_hash(options), lambda: staged_parts(store.place))
     return [_planned_file(run_id, file, known.status(file)) for file in source.trace_files]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import polars as pl
 from tracefit.commands.ingest import ServerOptions, ingest_inputs
 from tracefit.commands.locate import as_list, find_tables, is_tables
 from tracefit.commands.scopes import write_timelines
+from tracefit.errors import UsageError
 from tracefit.features import targets
 from tracefit.fit import splits
 from tracefit.fit.fitted import COVERED_SHARE
@@ -67,8 +69,9 @@ def inspect(
     """
     paths = as_list(paths)
     progress = progress or NullProgress()
-    if len(paths) == 1 and is_tables(find_tables(paths[0])):
-        store = TableStore(find_tables(paths[0])).require()
+    tables = _tables_of(paths)
+    if tables is not None:
+        store = TableStore(tables).require()
         write_timelines(store, store.runs())
         return _inspect_tables(store, {}, progress)
     # Read as `ingest` reads, so that what is described here is what would be trained on.
@@ -81,6 +84,20 @@ def inspect(
             for run, source in zip(result.runs, _read(inputs, result), strict=True)
         }
         return _inspect_tables(TableStore(scratch), files, progress)
+
+
+def _tables_of(paths: list[str | Path]) -> Path | None:
+    """Return the tables that the paths stand for, if they are tables and not traces."""
+    if len(paths) != 1:
+        return None
+    try:
+        found = find_tables(paths[0])
+        return found if is_tables(found) else None
+    except UsageError:
+        if os.path.lexists(paths[0]):
+            raise
+        # Traces in a bucket are read in other ways too: with options in their URL, without the library for tables.
+        return None
 
 
 def _file_shape(file: TraceFile) -> FileShape:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError, did_you_mean
+from tracefit.inputs.buckets import BucketPath, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +29,7 @@ def has_models(folder: Path) -> bool:
 
 def find_models(path: str | Path) -> Path:
     """Return the coefficient file or the folder of them that a path stands for: itself, or `models/` below it."""
-    path = Path(path)
+    path = place_of(path)
     below = path / "models"
     # A file of its own wins over the folder below: users may have copied models out of `models/`.
     return below if path.is_dir() and not has_models(path) and has_models(below) else path
@@ -39,12 +40,14 @@ def is_tables(path: str | Path) -> bool:
     # `predict` looks for models alone, and is quick without polars.
     from tracefit.tables.store import TableStore  # noqa: PLC0415
 
-    return Path(path).is_dir() and bool(TableStore(path).runs())
+    place = place_of(path)
+    # Of a bucket, the manifest alone is asked for.
+    return (isinstance(place, BucketPath) or place.is_dir()) and bool(TableStore(place).runs())
 
 
 def find_tables(path: str | Path) -> Path:
     """Return the tables folder that a path stands for: itself, or `tables/` below it."""
-    path = Path(path)
+    path = place_of(path)
     return path / "tables" if not is_tables(path) and is_tables(path / "tables") else path
 
 

@@ -1,4 +1,4 @@
-"""Decode the trace files of a run into staged parts; known files are skipped, remote ones are fetched first.
+"""Read the trace files of a run as tasks of decoding; known files are skipped, remote ones are fetched first.
 
 One rule: a file with the same name, size and hash as in the manifest is not decoded again; any other file is.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
@@ -14,23 +15,21 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from tracefit._version import __version__
-from tracefit.engines.local import Decoded, Task, decode_task, run_tasks
+from tracefit.engines.decode import Decoded, Task, decode_task
 from tracefit.inputs.blocks import Block, ReadLimits, read_blocks
 from tracefit.inputs.discovery import refuse_other_signal
 from tracefit.inputs.files import ContentHash, content_hash_of
 from tracefit.inputs.rejects import Reject
 from tracefit.inputs.remote import fetch
-from tracefit.tables.disk import inside, scratch_folder
 from tracefit.tables.manifest import IngestedRun, Manifest, ReadFile, StagedPart
-from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
     from tracefit.progress import Progress
+    from tracefit.tables.places import Place
     from tracefit.tables.rows import RowOptions
 
 FETCHED_BYTES = 1 << 30
@@ -55,22 +54,22 @@ class KnownFiles:
     files: dict[str, ReadFile]
 
     @classmethod
-    def of(cls, run: IngestedRun | None, options: str, root: Path) -> KnownFiles:
-        """Return the files of a run whose staged parts exist.
-
-        Raises:
-            UsageError: The folder of parts is a symbolic link.
-        """
+    def of(cls, run: IngestedRun | None, options: str, there: Callable[[], set[str]]) -> KnownFiles:
+        """Return the files of a run whose staged parts exist; `there` returns the names of all parts that do."""
         if run is None or run.options != options:
             return cls({})
-        there = {part.name for part in inside(root, STAGE_NAME).glob("*")}
         return cls(
             {
                 file.path: file
                 for file in run.files
-                if file.tool_version == __version__ and all(part.name in there for part in file.parts)
+                if file.tool_version == __version__ and all(part.name in there() for part in file.parts)
             }
         )
+
+    def looks_known(self, file: TraceFile) -> bool:
+        """Return whether a file has the name and size of a known one."""
+        known = self.files.get(file.name)
+        return known is not None and known.size_bytes == file.size
 
     def unchanged_remote(self, file: TraceFile) -> ReadFile | None:
         """Return the entry of an unchanged file in a bucket, by its size and modification time."""
@@ -104,128 +103,154 @@ class KnownFiles:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the files of a run are read; the same for all of them.
+    """How trace files are read; the same for the files of all runs.
 
     Attributes:
-        known: Files that need not be decoded again.
         options: Which part of a span is kept.
         limits: Bounds on reading one file.
-        root: The tables folder; copies of files in buckets lie there for a while.
-        workers: Most processes to use.
-        bytes_per_worker: Bytes that are worth another process.
+        place: Where the tables are; copies of files in buckets lie in its scratch folder for a while.
+        by_path: Whether blocks of local files come as ranges, which another process of this machine reads.
         progress: Receives the bytes read, and warnings about files that are not read to their end.
     """
 
-    known: KnownFiles
     options: RowOptions
     limits: ReadLimits
-    root: Path
-    workers: int
-    bytes_per_worker: int
+    place: Place
+    by_path: bool
     progress: Progress
 
-    def read(self, files: Iterable[TraceFile]) -> FilesRead:
-        """Decode all files into staged parts; return them in the order of their names.
+
+class RunReading:
+    """Reads the files of one run: gives out tasks, takes their results in any order.
+
+    A file with too many rejects is not read to its end; what counts of it does not depend on the order of the results.
+    """
+
+    def __init__(self, files: Iterable[TraceFile], known: KnownFiles, how: Reading) -> None:
+        self._known = known
+        self._how = how
+        self._unchanged: list[ReadFile] = []
+        self._read: list[TraceFile] = []
+        self._hashes: dict[str, ContentHash | str] = {}
+        self._parts: dict[str, list[StagedPart]] = {}
+        self._rejects: dict[str, int] = {}
+        self._stopped: list[Reject] = []
+        self._given: deque[Task] = deque()
+        self._ended: dict[int, Decoded] = {}
+        self._left = self._tasks(files)
+        self._all_given = False
+
+    def next_task(self) -> Task | None:
+        """Return the next task; null after the last one.
 
         Raises:
             UsageError: A file cannot be read.
-            DataError: A file holds other data than traces, or a worker died.
-            OSError: A part or a copy cannot be written.
+            DataError: A file holds other data than traces.
+            OSError: A copy cannot be written.
         """
-        read: list[ReadFile] = []
+        task = next(self._left, None)
+        if task is None:
+            self._all_given = True
+        else:
+            self._given.append(task)
+        return task
+
+    def take(self, task: Task, decoded: Decoded) -> None:
+        """Take the result of a task."""
+        self._ended[id(task)] = decoded
+        # Rejects are counted in the order of the file, whichever block is decoded first.
+        while self._given and id(self._given[0]) in self._ended:
+            first = self._given.popleft()
+            self._count(first, self._ended.pop(id(first)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every task was given out and has its result."""
+        return self._all_given and not self._given
+
+    def files(self) -> FilesRead:
+        """Return the files, when the reading is complete.
+
+        Raises:
+            UsageError: A file cannot be read.
+        """
+        # After all blocks: later blocks of the file are on their way when it is stopped.
+        for reject in self._stopped:
+            self._parts[reject.source_file] += decode_task(self._task([reject]))[0]
+        self._stopped.clear()
+        read = [*self._unchanged, *map(self._entry, self._read)]
+        ordered = tuple(sorted(read, key=lambda file: file.path))
+        before = tuple(sorted(self._known.files.values(), key=lambda file: file.path))
+        return FilesRead(ordered, all_known=ordered == before)
+
+    def _entry(self, file: TraceFile) -> ReadFile:
+        found = self._hashes[file.name]
+        return ReadFile(
+            path=file.name,
+            size_bytes=file.size,
+            sha256=found if isinstance(found, str) else found.of(file),
+            tool_version=__version__,
+            parts=tuple(self._parts[file.name]),
+            modified_ns=None if file.filesystem is None else file.modified_ns,
+        )
+
+    def _tasks(self, files: Iterable[TraceFile]) -> Iterator[Task]:
         local: list[TraceFile] = []
         remote: list[TraceFile] = []
         for file in files:
             is_local = file.filesystem is None
-            if known := self.known.unchanged(file) if is_local else self.known.unchanged_remote(file):
-                read.append(known)
+            if known := self._known.unchanged(file) if is_local else self._known.unchanged_remote(file):
+                self._unchanged.append(known)
             else:
                 (local if is_local else remote).append(file)
-        # Known files are not read: they are no part of the work that the bar shows.
-        if local or remote:
-            self.progress.expect(sum(file.size for file in (*local, *remote)))
-        read += self._decoded(local, self.progress.read)
+        for file in local:
+            self._hashes[file.name] = ContentHash()
+        self._begin(local)
+        yield from self._tasks_of(local, self._how.progress.read, by_path=self._how.by_path)
         for group in _in_groups(remote):
-            with scratch_folder(self.root) as scratch:
-                copies = fetch(group, scratch, self.progress.read)
-                for copy in copies:
+            # The copies are gone when the last block is read, not when it is decoded: blocks carry their bytes.
+            with self._how.place.scratch() as scratch:
+                new = []
+                for file, copy in zip(group, fetch(group, scratch, self._how.progress.read), strict=True):
                     refuse_other_signal(copy.file)
-                times = {file.name: file.modified_ns for file in group}
-                # The time of a file in a bucket changes with every upload, its content need not.
-                same = [self.known.unchanged(copy.file, copy.content_hash) for copy in copies]
-                new = [copy.file for copy, known in zip(copies, same, strict=True) if known is None]
-                found = [known for known in same if known] + self._decoded(new, lambda _: None)
-                read += [msgspec.structs.replace(file, modified_ns=times[file.path]) for file in found]
-        ordered = tuple(sorted(read, key=lambda file: file.path))
-        before = tuple(sorted(self.known.files.values(), key=lambda file: file.path))
-        return FilesRead(ordered, all_known=ordered == before)
+                    # The time of a file in a bucket changes with every upload, its content need not.
+                    if known := self._known.unchanged(copy.file, copy.content_hash):
+                        self._unchanged.append(msgspec.structs.replace(known, modified_ns=file.modified_ns))
+                    else:
+                        new.append(copy.file)
+                        self._hashes[file.name] = copy.content_hash
+                        self._begin([file])
+                yield from self._tasks_of(new, lambda _: None, by_path=False)
 
-    def _decoded(self, files: Sequence[TraceFile], on_read: Callable[[int], object]) -> list[ReadFile]:
-        if not files:
-            return []
-        with scratch_folder(self.root) as scratch:
-            decoder = _FilesDecoder(files, self, scratch, on_read)
-            parts = decoder.run()
-        return [
-            ReadFile(
-                path=file.name,
-                size_bytes=file.size,
-                sha256=decoder.hashes[file.name].of(file),
-                tool_version=__version__,
-                parts=tuple(parts[file.name]),
-            )
-            for file in files
-        ]
+    def _begin(self, files: Sequence[TraceFile]) -> None:
+        self._read += files
+        for file in files:
+            self._parts[file.name] = []
+            self._rejects[file.name] = 0
 
-
-class _FilesDecoder:
-    """Decodes files block by block, and stops with a file that has too many rejects."""
-
-    def __init__(
-        self, files: Sequence[TraceFile], reading: Reading, scratch: Path, on_read: Callable[[int], object]
-    ) -> None:
-        self.hashes = {file.name: ContentHash() for file in files}
-        self._files = files
-        self._reading = reading
-        self._scratch = scratch
-        self._on_read = on_read
-        self._parts: dict[str, list[StagedPart]] = {file.name: [] for file in files}
-        self._rejects = dict.fromkeys(self._parts, 0)
-        self._stopped: list[Reject] = []
-
-    def run(self) -> dict[str, list[StagedPart]]:
-        """Return the staged parts of each file, by its name."""
-        # Work is decompressed bytes: a small compressed file may be worth several processes.
-        size = sum(file.size * (EXPANSION if _is_compressed(file) else 1) for file in self._files)
-        workers = min(self._reading.workers, max(size // self._reading.bytes_per_worker, 1))
-        for task, decoded in run_tasks(self._tasks(by_path=workers > 1), workers=workers):
-            self._take(task, decoded)
-        # After all blocks: results come in order, but later blocks of the file are on their way when it is stopped.
-        for reject in self._stopped:
-            self._parts[reject.source_file] += decode_task(self._task([reject]))[0]
-        return self._parts
-
-    def _take(self, task: Task, decoded: Decoded) -> None:
-        limit = self._reading.limits.max_rejects
+    def _count(self, task: Task, decoded: Decoded) -> None:
+        limit = self._how.limits.max_rejects
         for item, parts in zip(task.items, decoded, strict=True):
             name = item.source_file
-            # Results come in the order of the file: rows after the last listed reject do not count.
+            # Rows after the last listed reject do not count.
             if self._rejects[name] >= limit:
                 continue
             self._parts[name] += parts
             self._rejects[name] += sum(part.rejects for part in parts)
             if self._rejects[name] >= limit:
                 reason = f"more than {limit} rejects: the rest of the file is not read (--max-rejects sets the limit)"
-                self._reading.progress.warn(f"{name}: {reason}")
+                self._how.progress.warn(f"{name}: {reason}")
                 offset = item.offset if isinstance(item, Block) else item.source_offset
                 self._stopped.append(Reject(name, offset, 0, reason))
 
-    def _tasks(self, *, by_path: bool) -> Iterator[Task]:
+    def _tasks_of(
+        self, files: Sequence[TraceFile], on_read: Callable[[int], object], *, by_path: bool
+    ) -> Iterator[Task]:
         """Yield tasks; small blocks share one, because each task has a fixed cost."""
         items: list[Block | Reject] = []
         size, encoding = 0, None
-        most = self._reading.limits.block_bytes
-        for item in self._items(by_path=by_path):
+        most = self._how.limits.block_bytes
+        for item in self._items(files, on_read, by_path=by_path):
             if isinstance(item, Block):
                 if items and (size + item.size > most or encoding not in (None, item.encoding)):
                     yield self._task(items)
@@ -236,18 +261,20 @@ class _FilesDecoder:
             yield self._task(items)
 
     def _task(self, items: Sequence[Block | Reject]) -> Task:
-        stage = self._reading.root / STAGE_NAME
-        return Task(tuple(items), self._reading.options, self._scratch, stage)
+        return Task(tuple(items), self._how.options, self._how.place)
 
-    def _items(self, *, by_path: bool) -> Iterator[Block | Reject]:
-        show_values, limits = self._reading.options.show_values, self._reading.limits
-        for file in self._files:
+    def _items(
+        self, files: Sequence[TraceFile], on_read: Callable[[int], object], *, by_path: bool
+    ) -> Iterator[Block | Reject]:
+        limits = self._how.limits
+        for file in files:
+            found = self._hashes[file.name]
             blocks = read_blocks(
                 file,
                 limits,
-                on_read=self._on_read,
-                content_hash=self.hashes[file.name],
-                show_values=show_values,
+                on_read=on_read,
+                content_hash=found if isinstance(found, ContentHash) else None,
+                show_values=self._how.options.show_values,
                 by_path=by_path,
             )
             for item in blocks:
@@ -269,7 +296,18 @@ def _in_groups(files: Sequence[TraceFile]) -> Iterator[list[TraceFile]]:
         yield group
 
 
+def work_bytes(file: TraceFile) -> int:
+    """Return about how many decompressed bytes a file has: that is work, and a small compressed file may have much.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
+    return file.size * (EXPANSION if _is_compressed(file) else 1)
+
+
 def _is_compressed(file: TraceFile) -> bool:
+    if file.filesystem is not None:  # a look at the content costs a round trip
+        return file.name.endswith((".gz", ".zst"))
     with file.open() as raw:
         return raw.read(2) == b"\x1f\x8b" or b"\x28\xb5\x2f\xfd" in raw.read(8)
 

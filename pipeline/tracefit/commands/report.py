@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -11,6 +10,7 @@ import polars as pl
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.commands.figure_data import LATENCIES, SLO_MS, scope_rows
 from tracefit.errors import TracefitError, UsageError, did_you_mean
+from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import TracedTime, all_figures, build_report, scope_parts
 from tracefit.reports.markdown import markdown_text
@@ -21,6 +21,7 @@ from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from plotly.graph_objects import Figure as PlotlyFigure
 
@@ -63,7 +64,7 @@ def report(
             report cannot be written.
     """
     objectives = _objectives(slo_ms)
-    folder = Path(folder)
+    folder = place_of(folder)
     progress = progress or NullProgress()
     progress.stage("drawing the report")
     evaluation = read_evaluation(folder / "evaluation.json")
@@ -73,7 +74,7 @@ def report(
     if tables is not None:
         store.require()
     made = report_of(evaluation, alpha, beta, store if store.runs() else None, slo_ms=objectives)
-    place = Path(out or folder)
+    place = place_of(out or folder)
     texts = report_texts(made, place, progress)
     write_files(texts)
     return ReportResult(tuple(texts), _verdicts(evaluation)), made

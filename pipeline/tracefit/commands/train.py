@@ -15,13 +15,16 @@ from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest
 from tracefit.commands.locate import find_tables
 from tracefit.commands.report import report_of, report_texts
+from tracefit.commands.sampling import MOST_ROWS, MOST_RUNS, sample_runs, sampling_note
 from tracefit.commands.scopes import load_scope, scopes_of, write_timelines
 from tracefit.commands.training_tables import sample_tables, write_training_frames
+from tracefit.engines.choice import LOCAL, EngineChoice
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
 from tracefit.fit.fitted import BetaTarget, ScopeOptions
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads, runs_to_fit
 from tracefit.fit.scopes import fit_across, fit_scope
+from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.server.documents import read_bytes
@@ -81,8 +84,8 @@ def train(
     """Fit every scope in the tables and write models, evaluation and report.
 
     Args:
-        tables: A folder that `ingest` or `run` wrote; the training frames are added to its tables.
-        out: Folder for alpha.json and beta.json.
+        tables: A folder that `ingest` or `run` wrote, or its URL; the training frames are added to its tables.
+        out: Folder for alpha.json and beta.json, or an `s3://` or `gs://` URL.
         options: How to train.
         report_folder: Folder for evaluation.json and report.md; `out` if not given.
         run_ids: Runs to train on; every run in the tables if not given.
@@ -96,6 +99,7 @@ def train(
     progress = progress or NullProgress()
     store = TableStore(find_tables(tables)).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
+    runs, notes = _sampled(store, runs, progress)
     overlaps = find_overlaps(store, runs)
     for one in overlaps:
         progress.warn(
@@ -106,7 +110,10 @@ def train(
     runs = runs.filter(~pl.col("run_id").is_in([one.run_id for one in overlaps]))
     for text in _without_configuration(runs):
         progress.warn(text)
-    scopes = fit_runs(store, runs, options, progress)
+    scopes = [
+        replace(fitted, notes=(*fitted.notes, *notes.get(fitted.scope.scope_id, ())))
+        for fitted in fit_runs(store, runs, options, progress)
+    ]
     # Before anything is written: a failed training leaves the models of the one before as they were.
     _require_models(scopes, str(tables))
     made_by = publish.provenance(
@@ -129,16 +136,16 @@ def train(
     evaluation = publish.evaluate(
         scopes, runs, across, requests=alpha.requests, thresholds=options.thresholds
     )
-    report = Path(report_folder or out)
+    models, report = place_of(out), place_of(report_folder or out)
     texts = {
-        Path(out) / "alpha.json": to_json(alpha),
-        Path(out) / "beta.json": to_json(beta),
+        models / "alpha.json": to_json(alpha),
+        models / "beta.json": to_json(beta),
         report / "evaluation.json": to_json(evaluation),
     }
     if options.sample_csv:
-        texts.update({Path(out) / name: text for name, text in sample_tables(scopes).items()})
+        texts.update({models / name: text for name, text in sample_tables(scopes).items()})
     write_training_frames(store, scopes)
-    result = _result(scopes, runs, evaluation, out=Path(out), report=report, tables=store.root)
+    result = _result(scopes, runs, evaluation, out=models, report=report, tables=store.root)
     # The report is drawn from what was written: the frames of the fits are not kept beside it.
     del scopes
     progress.stage("drawing the report")
@@ -199,10 +206,15 @@ def fit_runs(
     scopes = []
     for scope, members in scopes_of(runs, str(store.root)):
         progress.stage(f"fitting {scope.scope_id} ({_some(members)})")
-        overloads = find_overloads(
-            members,
-            store.read("requests", members, REQUEST_COLUMNS),
-            store.read("steps", members, STEP_COLUMNS),
+        # One by one: the rules look at one run, and there may be thousands.
+        overloads = tuple(
+            one
+            for run_id in members
+            for one in find_overloads(
+                [run_id],
+                store.read("requests", [run_id], REQUEST_COLUMNS),
+                store.read("steps", [run_id], STEP_COLUMNS),
+            )
         )
         kept, overloads = runs_to_fit(members, overloads, include=options.include_overloaded)
         for one in overloads:
@@ -210,6 +222,22 @@ def fit_runs(
         fitted = fit_scope(scope, load_scope(store, runs, scope, kept), sets, how)
         scopes.append(replace(fitted, overloads=overloads))
     return scopes
+
+
+def _sampled(
+    store: TableStore, runs: pl.DataFrame, progress: Progress
+) -> tuple[pl.DataFrame, dict[str, tuple[str, ...]]]:
+    """Return the rows of the runs to train on, and a note for each scope of which some are left out."""
+    kept: list[str] = []
+    notes: dict[str, tuple[str, ...]] = {}
+    for scope, members in scopes_of(runs, str(store.root)):
+        chosen = sample_runs(runs, members, most_rows=MOST_ROWS, most_runs=MOST_RUNS)
+        kept += chosen
+        if len(chosen) < len(members):
+            note = sampling_note(len(chosen), len(members))
+            notes[scope.scope_id] = (note,)
+            progress.warn(f"{scope.scope_id}: {note}")
+    return runs.filter(pl.col("run_id").is_in(kept)), notes
 
 
 def overload_text(one: Overload) -> str:
@@ -333,26 +361,34 @@ def run(
     ingest_options: IngestOptions | None = None,
     options: TrainOptions | None = None,
     workers: int | None = None,
+    engine: EngineChoice = LOCAL,
     progress: Progress | None = None,
 ) -> RunResult:
     """Ingest traces and train on them: OUT/tables, OUT/models, OUT/evaluation.json, OUT/report.md.
 
     Args:
         paths: One path or several: run folders, folders of run folders, or trace files.
-        out: Where everything goes.
+        out: Where everything goes: a folder, or an `s3://` or `gs://` URL.
         server: Facts about the server beyond the run's files.
         ingest_options: Which parts of the traces to keep.
         options: How to train.
-        workers: Most processes that decode traces; the number of cores if not given.
+        workers: Processes that decode and build, at most; as many as there are cores if not given.
+        engine: Where they run; see `ingest`.
         progress: Receives reports on the progress.
 
     Raises:
         UsageError: A path, a file or an option is wrong.
         DataError: The traces cannot support a single model.
     """
-    out = Path(out)
+    out = place_of(out)
     ingested = ingest(
-        paths, out / "tables", server=server, options=ingest_options, workers=workers, progress=progress
+        paths,
+        out / "tables",
+        server=server,
+        options=ingest_options,
+        workers=workers,
+        engine=engine,
+        progress=progress,
     )
     trained = train(
         out / "tables",

@@ -10,7 +10,7 @@ from tracefit.features.training import WORKLOAD_COLUMNS
 from tracefit.tables import schema
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.tables.store import TableStore
@@ -19,18 +19,27 @@ if TYPE_CHECKING:
 def write_training_frames(store: TableStore, scopes: list[FittedScope]) -> None:
     """Write the rows of every run, left out ones too; runs that were not trained on have none."""
     kinds = ("alpha", "beta")
-    columns = {kind: _training_columns(kind, scopes) for kind in kinds}
+    store.write_runs(_frames_of_runs(scopes, {kind: _training_columns(kind, scopes) for kind in kinds}))
+
+
+def _frames_of_runs(
+    scopes: list[FittedScope], columns: dict[str, dict[str, pl.DataType]]
+) -> Iterator[tuple[str, dict[str, pl.DataFrame]]]:
     for scope in scopes:
-        frames = {"alpha": scope.alpha_rows, "beta": scope.beta_rows}
-        for run_id in sorted(scope.tables.runs["run_id"].unique()):
-            store.write_run(
-                run_id,
-                {f"{k}_training": _training_part(k, frames[k], run_id, scope, columns[k]) for k in kinds},
-            )
+        frames = {
+            kind: {} if rows is None else rows.partition_by("run_id", as_dict=True)
+            for kind, rows in (("alpha", scope.alpha_rows), ("beta", scope.beta_rows))
+        }
+        trained = sorted(scope.tables.runs["run_id"].unique())
         # A run that was trained on before may be left out now: its rows of then must not stay.
-        for run_id in (one.run_id for one in scope.overloads if not one.trained_on):
-            store.write_run(
-                run_id, {f"{k}_training": _training_part(k, None, run_id, scope, columns[k]) for k in kinds}
+        left_out = [one.run_id for one in scope.overloads if not one.trained_on]
+        for run_id in (*trained, *left_out):
+            yield (
+                run_id,
+                {
+                    f"{kind}_training": _training_part(kind, rows.get((run_id,)), scope, columns[kind])
+                    for kind, rows in frames.items()
+                },
             )
 
 
@@ -54,13 +63,13 @@ def _training_columns(kind: str, scopes: list[FittedScope]) -> dict[str, pl.Data
 
 
 def _training_part(
-    kind: str, frame: pl.DataFrame | None, run_id: str, scope: FittedScope, columns: dict[str, pl.DataType]
+    kind: str, frame: pl.DataFrame | None, scope: FittedScope, columns: dict[str, pl.DataType]
 ) -> pl.DataFrame:
     """Return the training rows of one run: the columns of the table, and `columns`."""
     table = schema.TABLES[f"{kind}_training"]
     if frame is None:
         return table.empty().with_columns(pl.lit(None, dtype).alias(c) for c, dtype in columns.items())
-    part = frame.filter(pl.col("run_id") == run_id).select(
+    part = frame.select(
         *(c for c in frame.columns if c in table.names),
         *(
             (pl.col(c).cast(dtype) if c in frame.columns else pl.lit(None, dtype)).alias(c)

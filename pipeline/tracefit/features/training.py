@@ -242,8 +242,10 @@ def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, st
     ahead = [(run, server) for (run, server), lag in lags.items() if lag]
     if not ahead:
         return rows
-    is_ahead = pl.any_horizontal(
-        (pl.col("run_id") == run) & (pl.col("server") == server) for run, server in ahead
+    # A join, not a condition for each: there may be thousands of runs.
+    known = pl.DataFrame(ahead, schema={name: rows.schema[name] for name in SERVER}, orient="row")
+    rows = rows.join(
+        known.with_columns(_is_ahead=pl.lit(value=True)), on=SERVER, how="left", maintain_order="left"
     )
     same_engine = pl.all_horizontal(pl.col(name) == pl.col(name).shift(1) for name in ENGINE)
     follows = same_engine & (pl.col("step_id").shift(1) == pl.col("step_id") - 1)
@@ -252,7 +254,7 @@ def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, st
         value = pl.when("_follows").then(pl.col(name).shift(1))
         return pl.when("_is_ahead").then(value).otherwise(name).alias(name)
 
-    marked = rows.with_columns(_is_ahead=is_ahead, _follows=follows)
+    marked = rows.with_columns(pl.col("_is_ahead").fill_null(value=False), _follows=follows)
     return marked.with_columns(before(name) for name in columns).drop("_is_ahead", "_follows")
 
 

@@ -264,6 +264,7 @@ def _scope(one: ScopeParts, *, several: bool = False) -> list[ReportPart]:
         holds = [f"**Holds for {load}.**"] if (load := _holds_for(scope)) else []
         note = " ".join([*holds, _HOLDOUT_NOTE, *([_LATENCY_NOTE] if scope.latency else [])])
         parts += [_headline_table(scope), note]
+    parts += [f"Note: {text}." for text in scope.notes]
     parts += [_overload(o) for o in scope.overloaded]
     parts += figures[len(first) :]
     if not one.has_figures:

@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from tracefit.errors import UsageError, did_you_mean
+from tracefit.inputs.buckets import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,7 +76,7 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
         UsageError: The file cannot be read or is larger than `limit_bytes`.
     """
     try:
-        with path.open("rb") as file:
+        with place_of(path).open("rb") as file:
             # One byte beyond the limit tells; the size on disk does not, of a pipe or a file that grows.
             content = file.read(limit_bytes + 1)
     except OSError as error:

@@ -32,13 +32,14 @@ from tracefit.tables.requests import (
 from tracefit.tables.resolve import Facts, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import RunTally
-from tracefit.tables.staging import RunPart, parts_of, read_staged
+from tracefit.tables.staging import RunPart, parts_of, read_staged, staged_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tracefit.tables.manifest import ReadFile
+    from tracefit.tables.places import Place
 
 WINDOW_BYTES = 8 << 20
 """Bytes on disk of the staged parts that are read together; in memory they take several times as much."""
@@ -70,7 +71,7 @@ def build_tables(
     files: Sequence[ReadFile],
     *,
     run_id: str,
-    stage: Path,
+    place: Place,
     scratch: Path,
     write: Callable[[str, pl.DataFrame], None],
     run_columns: Mapping[str, str | int | None],
@@ -81,8 +82,8 @@ def build_tables(
     Args:
         files: The trace files with their staged parts, in the order of their names.
         run_id: The run.
-        stage: The folder of staged parts.
-        scratch: A folder for what does not fit into memory.
+        place: Where the staged parts are.
+        scratch: A folder on disk for what does not fit into memory.
         write: Takes the next rows of a table, in order; called at least once for every table.
         run_columns: Values of the `runs` table for the whole run, beside the counts.
         limits: Settings of the server that bound values of the tables; one that the run contradicts is not used.
@@ -90,7 +91,7 @@ def build_tables(
     Returns:
         The counts; a run without a single span of the vLLM scopes is not written at all.
     """
-    run, spans_read = _sorted_rows(files, run_id, stage, scratch, limits or {})
+    run, spans_read = _sorted_rows(files, run_id, place, scratch, limits or {})
     memory.give_back()
     other_spans = sum(part.other_spans for file in files for part in file.parts)
     if not run.counts["spans"]:
@@ -101,18 +102,18 @@ def build_tables(
 
 
 def _sorted_rows(
-    files: Sequence[ReadFile], run_id: str, stage: Path, scratch: Path, limits: Mapping[str, float]
+    files: Sequence[ReadFile], run_id: str, place: Place, scratch: Path, limits: Mapping[str, float]
 ) -> tuple[_Run, int]:
     """Return the rows of all tables, in sorts, and how many spans were read.
 
     A function of its own, so that the facts of each span are freed before the tables are written.
     """
     staged = parts_of(files)
-    resolved = resolve(stage, staged)
+    resolved = resolve(place, staged)
     parts = [_ResolvedPart(part, known) for part, known in zip(staged, resolved.parts, strict=True)]
-    starts, sieve = _epoch_starts(stage, parts, scratch, _Sieve(limits, resolved.clocks))
+    starts, sieve = _epoch_starts(place, parts, scratch, _Sieve(limits, resolved.clocks))
     run = _Run(run_id, SortSpace(scratch), starts, sieve)
-    for window in _windows(stage, parts):
+    for window in _windows(place, parts):
         run.add(window)
     return run, sum(known.spans_read for known in resolved.parts)
 
@@ -185,25 +186,25 @@ class _ResolvedPart:
 class _Window:
     """Staged parts that are read together; row numbers continue from part to part."""
 
-    stage: Path
+    place: Place
     parts: Sequence[tuple[_ResolvedPart, int]]
     """Each part with the number of its first row."""
     facts: pl.DataFrame
     """row, server, core_zero, server_zero of the spans that count."""
 
     @classmethod
-    def of(cls, stage: Path, parts: Sequence[_ResolvedPart]) -> _Window:
+    def of(cls, place: Place, parts: Sequence[_ResolvedPart]) -> _Window:
         """Return a window of parts; only here do server names become text, to save memory until then."""
         firsts = [0, *accumulate(part.facts.rows for part in parts[:-1])]
         numbered = list(zip(parts, firsts, strict=True))
         facts = [_moved(part.facts.spans, first) for part, first in numbered]
-        return cls(stage, numbered, pl.concat(facts).with_columns(pl.col("server").cast(pl.String)))
+        return cls(place, numbered, pl.concat(facts).with_columns(pl.col("server").cast(pl.String)))
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of all spans, counted or not; a file number is replaced by the name of the file."""
         frames = []
         for part, first in self.parts:
-            rows = read_staged(self.stage, part.staged.name, kind, columns)
+            rows = read_staged(self.place, part.staged.name, kind, columns)
             if "row" in rows.columns:
                 rows = _moved(rows, first)
             if "file" in rows.columns:
@@ -241,24 +242,24 @@ def _moved(rows: pl.DataFrame, first: int) -> pl.DataFrame:
     return rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
 
 
-def _windows(stage: Path, parts: Iterable[_ResolvedPart]) -> Iterator[_Window]:
+def _windows(place: Place, parts: Sequence[_ResolvedPart]) -> Iterator[_Window]:
     """Yield windows of consecutive parts; small ones share a window, because each frame has a fixed cost."""
     held: list[_ResolvedPart] = []
     size = 0
-    for part in parts:
-        on_disk = sum(file.stat().st_size for file in (stage / part.staged.name).iterdir())
-        own = max(on_disk, part.facts.rows * _BYTES_PER_SPAN)
+    sizes = staged_bytes(place, (part.staged.name for part in parts))
+    for part, stored in zip(parts, sizes, strict=True):
+        own = max(stored, part.facts.rows * _BYTES_PER_SPAN)
         if held and size + own > WINDOW_BYTES:
-            yield _Window.of(stage, held)
+            yield _Window.of(place, held)
             held, size = [], 0
         held.append(part)
         size += own
     if held:
-        yield _Window.of(stage, held)
+        yield _Window.of(place, held)
 
 
 def _epoch_starts(
-    stage: Path, parts: Sequence[_ResolvedPart], scratch: Path, sieve: _Sieve
+    place: Place, parts: Sequence[_ResolvedPart], scratch: Path, sieve: _Sieve
 ) -> tuple[pl.DataFrame, _Sieve]:
     """Scan the marks of the whole run in the order of their clock; return the epochs, and the sieve for odd rows."""
     marks = SortSpace(scratch).sort(key=("clock",), order=("clock", "server", "step_id", "exact"))
@@ -266,7 +267,7 @@ def _epoch_starts(
     # The settings are counted, not applied, in this pass: whether the run contradicts them shows at its end.
     free = replace(sieve, limits={})
     counted = _LimitCount(sieve.limits)
-    for window in _windows(stage, parts):
+    for window in _windows(place, parts):
         columns = ("row", "unix_ns", "ts_start_ns", "step_id", *counted.columns("steps"))
         steps, _ = window.sifted(free, "steps", "steps", columns)
         columns = ("row", "unix_ns", "ts_ns", "step_id", "layer", *counted.columns("journey_events"))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from tracefit.errors import UsageError
+from tracefit.inputs.buckets import BucketPath, place_of, put
 
 if TYPE_CHECKING:
     import io
@@ -131,19 +132,23 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_files(contents: Mapping[Path, bytes | str]) -> None:
-    """Write the files of one result; text as UTF-8. Each is whole or not there, and none is written if one cannot be.
+    """Write the files of one result; text as UTF-8. Each is whole or not there.
+
+    On disk none is written if one cannot be; in a bucket, those before it are.
 
     Raises:
         UsageError: A file cannot be written.
     """
     with ExitStack() as stack:
         drafts = []
-        for path, content in contents.items():
+        for name, content in contents.items():
+            path, data = place_of(name), content.encode() if isinstance(content, str) else content
+            if isinstance(path, BucketPath):
+                put(path, data)
+                continue
             stack.enter_context(disk_errors(path))
             scratch = stack.enter_context(scratch_folder(path.parent))
-            drafts.append(
-                (_draft(scratch, path, content.encode() if isinstance(content, str) else content), path)
-            )
+            drafts.append((_draft(scratch, path, data), path))
         for draft, path in drafts:
             with disk_errors(path):
                 draft.replace(path)

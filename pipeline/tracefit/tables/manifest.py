@@ -1,6 +1,6 @@
 """`TABLES/manifest.json`: which trace files were read, and which files of the folder are valid.
 
-The manifest is replaced last, in one rename: a reader that follows it sees each run either as before or as after an
+The manifest is replaced last, in one rename or one conditional write: a reader that follows it sees each run either as before or as after an
 ingest, never in between. A file that it does not name is a leftover.
 """
 
@@ -13,10 +13,12 @@ from msgspec import Meta
 
 from tracefit._version import __version__
 from tracefit.errors import DataError
-from tracefit.tables.disk import inside, open_regular, write_whole
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping
+
+    from tracefit.inputs.buckets import Version
+    from tracefit.tables.places import Place
 
 MANIFEST_NAME = "manifest.json"
 
@@ -93,41 +95,37 @@ class Manifest(_Strict, frozen=True):
     tool_version: str = __version__
     runs: dict[RunId, IngestedRun] = {}
 
-    def with_run(self, run_id: str, run: IngestedRun) -> Manifest:
-        """Return a manifest with this run added or replaced."""
-        return Manifest(runs={**self.runs, run_id: run})
+    def with_runs(self, runs: Mapping[str, IngestedRun]) -> Manifest:
+        """Return a manifest with these runs added or replaced."""
+        return Manifest(runs={**self.runs, **runs})
 
     def staged(self) -> set[str]:
         """Return the names of all staged parts that are valid."""
         return {part.name for run in self.runs.values() for file in run.files for part in file.parts}
 
 
-def read_manifest(root: Path) -> Manifest:
-    """Read the manifest of a tables folder; an empty one if there is none.
+def read_manifest(place: Place) -> tuple[Manifest, Version | None]:
+    """Read the manifest of a place, an empty one if there is none; and its version, for `replace_manifest`.
 
     Raises:
         DataError: The manifest is damaged or of another version.
-        UsageError: It is a symbolic link.
+        UsageError: It is a symbolic link, or the bucket cannot be read.
     """
-    path = inside(root, MANIFEST_NAME)
     try:
-        with open_regular(path) as stream:
-            text = stream.read()
+        text, version = place.read_versioned(MANIFEST_NAME)
     except FileNotFoundError:
-        return Manifest()
-    except OSError as error:
-        raise DataError(f"cannot be read ({error.strerror})", where=str(path)) from error
+        return Manifest(), None
     try:
-        return msgspec.json.decode(text, type=Manifest)
+        return msgspec.json.decode(text, type=Manifest), version
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
             "is not a manifest of this version of tracefit",
-            where=str(path),
+            where=str(place.root / MANIFEST_NAME),
             hint="ingest the traces into a new folder",
         ) from error
 
 
-def write_manifest(root: Path, manifest: Manifest) -> None:
-    """Replace the manifest of a tables folder in one step."""
+def replace_manifest(place: Place, manifest: Manifest, version: Version | None) -> bool:
+    """Replace the manifest of a place in one step, if it is still the one that was read; say whether it was."""
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    write_whole(root / MANIFEST_NAME, text + b"\n")
+    return place.replace_if(MANIFEST_NAME, text + b"\n", version)

@@ -17,8 +17,8 @@ from tracefit.tables.staging import read_staged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
+    from tracefit.tables.places import Place
     from tracefit.tables.staging import RunPart
 
 _NARROW = (
@@ -75,13 +75,13 @@ class Resolved:
 CLOCKS = {"server": pl.String, "low": pl.Int64, "high": pl.Int64}
 
 
-def resolve(stage: Path, parts: Sequence[RunPart]) -> Resolved:
+def resolve(place: Place, parts: Sequence[RunPart]) -> Resolved:
     """Return the spans of a run that count, with their servers, and the clocks of the servers.
 
     A span is identified by (trace_id, span_id): if it was read twice, the first one counts.
 
     Args:
-        stage: The folder of staged parts.
+        place: Where the staged parts are.
         parts: The run's parts.
 
     Returns:
@@ -91,7 +91,7 @@ def resolve(stage: Path, parts: Sequence[RunPart]) -> Resolved:
         return Resolved([], pl.DataFrame(schema=CLOCKS))
     every, rows = [], []
     for number, part in enumerate(parts):
-        staged = read_staged(stage, part.name, "spans", _NARROW)
+        staged = read_staged(place, part.name, "spans", _NARROW)
         rows.append(staged.height)
         every.append(_narrow(part.of_files(staged, "place"), number))
     spans = pl.concat(every)
@@ -101,7 +101,7 @@ def resolve(stage: Path, parts: Sequence[RunPart]) -> Resolved:
     spans = spans.drop("place")
     read = dict(spans.group_by("part").len().iter_rows())
     spans = without_lone_clocks(_without_repeats(spans)).with_row_index("span_row")
-    spans = _with_server(spans, _EventMarks(stage, [part.name for part in parts], spans))
+    spans = _with_server(spans, _EventMarks(place, [part.name for part in parts], spans))
     facts, clocks = _facts(spans), clocks_of(spans)
     by_part = facts.partition_by("part", as_dict=True, maintain_order=True, include_key=False)
     none = facts.clear().drop("part")
@@ -181,7 +181,7 @@ def _with_server(spans: pl.DataFrame, marks: _EventMarks) -> pl.DataFrame:
 class _EventMarks:
     """Clock and step counter of the engines' events, for `split_engines`; read only where counters interleave."""
 
-    stage: Path
+    place: Place
     parts: Sequence[str]
     spans: pl.DataFrame
 
@@ -190,15 +190,15 @@ class _EventMarks:
         places = self.spans.select("span_row", "part", "row").join(wanted, on="span_row", how="semi")
         marks = []
         for (part,), rows in places.group_by("part", maintain_order=True):
-            events = _events_of(self.stage, self.parts[int(str(part))])
+            events = _events_of(self.place, self.parts[int(str(part))])
             marks.append(rows.select("span_row", "row").join(events, on="row", how="inner").drop("row"))
         return pl.concat(marks)
 
 
-def _events_of(stage: Path, part: str) -> pl.DataFrame:
-    steps = read_staged(stage, part, "steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
-    snapshots = read_staged(stage, part, "snapshots", ("row", "unix_ns", "step_id"))
-    journeys = read_staged(stage, part, "journeys", ("row", "unix_ns", "ts_ns", "step_id", "layer", "event"))
+def _events_of(place: Place, part: str) -> pl.DataFrame:
+    steps = read_staged(place, part, "steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
+    snapshots = read_staged(place, part, "snapshots", ("row", "unix_ns", "step_id"))
+    journeys = read_staged(place, part, "journeys", ("row", "unix_ns", "ts_ns", "step_id", "layer", "event"))
     # SCHEDULED and PREEMPTED are stamped at the start of a step, in schedule(); all other events after its execution, when
     # the counter already stands one higher.
     late = pl.when(pl.col("event").is_in(["SCHEDULED", "PREEMPTED"])).then(0).otherwise(1)

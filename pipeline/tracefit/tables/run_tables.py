@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import polars as pl
 
 from tracefit.errors import UsageError, did_you_mean
+from tracefit.inputs.buckets import place_of
 from tracefit.tables.schema import TABLES
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 
 class RunTables(Mapping[str, pl.DataFrame]):
@@ -24,7 +25,7 @@ class RunTables(Mapping[str, pl.DataFrame]):
 
     def __init__(self, root: str | Path, run_ids: Sequence[str] | None = None) -> None:
         """Name the folder of tables, and its runs; all of them if not given."""
-        self.root = Path(root)
+        self.root = place_of(root)
         self._run_ids = None if run_ids is None else list(run_ids)
 
     def __repr__(self) -> str:

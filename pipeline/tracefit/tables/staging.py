@@ -17,10 +17,10 @@ from tracefit.errors import DataError
 from tracefit.tables.disk import create
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Sequence
 
     from tracefit.tables.manifest import ReadFile
+    from tracefit.tables.places import Place
     from tracefit.tables.rows import SpanRows
 
 STAGE_NAME = ".stage"
@@ -28,41 +28,59 @@ _BATCH_ROWS = 64 * 1024
 _FILES = {"file": pl.UInt32, "place": pl.UInt32, "source_file": pl.String}
 
 
-def write_staged(rows: SpanRows, scratch: Path, stage: Path) -> str:
-    """Write rows as a new part; it appears whole or not at all.
+def write_staged(rows: SpanRows, place: Place) -> str:
+    """Write rows as a new part. Its name is returned when all of it is there.
 
-    Args:
-        rows: The decoded rows.
-        scratch: A folder on the same disk to write in.
-        stage: The folder of parts.
-
-    Returns:
-        The part's name.
+    Raises:
+        OSError: It cannot be written.
+        UsageError: The bucket cannot be written.
     """
-    name = uuid.uuid4().hex
-    unfinished = scratch / name
-    unfinished.mkdir()
-    for kind, frame in rows.frames().items():
-        with create(unfinished / f"{kind}.arrow") as stream:
-            frame.write_ipc(stream, compression="lz4", record_batch_size=_BATCH_ROWS)
-    stage.mkdir(exist_ok=True)
-    unfinished.rename(stage / name)
-    return name
+    part = uuid.uuid4().hex
+    files = {}
+    with place.scratch() as scratch:
+        for kind, frame in rows.frames().items():
+            files[_name(part, kind)] = path = scratch / f"{kind}.arrow"
+            with create(path) as stream:
+                frame.write_ipc(stream, compression="lz4", record_batch_size=_BATCH_ROWS)
+        place.put(files)
+    return part
 
 
-def read_staged(stage: Path, name: str, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
+def read_staged(place: Place, part: str, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
     """Read one frame of a part, or some of its columns.
 
     Raises:
         DataError: The part is damaged.
+        UsageError: The bucket cannot be read.
     """
-    path = stage / name / f"{kind}.arrow"
+    name = _name(part, kind)
     try:
-        return pl.read_ipc(path, columns=list(columns) if columns else None)
+        with place.fetched(name) as path:
+            return pl.read_ipc(path, columns=list(columns) if columns else None)
     except (OSError, pl.exceptions.PolarsError) as error:
         raise DataError(
-            "is damaged", where=str(path), hint=f"remove {stage} and ingest the traces again"
+            "is damaged",
+            where=str(place.root / name),
+            hint=f"remove {place.root / STAGE_NAME} and ingest the traces again",
         ) from error
+
+
+def _name(part: str, kind: str) -> str:
+    return f"{STAGE_NAME}/{part}/{kind}.arrow"
+
+
+def staged_parts(place: Place) -> set[str]:
+    """Return the names of the parts that are there, finished or not.
+
+    Raises:
+        UsageError: The folder of parts is a symbolic link, or the bucket cannot be read.
+    """
+    return place.children(STAGE_NAME)
+
+
+def staged_bytes(place: Place, parts: Iterable[str]) -> list[int]:
+    """Return the size of each part as stored."""
+    return place.sizes(f"{STAGE_NAME}/{part}" for part in parts)
 
 
 @dataclass(frozen=True, slots=True)

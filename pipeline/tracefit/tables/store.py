@@ -5,6 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import random
+import re
+import tempfile
+import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,30 +23,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tracefit.errors import DataError, UsageError
+from tracefit.inputs.buckets import together
 from tracefit.inputs.files import display_name
 from tracefit.tables import schema
-from tracefit.tables.disk import (
-    SCRATCH_PREFIX,
-    create,
-    disk_errors,
-    inside,
-    locked,
-    open_regular,
-    refuse_links,
-    scratch_folder,
-)
+from tracefit.tables.disk import create, disk_errors
 from tracefit.tables.manifest import (
     MANIFEST_NAME,
     IngestedRun,
     Manifest,
     TableFile,
     read_manifest,
-    write_manifest,
+    replace_manifest,
 )
+from tracefit.tables.places import Place, digest_of, open_place
 from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 16 << 20
@@ -54,134 +51,228 @@ PIECE_ROWS = 16 * 1024
 _HASH_DIGITS = 16
 _AGAIN = "ingest the run again"
 
+_ATTEMPTS = 20
+_UNANSWERED = 5
+_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+"""Attempts to replace a manifest that other processes replace too, and the pauses between them, half of these on average."""
+
+_OWN = re.compile(rf"{re.escape(STAGE_NAME)}/|[^/]+/run_id=[^/]+/part-[0-9a-f]{{{_HASH_DIGITS}}}\.parquet$")
+"""Names of staged parts and of parts of tables; no other file is ever removed."""
+
 _PLACES = {MANIFEST_NAME, STAGE_NAME, *schema.TABLES}
 
 
 class TableStore:
-    """A folder of tables. What the manifest names is there and whole; a run changes in one step."""
+    """A folder of tables, on disk or in a bucket. What the manifest names is there and whole; a run changes in one step.
+
+    Attributes:
+        place: Where the tables are.
+        root: The name of that.
+    """
 
     def __init__(self, root: str | Path) -> None:
         """Name a folder of tables, there or not.
 
         Raises:
-            UsageError: The name is empty, or not valid UTF-8, which the libraries that write Parquet cannot open.
+            UsageError: The name is empty, or not valid UTF-8, which the libraries that write Parquet cannot open, or a URL
+                that is none of a bucket.
         """
         if not str(root):
             raise UsageError("the name of a tables folder is empty", hint="name a folder, or . for this one")
-        self.root = Path(root)
-        self._checked: set[Path] = set()
         try:
-            str(self.root).encode()
+            str(root).encode()
         except UnicodeEncodeError as error:
             raise UsageError(
                 "is not a name in UTF-8", where=display_name(str(root)), hint="choose another folder"
             ) from error
+        self.place = open_place(root)
+        self.root: Path = self.place.root
+        self._checked: set[str] = set()
 
     def write_run(self, run_id: str, frames: Mapping[str, pl.DataFrame]) -> list[Path]:
-        """Replace a run's rows in the given tables.
+        """Replace a run's rows in the given tables; see `write_runs`. Return the part of each table."""
+        run = self.write_runs([(run_id, frames)])[run_id]
+        return [self.root / part_name(name, run_id, run.tables[name]) for name in frames]
 
-        Everything is written to a temporary folder first; nothing of the run is touched before that succeeded.
+    def write_runs(self, runs: Iterable[tuple[str, Mapping[str, pl.DataFrame]]]) -> dict[str, IngestedRun]:
+        """Replace the rows of runs in some tables, in one step.
+
+        Everything is written to a temporary folder first; nothing of a run is touched before that succeeded.
 
         Args:
-            run_id: A cleaned run id.
-            frames: Table name to its conformed frame.
+            runs: Each run, by its cleaned id, with table name to its conformed frame.
 
         Returns:
-            The part of each table.
+            Run id to its new entry.
 
         Raises:
-            UsageError: The folder cannot be written.
+            UsageError: The folder cannot be written, or another process has changed a run meanwhile.
         """
-        with (
-            disk_errors(self.root),
-            self.lock(),
-            scratch_folder(self.root) as scratch,
-            RunWriter(scratch) as writer,
-        ):
-            for name, frame in frames.items():
-                writer.write(name, frame)
-            run = read_manifest(self.root).runs.get(run_id, IngestedRun())
-            run = self.publish(run_id, run, writer.close(), keep=True)
-        return [self._path(name, run_id, run.tables[name]) for name in frames]
+        with disk_errors(self.root), self.lock(), self.place.scratch() as scratch:
+            known = self.manifest().runs
+            changes = {}
+            for run_id, frames in runs:
+                with RunWriter(Path(tempfile.mkdtemp(dir=scratch))) as writer:
+                    for name, frame in frames.items():
+                        writer.write(name, frame)
+                    parts = writer.close()
+                before = known.get(run_id)
+                after = before or IngestedRun()
+                tables = {**after.tables, **put_parts(self.place, run_id, parts)}
+                changes[run_id] = before, msgspec.structs.replace(after, tables=tables)
+            if changes:
+                self.commit(changes)
+        return {run_id: after for run_id, (_, after) in changes.items()}
 
     @contextmanager
     def lock(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-        """Hold the folder for writing; if another process holds it, call `waiting` and wait.
+        """Hold the folder for writing; if another process holds it, call `waiting` and wait. A bucket is not held.
 
         Raises:
             UsageError: A symbolic link lies where files of the tables are written or removed.
         """
-        with locked(self.root, waiting=waiting or (lambda: None)):
-            self._refuse_links()
-            yield
+        before = self.place
+        with before.lock(waiting or (lambda: None), _PLACES) as held:
+            self.place = held
+            try:
+                yield
+            finally:
+                self.place = before
 
-    def _refuse_links(self) -> None:
-        """Refuse links among the files of tracefit; other files in the folder are not touched."""
-        for place in self.root.iterdir():
-            if place.name in _PLACES or place.name.startswith(SCRATCH_PREFIX):
-                inside(self.root, place.name)
-                if place.is_dir():
-                    refuse_links(place)
-
-    def is_intact(self, run_id: str) -> bool:
-        """Return whether the tables of a run exist and are unchanged."""
-        run = self.manifest().runs[run_id]
+    def is_intact(self, run_id: str, run: IngestedRun) -> bool:
+        """Return whether the tables of a run exist and, on disk, are unchanged: a bucket checks what it stores itself."""
+        names = [part_name(name, run_id, part) for name, part in run.tables.items()]
+        if not self.place.has_lock:
+            return self.place.has(names)
         try:
-            for name, part in run.tables.items():
-                self._check(self._path(name, run_id, part))
+            for name in names:
+                with self.place.fetched(name) as path:
+                    self._check(name, path)
         except (OSError, DataError):
             return False
         return True
 
-    def _check(self, part: Path) -> None:
+    def _check(self, name: str, path: Path) -> None:
         """Compare a part with the hash in its name, once: Parquet does not notice changed values in a page.
 
         Raises:
             DataError: The file has changed since it was written.
         """
-        if part in self._checked:
+        if name in self._checked:
             return
-        with open_regular(part) as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if part.name != f"part-{digest[:_HASH_DIGITS]}.parquet":
-            raise DataError("is not what was written", where=str(part), hint=_AGAIN)
-        self._checked.add(part)
+        if path.name != f"part-{digest_of(path)[:_HASH_DIGITS]}.parquet":
+            raise DataError("is not what was written", where=str(self.root / name), hint=_AGAIN)
+        if self.place.has_lock:  # each copy of an object is checked
+            self._checked.add(name)
 
-    def publish(self, run_id: str, run: IngestedRun, parts: Mapping[str, Path], *, keep: bool) -> IngestedRun:
-        """Move finished parts to their places and make them valid, in one step. The caller holds the lock.
+    def publish(
+        self,
+        run_id: str,
+        run: IngestedRun,
+        parts: Mapping[str, Path],
+        *,
+        before: IngestedRun | None,
+        keep: bool,
+    ) -> IngestedRun:
+        """Put finished parts to their places and make them valid, in one step. The caller holds the lock.
 
         Args:
             run_id: A cleaned run id.
             run: The run's new entry in the manifest, without its tables.
-            parts: Table name to its part, on the same disk.
+            parts: Table name to its part, in a scratch folder of the place.
+            before: The run's entry that the parts were made from; null if it had none.
             keep: Whether the run's other tables stay valid.
 
         Returns:
             The run's entry, with its tables.
+
+        Raises:
+            UsageError: Another process has changed the run meanwhile, or the place cannot be written.
         """
-        tables = {name: TableFile(name=part.name) for name, part in parts.items()}
+        tables = put_parts(self.place, run_id, parts)
         run = msgspec.structs.replace(run, tables={**run.tables, **tables} if keep else tables)
-        for name, part in parts.items():
-            target = self._path(name, run_id, tables[name])
-            target.parent.mkdir(parents=True, exist_ok=True)
-            part.replace(target)
-        write_manifest(self.root, read_manifest(self.root).with_run(run_id, run))
-        self._remove_old(run_id, run)
+        self.commit({run_id: (before, run)})
         return run
 
-    def _remove_old(self, run_id: str, run: IngestedRun) -> None:
-        valid = {self._path(name, run_id, part) for name, part in run.tables.items()}
-        for name in schema.TABLES:
-            for part in (self.root / name / f"run_id={run_id}").glob("part-*.parquet"):
-                if part not in valid:
-                    part.unlink()
+    def commit(self, changes: Mapping[str, tuple[IngestedRun | None, IngestedRun]]) -> None:
+        """Make new entries of runs valid, all in one step. Their parts are in their places, and the lock is held.
 
-    def _path(self, name: str, run_id: str, part: TableFile) -> Path:
-        return inside(self.root, name, f"run_id={run_id}", part.name)
+        Args:
+            changes: Run id to its entry as it was read, null if it had none, and its new entry.
+
+        Raises:
+            UsageError: Another process has changed one of the runs meanwhile, or the place cannot be written.
+        """
+        after = {run_id: entry for run_id, (_, entry) in changes.items()}
+        try:
+            self._commit(changes, after)
+        except UsageError:
+            # Who reads the folder of a table without the manifest would read these too.
+            self.place.remove(_parts_of(after) - _parts_of(self.manifest().runs))
+            raise
+        if self.place.has_lock:
+            self._remove_unnamed(f"{name}/run_id={run_id}" for run_id in after for name in schema.TABLES)
+        else:
+            # What else is not named may be what another writer is about to publish.
+            replaced = _parts_of({run_id: entry for run_id, (entry, _) in changes.items() if entry})
+            self.place.remove(replaced - _parts_of(after))
+
+    def _commit(
+        self,
+        changes: Mapping[str, tuple[IngestedRun | None, IngestedRun]],
+        after: Mapping[str, IngestedRun],
+    ) -> None:
+        for attempt in range(_ATTEMPTS):
+            manifest, version = read_manifest(self.place)
+            if all(manifest.runs.get(run_id) == entry for run_id, entry in after.items()):
+                break  # an earlier attempt, of which no answer came
+            for run_id, (before, _) in changes.items():
+                if manifest.runs.get(run_id) != before:
+                    raise UsageError(
+                        f"run {run_id} was changed by another process meanwhile",
+                        where=str(self.root),
+                        hint="what that one wrote is kept; run the command again",
+                    )
+            try:
+                if replace_manifest(self.place, manifest.with_runs(after), version):
+                    break
+            except UsageError:  # it may have been replaced all the same: what is there tells
+                if attempt >= _UNANSWERED:
+                    raise
+            time.sleep(random.uniform(0, min(2**attempt * _PAUSE_S, _LONGEST_PAUSE_S)))  # noqa: S311 - spreads writers
+        else:
+            raise UsageError(
+                f"cannot be replaced, in {_ATTEMPTS} attempts",
+                where=str(self.root / MANIFEST_NAME),
+                hint="the bucket must support conditional writes (If-Match), and writers must leave each other time",
+            )
+
+    @contextmanager
+    def swept(self) -> Iterator[None]:
+        """Remove at the end what no manifest names; after an error on disk alone, for a bucket may not answer."""
+        try:
+            yield
+        except BaseException:
+            if self.place.has_lock:
+                self.sweep()
+            raise
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Remove what no manifest names: staged parts, and in a bucket old parts of tables too. The lock is held."""
+        self._remove_unnamed([STAGE_NAME if self.place.has_lock else ""])
+
+    def _remove_unnamed(self, folders: Iterable[str]) -> None:
+        found = [name for folder in folders for name in self.place.leftovers(folder) if _OWN.match(name)]
+        # Read after the listing: what was listed as old and is not named now will not be.
+        manifest = self.manifest()
+        parts, staged = _parts_of(manifest.runs), manifest.staged()
+        self.place.remove(name for name in found if name not in parts and name.split("/")[1] not in staged)
 
     def manifest(self) -> Manifest:
         """Return the current manifest."""
-        return read_manifest(self.root)
+        return read_manifest(self.place)[0]
 
     def runs(self) -> list[str]:
         """Return the ids of the ingested runs, sorted."""
@@ -197,11 +288,11 @@ class TableStore:
             UsageError: A part, or a folder it lies in, is a symbolic link.
         """
         try:
-            frames = [self._read_part(part, columns) for part in self._parts(name, run_ids)]
+            frames = self._read_parts(name, run_ids, columns)
         except FileNotFoundError:
             # The run was replaced after its manifest was read: the new manifest names the new files.
             try:
-                frames = [self._read_part(part, columns) for part in self._parts(name, run_ids)]
+                frames = self._read_parts(name, run_ids, columns)
             except FileNotFoundError as error:
                 raise DataError("is missing", where=str(error.filename), hint=_AGAIN) from error
         if not frames:
@@ -221,25 +312,38 @@ class TableStore:
             UsageError: A part, or a folder it lies in, is a symbolic link.
         """
         frames = [
-            pl.scan_parquet(part, hive_partitioning=False).rename(schema.EARLIER_NAMES, strict=False)
+            pl.scan_parquet(self.place.scannable(part), hive_partitioning=False).rename(
+                schema.EARLIER_NAMES, strict=False
+            )
             for part in self._parts(name, run_ids)
         ]
         empty = schema.TABLES[name].empty().lazy()
         return pl.concat([empty, *frames], how="diagonal_relaxed").cast({pl.Categorical: pl.String})
 
-    def _read_part(self, part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
-        try:
-            self._check(part)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise DataError(f"cannot be read ({error.strerror})", where=str(part), hint=_AGAIN) from error
-        return _read_part(part, columns)
+    def _read_parts(
+        self, name: str, run_ids: list[str] | None, columns: Sequence[str] | None
+    ) -> list[pl.DataFrame]:
+        def read(part: str) -> pl.DataFrame:
+            return self._read_part(part, columns)
 
-    def _parts(self, name: str, run_ids: list[str] | None) -> list[Path]:
+        parts = self._parts(name, run_ids)
+        return list(map(read, parts)) if self.place.has_lock else together(read, parts)
+
+    def _read_part(self, part: str, columns: Sequence[str] | None) -> pl.DataFrame:
+        where = str(self.root / part)
+        with self.place.fetched(part) as path:
+            try:
+                self._check(part, path)
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                raise DataError(f"cannot be read ({error.strerror})", where=where, hint=_AGAIN) from error
+            return read_part(path, columns, where=where)
+
+    def _parts(self, name: str, run_ids: list[str] | None) -> list[str]:
         runs = sorted(self.manifest().runs.items())
         wanted = [(i, run) for i, run in runs if run_ids is None or i in run_ids]
-        return [self._path(name, i, run.tables[name]) for i, run in wanted if name in run.tables]
+        return [part_name(name, i, run.tables[name]) for i, run in wanted if name in run.tables]
 
     def require(self) -> TableStore:
         """Return the store if it holds ingested runs.
@@ -252,6 +356,30 @@ class TableStore:
                 "holds no tables", where=str(self.root), hint="`tracefit ingest RUNS --out TABLES` makes them"
             )
         return self
+
+
+def part_name(table: str, run_id: str, part: TableFile) -> str:
+    """Return the name of a part in its place."""
+    return f"{table}/run_id={run_id}/{part.name}"
+
+
+def _parts_of(runs: Mapping[str, IngestedRun]) -> set[str]:
+    return {
+        part_name(name, run_id, part) for run_id, run in runs.items() for name, part in run.tables.items()
+    }
+
+
+def put_parts(place: Place, run_id: str, parts: Mapping[str, Path]) -> dict[str, TableFile]:
+    """Put finished parts of a run to their places; they count when a manifest names them. Any process may do this.
+
+    Args:
+        place: Where the tables are.
+        run_id: A cleaned run id.
+        parts: Table name to its part, in a scratch folder of the place.
+    """
+    tables = {name: TableFile(name=part.name) for name, part in parts.items()}
+    place.put({part_name(name, run_id, tables[name]): part for name, part in parts.items()})
+    return tables
 
 
 _AHEAD = 1
@@ -419,7 +547,19 @@ def _to_map(lists: pl.Series) -> pa.Array:
     return pa.MapArray.from_arrays(offsets, keys, values)
 
 
-def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
+def read_part(part: Path, columns: Sequence[str] | None = None, *, where: str | None = None) -> pl.DataFrame:
+    """Read a file of a table, with all columns or some.
+
+    Args:
+        part: The file on disk.
+        columns: Columns to read; all if not given.
+        where: The file as the user knows it, if it is a copy.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        DataError: It is not a readable Parquet file.
+    """
+    where = where or str(part)
     try:
         # Not read_table, which loads pyarrow's datasets first.
         with pq.ParquetFile(part) as file:
@@ -429,8 +569,8 @@ def _read_part(part: Path, columns: Sequence[str] | None) -> pl.DataFrame:
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError("is not a readable Parquet file", where=str(part), hint=_AGAIN) from error
+        raise DataError("is not a readable Parquet file", where=where, hint=_AGAIN) from error
     if not isinstance(frame, pl.DataFrame):
-        raise DataError("holds no table", where=str(part))
+        raise DataError("holds no table", where=where)
     frame = frame.rename({name: today[name] for name in frame.columns if today[name] != name})
     return frame.with_columns(pl.col(pl.Categorical).cast(pl.String))

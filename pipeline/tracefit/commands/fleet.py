@@ -1,0 +1,373 @@
+"""Bring the tables of many runs up to date at once: which blocks are decoded next, and which runs are built and published.
+
+The largest run is read first, for its tables are built by one worker: the others have work until then. A run is built as
+soon as its last block is decoded, while blocks of other runs are. Small runs share jobs. Only this process publishes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from tracefit._version import __version__
+from tracefit.commands.reading import (
+    KnownFiles,
+    Reading,
+    RunReading,
+    content_hash,
+    options_hash,
+    resolve_run_id,
+    work_bytes,
+)
+from tracefit.engines.build import RunTask, build_runs
+from tracefit.engines.decode import decode_tasks
+from tracefit.engines.tasks import Job, run_jobs
+from tracefit.errors import DataError
+from tracefit.inputs import blocks
+from tracefit.inputs.files import content_hash_of
+from tracefit.server.context import gpu_to_json
+from tracefit.server.settings import settings_to_json
+from tracefit.tables import schema
+from tracefit.tables.manifest import IngestedRun
+from tracefit.tables.places import Disk
+from tracefit.tables.staging import staged_parts
+from tracefit.tables.store import put_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import polars as pl
+
+    from tracefit.engines.build import BuiltRun
+    from tracefit.engines.decode import Decoded, Task
+    from tracefit.engines.tasks import TaskEngine
+    from tracefit.inputs.blocks import ReadLimits
+    from tracefit.inputs.discovery import RunSource
+    from tracefit.inputs.files import TraceFile
+    from tracefit.kv.recordings import KvRows
+    from tracefit.progress import Progress
+    from tracefit.server.context import RunContext
+    from tracefit.tables.manifest import ReadFile
+    from tracefit.tables.rows import RowOptions
+    from tracefit.tables.store import TableStore
+
+_PUBLISHING_SHARE = 0.1
+"""Largest share of the time that goes into writing the manifest, which grows with the runs: meanwhile, finished runs wait."""
+
+
+@dataclass(slots=True)
+class RunAtWork:
+    """A run on its way from files to tables.
+
+    Attributes:
+        source: Its files.
+        context: Its server.
+        run_id: Its id in the tables.
+        known: Its entry in the manifest, if its tables are whole.
+        reading: The reading of its files, once it has begun.
+        columns: Values of the `runs` table for the whole run, once it is read.
+        entry: Its new entry in the manifest, without tables, once it is built.
+        rows: Its rows of the `runs` table, once it is published; null for a run that stays as it is.
+        warnings: What the user should know of it.
+        failed: Why there are no tables of it.
+    """
+
+    source: RunSource
+    context: RunContext
+    run_id: str = ""
+    known: IngestedRun | None = None
+    reading: RunReading | None = None
+    columns: dict[str, str | int | None] = field(default_factory=dict)
+    entry: IngestedRun | None = None
+    rows: pl.DataFrame | None = None
+    warnings: list[str] = field(default_factory=list)
+    failed: DataError | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its trace files, as they are stored."""
+        return sum(file.size for file in self.source.trace_files)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """What a job decodes: tasks of one run or several."""
+
+    tasks: tuple[tuple[RunAtWork, Task], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """What a job builds."""
+
+    runs: tuple[RunAtWork, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """How the runs of one ingest are read.
+
+    Attributes:
+        rows: Which part of a span is kept.
+        limits: Bounds on reading one file.
+        bytes_per_worker: Bytes that are worth another process.
+    """
+
+    rows: RowOptions
+    limits: ReadLimits
+    bytes_per_worker: int
+
+
+class Fleet:
+    """The runs of one ingest. The caller holds the folder's lock."""
+
+    def __init__(
+        self,
+        runs: Sequence[RunAtWork],
+        store: TableStore,
+        scratch: Path,
+        engine: TaskEngine,
+        options: FleetOptions,
+        progress: Progress,
+    ) -> None:
+        self._runs = runs
+        self._store = store
+        self._scratch = scratch.absolute()
+        self._engine = engine
+        self._progress = progress
+        self._options = options
+        self._options_hash = options_hash(options.rows)
+        self._there = cache(lambda: staged_parts(store.place))
+        # Workers may have another working folder.
+        is_folder = isinstance(store.place, Disk)
+        self._place = Disk(store.place.root.absolute()) if isinstance(store.place, Disk) else store.place
+        engine.check(self._scratch if is_folder else None)
+        self._manifest = store.manifest()
+        new = [file for run in runs for file in self._new_files(run)]
+        engine.limit(max(sum(map(work_bytes, new)) // options.bytes_per_worker, 1))
+        by_path = engine.workers > 1 and not engine.carries_bytes
+        self._how = Reading(options.rows, options.limits, self._place, by_path, progress)
+        self._unread = deque(sorted(runs, key=lambda run: -run.size_bytes))
+        self._open: RunAtWork | None = None
+        self._next: tuple[RunAtWork, Task] | None = None
+        self._ready: deque[RunAtWork] = deque()
+        self._built: dict[str, tuple[RunAtWork, BuiltRun]] = {}
+        self._ended = 0
+        self._publish_from = 0.0
+        progress.stage(f"reading {runs[0].source.run_id if len(runs) == 1 else f'{len(runs):,} runs'}")
+        self._show()
+        # Known files are not read: they are no part of the work that the bar shows.
+        if new:
+            progress.expect(sum(file.size for file in new))
+
+    def bring_up_to_date(self) -> None:
+        """Read, build and publish all runs; one that fails has its error.
+
+        Raises:
+            WorkerError: A worker died.
+            UsageError: A file cannot be read.
+            OSError: Something cannot be written.
+        """
+        # Which run is meant by a name that comes twice shows only when the first one is published.
+        first = {run.source.run_id: run for run in reversed(self._runs)}
+        repeated = [run for run in self._runs if first[run.source.run_id] is not run]
+        self._unread = deque(run for run in self._unread if first[run.source.run_id] is run)
+        self._work_off()
+        for run in repeated:
+            self._unread.append(run)
+            self._work_off()
+
+    def _work_off(self) -> None:
+        for job, handle in run_jobs(self._engine, self._next_job):
+            result = self._engine.result(handle)
+            if isinstance(job.work, _Decode):
+                for (run, task), decoded in zip(job.work.tasks, result, strict=True):
+                    self._take(run, task, decoded)
+            else:
+                for run, built in zip(job.work.runs, result, strict=True):
+                    if isinstance(built, DataError):
+                        self._end(run, built)
+                    else:
+                        self._built[run.run_id] = (run, built)
+            if time.monotonic() >= self._publish_from:
+                self._publish()
+        self._publish()
+
+    # -- what is done next ---------------------------------------------------------------------------------
+
+    def _next_job(self) -> Job | None:
+        # A run whose blocks are read is built before others are read: the largest one keeps a worker busy for longest.
+        if not self._ready:
+            tasks = self._bundle()
+            if tasks:
+                argument = tuple(task for _, task in tasks)
+                return Job(decode_tasks, argument, argument[0].items[0].source_file, _Decode(tasks))
+        return self._build_job() if self._ready else None
+
+    def _bundle(self) -> tuple[tuple[RunAtWork, Task], ...]:
+        """Return the next blocks to decode; those of small runs together."""
+        found: list[tuple[RunAtWork, Task]] = []
+        size = 0
+        while (task := self._next or self._next_task()) is not None:
+            own = sum(item.size for item in task[1].items if isinstance(item, blocks.Block))
+            self._next = task if found and size + own > self._options.limits.block_bytes else None
+            if self._next is not None:
+                break
+            found.append(task)
+            size += own
+        return tuple(found)
+
+    def _next_task(self) -> tuple[RunAtWork, Task] | None:
+        """Return the next blocks of the run that is being read or of the next one."""
+        while self._open is not None or self._unread:
+            run = self._open = self._open or self._unread.popleft()
+            try:
+                run.reading = run.reading or self._begin(run)
+                if (task := run.reading.next_task()) is not None:
+                    return run, task
+            except DataError as error:
+                self._end(run, error)
+            self._open = None
+            self._look_at(run)
+        return None
+
+    def _build_job(self) -> Job:
+        """Return a job for some of the runs that wait: few enough that every worker gets some."""
+        share, size = -(-len(self._ready) // self._engine.workers), 0
+        runs: list[RunAtWork] = []
+        while (
+            self._ready
+            and len(runs) < share
+            and (not runs or size + self._ready[0].size_bytes <= self._options.limits.block_bytes)
+        ):
+            runs.append(self._ready.popleft())
+            size += runs[-1].size_bytes
+        if len(self._runs) == 1:
+            self._progress.stage(f"writing {runs[0].run_id}")
+        return Job(build_runs, tuple(map(self._run_task, runs)), runs[0].source.name, _Build(tuple(runs)))
+
+    # -- one run -------------------------------------------------------------------------------------------
+
+    def _new_files(self, run: RunAtWork) -> list[TraceFile]:
+        """Return the files that look as if they had to be read: by name and size alone, no file is opened for it."""
+        known = KnownFiles.of(self._manifest.runs.get(run.source.run_id), self._options_hash, self._there)
+        return [file for file in run.source.trace_files if not known.looks_known(file)]
+
+    def _begin(self, run: RunAtWork) -> RunReading:
+        source = run.source
+        run.run_id = run_id = resolve_run_id(self._manifest, source)
+        run.known = self._manifest.runs.get(run_id)
+        if run.known is not None and run.known.tables and not self._store.is_intact(run_id, run.known):
+            run.warnings.append(
+                f"{run_id}: its tables are damaged, or files of them missing; it is read anew"
+            )
+            run.known = None
+        if run_id != source.run_id:
+            run.warnings.append(
+                f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
+            )
+        return RunReading(
+            source.trace_files, KnownFiles.of(run.known, self._options_hash, self._there), self._how
+        )
+
+    def _take(self, run: RunAtWork, task: Task, decoded: Decoded) -> None:
+        if run.failed is None and run.reading is not None:
+            run.reading.take(task, decoded)
+            self._look_at(run)
+
+    def _look_at(self, run: RunAtWork) -> None:
+        """Have a run built when its files are read, unless it stays as it is."""
+        if run.failed is not None or run.reading is None or not run.reading.is_complete:
+            return
+        read = run.reading.files()
+        run.reading = None
+        run.columns = _run_columns(read.files, run.context)
+        kv_hashes = sorted(map(content_hash_of, run.source.kv_files))
+        # Everything that the tables follow from: where it has changed they are built anew, from the staged parts where files are known.
+        facts = (__version__, self._options_hash, sorted(run.columns.items()), kv_hashes)
+        built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
+        known = run.known
+        if known and known.built_from == built_from and read.all_known and "kv_events" in known.tables:
+            self._end(run)
+            return
+        run.entry = IngestedRun(
+            source=run.source.folder, options=self._options_hash, built_from=built_from, files=read.files
+        )
+        self._ready.append(run)
+
+    def _run_task(self, run: RunAtWork) -> RunTask:
+        assert run.entry is not None  # noqa: S101 - a run that is ready has one
+        files = run.source.kv_files
+        kv: tuple[TraceFile, ...] | KvRows = files
+        if files and (self._engine.carries_bytes or any(file.filesystem for file in files)):
+            from tracefit.kv.recordings import read_kv  # noqa: PLC0415 - most runs have none
+
+            kv = read_kv(files, max_rejects=self._options.limits.max_rejects)
+        return RunTask(
+            run_id=run.run_id,
+            name=run.source.name,
+            files=run.entry.files,
+            place=self._place,
+            scratch=self._scratch if self._place.has_lock else None,
+            columns=run.columns,
+            limits=_limits(run.context),
+            context=run.context,
+            kv=kv,
+            max_rejects=self._options.limits.max_rejects,
+        )
+
+    def _publish(self) -> None:
+        """Make the runs that are built valid, all with one new manifest."""
+        if not self._built:
+            return
+        began = time.monotonic()
+        entries = {}
+        for run_id, (run, built) in self._built.items():
+            tables = built.tables or put_parts(self._place, run_id, built.parts)
+            entries[run_id] = replace(run.entry or IngestedRun(), tables=tables)
+        before = {run_id: self._manifest.runs.get(run_id) for run_id in entries}
+        self._store.commit({run_id: (before[run_id], entry) for run_id, entry in entries.items()})
+        self._manifest = self._manifest.with_runs(entries)
+        for run, built in self._built.values():
+            run.rows = built.runs
+            self._end(run)
+        self._built.clear()
+        now = time.monotonic()
+        self._publish_from = now + (now - began) / _PUBLISHING_SHARE
+
+    def _end(self, run: RunAtWork, failed: DataError | None = None) -> None:
+        run.failed = failed
+        self._ended += 1
+        self._show()
+
+    def _show(self) -> None:
+        if len(self._runs) > 1:
+            workers = f"{self._engine.workers} worker{'s' if self._engine.workers > 1 else ''}"
+            self._progress.note(f"{self._ended:,} of {len(self._runs):,} runs, {workers}")
+
+
+def _run_columns(files: Sequence[ReadFile], context: RunContext) -> dict[str, str | int | None]:
+    return {
+        "model": context.settings.model,
+        "model_config": context.model_config,
+        "settings": settings_to_json(context.settings),
+        "gpu": gpu_to_json(context.gpu),
+        "files": len(files),
+        "bytes": sum(file.size_bytes for file in files),
+        "content_sha256": content_hash(files),
+    }
+
+
+def _limits(context: RunContext) -> dict[str, float]:
+    """Return the settings that bound values of the tables; vLLM's defaults, which are assumed, bound nothing."""
+    settings = context.settings
+    names = {c.limit for table in schema.TABLES.values() for c in table.columns if c.limit}
+    known = {name: getattr(settings, name) for name in names if settings.sources.get(name) != "assumed"}
+    return {name: float(value) for name, value in sorted(known.items()) if value is not None}

@@ -1,0 +1,241 @@
+"""Build the tables of runs from their staged parts: the second of the two functions that engines run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracefit import memory
+from tracefit.errors import DataError
+from tracefit.server.tracing import ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
+from tracefit.tables import dialects, schema
+from tracefit.tables.build import IngestCounts, build_tables
+from tracefit.tables.runs import COMPLETE_SHARE
+from tracefit.tables.store import RunWriter, put_parts, read_part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import polars as pl
+
+    from tracefit.inputs.files import TraceFile
+    from tracefit.kv.recordings import KvRows
+    from tracefit.server.context import RunContext
+    from tracefit.tables.manifest import ReadFile, TableFile
+    from tracefit.tables.places import Place
+    from tracefit.timeline import EngineLimits
+
+DEFAULT_BLOCK_SIZE = 16
+
+SMALL_RUN_ROWS = 100_000
+"""Steps, journey events and snapshots of a run whose timeline `ingest` builds within its memory.
+
+The timeline of a larger one is left to `train`, which has more: about 1 KiB for each step.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunTask:
+    """A run whose files are decoded.
+
+    Attributes:
+        run_id: The run.
+        name: The run as the user knows it.
+        files: Its trace files with their staged parts, in the order of their names.
+        place: Where the staged parts are, and the tables go.
+        scratch: A folder of the place for the finished tables, which the caller puts where they belong when it makes them
+            valid; null where nobody sees a table before the manifest names it, and the worker may.
+        columns: Values of the `runs` table for the whole run, beside the counts.
+        limits: Settings of the server that bound values of the tables.
+        context: The server.
+        kv: Its recordings of KV-cache events: the files, or their rows where workers may be without the files.
+        max_rejects: Bad events of a recording after which reading it stops.
+    """
+
+    run_id: str
+    name: str
+    files: tuple[ReadFile, ...]
+    place: Place
+    scratch: Path | None
+    columns: Mapping[str, str | int | None]
+    limits: Mapping[str, float]
+    context: RunContext
+    kv: tuple[TraceFile, ...] | KvRows
+    max_rejects: int
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRun:
+    """The finished tables of a run.
+
+    Attributes:
+        parts: Table name to its file in the scratch folder.
+        tables: Table name to its file in its place, if it is there already.
+        runs: The rows of the `runs` table.
+    """
+
+    parts: dict[str, Path]
+    tables: dict[str, TableFile]
+    runs: pl.DataFrame
+
+
+def build_runs(tasks: tuple[RunTask, ...]) -> tuple[BuiltRun | DataError, ...]:
+    """Build several runs, one after the other: small runs share the cost of a job, and each fails alone.
+
+    Raises:
+        UsageError: A recording cannot be read.
+        OSError: A table cannot be written.
+    """
+    found: list[BuiltRun | DataError] = []
+    for task in tasks:
+        try:
+            found.append(build_run(task))
+        except DataError as error:
+            found.append(error)
+    return tuple(found)
+
+
+def build_run(task: RunTask) -> BuiltRun:
+    """Build every table of a run, of a large one but its timeline.
+
+    Raises:
+        DataError: It holds no vLLM spans, or a staged part is damaged.
+        UsageError: A recording cannot be read.
+        OSError: A table cannot be written.
+    """
+    # What decoding freed would count on top of what building the tables takes.
+    memory.give_back()
+    if task.scratch is None:
+        with task.place.scratch() as folder:
+            built = _build(task, folder)
+            return replace(built, parts={}, tables=put_parts(task.place, task.run_id, built.parts))
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=task.scratch))
+    try:
+        return _build(task, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _build(task: RunTask, folder: Path) -> BuiltRun:
+    with RunWriter(folder) as writer:
+        counts = build_tables(
+            task.files,
+            run_id=task.run_id,
+            place=task.place,
+            scratch=folder,
+            write=writer.write,
+            run_columns=task.columns,
+            limits=task.limits,
+        )
+        _require_spans(task.name, counts)
+        parts = writer.close()
+
+    def read(name: str) -> pl.DataFrame:
+        return read_part(parts[name])
+
+    def add(tables: Mapping[str, pl.DataFrame]) -> None:
+        with RunWriter(folder) as writer:
+            for name, rows in tables.items():
+                writer.write(name, rows)
+            for name, part in writer.close().items():
+                if name in parts and parts[name] != part:
+                    parts[name].unlink()
+                parts[name] = part
+
+    # After the tables of the traces: KV events are matched with their steps and requests.
+    add(_kv_tables(task, read))
+    runs = read("runs")
+    if is_small(runs):
+        add(timeline_of(read, task.context))
+    return BuiltRun(parts, {}, runs)
+
+
+def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:
+    if not task.kv:
+        return {"kv_events": schema.KV_EVENTS.empty()}
+    from tracefit.kv.columns import kv_tables  # noqa: PLC0415 - most runs have no recordings
+    from tracefit.kv.recordings import read_kv  # noqa: PLC0415
+
+    names = ("steps", "journey_events", "requests", "runs", "rejects")
+    return kv_tables(
+        read_kv(task.kv, max_rejects=task.max_rejects) if isinstance(task.kv, tuple) else task.kv,
+        {name: read(name) for name in names},
+        run_id=task.run_id,
+        block_size=task.context.settings.block_size,
+    )
+
+
+def is_small(runs: pl.DataFrame) -> bool:
+    """Return whether the timeline of a run is built with its other tables; `runs` has its rows."""
+    # The counts are those of the run, repeated in the row of every server.
+    events = sum(sum(json.loads(text).values()) for text in runs["events"].head(1))
+    return events <= SMALL_RUN_ROWS
+
+
+def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dict[str, pl.DataFrame]:
+    """Build the timeline of one run, and add the step times it gives to the run's requests.
+
+    Args:
+        read: Returns a table of the run.
+        context: Its server.
+    """
+    from tracefit.timeline import build_timeline, with_step_times  # noqa: PLC0415 - most ingests need none
+
+    snapshots, journeys, requests = read("request_snapshots"), read("journey_events"), read("requests")
+    timeline = build_timeline(
+        read("steps"),
+        snapshots,
+        journeys,
+        engine_limits(context),
+        journeys_complete=_journeys_complete(context, read("runs"), requests),
+    )
+    timed = with_step_times(schema.REQUESTS.shape(requests), timeline, journeys, snapshots)
+    return {"timeline": timeline, "requests": schema.REQUESTS.conform(timed)}
+
+
+def engine_limits(context: RunContext) -> EngineLimits:
+    """Return the known limits of the server's scheduler."""
+    from tracefit.timeline import EngineLimits  # noqa: PLC0415
+
+    s = context.settings
+    return EngineLimits(
+        max_num_batched_tokens=s.max_num_batched_tokens,
+        max_num_seqs=s.max_num_seqs,
+        block_size=s.block_size or DEFAULT_BLOCK_SIZE,
+        # vLLM reserves one block as the null block.
+        num_blocks=s.num_gpu_blocks - 1 if s.num_gpu_blocks else None,
+        chunked_prefill=s.enable_chunked_prefill is not False,
+    )
+
+
+def _journeys_complete(context: RunContext, runs: pl.DataFrame, requests: pl.DataFrame) -> bool:
+    """Say whether every request has a journey: by the server's setting, else by the counts of step summaries."""
+    if not requests["queued_ns"].is_not_null().any():
+        return False
+    rate = context.settings.journey_tracing_sample_rate
+    if rate is None:
+        shares = runs["journey_sampling"].drop_nulls().to_list()
+        rate = min(shares, default=1.0)
+    return rate >= COMPLETE_SHARE
+
+
+def _require_spans(name: str, counts: IngestCounts) -> None:
+    if counts.spans:
+        return
+    if counts.rejects and not counts.other_spans:
+        raise DataError(
+            f"is not OTLP: none of its records can be read as traces ({counts.rejects} rejected)",
+            where=name,
+            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them",
+        )
+    found = f"{counts.other_spans} spans of other scopes, {counts.rejects} unreadable records"
+    raise DataError(
+        f"holds no spans of {', '.join(dialects.VLLM_SCOPES)} ({found})",
+        where=name,
+        hint=f"start vLLM with {ENDPOINT_FLAG}; for steps and the events of each request add {STEP_FLAGS} and {JOURNEY_FLAGS}",
+    )

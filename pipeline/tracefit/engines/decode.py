@@ -1,0 +1,76 @@
+"""Decode blocks of trace files into staged rows: the first of the two functions that engines run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tracefit.inputs.blocks import Block, load
+from tracefit.inputs.rejects import Reject
+from tracefit.otlp.decode import decode_blocks, empty_batch, reject_frame
+from tracefit.tables.manifest import StagedPart
+from tracefit.tables.rows import RowOptions, rows_of
+from tracefit.tables.staging import write_staged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tracefit.otlp.decode import SpanBatch
+    from tracefit.tables.places import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Blocks of one run that are decoded together, and the place for their rows.
+
+    Attributes:
+        items: Blocks of one encoding, and the rejects between them.
+        options: Which part of the input is kept.
+        place: Where the staged parts go.
+    """
+
+    items: tuple[Block | Reject, ...]
+    options: RowOptions
+    place: Place
+
+
+Decoded = tuple[tuple[StagedPart, ...], ...]
+"""The staged parts of each item of a task; rows know their item by `file`."""
+
+
+def decode_tasks(tasks: tuple[Task, ...]) -> tuple[Decoded, ...]:
+    """Decode the blocks of several runs, one run after the other: small runs share the cost of a task.
+
+    Raises:
+        UsageError: A file cannot be read any more.
+        OSError: A part cannot be written.
+    """
+    return tuple(map(decode_task, tasks))
+
+
+def decode_task(task: Task) -> Decoded:
+    """Decode a task's blocks and write the staged parts.
+
+    Raises:
+        UsageError: A file cannot be read any more.
+        OSError: A part cannot be written.
+    """
+    parts: list[list[StagedPart]] = [[] for _ in task.items]
+    for batch in _batches(task):
+        rows = rows_of(batch, task.options)
+        name = write_staged(rows, task.place)
+        for file, spans, other_spans, rejects in rows.counts.iter_rows():
+            parts[file].append(
+                StagedPart(name=name, file=file, spans=spans, other_spans=other_spans, rejects=rejects)
+            )
+    return tuple(map(tuple, parts))
+
+
+def _batches(task: Task) -> Iterator[SpanBatch]:
+    found = [(number, item) for number, item in enumerate(task.items) if isinstance(item, Reject)]
+    blocks = [(number, item, load(item)) for number, item in enumerate(task.items) if isinstance(item, Block)]
+    for batch in decode_blocks(blocks, task.options.wanted):
+        yield batch if not found else batch.with_rejects(reject_frame(found))
+        found = []
+    if found:
+        yield empty_batch(task.options.wanted).with_rejects(reject_frame(found))

@@ -1,0 +1,188 @@
+"""Run jobs on Ray, on a cluster or started here for one command. Ray is an extra: nothing else imports this module."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import chdir
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
+
+from tracefit import memory
+from tracefit._version import __version__
+from tracefit.engines.processes import available_cores
+from tracefit.engines.tasks import TASKS_PER_WORKER, Job, WorkerError, attempt
+from tracefit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+MEMORY_BYTES = 600 << 20
+"""Memory of a job that Ray sets aside; a job that is run again gets twice as much, so that fewer run beside it."""
+
+MOST_TRIES = 4
+"""Runs of a job whose worker or node dies. Ray itself would run one that takes too much memory again without an end."""
+
+_OBJECTS_BYTES = 512 << 20
+_TURN_S, _ANSWER_S = 0.5, 5.0
+
+
+class _RayJob:
+    """A job, the number of its runs, and what came of it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.tries = job, 0
+        self.ref: Any = None
+        self.ended: tuple[Any, Exception | None] = None, None
+
+
+class RayEngine:
+    """A Ray cluster. Jobs carry the bytes of their blocks; the tables folder is one that all nodes see."""
+
+    carries_bytes = True
+
+    def __init__(self, address: str | None, workers: int | None) -> None:
+        """Connect to a cluster, or start Ray on this machine.
+
+        Raises:
+            UsageError: Ray is not installed, does not answer, or is of another version.
+        """
+        # Before the import, which reads them. Ray reports usage to its makers unless it is told not to.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray  # noqa: PLC0415 - takes a second
+        except ImportError as error:
+            raise UsageError("Ray is not installed", hint="pip install 'tracefit[ray]'") from error
+        self._ray = ray
+        self._where = address or "Ray on this machine"
+        self._is_own = not ray.is_initialized()
+        if self._is_own:
+            self._connect(address, workers or available_cores())
+        self._nodes = [node for node in ray.nodes() if node["Alive"]]
+        cores = int(ray.cluster_resources().get("CPU", 0))
+        if not cores:
+            self.__exit__()
+            raise UsageError("has no CPU for jobs", where=self._where, hint="add nodes with CPUs")
+        self.workers = min(workers or cores, cores)
+        self.ahead = TASKS_PER_WORKER * cores if self.workers == cores else self.workers
+        # A job that asks for more memory than any node has would wait for ever.
+        self._most = int(max(node["Resources"].get("memory", 0) for node in self._nodes))
+        self._call = ray.remote(num_cpus=1, max_retries=0, runtime_env={"env_vars": _surroundings()})(_work)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_own:
+            self._ray.shutdown()
+
+    def _connect(self, address: str | None, workers: int) -> None:
+        quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+        if address is None:
+            quiet |= {"num_cpus": workers, "include_dashboard": False, "object_store_memory": _OBJECTS_BYTES}
+        elif address != "auto":
+            _require_answer(address)
+        try:
+            # Ray has workers import from the folder it is started in, which may hold any file.
+            with chdir("/"):
+                self._ray.init(address=address or "local", **quiet)
+        except Exception as error:
+            self._ray.shutdown()
+            text = " ".join((str(error) or type(error).__name__).split())[:200]
+            hint = "--ray-address names a cluster of the same Ray and Python; RAY_AUTH_MODE=token if it wants one"
+            raise UsageError(f"cannot be used ({text})", where=self._where, hint=hint) from error
+
+    def limit(self, workers: int) -> None:
+        """Leave the cluster as it is: its workers are there anyway."""
+
+    def check(self, folder: Path | None) -> None:
+        """Make sure that every node has this version of tracefit and sees a folder; see `tasks.TaskEngine`."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On  # noqa: PLC0415
+
+        asked = {
+            node["NodeManagerAddress"]: self._call.options(
+                num_cpus=0, scheduling_strategy=On(node["NodeID"], soft=False)
+            ).remote(_version_at, folder)
+            for node in self._nodes
+        }
+        for node, handle in asked.items():
+            where = f"{self._where}, node {node}"
+            try:
+                (version, is_there), _ = self._ray.get(handle)
+            except Exception as error:
+                hint = "install tracefit of this version in the cluster's environment"
+                raise UsageError("has no tracefit that can be imported", where=where, hint=hint) from error
+            if version != __version__:
+                raise UsageError(
+                    f"has tracefit {version}, this is {__version__}", where=where, hint="install the same"
+                )
+            if folder is not None and not is_there:
+                hint = "write to a disk that all nodes share, or to a bucket"
+                raise UsageError(f"does not see {folder.parent}", where=where, hint=hint)
+
+    def submit(self, job: Job) -> _RayJob:
+        """Begin a job."""
+        return self._begin(_RayJob(job))
+
+    def _begin(self, handle: _RayJob) -> _RayJob:
+        reserved = min(MEMORY_BYTES << handle.tries, self._most)
+        handle.tries += 1
+        handle.ref = self._call.options(memory=reserved).remote(handle.job.function, handle.job.argument)
+        return handle
+
+    def wait(self, handles: Sequence[_RayJob]) -> list[_RayJob]:
+        """Wait until a job has ended; one whose worker died is run again."""
+        while True:
+            done, _ = self._ray.wait([handle.ref for handle in handles], timeout=_TURN_S)
+            ended = [handle for handle in handles if handle.ref in done and self._has_ended(handle)]
+            if ended:
+                return ended
+
+    def _has_ended(self, handle: _RayJob) -> bool:
+        try:
+            handle.ended = self._ray.get(handle.ref)
+        except self._ray.exceptions.RayError as error:
+            if handle.tries < MOST_TRIES:
+                self._begin(handle)
+                return False
+            text = f"a worker died while it was read, {handle.tries} times ({type(error).__name__})"
+            hint = "if memory ran out, use fewer --workers, or nodes with more memory"
+            handle.ended = None, WorkerError(text, where=handle.job.name, hint=hint)
+        return True
+
+    def result(self, handle: _RayJob) -> Any:
+        """Return what a job came to; see `tasks.TaskEngine`."""
+        value, error = handle.ended
+        if error is not None:
+            raise error
+        return value
+
+
+def _surroundings() -> dict[str, str]:
+    """Return the environment of workers: each job has one core, and takes nothing from the working folder."""
+    return {**memory.SETTINGS, "POLARS_MAX_THREADS": "1", "PYTHONSAFEPATH": "1"}
+
+
+_set_up = cache(memory.reuse_freed)
+
+
+def _work(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | None]:
+    """Do a job, in a worker that is set up as those of the local engine."""
+    _set_up()
+    return attempt(function, argument)
+
+
+def _version_at(folder: Path | None) -> tuple[str, bool]:
+    return __version__, folder is None or folder.is_dir()
+
+
+def _require_answer(address: str) -> None:
+    """Refuse an address where nobody listens: Ray tries for a minute, and says much."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
+            pass
+    except (OSError, ValueError, OverflowError) as error:
+        hint = "--ray-address is auto, ray://HOST:PORT or HOST:PORT"
+        raise UsageError(f"does not answer ({error})", where=address, hint=hint) from error

@@ -1,0 +1,289 @@
+"""Where tables lie: a folder on disk, or a prefix in a bucket. Both have the same methods, and can be sent to other processes.
+
+Names are relative to the place: `runs/run_id=a/part-0123456789abcdef.parquet`. A file appears whole or not at all, and
+none counts before the manifest names it. Writers of a folder wait for each other, by a lock; a bucket has no locks, and
+there the manifest is replaced only in the state in which it was read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from tracefit.errors import DataError
+from tracefit.inputs import buckets
+from tracefit.inputs.buckets import BucketPath, Version, place_of
+from tracefit.tables.disk import (
+    SCRATCH_PREFIX,
+    inside,
+    locked,
+    open_regular,
+    refuse_links,
+    scratch_folder,
+    sweep,
+    write_whole,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+KEPT_BYTES = 1 << 30
+"""Bytes of objects whose copies a writer keeps on disk: it reads what it has staged several times over."""
+
+LEFTOVER_AGE = timedelta(days=1)
+"""Age from which an object that no manifest names belongs to no writer or reader that is still at work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A folder on disk. Symbolic links in it are refused."""
+
+    root: Path
+    has_lock: ClassVar[bool] = True
+
+    @contextmanager
+    def lock(self, waiting: Callable[[], None], own: Iterable[str]) -> Iterator[Disk]:
+        """Hold the folder for writing; if another process holds it, call `waiting` and wait.
+
+        Args:
+            waiting: Called before waiting.
+            own: Names in the folder that are written to; others are not touched.
+
+        Returns:
+            The place to write to.
+
+        Raises:
+            UsageError: A symbolic link lies where files are written or removed.
+        """
+        with locked(self.root, waiting=waiting):
+            for place in self.root.iterdir():
+                if place.name in own or place.name.startswith(SCRATCH_PREFIX):
+                    inside(self.root, place.name)
+                    if place.is_dir():
+                        refuse_links(place)
+            yield self
+
+    def scratch(self) -> AbstractContextManager[Path]:
+        """Make a folder for files that are not finished, and remove it afterwards."""
+        return scratch_folder(self.root)
+
+    def put(self, files: Mapping[str, Path]) -> None:
+        """Move files of a scratch folder to their names."""
+        for name, file in files.items():
+            target = self._path(name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(target)
+
+    @contextmanager
+    def fetched(self, name: str) -> Iterator[Path]:
+        """Return a file as one on disk, which stays as long as the context.
+
+        Raises:
+            FileNotFoundError: It is not there.
+            UsageError: It, or a folder it lies in, is a symbolic link.
+        """
+        yield self._path(name)
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Say whether all these files are there."""
+        return all(self._path(name).is_file() for name in names)
+
+    def scannable(self, name: str) -> str:
+        """Return what polars scans for a file.
+
+        Raises:
+            UsageError: It, or a folder it lies in, is a symbolic link.
+        """
+        return str(self._path(name))
+
+    def children(self, folder: str) -> set[str]:
+        """Return the names directly in a folder.
+
+        Raises:
+            UsageError: The folder is a symbolic link.
+        """
+        return {found.name for found in self._path(folder).glob("*")}
+
+    def sizes(self, folders: Iterable[str]) -> list[int]:
+        """Return the bytes of the files in each folder."""
+        return [sum(file.stat().st_size for file in self._path(folder).iterdir()) for folder in folders]
+
+    def leftovers(self, folder: str) -> list[str]:
+        """Return the files below a folder, and folders without any: no other writer is at work."""
+        top = self._path(folder)
+        found = [path for path in top.rglob("*") if not path.is_dir() or not any(path.iterdir())]
+        return [path.relative_to(self.root).as_posix() for path in found]
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files and empty folders, and the folders they leave empty."""
+        for name in names:
+            path = self._path(name)
+            path.rmdir() if path.is_dir() else path.unlink()
+            while (path := path.parent) != self.root and not any(path.iterdir()):
+                path.rmdir()
+
+    def remove_scratch(self) -> None:
+        """Remove the scratch folders of writers that died; the lock is held."""
+        sweep(self.root)
+
+    def read_versioned(self, name: str) -> tuple[bytes, Version | None]:
+        """Return a small file, and its version where there are versions.
+
+        Raises:
+            FileNotFoundError: It is not there.
+            DataError: It cannot be read.
+            UsageError: It is a symbolic link.
+        """
+        path = self._path(name)
+        try:
+            with open_regular(path) as stream:
+                return stream.read(), None
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise DataError(f"cannot be read ({error.strerror})", where=str(path)) from error
+
+    def replace_if(self, name: str, data: bytes, version: Version | None) -> bool:  # noqa: ARG002 - the lock is held
+        """Replace a small file if it is still in the state in which it was read; say whether it was."""
+        write_whole(self.root / name, data)
+        return True
+
+    def _path(self, name: str) -> Path:
+        return inside(self.root, *name.split("/"))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A prefix in a bucket. Its methods raise `UsageError` where the bucket cannot be reached or refuses.
+
+    Attributes:
+        root: The prefix.
+        kept: A folder with copies of what this writer has put, up to `KEPT_BYTES`; on another machine it is not there.
+    """
+
+    root: BucketPath
+    kept: Path | None = None
+    has_lock: ClassVar[bool] = False
+
+    @contextmanager
+    def lock(self, waiting: Callable[[], None], own: Iterable[str]) -> Iterator[Bucket]:  # noqa: ARG002 - as `Disk`
+        """Return the place to write to. It is not held: whoever replaces the manifest first wins, and the other is told."""
+        with self.scratch() as kept:
+            yield replace(self, kept=kept)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """Make a folder on disk for files that are not finished, and remove it afterwards."""
+        with tempfile.TemporaryDirectory(prefix="tracefit-") as folder:
+            yield Path(folder)
+
+    def put(self, files: Mapping[str, Path]) -> None:
+        """Copy files of a scratch folder to their names."""
+        buckets.together(lambda item: buckets.put(self._path(item[0]), item[1]), files.items())
+        if self.kept is None or not self.kept.is_dir():
+            return
+        held = sum(path.stat().st_size for path in self.kept.rglob("*") if path.is_file())
+        if held + sum(path.stat().st_size for path in files.values()) <= KEPT_BYTES:
+            Disk(self.kept).put(files)
+
+    @contextmanager
+    def fetched(self, name: str) -> Iterator[Path]:
+        """Return a copy of an object on disk, which stays as long as the context.
+
+        Raises:
+            FileNotFoundError: It is not there.
+        """
+        if self.kept is not None and (kept := self.kept / name).is_file():
+            yield kept
+            return
+        with self.scratch() as scratch:
+            copy = scratch / name.rpartition("/")[2]
+            buckets.download(self._path(name), copy)
+            yield copy
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Say whether all these objects are there."""
+        return None not in buckets.together(buckets.size_of, map(self._path, names))
+
+    def scannable(self, name: str) -> str:
+        """Return what polars scans for an object: its URL; polars reads the same environment."""
+        return str(self._path(name))
+
+    def children(self, folder: str) -> set[str]:
+        """Return the names directly below a prefix."""
+        return buckets.children(self._path(folder))
+
+    def sizes(self, folders: Iterable[str]) -> list[int]:
+        """Return the bytes of the objects below each prefix."""
+
+        def size(folder: str) -> int:
+            return sum(size for _, size, _ in buckets.below(self._path(folder)))
+
+        return buckets.together(size, folders)
+
+    def leftovers(self, folder: str) -> list[str]:
+        """Return the objects below a prefix that were written long ago.
+
+        The others may be those of a writer that has not written its manifest yet, or of a reader that has read one before.
+        """
+        found = [
+            (f"{folder}/{name}".lstrip("/"), when) for name, _, when in buckets.below(self._path(folder))
+        ]
+        # By the clock of the bucket: the newest object says about what time it is there.
+        newest = max((when for _, when in found), default=None)
+        return [name for name, when in found if newest and when < newest - LEFTOVER_AGE]
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects."""
+        buckets.delete(map(self._path, names))
+
+    def remove_scratch(self) -> None:
+        """Do nothing: the system's folder for such files is not ours to clear."""
+
+    def read_versioned(self, name: str) -> tuple[bytes, Version | None]:
+        """Return a small object and its version.
+
+        Raises:
+            FileNotFoundError: It is not there.
+        """
+        return buckets.get(self._path(name))
+
+    def replace_if(self, name: str, data: bytes, version: Version | None) -> bool:
+        """Replace a small object if it is in a state, or not there (null); say whether it was.
+
+        Raises:
+            UsageError: The bucket refuses, or no answer came: it may have been replaced.
+        """
+        return buckets.put_if(self._path(name), data, version)
+
+    def _path(self, name: str) -> BucketPath:
+        return self.root / name
+
+
+Place = Disk | Bucket
+
+
+def open_place(root: str | Path) -> Place:
+    """Return the place that a folder or a URL names; it need not exist.
+
+    Raises:
+        UsageError: The URL names no bucket, or holds credentials or options.
+    """
+    path = place_of(root)
+    return Bucket(path) if isinstance(path, BucketPath) else Disk(path)
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hex.
+
+    Raises:
+        OSError: It cannot be read, or is a pipe or a device.
+    """
+    with open_regular(path) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,187 @@
+"""Runs are decoded and built by workers: same tables, each run whole or not at all, and nobody is idle for long."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from tracefit import DataError, EngineChoice, IngestOptions, UsageError, ingest
+from tracefit.engines.local import LocalEngine
+from tracefit.engines.tasks import attempt
+from tracefit.progress import NullProgress
+from tracefit.tables.store import TableStore
+
+EVERY_BYTE = IngestOptions(bytes_per_worker=1)
+
+
+@pytest.mark.slow
+def test_one_worker_and_two_write_the_same_bytes(tmp_path, fleet, bytes_of, small_pieces):
+    ingest([fleet], tmp_path / "one", workers=1)
+    ingest([fleet], tmp_path / "two", workers=2, options=EVERY_BYTE)
+    one = bytes_of(tmp_path / "one")
+    assert {name.split("/")[1] for name in one} == {f"run_id={run}" for run in "abcde"}
+    assert bytes_of(tmp_path / "two") == one
+
+
+class _Recorded(LocalEngine):
+    """An engine that runs everything here and notes the jobs in their order."""
+
+    def __init__(self, workers=1, *, ended_last_first=False):
+        super().__init__(workers)
+        self.jobs = []
+        self.ahead = 4 if ended_last_first else 1
+        self._turn = -1 if ended_last_first else 0
+        self._waiting = []
+
+    ahead = 1
+
+    def submit(self, job):
+        self.jobs.append(job)
+        handle = object()
+        self._waiting.append((handle, job))
+        return handle
+
+    def wait(self, handles):
+        handle, job = self._waiting.pop(self._turn)
+        self._ended = {handle: job.function(job.argument)}
+        return [handle]
+
+    def result(self, handle):
+        return self._ended[handle]
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Return a function that ingests with a recording engine and returns it."""
+
+    def run(runs, out, **how):
+        engine = _Recorded(**how)
+        monkeypatch.setattr("tracefit.engines.choice.LocalEngine", lambda workers: engine)
+        ingest(runs, out, options=EVERY_BYTE)
+        return engine
+
+    return run
+
+
+def _kinds(engine):
+    return [(job.function.__name__, len(job.argument)) for job in engine.jobs]
+
+
+def test_small_runs_share_jobs(tmp_path, fleet, recorded):
+    assert _kinds(recorded([fleet], tmp_path / "tables")) == [("decode_tasks", 5), ("build_runs", 5)]
+
+
+def test_the_largest_run_is_read_first_and_built_before_others_are_read(
+    tmp_path, fleet, recorded, small_pieces
+):
+    engine = recorded([fleet], tmp_path / "tables")
+    read = [Path(job.name).parent.name for job in engine.jobs if job.function.__name__ == "decode_tasks"]
+    assert read[0] == "a"
+    built = [job.argument[0].run_id for job in engine.jobs if job.function.__name__ == "build_runs"]
+    assert built[0] == "a"
+    names = [job.function.__name__ for job in engine.jobs]
+    assert "decode_tasks" in names[names.index("build_runs") :]
+
+
+def test_ready_runs_are_shared_out_to_all_workers(tmp_path, fleet, recorded):
+    built = [
+        n for name, n in _kinds(recorded([fleet], tmp_path / "tables", workers=2)) if name == "build_runs"
+    ]
+    assert built == [3, 1, 1]  # half of five, then half of the two that are left
+
+
+def test_the_order_in_which_jobs_end_changes_nothing(tmp_path, fleet, recorded, bytes_of, small_pieces):
+    recorded([fleet], tmp_path / "first")
+    recorded([fleet], tmp_path / "last", ended_last_first=True)
+    assert bytes_of(tmp_path / "last") == bytes_of(tmp_path / "first")
+
+
+def test_rejects_count_in_the_order_of_the_file_whichever_block_ends_first(
+    tmp_path, traces, recorded, bytes_of, small_pieces, monkeypatch
+):
+    folder = traces.load(steps=120, requests=60).write(tmp_path / "run")
+    lines = (folder / "traces.json").read_text().splitlines(keepends=True)
+    (folder / "traces.json").write_text("".join(text for line in lines for text in (line, "{]\n")))
+    monkeypatch.setattr(f"{__name__}.EVERY_BYTE", IngestOptions(bytes_per_worker=1, max_rejects=7))
+    recorded([folder], tmp_path / "first")
+    recorded([folder], tmp_path / "last", ended_last_first=True)
+    # Seven at most of the block in which the limit is passed, and one that says that the rest is not read.
+    assert 7 < TableStore(tmp_path / "last").read("rejects")["count"].sum() <= 6 + 7 + 1
+    assert bytes_of(tmp_path / "last") == bytes_of(tmp_path / "first")
+
+
+def test_a_run_that_fails_leaves_the_others_whole(tmp_path, fleet, new_traces):
+    (fleet / "b" / "traces.json").write_text("no trace at all\n")
+    result = ingest([fleet], tmp_path / "tables")
+    assert [run.run_id for run in result.runs] == ["a", "c", "d", "e"]
+    (line,) = result.failed
+    assert line.startswith(f"{fleet}/b: is not OTLP")
+    assert TableStore(tmp_path / "tables").runs() == ["a", "c", "d", "e"]
+
+
+def test_two_runs_of_one_name_are_told_apart_as_if_read_one_after_the_other(tmp_path, new_traces):
+    for number, folder in enumerate(("x/run", "y/run"), start=1):
+        new_traces().request(number, 0, step=1).write(tmp_path / folder)
+    result = ingest([tmp_path / "x" / "run", tmp_path / "y" / "run"], tmp_path / "tables")
+    assert [run.run_id for run in result.runs] == ["run", "run-2"]
+    assert result.warnings == ("run: another run of that name is in the tables already; this one is run-2",)
+
+
+class _Notes(NullProgress):
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def test_progress_counts_runs_and_workers(tmp_path, fleet):
+    progress = _Notes()
+    ingest([fleet], tmp_path / "tables", workers=1, progress=progress)
+    assert progress.notes == [f"{n} of 5 runs, 1 worker" for n in range(6)]
+
+
+def test_many_runs_are_published_with_few_manifests(tmp_path, fleet, monkeypatch):
+    written, commit = [], TableStore.commit
+
+    def count(store, changes):
+        written.append(sorted(changes))
+        commit(store, changes)
+
+    monkeypatch.setattr(TableStore, "commit", count)
+    ingest([fleet], tmp_path / "tables")
+    assert written == [["a", "b", "c", "d", "e"]]
+
+
+def _fails(argument):
+    raise argument
+
+
+@pytest.mark.parametrize(
+    "error", [DataError("bad", where="here"), UsageError("odd", hint="other"), OSError(28, "full")]
+)
+def test_an_error_comes_back_from_another_process_as_it_was_raised(error):
+    value, found = pickle.loads(pickle.dumps(attempt(_fails, error)))  # noqa: S301
+    assert value is None
+    assert type(found) is type(error)
+    assert (str(found), vars(found)) == (str(error), vars(error))
+
+
+def test_an_address_without_ray_is_refused(tmp_path, fleet):
+    with pytest.raises(UsageError, match="goes with"):
+        ingest([fleet], tmp_path / "tables", engine=EngineChoice(ray_address="auto"))
+    assert not (tmp_path / "tables").exists()
+
+
+def test_without_ray_it_is_one_line_and_nothing_is_written(tmp_path, fleet, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError) as caught:
+        ingest([fleet], tmp_path / "tables", engine=EngineChoice("ray"))
+    assert (caught.value.line(), caught.value.exit_code) == (
+        "Ray is not installed; pip install 'tracefit[ray]'",
+        2,
+    )
+    assert not (tmp_path / "tables").exists()
