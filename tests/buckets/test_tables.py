@@ -108,9 +108,10 @@ def test_what_no_manifest_names_goes_after_a_day(bucket, small):
     bucket.objects |= dict.fromkeys(
         (left, part, foreign), (b"x", bucket.objects["a/tables/manifest.json"][1])
     )
+    bucket.age(hours=23)
     ingest([small(2)], TABLES)
     assert {left, part, foreign} <= set(bucket.objects)
-    bucket.age(hours=25)
+    bucket.age(hours=2)
     ingest([small(3)], TABLES)
     assert {left, part, foreign} & set(bucket.objects) == {foreign}
     assert TableStore(TABLES).read("requests").height == 3
