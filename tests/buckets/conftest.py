@@ -35,7 +35,7 @@ class Bucket:
     """The objects of `s3://fleet`, what was asked of it, and what goes wrong.
 
     `google` is `gs://fleet`, the same objects. `trouble` takes the method and the key of a request: `503` and `403` are answers, `reset` and `torn` end the
-    connection before and amid the body, `lost` after the work is done; null is no trouble.
+    connection before and amid the body, `lost` after the work is done, `cut` amid the answer; null is no trouble.
     """
 
     url: str = f"s3://{NAME}"
@@ -215,7 +215,8 @@ def _server(bucket):
                 self.send_header(field_name, value)
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(content)
+                self.wfile.write(content[: len(content) // 2] if trouble == "cut" else content)
+            self.close_connection = self.close_connection or trouble == "cut"
 
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = serve  # noqa: N815 - names of the library
 
