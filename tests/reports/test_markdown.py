@@ -10,7 +10,7 @@ import pytest
 from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.files import read_coefficients
 from tracefit.commands.report import report_of
-from tracefit.reports.markdown import markdown_text
+from tracefit.reports.document import markdown_text
 from tracefit.tables.store import TableStore
 
 

@@ -13,7 +13,7 @@ from tracefit.commands.figure_data import LATENCIES, SLO_MS, scope_rows
 from tracefit.errors import TracefitError, UsageError, did_you_mean
 from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import TracedTime, all_figures, build_report, scope_parts
-from tracefit.reports.markdown import markdown_text
+from tracefit.reports.document import markdown_text
 from tracefit.results.models import ReportResult
 from tracefit.results.notebook import draw_with
 from tracefit.tables.disk import write_files
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.evaluation import Evaluation, ScopeEvaluation
     from tracefit.coefficients.model import CoefficientFile
     from tracefit.reports.document import Report
-    from tracefit.reports.model_section import AnyModel
+    from tracefit.reports.sections import AnyModel
     from tracefit.results.figures import ScopeRows
 
 MAX_PAGE_BYTES = 6_000_000

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.model import CoefficientFile, RegimesModel, Term
-from tracefit.reports.data_section import clock_parts, data_parts
 from tracefit.reports.document import Bullets, Figure, Report, ReportPart, Section, Table, table
 from tracefit.reports.figures import (
     breakdown_figure,
@@ -23,11 +22,28 @@ from tracefit.reports.figures import (
     over_time_figure,
     runs_figure,
 )
-from tracefit.reports.latency_section import latency_parts, summed_line
-from tracefit.reports.model_section import AnyModel, interval, model_parts, terms_of
-from tracefit.reports.scopes import ScopeLabel, scope_labels
+from tracefit.reports.sections import (
+    AnyModel,
+    clock_parts,
+    data_parts,
+    interval,
+    latency_parts,
+    model_parts,
+    summed_line,
+    terms_of,
+)
 from tracefit.reports.sentences import lead, least_exact, step_entry, verdicts
-from tracefit.reports.text import ERRORS, count, mape_misleads, metrics, number, percent, plural
+from tracefit.reports.text import (
+    ERRORS,
+    ScopeLabel,
+    count,
+    mape_misleads,
+    metrics,
+    number,
+    percent,
+    plural,
+    scope_labels,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.evaluation import ScopeEvaluation
     from tracefit.fit.results import Distribution, ErrorOverLoad
-    from tracefit.reports.model_section import AnyModel
+    from tracefit.reports.sections import AnyModel
     from tracefit.results.figures import (
         Bin,
         Breakdown,

@@ -20,8 +20,7 @@ from markupsafe import Markup, escape
 from plotly.graph_objects import Figure as PlotlyFigure
 from plotly.offline import get_plotlyjs
 
-from tracefit.reports.document import Section, Table
-from tracefit.reports.markdown import plain
+from tracefit.reports.document import Section, Table, plain
 from tracefit.reports.plots import CONFIG, TEMPLATES, name_text
 
 if TYPE_CHECKING:

@@ -13,8 +13,18 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from tracefit.errors import printable, spreadsheet_safe
-from tracefit.reports.scopes import ScopeLabel, scope_labels
-from tracefit.reports.text import WIDTH, columns, count, indented, mape_misleads, number, plural, share
+from tracefit.reports.text import (
+    WIDTH,
+    ScopeLabel,
+    columns,
+    count,
+    indented,
+    mape_misleads,
+    number,
+    plural,
+    scope_labels,
+    share,
+)
 from tracefit.server.tracing import without_attribute
 
 if TYPE_CHECKING:
