@@ -38,7 +38,7 @@ from tracefit.cli.arguments import (
     train_options,
 )
 from tracefit.cli.program import app
-from tracefit.console import Terminal, one_line_errors, show
+from tracefit.console import Terminal, one_line_errors
 
 if TYPE_CHECKING:
     from tracefit.commands.receive import Listening
@@ -93,9 +93,7 @@ def run(
             workers=workers,
             progress=terminal,
         )
-        terminal.close()
-        show(result, run_text(result), as_json=json, quiet=quiet)
-        raise typer.Exit(result.exit_code)
+        terminal.show(result, run_text(result), as_json=json)
 
 
 @app.command()
@@ -123,9 +121,7 @@ def inspect(
 
         server = server_options(run_config, model_config, gpu, tp, settings)
         result = inspect_command(paths, server=server, progress=terminal)
-        terminal.close()
-        show(result, inspection_text(result), as_json=json, quiet=quiet)
-        raise typer.Exit(result.exit_code)
+        terminal.show(result, inspection_text(result), as_json=json)
 
 
 @app.command()
@@ -169,13 +165,11 @@ def ingest(
         # A plan depends on the files and on what the tables have, not on the server: its options are not even read.
         if dry_run:
             plan = plan_ingest(paths, out, options=kept)
-            show(plan, plan_text(plan), as_json=json, quiet=quiet)
+            terminal.show(plan, plan_text(plan), as_json=json)
             return
         server = server_options(run_config, model_config, gpu, tp, settings)
         result = ingest_command(paths, out, server=server, options=kept, workers=workers, progress=terminal)
-        terminal.close()
-        show(result, ingest_text(result), as_json=json, quiet=quiet)
-        raise typer.Exit(result.exit_code)
+        terminal.show(result, ingest_text(result), as_json=json)
 
 
 @app.command()
@@ -263,5 +257,4 @@ def receive(
             listening=listening,
             progress=terminal,
         )
-        terminal.close()
-        show(result, receive_text(result), as_json=json, quiet=quiet)
+        terminal.show(result, receive_text(result), as_json=json)

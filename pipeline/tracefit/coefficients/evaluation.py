@@ -201,3 +201,8 @@ class Evaluation(Strict):
     across_notes: tuple[str, ...] = Field(
         default=(), description="what could not be left out or measured, and why"
     )
+
+    @property
+    def answers(self) -> dict[str, dict[str, str]]:
+        """Scope id to use to verdict: yes, with limits or no."""
+        return {s.scope_id: {use: v.answer for use, v in s.verdicts.items()} for s in self.scopes}

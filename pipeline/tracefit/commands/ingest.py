@@ -26,8 +26,15 @@ from tracefit.progress import NullProgress, Progress
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, gpu_to_json, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
-from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_to_json
-from tracefit.server.tracing import ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
+from tracefit.server.settings import (
+    ENDPOINT_FLAG,
+    JOURNEY_FLAGS,
+    SETTINGS,
+    STEP_FLAGS,
+    ServerSettings,
+    canonical_name,
+    settings_to_json,
+)
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import IngestCounts, build_tables
 from tracefit.tables.disk import disk_errors, scratch_folder, sweep

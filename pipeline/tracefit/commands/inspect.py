@@ -29,7 +29,7 @@ from tracefit.results.traces import (
     ServerFacts,
 )
 from tracefit.server.context import context_from_json, scope_of
-from tracefit.server.tracing import JOURNEY_FLAGS, SNAPSHOT_FLAG, STEP_FLAGS
+from tracefit.server.settings import JOURNEY_FLAGS, SNAPSHOT_FLAG, STEP_FLAGS
 from tracefit.tables.dialects import dialect_of
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.keys import SERVER

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
-from tracefit.commands.figure_data import LATENCIES, SLO_MS, scope_rows
-from tracefit.errors import TracefitError, UsageError, did_you_mean
+from tracefit.commands.figure_data import SLO_MS, scope_rows
+from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import TracedTime, all_figures, build_report, scope_parts
 from tracefit.reports.document import markdown_text
+from tracefit.results.figures import LATENCIES
 from tracefit.results.models import ReportResult
 from tracefit.results.notebook import draw_with
 from tracefit.tables.disk import write_files
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure as PlotlyFigure
 
     from tracefit.coefficients.evaluation import Evaluation, ScopeEvaluation
-    from tracefit.coefficients.model import CoefficientFile
+    from tracefit.coefficients.model import CoefficientFile, Model
     from tracefit.reports.document import Report
-    from tracefit.reports.sections import AnyModel
     from tracefit.results.figures import ScopeRows
 
 MAX_PAGE_BYTES = 6_000_000
@@ -76,7 +76,7 @@ def report(
     place = Path(out or folder)
     texts = report_texts(made, place, progress)
     write_files(texts)
-    return ReportResult(tuple(texts), _verdicts(evaluation)), made
+    return ReportResult(tuple(texts), evaluation.answers), made
 
 
 def report_texts(made: Report, folder: Path, progress: Progress) -> dict[Path, str]:
@@ -160,9 +160,7 @@ def draw(evaluation: Path, models: Path, tables: Path, figure: str, scope: str |
     parts = scope_parts(published, alpha, beta, rows)
     figures = all_figures(next(one for one in parts if one.scope.scope_id == chosen.scope_id))
     if figure not in figures:
-        close = did_you_mean(figure, figures)
-        known = f"figures: {', '.join(figures)}"
-        raise UsageError(f"there is no figure {figure}", hint=f"{close} {known}" if close else known)
+        raise UsageError(f"there is no figure {figure}", hint=known_names(figure, figures, title="figures"))
     return plotly_figure(figures[figure])
 
 
@@ -205,7 +203,7 @@ def _objectives(slo_ms: Mapping[str, float] | None) -> Mapping[str, float]:
     return slo_ms
 
 
-def _models_of(scope: ScopeEvaluation, models: Sequence[AnyModel]) -> list[AnyModel]:
+def _models_of(scope: ScopeEvaluation, models: Sequence[Model]) -> list[Model]:
     return [m for m in models if m.scope_id == scope.scope_id and m.name in scope.models]
 
 
@@ -217,7 +215,3 @@ def _traced(evaluation: Evaluation, store: TableStore) -> TracedTime | None:
         return None
     first, last = runs.select(pl.col("first_unix_ns").min(), pl.col("last_unix_ns").max()).row(0)
     return TracedTime(first, last)
-
-
-def _verdicts(evaluation: Evaluation) -> dict[str, dict[str, str]]:
-    return {s.scope_id: {use: v.answer for use, v in s.verdicts.items()} for s in evaluation.scopes}

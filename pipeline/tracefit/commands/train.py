@@ -23,6 +23,7 @@ from tracefit.fit.fitted import BetaTarget, ScopeOptions
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads, runs_to_fit
 from tracefit.fit.scopes import fit_across, fit_scope
 from tracefit.progress import NullProgress, Progress
+from tracefit.results.figures import LATENCIES
 from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.server.documents import read_bytes
 from tracefit.tables.disk import write_files
@@ -164,14 +165,14 @@ def _result(
         evaluation=report / "evaluation.json",
         report=report / "report.md",
         fitted=tuple(_summary(s, m) for s in scopes for m in s.models),
-        verdicts={s.scope_id: {use: v.answer for use, v in s.verdicts.items()} for s in evaluation.scopes},
+        verdicts=evaluation.answers,
         not_fitted=tuple(_what_is_missing(s, m) for s in scopes for m in s.missing),
         latencies=tuple(
             _latency_summary(s, name, latency)
             for s in scopes
             for name, latency in s.composed.latencies.items()
             # The other latencies are in the report: the summary names those that users know.
-            if name in ("ttft", "itl", "e2e")
+            if name in LATENCIES
         ),
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]

@@ -41,7 +41,7 @@ from tracefit.fit.estimators import fit_nonnegative
 from tracefit.fit.linear import matrix
 from tracefit.fit.splits import request_frame
 from tracefit.fit.step_clock import admission_with_clock
-from tracefit.server.tracing import JOURNEY_FLAGS
+from tracefit.server.settings import JOURNEY_FLAGS
 from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:

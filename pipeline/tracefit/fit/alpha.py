@@ -20,7 +20,7 @@ from tracefit.fit.linear import NON_NEGATIVE, FeatureColumn, RegimeComparison, R
 from tracefit.fit.results import Candidate, Missing
 from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_regimes
-from tracefit.server.tracing import INSTRUMENTED_VERSION, JOURNEY_FLAGS
+from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS
 from tracefit.tables.dialects import WITHOUT_EVENTS
 
 if TYPE_CHECKING:

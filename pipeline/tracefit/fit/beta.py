@@ -37,7 +37,7 @@ from tracefit.fit.linear import PENALTIES, RegimeRows, columns_of
 from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers
-from tracefit.server.tracing import STEP_FLAGS
+from tracefit.server.settings import STEP_FLAGS
 from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:

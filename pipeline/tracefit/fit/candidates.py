@@ -100,8 +100,6 @@ FORM_RULE = (
     "engine's laws give unless another is better by more than 5 %"
 )
 
-BOUNDARY, LINE, REGIMES = "step_boundary", "line", "regimes"
-
 _BOUNDARY_NUMBERS = 2
 """Fitted numbers of the step boundary: the API work and the offset of the stamp."""
 
@@ -167,7 +165,7 @@ def try_boundary(
     boundary = fit_boundary(fitted, timeline) if fitted else None
     if boundary is None or boundary.validation.holdout.mae is None:
         return None
-    return Candidate(BOUNDARY, _BOUNDARY_NUMBERS, boundary.validation.holdout.mae, None)
+    return Candidate("step_boundary", _BOUNDARY_NUMBERS, boundary.validation.holdout.mae, None)
 
 
 def _fit(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions) -> LinearFit | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, PENALTIES, Signs
-from tracefit.server.tracing import without_attribute
+from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.model import CoefficientFile, RegimesModel, Term
+from tracefit.coefficients.compiled import main_forms
+from tracefit.coefficients.model import CoefficientFile, Model, RegimesModel, Term
 from tracefit.reports.document import Bullets, Figure, Report, ReportPart, Section, Table, table
 from tracefit.reports.figures import (
     breakdown_figure,
@@ -23,14 +24,12 @@ from tracefit.reports.figures import (
     runs_figure,
 )
 from tracefit.reports.sections import (
-    AnyModel,
     clock_parts,
     data_parts,
     interval,
     latency_parts,
     model_parts,
     summed_line,
-    terms_of,
 )
 from tracefit.reports.sentences import lead, least_exact, step_entry, verdicts
 from tracefit.reports.text import (
@@ -44,6 +43,7 @@ from tracefit.reports.text import (
     plural,
     scope_labels,
 )
+from tracefit.results.figures import LATENCIES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -104,7 +104,7 @@ class ScopeParts:
 
     scope: ScopeEvaluation
     label: ScopeLabel
-    models: dict[str, AnyModel]
+    models: dict[str, Model]
     rows: ScopeRows | None
     has_figures: bool = True
 
@@ -203,14 +203,11 @@ def _moment(unix_ns: int) -> str:
     return f"{datetime.fromtimestamp(unix_ns / 1e9, UTC):%Y-%m-%d %H:%M}"
 
 
-_HEADLINES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
-
-
 def _headlines(scope: ScopeEvaluation) -> dict[str, tuple[Metrics, Metrics]]:
     """Return the errors a reader asks for first, each with those of the baseline."""
     step = step_entry(scope)
     found = {"step time": (step.holdout, step.baseline)} if step else {}
-    for key, label in _HEADLINES.items():
+    for key, label in LATENCIES.items():
         if key in scope.latency:
             found[label] = scope.latency[key].teacher_forced, scope.latency[key].baseline
     return {label: both for label, both in found.items() if both[0].mdape_pct is not None}
@@ -404,7 +401,7 @@ def _errors(scope: ScopeEvaluation) -> Table:
     return table(_ERRORS, rows)
 
 
-def _ranges(models: dict[str, AnyModel]) -> list[ReportPart]:
+def _ranges(models: dict[str, Model]) -> list[ReportPart]:
     """Give the training ranges: a prediction outside them extrapolates."""
     rows = [
         (f"`{name}`{regime}", f"`{t.feature}`", interval(t.training_range))
@@ -418,10 +415,11 @@ def _ranges(models: dict[str, AnyModel]) -> list[ReportPart]:
     return [Section("Training ranges", (text, table(("model", "feature", "training range"), rows)))]
 
 
-def _all_terms(model: AnyModel) -> list[tuple[str, Term]]:
-    if isinstance(model, RegimesModel):
-        return [(f", {r.name}", t) for r in model.regimes for t in r.terms]
-    return [("", t) for t in terms_of(model)]
+def _all_terms(model: Model) -> list[tuple[str, Term]]:
+    """Return every term of a model, after the name of its regime where there are several."""
+    several = isinstance(model, RegimesModel)
+    forms = main_forms(model).items()
+    return [(f", {name}" if several else "", t) for name, form in forms for t in form.terms]
 
 
 def _provenance(alpha: CoefficientFile, beta: CoefficientFile) -> list[ReportPart]:

@@ -35,14 +35,14 @@ from tracefit.reports.plots import (
     spread_axis,
 )
 from tracefit.reports.text import count, number, percent, plural
-from tracefit.results.figures import ShadedRegion
+from tracefit.results.figures import LATENCIES, US_PER_MS, ShadedRegion
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tracefit.coefficients.evaluation import ScopeEvaluation
+    from tracefit.coefficients.model import Model
     from tracefit.fit.results import Distribution, ErrorOverLoad
-    from tracefit.reports.sections import AnyModel
     from tracefit.results.figures import (
         Bin,
         Breakdown,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
         ScopeRows,
     )
 
-US_PER_MS = 1e3
 _MEASURED, _PREDICTED = BLUE, ORANGE
 _PART_COLOURS = {
     "every step": GREY,
@@ -294,7 +293,7 @@ def _stacked(
 # One model
 
 
-def model_figures(model: AnyModel, rows: ModelRows) -> tuple[Figure, ...]:
+def model_figures(model: Model, rows: ModelRows) -> tuple[Figure, ...]:
     """Draw the rows of one model for an expert: predictions, and residuals over time and over its strongest features."""
     name = anchor(f"{model.scope_id}-{model.name}")
     return (
@@ -304,7 +303,7 @@ def model_figures(model: AnyModel, rows: ModelRows) -> tuple[Figure, ...]:
     )
 
 
-def predicted_figure(model: AnyModel, rows: ModelRows) -> Figure:
+def predicted_figure(model: Model, rows: ModelRows) -> Figure:
     """Draw predicted against measured durations of held-out rows."""
     look = "Look for a cloud that leaves the line at one end: the model misses a bend there."
     if isinstance(model, RegimesModel):
@@ -403,7 +402,6 @@ def _residuals(
 
 # Latencies of requests
 
-LATENCIES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
 _WRITTEN_PERCENTS = (5, 25, 50, 75, 90, 95, 99)
 _FAR_OFF = 10.0
 """Times the largest value from which on a line would squeeze a figure."""

@@ -12,14 +12,15 @@ from tracefit.coefficients.model import (
     BoundaryModel,
     Condition,
     Expectation,
-    LinearModel,
+    Model,
     Number,
     RegimesModel,
     Term,
 )
 from tracefit.reports.document import Bullets, Section, table
 from tracefit.reports.text import ERRORS, count, exact, metrics, number, percent, reasons, share
-from tracefit.server.tracing import without_attribute
+from tracefit.results.figures import LATENCIES
+from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -174,21 +175,12 @@ def clock_parts(t: TimelineEntry) -> list[ReportPart]:
 # -- request latencies ----------------------------------------------------------------------------------
 
 
-_TITLES = {
-    "ttft": "TTFT",
-    "itl": "ITL",
-    "e2e": "E2E",
-    "client": "client",
-    "prefill": "prefill",
-    "execution": "execution",
-}
 _WAYS = {
     "teacher_forced": "teacher forced",
     "refit_on_holdout": "refit on hold-out",
     "averages_only": "averages only",
     "baseline": "baseline",
 }
-_GROUPED = ("ttft", "itl", "e2e")
 
 _PREAMBLE = (
     "Errors on requests that arrived in the hold-out of every model. *Teacher-forced*: measured batches and waits, "
@@ -208,9 +200,11 @@ def latency_parts(scope: ScopeEvaluation) -> list[ReportPart]:
         _PREAMBLE,
         table(("latency", "predicted", *ERRORS), _rows(scope)),
     ]
-    named = [(_TITLES[name], entry.definition) for name, entry in scope.latency.items()]
+    named = [(LATENCIES.get(name, name), entry.definition) for name, entry in scope.latency.items()]
     parts.append(table(("latency", "is"), named, folded="What each latency is"))
-    left_out = [(_TITLES[name], reasons(e.left_out)) for name, e in scope.latency.items() if e.left_out]
+    left_out = [
+        (LATENCIES.get(name, name), reasons(e.left_out)) for name, e in scope.latency.items() if e.left_out
+    ]
     if left_out:
         title = "Requests without a teacher-forced prediction in the hold-out"
         parts.append(table(("latency", "requests"), left_out, folded=title))
@@ -262,7 +256,7 @@ def burst_lines(bursts: Sequence[Burst]) -> list[str]:
 def _rows(scope: ScopeEvaluation) -> Iterator[tuple[str, ...]]:
     for name, entry in scope.latency.items():
         for way, label in _WAYS.items():
-            yield (_TITLES[name], label, *metrics(getattr(entry, way)))
+            yield (LATENCIES.get(name, name), label, *metrics(getattr(entry, way)))
 
 
 _GROUP_HEAD = ("latency", *ERRORS, "averages only MAPE %", "baseline MAPE %")
@@ -270,8 +264,8 @@ _GROUP_HEAD = ("latency", *ERRORS, "averages only MAPE %", "baseline MAPE %")
 
 def _by_run(scope: ScopeEvaluation) -> list[ReportPart]:
     rows = [
-        (f"`{run}`", *_group(_TITLES[name], errors))
-        for name in _GROUPED
+        (f"`{run}`", *_group(LATENCIES.get(name, name), errors))
+        for name in LATENCIES
         for run, errors in scope.latency[name].by_run.items()
     ]
     if len(scope.runs) == 1 or not rows:
@@ -281,8 +275,8 @@ def _by_run(scope: ScopeEvaluation) -> list[ReportPart]:
 
 def _by_phase(scope: ScopeEvaluation) -> list[ReportPart]:
     rows = [
-        (_phase(phase), *_group(_TITLES[name], phase))
-        for name in _GROUPED
+        (_phase(phase), *_group(LATENCIES.get(name, name), phase))
+        for name in LATENCIES
         for phase in scope.latency[name].by_phase
     ]
     if not rows:
@@ -313,13 +307,11 @@ def _phase(phase: Phase) -> str:
 # -- one model ------------------------------------------------------------------------------------------
 
 
-AnyModel = LinearModel | RegimesModel | BoundaryModel
-
 TROUBLE = 30.0
 """Condition number above which single coefficients are poorly determined (Belsley, Kuh and Welsch 1980)."""
 
 
-def model_parts(entry: Validation, model: AnyModel, left_out: dict[str, int]) -> list[ReportPart]:
+def model_parts(entry: Validation, model: Model, left_out: dict[str, int]) -> list[ReportPart]:
     """Return the section on one model, without its figures.
 
     Args:
@@ -358,7 +350,7 @@ def model_parts(entry: Validation, model: AnyModel, left_out: dict[str, int]) ->
     return parts
 
 
-def _facts(entry: Validation, model: AnyModel, left_out: dict[str, int]) -> Iterator[str]:
+def _facts(entry: Validation, model: Model, left_out: dict[str, int]) -> Iterator[str]:
     if entry.boundary_accuracy_pct is not None:
         yield (
             f"**Step boundary predicted correctly:** {percent(entry.boundary_accuracy_pct)} % of held-out requests whose step is known "
@@ -387,12 +379,7 @@ def _facts(entry: Validation, model: AnyModel, left_out: dict[str, int]) -> Iter
         yield f"**Training rows by source:** {reasons(entry.rows_by_source)}."
 
 
-def terms_of(model: LinearModel | BoundaryModel) -> tuple[Term, ...]:
-    """Return the terms of a model without regimes; of a boundary model those of its API work."""
-    return tuple((model.work if isinstance(model, BoundaryModel) else model).terms)
-
-
-def _coefficients(model: AnyModel) -> list[ReportPart]:
+def _coefficients(model: Model) -> list[ReportPart]:
     if isinstance(model, RegimesModel):
         return [
             part

@@ -25,7 +25,7 @@ from tracefit.reports.text import (
     scope_labels,
     share,
 )
-from tracefit.server.tracing import without_attribute
+from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
