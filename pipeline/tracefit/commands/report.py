@@ -106,10 +106,12 @@ def report_of(
     store: TableStore | None,
     *,
     slo_ms: Mapping[str, float] = SLO_MS,
+    page_bytes: int = MAX_PAGE_BYTES,
 ) -> Report:
     """Build the report of published files, with figures of rows where there are tables.
 
-    With many scopes fewer points are drawn, and figures of the last scopes are left out, so that the page stays small.
+    With many scopes fewer points are drawn, and figures of the last scopes are left out, so that the page stays within
+    `page_bytes`.
     """
     models = (*beta.models, *alpha.models)
     traced = _traced(evaluation, store) if store is not None else None
@@ -123,14 +125,14 @@ def report_of(
                 for scope in evaluation.scopes[:drawn]
             }
         made = build_report(evaluation, alpha, beta, rows, traced=traced)
-        if _fits(made):
+        if _fits(made, page_bytes):
             break
     return made
 
 
-def _fits(made: Report) -> bool:
+def _fits(made: Report, page_bytes: int) -> bool:
     html_page = _page_writer()
-    return html_page is None or len(html_page(made).encode()) <= MAX_PAGE_BYTES
+    return html_page is None or len(html_page(made).encode()) <= page_bytes
 
 
 @draw_with
