@@ -55,6 +55,7 @@ def set_log_level(level: LogLevel) -> None:
     _log.setLevel(level.upper())
     if not _log.handlers:
         _log.addHandler(_Stderr())
+        # Handlers of the root logger, which a notebook or a test may have set up, would print each line again.
         _log.propagate = False
 
 
@@ -92,6 +93,7 @@ class Terminal:
         self._measure(size_bytes)
 
     def _measure(self, expected: int) -> None:
+        # A bar and a spinner are two kinds of line: one cannot become the other.
         if expected or self._expected:
             self.close()
         self._expected, self._bytes = expected, 0

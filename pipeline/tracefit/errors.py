@@ -38,6 +38,7 @@ PARAMETERS = {
 }
 """Flags that messages name, and the parameters of the Python API that stand for them."""
 
+# Whole flags alone: `--run` is not the beginning of `--run-config`.
 _FLAG = re.compile("|".join(rf"(?<![\w-]){flag}(?![\w-])" for flag in sorted(PARAMETERS)))
 
 
@@ -99,6 +100,7 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
         known: The known names.
         cutoff: Smallest similarity, 0 to 1.
     """
+    # The search takes time in proportion to the length of the name, which may be a whole file by mistake.
     close = difflib.get_close_matches(name[:64], list(known), n=1, cutoff=cutoff)
     return f"did you mean {close[0]}?" if close else None
 

@@ -30,6 +30,8 @@ from tracefit.console import Terminal, one_line_errors
 from tracefit.errors import UsageError
 
 
+# Commands import what they need when they run: help and completion must not wait for polars and scikit-learn. The function of
+# the library has the command's own name, so that it is imported as another one.
 @app.command()
 def train(
     context: typer.Context,

@@ -32,6 +32,8 @@ class Commands(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        # The program knows its options only before the name of a command. Each command gets copies of them, which run the same
+        # callbacks and pass no value to the command's function.
         everywhere = [p for p in self.params if p.name in EVERYWHERE]
         for command in self.commands.values():
             for option in everywhere:
@@ -42,6 +44,7 @@ class Commands(TyperGroup):
             for option in _options(holder):
                 if _settable(option) or option.name == "config":
                     option.envvar = variable(flag(option))
+                    # The help of the program says the rule once; a variable in each line would hide the text.
                     option.show_envvar = False
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -87,6 +90,7 @@ def use_config(context: typer.Context, path: Path | None) -> Path | None:
     assert isinstance(commands, Commands)  # noqa: S101 - the root is what `cls` of the program says
     defaults = _defaults(_read(path), commands, str(path))
     context.meta[CONFIG_FILE] = str(path)
+    # Before a command's name typer looks for defaults by command, behind it for those of the command alone.
     context.default_map = defaults if context.command is commands else defaults[context.info_name or ""]
     return path
 

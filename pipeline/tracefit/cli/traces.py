@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from tracefit.commands.receive import Listening
 
 
+# Options that `run` shares with `ingest` and `train` are listed in each signature: typer reads them there. Their values reach the
+# library by name, from `context.params` (`ingest_options`, `train_options`).
 @app.command()
 def run(
     context: typer.Context,

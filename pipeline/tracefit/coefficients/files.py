@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from tracefit.coefficients.evaluation import Evaluation
-from tracefit.coefficients.model import CoefficientFile
+from tracefit.coefficients.model import CoefficientFile, Evaluation
 from tracefit.errors import UsageError
 from tracefit.server.documents import parse_json_object, read_bytes
 

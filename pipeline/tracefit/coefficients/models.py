@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.evaluation import RequestRange
-    from tracefit.coefficients.model import CoefficientFile, Model
+    from tracefit.coefficients.model import CoefficientFile, Model, RequestRange
     from tracefit.coefficients.predict_frames import FrameT, Rows
     from tracefit.coefficients.regressor import LatencyRegressor
 

@@ -33,8 +33,7 @@ from tracefit.tables.health import CUT_OFF
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.coefficients.evaluation import ScopeEvaluation
-    from tracefit.coefficients.model import Model
+    from tracefit.coefficients.model import Model, ScopeEvaluation
     from tracefit.fit.results import Overload
     from tracefit.tables.store import TableStore
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from plotly.graph_objects import Figure as PlotlyFigure
 
-    from tracefit.coefficients.evaluation import Evaluation, ScopeEvaluation
-    from tracefit.coefficients.model import CoefficientFile, Model
+    from tracefit.coefficients.model import CoefficientFile, Evaluation, Model, ScopeEvaluation
     from tracefit.reports.document import Report
     from tracefit.results.figures import ScopeRows
 

@@ -31,10 +31,6 @@ The timeline of a larger one is left to `train`, which has more: about 1 KiB for
 def write_timelines(store: TableStore, run_ids: Iterable[str]) -> None:
     """Build the `timeline` of the runs without one.
 
-    Args:
-        store: Ingested tables.
-        run_ids: The runs.
-
     Raises:
         UsageError: The folder cannot be written.
     """

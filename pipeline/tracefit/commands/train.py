@@ -33,12 +33,13 @@ from tracefit.tables.store import TableStore
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tracefit.coefficients.evaluation import Evaluation
+    from tracefit.coefficients.model import Evaluation
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.results import Latency, Missing, Overload
 
 
 _NAMED_RUNS = 3
+_NOT_FITTED = ("sample_csv", "thresholds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +112,8 @@ def train(
     # Before anything is written: a failed training leaves the models of the one before as they were.
     _require_models(scopes, str(tables))
     made_by = publish.provenance(
-        {
-            "beta_target": options.beta_target,
-            "features": options.features,
-            "positive": options.positive,
-            "any_sign": options.any_sign,
-            "fast": options.fast,
-            "include_overloaded": options.include_overloaded,
-            "across": options.across,
-        },
+        # Sample tables and verdicts are no part of the fit: a refit needs neither.
+        {name: getattr(options, name) for name in TrainOptions.__slots__ if name not in _NOT_FITTED},
         files=_named_files(options),
     )
     alpha, beta = publish.coefficient_files(scopes, made_by)

@@ -181,9 +181,6 @@ def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tupl
 def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
     """Add the number of running requests when each request was first scheduled and, on average, while it decoded.
 
-    Args:
-        tables: Tables of one scope.
-
     Returns:
         The `requests` table with uncached_tokens, running_start, running_decode and ts_ns; null where not known.
     """

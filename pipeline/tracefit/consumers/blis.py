@@ -367,10 +367,7 @@ def to_blis_registry(source: Source) -> Export:
     entries = [_entry(name, units, value, scope, cite, said) for (name, units), value in values]
     name = f"tracefit-{source.scope.scope_id}"
     notes = (*found.notes, _KERNEL_SETS, "the use line is for a clone of blis-registry")
-    said_so = [f"# {note}" for note in notes]
-    text = "\n".join(
-        [*said_so, "kind: CoefficientSet", f"name: {_quoted(name)}", "coefficients:", *entries, ""]
-    )
+    text = "\n".join(["kind: CoefficientSet", f"name: {_quoted(name)}", "coefficients:", *entries, ""])
     facts = {name: value for (name, _), value in values}
     use = f"cp {OUT}/coefficient-set.yaml coefficients/"
     return Export({"coefficient-set.yaml": commented(notes, text)}, found.errors, notes, use, facts)

@@ -48,7 +48,7 @@ from tracefit.results.figures import LATENCIES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.coefficients.evaluation import Evaluation, ScopeEvaluation
+    from tracefit.coefficients.model import Evaluation, ScopeEvaluation
     from tracefit.fit.results import LeftOutErrors, Metrics, Overload
     from tracefit.results.figures import ScopeRows
 
@@ -138,6 +138,7 @@ def build_report(
             0, "There were no tables beside the evaluation: figures of rows, requests and runs are left out."
         )
     subject = _subject(evaluation, traced)
+    # A single scope needs no overview: its verdicts and errors are the report.
     if len(scopes) == 1:
         (only,) = scopes
         return Report(_title(only), lead(only.scope), (*_scope(only), *data), subject)
@@ -145,6 +146,7 @@ def build_report(
         Section(
             f"Scope `{one.label.name}`",
             (f"**{lead(one.scope)}**", *_scope(one, several=True)),
+            # The first one is open: a page of headings alone would say nothing.
             folded=place > 0,
         )
         for place, one in enumerate(scopes)
@@ -182,6 +184,7 @@ def scope_parts(
 
 
 def _title(one: ScopeParts) -> str:
+    # All models of a scope state the same facts.
     facts = next((m.scope for m in one.models.values()), None)
     model = (facts.model if facts else None) or one.label.name
     return f"{model} on {facts.gpu}" if facts and facts.gpu else model
@@ -325,6 +328,7 @@ def scope_figures(one: ScopeParts) -> list[ReportPart]:
         figures += [first_token_figure(scope_id, rows.first_token)] if rows.first_token else []
         figures += [latency_load_figure(scope_id, rows), runs_figure(scope_id, rows)]
         figures += [engine_figure(e) for e in rows.engines]
+    # Without tables too: errors over the load are in the evaluation itself.
     elif entry is not None:
         figures.append(load_figure(scope_id, entry.error_over_load))
     return [f for f in figures if f is not None]
@@ -334,6 +338,7 @@ def all_figures(one: ScopeParts) -> dict[str, Figure]:
     """Return every figure of a scope by the name that `plot` knows it by."""
     named: dict[str, Figure] = {}
     for figure in Report("", parts=tuple(_scope(one))).figures():
+        # Each engine has a figure of one kind: the second one is `timeline-2`.
         taken = sum(f.kind == figure.kind for f in named.values())
         named[f"{figure.kind}-{taken + 1}" if taken else figure.kind] = figure
     return named
@@ -395,6 +400,7 @@ def _errors(scope: ScopeEvaluation) -> Table:
     for name, entry in scope.models.items():
         reference = entry.gradient_boosting.mae if entry.gradient_boosting else None
         rows.append((f"`{name}`", *metrics(entry.holdout), number(entry.baseline.mae), number(reference)))
+        # Baseline and reference are measured on all rows together.
         rows += [
             (f"`{name}`, {kind.replace('_', ' ')}", *metrics(m), "", "") for kind, m in entry.by_group.items()
         ]
@@ -432,6 +438,7 @@ def _provenance(alpha: CoefficientFile, beta: CoefficientFile) -> list[ReportPar
         *((f"option {name.replace('_', '-')}", _option(value)) for name, value in made.options.items()),
         *((f"file of option {name}, sha256", f"`{digest}`") for name, digest in made.files.items()),
     ]
+    # Models of one scope are fitted on the same inputs: one line for all of them.
     inputs = {m.training.inputs_sha256: m.scope_id or "" for m in (*beta.models, *alpha.models) if m.training}
     rows += [(f"inputs of `{scope}`, sha256", f"`{digest}`") for digest, scope in inputs.items()]
     return [Section("Provenance", (table(("item", "value"), rows),), folded=True)]

@@ -39,6 +39,7 @@ class Table:
     def numeric(self) -> tuple[bool, ...]:
         """Say of each column whether it holds numbers alone, and so is aligned to the right."""
         columns = (tuple(row[k] for row in self.rows) for k in range(len(self.head)))
+        # Some cells may be empty; a column of empty cells alone is not one of numbers.
         return tuple(any(cells) and all(_NUMBER.fullmatch(cell) for cell in cells) for cells in columns)
 
 

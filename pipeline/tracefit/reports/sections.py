@@ -25,7 +25,7 @@ from tracefit.server.settings import without_attribute
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tracefit.coefficients.evaluation import (
+    from tracefit.coefficients.model import (
         Evaluation,
         IngestEntry,
         ScopeEvaluation,
@@ -164,6 +164,7 @@ def clock_parts(t: TimelineEntry) -> list[ReportPart]:
             "Scheduling runs one step ahead of execution (asynchronous scheduling): the time of a step is the cycle "
             "after its own start."
         )
+    # The rate is an estimate: nearly 1 may be 1.
     if t.journey_sampling is not None and 0 < t.journey_sampling < _MOST_SAMPLED:
         parts.append(
             "Journeys are sampled: batches are known from step summaries only, and the queue state is that of the "
@@ -268,6 +269,7 @@ def _by_run(scope: ScopeEvaluation) -> list[ReportPart]:
         for name in LATENCIES
         for run, errors in scope.latency[name].by_run.items()
     ]
+    # The errors of a single run are those of the first table.
     if len(scope.runs) == 1 or not rows:
         return []
     return [table(("run", *_GROUP_HEAD), rows, folded="By run, teacher-forced")]
@@ -465,6 +467,7 @@ def _limits(interval: PredictionInterval, unit: str) -> str:
 def _collinearity(entry: Validation) -> str:
     parts = []
     for one in entry.collinearity:
+        # One feature alone is collinear with nothing.
         if one.condition_number is None or len(one.variance_inflation) < 2:
             continue
         worst = max(one.variance_inflation, key=lambda name: one.variance_inflation[name])

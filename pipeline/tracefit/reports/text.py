@@ -41,6 +41,7 @@ def percent(value: float | None) -> str:
         return UNKNOWN
     if value == 0:
         return "0"
+    # 0.00 would read as none at all.
     if abs(value) < 0.005:
         return "<0.01"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 1 else f"{value:.2f}"
