@@ -353,7 +353,6 @@ def _scope(
         timeline=_timeline(scope),
         exclusions={m.name: _exclusions(m.fitted.rows) for m in scope.models},
         rows=tuple(_rows(m, run_id, rows) for m in scope.models for run_id, rows in _by_run(m)),
-        notes=scope.notes,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, PENALTIES, Signs
@@ -231,6 +231,5 @@ class FittedScope:
     composed: ComposedLatencies
     summed: SummedTime | None
     """Sum of the step times of beta's hold-out."""
-    notes: tuple[str, ...] = field(default=())
     overloads: tuple[Overload, ...] = ()
     """Overloaded runs of the scope; `tables` hold those that were trained on."""

@@ -166,7 +166,6 @@ def mark(
     axis: str,
     value: float,
     *,
-    dash: str = "longdashdot",
     colour: str = "#d63939",
     on: str = "paper",
 ) -> Trace:
@@ -180,7 +179,7 @@ def mark(
         f"{axis}1": value,
         f"{other}0": 0,
         f"{other}1": 1,
-        "line": {"color": colour, "width": 1.5, "dash": dash},
+        "line": {"color": colour, "width": 1.5, "dash": "longdashdot"},
         "name": name,
         "showlegend": True,
     }

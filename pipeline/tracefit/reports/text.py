@@ -47,9 +47,9 @@ def percent(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 1 else f"{value:.2f}"
 
 
-def share(value: float | None, missing: str = UNKNOWN) -> str:
+def share(value: float | None) -> str:
     """Write a ratio in percent."""
-    return missing if value is None else f"{100 * value:.1f} %"
+    return UNKNOWN if value is None else f"{100 * value:.1f} %"
 
 
 def count(value: int) -> str:
@@ -57,9 +57,9 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
-def plural(value: int, noun: str, ending: str = "s") -> str:
+def plural(value: int, noun: str) -> str:
     """Write a count with its noun."""
-    return f"{count(value)} {noun}{'' if value == 1 else ending}"
+    return f"{count(value)} {noun}{'' if value == 1 else 's'}"
 
 
 def reasons(counts: Mapping[str, int]) -> str:
