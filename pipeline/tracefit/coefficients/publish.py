@@ -18,6 +18,7 @@ from tracefit.coefficients.request_ranges import described_requests, request_ran
 from tracefit.features.training import definitions
 from tracefit.fit.latency import split_requests, trained_steps
 from tracefit.fit.splits import counted, evaluation_rows
+from tracefit.statistics import mean_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -387,11 +388,11 @@ def _timeline(scope: FittedScope) -> cf.TimelineEntry:
         adjacent_cycles=int((timeline["cycle_source"] == "adjacent").sum()),
         intervals=int((timeline["cycle_source"] == "interval").sum()),
         interval_steps=_sum(timeline.filter(pl.col("cycle_source") == "interval"), "interval_steps"),
-        composition_agreement=_mean(timeline["journey_agrees"].cast(pl.Float64)),
+        composition_agreement=mean_of(timeline["journey_agrees"].cast(pl.Float64)),
         composition_errors=_composition_errors(timeline),
         idle_gaps=idle.height,
-        step_sampling=_mean(runs["step_sampling"]),
-        journey_sampling=_mean(runs["journey_sampling"]),
+        step_sampling=mean_of(runs["step_sampling"]),
+        journey_sampling=mean_of(runs["journey_sampling"]),
         duration_coverage=scope.cover.share,
         median_cycle_us=scope.cover.median_cycle_us,
         median_duration_us=scope.cover.median_duration_us,
@@ -410,11 +411,6 @@ def _composition_errors(timeline: pl.DataFrame) -> dict[str, float]:
     for name in ("reqs", "tokens"):
         column = timeline[f"journey_error_{name}"].drop_nulls().abs()
         if column.len():
-            errors[f"mean_abs_{name}"] = _mean(column) or 0.0
+            errors[f"mean_abs_{name}"] = mean_of(column) or 0.0
             errors[f"p99_abs_{name}"] = float(column.quantile(0.99) or 0.0)
     return errors
-
-
-def _mean(column: pl.Series) -> float | None:
-    value = column.mean()
-    return float(value) if isinstance(value, int | float) else None

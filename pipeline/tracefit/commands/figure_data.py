@@ -5,7 +5,7 @@ A figure shows some rows, taken evenly in time, and sums up all of them in group
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -28,6 +28,7 @@ from tracefit.results.figures import (
     ScopeRows,
     ShadedRegion,
 )
+from tracefit.statistics import mean_of
 from tracefit.tables.health import CUT_OFF
 
 if TYPE_CHECKING:
@@ -499,7 +500,9 @@ def engine_run(
         run_id=run_id,
         server=server,
         quantities=tuple(
-            EngineQuantity(key, tuple(part["at_s"]), tuple(part[key]), _mean(before[key]), _mean(after[key]))
+            EngineQuantity(
+                key, tuple(part["at_s"]), tuple(part[key]), mean_of(before[key]), mean_of(after[key])
+            )
             for key in _QUANTITIES
             if (part := bins.drop_nulls(key)).height
         ),
@@ -512,11 +515,6 @@ def engine_run(
         holdout_from_s=boundary,
         overloaded=None if overload is None else overload.trained_on,
     )
-
-
-def _mean(column: pl.Series) -> float | None:
-    value: Any = column.mean()
-    return None if value is None else float(value)
 
 
 def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:

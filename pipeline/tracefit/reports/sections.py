@@ -18,7 +18,7 @@ from tracefit.coefficients.model import (
     Term,
 )
 from tracefit.reports.document import Bullets, Section, table
-from tracefit.reports.text import ERRORS, count, exact, metrics, number, percent, reasons, share
+from tracefit.reports.text import ERRORS, count, exact, metrics, number, percent, reasons, sentence, share
 from tracefit.results.figures import LATENCIES
 from tracefit.server.settings import without_attribute
 
@@ -79,7 +79,7 @@ def data_parts(evaluation: Evaluation) -> list[ReportPart]:
             f"**{count(entry.dropped_events)} events were dropped by the server's SDK** and are missing from every "
             "number here. Set `OTEL_SPAN_EVENT_COUNT_LIMIT` above 128 on the server."
         )
-    parts += [_sentence(without_attribute(*lacking)) for lacking in entry.missing_attributes.items()]
+    parts += [sentence(without_attribute(*lacking)) for lacking in entry.missing_attributes.items()]
     if entry.servers:
         parts += [
             _SAMPLING,
@@ -101,10 +101,6 @@ def data_parts(evaluation: Evaluation) -> list[ReportPart]:
         ]
     events = [(f"`{name}`", count(n)) for name, n in entry.events.items()]
     return [*parts, table(("event", "count"), events, folded="Events by name")] if events else parts
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _ingested(entry: IngestEntry) -> ReportPart:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tracefit.reports.document import UseVerdict, Verdicts
-from tracefit.reports.text import count, percent
+from tracefit.reports.text import count, percent, sentence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -101,8 +101,7 @@ def _reason(verdict: Verdict, lost: Mapping[str, str]) -> str:
     """Say what decides: of a yes the measures that hold, of anything else the ones that do not."""
     deciding = [c for c in verdict.criteria if c.answer == verdict.answer]
     sentences = list(dict.fromkeys(lost.get(c.reason, _sentence(c)) for c in deciding))
-    text = "; ".join(sentences[:_MOST_REASONS])
-    return f"{text[:1].upper()}{text[1:]}."
+    return sentence("; ".join(sentences[:_MOST_REASONS]))
 
 
 _MEASURED: Mapping[str, Callable[[float], str]] = {

@@ -62,6 +62,11 @@ def plural(value: int, noun: str) -> str:
     return f"{count(value)} {noun}{'' if value == 1 else 's'}"
 
 
+def sentence(text: str) -> str:
+    """Write a phrase as a sentence."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
 def reasons(counts: Mapping[str, int]) -> str:
     """Write counts by reason in one line."""
     return ", ".join(f"{name.replace('_', ' ')} {count(n)}" for name, n in counts.items())
