@@ -82,10 +82,9 @@ def test_a_working_folder_that_is_gone_is_one_line(shell):
 SLOW = """
 import functools, sys
 sys.path.insert(0, {folder!r})
-import tracefit.commands.ingest as ingest, tracefit.commands.reading as reading
-import tracefit.engines.local as local, tracefit.inputs.blocks as blocks
-blocks.BLOCK_BYTES = reading.BLOCK_BYTES = 20_000
-ingest.IngestOptions = functools.partial(ingest.IngestOptions, bytes_per_worker=1)
+import tracefit.commands.ingest as ingest
+import tracefit.engines.local as local
+ingest.IngestOptions = functools.partial(ingest.IngestOptions, block_bytes=20_000, bytes_per_worker=1)
 import slow_task
 local.decode_task = slow_task.decode
 from tracefit.cli import main

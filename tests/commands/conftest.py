@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
+from tracefit.commands.ingest import IngestOptions
 from tracefit.engines import local
 from tracefit.inputs.blocks import Block
+from tracefit.tables.external_sort import SortSpace
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 
@@ -57,14 +60,11 @@ def decoded(monkeypatch):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Cut files, sorts and windows so small that a small run has many of each."""
-    monkeypatch.setattr("tracefit.inputs.blocks.BLOCK_BYTES", 20_000)
-    monkeypatch.setattr("tracefit.inputs.blocks.HEAD_BYTES", 20_000)
-    monkeypatch.setattr("tracefit.inputs.compression.CHUNK_BYTES", 5_000)
-    monkeypatch.setattr("tracefit.commands.reading.BLOCK_BYTES", 20_000)
+    small = functools.partial(IngestOptions, block_bytes=20_000)
+    monkeypatch.setattr("tracefit.commands.ingest.IngestOptions", small)
     monkeypatch.setattr("tracefit.tables.build.WINDOW_BYTES", 60_000)
-    monkeypatch.setattr("tracefit.tables.external_sort.HELD_BYTES", 4_000)
-    monkeypatch.setattr("tracefit.tables.external_sort.WINDOW_BYTES", 4_000)
-    monkeypatch.setattr("tracefit.tables.external_sort.BLOCK_ROWS", 7)
+    space = functools.partial(SortSpace, most_held_bytes=4_000, window_bytes=4_000, block_rows=7)
+    monkeypatch.setattr("tracefit.tables.build.SortSpace", space)
     monkeypatch.setattr("tracefit.tables.store.PIECE_ROWS", 11)
 
 

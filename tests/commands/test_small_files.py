@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,13 +86,11 @@ def _parts(root):
 
 
 @pytest.fixture
-def one_by_one(monkeypatch):
-    """Return a function that ingests with every file in a part of its own."""
+def one_by_one():
+    """Return a function that ingests with every record in a part of its own."""
 
-    def into(folder, out, **options):
-        with monkeypatch.context() as patch:
-            patch.setattr("tracefit.commands.reading.BLOCK_BYTES", 1)
-            ingest([folder], out, **options)
+    def into(folder, out, *, options=None, **others):
+        ingest([folder], out, options=replace(options or IngestOptions(), block_bytes=1), **others)
         return _every_table(out)
 
     return into

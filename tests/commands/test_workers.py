@@ -11,9 +11,8 @@ from tracefit.tables.store import TableStore
 
 SHARED = """
 import functools
-import tracefit.commands.ingest as ingest, tracefit.commands.reading, tracefit.inputs.blocks
-tracefit.inputs.blocks.BLOCK_BYTES = tracefit.commands.reading.BLOCK_BYTES = 20_000
-ingest.IngestOptions = functools.partial(ingest.IngestOptions, bytes_per_worker=1)
+import tracefit.commands.ingest as ingest
+ingest.IngestOptions = functools.partial(ingest.IngestOptions, block_bytes=20_000, bytes_per_worker=1)
 from tracefit.cli import main
 main()
 """

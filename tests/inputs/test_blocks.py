@@ -10,27 +10,23 @@ import resource
 import pytest
 
 from tracefit.errors import UsageError
-from tracefit.inputs import blocks, compression
 from tracefit.inputs.blocks import Block, ReadLimits, load, read_blocks
+from tracefit.inputs.compression import Expansion
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.rejects import Reject
 
 MIB = 1 << 20
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 5000)
+SMALL = ReadLimits(block_bytes=5000)
 
 
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf", "bare protobuf", "framed zstd of JSON"])
 @pytest.mark.parametrize("compression", ["plain", "gzip", "zstd"])
-def test_every_record_is_in_a_block_once_and_in_order(otlp, read, monkeypatch, shape, compression):
+def test_every_record_is_in_a_block_once_and_in_order(otlp, read, shape, compression):
     if "framed zstd" in shape and compression != "plain":
         pytest.skip("no exporter compresses twice")
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 5000)
-    monkeypatch.setattr(blocks, "HEAD_BYTES", 5000)
-    found = read(otlp.COMPRESSIONS[compression](otlp.SHAPES[shape](500)))
+    found = read(otlp.COMPRESSIONS[compression](otlp.SHAPES[shape](500)), SMALL)
     assert found.rejects == []
     assert found.payloads == (otlp.messages if "protobuf" in shape else otlp.texts)(500)
     assert found.encodings == {"protobuf" if "protobuf" in shape else "json"}
@@ -126,15 +122,15 @@ def test_gaps_are_rejects_where_they_are(otlp, read):
     assert "gzip data is corrupt" in gap.reason
 
 
-def test_plain_lines_before_compressed_ones_are_ranges(otlp, read, monkeypatch):
-    monkeypatch.setattr(compression, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 5000)
-    monkeypatch.setattr(blocks, "HEAD_BYTES", 5000)
-    lines = otlp.SHAPES["lines"](200)
-    found = read(lines + gzip.compress(lines) + lines)
-    assert found.payloads == otlp.texts(200) * 3
+def test_plain_lines_before_compressed_ones_are_ranges(otlp, read):
+    lines = otlp.SHAPES["lines"](2000)
+    limits = ReadLimits(block_bytes=5000, expansion=Expansion(chunk_bytes=1000))
+    found = read(lines + gzip.compress(lines) + lines, limits)
+    assert found.payloads == otlp.texts(2000) * 3
     assert found.rejects == []
-    assert [block.payload is None for block in found.blocks].count(True) >= len(lines) // 5000 - 1
+    assert [block.payload is None for block in found.blocks].count(True) >= (
+        len(lines) - limits.head_bytes
+    ) // 5000 - 1
 
 
 def test_reading_stops_after_many_rejects(otlp, read):

@@ -11,8 +11,7 @@ import threading
 
 import pytest
 
-from tracefit.inputs import compression
-from tracefit.inputs.compression import Gap, compression_of, decompressed
+from tracefit.inputs.compression import USUAL, Expansion, Gap, compression_of, decompressed
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -28,10 +27,10 @@ def lines(start, stop):
     return b"".join(line + b"\n" for line in LINES[start:stop])
 
 
-def read(data):
+def read(data, bounds=USUAL):
     """Return the content of a file and the reasons of its gaps."""
-    items = list(decompressed(io.BytesIO(data)))
-    assert all(len(item) <= compression.CHUNK_BYTES for item in items if not isinstance(item, Gap))
+    items = list(decompressed(io.BytesIO(data), bounds))
+    assert all(len(item) <= bounds.chunk_bytes for item in items if not isinstance(item, Gap))
     content = b"".join(item for item in items if not isinstance(item, Gap))
     return content, [item.reason for item in items if isinstance(item, Gap)]
 
@@ -116,11 +115,11 @@ def test_formats_may_change_inside_a_file():
     assert read(gzip.compress(lines(0, 4)) + lines(4, 8) + gzip.compress(lines(8, 9))) == (lines(0, 9), [])
 
 
-def test_a_magic_at_the_edge_of_a_chunk_is_found(monkeypatch):
-    monkeypatch.setattr(compression, "CHUNK_BYTES", 4096)
+def test_a_magic_at_the_edge_of_a_chunk_is_found():
     for size in range(4090, 4099):
         plain = b'{"resourceSpans":[]}' + b" " * (size - 21) + b"\n"
-        assert read(plain + gzip.compress(lines(0, 1))) == (plain + lines(0, 1), [])
+        found = read(plain + gzip.compress(lines(0, 1)), Expansion(chunk_bytes=4096))
+        assert found == (plain + lines(0, 1), [])
 
 
 @pytest.mark.parametrize("how", ["gzip", "zstd", "framed zstd"])
@@ -180,18 +179,16 @@ def test_tiny_records_cost_as_much_as_there_are(grows_linearly):
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstd.compress, lambda data: framed([zstd.compress(data)])])
-def test_a_decompression_bomb_is_stopped(monkeypatch, pack):
-    monkeypatch.setattr(compression, "FREE_EXPANSION_BYTES", 1 << 20)
-    monkeypatch.setattr(compression, "MAX_EXPANSION", 100)
-    content, gaps = read(pack(b"{" + b" " * (40 << 20)))
+def test_a_decompression_bomb_is_stopped(pack):
+    bounds = Expansion(free_bytes=1 << 20, max_ratio=100)
+    content, gaps = read(pack(b"{" + b" " * (40 << 20)), bounds)
     assert len(content) < 10 << 20
     assert gaps == ["decompression bomb: more than 100 bytes for each compressed byte"]
 
 
-def test_a_record_that_is_too_large_is_a_gap(monkeypatch):
-    monkeypatch.setattr(compression, "MAX_RECORD_BYTES", 1 << 20)
+def test_a_record_that_is_too_large_is_a_gap():
     large = framed([zstd.compress(RNG.randbytes(50_000).hex().encode() * 12)])
-    content, gaps = read(records(1) + large + records(1, 1))
+    content, gaps = read(records(1) + large + records(1, 1), Expansion(max_record_bytes=1 << 20))
     assert content == lines(0, 2)
     assert gaps == ["record too large: more than 1 MiB"]
 
@@ -203,9 +200,9 @@ def test_a_window_of_gibibytes_is_not_allocated():
     assert len(gaps) == 1
 
 
-def test_traces_that_compress_well_are_no_bomb(monkeypatch):
-    monkeypatch.setattr(compression, "FREE_EXPANSION_BYTES", 0)
-    assert read(gzip.compress(lines(0, 1) * 2000)) == (lines(0, 1) * 2000, [])
+def test_traces_that_compress_well_are_no_bomb():
+    content = lines(0, 1) * 2000
+    assert read(gzip.compress(content), Expansion(free_bytes=0)) == (content, [])
 
 
 @pytest.mark.slow

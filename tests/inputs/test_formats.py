@@ -11,6 +11,7 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
 from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
 
 from tracefit.inputs import formats
+from tracefit.inputs.compression import Expansion
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.formats import inspect_file
 
@@ -158,12 +159,12 @@ def test_a_head_is_enough(tmp_path, bytes_read, otlp):
         pytest.param(b"\x28\xb5\x2f\xfd", id="damaged zstd"),
     ],
 )
-def test_what_is_no_trace_is_not_read_through(tmp_path, bytes_read, monkeypatch, begins):
+def test_what_is_no_trace_is_not_read_through(tmp_path, bytes_read, begins):
     """It is searched for records as far as junk can reach, and its head is read twice."""
-    assert formats.MOST_JUNK_BYTES <= 64 << 20
-    monkeypatch.setattr(formats, "MOST_JUNK_BYTES", 8 << 20)
+    assert Expansion().most_junk_bytes <= 64 << 20
     (tmp_path / "weights.bin").write_bytes(begins + os.urandom(1 << 20) + bytes(19 << 20))
-    assert not inspect_file(TraceFile.local(tmp_path / "weights.bin")).is_traces
+    found = inspect_file(TraceFile.local(tmp_path / "weights.bin"), Expansion(most_junk_bytes=8 << 20))
+    assert not found.is_traces
     assert sum(bytes_read) <= (8 << 20) + formats.HEAD_BYTES
 
 

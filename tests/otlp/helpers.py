@@ -7,13 +7,12 @@ import copy
 import gzip
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 import pyarrow as pa
-import pytest
 from google.protobuf import json_format
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
@@ -188,12 +187,10 @@ def decode(
     (numbers) and b, unless something else is asked for. `block_bytes` makes blocks as small as that.
     """
     wanted = Wanted(span_keys, frozenset(kept), events, show_values, limits.max_rejects)
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "traces")
         path.write_bytes(data)
-        if block_bytes:
-            patch.setattr("tracefit.inputs.blocks.BLOCK_BYTES", block_bytes)
-            patch.setattr("tracefit.inputs.compression.CHUNK_BYTES", block_bytes)
+        limits = replace(limits, block_bytes=block_bytes or limits.block_bytes)
         items = list(read_blocks(TraceFile.local(path), limits, show_values=show_values))
         blocks = [(n, item, load(item)) for n, item in enumerate(items) if isinstance(item, Block)]
         return list(decode_blocks(blocks, wanted)), [item for item in items if isinstance(item, Reject)]

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracefit.tables import external_sort
 from tracefit.tables.external_sort import SortSpace
 
 KEYS = st.integers(0, 6) | st.none()
@@ -20,30 +19,27 @@ def sorted_rows(rows):
 @pytest.mark.parametrize("held_bytes", [0, 100, 1 << 20])
 @given(frames=FRAMES)
 def test_rows_come_out_in_order_and_those_of_one_key_in_one_window(held_bytes, frames, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(external_sort, "HELD_BYTES", held_bytes)
-        patch.setattr(external_sort, "WINDOW_BYTES", 32)
-        patch.setattr(external_sort, "BLOCK_ROWS", 3)
-        rows = SortSpace(tmp_path_factory.getbasetemp()).sort(key=("key",), order=("key", "time"))
-        for frame in frames:
-            rows.add(pl.DataFrame(frame, SCHEMA, orient="row"))
-        windows = [window.rows() for window in rows.windows()]
+    space = SortSpace(
+        tmp_path_factory.getbasetemp(), most_held_bytes=held_bytes, window_bytes=32, block_rows=3
+    )
+    rows = space.sort(key=("key",), order=("key", "time"))
+    for frame in frames:
+        rows.add(pl.DataFrame(frame, SCHEMA, orient="row"))
+    windows = [window.rows() for window in rows.windows()]
     assert [row for window in windows for row in window] == sorted_rows(chain.from_iterable(frames))
     keys = [{key for key, _ in window} for window in windows]
     assert sum(map(len, keys)) == len(set().union(*keys))
     assert all(windows)
 
 
-def test_a_window_is_no_larger_than_asked_for_where_keys_allow(tmp_path, monkeypatch):
-    monkeypatch.setattr(external_sort, "WINDOW_BYTES", 1600)
-    rows = SortSpace(tmp_path).sort(key=("key",), order=("key", "time"))
+def test_a_window_is_no_larger_than_asked_for_where_keys_allow(tmp_path):
+    rows = SortSpace(tmp_path, window_bytes=1600).sort(key=("key",), order=("key", "time"))
     rows.add(pl.DataFrame({"key": range(1000), "time": [0] * 1000}))  # sixteen bytes each
     assert {window.height for window in rows.windows()} <= {*range(80, 101)}
 
 
-def test_sorts_share_their_memory_and_the_largest_makes_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(external_sort, "HELD_BYTES", 2000)
-    space = SortSpace(tmp_path)
+def test_sorts_share_their_memory_and_the_largest_makes_room(tmp_path):
+    space = SortSpace(tmp_path, most_held_bytes=2000)
     small, large = (space.sort(key=("key",), order=("key", "time")) for _ in range(2))
     hundred = pl.DataFrame({"key": range(100), "time": [0] * 100})
     small.add(hundred.head(40))

@@ -18,7 +18,7 @@ from tracefit.commands.reading import KnownFiles, Reading, content_hash, options
 from tracefit.commands.scopes import SMALL_RUN_ROWS, write_timelines
 from tracefit.engines.local import available_cores
 from tracefit.errors import DataError, UsageError, did_you_mean
-from tracefit.inputs.blocks import ReadLimits
+from tracefit.inputs.blocks import BLOCK_BYTES, ReadLimits
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.files import content_hash_of
 from tracefit.inputs.formats import inspect_file
@@ -80,6 +80,7 @@ class IngestOptions:
         show_values: Show the beginning of a rejected record as it is, not only its structure and keys.
         max_document: Bytes of the longest record; it is held whole.
         max_rejects: Bad records of a file after which reading it stops.
+        block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
         bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
     """
 
@@ -88,12 +89,13 @@ class IngestOptions:
     show_values: bool = False
     max_document: int = 256 << 20
     max_rejects: int = 100_000
+    block_bytes: int = BLOCK_BYTES
     bytes_per_worker: int = 64 << 20
 
     @property
     def limits(self) -> ReadLimits:
         """Bounds on reading one file."""
-        return ReadLimits(self.max_document, self.max_rejects)
+        return ReadLimits(self.max_document, self.max_rejects, self.block_bytes)
 
     @property
     def rows(self) -> RowOptions:

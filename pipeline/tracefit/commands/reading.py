@@ -15,7 +15,7 @@ import msgspec
 
 from tracefit._version import __version__
 from tracefit.engines.local import Decoded, Task, decode_task, run_tasks
-from tracefit.inputs.blocks import BLOCK_BYTES, Block, ReadLimits, read_blocks
+from tracefit.inputs.blocks import Block, ReadLimits, read_blocks
 from tracefit.inputs.discovery import refuse_other_signal
 from tracefit.inputs.files import ContentHash, content_hash_of
 from tracefit.inputs.rejects import Reject
@@ -224,9 +224,10 @@ class _FilesDecoder:
         """Yield tasks; small blocks share one, because each task has a fixed cost."""
         items: list[Block | Reject] = []
         size, encoding = 0, None
+        most = self._reading.limits.block_bytes
         for item in self._items(by_path=by_path):
             if isinstance(item, Block):
-                if items and (size + item.size > BLOCK_BYTES or encoding not in (None, item.encoding)):
+                if items and (size + item.size > most or encoding not in (None, item.encoding)):
                     yield self._task(items)
                     items, size, encoding = [], 0, None
                 size, encoding = size + item.size, item.encoding

@@ -7,11 +7,11 @@ bytes of one record.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracefit.inputs.compression import MOST_JUNK_BYTES, Gap, Piece, pieces
+from tracefit.inputs.compression import USUAL, Expansion, Gap, Piece, pieces
 from tracefit.inputs.files import cannot_open, display_name
 from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, detect_format
 from tracefit.inputs.framing import Shape, next_record, whole_records
@@ -28,6 +28,9 @@ BLOCK_BYTES = 24 << 20
 
 _EXCERPT_BYTES, _EDGE_BYTES = 4096, 16
 
+_SMALLEST_READ_BYTES = 4096
+"""However small blocks are: each read has its cost."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
@@ -36,10 +39,20 @@ class ReadLimits:
     Attributes:
         max_document: Bytes of the longest record that is read; a record is held whole.
         max_rejects: Rejects of a file after which reading it stops.
+        block_bytes: Usual size of a block; the last one is smaller, a block with a longer record is larger.
+        expansion: Bounds on compressed content.
     """
 
     max_document: int = 256 << 20
     max_rejects: int = 100_000
+    block_bytes: int = BLOCK_BYTES
+    expansion: Expansion = USUAL
+
+    @property
+    def head_bytes(self) -> int:
+        """How much of a file its format is found from."""
+        # Of a head that is junk the last `JUNK_EDGE_BYTES` are looked at again.
+        return min(HEAD_BYTES, max(self.block_bytes, 2 * JUNK_EDGE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +103,12 @@ def read_blocks(
         UsageError: If the file cannot be opened or read to its end.
     """
     rejects = 0
+    chunk_bytes = max(limits.block_bytes, _SMALLEST_READ_BYTES)
+    bounds = replace(limits.expansion, chunk_bytes=min(limits.expansion.chunk_bytes, chunk_bytes))
     with file.open(on_read=on_read, content_hash=content_hash) as raw:
-        for item in _Splitter(file, limits, pieces(raw), show_values=show_values, by_path=by_path).blocks():
+        for item in _Splitter(
+            file, limits, pieces(raw, bounds), show_values=show_values, by_path=by_path
+        ).blocks():
             yield item
             rejects += isinstance(item, Reject)
             if rejects >= limits.max_rejects:
@@ -138,7 +155,7 @@ class _Splitter:
         self._is_last = False
 
     def blocks(self) -> Iterator[Block | Reject]:
-        yield from self._fill(HEAD_BYTES)
+        yield from self._fill(self._limits.head_bytes)
         contents, start = detect_format(self._buffer, is_whole=self._is_last), self._offset
         is_text = self._buffer.lstrip().startswith((b"{", b"["))
         if contents.shape == "unknown" and not self._is_last:
@@ -149,7 +166,7 @@ class _Splitter:
             return
         if shape == "empty":
             return
-        usual = wanted = min(BLOCK_BYTES, self._limits.max_document + 1)
+        usual = wanted = min(self._limits.block_bytes, self._limits.max_document + 1)
         while self._buffer or not self._is_last:
             yield from self._fill(wanted)
             size = whole_records(self._buffer, shape, is_last=self._is_last)
@@ -165,11 +182,11 @@ class _Splitter:
 
     def _behind_junk(self, contents: Contents) -> Generator[Reject, None, Contents]:
         """Pass over a beginning that is junk, a head at a time; yield one reject for it."""
-        start = self._offset
-        while contents.shape == "unknown" and not self._is_last and self._offset - start < MOST_JUNK_BYTES:
+        start, most = self._offset, self._limits.expansion.most_junk_bytes
+        while contents.shape == "unknown" and not self._is_last and self._offset - start < most:
             # A record may begin in the last bytes of what is passed over.
             self._drop(len(self._buffer) - JUNK_EDGE_BYTES)
-            yield from self._fill(HEAD_BYTES)
+            yield from self._fill(self._limits.head_bytes)
             contents = detect_format(self._buffer, is_whole=False)
         if contents.shape != "unknown":
             yield Reject(self._file.name, start, self._offset - start, "not OTLP traces")
@@ -212,7 +229,7 @@ class _Splitter:
         while (found := self._next(shape)) < 0:
             # A record header may lie across the edge of the buffer, so that its last bytes are searched again.
             self._drop(max(len(self._buffer) - _EDGE_BYTES, 1))
-            yield from self._fill(BLOCK_BYTES)
+            yield from self._fill(self._limits.block_bytes)
             if self._is_last and len(self._buffer) <= _EDGE_BYTES:
                 found = len(self._buffer)
                 break

@@ -33,27 +33,34 @@ if TYPE_CHECKING:
 
 Compression = Literal["gzip", "zstd", "framed zstd"]
 
-CHUNK_BYTES = 1 << 20
-"""Largest chunk that is yielded, in bytes."""
 
-MAX_EXPANSION = 200
-"""Decompressed bytes allowed per compressed byte; traces reach 30."""
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Bounds on what a file becomes when it is read: every size in it is an unverified claim of its writer.
 
-FREE_EXPANSION_BYTES = 64 << 20
-"""Decompressed bytes allowed at any ratio, so that a small file of zeros is odd but not refused."""
+    Attributes:
+        chunk_bytes: Largest chunk that is yielded.
+        max_ratio: Decompressed bytes allowed per compressed byte; traces reach 30.
+        free_bytes: Decompressed bytes allowed at any ratio, so that a small file of zeros is odd but not refused.
+        max_record_bytes: Longest decompressed record of length-prefixed zstd; a longer one is a gap.
+        most_junk_bytes: Bytes of a file, and of its content, searched where the beginning shows nothing: a damaged
+            beginning is short, and a file of something else may be huge.
+    """
 
-MAX_RECORD_BYTES = 64 << 20
-"""Longest decompressed record of length-prefixed zstd; a longer one is a gap."""
+    chunk_bytes: int = 1 << 20
+    max_ratio: int = 200
+    free_bytes: int = 64 << 20
+    max_record_bytes: int = 64 << 20
+    most_junk_bytes: int = 64 << 20
+
+
+USUAL = Expansion()
 
 MAX_GUESSES = 10_000
 """How many places of a file that look like the beginning of a unit are tried."""
 
 MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
 """Bytes that may be read again to find the unit after damage: a fixed number, plus a multiple of the bytes read so far."""
-
-MOST_JUNK_BYTES = 64 << 20
-"""Bytes of a file, and of its content, searched where the beginning shows nothing: a damaged beginning is short, and a file
-of something else may be huge."""
 
 _TEXT_BYTES, _PIECE_BYTES = 4096, 64 << 10
 _TRIAL_BYTES, _MAX_TRIALS = 16 << 10, 16
@@ -105,30 +112,31 @@ class Piece(NamedTuple):
     is_stored: bool
 
 
-def decompressed(raw: BinaryIO) -> Iterator[bytes | Gap]:
+def decompressed(raw: BinaryIO, bounds: Expansion = USUAL) -> Iterator[bytes | Gap]:
     """Yield the content of a file in chunks, decompressed where it is compressed.
 
     Length-prefixed zstd gives JSON lines, a record each, or length-prefixed protobuf.
 
     Args:
         raw: The file, at its beginning. A stream that cannot be rewound is copied to a temporary file first.
+        bounds: Bounds on the content.
 
     Yields:
-        Chunks of at most `CHUNK_BYTES` (`MAX_RECORD_BYTES` for a record of length-prefixed zstd), and a gap wherever
-        content is missing.
+        Chunks of at most `bounds.chunk_bytes` (`max_record_bytes` for a record of length-prefixed zstd), and a gap
+        wherever content is missing.
     """
-    for piece in pieces(raw):
+    for piece in pieces(raw, bounds):
         yield piece if isinstance(piece, Gap) else piece.data
 
 
-def pieces(raw: BinaryIO) -> Iterator[Piece | Gap]:
+def pieces(raw: BinaryIO, bounds: Expansion = USUAL) -> Iterator[Piece | Gap]:
     """Yield the content of a file like `decompressed`, each chunk with whether the file stores it as it is."""
     if raw.seekable():
-        yield from _joined(_FileReader(raw).read())
+        yield from _joined(_FileReader(raw, bounds).read())
         return
     with tempfile.TemporaryFile() as copy:
         shutil.copyfileobj(raw, copy)
-        yield from _joined(_FileReader(cast("BinaryIO", copy)).read())
+        yield from _joined(_FileReader(cast("BinaryIO", copy), bounds).read())
 
 
 def compression_of(head: bytes) -> Compression | None:
@@ -201,8 +209,9 @@ def _decoder(kind: Compression) -> _Decompressor:
 class _FileReader:
     """Reads one file, and counts the guesses and re-reads that damage has cost so far."""
 
-    def __init__(self, raw: BinaryIO) -> None:
+    def __init__(self, raw: BinaryIO, bounds: Expansion) -> None:
         self._raw = raw
+        self._bounds = bounds
         self._window, self._window_start, self._at_end = b"", 0, False
         self._guesses_left = MAX_GUESSES
         self._reread = 0
@@ -273,7 +282,7 @@ class _FileReader:
                 piece_start, position = position, position + len(piece)
                 size = min(2 * size, _PIECE_BYTES)  # little at first: units can be tiny
             try:
-                chunk = decoder.decompress(piece, CHUNK_BYTES)
+                chunk = decoder.decompress(piece, self._bounds.chunk_bytes)
             except (zlib.error, zstd.ZstdError) as error:
                 if careful_from is None:
                     yield from self._decoded(kind, start, careful_from=piece_start, skip=skip)
@@ -301,8 +310,8 @@ class _FileReader:
     def _count_expansion(self, size: int, consumed: int) -> None:
         self._expanded += size
         read = self._compressed + consumed
-        if self._expanded > FREE_EXPANSION_BYTES and self._expanded > MAX_EXPANSION * read:
-            reason = f"decompression bomb: more than {MAX_EXPANSION} bytes for each compressed byte"
+        if self._expanded > self._bounds.free_bytes and self._expanded > self._bounds.max_ratio * read:
+            reason = f"decompression bomb: more than {self._bounds.max_ratio} bytes for each compressed byte"
             raise _DamageError(reason, 0, is_final=True)
 
     def _framed(self, start: int) -> Generator[Piece | Gap, None, int]:
@@ -328,8 +337,10 @@ class _FileReader:
                 end = cast("int", stop.value)
                 break
             size += len(part)
-            if size > MAX_RECORD_BYTES:
-                raise _DamageError(f"record too large: more than {MAX_RECORD_BYTES >> 20} MiB", start)
+            if size > self._bounds.max_record_bytes:
+                raise _DamageError(
+                    f"record too large: more than {self._bounds.max_record_bytes >> 20} MiB", start
+                )
             parts.append(part)
         yield Piece(self._canonical(b"".join(parts)), is_stored=False)
         return end
@@ -347,7 +358,7 @@ class _FileReader:
                 begin = position + _LENGTH_BYTES
                 stop = begin + int.from_bytes(data[position:begin], "big")
                 size = zstd.get_frame_info(data[begin:stop]).decompressed_size if stop <= len(data) else None
-                if size is None or ends[-1] + size > CHUNK_BYTES:
+                if size is None or ends[-1] + size > self._bounds.chunk_bytes:
                     break
                 frames.append(data[begin:stop])
                 ends.append(ends[-1] + size)
@@ -380,7 +391,10 @@ class _FileReader:
             # The length leads to the next record most of the time; if it does, nothing has to be guessed.
             size = int.from_bytes(self._bytes(start, _LENGTH_BYTES), "big")
             behind = start + _LENGTH_BYTES + size
-            if size <= MAX_RECORD_BYTES and compression_of(self._bytes(behind, 8)) == "framed zstd":
+            if (
+                size <= self._bounds.max_record_bytes
+                and compression_of(self._bytes(behind, 8)) == "framed zstd"
+            ):
                 # A length that lies can lead to a record too, over whole ones.
                 inside = start + _LENGTH_BYTES + 1
                 found = self._unit_in(self._bytes(inside, behind - inside), inside, _UNIT_START)
@@ -396,7 +410,9 @@ class _FileReader:
     def _next_unit(self, start: int) -> int:
         """Return where, from `start` on, the next readable unit or plain record begins, or -1."""
         # Junk before a file's plain records is part of its content. A file that is no trace file is not read through.
-        pattern, limit = (_UNIT_START, MOST_JUNK_BYTES) if self._is_stored else (_UNIT_OR_RECORD_START, None)
+        pattern, limit = (
+            (_UNIT_START, self._bounds.most_junk_bytes) if self._is_stored else (_UNIT_OR_RECORD_START, None)
+        )
         while limit is None or start < limit:
             data = self._bytes(start, _PIECE_BYTES)
             found = self._unit_in(data, start, pattern)
@@ -446,7 +462,7 @@ class _FileReader:
     def _is_framed(self, position: int) -> bool:
         """Return whether a position holds a length followed by a zstd frame of exactly that length."""
         size = int.from_bytes(self._bytes(position, _LENGTH_BYTES), "big")
-        if not _SHORTEST_FRAME <= size <= MAX_RECORD_BYTES:
+        if not _SHORTEST_FRAME <= size <= self._bounds.max_record_bytes:
             return False
         frame = self._bytes(position + _LENGTH_BYTES, size)
         self._reread += len(frame)
@@ -468,10 +484,10 @@ class _FileReader:
                 self._is_stored = False
                 yield Gap(f"not gzip or zstd; read on at the next {self._name_at(found)}")
                 return found
-        while data := self._bytes(start, CHUNK_BYTES):
+        while data := self._bytes(start, self._bounds.chunk_bytes):
             # UTF-8 has no byte FD, and JSON no unescaped 1F. So units show in text; in protobuf anything may look so.
             if is_text and (b"\xfd" in data or b"\x1f" in data):
-                around = self._bytes(start, CHUNK_BYTES + _UNIT_START_BYTES)
+                around = self._bytes(start, self._bounds.chunk_bytes + _UNIT_START_BYTES)
                 if (found := self._unit_in(around, start, _UNIT_START)) >= 0:
                     if found > start:
                         yield Piece(data[: found - start], self._is_stored)

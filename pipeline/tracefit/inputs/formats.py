@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from tracefit.inputs import otlp_wire as wire
-from tracefit.inputs.compression import MOST_JUNK_BYTES, Compression, Gap, compression_of, decompressed
+from tracefit.inputs.compression import USUAL, Compression, Expansion, Gap, compression_of, decompressed
 from tracefit.inputs.files import read_fully
 from tracefit.inputs.framing import BOM, Record, Shape, next_record, records
 from tracefit.inputs.rejects import Encoding, is_json
@@ -74,8 +74,8 @@ class Contents:
         return words if self.signal == "traces" else f"{words}, {self.signal}"
 
 
-def inspect_file(file: TraceFile) -> Contents:
-    """Return the format of a file, from its first few MiB; up to `MOST_JUNK_BYTES` are read where these show nothing.
+def inspect_file(file: TraceFile, bounds: Expansion = USUAL) -> Contents:
+    """Return the format of a file, from its first few MiB; `bounds` says how many are read where these show nothing.
 
     Raises:
         UsageError: If it cannot be read.
@@ -91,7 +91,7 @@ def inspect_file(file: TraceFile) -> Contents:
             found = detect_format(head, is_whole=is_whole, compression=compression)
         if found.shape != "unknown" or is_whole:
             return found
-    return _behind_junk(file, found)
+    return _behind_junk(file, found, bounds)
 
 
 def _head(stream: BinaryIO) -> tuple[bytes, int]:
@@ -107,20 +107,20 @@ def _head(stream: BinaryIO) -> tuple[bytes, int]:
     return bytes(head), gaps
 
 
-def _behind_junk(file: TraceFile, found: Contents) -> Contents:
+def _behind_junk(file: TraceFile, found: Contents, bounds: Expansion) -> Contents:
     """Look for records behind a head that is all junk, a part of the content at a time.
 
     JSON and framed records are found wherever a part is cut; so is all protobuf that comes in one message per resource.
     """
     with file.open() as raw:
         part, looked_at = bytearray(), 0
-        for chunk in decompressed(cast("BinaryIO", _Beginning(raw, MOST_JUNK_BYTES))):
+        for chunk in decompressed(cast("BinaryIO", _Beginning(raw, bounds.most_junk_bytes))):
             if not isinstance(chunk, Gap):
                 part += chunk
             if len(part) >= HEAD_BYTES:
                 behind = detect_format(bytes(part), is_whole=False, compression=found.compression)
                 looked_at += len(part)
-                if behind.shape != "unknown" or looked_at >= MOST_JUNK_BYTES:
+                if behind.shape != "unknown" or looked_at >= bounds.most_junk_bytes:
                     return behind
                 del part[:-JUNK_EDGE_BYTES]
     behind = detect_format(bytes(part), is_whole=False, compression=found.compression)

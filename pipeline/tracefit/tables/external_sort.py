@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-HELD_BYTES = 48 << 20
-"""Memory of all sorts of one run together; beyond it rows are spilled to disk."""
-
-WINDOW_BYTES = 16 << 20
-"""About the size of a window in memory."""
-
-BLOCK_ROWS = 8 * 1024
-"""Rows of a block: the smaller, the fewer rows wait for the next key, and the more keys are kept."""
-
 _Key = tuple[Any, ...]
 
 
@@ -48,10 +39,16 @@ class SortSpace:
 
     Attributes:
         scratch: Folder for spilled rows.
+        most_held_bytes: Memory of all sorts together; beyond it rows are spilled to disk.
+        window_bytes: About the size of a window in memory.
+        block_rows: Rows of a block: the smaller, the fewer rows wait for the next key, and the more keys are kept.
         sorts: The sorts that share it.
     """
 
     scratch: Path
+    most_held_bytes: int = 48 << 20
+    window_bytes: int = 16 << 20
+    block_rows: int = 8 * 1024
     sorts: list[ExternalSort] = field(default_factory=list)
 
     def sort(self, key: Sequence[str], order: Sequence[str]) -> ExternalSort:
@@ -60,8 +57,8 @@ class SortSpace:
         return self.sorts[-1]
 
     def evict(self) -> None:
-        """Spill the largest sorts until the rest fits into `HELD_BYTES`."""
-        while sum(sort.held_bytes for sort in self.sorts) > HELD_BYTES:
+        """Spill the largest sorts until the rest fits into `most_held_bytes`."""
+        while sum(sort.held_bytes for sort in self.sorts) > self.most_held_bytes:
             max(self.sorts, key=lambda sort: sort.held_bytes).spill()
 
 
@@ -111,7 +108,7 @@ class ExternalSort:
             waiting.append(_frame(files[block.run].get_batch(block.number)))
             new_bytes += int(waiting[-1].estimated_size())
             last = index + 1 == len(blocks)
-            if new_bytes >= WINDOW_BYTES or last:
+            if new_bytes >= self.space.window_bytes or last:
                 rows = pl.concat(waiting).sort(self.order, nulls_last=True)
                 whole = rows.height if last else _below(rows, self.key, blocks[index + 1].first)
                 # The rest may have to go after rows of the next block: it waits.
@@ -123,7 +120,7 @@ class ExternalSort:
         if not self._held:
             return
         rows = pl.concat(self._held, rechunk=True)
-        windows = 1 + self.held_bytes // WINDOW_BYTES
+        windows = 1 + self.held_bytes // self.space.window_bytes
         self._held, self.held_bytes = [], 0
         places = rows.select(pl.arg_sort_by(*self.order, nulls_last=True)).to_series()
         # Gather one window at a time: a sorted copy of everything would double the memory.
@@ -143,8 +140,8 @@ class ExternalSort:
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         schema = rows.clear().to_arrow().schema
         with create(path) as stream, pa.ipc.new_file(stream, schema, options=options) as writer:
-            for number, start in enumerate(range(0, rows.height, BLOCK_ROWS)):
-                block = rows[places[start : start + BLOCK_ROWS]]
+            for number, start in enumerate(range(0, rows.height, self.space.block_rows)):
+                block = rows[places[start : start + self.space.block_rows]]
                 writer.write_batch(block.to_arrow().combine_chunks().to_batches()[0])
                 first = block.row(0, named=True)
                 self._blocks.append(_Block(_key_of(tuple(first[k] for k in self.key)), path, number))
