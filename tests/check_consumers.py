@@ -27,8 +27,7 @@ from tracefit import run as run_all
 from tracefit.commands.export import ExportResult, export
 from tracefit.consumers.blis_fit import BAR_PCT
 from tracefit.synth import SynthOptions, synth, write_run
-from tracefit.synth.laws import RooflineLaw
-from tracefit.synth.models import GPUS, MODELS, Model
+from tracefit.synth.laws import GPUS, MODELS, Model, RooflineLaw
 from tracefit.synth.options import LoadPhase
 
 ROOT = Path(__file__).parents[1]

@@ -31,7 +31,7 @@ ORDER = (
     ("reports",),
     ("synth",),
     ("commands",),
-    ("__init__", "schemas", "options"),
+    ("__init__", "schemas"),
     ("console",),
     ("cli",),
 )

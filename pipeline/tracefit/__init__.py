@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from tracefit.commands.export import export
     from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest
     from tracefit.commands.inspect import inspect
+    from tracefit.commands.locate import scan
     from tracefit.commands.predict import predict
     from tracefit.commands.report import report
     from tracefit.commands.requests import requests
-    from tracefit.commands.scan import scan
     from tracefit.commands.train import TrainOptions, run, train
     from tracefit.commands.verify import verify
     from tracefit.engines.choice import EngineChoice
@@ -47,7 +47,7 @@ _LAZY = {
     "report": "tracefit.commands.report",
     "requests": "tracefit.commands.requests",
     "run": "tracefit.commands.train",
-    "scan": "tracefit.commands.scan",
+    "scan": "tracefit.commands.locate",
     "train": "tracefit.commands.train",
     "verify": "tracefit.commands.verify",
 }

@@ -22,7 +22,6 @@ from typer.exceptions import TyperException
 
 from tracefit._version import __version__
 from tracefit.errors import TracefitError, UsageError, printable
-from tracefit.options import file_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,6 +32,9 @@ INTERRUPTED, SIGPIPE = 130, 141
 """Exit codes of commands that a signal ended, as a shell has them."""
 UNEXPECTED = 4
 """Exit code of a command that met a defect of tracefit itself."""
+CONFIG_FILE = "tracefit.config"
+"""Where the context of a command has the configuration file that defaults come from."""
+
 _log = logging.getLogger("tracefit")
 
 
@@ -53,6 +55,7 @@ def set_log_level(level: LogLevel) -> None:
     _log.setLevel(level.upper())
     if not _log.handlers:
         _log.addHandler(_Stderr())
+        # Handlers of the root logger, which a notebook or a test may have set up, would print each line again.
         _log.propagate = False
 
 
@@ -97,6 +100,7 @@ class Terminal:
         self._measure(size_bytes)
 
     def _measure(self, expected: int) -> None:
+        # A bar and a spinner are two kinds of line: one cannot become the other.
         if expected or self._expected:
             self.close()
         self._expected, self._bytes = expected, 0
@@ -118,6 +122,18 @@ class Terminal:
     def doing(self) -> str:
         """The command, what it works on, and the stage of work it is in."""
         return ": ".join(text for text in (self._task, self._stage) if text)
+
+    def show(self, result: Any, text: str, *, as_json: bool) -> None:
+        """Print a result: JSON for programs, text for people, nothing when quiet; exit with its code where that is not 0."""
+        self.close()
+        if as_json:
+            _on_stdout(json.dumps(result, indent=2, default=_plain) + "\n")
+        elif not self._quiet:
+            # Ids in traces and names in coefficient files come from elsewhere: a terminal must not obey them.
+            lines = text.rstrip().split("\n")
+            _on_stdout("".join(f"{printable(line)}\n" for line in lines))
+        if code := getattr(result, "exit_code", 0):
+            raise typer.Exit(code)
 
     def close(self) -> None:
         """Remove the changing line."""
@@ -351,28 +367,15 @@ def _source(context: Any, param: Any) -> str:
     kind = source.name if source is not None else ""
     if kind == "ENVIRONMENT":
         return f"{param.envvar}: "
-    return f"{file_in_use(context)}: " if kind == "DEFAULT_MAP" else ""
-
-
-def show(result: Any, text: str, *, as_json: bool, quiet: bool) -> None:
-    """Print a result: JSON for programs, text for people, nothing when quiet."""
-    if as_json:
-        _on_stdout(json.dumps(_plain(result), indent=2) + "\n")
-    elif not quiet:
-        # Ids in traces and names in coefficient files come from elsewhere: a terminal must not obey them.
-        lines = text.rstrip().split("\n")
-        _on_stdout("".join(f"{printable(line)}\n" for line in lines))
+    return f"{context.meta.get(CONFIG_FILE)}: " if kind == "DEFAULT_MAP" else ""
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        plain = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    """Return what JSON has no type for in types that it has; a result with its exit code as a last key."""
+    if dataclasses.is_dataclass(value):
         code = getattr(value, "exit_code", None)
+        plain = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return plain if code is None else {**plain, "exit_code": code}
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value
+    raise TypeError(f"{type(value).__name__} is no part of a result")

@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 
 EXIT_DONE = 0
@@ -41,6 +41,7 @@ PARAMETERS = {
 }
 """Flags that messages name, and the parameters of the Python API that stand for them."""
 
+# Whole flags alone: `--run` is not the beginning of `--run-config`.
 _FLAG = re.compile("|".join(rf"(?<![\w-]){flag}(?![\w-])" for flag in sorted(PARAMETERS)))
 
 
@@ -102,5 +103,13 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
         known: The known names.
         cutoff: Smallest similarity, 0 to 1.
     """
+    # The search takes time in proportion to the length of the name, which may be a whole file by mistake.
     close = difflib.get_close_matches(name[:64], list(known), n=1, cutoff=cutoff)
     return f"did you mean {close[0]}?" if close else None
+
+
+def known_names(name: str, known: Collection[str], *, title: str = "known") -> str:
+    """Return a hint that lists all known names, after the one closest to `name` where one is close."""
+    listed = f"{title}: {', '.join(known)}"
+    close = did_you_mean(name, known)
+    return f"{close} {listed}" if close else listed

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import msgspec
 from pydantic import TypeAdapter
 
-from tracefit.coefficients.evaluation import Evaluation
-from tracefit.coefficients.model import CoefficientFile
+from tracefit.coefficients.model import CoefficientFile, Evaluation
 from tracefit.coefficients.predict import StepPrediction
 from tracefit.coefficients.requests import RequestPrediction
 from tracefit.features.sets import FeatureSet
@@ -87,6 +86,7 @@ def _result_schema(command: str) -> dict[str, Any]:
     """Describe what `--json` prints: the result's fields, and `exit_code` where a result has one."""
     kind = RESULTS[command]
     schema = TypeAdapter(kind).json_schema()
+    # `exit_code` is a property, which pydantic does not describe.
     with_code = {c.__name__ for c in _dataclasses(kind) if hasattr(c, "exit_code")}
     for part in (schema, *schema.get("$defs", {}).values()):
         if part.get("title") in with_code:

@@ -1,4 +1,4 @@
-"""Arrays and statistics that several rooms need: names of array types, and the robust standard deviation."""
+"""Arrays and statistics that several rooms need: names of array types, the mean of what is known, the robust standard deviation."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ def robust_sd(values: Vector) -> float:
     are equal.
     """
     return _SD_PER_MAD * float(np.median(np.abs(values - np.median(values))))
+
+
+def mean_of(column: pl.Series) -> float | None:
+    """Return the mean of the known values of a column; null where none is known."""
+    value = column.mean()
+    return float(value) if isinstance(value, int | float) else None
 
 
 def robust_sd_expr(column: pl.Expr) -> pl.Expr:

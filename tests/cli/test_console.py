@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from tracefit.console import Terminal, one_line_errors, show
+from tracefit.console import Terminal, one_line_errors
 from tracefit.errors import DataError, UsageError
 
 
@@ -66,11 +66,11 @@ class _Result:
 
 def test_results_are_text_or_json_or_nothing(capsys):
     result = _Result(Path("a"), (Path("b"),))
-    show(result, "text\n\n", as_json=False, quiet=False)
+    Terminal(quiet=False).show(result, "text\n\n", as_json=False)
     assert capsys.readouterr().out == "text\n"
-    show(result, "text", as_json=False, quiet=True)
+    Terminal(quiet=True).show(result, "text", as_json=False)
     assert capsys.readouterr().out == ""
-    show(result, "text", as_json=True, quiet=False)
+    Terminal(quiet=False).show(result, "text", as_json=True)
     assert capsys.readouterr().out == '{\n  "out": "a",\n  "parts": [\n    "b"\n  ]\n}\n'
 
 

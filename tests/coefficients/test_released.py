@@ -12,9 +12,8 @@ import jsonschema
 import pytest
 
 import tracefit
-from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.files import read_coefficients, read_evaluation, read_plain
-from tracefit.coefficients.model import CoefficientFile
+from tracefit.coefficients.model import CoefficientFile, Evaluation
 
 RELEASED = Path(__file__).parent / "released"
 SCHEMAS = Path(__file__).parents[2] / "schemas"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tracefit import TrainOptions, run
-from tracefit.fit.candidates import choose_form
+from tracefit.fit.alpha import choose_form
 from tracefit.fit.results import Candidate
 from tracefit.synth import SynthOptions, surge_phases, synth, write_run
 

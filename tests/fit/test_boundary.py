@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
 import pytest
 
 import tracefit
+from tracefit.commands.scopes import load_scope, scopes_of
+from tracefit.features.targets import target_named
+from tracefit.features.training import constants_of
 from tracefit.fit import splits
+from tracefit.fit.alpha import fit_target
 from tracefit.fit.boundary import fit_boundary
-from tracefit.fit.fitted import FitOptions, LinearFit
+from tracefit.fit.fitted import FitOptions, LinearFit, ScopeOptions
 from tracefit.fit.linear import FeatureColumn
 from tracefit.fit.step_clock import admission_with_clock, interpolated_clock, mean_residual
 from tracefit.fit.train import fit_linear
+from tracefit.reports.sections import burst_lines
+from tracefit.tables.store import TableStore
 
 MS = 1_000_000
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
@@ -71,11 +78,8 @@ def test_the_expectation_is_exported_and_its_error_stands_beside_the_clocks(trai
     assert "| `alpha.admission`, expectation |" in (trained / "report.md").read_text()
 
 
-@pytest.mark.slow
-def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new_traces, quick, monkeypatch):
+def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new_traces):
     """Thirty requests at once are named in the report; the work is that of the requests that came alone."""
-    # All of them are queued after the same time, which a line fits as well: this test needs the boundary.
-    monkeypatch.setattr("tracefit.fit.alpha.try_boundary", lambda *_: None)
     trace = new_traces().load()
     alone = (one["scopeSpans"][0]["spans"][0] for one in trace.records)
     (span,) = (s for s in alone if s["name"] == "llm_core" and "'cmpl-40-0-00000000'" in str(s["attributes"]))
@@ -86,17 +90,20 @@ def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new
         queued = at_us + 50 * (number - 999)
         done = {"finish.status": "aborted"}
         trace.core(number, [("QUEUED", queued, step), ("FINISHED", queued + 1, step, done)])
-    tracefit.run([trace.write(tmp_path / "bursty")], tmp_path / "out", options=quick)
-    models = json.loads((tmp_path / "out/models/alpha.json").read_text())["models"]
-    admission = next(m for m in models if m["name"] == "alpha.admission")
-    (burst,) = admission["validation"]["bursts"]
-    assert burst["requests"] == 25
+    tracefit.ingest([trace.write(tmp_path / "bursty")], tmp_path / "tables")
+    store = TableStore(tmp_path / "tables")
+    runs = store.read("runs")
+    ((scope, members),) = scopes_of(runs, "tables")
+    # All of them are queued after the same time, which a line fits as well: this test needs the boundary.
+    target = replace(target_named("admission"), forms=("step_boundary",))
+    tables = load_scope(store, runs, scope, members)
+    model = fit_target(tables, target, constants_of(scope.context), ScopeOptions(reference=False))
+    (burst,) = model.validation.bursts
+    assert burst.requests == 25
     # Requests that came alone were queued 100 us before their step: any work up to 1,100 us finds its start.
-    assert 0 < admission["work"]["intercept"]["value"] <= 1_100
-    assert (
-        f"`bursty` {burst['from_s']:.2f} to {burst['to_s']:.2f} s: 25 requests"
-        in (tmp_path / "out/report.md").read_text()
-    )
+    assert 0 < model.boundary.work_us <= 1_100
+    (line,) = burst_lines(model.validation.bursts)
+    assert f"`bursty` {burst.from_s:.2f} to {burst.to_s:.2f} s: 25 requests" in line
 
 
 WORK_US, STEP_US = 1_000, 10_000

@@ -1,11 +1,11 @@
-"""Non-negative fits: coefficients that can only add up, hiccups that pull with bounded force, groups with the same say."""
+"""Non-negative fits: coefficients that can only add up, hiccups that pull with bounded force."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tracefit.fit.estimators import balanced, fit_nonnegative
+from tracefit.fit.estimators import fit_nonnegative
 
 
 def test_a_coefficient_that_would_be_negative_is_zero():
@@ -26,9 +26,3 @@ def test_hiccups_pull_a_robust_fit_little_and_a_mean_in_full():
     ones = np.ones((len(y), 1))
     assert fit_nonnegative(ones, y)[0] == pytest.approx(10, abs=0.1)
     assert fit_nonnegative(ones, y, huber=np.inf)[0] == pytest.approx(y.mean())
-
-
-def test_groups_have_the_same_say():
-    weights = balanced(np.array([0, 0, 0, 1]))
-    assert weights.mean() == pytest.approx(1)
-    assert weights[:3].sum() == pytest.approx(weights[3])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.select import (
     choose_penalty,
     collinearity,
-    improves,
     is_worse_than_constant,
     time_blocks,
     usable_features,
@@ -190,32 +188,3 @@ def test_two_features_of_correlation_r_by_hand():
 def test_one_feature_or_none_has_nothing_to_be_collinear_with():
     assert collinearity(np.arange(5.0)[:, None], ["a"], "all").variance_inflation == pytest.approx({"a": 1})
     assert collinearity(np.zeros((5, 0)), [], "all").condition_number is None
-
-
-def _choice(*folds):
-    return PenaltyChoice("ridge", 1e-8, sum(folds), len(folds), folds)
-
-
-@pytest.mark.parametrize(
-    ("simple", "richer", "worth"),
-    [
-        # Gains of 2 in every fold: their sum of 8 has no spread at all.
-        ((10, 10, 10, 10), (8, 8, 8, 8), True),
-        # Gains 6, -4, 6, -4: a sum of 4 with a standard error of sd 5.77 times 2.
-        ((10, 10, 10, 10), (4, 14, 4, 14), False),
-        # Gains that are sure and below 5 % of the error.
-        ((10, 10, 10, 10), (9.6, 9.6, 9.6, 9.6), False),
-        ((10, 10, 10, 10), (11, 11, 11, 11), False),
-        ((), (), False),
-    ],
-)
-def test_richer_models_pay_by_a_standard_error_and_five_percent(simple, richer, worth):
-    assert improves(_choice(*simple), _choice(*richer)) is worth
-
-
-def test_fold_scores_sum_to_the_score():
-    x = np.column_stack(_columns())
-    y = 2000 + x @ [10.0, 50.0] + np.random.default_rng(2).normal(0, 30, len(x))
-    choice = choose_penalty(x, y, np.arange(len(y)) * 5 // len(y))
-    assert len(choice.fold_scores) == 5
-    assert sum(choice.fold_scores) == pytest.approx(choice.score)

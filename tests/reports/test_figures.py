@@ -166,19 +166,20 @@ def test_tokens_are_those_of_the_steps_that_are_known():
     assert set(tokens["y"]) == {15.0}
 
 
-def test_of_many_idle_gaps_the_longest_are_marked(monkeypatch):
-    monkeypatch.setattr("tracefit.commands.figure_data.MOST_IDLE_GAPS", 2)
-    lengths = [3.0, 1.0, 2.0, 4.0]
-    starts = [sum(lengths[:k]) for k in range(5)]
+def test_of_many_idle_gaps_the_longest_are_marked():
+    """Gaps of 3, 1, 2 and 4 s, then 59 of 4 s: of the 63 the 60 longest are all but those of 1, 2 and 3 s."""
+    lengths = [3.0, 1.0, 2.0, *[4.0] * 60]
+    starts = [sum(lengths[:k]) for k in range(64)]
     timeline = _timeline(
-        running_depth=[1] * 5,
+        running_depth=[1] * 64,
         ts_start_ns=[int(s * 1e9) for s in starts],
         cycle_us=[*(s * 1e6 for s in lengths), None],
-        idle_after=[True] * 4 + [False],
+        idle_after=[True] * 63 + [False],
     )
     figure = engine_figure(engine_run(timeline, NO_TRAINING, run_id="r", server="s"))
-    assert _marked(figure) == [("idle", 0.0, 3.0), ("idle", 6.0, 10.0)]
-    assert [s["showlegend"] for s in figure.layout["shapes"]] == [True, False], "in the legend once"
+    assert [name for name, *_ in _marked(figure)] == ["idle"] * 60
+    assert [start for _, start, _ in _marked(figure)] == pytest.approx(starts[3:-1])
+    assert [s["showlegend"] for s in figure.layout["shapes"]] == [True, *[False] * 59], "in the legend once"
 
 
 def test_an_engine_of_which_little_is_known_is_not_drawn():

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from tracefit.coefficients.evaluation import Evaluation
 from tracefit.coefficients.files import read_coefficients
+from tracefit.coefficients.model import Evaluation
 from tracefit.commands.report import report_of
-from tracefit.reports.markdown import markdown_text
+from tracefit.reports.document import markdown_text
 from tracefit.tables.store import TableStore
 
 

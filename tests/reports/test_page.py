@@ -205,15 +205,14 @@ def test_a_cell_of_a_table_with_prose_says_what_it_is_of():
 
 
 @pytest.mark.slow
-def test_a_page_of_many_scopes_stays_small(trained, monkeypatch):
+def test_a_page_of_many_scopes_stays_small(trained):
     """Fewer points are drawn first, then figures of the last scopes are left out, and that is said."""
     evaluation = read_evaluation(trained / "evaluation.json")
     alpha, beta = (read_coefficients(trained / "models" / f"{k}.json") for k in ("alpha", "beta"))
     store = TableStore(trained / "tables")
 
     def page_below(size):
-        monkeypatch.setattr("tracefit.commands.report.MAX_PAGE_BYTES", size)
-        return html_page(report_of(evaluation, alpha, beta, store))
+        return html_page(report_of(evaluation, alpha, beta, store, page_bytes=size))
 
     full = page_below(6_000_000)
     thinned = page_below(len(full.encode()) - 1)

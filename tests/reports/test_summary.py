@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tracefit.reports.scopes import ScopeLabel, scope_labels
 from tracefit.reports.terminal_results import ingest_text, run_text, train_text
+from tracefit.reports.text import ScopeLabel, scope_labels
 from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.results.traces import IngestResult, RunSummary
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tracefit.commands.report import report
-from tracefit.reports.document import Bullets, Figure, Report, Section, Table, Verdicts
-from tracefit.reports.markdown import plain
+from tracefit.reports.document import Bullets, Figure, Report, Section, Table, Verdicts, plain
 from tracefit.reports.terminal import print_report
 
 FILES = (Path("out/report.md"), Path("out/report.html"))

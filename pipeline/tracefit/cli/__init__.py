@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 # Commands are listed in the order of these imports.
-from tracefit.cli import traces, models, predictions, declared  # isort: skip
+from tracefit.cli import traces, models  # isort: skip
 from tracefit.cli.program import app
 from tracefit.console import called
 from tracefit.memory import reuse_freed
 
-__all__ = ["app", "declared", "main", "models", "predictions", "traces"]
+__all__ = ["app", "main", "models", "traces"]
 
 
 def main() -> None:

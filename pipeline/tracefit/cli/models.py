@@ -1,9 +1,9 @@
-"""Commands that fit, report, compare and verify models."""
+"""Commands that make models or use them; and those without input files, which show feature sets and generate traces."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import typer
 
@@ -26,9 +26,12 @@ from tracefit.cli.arguments import (
     train_options,
 )
 from tracefit.cli.program import app
-from tracefit.console import Terminal, one_line_errors, show
+from tracefit.console import Terminal, one_line_errors
+from tracefit.errors import UsageError
 
 
+# Commands import what they need when they run: help and completion must not wait for polars and scikit-learn. The function of
+# the library has the command's own name, so that it is imported as another one.
 @app.command()
 def train(
     context: typer.Context,
@@ -62,9 +65,7 @@ def train(
 
         options = train_options(context)
         result = train_command(tables, out, options=options, progress=terminal)
-        terminal.close()
-        show(result, train_text(result), as_json=json, quiet=quiet)
-        raise typer.Exit(result.exit_code)
+        terminal.show(result, train_text(result), as_json=json)
 
 
 @app.command()
@@ -107,7 +108,7 @@ def report(
         terminal.close()
         # A person gets what the report says; a program gets the files it was written to.
         if json or quiet:
-            show(result, "", as_json=json, quiet=quiet)
+            terminal.show(result, "", as_json=json)
         else:
             from tracefit.reports.terminal import PipeConsole, print_report
 
@@ -142,8 +143,7 @@ def compare(
         from tracefit.reports.terminal_results import compare_text
 
         result = compare_command(first, second, scope=scope, run=run, tolerance=Tolerance(tolerance, slack))
-        show(result, compare_text(result), as_json=json, quiet=quiet)
-        raise typer.Exit(result.exit_code)
+        terminal.show(result, compare_text(result), as_json=json)
 
 
 @app.command()
@@ -171,6 +171,340 @@ def verify(
         from tracefit.reports.terminal_results import verify_text
 
         result = verify_command(file, tables, features=features, progress=terminal)
-        terminal.close()
-        show(result, verify_text(result), as_json=json, quiet=quiet)
-        raise typer.Exit(result.exit_code)
+        terminal.show(result, verify_text(result), as_json=json)
+
+
+@app.command()
+def requests(
+    tables: TablesFolder,
+    each: Annotated[
+        bool,
+        typer.Option(
+            "--each", help="Print one line per request, in seconds and under vLLM's names, as CSV or JSON."
+        ),
+    ] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV on stdout; times in seconds.")] = False,
+    json: Json = False,
+) -> None:
+    """Summarize requests: failures, latencies, throughput.
+
+    Percentiles of TTFT, ITL, E2E and queue wait; by run, by phase and over time.
+
+    Example: `tracefit requests out/`
+    """
+    terminal = Terminal(quiet=False, task=f"requests of {tables}")
+    with one_line_errors(terminal):
+        from tracefit.commands.requests import requests as requests_command
+        from tracefit.commands.requests import seconds_csv, seconds_view
+        from tracefit.reports.terminal_results import requests_csv, requests_text
+
+        if each:
+            rows = seconds_view(tables)
+            # A run has up to a million requests: they become dicts only with --json.
+            terminal.show(rows.to_dicts() if json else (), seconds_csv(rows), as_json=json)
+            return
+        summary = requests_command(tables)
+        text = requests_csv(summary) if csv else requests_text(summary)
+        terminal.show(summary, text, as_json=json)
+
+
+# Options that one of the two questions alone has: those of the other are left at their defaults.
+_OF_STEP = ("prefill", "prefill_reqs", "waiting")
+_OF_REQUEST = ("queue", "cached")
+
+
+@app.command()
+def predict(
+    context_: typer.Context,
+    models: Annotated[
+        list[Path], typer.Argument(help="Coefficient files, or a folder that train or run wrote.")
+    ],
+    scope: ScopeName = None,
+    run: RunName = None,
+    batch: Annotated[
+        Optional[float],
+        typer.Option(
+            min=0,
+            help="Requests that decode. For a request: those that run beside it; if not given, none with an empty queue, "
+            "else as many as slots and KV blocks hold.",
+        ),
+    ] = None,
+    context: Annotated[
+        Optional[float], typer.Option(min=0, help="Mean tokens in the caches of the requests of --batch.")
+    ] = None,
+    prefill: Annotated[float, typer.Option(min=0, help="Prompt tokens computed in the step.")] = 0,
+    prefill_reqs: Annotated[
+        Optional[float], typer.Option(min=0, help="Requests that the prompt tokens of the step belong to.")
+    ] = None,
+    waiting: Annotated[float, typer.Option(min=0, help="Requests in the queue during the step.")] = 0,
+    prompt: Annotated[
+        Optional[float], typer.Option(min=1, help="Prompt tokens of a request: predicts the request.")
+    ] = None,
+    output: Annotated[float, typer.Option(min=1, help="Tokens the request generates.")] = 1,
+    queue: Annotated[float, typer.Option(min=0, help="Requests waiting ahead of it.")] = 0,
+    cached: Annotated[float, typer.Option(min=0, help="Prompt tokens found in the prefix cache.")] = 0,
+    feature: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            metavar="NAME=NUMBER",
+            help="A feature or table column as it is, such as running_depth, the requests that run when it arrives; "
+            "repeatable.",
+        ),
+    ] = None,
+    rows: Annotated[
+        Optional[Path], typer.Option(help="A .csv, .parquet or .ndjson file: predicts every row.")
+    ] = None,
+    of: Annotated[
+        str, typer.Option(help="What the rows are: step, request, or a model's name with its features.")
+    ] = "step",
+    out: Annotated[
+        Optional[Path], typer.Option(help="Write the predicted rows here, by suffix; else CSV on stdout.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Predict steps and requests from coefficient files alone.
+
+    A described step: `--batch 32 --context 1500 --prefill 512`. A described request: `--prompt 800 --output 250 --queue 12`.
+
+    Example: `tracefit predict models/ --scope codellama-34b --batch 32`
+    """
+    terminal = Terminal(quiet=quiet, task=f"predict with {models[0]}")
+    with one_line_errors(terminal):
+        from tracefit.coefficients.models import load
+        from tracefit.commands.locate import choose_scope
+
+        loaded = load(*models)
+        chosen = choose_scope(loaded, scope, run)
+        if rows is not None:
+            from tracefit.commands.predict import predict as predict_rows
+            from tracefit.reports.terminal_results import rows_text
+
+            found = predict_rows(loaded, rows, of=of, scope=chosen, out=out)
+            terminal.show(found, rows_text(found), as_json=json)
+        else:
+            predicted, text = _predict_one(loaded, chosen, context_.params)
+            terminal.show(predicted, text, as_json=json)
+
+
+def _predict_one(models: Any, scope: str | None, given: dict[str, Any]) -> tuple[Any, str]:
+    """Predict the request or the step that the options describe; return the prediction and its text."""
+    from tracefit.commands.predict import parse_features
+    from tracefit.reports.terminal_results import request_text, step_text
+
+    features = parse_features(given["feature"] or [])
+    _check_description(given)
+    if given["prompt"] is not None:
+        request = models.predict_request(
+            scope=scope,
+            prompt_tokens=given["prompt"],
+            output_tokens=given["output"],
+            batch=given["batch"],
+            context=given["context"],
+            features=features,
+            **{name: given[name] for name in _OF_REQUEST},
+        )
+        return request, request_text(request)
+    step = models.predict_step(
+        scope=scope,
+        batch=given["batch"] or 0,
+        context=given["context"] or 0,
+        features=features,
+        **{name: given[name] for name in _OF_STEP},
+    )
+    return step, step_text(step)
+
+
+def _check_description(given: dict[str, Any]) -> None:
+    """Refuse options that the prediction would leave unread.
+
+    Raises:
+        UsageError: Options of a request without its prompt, those of a step beside it, or none at all.
+    """
+    of_request = [f"--{name}" for name in _OF_REQUEST if given[name]]
+    of_request += ["--output"] if given["output"] != 1 else []
+    of_step = [f"--{name.replace('_', '-')}" for name in _OF_STEP if given[name]]
+    if given["prompt"] is None and of_request:
+        raise UsageError(f"{of_request[0]} describes a request", hint="give its --prompt too")
+    if given["prompt"] is not None and of_step:
+        raise UsageError(f"{of_step[0]} describes a step, --prompt a request", hint="leave one of them out")
+    described = (given["prompt"], given["batch"], given["prefill"], given["feature"])
+    if not any(described):
+        raise UsageError(
+            "nothing to predict",
+            hint="describe a step (--batch, --prefill) or a request (--prompt, --output)",
+        )
+
+
+def _consumer_names() -> list[str]:
+    from tracefit.consumers import known
+
+    return list(known())
+
+
+@app.command()
+def export(
+    models: ModelFiles,
+    to: Annotated[
+        str,
+        typer.Option(
+            help="The consumer, such as blis, wva or csv; an unknown name lists all of them.",
+            autocompletion=_consumer_names,
+        ),
+    ],
+    out: Annotated[str, typer.Option(metavar="PATH", help="Folder for the consumer's files.")],
+    tables: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="PATH", help="Tables the models were trained on; found beside the models if not given."
+        ),
+    ] = None,
+    scope: ScopeName = None,
+    run: RunName = None,
+    consumer_version: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="VERSION",
+            help="Version of the consumer, such as 0.9.2, where older ones need another form; the newest if not given.",
+        ),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write coefficients in the form a consumer loads.
+
+    They are refitted in the consumer's form, with its held-out error. What cannot be converted is refused with the reason (exit code 1).
+
+    Example: `tracefit export out/ --to blis --scope codellama-34b --out blis/`
+    """
+    terminal = Terminal(quiet=quiet, task=f"export of {models} to {to}")
+    with one_line_errors(terminal):
+        from tracefit.commands.export import export as export_command
+        from tracefit.reports.terminal_results import export_text
+
+        result = export_command(
+            models, to, out, tables=tables, scope=scope, run=run, consumer_version=consumer_version
+        )
+        terminal.show(result, export_text(result), as_json=json)
+
+
+_FORMATS: dict[str, tuple[Literal["json", "protobuf"], ...]] = {
+    "json": ("json",),
+    "protobuf": ("protobuf",),
+    "both": ("json", "protobuf"),
+}
+
+
+@app.command()
+def features(
+    names: Annotated[
+        Optional[list[str]],
+        typer.Argument(help="Built-in sets or files; every built-in set if none is named."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show the declared feature sets.
+
+    Name, unit, formula and reason of every feature.
+
+    Example: `tracefit features batch`
+    """
+    terminal = Terminal(quiet=False, task="features")
+    with one_line_errors(terminal):
+        from tracefit.commands.train import beta_feature_sets
+        from tracefit.features.sets import BUILT_IN
+        from tracefit.reports.terminal_results import features_text
+
+        # As `train --features` reads them: what is shown here is what would be fitted.
+        sets = [s for name in names or BUILT_IN for s in beta_feature_sets(name)]
+        terminal.show(sets, features_text(sets), as_json=json)
+
+
+@app.command()
+def synth(
+    out: Annotated[Path, typer.Option(help="Folder in which the run folder is made.")],
+    name: Annotated[str, typer.Option(help="Name of the run folder.")] = "synth-run",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of every draw.")] = 0,
+    law: Annotated[
+        Literal["linear", "roofline"],
+        typer.Option(help="Step-time law; its coefficients are in truth.json."),
+    ] = "linear",
+    model: Annotated[str, typer.Option(help="Model preset, such as llama-8b.")] = "llama-8b",
+    gpu: Annotated[str, typer.Option(help="GPU preset, such as H100.")] = "H100",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per server.")] = 300,
+    rate: Annotated[float, typer.Option(help="Mean arrivals per second.")] = 14.0,
+    surge: Annotated[
+        Optional[float],
+        typer.Option(
+            help="Factor on the arrivals in the last 30 % of the time, steady before; light, burst and heavy load if not "
+            "given."
+        ),
+    ] = None,
+    blocks: Annotated[
+        int, typer.Option(min=2, help="KV blocks; few of them cause a queue and preemptions.")
+    ] = 4097,
+    noise: Annotated[
+        float, typer.Option(min=0, help="Sigma of the log-normal factor on a step's time.")
+    ] = 0.03,
+    step_sampling: Annotated[float, typer.Option(min=0, max=1, help="Share of steps traced.")] = 1.0,
+    rich_sampling: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of traced steps with request snapshots.")
+    ] = 0.0,
+    journey_sampling: Annotated[float, typer.Option(min=0, max=1, help="Share of requests traced.")] = 1.0,
+    duration: Annotated[
+        Literal["schedule", "step"],
+        typer.Option(help="What step.duration_us holds: time in schedule(), or the step's time."),
+    ] = "schedule",
+    queued_stamp: Annotated[
+        Literal["step_start", "arrival"],
+        typer.Option(help="QUEUED at the step start after the API work, or at the end of that work itself."),
+    ] = "step_start",
+    format_: Annotated[
+        Literal["json", "protobuf", "both"],
+        typer.Option("--format", help="JSON lines, framed protobuf, or a run folder of each."),
+    ] = "json",
+    compress: Annotated[
+        Literal["none", "gz", "zst"], typer.Option(help="Compression of the trace files.")
+    ] = "none",
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Generate traces with known coefficients.
+
+    They have the form of real traces, with the truth beside them.
+
+    Example: `tracefit synth --out runs/ --requests 600 --law linear`
+    """
+    terminal = Terminal(quiet=quiet, task=f"synth to {out}")
+    with one_line_errors(terminal):
+        from tracefit.commands.generate import generate
+        from tracefit.reports.terminal_results import synth_text
+        from tracefit.synth import DEFAULT_PHASES, SynthOptions, surge_phases
+
+        options = SynthOptions(
+            name=name,
+            seed=seed,
+            law=law,
+            model=model,
+            gpu=gpu,
+            tp=tp,
+            requests=requests,
+            rate_per_s=rate,
+            phases=DEFAULT_PHASES if surge is None else surge_phases(surge),
+            num_blocks=blocks,
+            noise=noise,
+            step_sampling=step_sampling,
+            rich_sampling=rich_sampling,
+            journey_sampling=journey_sampling,
+            queued_stamp=queued_stamp,
+            duration=duration,
+        )
+        result = generate(
+            out,
+            options,
+            formats=_FORMATS[format_],
+            compress=None if compress == "none" else compress,
+            progress=terminal,
+        )
+        terminal.show(result, synth_text(result), as_json=json)

@@ -1,15 +1,152 @@
-"""The program itself: its name, its help, and the options before a command."""
+"""The program itself: its name, its help, and where the values of its options come from.
+
+Options come from flags, then from environment variables (`TRACEFIT_BETA_TARGET` for `--beta-target`), then from the
+configuration file of `--config`, under the names of the flags.
+"""
 
 from __future__ import annotations
 
+import copy
+import os
+import tomllib
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
+from typer.core import TyperGroup, TyperOption
 
 from tracefit._version import __version__
-from tracefit.console import LogLevel, set_log_level, warn
-from tracefit.options import Commands, unknown_variables, use_config
+from tracefit.console import CONFIG_FILE, LogLevel, set_log_level, warn
+from tracefit.errors import UsageError, did_you_mean
+
+PREFIX = "TRACEFIT_"
+EVERYWHERE = ("config", "log_level")
+"""Options of the program that every command takes too, so they are accepted on either side of its name."""
+
+_NOT_SETTABLE = {"help", "version", "config", "install_completion", "show_completion"}
+
+
+class Commands(TyperGroup):
+    """A group of commands whose options can also be set by environment or configuration file."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # The program knows its options only before the name of a command. Each command gets copies of them, which run the same
+        # callbacks and pass no value to the command's function.
+        everywhere = [p for p in self.params if p.name in EVERYWHERE]
+        for command in self.commands.values():
+            for option in everywhere:
+                own = copy.copy(option)
+                own.expose_value = False
+                command.params.append(own)
+        for holder in (self, *self.commands.values()):
+            for option in _options(holder):
+                if _settable(option) or option.name == "config":
+                    option.envvar = variable(flag(option))
+                    # The help of the program says the rule once; a variable in each line would hide the text.
+                    option.show_envvar = False
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Refuse empty values: an empty path would be the working folder."""
+        for before, value in pairwise(["", *args]):
+            if value == "" or (value.startswith("--") and value.endswith("=")):
+                raise UsageError(f"{value.rstrip('=') or before}: is empty")
+        return super().resolve_command(ctx, args)
+
+    def variables(self) -> set[str]:
+        """Return the names of all environment variables that set an option."""
+        holders = (self, *self.commands.values())
+        return {str(o.envvar) for holder in holders for o in _options(holder) if o.envvar}
+
+
+def flag(option: TyperOption) -> str:
+    """Return the long name of an option, without dashes."""
+    return max(option.opts, key=len).lstrip("-")
+
+
+def variable(name: str) -> str:
+    """Return the environment variable that sets the option of this name."""
+    return PREFIX + name.replace("-", "_").upper()
+
+
+def _options(holder: Any) -> list[TyperOption]:
+    return [p for p in holder.params if isinstance(p, TyperOption)]
+
+
+def _settable(option: TyperOption) -> bool:
+    return option.name not in _NOT_SETTABLE
+
+
+def use_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Take defaults of options from a configuration file: the callback of `--config`.
+
+    Raises:
+        UsageError: The file cannot be read, is not TOML, or names something that is not an option.
+    """
+    if path is None or context.resilient_parsing:
+        return path
+    commands = context.find_root().command
+    assert isinstance(commands, Commands)  # noqa: S101 - the root is what `cls` of the program says
+    defaults = _defaults(_read(path), commands, str(path))
+    context.meta[CONFIG_FILE] = str(path)
+    # Before a command's name typer looks for defaults by command, behind it for those of the command alone.
+    context.default_map = defaults if context.command is commands else defaults[context.info_name or ""]
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot be read ({error.strerror})", where=str(path)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"is not TOML: {error}", where=str(path)) from error
+
+
+def _defaults(document: dict[str, Any], commands: Commands, where: str) -> dict[str, dict[str, Any]]:
+    """Sort the file's keys by command: a key at the top goes to every command with that option."""
+    options = {
+        name: {flag(o): o for o in _options(c) if _settable(o)} for name, c in commands.commands.items()
+    }
+    shared = {k: v for k, v in document.items() if not (k in options and isinstance(v, dict))}
+    _require_known(shared, {f for known in options.values() for f in known} | set(options), where)
+    defaults = {}
+    for name, known in options.items():
+        own = document.get(name, {}) if isinstance(document.get(name), dict) else {}
+        _require_known(own, set(known), where, f"[{name}] ")
+        values = {**{k: v for k, v in shared.items() if k in known}, **own}
+        defaults[name] = {str(known[k].name): _value(known[k], v) for k, v in values.items()}
+    return defaults
+
+
+def _require_known(values: dict[str, Any], known: set[str], where: str, section: str = "") -> None:
+    for key in values:
+        if key not in known:
+            raise UsageError(
+                f"{section}{key}: no such option",
+                where=where,
+                hint=did_you_mean(key, known) or "use the names of the flags, without the dashes",
+            )
+
+
+def _value(option: TyperOption, value: Any) -> Any:
+    """Write `[set]` tables as the KEY=VALUE pairs the flag takes."""
+    if option.multiple and isinstance(value, dict):
+        return [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in value.items()]
+    return value
+
+
+def unknown_variables(commands: Commands) -> list[str]:
+    """Name the `TRACEFIT_` variables that are set but belong to no option."""
+    known = commands.variables()
+    return [
+        f"{name} is set, but there is no such option"
+        + (f"; {hint}" if (hint := did_you_mean(name, known)) else "")
+        for name in sorted(os.environ)
+        if name.startswith(PREFIX) and name not in known
+    ]
+
 
 _HELP = """From vLLM OpenTelemetry traces to latency coefficients you can trust.
 

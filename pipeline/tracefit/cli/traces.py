@@ -40,12 +40,14 @@ from tracefit.cli.arguments import (
     train_options,
 )
 from tracefit.cli.program import app
-from tracefit.console import Terminal, one_line_errors, show
+from tracefit.console import Terminal, one_line_errors
 
 if TYPE_CHECKING:
     from tracefit.commands.receive import Listening
 
 
+# Options that `run` shares with `ingest` and `train` are listed in each signature: typer reads them there. Their values reach the
+# library by name, from `context.params` (`ingest_options`, `train_options`).
 @app.command()
 def run(
     context: typer.Context,
@@ -104,9 +106,7 @@ def run(
             engine=EngineChoice(engine, ray_address),
             progress=terminal,
         )
-        terminal.close()
-        show(result, run_text(result), as_json=json, quiet=quiet)
-        raise typer.Exit(result.exit_code)
+        terminal.show(result, run_text(result), as_json=json)
 
 
 @app.command()
@@ -134,9 +134,7 @@ def inspect(
 
         server = server_options(run_config, model_config, gpu, tp, settings)
         result = inspect_command(paths, server=server, progress=terminal)
-        terminal.close()
-        show(result, inspection_text(result), as_json=json, quiet=quiet)
-        raise typer.Exit(result.exit_code)
+        terminal.show(result, inspection_text(result), as_json=json)
 
 
 @app.command()
@@ -183,7 +181,7 @@ def ingest(
         # A plan depends on the files and on what the tables have, not on the server: its options are not even read.
         if dry_run:
             plan = plan_ingest(paths, out, options=kept)
-            show(plan, plan_text(plan), as_json=json, quiet=quiet)
+            terminal.show(plan, plan_text(plan), as_json=json)
             return
         server = server_options(run_config, model_config, gpu, tp, settings)
         result = ingest_command(
@@ -195,9 +193,7 @@ def ingest(
             engine=EngineChoice(engine, ray_address),
             progress=terminal,
         )
-        terminal.close()
-        show(result, ingest_text(result), as_json=json, quiet=quiet)
-        raise typer.Exit(result.exit_code)
+        terminal.show(result, ingest_text(result), as_json=json)
 
 
 @app.command()
@@ -285,5 +281,4 @@ def receive(
             listening=listening,
             progress=terminal,
         )
-        terminal.close()
-        show(result, receive_text(result), as_json=json, quiet=quiet)
+        terminal.show(result, receive_text(result), as_json=json)

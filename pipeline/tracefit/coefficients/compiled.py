@@ -57,6 +57,12 @@ def linear_forms(model: Model | LinearForm) -> dict[str, LinearForm]:
     return {"line": model}
 
 
+def main_forms(model: Model) -> dict[str, LinearForm]:
+    """Return the linear forms that a prediction with a step clock comes from: all but `without_clock`."""
+    forms = linear_forms(model)
+    return {"work": forms["work"]} if isinstance(model, BoundaryModel) else forms
+
+
 def terms_of(model: Model) -> list[Term]:
     """Return the terms of all linear forms of a model, including those for consumers without a step clock."""
     return [term for form in linear_forms(model).values() for term in form.terms]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from tracefit.coefficients.evaluation import Evaluation
-from tracefit.coefficients.model import CoefficientFile
+from tracefit.coefficients.model import CoefficientFile, Evaluation
 from tracefit.errors import UsageError
 from tracefit.inputs.buckets import place_of
 from tracefit.server.documents import parse_json_object, read_bytes

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.evaluation import RequestRange
-    from tracefit.coefficients.model import CoefficientFile, Model
+    from tracefit.coefficients.model import CoefficientFile, Model, RequestRange
+    from tracefit.coefficients.predict_frames import FrameT, Rows
     from tracefit.coefficients.regressor import LatencyRegressor
-    from tracefit.coefficients.rows import FrameT, Rows
 
 _FILES = ("alpha.json", "beta.json")
 
@@ -211,8 +210,7 @@ class Models:
         """
         chosen = self.scope(scope)
         if rows is not None:
-            from tracefit.coefficients.predict_frames import predict_steps
-            from tracefit.coefficients.rows import with_predictions
+            from tracefit.coefficients.predict_frames import predict_steps, with_predictions
 
             return with_predictions(rows, lambda frame: predict_steps(chosen, frame))
         return chosen.step(
@@ -273,8 +271,7 @@ class Models:
         """
         chosen = self.scope(scope)
         if rows is not None:
-            from tracefit.coefficients.predict_frames import predict_requests
-            from tracefit.coefficients.rows import with_predictions
+            from tracefit.coefficients.predict_frames import predict_requests, with_predictions
 
             return with_predictions(rows, lambda frame: predict_requests(chosen, frame))
         described = RequestInput(prompt_tokens, output_tokens, queue, batch, context, cached, features or {})

@@ -24,8 +24,7 @@ from tracefit.errors import DataError, UsageError, did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tracefit.coefficients.evaluation import RequestRange
-    from tracefit.coefficients.model import LinearForm, Model, NotFitted, Term, Workload
+    from tracefit.coefficients.model import LinearForm, Model, NotFitted, RequestRange, Term, Workload
 
 INTERVAL_ROWS = 20
 """Fewer held-out rows than this do not make an interval of their own."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import polars as pl
 
 from tracefit._version import __version__
-from tracefit.coefficients import evaluation as ev
 from tracefit.coefficients import model as cf
 from tracefit.coefficients import verdicts
 from tracefit.coefficients.models import Models
@@ -19,6 +18,7 @@ from tracefit.coefficients.request_ranges import described_requests, request_ran
 from tracefit.features.training import definitions
 from tracefit.fit.latency import split_requests, trained_steps
 from tracefit.fit.splits import counted, evaluation_rows
+from tracefit.statistics import mean_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -274,11 +274,11 @@ def evaluate(
     all_runs: pl.DataFrame,
     across: AcrossResult | None = None,
     *,
-    requests: Sequence[ev.RequestRange] = (),
+    requests: Sequence[cf.RequestRange] = (),
     thresholds: Sequence[verdicts.Threshold] = verdicts.THRESHOLDS,
-) -> ev.Evaluation:
+) -> cf.Evaluation:
     """Return everything that was measured, and what it is worth by the thresholds."""
-    return ev.Evaluation(
+    return cf.Evaluation(
         ingest=_ingest(all_runs),
         scopes=tuple(
             _scope(s, thresholds, tuple(r for r in requests if r.scope_id == s.scope.scope_id))
@@ -294,7 +294,7 @@ def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
     return dict(sorted(Counter(rows["excluded_reason"].drop_nulls().to_list()).items()))
 
 
-def _ingest(runs: pl.DataFrame) -> ev.IngestEntry:
+def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
     # Files, rejects and duplicates are counted per run; spans and dropped events per server of it.
     per_run = runs.unique("run_id", keep="first", maintain_order=True)
     events, implausible = Counter[str](), Counter[str]()
@@ -304,7 +304,7 @@ def _ingest(runs: pl.DataFrame) -> ev.IngestEntry:
         implausible.update(_counts(rules))
         for event, attributes in json.loads(lacking or "{}").items():
             missing.setdefault(event, set()).update(attributes)
-    return ev.IngestEntry(
+    return cf.IngestEntry(
         files=_sum(per_run, "files"),
         bytes=_sum(per_run, "bytes"),
         spans=_sum(runs, "spans"),
@@ -320,10 +320,10 @@ def _ingest(runs: pl.DataFrame) -> ev.IngestEntry:
     )
 
 
-def _server(row: Mapping[str, Any]) -> ev.ServerEntry:
+def _server(row: Mapping[str, Any]) -> cf.ServerEntry:
     first, last = row["first_unix_ns"], row["last_unix_ns"]
-    same = {k: row[k] for k in ev.ServerEntry.model_fields if k in row}
-    return ev.ServerEntry(**same, seconds=None if first is None or last is None else (last - first) / 1e9)
+    same = {k: row[k] for k in cf.ServerEntry.model_fields if k in row}
+    return cf.ServerEntry(**same, seconds=None if first is None or last is None else (last - first) / 1e9)
 
 
 def _counts(text: str | None) -> dict[str, int]:
@@ -337,10 +337,10 @@ def _sum(frame: pl.DataFrame, column: str) -> int:
 def _scope(
     scope: FittedScope,
     thresholds: Sequence[verdicts.Threshold],
-    requests: tuple[ev.RequestRange, ...],
-) -> ev.ScopeEvaluation:
+    requests: tuple[cf.RequestRange, ...],
+) -> cf.ScopeEvaluation:
     models = {m.name: m.validation for m in scope.models}
-    return ev.ScopeEvaluation(
+    return cf.ScopeEvaluation(
         scope_id=scope.scope.scope_id,
         runs=tuple(sorted(scope.tables.runs["run_id"].unique())),
         overloaded=scope.overloads,
@@ -363,13 +363,13 @@ def _by_run(model: FittedModel) -> Iterator[tuple[str, pl.DataFrame]]:
         yield str(run_id), rows
 
 
-def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
+def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> cf.RowsEntry:
     kept = rows.filter(pl.col("excluded_reason").is_null())
     # A mean over an interval is no step: no error is measured on it, unless single steps are too few.
     eval_filter, every = model.recipe.options.eval_filter, counted(model.fitted.rows, "holdout")
     are_single = eval_filter is not None and evaluation_rows(every, eval_filter).height < every.height
     evaluated = kept.filter(eval_filter) if eval_filter is not None and are_single else kept
-    return ev.RowsEntry(
+    return cf.RowsEntry(
         model=model.name,
         run_id=run_id,
         trained=int((kept["split"] == "train").sum()),
@@ -378,22 +378,22 @@ def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> ev.RowsEntry:
     )
 
 
-def _timeline(scope: FittedScope) -> ev.TimelineEntry:
+def _timeline(scope: FittedScope) -> cf.TimelineEntry:
     tables, runs = scope.tables, scope.tables.runs
     timeline = tables.timeline
     idle = timeline.filter(pl.col("cycle_us").is_not_null() & pl.col("idle_after"))
-    return ev.TimelineEntry(
+    return cf.TimelineEntry(
         epochs=_sum(runs, "epochs"),
         servers=runs.height,
         steps_known=timeline.height,
         adjacent_cycles=int((timeline["cycle_source"] == "adjacent").sum()),
         intervals=int((timeline["cycle_source"] == "interval").sum()),
         interval_steps=_sum(timeline.filter(pl.col("cycle_source") == "interval"), "interval_steps"),
-        composition_agreement=_mean(timeline["journey_agrees"].cast(pl.Float64)),
+        composition_agreement=mean_of(timeline["journey_agrees"].cast(pl.Float64)),
         composition_errors=_composition_errors(timeline),
         idle_gaps=idle.height,
-        step_sampling=_mean(runs["step_sampling"]),
-        journey_sampling=_mean(runs["journey_sampling"]),
+        step_sampling=mean_of(runs["step_sampling"]),
+        journey_sampling=mean_of(runs["journey_sampling"]),
         duration_coverage=scope.cover.share,
         median_cycle_us=scope.cover.median_cycle_us,
         median_duration_us=scope.cover.median_duration_us,
@@ -412,11 +412,6 @@ def _composition_errors(timeline: pl.DataFrame) -> dict[str, float]:
     for name in ("reqs", "tokens"):
         column = timeline[f"journey_error_{name}"].drop_nulls().abs()
         if column.len():
-            errors[f"mean_abs_{name}"] = _mean(column) or 0.0
+            errors[f"mean_abs_{name}"] = mean_of(column) or 0.0
             errors[f"p99_abs_{name}"] = float(column.quantile(0.99) or 0.0)
     return errors
-
-
-def _mean(column: pl.Series) -> float | None:
-    value = column.mean()
-    return float(value) if isinstance(value, int | float) else None

@@ -14,8 +14,7 @@ from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_array, check_consistent_length
 
 from tracefit.coefficients.compiled import CompiledModel
-from tracefit.coefficients.predict_frames import OUTPUTS, predict_rows
-from tracefit.coefficients.rows import as_frame
+from tracefit.coefficients.predict_frames import OUTPUTS, as_frame, predict_rows
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:

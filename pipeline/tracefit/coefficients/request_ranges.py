@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.evaluation import RequestRange
-from tracefit.coefficients.model import PromptSteps, Workload
+from tracefit.coefficients.model import PromptSteps, RequestRange, Workload
 from tracefit.coefficients.predict_frames import predict_requests
 from tracefit.fit.results import NO_ROWS
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from tracefit.coefficients.evaluation import Criterion, Verdict
-from tracefit.coefficients.model import STEP_MODELS
+from tracefit.coefficients.model import STEP_MODELS, Criterion, Verdict
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.features.targets import target_named
 from tracefit.fit.splits import FEW_ROWS

@@ -13,7 +13,7 @@ import polars as pl
 
 from tracefit.coefficients.compiled import CompiledModel
 from tracefit.features.expressions import Binary, Call, Constant, Name
-from tracefit.results.figures import Breakdown
+from tracefit.results.figures import US_PER_MS, Breakdown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tracefit.features.expressions import Node
 
 GROUPS = 10
-US_PER_MS = 1e3
 EVERY_STEP = "every step"
 
 _PARTS: Mapping[str, tuple[str, ...]] = {

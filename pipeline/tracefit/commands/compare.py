@@ -21,6 +21,7 @@ from tracefit.features.sets import Feature, FeatureSet
 from tracefit.features.targets import target_named
 from tracefit.fit import splits
 from tracefit.fit.boundary import api_waits
+from tracefit.fit.linear import target_of
 from tracefit.fit.splits import MIN_TRAIN_ROWS, request_frame, step_frame
 from tracefit.fit.step_clock import admission_with_clock
 from tracefit.fit.validation import measure
@@ -158,7 +159,7 @@ def _drift_of(model: Model, scope: ModelScope, tables: ScopeTables, tolerance: T
             model.name, model.scope_id, 0, base[0], None, base[1], None, None, None, "unknown", error.line()
         )
     known = np.isfinite(predicted)
-    now: Metrics = measure(rows["y"].to_numpy().astype(float)[known], predicted[known])
+    now: Metrics = measure(target_of(rows)[known], predicted[known])
     # A median error of 0.5 % may triple by chance: the slack lets models that are nearly exact keep their verdict.
     limit = None if base[0] is None else max(tolerance.factor * base[0], base[0] + tolerance.slack_pct)
     verdict: Verdict = "unknown"

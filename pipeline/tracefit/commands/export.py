@@ -13,7 +13,7 @@ from tracefit.coefficients.models import load
 from tracefit.commands.locate import choose_scope, find_models, find_tables, tables_of
 from tracefit.commands.scopes import load_scope, scopes_of
 from tracefit.consumers.base import OUT, Source
-from tracefit.errors import DataError, UsageError, did_you_mean
+from tracefit.errors import DataError, UsageError, known_names
 from tracefit.inputs.buckets import place_of
 from tracefit.results.models import ExportResult
 from tracefit.tables.disk import write_files
@@ -79,8 +79,7 @@ def _consumer(to: str, version: str | None) -> tuple[Consumer, tuple[int, ...] |
     """
     known = consumers.known()
     if to not in known:
-        close, names = did_you_mean(to, known), f"known: {', '.join(known)}"
-        raise UsageError(f"consumer {to} is not known", hint=f"{close} {names}" if close else names)
+        raise UsageError(f"consumer {to} is not known", hint=known_names(to, known))
     if version is None:
         return known[to], None
     if not known[to].versioned:

@@ -5,16 +5,18 @@ A figure shows some rows, taken evenly in time, and sums up all of them in group
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.coefficients.compiled import CompiledModel, holds_expression
-from tracefit.coefficients.model import BoundaryModel, LinearModel, RegimesModel
+from tracefit.coefficients.compiled import CompiledModel, holds_expression, main_forms
+from tracefit.coefficients.model import LinearModel, RegimesModel
 from tracefit.commands.breakdown import COMPOSITION, first_token_breakdown, step_breakdown
 from tracefit.errors import UsageError
 from tracefit.fit.splits import FEW_ROWS
 from tracefit.results.figures import (
+    LATENCIES,
+    US_PER_MS,
     Bin,
     Cloud,
     EngineQuantity,
@@ -26,24 +28,20 @@ from tracefit.results.figures import (
     ScopeRows,
     ShadedRegion,
 )
+from tracefit.statistics import mean_of
 from tracefit.tables.health import CUT_OFF
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.coefficients.evaluation import ScopeEvaluation
-    from tracefit.coefficients.model import Term
+    from tracefit.coefficients.model import Model, ScopeEvaluation
     from tracefit.fit.results import Overload
     from tracefit.tables.store import TableStore
-
-    AnyModel = LinearModel | RegimesModel | BoundaryModel
 
 MOST_ENGINES = 4
 """Engines drawn per scope; the tables have all of them."""
 
-LATENCIES = ("ttft", "itl", "e2e")
 PERCENTS = (*range(0, 100, 5), 99, 100)
-US_PER_MS = 1e3
 MOST_RUNS = 6
 """Runs overlaid in one figure."""
 
@@ -87,7 +85,7 @@ _FAR_OUT = 4
 
 def scope_rows(
     scope: ScopeEvaluation,
-    models: Sequence[AnyModel],
+    models: Sequence[Model],
     store: TableStore,
     *,
     points: int,
@@ -164,7 +162,7 @@ def with_batches(steps: pl.DataFrame, batches: pl.DataFrame, *, lag_steps: int =
     )
 
 
-def model_rows(model: AnyModel, rows: pl.DataFrame, *, points: int) -> ModelRows | None:
+def model_rows(model: Model, rows: pl.DataFrame, *, points: int) -> ModelRows | None:
     """Evaluate a model on its training frame.
 
     Args:
@@ -229,7 +227,7 @@ def _with_predictions(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFra
     return kept.with_columns(residual_ms=residual).drop_nulls("residual_ms")
 
 
-def _predicted(model: AnyModel, held: pl.DataFrame, points: int) -> tuple[Cloud, bool, int]:
+def _predicted(model: Model, held: pl.DataFrame, points: int) -> tuple[Cloud, bool, int]:
     """Return predicted over measured, whether its axes are logarithmic, and the rows that have no place on these."""
     most, middle = held.select(pl.col("measured_ms").max(), middle=pl.col("measured_ms").median()).row(0)
     wide_range = isinstance(model, RegimesModel) or (most or 0.0) > _FAR_OUT * max(middle or 0.0, 1e-9)
@@ -290,17 +288,12 @@ def _timeline(kept: pl.DataFrame, points: int) -> OverTime:
     )
 
 
-def _terms(model: AnyModel) -> list[Term]:
-    if isinstance(model, RegimesModel):
-        return [t for r in model.regimes for t in r.terms]
-    return list((model.work if isinstance(model, BoundaryModel) else model).terms)
-
-
-def _strongest(model: AnyModel, held: pl.DataFrame) -> list[str]:
+def _strongest(model: Model, held: pl.DataFrame) -> list[str]:
     """Name the features that move the prediction most over the training range."""
     effects = {
         t.feature: abs(t.value) * (t.training_range[1] - t.training_range[0])
-        for t in _terms(model)
+        for form in main_forms(model).values()
+        for t in form.terms
         if t.training_range is not None and t.feature in held.columns
     }
     return sorted(effects, key=lambda f: -effects[f])[:_STRONG]
@@ -507,7 +500,9 @@ def engine_run(
         run_id=run_id,
         server=server,
         quantities=tuple(
-            EngineQuantity(key, tuple(part["at_s"]), tuple(part[key]), _mean(before[key]), _mean(after[key]))
+            EngineQuantity(
+                key, tuple(part["at_s"]), tuple(part[key]), mean_of(before[key]), mean_of(after[key])
+            )
             for key in _QUANTITIES
             if (part := bins.drop_nulls(key)).height
         ),
@@ -520,11 +515,6 @@ def engine_run(
         holdout_from_s=boundary,
         overloaded=None if overload is None else overload.trained_on,
     )
-
-
-def _mean(column: pl.Series) -> float | None:
-    value: Any = column.mean()
-    return None if value is None else float(value)
 
 
 def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:

@@ -31,10 +31,9 @@ from tracefit.results.traces import (
     ServerFacts,
 )
 from tracefit.server.context import context_from_json, scope_of
-from tracefit.server.tracing import JOURNEY_FLAGS, SNAPSHOT_FLAG, STEP_FLAGS
+from tracefit.server.settings import JOURNEY_FLAGS, SNAPSHOT_FLAG, STEP_FLAGS
 from tracefit.tables.dialects import dialect_of
 from tracefit.tables.health import Check, health_checks
-from tracefit.tables.keys import SERVER
 from tracefit.tables.runs import step_counters
 from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements
@@ -254,7 +253,7 @@ def gather(store: TableStore, run_id: str) -> Evidence:
     """Count the evidence in the tables of one run."""
     steps, timeline = store.read("steps", [run_id]), store.read("timeline", [run_id])
     requests, journeys = store.read("requests", [run_id]), store.read("journey_events", [run_id])
-    ends = splits.warm_up_ends(step_counters(steps, journeys))
+    counters = step_counters(steps, journeys)
     adjacent = timeline.filter((pl.col("cycle_source") == "adjacent") & ~pl.col("idle_after"))
     cycles = timeline.filter(pl.col("cycle_us").is_not_null())
     compared = timeline["journey_agrees"].drop_nulls()
@@ -263,7 +262,7 @@ def gather(store: TableStore, run_id: str) -> Evidence:
         adjacent=adjacent.height,
         intervals=cycles.filter((pl.col("cycle_source") == "interval") & ~pl.col("idle_after")).height,
         idle=int(cycles["idle_after"].sum() or 0),
-        step_rows=_rows(cycles, "ts_start_ns", "step_id", ends, idle=pl.col("idle_after")),
+        step_rows=_rows(cycles, "ts_start_ns", "step_id", counters, idle=pl.col("idle_after")),
         busy_us=float(adjacent["cycle_us"].sum() or 0.0),
         covered_us=float(adjacent["duration_us"].sum() or 0.0),
         compared_steps=compared.len(),
@@ -277,28 +276,22 @@ def gather(store: TableStore, run_id: str) -> Evidence:
         latencies=requests.select(pl.all_horizontal(pl.col("ttft_us", "e2e_us").is_not_null()).sum()).item(),
         snapshots=store.read("request_snapshots", [run_id]).height,
         requests_with_cache=requests["cached_prompt_tokens"].count(),
-        waits={target.name: _waits(requests, target, ends) for target in targets.TARGETS},
+        waits={target.name: _waits(requests, target, counters) for target in targets.TARGETS},
     )
 
 
-def _waits(requests: pl.DataFrame, target: Target, ends: pl.DataFrame) -> RowCounts:
+def _waits(requests: pl.DataFrame, target: Target, counters: pl.DataFrame) -> RowCounts:
     known = requests.filter(pl.col(target.column).is_not_null() & pl.col(target.begins).is_not_null())
-    return _rows(known, target.begins, target.step, ends, idle=pl.lit(value=False))
+    return _rows(known, target.begins, target.step, counters, idle=pl.lit(value=False))
 
 
-def _rows(
-    frame: pl.DataFrame, time: str, step: str, warm_up_ends: pl.DataFrame, *, idle: pl.Expr
-) -> RowCounts:
+def _rows(frame: pl.DataFrame, time: str, step: str, counters: pl.DataFrame, *, idle: pl.Expr) -> RowCounts:
     """Split rows as training does, and count the rows it would use."""
     reason = pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise(pl.lit(None, pl.String))
     marked = frame.with_columns(ts_ns=pl.col(time), excluded_reason=reason)
     # The same split and marks as in training: the counts are those that a fit would see.
-    split = splits.split_by_time(marked).join(warm_up_ends, on=[*SERVER, "epoch"], how="left")
-    split = splits.mark(split, splits.WARM_UP, pl.col(step) < pl.col("warm_up_until"))
-    kept = split.filter(pl.col("excluded_reason").is_null())
-    return RowCounts(
-        *(int((kept["split"] == part).sum()) for part in ("train", "holdout")),
-    )
+    split = splits.mark_warm_up(splits.split_by_time(marked), counters, step)
+    return RowCounts(*(splits.counted(split, part).height for part in ("train", "holdout")))
 
 
 def allowances(evidence: Evidence, *, has_model_config: bool, has_gpu: bool) -> tuple[Allowance, ...]:

@@ -1,15 +1,20 @@
-"""Find models and tables below a folder that a command wrote (users name OUT of `tracefit run`), and choose one scope of models."""
+"""Find models and tables below a folder that a command wrote (users name OUT of `tracefit run`), and choose what of them to use.
+
+`predict` looks for models alone, and is quick without polars: what opens tables is imported where it is needed.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracefit.errors import UsageError, did_you_mean
+from tracefit.errors import UsageError, did_you_mean, known_names
 from tracefit.inputs.buckets import BucketPath, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import polars as pl
 
     from tracefit.coefficients.models import Models
 
@@ -37,7 +42,6 @@ def find_models(path: str | Path) -> Path:
 
 def is_tables(path: str | Path) -> bool:
     """Say whether a path is a folder of tables with at least one run."""
-    # `predict` looks for models alone, and is quick without polars.
     from tracefit.tables.store import TableStore  # noqa: PLC0415
 
     place = place_of(path)
@@ -69,6 +73,32 @@ def tables_of(models: str | Path) -> Path:
     )
 
 
+def scan(folder: str | Path, table: str, *, run: str | None = None) -> pl.LazyFrame:
+    """Return a table as a lazy polars frame, of which a query reads only the columns and rows it needs.
+
+    `scan(...).collect()` is a polars frame, whose methods `to_pandas()` and `to_arrow()` make frames of these libraries.
+
+    Args:
+        folder: Tables, or the folder that `run` wrote.
+        table: Its name, such as `requests` or `timeline`.
+        run: The run whose rows to read; all runs if not given.
+
+    Raises:
+        UsageError: The folder holds no tables, not that one or not that run.
+    """
+    from tracefit.tables.run_tables import RunTables  # noqa: PLC0415
+    from tracefit.tables.store import TableStore  # noqa: PLC0415
+
+    store = TableStore(find_tables(folder)).require()
+    if run is not None and run not in (known := store.runs()):
+        raise UsageError(
+            f"there is no run {run}",
+            where=str(store.root),
+            hint=did_you_mean(run, known) or f"there are: {', '.join(known)}",
+        )
+    return RunTables(store.root, None if run is None else [run]).scan(table)
+
+
 def choose_scope(models: Models, scope: str | None, run: str | None) -> str | None:
     """Return the id of the scope that was trained on a run; `scope` as it is if no run is given.
 
@@ -96,8 +126,5 @@ def choose_scope(models: Models, scope: str | None, run: str | None) -> str | No
             where=models.where,
             hint=f"name one with --scope: {', '.join(runs[run])}",
         )
-    close = did_you_mean(run, runs)
-    known = f"runs: {', '.join(sorted(runs))}" if runs else "the files name no runs"
-    raise UsageError(
-        f"no model was trained on run {run}", where=models.where, hint=f"{close} {known}" if close else known
-    )
+    hint = known_names(run, sorted(runs), title="runs") if runs else "the files name no runs"
+    raise UsageError(f"no model was trained on run {run}", where=models.where, hint=hint)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.rows import Rows
+    from tracefit.coefficients.predict_frames import Rows
     from tracefit.results.models import RowPredictions
 
 
@@ -45,7 +45,7 @@ def predict(
     """
     models = models if isinstance(models, Models) else load(models)
     # A single prediction needs neither a frame library nor what the results of other commands are made of.
-    from tracefit.coefficients.rows import as_frame
+    from tracefit.coefficients.predict_frames import as_frame
     from tracefit.results.models import RowPredictions
 
     scope = choose_scope(models, scope, run)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
-from tracefit.commands.figure_data import LATENCIES, SLO_MS, scope_rows
-from tracefit.errors import TracefitError, UsageError, did_you_mean
+from tracefit.commands.figure_data import SLO_MS, scope_rows
+from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import TracedTime, all_figures, build_report, scope_parts
-from tracefit.reports.markdown import markdown_text
+from tracefit.reports.document import markdown_text
+from tracefit.results.figures import LATENCIES
 from tracefit.results.models import ReportResult
 from tracefit.results.notebook import draw_with
 from tracefit.tables.disk import write_files
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
 
     from plotly.graph_objects import Figure as PlotlyFigure
 
-    from tracefit.coefficients.evaluation import Evaluation, ScopeEvaluation
-    from tracefit.coefficients.model import CoefficientFile
+    from tracefit.coefficients.model import CoefficientFile, Evaluation, Model, ScopeEvaluation
     from tracefit.reports.document import Report
-    from tracefit.reports.model_section import AnyModel
     from tracefit.results.figures import ScopeRows
 
 MAX_PAGE_BYTES = 6_000_000
@@ -77,7 +76,7 @@ def report(
     place = place_of(out or folder)
     texts = report_texts(made, place, progress)
     write_files(texts)
-    return ReportResult(tuple(texts), _verdicts(evaluation)), made
+    return ReportResult(tuple(texts), evaluation.answers), made
 
 
 def report_texts(made: Report, folder: Path, progress: Progress) -> dict[Path, str]:
@@ -107,10 +106,12 @@ def report_of(
     store: TableStore | None,
     *,
     slo_ms: Mapping[str, float] = SLO_MS,
+    page_bytes: int = MAX_PAGE_BYTES,
 ) -> Report:
     """Build the report of published files, with figures of rows where there are tables.
 
-    With many scopes fewer points are drawn, and figures of the last scopes are left out, so that the page stays small.
+    With many scopes fewer points are drawn, and figures of the last scopes are left out, so that the page stays within
+    `page_bytes`.
     """
     models = (*beta.models, *alpha.models)
     traced = _traced(evaluation, store) if store is not None else None
@@ -124,14 +125,14 @@ def report_of(
                 for scope in evaluation.scopes[:drawn]
             }
         made = build_report(evaluation, alpha, beta, rows, traced=traced)
-        if _fits(made):
+        if _fits(made, page_bytes):
             break
     return made
 
 
-def _fits(made: Report) -> bool:
+def _fits(made: Report, page_bytes: int) -> bool:
     html_page = _page_writer()
-    return html_page is None or len(html_page(made).encode()) <= MAX_PAGE_BYTES
+    return html_page is None or len(html_page(made).encode()) <= page_bytes
 
 
 @draw_with
@@ -161,9 +162,7 @@ def draw(evaluation: Path, models: Path, tables: Path, figure: str, scope: str |
     parts = scope_parts(published, alpha, beta, rows)
     figures = all_figures(next(one for one in parts if one.scope.scope_id == chosen.scope_id))
     if figure not in figures:
-        close = did_you_mean(figure, figures)
-        known = f"figures: {', '.join(figures)}"
-        raise UsageError(f"there is no figure {figure}", hint=f"{close} {known}" if close else known)
+        raise UsageError(f"there is no figure {figure}", hint=known_names(figure, figures, title="figures"))
     return plotly_figure(figures[figure])
 
 
@@ -206,7 +205,7 @@ def _objectives(slo_ms: Mapping[str, float] | None) -> Mapping[str, float]:
     return slo_ms
 
 
-def _models_of(scope: ScopeEvaluation, models: Sequence[AnyModel]) -> list[AnyModel]:
+def _models_of(scope: ScopeEvaluation, models: Sequence[Model]) -> list[Model]:
     return [m for m in models if m.scope_id == scope.scope_id and m.name in scope.models]
 
 
@@ -218,7 +217,3 @@ def _traced(evaluation: Evaluation, store: TableStore) -> TracedTime | None:
         return None
     first, last = runs.select(pl.col("first_unix_ns").min(), pl.col("last_unix_ns").max()).row(0)
     return TracedTime(first, last)
-
-
-def _verdicts(evaluation: Evaluation) -> dict[str, dict[str, str]]:
-    return {s.scope_id: {use: v.answer for use, v in s.verdicts.items()} for s in evaluation.scopes}

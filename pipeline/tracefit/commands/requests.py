@@ -11,7 +11,7 @@ from tracefit.commands.locate import find_tables
 from tracefit.errors import DataError
 from tracefit.features import targets
 from tracefit.results.traces import PhaseSummary, Quantiles, RequestGroup, RequestSummary
-from tracefit.server.tracing import ENDPOINT_FLAG, JOURNEY_FLAGS
+from tracefit.server.settings import ENDPOINT_FLAG, JOURNEY_FLAGS
 from tracefit.tables import schema
 from tracefit.tables.store import TableStore
 

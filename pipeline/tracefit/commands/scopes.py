@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 def write_timelines(store: TableStore, run_ids: Iterable[str]) -> None:
     """Build the `timeline` of the runs without one.
 
-    Args:
-        store: Ingested tables.
-        run_ids: The runs.
-
     Raises:
         UsageError: The folder cannot be written.
     """

@@ -26,6 +26,7 @@ from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads, run
 from tracefit.fit.scopes import fit_across, fit_scope
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
+from tracefit.results.figures import LATENCIES
 from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.server.documents import read_bytes
 from tracefit.tables.disk import write_files
@@ -35,12 +36,13 @@ from tracefit.tables.store import TableStore
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tracefit.coefficients.evaluation import Evaluation
+    from tracefit.coefficients.model import Evaluation
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.results import Latency, Missing, Overload
 
 
 _NAMED_RUNS = 3
+_NOT_FITTED = ("sample_csv", "thresholds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +119,8 @@ def train(
     # Before anything is written: a failed training leaves the models of the one before as they were.
     _require_models(scopes, str(tables))
     made_by = publish.provenance(
-        {
-            "beta_target": options.beta_target,
-            "features": options.features,
-            "positive": options.positive,
-            "any_sign": options.any_sign,
-            "fast": options.fast,
-            "include_overloaded": options.include_overloaded,
-            "across": options.across,
-        },
+        # Sample tables and verdicts are no part of the fit: a refit needs neither.
+        {name: getattr(options, name) for name in TrainOptions.__slots__ if name not in _NOT_FITTED},
         files=_named_files(options),
     )
     alpha, beta = publish.coefficient_files(scopes, made_by)
@@ -171,14 +166,14 @@ def _result(
         evaluation=report / "evaluation.json",
         report=report / "report.md",
         fitted=tuple(_summary(s, m) for s in scopes for m in s.models),
-        verdicts={s.scope_id: {use: v.answer for use, v in s.verdicts.items()} for s in evaluation.scopes},
+        verdicts=evaluation.answers,
         not_fitted=tuple(_what_is_missing(s, m) for s in scopes for m in s.missing),
         latencies=tuple(
             _latency_summary(s, name, latency)
             for s in scopes
             for name, latency in s.composed.latencies.items()
             # The other latencies are in the report: the summary names those that users know.
-            if name in ("ttft", "itl", "e2e")
+            if name in LATENCIES
         ),
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]

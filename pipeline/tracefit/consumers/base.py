@@ -16,7 +16,7 @@ import polars as pl
 
 from tracefit.errors import DataError
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, split_by_time
-from tracefit.server.tracing import JOURNEY_FLAGS
+from tracefit.server.settings import JOURNEY_FLAGS
 from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
@@ -180,9 +180,6 @@ def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tupl
 
 def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
     """Add the number of running requests when each request was first scheduled and, on average, while it decoded.
-
-    Args:
-        tables: Tables of one scope.
 
     Returns:
         The `requests` table with uncached_tokens, running_start, running_decode and ts_ns; null where not known.

@@ -38,10 +38,10 @@ from tracefit.features.sets import FeatureSet
 from tracefit.features.targets import target_named
 from tracefit.fit.boundary import api_waits
 from tracefit.fit.estimators import fit_nonnegative
-from tracefit.fit.linear import matrix
+from tracefit.fit.linear import matrix, target_of
 from tracefit.fit.splits import request_frame
 from tracefit.fit.step_clock import admission_with_clock
-from tracefit.server.tracing import JOURNEY_FLAGS
+from tracefit.server.settings import JOURNEY_FLAGS
 from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
     done = np.full(held.height, float(alpha))
     # BLIS works on all arrivals at once; the wait says which of them another one is ahead of.
     predicted, known = admission_with_clock(held, source.tables.timeline, api_waits(held, done), done, 0.0)
-    y = held["y"].to_numpy().astype(float)
+    y = target_of(held)
     if not known.any():
         raise DataError("no held-out request was queued at a step whose start is known")
     error = held_out(
@@ -294,12 +294,10 @@ def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
 def _departure(source: Source) -> tuple[tuple[int, int], HeldOut]:
     rows = request_frame(source.tables, target_named("departure"), FeatureSet("none", ()), {})
     train, held = train_and_holdout(rows, ["output_tokens"], "FINISHED to DEPARTED")
-    y = train["y"].to_numpy().astype(float)
+    y = target_of(train)
     fixed, per_token = _whole_line(matrix(train, ["output_tokens"])[:, 0], y)
     predicted = fixed + per_token * held["output_tokens"].to_numpy()
-    return (fixed, per_token), held_out(
-        "FINISHED to DEPARTED", "us", held["y"].to_numpy().astype(float), predicted, y
-    )
+    return (fixed, per_token), held_out("FINISHED to DEPARTED", "us", target_of(held), predicted, y)
 
 
 def _whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
@@ -367,10 +365,7 @@ def to_blis_registry(source: Source) -> Export:
     entries = [_entry(name, units, value, scope, cite, said) for (name, units), value in values]
     name = f"tracefit-{source.scope.scope_id}"
     notes = (*found.notes, _KERNEL_SETS, "the use line is for a clone of blis-registry")
-    said_so = [f"# {note}" for note in notes]
-    text = "\n".join(
-        [*said_so, "kind: CoefficientSet", f"name: {_quoted(name)}", "coefficients:", *entries, ""]
-    )
+    text = "\n".join(["kind: CoefficientSet", f"name: {_quoted(name)}", "coefficients:", *entries, ""])
     facts = {name: value for (name, _), value in values}
     use = f"cp {OUT}/coefficient-set.yaml coefficients/"
     return Export({"coefficient-set.yaml": commented(notes, text)}, found.errors, notes, use, facts)

@@ -34,7 +34,7 @@ from tracefit.errors import DataError, UsageError
 from tracefit.features.roofline import ROOFLINE_COLUMNS
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.estimators import HUBER, fit_nonnegative
-from tracefit.fit.linear import matrix
+from tracefit.fit.linear import matrix, target_of
 from tracefit.fit.splits import step_frame
 from tracefit.tables.keys import ENGINE, SERVER
 
@@ -199,7 +199,7 @@ def _steps(source: Source) -> _Steps:
     timeline = add_blis_terms(exact, context.architecture, context.gpu, tp=tp)
     rows = step_frame(source.tables, timeline, _STEP, {}, source.step_source)
     train, held = train_and_holdout(rows, _NAMES, "BLIS step terms")
-    x, y = matrix(train, _NAMES), train["y"].to_numpy().astype(float)
+    x, y = matrix(train, _NAMES), target_of(train)
     # Terms that do not vary within the scope cannot be separated: BLIS's constant of a step takes their sum.
     varies = np.array([i == _CONSTANT or np.ptp(x[:, i]) > 0 for i in range(len(_NAMES))])
     ends = rows.drop_nulls("holdout_from_ns").group_by(SERVER).agg(pl.col("holdout_from_ns").first())
@@ -217,7 +217,7 @@ def _fit(steps: _Steps, weighting: Weighting) -> Vector:
 
 
 def _step_errors(steps: _Steps, beta: tuple[float, ...]) -> Iterator[HeldOut]:
-    y = steps.held["y"].to_numpy().astype(float)
+    y = target_of(steps.held)
     # As BLIS cuts them.
     predicted = np.maximum(np.floor(matrix(steps.held, _NAMES) @ np.array(beta)), 1.0)
     mixed = steps.held["has_prefill"].to_numpy()

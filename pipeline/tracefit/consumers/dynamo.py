@@ -102,16 +102,7 @@ def _server_flags(source: Source) -> str:
 
 def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str, Vector | Matrix]:
     """Evaluate the model on the range of the training steps; `constant_ms` is subtracted from prefill."""
-    # polars types an extreme as any scalar a column can hold; these columns are numbers.
-    most_prefill = max(float(train["prefill_tokens"].max()), 2.0)  # type: ignore[arg-type]
-    decode = train.filter(pl.col("num_decode_reqs") > 0)
-    each = decode.select(mean=pl.col("context_tokens") / pl.col("num_decode_reqs"))["mean"]
-    low, high = max(float(each.min() or 1.0), 1.0), max(float(each.max() or 2.0), 2.0)  # type: ignore[arg-type]
-    most_kv = max(float(decode["context_tokens"].max() or 2.0), 2.0)  # type: ignore[arg-type]
-    isl = np.linspace(1.0, most_prefill, POINTS)
-    active = np.linspace(low, max(most_kv, low + 1), POINTS)
-    # The batch is active / context, which bends most at short contexts: geometric spacing puts more points there.
-    context = np.geomspace(low, max(high, low + 1), POINTS)
+    isl, active, context = _axes(train)
     batch = active[:, None] / context[None, :]
     points = pl.DataFrame({"batch": batch.ravel(), "context": np.broadcast_to(context, batch.shape).ravel()})
     itl = _predicted_ms(source, points)
@@ -123,6 +114,24 @@ def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str,
         "decode_context_length": context,
         "decode_itl": itl.reshape(batch.shape),
     }
+
+
+def _axes(train: pl.DataFrame) -> tuple[Vector, Vector, Vector]:
+    """Return prompt tokens, tokens in the caches of a batch and those of one request, over the range of the training steps.
+
+    Each rises strictly, whatever the steps: the mocker divides by the width of a cell.
+    """
+    # polars types an extreme as any scalar a column can hold; these columns are numbers.
+    most_prefill = max(float(train["prefill_tokens"].max()), 2.0)  # type: ignore[arg-type]
+    decode = train.filter(pl.col("num_decode_reqs") > 0)
+    each = decode.select(mean=pl.col("context_tokens") / pl.col("num_decode_reqs"))["mean"]
+    low, high = max(float(each.min() or 1.0), 1.0), max(float(each.max() or 2.0), 2.0)  # type: ignore[arg-type]
+    most_kv = max(float(decode["context_tokens"].max() or 2.0), 2.0)  # type: ignore[arg-type]
+    isl = np.linspace(1.0, most_prefill, POINTS)
+    active = np.linspace(low, max(most_kv, low + 1), POINTS)
+    # The batch is active / context, which bends most at short contexts: geometric spacing puts more points there.
+    context = np.geomspace(low, max(high, low + 1), POINTS)
+    return isl, active, context
 
 
 def _predicted_ms(source: Source, described: pl.DataFrame) -> Vector:

@@ -31,6 +31,7 @@ from tracefit.consumers.base import (
 )
 from tracefit.errors import DataError
 from tracefit.fit.estimators import fit_nonnegative
+from tracefit.fit.linear import target_of
 
 if TYPE_CHECKING:
     from tracefit.statistics import Vector
@@ -89,14 +90,18 @@ def to_llmd_sim(source: Source) -> Export:
     )
     after = held_decode["output_tokens"].to_numpy() - 1
     errors = (
-        held_out("prefill of a request", "us", _y(held_prefill), predicted_prefill, _y(prefill)),
-        held_out("inter-token latency of a request", "us", _y(held_decode), predicted_itl, _y(decode)),
+        held_out(
+            "prefill of a request", "us", target_of(held_prefill), predicted_prefill, target_of(prefill)
+        ),
+        held_out(
+            "inter-token latency of a request", "us", target_of(held_decode), predicted_itl, target_of(decode)
+        ),
         held_out(
             "decode of a request",
             "us",
-            _y(held_decode) * after,
+            target_of(held_decode) * after,
             predicted_itl * after,
-            _y(decode) * (decode["output_tokens"].to_numpy() - 1),
+            target_of(decode) * (decode["output_tokens"].to_numpy() - 1),
         ),
     )
     facts = {
@@ -139,10 +144,6 @@ def _model_length(source: Source) -> tuple[int, tuple[str, ...]]:
     )
 
 
-def _y(rows: pl.DataFrame) -> Vector:
-    return rows["y"].to_numpy().astype(float)
-
-
 def _share(running: Vector, slots: int) -> Vector:
     return np.asarray((np.maximum(running, 1.0) - 1) / (slots - 1))
 
@@ -153,7 +154,7 @@ def _load(running: Vector, slots: int, factor: float) -> Vector:
 
 def _decode(rows: pl.DataFrame, slots: int) -> tuple[float, float, float]:
     """Return the inter-token latency of one request alone, the factor at full load, and the standard deviation."""
-    y, share = _y(rows), _share(rows["running_decode"].to_numpy(), slots)
+    y, share = target_of(rows), _share(rows["running_decode"].to_numpy(), slots)
     # Linear in the load, as the simulator interpolates: the sum of both coefficients is the latency at full load.
     alone, more = fit_nonnegative(np.column_stack([np.ones(len(y)), share]), y)
     if alone <= 0:
@@ -167,7 +168,7 @@ def _prefill(rows: pl.DataFrame, slots: int, factor: float) -> tuple[float, floa
     """Return the overhead, the time per uncached token, and the standard deviation about them."""
     # The simulator has one factor for both phases; decode, which is most of a request's time, decides it.
     load = _load(rows["running_start"].to_numpy(), slots, factor)
-    tokens, y = rows["uncached_tokens"].to_numpy(), _y(rows)
+    tokens, y = rows["uncached_tokens"].to_numpy(), target_of(rows)
     overhead, per_token = fit_nonnegative(np.column_stack([load, tokens * load]), y)
     overhead, per_token = _us(overhead), _us(per_token)
     return overhead, per_token, _us(float(np.std(y - (overhead + per_token * tokens) * load)))

@@ -30,7 +30,7 @@ from tracefit.consumers.base import (
 from tracefit.errors import DataError
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.estimators import fit_nonnegative
-from tracefit.fit.linear import matrix
+from tracefit.fit.linear import matrix, target_of
 from tracefit.fit.splits import counted, step_frame
 from tracefit.tables.keys import SERVER
 
@@ -57,7 +57,7 @@ def to_wva(source: Source) -> Export:
     rows = step_frame(source.tables, source.tables.timeline, _STEP, {}, source.step_source)
     names = ["step_tokens", "step_cache_tokens"]
     train, _ = train_and_holdout(rows, [*names, "step_requests"], "step times")
-    y = train["y"].to_numpy().astype(float) / 1e3
+    y = target_of(train) / 1e3
     x = np.column_stack([np.ones(train.height), matrix(train, names)])
     # The formula is about means: a rare long prefill step counts in full.
     weights = train["interval_steps"].to_numpy().astype(float)
@@ -145,7 +145,7 @@ def _segments(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
 def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple[HeldOut, ...]]:
     decode = rows.filter(pl.col("step_decodes") > 0)
     train, held = train_and_holdout(decode, ["step_requests", "step_decodes"], "steps that decode")
-    y, batch = train["y"].to_numpy().astype(float) / 1e3, matrix(train, ["step_requests"])[:, 0]
+    y, batch = target_of(train) / 1e3, matrix(train, ["step_requests"])[:, 0]
     # Every request that decodes in a step waits for all of it: a long one with prefills in it counts in full.
     weights = (train["step_decodes"] * train["interval_steps"]).to_numpy().astype(float)
     x = np.column_stack([np.ones(len(y)), batch])
@@ -153,7 +153,7 @@ def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple
     itl = held_out(
         "older form: ITL, all steps that decode",
         "ms",
-        held["y"].to_numpy().astype(float) / 1e3,
+        target_of(held) / 1e3,
         alpha + beta * matrix(held, ["step_requests"])[:, 0],
         y,
     )

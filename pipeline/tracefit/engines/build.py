@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tracefit import memory
 from tracefit.errors import DataError
-from tracefit.server.tracing import ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
+from tracefit.server.settings import ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import IngestCounts, build_tables
 from tracefit.tables.runs import COMPLETE_SHARE

@@ -227,12 +227,7 @@ def roofline_formulas(
 
 
 def work_formulas(arch: ModelArchitecture, *, tp: int) -> dict[str, str]:
-    """Return `WORK_TERMS` as formulas over `ROOFLINE_COLUMNS`, and the helpers these are written with.
-
-    Args:
-        arch: The model, as served.
-        tp: Tensor-parallel ranks.
-    """
+    """Return `WORK_TERMS` as formulas over `ROOFLINE_COLUMNS`, and the helpers these are written with."""
     terms = roofline_formulas(arch, UNIT_HARDWARE, tp=tp)
     helpers = {name: terms[name] for name in _HELPERS}
     return {**helpers, **{name: terms[term] for name, term in WORK_TERMS.items()}}

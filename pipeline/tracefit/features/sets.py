@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter
 
-from tracefit.errors import UsageError, did_you_mean
+from tracefit.errors import UsageError, known_names
 from tracefit.features.expressions import MAX_FORMULA_CHARS, Name, Node, names_in, parse_formula, to_polars
 from tracefit.features.roofline import ROOFLINE_TERMS
 from tracefit.server.documents import (
@@ -229,11 +229,9 @@ def find_feature_set(name_or_file: str) -> FeatureSet:
     """
     found = BUILT_IN.get(name_or_file)
     if found is None:
-        close = did_you_mean(name_or_file, BUILT_IN)
-        suggestion = f"{close} " if close else ""
         raise UsageError(
             f"feature set {excerpt(name_or_file)!r} is not known",
-            hint=f"{suggestion}known: {', '.join(BUILT_IN)}; or give a .yaml or .json file",
+            hint=f"{known_names(name_or_file, BUILT_IN)}; or give a .yaml or .json file",
         )
     return found
 

@@ -2,7 +2,7 @@
 
 A model takes one of the forms that its target declares. A form says which linear models the target consists of, and whether
 the wait for the next step boundary is added. The first form of a target follows from how the engine works; another form
-replaces it where it is clearly better on training rows that neither was fitted on (`candidates.choose_form`).
+replaces it where it is clearly better on training rows that neither was fitted on (`FORM_RULE`): the hold-out remains unused.
 """
 
 from __future__ import annotations
@@ -13,14 +13,21 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES
+from tracefit.fit import splits
 from tracefit.fit.boundary import fit_boundary
-from tracefit.fit.candidates import FORM_RULE, choose_form, inner_rows, try_boundary, try_regimes
-from tracefit.fit.fitted import FitOptions, FittedModel, Recipe, ScopeOptions, ScopeTables, TooFewRows
+from tracefit.fit.fitted import (
+    FitOptions,
+    FittedModel,
+    Recipe,
+    ScopeOptions,
+    ScopeTables,
+    TooFewRows,
+)
 from tracefit.fit.linear import NON_NEGATIVE, FeatureColumn, RegimeComparison, RegimeRows, columns_of
 from tracefit.fit.results import Candidate, Missing
 from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_regimes
-from tracefit.server.tracing import INSTRUMENTED_VERSION, JOURNEY_FLAGS
+from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS
 from tracefit.tables.dialects import WITHOUT_EVENTS
 
 if TYPE_CHECKING:
@@ -194,12 +201,7 @@ def _choose(
         return first, ()
     inner, measured = inner_rows(rows), list[Candidate]()
     for form in (first, alternatives[0]):
-        regimes = form.regimes(columns, exact)
-        found = (
-            try_boundary(inner, regimes, how, tables.timeline)
-            if form.has_boundary
-            else try_regimes(inner, form.name, regimes, how)
-        )
+        found = _try(form, inner, form.regimes(columns, exact), how, tables.timeline)
         if found is None:
             return first, ()
         measured.append(found)
@@ -213,3 +215,71 @@ def _source(target: Target, *, exact: bool, has_boundary: bool) -> str:
     if target.state != "queue":
         return "journey"
     return "journey, exact queue state" if exact else "journey, queue state of the latest sampled step"
+
+
+# -- the rule ----------------------------------------------------------------------------------------------
+
+MIN_GAIN = 0.05
+"""Least share of the error that another form must remove to replace the form that the engine's laws give."""
+
+CLOCK_US = 1.0
+"""Smallest difference between errors, in us, that counts: the stamps resolve none below it."""
+
+FORM_RULE = (
+    "by the mean absolute error on the last 30 % of the training rows in time, fitted on those before; the form that the "
+    "engine's laws give unless another is better by more than 5 %"
+)
+
+_BOUNDARY_NUMBERS = 2
+"""Fitted numbers of the step boundary: the API work and the offset of the stamp."""
+
+
+def choose_form(lawful: Candidate, other: Candidate) -> tuple[Candidate, ...]:
+    """Mark the form to fit, by `FORM_RULE`, and give both forms their reason.
+
+    Args:
+        lawful: The form that the engine's laws give.
+        other: The alternative form.
+    """
+    gain = 1 - other.inside_mae / lawful.inside_mae if lawful.inside_mae else 0.0
+    clearly = gain > MIN_GAIN and lawful.inside_mae - other.inside_mae > CLOCK_US
+    winner, loser = (other, lawful) if clearly else (lawful, other)
+    if winner is other:
+        why = f"removes {100 * gain:.0f} % of the error of {lawful.name}"
+    elif gain > 0:
+        why = f"{other.name} removes only {100 * gain:.1f} % of its error"
+    else:
+        why = "smallest error"
+    beaten = f"error {loser.inside_mae:.4g} us, where {winner.name} has {winner.inside_mae:.4g} us"
+    return tuple(
+        replace(c, chosen=c is winner, reason=why if c is winner else beaten) for c in (lawful, other)
+    )
+
+
+def inner_rows(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the training rows as a frame of their own whose last 30 % in time are held out."""
+    # The hold-out stays unused: a form that was chosen by it would look better there than it is.
+    trained = rows.filter(pl.col("split") == "train").drop("split", "holdout_from_ns")
+    return splits.split_by_time(trained)
+
+
+def _try(
+    form: Form, rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions, timeline: pl.DataFrame
+) -> Candidate | None:
+    """Measure a form on the inner hold-out; null where rows, or known step starts, are too few.
+
+    Args:
+        form: The form.
+        rows: As `inner_rows` returns them.
+        regimes: The linear models it consists of.
+        options: How it would be fitted.
+        timeline: The `timeline` table.
+    """
+    fitted = fit_regimes(rows, regimes, replace(options, reference=False))
+    if isinstance(fitted, TooFewRows):
+        return None
+    measured = fit_boundary(fitted, timeline) if form.has_boundary else fitted
+    if measured is None or measured.validation.holdout.mae is None:
+        return None
+    numbers = _BOUNDARY_NUMBERS if form.has_boundary else len(fitted.terms)
+    return Candidate(form.name, numbers, measured.validation.holdout.mae, None)

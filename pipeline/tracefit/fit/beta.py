@@ -1,7 +1,8 @@
 """Fit the step time (beta): choose its source, choose its feature set, then fit and evaluate the model.
 
 The source is the step clock (start of a step to start of the next) unless `step.duration_us` turns out to cover the time the
-engine is busy. Of several feature sets the rule of `candidates` chooses one, on the training rows alone.
+engine is busy. Of several feature sets `SET_RULE` chooses one: each is fitted on one part of the training rows and evaluated
+on the rest of them, so that the hold-out remains unused.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import polars as pl
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.features.targets import CYCLE_TIME, DURATION
-from tracefit.fit.candidates import SET_RULE, choose, try_features
 from tracefit.fit.extrapolation import (
+    LOAD,
     LOAD_FEATURES,
     beyond_training,
+    error_beyond,
     error_over_load,
     load_extrapolation,
     with_load,
@@ -33,17 +35,19 @@ from tracefit.fit.fitted import (
     TooFewRows,
 )
 from tracefit.fit.holdout import errors_by_phase
-from tracefit.fit.linear import PENALTIES, RegimeRows, columns_of
+from tracefit.fit.linear import PENALTIES, RegimeRows, columns_of, matrix
 from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
+from tracefit.fit.select import FOLDS, choose_penalty
 from tracefit.fit.splits import counted, step_frame
-from tracefit.fit.train import fit_regimes, mark_outliers
-from tracefit.server.tracing import STEP_FLAGS
+from tracefit.fit.train import fit_regimes, mark_outliers, training_design
+from tracefit.server.settings import STEP_FLAGS
 from tracefit.tables.keys import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tracefit.fit.fitted import LinearFit
+    from tracefit.fit.linear import FeatureColumn
     from tracefit.server.context import ModelScope
 
 
@@ -222,7 +226,7 @@ class _ChosenSet:
 
 
 def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOptions) -> _ChosenSet:
-    """Choose the feature set by the rule of `candidates`, on the training rows alone; a single set is taken as it is.
+    """Choose the feature set by `SET_RULE`, on the training rows alone; a single set is taken as it is.
 
     Args:
         rows: Training frame with the features of `_offered`, and the load.
@@ -286,3 +290,67 @@ def _taken(rows: pl.DataFrame, one: _TunedSet) -> pl.DataFrame:
         return rows
     names = {_at(n, one.number): n for n in one.features.names if _at(n, one.number) in rows.columns}
     return rows.rename(names)
+
+
+# -- the rule ----------------------------------------------------------------------------------------------
+
+TIE = 0.02
+"""Candidates whose score is within this share of the best one's tie with it; the fewest features decide."""
+
+SET_RULE = (
+    "smallest geometric mean of the error inside the training load (blocks of time left out in turn) and the error beyond "
+    "it (fitted on the lower half of the load, evaluated on the upper half); within 2 % of it the fewest features"
+)
+
+
+def try_features(
+    rows: pl.DataFrame, name: str, features: Sequence[FeatureColumn], options: FitOptions
+) -> Candidate | None:
+    """Measure a linear model of some features on the training rows; null where rows or features are too few.
+
+    Args:
+        rows: Training frame with the column `load`.
+        name: Name of the candidate.
+        features: The features.
+        options: How it would be fitted.
+    """
+    design = training_design(rows, features, options)
+    if design is None:
+        return None
+    used, data = design
+    positive = options.signs.of(data.columns)
+    folds = data.folds(FOLDS)
+    choice = choose_penalty(
+        data.x, data.y, folds, data.weights, options.penalties, positive=positive, counts=data.counts
+    )
+    load = matrix(used, [LOAD])[:, 0]
+    return Candidate(name, len(data.columns), choice.score, error_beyond(data, load, options))
+
+
+def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Mark the candidate to fit, by `SET_RULE`, and give each candidate its reason."""
+    best = min(candidates, key=lambda c: c.score)
+    close = [c for c in candidates if c.score <= best.score * (1 + TIE)]
+    winner = min(close, key=lambda c: (c.features, c.score))
+    return tuple(
+        replace(c, chosen=c is winner, reason=_reason(c, best=best, winner=winner)) for c in candidates
+    )
+
+
+def _reason(candidate: Candidate, *, best: Candidate, winner: Candidate) -> str:
+    if candidate is winner:
+        if winner is best:
+            beyond = " and beyond" if winner.beyond_mae is not None else ""
+            return f"smallest error inside{beyond} the training load"
+        return f"within {100 * TIE:.0f} % of {best.name} with fewer features"
+    if candidate.score <= best.score * (1 + TIE):
+        return f"no better than {winner.name} with {winner.features} features"
+    worse = [
+        f"{100 * (error / best_error - 1):.0f} % worse {where}"
+        for where, error, best_error in (
+            ("inside", candidate.inside_mae, winner.inside_mae),
+            ("beyond", candidate.beyond_mae, winner.beyond_mae),
+        )
+        if error is not None and best_error and error > best_error * (1 + TIE / 2)
+    ]
+    return f"{' and '.join(worse) or 'worse'} than {winner.name}"

@@ -19,7 +19,7 @@ import polars as pl
 
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.fitted import FittedBoundary
-from tracefit.fit.linear import predict_regimes
+from tracefit.fit.linear import predict_regimes, target_of
 from tracefit.fit.results import Burst, Metrics
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted
 from tracefit.fit.step_clock import (
@@ -289,7 +289,7 @@ def _validated(
     clock: StepClock,
     between: StepClock,
 ) -> FittedBoundary:
-    y = held["y"].to_numpy().astype(float)
+    y = target_of(held)
     truth = true_boundary(held, clock)
     known = truth >= 0
     accuracy, accuracy_without_work = (
@@ -298,7 +298,7 @@ def _validated(
     )
     predicted = _predict(fitted, held, clock, between)
     predicted_train = _predict(fitted, train, clock, between)
-    y_train = train["y"].to_numpy().astype(float)
+    y_train = target_of(train)
     # In-sample errors serve here: three fitted numbers do not follow the noise of the training rows.
     interval = prediction_interval(predicted_train, y_train)
     low, high = interval.limits(predicted)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit.statistics import mean_of
 from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def averages_of(steps: pl.DataFrame, requests: pl.DataFrame) -> Averages:
         if decoding.height
         else None,
         requeue_per_token_us=float(after) / tokens if tokens else 0.0,
-        requeue_before_us=_number(requests["forced_requeue_before_us"].mean()) or 0.0,
+        requeue_before_us=mean_of(requests["forced_requeue_before_us"]) or 0.0,
         hit_ratio=float(cached) / float(prompt) if prompt else 0.0,
         prompt_step=_mean_step(prompts) if prompts.height else None,
         other_prompts=float(prompts.select((other_tokens * share).sum()).item() or 0.0),
@@ -288,7 +289,3 @@ def _mean_step(prompts: pl.DataFrame) -> pl.DataFrame:
         ((pl.col(n) * weight).sum() / weight.filter(pl.col(n).is_not_null()).sum()).alias(n) for n in numbers
     ]
     return prompts.select(means).fill_nan(None)
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None

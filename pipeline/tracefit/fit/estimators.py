@@ -393,10 +393,3 @@ def fit_nonnegative(x: Matrix, y: Vector, weights: Vector | None = None, *, hube
         found, _norm = nnls((x / scale) * root[:, None], y * root)
         bent = huber_weights(y - (x / scale) @ found, huber)
     return np.asarray(found / scale)
-
-
-def balanced(group: Integers) -> Vector:
-    """Return weights that give every group the same total, however many rows it has; shape (n,), mean 1."""
-    _, index, counts = np.unique(group, return_inverse=True, return_counts=True)
-    weights = 1.0 / counts[index]
-    return np.asarray(weights / weights.mean())

@@ -39,8 +39,6 @@ LOAD_FEATURES = (
 )
 """Measures of load: the tokens in the caches of the batch, or its requests where the tokens are not known."""
 
-LOAD_UNITS = {RUNNING_TOKENS: "tokens in the caches of the batch", BATCH_REQUESTS: "requests of the batch"}
-
 LOWER_SHARE = 0.5
 """Share of the rows, by load, that a model is fitted on; it is evaluated on the rest."""
 

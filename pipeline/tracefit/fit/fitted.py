@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, PENALTIES, Signs
-from tracefit.server.tracing import without_attribute
+from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -231,6 +231,7 @@ class FittedScope:
     composed: ComposedLatencies
     summed: SummedTime | None
     """Sum of the step times of beta's hold-out."""
-    notes: tuple[str, ...] = field(default=())
     overloads: tuple[Overload, ...] = ()
     """Overloaded runs of the scope; `tables` hold those that were trained on."""
+    notes: tuple[str, ...] = ()
+    """What to know of the rows, such as which runs were taken of many."""

@@ -164,9 +164,6 @@ def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
 
     A term that the held-out rows do not determine (constant, or a mix of other features) keeps its value. A regime with
     fewer held-out rows than a fit needs stays as it is.
-
-    Args:
-        fitted: The model.
     """
     held = counted(fitted.rows, "holdout")
     active = active_regime(fitted.regimes, held)

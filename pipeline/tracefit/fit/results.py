@@ -93,8 +93,6 @@ class PenaltyChoice:
     strength: float
     score: float
     folds: int
-    fold_scores: tuple[float, ...] = ()
-    """Contribution of each fold to the score, in order; they sum to it."""
 
 
 @dataclass(frozen=True, slots=True)

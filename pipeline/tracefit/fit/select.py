@@ -2,8 +2,7 @@
 
 `usable_features` drops features that are unknown, constant or collinear with earlier ones. `choose_penalty` compares
 penalties by cross-validation over blocks of time: neighbouring rows resemble each other, so that random folds would let a
-model see its test rows' neighbours. `improves` and `is_worse_than_constant` decide by the same errors whether more features
-are worth having, and whether any are.
+model see its test rows' neighbours. `is_worse_than_constant` decides by the same errors whether any features are worth having.
 """
 
 from __future__ import annotations
@@ -34,9 +33,6 @@ _TIE = 1e-3
 
 ENOUGH_ROWS = 100_000
 """Most rows that penalties are ranked on, taken evenly over time: more rows give the same ranking."""
-
-MIN_GAIN = 0.05
-"""Least share of the cross-validated error that a richer model must remove."""
 
 HARM_FACTOR = 1.1
 """Features are misleading above this multiple of a constant's error; useless ones raise it by a few percent only."""
@@ -221,10 +217,9 @@ def choose_penalty(
         absolute = np.abs(np.maximum(predictions, 0.0) - y[test])
         # Divided by the sum over all rows, the errors of the folds add up to the mean over all rows.
         errors.append(absolute @ counts[test] / counts.sum())
-    by_fold = np.array(errors)  # shape (folds, candidates)
-    best = _first_best(by_fold.sum(axis=0))
-    scores = tuple(float(score) for score in by_fold[:, best])
-    return PenaltyChoice(*penalties[best], float(by_fold.sum(axis=0)[best]), len(folds), scores)
+    scores = np.sum(errors, axis=0)  # over the folds; one per candidate
+    best = _first_best(scores)
+    return PenaltyChoice(*penalties[best], float(scores[best]), len(folds))
 
 
 def _first_best(errors: Vector) -> int:
@@ -234,21 +229,6 @@ def _first_best(errors: Vector) -> int:
         if error < errors[best] * (1 - _TIE):
             best = index
     return best
-
-
-def improves(simple: PenaltyChoice, richer: PenaltyChoice) -> bool:
-    """Return whether a richer model is better by more than a standard error over the folds and by 5 % at least.
-
-    Args:
-        simple: Cross-validation of the simpler model.
-        richer: Cross-validation of the richer one, on the same rows in the same folds.
-    """
-    if len(simple.fold_scores) < 2 or len(simple.fold_scores) != len(richer.fold_scores):
-        return False
-    gains = np.array(simple.fold_scores) - np.array(richer.fold_scores)
-    # The standard error of a sum of independent gains: the score is a sum over the folds.
-    error = float(gains.std(ddof=1)) * np.sqrt(len(gains))
-    return bool(gains.sum() > max(error, MIN_GAIN * simple.score))
 
 
 def is_worse_than_constant(

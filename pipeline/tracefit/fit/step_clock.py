@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from tracefit.fit.linear import target_of
 from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def boundary_of(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Intege
 
 def true_boundary(rows: pl.DataFrame, clock: StepClock) -> Integers:
     """Return the index of the boundary each request was queued at, -1 where unknown or the engine was idle; shape (n,)."""
-    return boundary_of(rows, clock, rows["y"].to_numpy().astype(float) - clock.tolerance_us)
+    return boundary_of(rows, clock, target_of(rows) - clock.tolerance_us)
 
 
 def meets_idle(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Flags:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.model import CoefficientFile, RegimesModel, Term
-from tracefit.reports.data_section import clock_parts, data_parts
+from tracefit.coefficients.compiled import main_forms
+from tracefit.coefficients.model import CoefficientFile, Model, RegimesModel, Term
 from tracefit.reports.document import Bullets, Figure, Report, ReportPart, Section, Table, table
 from tracefit.reports.figures import (
     breakdown_figure,
@@ -23,16 +23,32 @@ from tracefit.reports.figures import (
     over_time_figure,
     runs_figure,
 )
-from tracefit.reports.latency_section import latency_parts, summed_line
-from tracefit.reports.model_section import AnyModel, interval, model_parts, terms_of
-from tracefit.reports.scopes import ScopeLabel, scope_labels
+from tracefit.reports.sections import (
+    clock_parts,
+    data_parts,
+    interval,
+    latency_parts,
+    model_parts,
+    summed_line,
+)
 from tracefit.reports.sentences import lead, least_exact, step_entry, verdicts
-from tracefit.reports.text import ERRORS, count, mape_misleads, metrics, number, percent, plural
+from tracefit.reports.text import (
+    ERRORS,
+    ScopeLabel,
+    count,
+    mape_misleads,
+    metrics,
+    number,
+    percent,
+    plural,
+    scope_labels,
+)
+from tracefit.results.figures import LATENCIES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.coefficients.evaluation import Evaluation, ScopeEvaluation
+    from tracefit.coefficients.model import Evaluation, ScopeEvaluation
     from tracefit.fit.results import LeftOutErrors, Metrics, Overload
     from tracefit.results.figures import ScopeRows
 
@@ -88,7 +104,7 @@ class ScopeParts:
 
     scope: ScopeEvaluation
     label: ScopeLabel
-    models: dict[str, AnyModel]
+    models: dict[str, Model]
     rows: ScopeRows | None
     has_figures: bool = True
 
@@ -122,6 +138,7 @@ def build_report(
             0, "There were no tables beside the evaluation: figures of rows, requests and runs are left out."
         )
     subject = _subject(evaluation, traced)
+    # A single scope needs no overview: its verdicts and errors are the report.
     if len(scopes) == 1:
         (only,) = scopes
         return Report(_title(only), lead(only.scope), (*_scope(only), *data), subject)
@@ -129,6 +146,7 @@ def build_report(
         Section(
             f"Scope `{one.label.name}`",
             (f"**{lead(one.scope)}**", *_scope(one, several=True)),
+            # The first one is open: a page of headings alone would say nothing.
             folded=place > 0,
         )
         for place, one in enumerate(scopes)
@@ -166,6 +184,7 @@ def scope_parts(
 
 
 def _title(one: ScopeParts) -> str:
+    # All models of a scope state the same facts.
     facts = next((m.scope for m in one.models.values()), None)
     model = (facts.model if facts else None) or one.label.name
     return f"{model} on {facts.gpu}" if facts and facts.gpu else model
@@ -187,14 +206,11 @@ def _moment(unix_ns: int) -> str:
     return f"{datetime.fromtimestamp(unix_ns / 1e9, UTC):%Y-%m-%d %H:%M}"
 
 
-_HEADLINES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
-
-
 def _headlines(scope: ScopeEvaluation) -> dict[str, tuple[Metrics, Metrics]]:
     """Return the errors a reader asks for first, each with those of the baseline."""
     step = step_entry(scope)
     found = {"step time": (step.holdout, step.baseline)} if step else {}
-    for key, label in _HEADLINES.items():
+    for key, label in LATENCIES.items():
         if key in scope.latency:
             found[label] = scope.latency[key].teacher_forced, scope.latency[key].baseline
     return {label: both for label, both in found.items() if both[0].mdape_pct is not None}
@@ -313,6 +329,7 @@ def scope_figures(one: ScopeParts) -> list[ReportPart]:
         figures += [first_token_figure(scope_id, rows.first_token)] if rows.first_token else []
         figures += [latency_load_figure(scope_id, rows), runs_figure(scope_id, rows)]
         figures += [engine_figure(e) for e in rows.engines]
+    # Without tables too: errors over the load are in the evaluation itself.
     elif entry is not None:
         figures.append(load_figure(scope_id, entry.error_over_load))
     return [f for f in figures if f is not None]
@@ -322,6 +339,7 @@ def all_figures(one: ScopeParts) -> dict[str, Figure]:
     """Return every figure of a scope by the name that `plot` knows it by."""
     named: dict[str, Figure] = {}
     for figure in Report("", parts=tuple(_scope(one))).figures():
+        # Each engine has a figure of one kind: the second one is `timeline-2`.
         taken = sum(f.kind == figure.kind for f in named.values())
         named[f"{figure.kind}-{taken + 1}" if taken else figure.kind] = figure
     return named
@@ -383,13 +401,14 @@ def _errors(scope: ScopeEvaluation) -> Table:
     for name, entry in scope.models.items():
         reference = entry.gradient_boosting.mae if entry.gradient_boosting else None
         rows.append((f"`{name}`", *metrics(entry.holdout), number(entry.baseline.mae), number(reference)))
+        # Baseline and reference are measured on all rows together.
         rows += [
             (f"`{name}`, {kind.replace('_', ' ')}", *metrics(m), "", "") for kind, m in entry.by_group.items()
         ]
     return table(_ERRORS, rows)
 
 
-def _ranges(models: dict[str, AnyModel]) -> list[ReportPart]:
+def _ranges(models: dict[str, Model]) -> list[ReportPart]:
     """Give the training ranges: a prediction outside them extrapolates."""
     rows = [
         (f"`{name}`{regime}", f"`{t.feature}`", interval(t.training_range))
@@ -403,10 +422,11 @@ def _ranges(models: dict[str, AnyModel]) -> list[ReportPart]:
     return [Section("Training ranges", (text, table(("model", "feature", "training range"), rows)))]
 
 
-def _all_terms(model: AnyModel) -> list[tuple[str, Term]]:
-    if isinstance(model, RegimesModel):
-        return [(f", {r.name}", t) for r in model.regimes for t in r.terms]
-    return [("", t) for t in terms_of(model)]
+def _all_terms(model: Model) -> list[tuple[str, Term]]:
+    """Return every term of a model, after the name of its regime where there are several."""
+    several = isinstance(model, RegimesModel)
+    forms = main_forms(model).items()
+    return [(f", {name}" if several else "", t) for name, form in forms for t in form.terms]
 
 
 def _provenance(alpha: CoefficientFile, beta: CoefficientFile) -> list[ReportPart]:
@@ -419,6 +439,7 @@ def _provenance(alpha: CoefficientFile, beta: CoefficientFile) -> list[ReportPar
         *((f"option {name.replace('_', '-')}", _option(value)) for name, value in made.options.items()),
         *((f"file of option {name}, sha256", f"`{digest}`") for name, digest in made.files.items()),
     ]
+    # Models of one scope are fitted on the same inputs: one line for all of them.
     inputs = {m.training.inputs_sha256: m.scope_id or "" for m in (*beta.models, *alpha.models) if m.training}
     rows += [(f"inputs of `{scope}`, sha256", f"`{digest}`") for digest, scope in inputs.items()]
     return [Section("Provenance", (table(("item", "value"), rows),), folded=True)]

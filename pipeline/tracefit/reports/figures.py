@@ -35,14 +35,13 @@ from tracefit.reports.plots import (
     spread_axis,
 )
 from tracefit.reports.text import count, number, percent, plural
-from tracefit.results.figures import ShadedRegion
+from tracefit.results.figures import LATENCIES, US_PER_MS, ShadedRegion
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tracefit.coefficients.evaluation import ScopeEvaluation
+    from tracefit.coefficients.model import Model, ScopeEvaluation
     from tracefit.fit.results import Distribution, ErrorOverLoad
-    from tracefit.reports.model_section import AnyModel
     from tracefit.results.figures import (
         Bin,
         Breakdown,
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
         ScopeRows,
     )
 
-US_PER_MS = 1e3
 _MEASURED, _PREDICTED = BLUE, ORANGE
 _PART_COLOURS = {
     "every step": GREY,
@@ -119,6 +117,7 @@ def over_time_figure(scope_id: str, found: OverTime) -> Figure:
         summary=_over_time_table(found),
         traces=(
             dots(found.rows, _MEASURED, opacity=0.4) | {"name": "single steps, measured"},
+            # Lines break between two runs: nothing was measured there.
             line("measured", found.at_s, found.measured, _MEASURED, connectgaps=False, hovertemplate=hover),
             line(
                 "predicted", found.at_s, found.predicted, _PREDICTED, connectgaps=False, hovertemplate=hover
@@ -153,6 +152,7 @@ _LOADS = {"running_tokens": "tokens in the caches of the batch", "batch_requests
 
 def load_figure(scope_id: str, found: ErrorOverLoad | None) -> Figure | None:
     """Draw errors over the load of held-out rows, the training range shaded."""
+    # Rows whose measurement is zero have no error in percent.
     bins = [b for b in found.bins if b.holdout.mdape_pct is not None] if found else []
     if found is None or not bins:
         return None
@@ -253,6 +253,7 @@ def _stacked(
         for part, values in found.parts.items()
     )
     measured: tuple[Trace, ...] = ()
+    # Parts of a step are predicted, so that the measurement beside them shows what they miss; those of TTFT are measured.
     if what == "step":
         dots = {"symbol": "diamond", "size": 8, "color": "#fff", "line": {"color": "#1b1f24", "width": 1.5}}
         measured = (
@@ -294,7 +295,7 @@ def _stacked(
 # One model
 
 
-def model_figures(model: AnyModel, rows: ModelRows) -> tuple[Figure, ...]:
+def model_figures(model: Model, rows: ModelRows) -> tuple[Figure, ...]:
     """Draw the rows of one model for an expert: predictions, and residuals over time and over its strongest features."""
     name = anchor(f"{model.scope_id}-{model.name}")
     return (
@@ -304,7 +305,7 @@ def model_figures(model: AnyModel, rows: ModelRows) -> tuple[Figure, ...]:
     )
 
 
-def predicted_figure(model: AnyModel, rows: ModelRows) -> Figure:
+def predicted_figure(model: Model, rows: ModelRows) -> Figure:
     """Draw predicted against measured durations of held-out rows."""
     look = "Look for a cloud that leaves the line at one end: the model misses a bend there."
     if isinstance(model, RegimesModel):
@@ -315,6 +316,7 @@ def predicted_figure(model: AnyModel, rows: ModelRows) -> Figure:
         if rows.without_place
         else ""
     )
+    # Both axes have one scale, so that the diagonal is where a prediction is right.
     values = [v for p in rows.predicted.points for v in (*p.x, *p.y)]
     ends = (min(values, default=0.0), max(values, default=1.0))
 
@@ -403,7 +405,6 @@ def _residuals(
 
 # Latencies of requests
 
-LATENCIES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
 _WRITTEN_PERCENTS = (5, 25, 50, 75, 90, 95, 99)
 _FAR_OFF = 10.0
 """Times the largest value from which on a line would squeeze a figure."""
@@ -493,6 +494,7 @@ def _distribution(
         layout=layout(x, "requests, %", shapes=[mark(objective, "x", slo_ms)] if objective and slo_ms else [])
         | {
             "xaxis": log_axis(x, [v for values in curves.values() for v in values]),
+            # Beyond 100: a line along the edge would be cut in half.
             "yaxis": axis_of("requests, %", range=[0, 102]),
         },
     )
@@ -508,9 +510,11 @@ def latency_load_figure(scope_id: str, rows: ScopeRows) -> Figure | None:
     axes: Trace = {}
     keys = list(rows.over_load)
     for place, (key, found) in enumerate(rows.over_load.items()):
+        # plotly calls the first axis `y`, the others `y2`, `y3` and so on.
         axis = "" if place == 0 else str(place + 1)
         colours = dict(zip(found.runs, COLOURS, strict=False))
         for run, bins in found.runs.items():
+            # Of several runs only the slow tenth, which objectives are about: two lines each would be too many to tell apart.
             shown = [("P90", "p90")] if several else [("median", "median"), ("P90", "p90")]
             for words, what in shown:
                 colour = colours[run] if several else (BLUE if what == "median" else PINK)

@@ -20,8 +20,7 @@ from markupsafe import Markup, escape
 from plotly.graph_objects import Figure as PlotlyFigure
 from plotly.offline import get_plotlyjs
 
-from tracefit.reports.document import Section, Table
-from tracefit.reports.markdown import plain
+from tracefit.reports.document import Section, Table, plain
 from tracefit.reports.plots import CONFIG, TEMPLATES, name_text
 
 if TYPE_CHECKING:
@@ -112,6 +111,7 @@ def _anchors(parts: Iterable[ReportPart]) -> Iterator[tuple[int, str]]:
     for section in _sections(parts):
         name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
         uses[name] += 1
+        # By identity: sections of two scopes may be equal in all they hold.
         yield id(section), f"section-{name}" if uses[name] == 1 else f"section-{name}-{uses[name]}"
 
 

@@ -24,6 +24,7 @@ BLUE, ORANGE, GREEN, PURPLE = "#3987d6", "#d9730d", "#2f9e63", "#9a6bd6"
 PINK, TEAL, AMBER, GREY = "#d1558f", "#1a9ba8", "#b08500", "#7d8590"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, PINK, TEAL, AMBER, GREY)
 
+# Translucent: regions overlap, and the data are drawn on top of them.
 SHADES = {
     "training range": "rgba(125,133,144,0.14)",
     "hold-out": "rgba(125,133,144,0.14)",
@@ -43,6 +44,7 @@ def _template(*, ink: str, soft: str, grid: str, paper: str) -> Trace:
         "zerolinecolor": soft,
         "zerolinewidth": 1,
         "tickcolor": grid,
+        # Labels hold names from traces, of any length.
         "automargin": True,
         "title": {"standoff": 10, "font": {"size": 13}},
         "tickfont": {"color": soft},
@@ -164,7 +166,6 @@ def mark(
     axis: str,
     value: float,
     *,
-    dash: str = "longdashdot",
     colour: str = "#d63939",
     on: str = "paper",
 ) -> Trace:
@@ -178,7 +179,7 @@ def mark(
         f"{axis}1": value,
         f"{other}0": 0,
         f"{other}1": 1,
-        "line": {"color": colour, "width": 1.5, "dash": dash},
+        "line": {"color": colour, "width": 1.5, "dash": "longdashdot"},
         "name": name,
         "showlegend": True,
     }
@@ -201,6 +202,7 @@ _SKEWED = 20.0
 def spread_axis(title: str, values: Sequence[float]) -> Trace:
     """Return a logarithmic axis where a few large values would squeeze all others, else a linear one."""
     ordered = sorted(values)
+    # A zero has no place on a logarithmic axis.
     skewed = ordered and ordered[0] > 0 and ordered[-1] > _SKEWED * ordered[len(ordered) // 2]
     return log_axis(title, values) if skewed else axis_of(title)
 
@@ -208,6 +210,7 @@ def spread_axis(title: str, values: Sequence[float]) -> Trace:
 def log_axis(title: str, values: Sequence[float], **more: object) -> Trace:
     """Return a logarithmic axis with labels at powers of ten, and between them where there are few."""
     positive = [v for v in values if v > 0]
+    # Within few decades labels at powers of ten alone would be one or none: "D2" adds those at 2 and 5.
     decades = math.log10(max(positive) / min(positive)) if positive else 0.0
     return axis_of(title, type="log", dtick=1 if decades > 1.5 else "D2", tickformat=",~r", **more)
 
@@ -250,4 +253,5 @@ def domain(place: int, panels: int, gap: float = 0.06) -> list[float]:
     """Return the share of the height that a panel takes, the first one on top."""
     height = (1 + gap) / panels
     top = 1 - place * height
+    # Rounded: differences of floats would put 17 digits of each into the page.
     return [max(0.0, round(top - height + gap, 4)), round(top, 4)]

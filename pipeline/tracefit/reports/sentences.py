@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tracefit.reports.document import UseVerdict, Verdicts
-from tracefit.reports.text import count, percent
+from tracefit.reports.text import count, percent, sentence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tracefit.coefficients.evaluation import Criterion, ScopeEvaluation, Verdict
+    from tracefit.coefficients.model import Criterion, ScopeEvaluation, Verdict
     from tracefit.fit.results import Validation
 
 _FRACTIONS = (
@@ -39,7 +39,9 @@ _MOST_REASONS = 2
 
 def fraction(pct: float) -> str:
     """Return a percentage as a fraction in words where one is near, else in percent."""
+    # "A quarter" is read faster than 24.6 %, and says as much.
     near, words = min(_FRACTIONS, key=lambda known: abs(known[0] - pct))
+    # "All" must not stand for 99 %.
     exactly_all = near < 100 or pct > 99.5
     return words if abs(near - pct) <= 0.08 * near and exactly_all else f"{percent(pct)} %"
 
@@ -72,6 +74,7 @@ def _limit(scope: ScopeEvaluation, entry: Validation) -> str:
     """Name the fact that most limits where the errors hold; empty where none does."""
     held = entry.holdout.n
     outside = 100 * entry.extrapolated_rows / held if held else 0.0
+    # The fact that matters most comes first: with few rows none of the others is certain.
     if held < _FEW_ROWS:
         return f"only {count(held)} held-out steps say so"
     if outside >= _MUCH_EXTRAPOLATED_PCT:
@@ -98,8 +101,7 @@ def _reason(verdict: Verdict, lost: Mapping[str, str]) -> str:
     """Say what decides: of a yes the measures that hold, of anything else the ones that do not."""
     deciding = [c for c in verdict.criteria if c.answer == verdict.answer]
     sentences = list(dict.fromkeys(lost.get(c.reason, _sentence(c)) for c in deciding))
-    text = "; ".join(sentences[:_MOST_REASONS])
-    return f"{text[:1].upper()}{text[1:]}."
+    return sentence("; ".join(sentences[:_MOST_REASONS]))
 
 
 _MEASURED: Mapping[str, Callable[[float], str]] = {

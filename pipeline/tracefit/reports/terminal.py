@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tracefit.errors import printable
-from tracefit.reports.document import Bullets, Figure, Section, Table, Verdicts
-from tracefit.reports.markdown import plain, verdict_table
+from tracefit.reports.document import Bullets, Figure, Section, Table, Verdicts, plain, verdict_table
 from tracefit.reports.text import columns
 
 if TYPE_CHECKING:

@@ -13,9 +13,19 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from tracefit.errors import printable, spreadsheet_safe
-from tracefit.reports.scopes import ScopeLabel, scope_labels
-from tracefit.reports.text import WIDTH, columns, count, indented, mape_misleads, number, plural, share
-from tracefit.server.tracing import without_attribute
+from tracefit.reports.text import (
+    WIDTH,
+    ScopeLabel,
+    columns,
+    count,
+    indented,
+    mape_misleads,
+    number,
+    plural,
+    scope_labels,
+    share,
+)
+from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,6 +61,7 @@ if TYPE_CHECKING:
 
 def _wrapped(text: str, indent: str = "") -> str:
     """Break a sentence between words, its further lines indented; names and paths stay whole."""
+    # Blocks are moved two places to the right afterwards.
     return textwrap.fill(
         text, WIDTH - 2, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
@@ -435,6 +446,7 @@ def verify_text(result: VerifyResult) -> str:
     lines = [f"{result.file}: {'verified' if result.verified else 'NOT verified'}", head]
     lines += [f"input differs: {text}" for text in result.inputs]
     lines += [f"{d.place}: {d.in_file} in the file, {d.refitted} refitted" for d in result.differences]
+    # The result holds the first differences alone: one wrong input may change every number.
     if result.differing > len(result.differences):
         lines.append(f"and {result.differing - len(result.differences):,} more")
     return "\n".join([*lines, *(f"note: {text}" for text in result.notes)])
@@ -496,6 +508,7 @@ def _apart(apart: bool | None) -> str:
 def _spans(scope_id: str | None, rows: Iterable[tuple[str, PredictedDuration | None]]) -> list[str]:
     durations = list(rows)
     body = [f"{name:<22}{_ms(s, 'value_us'):>12}{_range(s)}" for name, s in durations]
+    # A file without validations gives no range to anything: its column would be empty.
     if not any(map(_range, (s for _, s in durations))):
         return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}", *body, ""]
     return [f"scope   {scope_id}", "", f"{'':<22}{'ms':>12}  {'90 % range':>12}", *body, "", _RANGE_NOTE]

@@ -1,13 +1,16 @@
-"""Numbers and tables as text, the same in a terminal, in a pipe, on the page and in a test."""
+"""Numbers, tables and names of scopes as text, the same in a terminal, in a pipe, on the page and in a test."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from tracefit.fit.results import Metrics
+
 
 UNKNOWN = "-"
 WIDTH = 80
@@ -38,14 +41,15 @@ def percent(value: float | None) -> str:
         return UNKNOWN
     if value == 0:
         return "0"
+    # 0.00 would read as none at all.
     if abs(value) < 0.005:
         return "<0.01"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 1 else f"{value:.2f}"
 
 
-def share(value: float | None, missing: str = UNKNOWN) -> str:
+def share(value: float | None) -> str:
     """Write a ratio in percent."""
-    return missing if value is None else f"{100 * value:.1f} %"
+    return UNKNOWN if value is None else f"{100 * value:.1f} %"
 
 
 def count(value: int) -> str:
@@ -53,9 +57,14 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
-def plural(value: int, noun: str, ending: str = "s") -> str:
+def plural(value: int, noun: str) -> str:
     """Write a count with its noun."""
-    return f"{count(value)} {noun}{'' if value == 1 else ending}"
+    return f"{count(value)} {noun}{'' if value == 1 else 's'}"
+
+
+def sentence(text: str) -> str:
+    """Write a phrase as a sentence."""
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def reasons(counts: Mapping[str, int]) -> str:
@@ -99,3 +108,50 @@ def columns(
 def indented(text: str) -> str:
     """Move every line two places to the right."""
     return "\n".join(f"  {line}" if line else line for line in text.splitlines())
+
+
+# -- names of scopes ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeLabel:
+    """A scope as people write it.
+
+    Attributes:
+        name: The id without its hash, where that is enough to choose the scope; else the whole id.
+        detail: Its runs and the settings that differ from those of scopes with the same name; empty where the name is enough.
+    """
+
+    name: str
+    detail: str = ""
+
+
+def scope_labels(scopes: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]) -> dict[str, ScopeLabel]:
+    """Return a label for each of several scopes, unique among them.
+
+    Args:
+        scopes: Scope id to its runs and its settings.
+    """
+    shared = Counter(_without_hash(scope_id) for scope_id in scopes)
+    labels = {}
+    for scope_id, (runs, settings) in scopes.items():
+        name = _without_hash(scope_id)
+        if shared[name] == 1:
+            labels[scope_id] = ScopeLabel(name)
+            continue
+        others = [s for other, (_, s) in scopes.items() if other != scope_id and _without_hash(other) == name]
+        differing = [
+            f"{key} {value}"
+            for key, value in sorted(settings.items())
+            if any(other.get(key) != value for other in others)
+        ]
+        named = f"run{'s' * (len(runs) > 1)} {', '.join(runs)}" if runs else ""
+        labels[scope_id] = ScopeLabel(scope_id, "; ".join([*([named] if named else []), *differing]))
+    return labels
+
+
+def _without_hash(scope_id: str) -> str:
+    """Return a scope id without its last part, eight hexadecimal digits of its settings."""
+    name, _, digest = scope_id.rpartition(".")
+    is_hash = len(digest) == 8 and all(c in "0123456789abcdef" for c in digest)
+    return name if name and is_hash else scope_id

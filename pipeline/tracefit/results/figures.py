@@ -6,8 +6,14 @@ all of them summed up in groups of equal size (`Bin`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+LATENCIES: Mapping[str, str] = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
+"""Latencies of requests that users ask for first: their names in files, and as people write them."""
+
+US_PER_MS = 1e3
 
 RegionKind = Literal["training range", "hold-out", "warm-up", "idle", "queue never empty", "overload"]
 

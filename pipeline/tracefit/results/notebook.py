@@ -37,6 +37,7 @@ class Drawing(Protocol):
         """Return the figure of that name."""
 
 
+# A list of one at most: importing a name that is bound again later would keep the old value.
 _drawings: list[Drawing] = []
 
 
@@ -84,6 +85,7 @@ def _cell(value: object) -> str | None:
     match value:
         case None:
             return ""
+        # Before int, which bool is a kind of.
         case bool() | str() | Path():
             return str(value)
         case int():

@@ -1,7 +1,8 @@
 """Settings of a vLLM server that latency depends on: their names, valid values, and sources.
 
-Settings come from run descriptions (YAML or JSON), `vllm serve` command lines, the server's own log and the user.
-A value keeps its source. Names without a field here are kept in `other`, because they still identify the run.
+Settings come from run descriptions (YAML or JSON), `vllm serve` command lines, the server's own log and the user. A value keeps
+its source. Names without a field here are kept in `other`, because they still identify the run. The flags that turn on the
+traces a message asks for come last.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from tracefit.server.documents import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from tracefit.server.documents import Document
+
 
 Source = Literal["given", "read", "assumed"]
 """given: by the user for this call. read: in the run's own files. assumed: vLLM's default."""
@@ -514,3 +516,38 @@ def _python(literal: str) -> object:
     """Read one of the literals `_LITERAL` matches."""
     value: object = ast.literal_eval(literal)
     return value
+
+
+# -- flags that turn on traces --------------------------------------------------------------------------
+#
+# Stock vLLM does not have these flags: they belong to the fork of vLLM that the inference-sim project instruments. Messages
+# say so, because a stock server refuses to start with them.
+
+
+INSTRUMENTED_VERSION = "0.15.1"
+"""Version of vLLM whose instrumented fork has every attribute that is read."""
+
+_FORK = "(inference-sim's fork of vLLM)"
+
+ENDPOINT_FLAG = "--otlp-traces-endpoint"
+"""A span of every request, from stock vLLM as well."""
+
+STEP_FLAGS = f"--step-tracing-enabled --step-tracing-sample-rate 1.0 {_FORK}"
+"""A summary of every engine step."""
+
+JOURNEY_FLAGS = f"--enable-journey-tracing --journey-tracing-sample-rate 1.0 {_FORK}"
+"""The events of every request."""
+
+SNAPSHOT_FLAG = f"--step-tracing-rich-subsample-rate 1.0 {_FORK}"
+"""The requests of every step, with what each has computed."""
+
+
+def without_attribute(event: str, attributes: Sequence[str]) -> str:
+    """Say that no event of a name has some attributes, and which flag of which vLLM gives them."""
+    flags = STEP_FLAGS if event.startswith("step.") else JOURNEY_FLAGS
+    if event == "step.REQUEST_SNAPSHOT":
+        flags = SNAPSHOT_FLAG
+    return (
+        f"no {event} has a usable {', '.join(attributes)}: what is computed from them is not known; "
+        f"vLLM {INSTRUMENTED_VERSION} gives them with {flags}"
+    )

@@ -9,9 +9,19 @@ tables. Nothing here is shared with the rooms that read traces: the two paths ag
 """
 
 from tracefit.synth.engine import Request, Scheduler, SchedulerConfig
-from tracefit.synth.laws import AdmissionLaw, Composition, DepartureLaw, LinearLaw, RooflineLaw, StepLaw
+from tracefit.synth.laws import (
+    GPUS,
+    MODELS,
+    AdmissionLaw,
+    Composition,
+    DepartureLaw,
+    LawGpu,
+    LinearLaw,
+    Model,
+    RooflineLaw,
+    StepLaw,
+)
 from tracefit.synth.logs import REQUEST_COLUMNS, STEP_COLUMNS
-from tracefit.synth.models import GPUS, MODELS, LawGpu, Model
 from tracefit.synth.options import DEFAULT_PHASES, LengthMix, LoadPhase, SynthOptions, surge_phases
 from tracefit.synth.run import SynthRun, synth, write_run
 from tracefit.synth.spans import Attributes, ExportBatch, GeneratedEvent, GeneratedSpan, SpanKind

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.synth.engine import FinishStatus, Request, Scheduler, StepOutcome, StepPlan
 from tracefit.synth.logs import QueueState, RequestLog, SnapshotRow, StepLog
-from tracefit.synth.workload import AbortStage, Arrival
+from tracefit.synth.options import AbortStage, Arrival
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

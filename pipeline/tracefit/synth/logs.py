@@ -14,7 +14,7 @@ import polars as pl
 if TYPE_CHECKING:
     from tracefit.synth.engine import Request
     from tracefit.synth.laws import Composition
-    from tracefit.synth.workload import Arrival
+    from tracefit.synth.options import Arrival
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from tracefit.errors import UsageError
 from tracefit.synth.clock import Draws, EngineClock, Streams
 from tracefit.synth.emit import export
 from tracefit.synth.logs import EpochLog, requests_frame, steps_frame
+from tracefit.synth.options import arrivals
 from tracefit.synth.spans import framed_protobuf, json_lines
-from tracefit.synth.workload import arrivals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

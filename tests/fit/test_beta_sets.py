@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from tracefit.fit import splits
-from tracefit.fit.candidates import choose, try_features
+from tracefit.fit.beta import choose, try_features
 from tracefit.fit.extrapolation import load_cut
 from tracefit.fit.fitted import FitOptions
 from tracefit.fit.linear import ANY_SIGN, FeatureColumn
