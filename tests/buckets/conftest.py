@@ -1,7 +1,8 @@
 """An S3 server in this process, as much of one as tables in a bucket need; it is in trouble on request.
 
 Objects, ranges, lists of version 2 in pages, deletes of many, multipart uploads, and the conditions of PutObject
-(`If-None-Match: *`, `If-Match`; 412 where they do not hold), as Amazon documents them. Signatures are not checked.
+(`If-None-Match: *`, `If-Match`; 412 where they do not hold), as Amazon documents them. Signatures are not checked. Google's
+XML protocol is the same but for the condition, a number of the object's state (`x-goog-if-generation-match`).
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ PAGE = 100
 class Bucket:
     """The objects of `s3://fleet`, what was asked of it, and what goes wrong.
 
-    `trouble` takes the method and the key of a request: `503` and `403` are answers, `reset` and `torn` end the
-    connection before and amid the body, `lost` after the work is done; null is no trouble.
+    `google` is `gs://fleet`, the same objects. `trouble` takes the method and the key of a request: `503` and `403` are answers, `reset` and `torn` end the
+    connection before and amid the body, `lost` after the work is done, `cut` amid the answer; null is no trouble.
     """
 
     url: str = f"s3://{NAME}"
+    google: str = f"gs://{NAME}"
     objects: dict = field(default_factory=dict)
     uploads: dict = field(default_factory=dict)
     asked: list = field(default_factory=list)
@@ -78,6 +80,10 @@ def _etag(data):
     return f'"{hashlib.md5(data).hexdigest()}"'  # noqa: S324 - what S3 takes
 
 
+def _generation(when):
+    return str(int(when.timestamp() * 1e6))
+
+
 def _error(status, code):
     return status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode(), {}
 
@@ -95,6 +101,7 @@ class _Requests:
             return _error(404, "NoSuchKey")
         data, when = self.bucket.objects[self.key]
         about = {"ETag": _etag(data), "Last-Modified": format_datetime(when, usegmt=True)}
+        about["x-goog-generation"] = _generation(when)
         wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
         if not wanted:
             return 200, data, about
@@ -110,7 +117,12 @@ class _Requests:
             return 200, b"", {"ETag": _etag(self.body)}
         there = self.bucket.objects.get(self.key)
         must_be, must_not = self.headers.get("If-Match"), self.headers.get("If-None-Match")
-        if (must_not == "*" and there) or (must_be and (there is None or must_be != _etag(there[0]))):
+        state = self.headers.get("x-goog-if-generation-match")
+        if (
+            (must_not == "*" and there)
+            or (must_be and (there is None or must_be != _etag(there[0])))
+            or (state and state != (_generation(there[1]) if there else "0"))
+        ):
             return _error(412, "PreconditionFailed")
         return self._stored(self.body)
 
@@ -203,7 +215,8 @@ def _server(bucket):
                 self.send_header(field_name, value)
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(content)
+                self.wfile.write(content[: len(content) // 2] if trouble == "cut" else content)
+            self.close_connection = self.close_connection or trouble == "cut"
 
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = serve  # noqa: N815 - names of the library
 
@@ -217,12 +230,18 @@ def _server(bucket):
 
 
 @pytest.fixture
-def bucket(monkeypatch):
+def bucket(monkeypatch, tmp_path_factory):
     """Return an empty bucket that a server in this process serves, and name it in the environment."""
     bucket = Bucket()
     server = _server(bucket)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    google = {"gcs_base_url": f"http://127.0.0.1:{server.server_port}", "disable_oauth": True}
+    account = tmp_path_factory.mktemp("google") / "account.json"
+    account.write_text(
+        json.dumps(google | dict.fromkeys(("client_email", "private_key", "private_key_id"), ""))
+    )
     values = {
+        "GOOGLE_SERVICE_ACCOUNT": str(account),
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "never shown",

@@ -44,7 +44,9 @@ def _first_times(count, *kinds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kinds", [("503",), ("reset",), ("torn",), ("lost",), ("503", "reset", "torn", "lost")], ids="-".join
+    "kinds",
+    [("503",), ("reset",), ("torn",), ("lost",), ("cut",), ("503", "reset", "torn", "lost")],
+    ids="-".join,
 )
 def test_a_bucket_in_trouble_for_a_while_gets_the_same_tables(bucket, run, parts, kinds):
     bucket.trouble = _first_times(len(kinds) + 1, *kinds)

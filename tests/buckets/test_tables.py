@@ -54,6 +54,14 @@ def test_a_bucket_has_the_parts_of_a_folder_and_nothing_else(tmp_path, bucket, r
     assert set(TableStore(TABLES).read("steps", columns=["step_id"]).columns) == {"step_id"}
 
 
+def test_the_buckets_of_google_are_read_and_written_too(bucket, run):
+    google = ingest([run], f"{bucket.google}/google")
+    ingest([run], f"{bucket.url}/amazon")
+    assert bucket.parts("google") == bucket.parts("amazon")
+    assert ingest([run], f"{bucket.google}/google") == google
+    assert TableStore(google.tables).read("requests").height == 60
+
+
 def test_what_is_known_is_not_read_again(bucket, run):
     first = ingest([run], TABLES)
     before = dict(bucket.objects)
@@ -100,9 +108,10 @@ def test_what_no_manifest_names_goes_after_a_day(bucket, small):
     bucket.objects |= dict.fromkeys(
         (left, part, foreign), (b"x", bucket.objects["a/tables/manifest.json"][1])
     )
+    bucket.age(hours=23)
     ingest([small(2)], TABLES)
     assert {left, part, foreign} <= set(bucket.objects)
-    bucket.age(hours=25)
+    bucket.age(hours=2)
     ingest([small(3)], TABLES)
     assert {left, part, foreign} & set(bucket.objects) == {foreign}
     assert TableStore(TABLES).read("requests").height == 3
@@ -148,8 +157,9 @@ def test_two_writers_of_one_run_are_one_and_one_line(bucket, small, monkeypatch)
     assert first < bucket.parts("a/tables") == bucket.named("a/tables")
 
 
-def test_many_writers_lose_nothing(bucket):
-    store = TableStore(TABLES)
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_many_writers_lose_nothing(bucket, scheme):
+    store = TableStore(f"{scheme}://fleet/tables")
     threads = [
         threading.Thread(target=store.commit, args=({f"run{n}": (None, IngestedRun())},)) for n in range(12)
     ]

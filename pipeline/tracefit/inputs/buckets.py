@@ -9,18 +9,19 @@ from __future__ import annotations
 import io
 import os
 import re
+import time
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path, PosixPath
-from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, BinaryIO, ParamSpec, TypeVar, cast
 from urllib.parse import unquote
 
 from tracefit.errors import UsageError
 from tracefit.inputs.files import display_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from datetime import datetime
 
     from obstore import PutMode, UpdateVersion
@@ -36,6 +37,7 @@ PATIENCE_S = 180
 """How long one that has answered before is asked again."""
 
 _URL = re.compile(r"(?P<scheme>s3|gs|file):/+", re.IGNORECASE)  # a Path makes one slash of two
+_PAUSE_S = 0.2
 _MAX_FILE_BYTES = 64 << 20
 _REASON_CHARS = 200
 _ENVIRONMENT = {
@@ -43,6 +45,7 @@ _ENVIRONMENT = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
 }
 
+_P = ParamSpec("_P")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -127,10 +130,32 @@ class BucketPath(PosixPath):
         return io.BytesIO(get(self, limit_bytes=_MAX_FILE_BYTES)[0])
 
 
+class _BrokenOffError(UsageError):
+    """A connection ended before its answer did."""
+
+
+def _again(request: Callable[_P, _Result]) -> Callable[_P, _Result]:
+    """Make a request again where its answer breaks off: the library begins none anew that was answered in part."""
+
+    @wraps(request)
+    def repeated(*arguments: _P.args, **options: _P.kwargs) -> _Result:
+        began = time.monotonic()
+        while True:
+            try:
+                return request(*arguments, **options)
+            except _BrokenOffError:
+                if time.monotonic() - began > FIRST_ANSWER_S:
+                    raise
+            time.sleep(_PAUSE_S)
+
+    return repeated
+
+
 Version = dict[str, str]
 """What a bucket says of the state of an object, for `put_if`."""
 
 
+@_again
 def get(path: BucketPath, *, limit_bytes: int | None = None) -> tuple[bytes, Version]:
     """Return an object and its version.
 
@@ -148,6 +173,7 @@ def get(path: BucketPath, *, limit_bytes: int | None = None) -> tuple[bytes, Ver
         return bytes(found.bytes()), {name: str(value) for name, value in about.items() if value}
 
 
+@_again
 def download(path: BucketPath, target: Path) -> None:
     """Copy an object to disk, piece by piece.
 
@@ -162,6 +188,7 @@ def download(path: BucketPath, target: Path) -> None:
             copy.write(piece)
 
 
+@_again
 def put(path: BucketPath, data: Path | bytes) -> None:
     """Write an object; it appears whole or not at all.
 
@@ -193,6 +220,7 @@ def put_if(path: BucketPath, data: bytes, version: Version | None) -> bool:
     return True
 
 
+@_again
 def size_of(path: BucketPath) -> int | None:
     """Return the bytes of an object; null if it is not there.
 
@@ -208,6 +236,7 @@ def size_of(path: BucketPath) -> int | None:
             return None
 
 
+@_again
 def children(path: BucketPath) -> set[str]:
     """Return the names directly below a prefix, of objects and of prefixes.
 
@@ -222,8 +251,9 @@ def children(path: BucketPath) -> set[str]:
         return {name.rstrip("/").rpartition("/")[2] for name in names}
 
 
-def below(path: BucketPath) -> Iterator[tuple[str, int, datetime]]:
-    """Yield name, size and time of writing of every object below a prefix; names are relative to it.
+@_again
+def below(path: BucketPath) -> list[tuple[str, int, datetime]]:
+    """Return name, size and time of writing of every object below a prefix; names are relative to it.
 
     Raises:
         UsageError: The bucket cannot be reached, or refuses.
@@ -231,23 +261,26 @@ def below(path: BucketPath) -> Iterator[tuple[str, int, datetime]]:
     with _told(path):
         import obstore  # noqa: PLC0415
 
-        for page in obstore.list(_client(path.bucket), path.key):
-            for found in page:
-                name = found["path"].removeprefix(path.key).lstrip("/")
-                yield name, found["size"], found["last_modified"]
+        pages = obstore.list(_client(path.bucket), path.key)
+        return [
+            (one["path"].removeprefix(path.key).lstrip("/"), one["size"], one["last_modified"])
+            for page in pages
+            for one in page
+        ]
 
 
-def delete(paths: Iterable[BucketPath]) -> None:
+@_again
+def delete(paths: Sequence[BucketPath]) -> None:
     """Remove objects of one bucket, there or not.
 
     Raises:
         UsageError: The bucket cannot be reached, or refuses.
     """
-    if found := list(paths):
-        with _told(found[0]):
+    if paths:
+        with _told(paths[0]):
             import obstore  # noqa: PLC0415
 
-            obstore.delete(_client(found[0].bucket), [path.key for path in found])
+            obstore.delete(_client(paths[0].bucket), [path.key for path in paths])
 
 
 def together(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
@@ -309,7 +342,8 @@ def _told(path: BucketPath) -> Iterator[None]:
         error.filename = str(path)
         raise
     except (BaseError, ValueError) as error:
-        raise _refused(path, _reason(error)) from error
+        broken = "HTTP error" in str(error)  # as the library calls what is no answer with a status
+        raise _refused(path, _reason(error), _BrokenOffError if broken else UsageError) from error
 
 
 def _reason(error: Exception) -> str:
@@ -321,9 +355,9 @@ def _reason(error: Exception) -> str:
     return lines[0].partition(" error: ")[2][:_REASON_CHARS] or lines[0] if lines else type(error).__name__
 
 
-def _refused(path: BucketPath, reason: str) -> UsageError:
+def _refused(path: BucketPath, reason: str, kind: type[UsageError] = UsageError) -> UsageError:
     scheme = path.parts[0].rstrip(":")
-    return UsageError(
+    return kind(
         f"cannot be read or written ({reason})",
         where=str(path),
         hint=f"check the URL, and {_ENVIRONMENT[scheme]} in the environment",

@@ -241,7 +241,7 @@ class Bucket:
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects."""
-        buckets.delete(map(self._path, names))
+        buckets.delete([self._path(name) for name in names])
 
     def remove_scratch(self) -> None:
         """Do nothing: the system's folder for such files is not ours to clear."""
