@@ -60,7 +60,6 @@ class Constants:
         driver_run: The same for a run, without the manifest.
         manifest_run: Writing the manifest, for each run in it.
         job: Handing a job to another process and taking its result.
-        worker_mib: Most memory of a worker.
     """
 
     decode_byte: float
@@ -71,7 +70,6 @@ class Constants:
     driver_run: float
     manifest_run: float
     job: float
-    worker_mib: float
 
 
 # -- measured --------------------------------------------------------------------------------------------
@@ -125,9 +123,7 @@ def _manifest_run(out: Path, entry: Any) -> float:
     return seconds / runs
 
 
-def measured_constants(
-    one: Path, many: Path, runs: int, size: int, folder: Path, worker_mib: float, job: float
-) -> Constants:
+def measured_constants(one: Path, many: Path, runs: int, size: int, folder: Path, job: float) -> Constants:
     """Solve for what a byte and what a run takes: the same bytes as one run and as many."""
     out = folder / "split"
     _split(many, out)  # what is imported and compiled on first use counts for nobody
@@ -146,7 +142,6 @@ def measured_constants(
         driver_run=per_run["driver"],
         manifest_run=_manifest_run(out, entry),
         job=job,
-        worker_mib=worker_mib,
     )
 
 
@@ -219,11 +214,7 @@ def measure_all(size: int, runs: int, rounds: int, folder: Path) -> dict[str, An
                     }
                 )
                 print(f"{engine}, {shape}, {workers} workers: {wall:.1f} s", file=sys.stderr)
-    local = [r for r in rows if r["engine"] == "local"]
-    worker_mib = (
-        max(r["peak_mib"] for r in local if r["workers"] == 2)
-    ) / 3  # the two, and the process that reads
-    constants = measured_constants(one, many, runs, size, folder, worker_mib, job=0.002)
+    constants = measured_constants(one, many, runs, size, folder, job=0.002)
     return {
         "size": size,
         "runs": runs,
@@ -367,7 +358,6 @@ def print_report(data: dict[str, Any]) -> None:
         rate, own = getattr(c, f"{name}_byte"), getattr(c, f"{name}_run")
         print(f"| {kind} | {1 / rate / MB:,.0f} MB/s of a core, and {1e3 * own:.0f} ms for a run |")
     print(f"| manifest | {1e6 * c.manifest_run:.0f} us for each run in it |")
-    print(f"| memory of a worker | {c.worker_mib:.0f} MiB |")
     print(
         "\n## The simulation against what was measured\n\n| input | workers | measured s | simulated s |\n|---|---:|---:|---:|"
     )
