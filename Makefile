@@ -94,6 +94,9 @@ site: $(READY) ## make a web site of docs/ in build/site (installs mkdocs-materi
 bench: $(READY) ## measure speed and memory on generated traces (takes minutes)
 	for script in ingestion timeline training receive; do $(BIN)/python tests/benchmarks/$$script.py; done
 
+bench-scale: $(READY) ## measure one worker and two, local and on Ray (after make test-ray), on 2 GB as one run and as 2,000 (SCALE="--size 200MB --runs 200" for less)
+	$(firstword $(wildcard .venv-ray/bin/python) $(BIN)/python) tests/benchmarks/scale.py $(SCALE) --out build/scale.json
+
 bench-models: $(READY) ## measure how well models hold beyond their load, on generated surges (takes half an hour)
 	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/models.py
 
@@ -120,4 +123,4 @@ dist: $(READY) ## build the wheel and the source distribution in dist/
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
 
-.PHONY: help setup run test test-all test-slow test-browser test-ray check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-models lock test-minimum coverage dist clean
+.PHONY: help setup run test test-all test-slow test-browser test-ray check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models lock test-minimum coverage dist clean

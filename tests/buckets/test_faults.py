@@ -52,7 +52,8 @@ def test_a_bucket_in_trouble_for_a_while_gets_the_same_tables(bucket, run, parts
     bucket.trouble = _first_times(len(kinds) + 1, *kinds)
     ingest([run], TABLES)
     assert bucket.parts("tables") == parts == bucket.named("tables")
-    assert len([1 for asked in bucket.asked if asked == ("PUT", "tables/manifest.json")]) > len(kinds)
+    method = "GET" if kinds == ("cut",) else "PUT"  # answers alone are cut
+    assert bucket.asked.count((method, "tables/manifest.json")) > len(kinds)
 
 
 @pytest.mark.slow

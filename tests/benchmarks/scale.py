@@ -1,0 +1,408 @@
+"""Measure ingestion at scale, and work out from it how far the engines go.
+
+    python tests/benchmarks/scale.py --size 2GB --runs 2000 --out scale.json   # measure (`make bench-scale`)
+    python tests/benchmarks/scale.py --constants scale.json                    # the tables of how-far-it-goes.md
+
+The same bytes are ingested as one run and as many, by one worker and two, as local processes and on Ray where that is
+installed. Decoding, building and this process's own work are timed apart in one process: what each takes for a byte and
+for a run is enough to simulate the scheduler of `commands/fleet.py` with any number of workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import importlib.util
+import json
+import os
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from ingesting.layout import draw_layout
+from ingesting.processes import measure
+from ingesting.trace_files import write_trace
+
+from tracefit.commands.ingest import IngestOptions, ingest
+from tracefit.engines import choice
+from tracefit.engines.decode import decode_tasks
+from tracefit.engines.local import LocalEngine
+from tracefit.engines.tasks import TASKS_PER_WORKER
+from tracefit.inputs.blocks import BLOCK_BYTES
+from tracefit.tables.store import TableStore
+
+NETWORK_BYTES_S = 1.25e9
+"""10 Gbit/s between this machine and the bucket or the workers: assumed, not measured."""
+
+PRICE_PER_CORE_HOUR = 0.05
+"""US dollars: assumed, a usual price of a core of a rented machine."""
+
+MB, TB = 1e6, 1e12
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the work takes on one core of this machine, in seconds.
+
+    Attributes:
+        decode_byte: Decoding, for a byte.
+        decode_run: Decoding, for a run on top.
+        build_byte: Building, for a byte of the traces.
+        build_run: Building, for a run on top.
+        driver_byte: The process that reads and publishes, for a byte.
+        driver_run: The same for a run, without the manifest.
+        manifest_run: Writing the manifest, for each run in it.
+        job: Handing a job to another process and taking its result.
+    """
+
+    decode_byte: float
+    decode_run: float
+    build_byte: float
+    build_run: float
+    driver_byte: float
+    driver_run: float
+    manifest_run: float
+    job: float
+
+
+# -- measured --------------------------------------------------------------------------------------------
+
+
+class _Timed(LocalEngine):
+    """One process, with the time that each function takes."""
+
+    def __init__(self, _: int | None) -> None:
+        super().__init__(1)
+        self.seconds = {"decode": 0.0, "build": 0.0}
+
+    def wait(self, handles: Any) -> Any:
+        kind = "decode" if handles[0].job.function is decode_tasks else "build"
+        began = time.process_time()
+        ended = super().wait(handles)
+        self.seconds[kind] += time.process_time() - began
+        return ended
+
+
+def _split(folder: Path, out: Path) -> dict[str, float]:
+    """Ingest in this process; return CPU seconds of decoding, building, the manifest and the rest."""
+    engine = _Timed(None)
+    choice.LocalEngine = lambda _: engine  # type: ignore[misc,assignment]  # in place of the class
+    commit, spent = TableStore.commit, [0.0]
+
+    def timed(store: TableStore, changes: Any) -> None:
+        began = time.process_time()
+        commit(store, changes)
+        spent[0] += time.process_time() - began
+
+    TableStore.commit = timed  # type: ignore[method-assign]  # for this measurement alone
+    began = time.process_time()
+    ingest([folder], out, options=IngestOptions(), workers=1)
+    whole = time.process_time() - began
+    TableStore.commit = commit  # type: ignore[method-assign]
+    choice.LocalEngine = LocalEngine  # type: ignore[misc]
+    shutil.rmtree(out)
+    return {**engine.seconds, "driver": whole - sum(engine.seconds.values()) - spent[0]}
+
+
+def _manifest_run(out: Path, entry: Any) -> float:
+    """Return the seconds that a run takes in a manifest of ten thousand."""
+    store, runs = TableStore(out), 10_000
+    entries = {f"run-{n}": (None, msgspec.structs.replace(entry, tables={})) for n in range(runs)}
+    began = time.perf_counter()
+    store.commit(entries)
+    store.manifest()
+    seconds = time.perf_counter() - began
+    shutil.rmtree(out)
+    return seconds / runs
+
+
+def measured_constants(one: Path, many: Path, runs: int, size: int, folder: Path, job: float) -> Constants:
+    """Solve for what a byte and what a run takes: the same bytes as one run and as many."""
+    out = folder / "split"
+    _split(many, out)  # what is imported and compiled on first use counts for nobody
+    single, several = _split(one, out), _split(many, out)
+    ingest([many / "run-00000"], out)
+    entry = next(iter(TableStore(out).manifest().runs.values()))
+    shutil.rmtree(out)
+    per_run = {kind: max(several[kind] - single[kind], 0.0) / (runs - 1) for kind in single}
+    per_byte = {kind: (single[kind] - per_run[kind]) / size for kind in single}
+    return Constants(
+        decode_byte=per_byte["decode"],
+        decode_run=per_run["decode"],
+        build_byte=per_byte["build"],
+        build_run=per_run["build"],
+        driver_byte=per_byte["driver"],
+        driver_run=per_run["driver"],
+        manifest_run=_manifest_run(out, entry),
+        job=job,
+    )
+
+
+def _write(folder: Path, size: int, runs: int) -> tuple[Path, Path, int]:
+    """Write the same bytes as one run and as many; return both folders and the bytes of each."""
+    one, many, model = folder / "one", folder / "many", folder / "model"
+    model.mkdir(parents=True)
+    small = write_trace(model, "json", size // runs, draw_layout(0))
+    (one / "run").mkdir(parents=True)
+    with (one / "run" / "traces.json").open("wb") as whole:
+        for number in range(runs):
+            own = many / f"run-{number:05d}"
+            shutil.copytree(small.path.parent, own)
+            # A digit more of every trace makes spans of their own: copies would count as repeats in the one run.
+            text = _renamed(small.path.read_bytes(), number)
+            (own / small.path.name).write_bytes(text)
+            whole.write(text)
+    shutil.rmtree(model)
+    return one, many, (one / "run" / "traces.json").stat().st_size
+
+
+def _renamed(text: bytes, number: int) -> bytes:
+    prefix = f"{number:08x}".encode()
+    renamed, count = re.subn(
+        rb'("trace_?[iI]d"\s*:\s*")[0-9a-fA-F]{8}', lambda found: found[1] + prefix, text
+    )
+    if not count:
+        raise RuntimeError("the layout spells trace ids in a way that is not known here")
+    return renamed
+
+
+def _ingest(folder: Path, out: Path, engine: str, workers: int) -> tuple[float, float]:
+    """Return wall seconds and peak memory (MiB) of the command."""
+    given = [
+        "ingest",
+        str(folder),
+        "--out",
+        str(out),
+        "--engine",
+        engine,
+        "--workers",
+        str(workers),
+        "--quiet",
+    ]
+    taken = measure([sys.executable, "-m", "tracefit.cli", *given], accepted=(0, 3))
+    shutil.rmtree(out)
+    return taken.wall_s, taken.peak_mib
+
+
+def measure_all(size: int, runs: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Measure the table and the constants."""
+    one, many, size = _write(folder, size, runs)
+    out, start = folder / "tables", folder / "start"
+    shutil.copytree(many / "run-00000", start / "run")
+    engines = ["local", *(["ray"] if importlib.util.find_spec("ray") else [])]
+    rows, starts = [], {}
+    for engine in engines:
+        starts[engine] = statistics.median(_ingest(start, out, engine, 1)[0] for _ in range(rounds))
+        for shape, path in (("one run", one), (f"{runs:,} runs", many)):
+            for workers in (1, 2):
+                taken = [_ingest(path, out, engine, workers) for _ in range(rounds)]
+                wall = statistics.median(t[0] for t in taken)
+                rows.append(
+                    {
+                        "engine": engine,
+                        "shape": shape,
+                        "workers": workers,
+                        "wall_s": wall,
+                        "peak_mib": max(t[1] for t in taken),
+                    }
+                )
+                print(f"{engine}, {shape}, {workers} workers: {wall:.1f} s", file=sys.stderr)
+    constants = measured_constants(one, many, runs, size, folder, job=0.002)
+    return {
+        "size": size,
+        "runs": runs,
+        "rows": rows,
+        "starts": starts,
+        "constants": asdict(constants),
+        "load": os.getloadavg(),
+    }
+
+
+# -- simulated -------------------------------------------------------------------------------------------
+
+
+class _Simulation:
+    """The scheduler of `commands/fleet.py`, on a clock of its own.
+
+    The rules: the largest run first, builds before blocks, two jobs for each worker at most, runs smaller than a block
+    share jobs, a tenth of the time for the manifest at most.
+    """
+
+    def __init__(self, constants: Constants, runs: list[float], workers: int, grain: float) -> None:
+        self.c, self.order, self.workers = constants, sorted(runs, reverse=True), workers
+        self.blocks = [max(1, round(size / grain)) for size in self.order]
+        self.left = list(self.blocks)
+        self.free = [0.0] * workers
+        self.pending: list[
+            tuple[float, int]
+        ] = []  # when a job ends, and the run of its block; -1 for a build
+        self.ready: list[float] = []
+        self.driver = self.busy = self.network = 0.0
+
+    def run(self) -> dict[str, float]:
+        """Return seconds of wall time, and those that each resource is busy."""
+        c = self.c
+        for number, size in enumerate(self.order):
+            each, share = size / self.blocks[number], 1 / self.blocks[number]
+            for _ in range(self.blocks[number]):
+                self._build()
+                self.network += each / NETWORK_BYTES_S
+                self.driver = max(
+                    self.driver + each * c.driver_byte + c.driver_run * share + self._job(each), self.network
+                )
+                self._give(each * c.decode_byte + c.decode_run * share, number)
+        while self.pending:
+            self._take()
+            self._build()
+        count = len(self.order)
+        manifest = min(0.1 * self.driver, c.manifest_run * count**2 / 2) + c.manifest_run * count
+        reading = sum(self.order) * c.driver_byte + count * c.driver_run
+        return {
+            "wall_s": self.driver + manifest,
+            "workers_s": self.busy,
+            "driver_s": reading,
+            "network_s": self.network,
+            "manifest_s": manifest,
+        }
+
+    def _job(self, size: float) -> float:
+        return self.c.job * min(1.0, size / BLOCK_BYTES)
+
+    def _build(self) -> None:
+        while self.ready:
+            size = self.ready.pop()
+            self.driver += self._job(size)
+            self._give(self.c.build_byte * size + self.c.build_run, -1)
+
+    def _give(self, seconds: float, run: int) -> None:
+        while len(self.pending) >= TASKS_PER_WORKER * self.workers:
+            self._take()
+        ends = max(heapq.heappop(self.free), self.driver) + seconds
+        heapq.heappush(self.free, ends)
+        heapq.heappush(self.pending, (ends, run))
+        self.busy += seconds
+
+    def _take(self) -> None:
+        ended, run = heapq.heappop(self.pending)
+        self.driver = max(self.driver, ended)
+        if run >= 0:
+            self.left[run] -= 1
+            if not self.left[run]:
+                self.ready.append(self.order[run])
+
+
+def simulate(
+    constants: Constants, runs: list[float], workers: int, *, grain: float = BLOCK_BYTES
+) -> dict[str, float]:
+    """Return seconds of wall time and of each resource, for runs of these bytes, read in blocks of `grain` bytes."""
+    return _Simulation(constants, runs, workers, grain).run()
+
+
+def first_to_end(found: dict[str, float], workers: int) -> str:
+    """Name the resource that is busy for the largest share of the time."""
+    shares = {
+        "decode and build CPU": found["workers_s"] / workers,
+        "the process that reads": found["driver_s"],
+        "network of that process": found["network_s"],
+        "manifest": found["manifest_s"],
+    }
+    name = max(shares, key=shares.__getitem__)
+    share = shares[name] / found["wall_s"]
+    return (
+        f"{name} ({100 * min(share, 1):.0f} %)"
+        if share > 0.5
+        else f"the largest run ({name} {100 * share:.0f} %)"
+    )
+
+
+def _hours(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+FLEETS = {
+    "1 TB, 1,000 runs of 1 GB": [1e9] * 1000,
+    "1 TB, 100,000 runs of 10 MB": [1e7] * 100_000,
+    "1 TB, half of it one run": [5e11] + [1e9] * 500,
+    "100 TB, 100,000 runs of 1 GB": [1e9] * 100_000,
+}
+
+
+def print_report(data: dict[str, Any]) -> None:
+    """Print the tables as Markdown."""
+    c, size = Constants(**data["constants"]), data["size"]
+    print(f"## Measured: {size / MB:,.0f} MB as one run and as {data['runs']:,}\n")
+    print("| engine | input | workers | wall s | without start s | MB/s | times one worker | peak MiB |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|")
+    net = {
+        (r["engine"], r["shape"], r["workers"]): r["wall_s"] - data["starts"][r["engine"]]
+        for r in data["rows"]
+    }
+    for r in data["rows"]:
+        own = net[r["engine"], r["shape"], r["workers"]]
+        gain = net[r["engine"], r["shape"], 1] / own
+        print(
+            f"| {r['engine']} | {r['shape']} | {r['workers']} | {r['wall_s']:.1f} | {own:.1f} | {size / MB / own:.0f} | {gain:.2f} | {r['peak_mib']:.0f} |"
+        )
+    print("\nStart: " + ", ".join(f"{e} {s:.1f} s" for e, s in data["starts"].items()) + ".\n")
+    print("| constant | value |\n|---|---:|")
+    for name, kind in (("decode", "decoding"), ("build", "building"), ("driver", "reading and publishing")):
+        rate, own = getattr(c, f"{name}_byte"), getattr(c, f"{name}_run")
+        print(f"| {kind} | {1 / rate / MB:,.0f} MB/s of a core, and {1e3 * own:.0f} ms for a run |")
+    print(f"| manifest | {1e6 * c.manifest_run:.0f} us for each run in it |")
+    print(
+        "\n## The simulation against what was measured\n\n| input | workers | measured s | simulated s |\n|---|---:|---:|---:|"
+    )
+    for shape, runs in (
+        ("one run", [float(size)]),
+        (f"{data['runs']:,} runs", [size / data["runs"]] * data["runs"]),
+    ):
+        for workers in (1, 2):
+            if ("local", shape, workers) in net:
+                print(
+                    f"| {shape} | {workers} | {net['local', shape, workers]:.1f} | {simulate(c, runs, workers)['wall_s']:.1f} |"
+                )
+    print(
+        "\n## Simulated\n\n| input | workers | time | core hours | USD | ends first |\n|---|---:|---:|---:|---:|---|"
+    )
+    for name, runs in FLEETS.items():
+        for workers in (2, 16, 64, 256):
+            found = simulate(c, runs, workers, grain=max(BLOCK_BYTES, sum(runs) / 400_000))
+            cores = (found["wall_s"] * (workers + 1)) / 3600
+            print(
+                f"| {name} | {workers} | {_hours(found['wall_s'])} | {cores:,.0f} | {cores * PRICE_PER_CORE_HOUR:,.2f} | {first_to_end(found, workers)} |"
+            )
+
+
+def main() -> None:
+    """Measure, or read what was measured, and print it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", default="2GB", help="bytes, such as 2GB or 200MB")
+    parser.add_argument("--runs", type=int, default=2000, help="runs that the bytes are cut into")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write what was measured here, as JSON")
+    parser.add_argument("--constants", type=Path, help="measure nothing, read this")
+    given = parser.parse_args()
+    if given.constants:
+        data = json.loads(given.constants.read_text())
+    else:
+        size = int(float(given.size[:-2]) * {"MB": 1e6, "GB": 1e9}[given.size[-2:].upper()])
+        with tempfile.TemporaryDirectory() as temporary:
+            data = measure_all(size, given.runs, given.rounds, Path(temporary))
+        if given.out:
+            given.out.write_text(json.dumps(data, indent=1) + "\n")
+    print_report(data)
+
+
+if __name__ == "__main__":
+    main()
