@@ -12,6 +12,8 @@ import pytest
 import tracefit
 from tracefit.commands.ingest import plan_ingest
 from tracefit.results.models import RunResult, TrainResult
+from tracefit.tables.schema import INGEST_TABLES
+from tracefit.tables.store import TableStore
 
 SCHEMAS = Path(__file__).parents[1] / "schemas" / "tables"
 
@@ -69,6 +71,10 @@ def test_tables_are_one_call_away(trained, tmp_path):
     folder = tmp_path / "out"
     shutil.copytree(trained, folder)
     lazy = tracefit.scan(folder, "requests")
+    for name in INGEST_TABLES:
+        assert (
+            tracefit.scan(folder, name).collect().height == TableStore(folder / "tables").read(name).height
+        ), name
     assert isinstance(lazy, pl.LazyFrame)
     stored = pl.concat(pl.read_parquet(p) for p in (folder / "tables/requests").rglob("*.parquet"))
     assert lazy.collect().equals(stored.with_columns(pl.col("run_id").cast(pl.String)))

@@ -311,10 +311,12 @@ class TableStore:
         Raises:
             UsageError: A part, or a folder it lies in, is a symbolic link.
         """
+        # Newer releases of polars read the key-value lists of Parquet as a type of their own.
+        lists = [pl.col(c.name).cast(c.polars) for c in schema.TABLES[name].columns if c.kind == "map"]
         frames = [
-            pl.scan_parquet(self.place.scannable(part), hive_partitioning=False).rename(
-                schema.EARLIER_NAMES, strict=False
-            )
+            pl.scan_parquet(self.place.scannable(part), hive_partitioning=False)
+            .rename(schema.EARLIER_NAMES, strict=False)
+            .with_columns(lists)
             for part in self._parts(name, run_ids)
         ]
         empty = schema.TABLES[name].empty().lazy()
