@@ -10,6 +10,7 @@ import functools
 import gc
 import json
 import os
+import sys
 import time
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from google.protobuf import json_format
 from hypothesis import HealthCheck, Phase, settings
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from tracefit.cli import main
 from tracefit.commands.ingest import IngestOptions, ingest
 from tracefit.commands.train import TrainOptions, run
 from tracefit.server.architecture import ModelArchitecture
@@ -343,6 +345,20 @@ def calls(monkeypatch):
         return made
 
     return count
+
+
+@pytest.fixture
+def tracefit(monkeypatch, capsys):
+    """Return a function that runs the entry point: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tracefit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return call
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 import threading
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -22,7 +21,6 @@ from xml.sax.saxutils import escape, unescape
 
 import pytest
 
-from tracefit.cli import main
 from tracefit.inputs import buckets
 
 NAME = "fleet"
@@ -255,17 +253,3 @@ def bucket(monkeypatch, tmp_path_factory):
     yield bucket
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture
-def tracefit(monkeypatch, capsys):
-    """Return a function that runs the entry point: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tracefit", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    return call

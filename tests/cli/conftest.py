@@ -7,22 +7,6 @@ import sys
 
 import pytest
 
-from tracefit.cli import main
-
-
-@pytest.fixture
-def tracefit(monkeypatch, capsys):
-    """Return a function that runs the entry point: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tracefit", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    return call
-
 
 @pytest.fixture
 def quick():
