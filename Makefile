@@ -41,10 +41,13 @@ test-slow: $(READY) ## the tests that take minutes
 test-browser: $(READY) ## open the report in a headless browser (Chromium); skipped where there is none
 	$(BIN)/python -m pytest -m browser -rs tests/browser
 
-test-ray: requirements-ray.lock ## the tests of Ray, in an environment that has tracefit[ray] and pytest alone
+.venv-ray/.ready: requirements-ray.lock pyproject.toml
 	$(PYTHON) -m venv --clear .venv-ray
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-ray.lock
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+test-ray: .venv-ray/.ready ## the tests of Ray, in an environment that has tracefit[ray] and pytest alone
 	.venv-ray/bin/python -m pytest -m ray tests/engines
 
 check: $(READY) ## format, lint, types, tests: what a reviewer runs

@@ -38,9 +38,10 @@ class _RayJob:
 
 
 class RayEngine:
-    """A Ray cluster. Jobs carry the bytes of their blocks; the tables folder is one that all nodes see."""
+    """A Ray cluster. Jobs carry the bytes of their blocks, but to workers of this machine alone, which read them.
 
-    carries_bytes = True
+    The tables folder is one that all nodes see.
+    """
 
     def __init__(self, address: str | None, workers: int | None) -> None:
         """Connect to a cluster, or start Ray on this machine.
@@ -57,6 +58,7 @@ class RayEngine:
         self._ray = ray
         self._where = address or "Ray on this machine"
         self._is_own = not ray.is_initialized()
+        self.carries_bytes = not (self._is_own and address is None)
         if self._is_own:
             self._connect(address, workers or available_cores())
         self._nodes = [node for node in ray.nodes() if node["Alive"]]
