@@ -83,10 +83,10 @@ SLOW = """
 import functools, sys
 sys.path.insert(0, {folder!r})
 import tracefit.commands.ingest as ingest
-import tracefit.engines.decode as decoding
+import tracefit.commands.fleet as fleet
 ingest.IngestOptions = functools.partial(ingest.IngestOptions, block_bytes=20_000, bytes_per_worker=1)
 import slow_task
-decoding.decode_task = slow_task.decode
+fleet.decode_tasks = slow_task.decode
 from tracefit.cli import main
 main()
 """
@@ -94,7 +94,7 @@ main()
 
 TASK = """
 import pathlib, time
-def decode(task):
+def decode(tasks):
     pathlib.Path({marker!r}).write_text("began")
     time.sleep(60)
 """

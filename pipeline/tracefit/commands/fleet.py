@@ -11,7 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -186,19 +186,23 @@ class Fleet:
 
     def _work_off(self) -> None:
         for job, handle in run_jobs(self._engine, self._next_job):
-            result = self._engine.result(handle)
-            if isinstance(job.work, _Decode):
-                for (run, task), decoded in zip(job.work.tasks, result, strict=True):
-                    self._take(run, task, decoded)
-            else:
-                for run, built in zip(job.work.runs, result, strict=True):
-                    if isinstance(built, DataError):
-                        self._end(run, built)
-                    else:
-                        self._built[run.run_id] = (run, built)
+            self._receive(job, self._engine.result(handle))
+            # Its blocks are in memory as long as it has a name, and the next ones are about to be read.
+            del job, handle
             if time.monotonic() >= self._publish_from:
                 self._publish()
         self._publish()
+
+    def _receive(self, job: Job, result: Any) -> None:
+        if isinstance(job.work, _Decode):
+            for (run, task), decoded in zip(job.work.tasks, result, strict=True):
+                self._take(run, task, decoded)
+            return
+        for run, built in zip(job.work.runs, result, strict=True):
+            if isinstance(built, DataError):
+                self._end(run, built)
+            else:
+                self._built[run.run_id] = (run, built)
 
     # -- what is done next ---------------------------------------------------------------------------------
 
@@ -214,10 +218,11 @@ class Fleet:
     def _bundle(self) -> tuple[tuple[RunAtWork, Task], ...]:
         """Return the next blocks to decode; those of small runs together."""
         found: list[tuple[RunAtWork, Task]] = []
-        size = 0
-        while (task := self._next or self._next_task()) is not None:
+        size, most = 0, self._options.limits.block_bytes
+        # Once half full, it is given out: what does not fit would be in memory beside it.
+        while size < most // 2 and (task := self._next or self._next_task()) is not None:
             own = sum(item.size for item in task[1].items if isinstance(item, blocks.Block))
-            self._next = task if found and size + own > self._options.limits.block_bytes else None
+            self._next = task if found and size + own > most else None
             if self._next is not None:
                 break
             found.append(task)

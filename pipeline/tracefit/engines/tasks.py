@@ -101,5 +101,7 @@ def run_jobs(engine: TaskEngine, next_job: Callable[[], Job | None]) -> Iterator
             pending[engine.submit(job)] = job
         if not pending:
             return
+        job = None  # what has a name here is not freed
         for handle in engine.wait(list(pending)):
             yield pending.pop(handle), handle
+        del handle
