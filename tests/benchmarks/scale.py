@@ -15,7 +15,6 @@ import heapq
 import importlib.util
 import json
 import os
-import re
 import shutil
 import statistics
 import sys
@@ -146,31 +145,15 @@ def measured_constants(one: Path, many: Path, runs: int, size: int, folder: Path
 
 
 def _write(folder: Path, size: int, runs: int) -> tuple[Path, Path, int]:
-    """Write the same bytes as one run and as many; return both folders and the bytes of each."""
+    """Write a run, and as many bytes as many runs; return both folders and the bytes of each."""
     one, many, model = folder / "one", folder / "many", folder / "model"
-    model.mkdir(parents=True)
+    for each in (one / "run", model):
+        each.mkdir(parents=True)
     small = write_trace(model, "json", size // runs, draw_layout(0))
-    (one / "run").mkdir(parents=True)
-    with (one / "run" / "traces.json").open("wb") as whole:
-        for number in range(runs):
-            own = many / f"run-{number:05d}"
-            shutil.copytree(small.path.parent, own)
-            # A digit more of every trace makes spans of their own: copies would count as repeats in the one run.
-            text = _renamed(small.path.read_bytes(), number)
-            (own / small.path.name).write_bytes(text)
-            whole.write(text)
-    shutil.rmtree(model)
-    return one, many, (one / "run" / "traces.json").stat().st_size
-
-
-def _renamed(text: bytes, number: int) -> bytes:
-    prefix = f"{number:08x}".encode()
-    renamed, count = re.subn(
-        rb'("trace_?[iI]d"\s*:\s*")[0-9a-fA-F]{8}', lambda found: found[1] + prefix, text
-    )
-    if not count:
-        raise RuntimeError("the layout spells trace ids in a way that is not known here")
-    return renamed
+    for number in range(runs):
+        shutil.copytree(model, many / f"run-{number:05d}")
+    whole = write_trace(one / "run", "json", runs * small.size, draw_layout(0))
+    return one, many, whole.size
 
 
 def _ingest(folder: Path, out: Path, engine: str, workers: int) -> tuple[float, float]:
