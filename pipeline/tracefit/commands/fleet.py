@@ -220,7 +220,7 @@ class Fleet:
         found: list[tuple[RunAtWork, Task]] = []
         size, most = 0, self._options.limits.block_bytes
         # Once half full, it is given out: what does not fit would be in memory beside it.
-        while size < most // 2 and (task := self._next or self._next_task()) is not None:
+        while (not found or size < most // 2) and (task := self._next or self._next_task()) is not None:
             own = sum(item.size for item in task[1].items if isinstance(item, blocks.Block))
             self._next = task if found and size + own > most else None
             if self._next is not None:
