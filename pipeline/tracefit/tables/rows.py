@@ -127,6 +127,7 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> SpanRows:
     spans = spans.with_columns(status_message=_or_other(pl.col("status_message")))
     other_scope_spans = spans.filter(~known).drop("span_row", "dropped_attributes", *dialects.SPAN_KEYS)
     vllm_spans = spans.filter(known).with_row_index("row")
+    del spans  # its texts may be long: two copies of them are enough
     place = vllm_spans.select("span_row", "row", span_scope="scope")
     events = {
         name: place.join(frame, on="span_row", how="inner", maintain_order="right").drop("span_row")
