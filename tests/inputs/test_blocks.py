@@ -6,6 +6,7 @@ import gzip
 import os
 import pickle
 import resource
+from pathlib import Path
 
 import pytest
 
@@ -150,6 +151,15 @@ def test_a_file_that_is_gone_or_shrunk_is_one_line(otlp, tmp_path):
     for wrong in (path, tmp_path):
         with pytest.raises(UsageError, match="cannot be opened"):
             TraceFile.local(wrong)
+
+
+def test_a_block_is_read_from_another_working_folder(otlp, tmp_path, monkeypatch):
+    (tmp_path / "a.json").write_bytes(otlp.SHAPES["lines"](3))
+    monkeypatch.chdir(tmp_path)
+    (block,) = read_blocks(TraceFile.local(Path("a.json")))
+    monkeypatch.chdir("/")
+    assert load(block) == otlp.SHAPES["lines"](3)
+    assert block.source_file == "a.json"
 
 
 @pytest.mark.parametrize("show_values", [False, True])

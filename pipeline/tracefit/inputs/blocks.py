@@ -7,12 +7,13 @@ bytes of one record.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.inputs.compression import USUAL, Expansion, Gap, Piece, pieces
-from tracefit.inputs.files import cannot_open, display_name
+from tracefit.inputs.files import cannot_open
 from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, detect_format
 from tracefit.inputs.framing import Shape, next_record, whole_records
 from tracefit.inputs.rejects import Encoding, Reject, excerpt
@@ -64,7 +65,7 @@ class Block:
         shape: How the file lays out its records.
         encoding: How the records are encoded.
         offset: Where the block begins, in bytes of the decompressed file.
-        path: The file to read the block from, if it has no payload.
+        path: The absolute path of the file to read the block from, if it has no payload.
         size: Number of bytes.
         payload: The bytes themselves, if there is no path.
     """
@@ -129,7 +130,7 @@ def load(block: Block) -> bytes:
             raw.seek(block.offset)
             return raw.read(block.size)
     except OSError as error:
-        raise cannot_open(display_name(block.path), error) from error
+        raise cannot_open(block.source_file, error) from error
 
 
 class _Splitter:
@@ -148,7 +149,8 @@ class _Splitter:
         self._limits = limits
         self._content = content
         self._show_values = show_values
-        self._by_path = by_path and file.filesystem is None
+        # Where other processes find the file: some engines' workers have a working folder of their own.
+        self._path = os.path.abspath(file.path) if by_path and file.filesystem is None else None  # noqa: PTH100 - `..` of a link stays what it is
         self._buffer = b""
         self._offset = 0  # of the buffer, in the content
         self._stored = 0  # bytes of the content that the file has at the same offset
@@ -213,9 +215,8 @@ class _Splitter:
 
     def _block(self, shape: Shape, encoding: Encoding, size: int) -> Block:
         # Bytes of a plain part lie in the file at the same offset only as long as nothing compressed came before.
-        is_range = self._by_path and self._offset + size <= self._stored
-        path = self._file.path if is_range else None
-        payload = None if is_range else self._buffer[:size]
+        path = self._path if self._offset + size <= self._stored else None
+        payload = None if path else self._buffer[:size]
         block = Block(self._file.name, shape, encoding, self._offset, path, size, payload)
         self._drop(size)
         return block
