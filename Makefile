@@ -48,7 +48,7 @@ test-browser: $(READY) ## open the report in a headless browser (Chromium); skip
 	@touch $@
 
 test-ray: .venv-ray/.ready ## the tests of Ray, in an environment that has tracefit[ray] and pytest alone
-	.venv-ray/bin/python -m pytest -m ray tests/engines
+	.venv-ray/bin/python -m pytest -m ray tests/engines $(RAY_TESTS)
 
 check: $(READY) ## format, lint, types, tests: what a reviewer runs
 	$(BIN)/ruff format --check .
