@@ -21,7 +21,7 @@ import polars as pl
 
 import tracefit
 from timeline import ENGINE, journeys
-from tracefit.commands.scopes import timeline_in
+from tracefit.engines.training import timeline_in
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables import schema
 from tracefit.tables.store import TableStore

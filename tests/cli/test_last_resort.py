@@ -14,7 +14,7 @@ COMMANDS = {
     "run": ("tracefit.commands.train.train", "run {runs} --out {out} --fast"),
     "ingest": ("tracefit.commands.ingest.open_inputs", "ingest {runs} --out {out}/tables"),
     "inspect": ("tracefit.commands.inspect.open_inputs", "inspect {runs}"),
-    "train": ("tracefit.commands.train.load_scope", "train {out} --out {out}/models"),
+    "train": ("tracefit.commands.train.fit_scope", "train {out} --out {out}/models"),
     "report": ("tracefit.reports.page.html_page", "report {out}"),
     "compare": ("tracefit.commands.compare.compare", "compare {out} {out}"),
     "verify": ("tracefit.commands.verify.fit_runs", "verify {out}"),
@@ -61,7 +61,7 @@ def test_the_line_names_the_run_and_the_debug_log_has_the_traceback(tracefit, mo
     def fail(*_, **__):
         raise pl.exceptions.PanicException("index out of range")
 
-    monkeypatch.setattr("tracefit.commands.train.load_scope", fail)
+    monkeypatch.setattr("tracefit.commands.train.fit_scope", fail)
     for level in ([], ["--log-level", "debug"]):
         code, _, stderr = tracefit("train", out, "--out", out / "models", "--fast", *level)
         assert code == 4

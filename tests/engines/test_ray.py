@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tracefit import EngineChoice, UsageError, ingest
+from tracefit import EngineChoice, TrainOptions, UsageError, ingest, train
 from tracefit.commands.ingest import IngestOptions
 from tracefit.engines.tasks import Job, WorkerError, run_jobs
 from tracefit.progress import NullProgress
@@ -88,6 +88,15 @@ def test_a_cluster_of_three_nodes_writes_the_same_bytes(
     result = ingest([fleet], "tables", engine=EngineChoice("ray", cluster.address))
     assert len(result.runs) == 5
     assert bytes_of(tmp_path / "tables") == expected
+
+
+def test_training_on_a_cluster_gives_the_same_files(tmp_path, fleet, cluster, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ingest([fleet], "tables", workers=1)
+    train("tables", "here", options=TrainOptions(fast=True))
+    train("tables", "there", options=TrainOptions(fast=True), engine=EngineChoice("ray", cluster.address))
+    for name in ("alpha.json", "beta.json"):
+        assert (tmp_path / "there" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
 
 
 def test_a_cluster_is_reached_by_its_client_port(tmp_path, fleet, bytes_of, cluster):

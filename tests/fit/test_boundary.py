@@ -96,7 +96,7 @@ def test_bursts_are_outside_the_range_and_do_not_move_the_api_work(tmp_path, new
     ((scope, members),) = scopes_of(runs, "tables")
     # All of them are queued after the same time, which a line fits as well: this test needs the boundary.
     target = replace(target_named("admission"), forms=("step_boundary",))
-    tables = load_scope(store, runs, scope, members)
+    tables = load_scope(store, members)
     model = fit_target(tables, target, constants_of(scope.context), ScopeOptions(reference=False))
     (burst,) = model.validation.bursts
     assert burst.requests == 25

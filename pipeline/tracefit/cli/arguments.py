@@ -88,7 +88,7 @@ Workers = Annotated[
     Optional[int],
     typer.Option(
         min=1,
-        help="Most processes that decode traces and build tables; the number of cores, or of a cluster's, if not given.",
+        help="Most processes that decode traces, build tables and read them; the number of cores, or of a cluster's, if not given.",
     ),
 ]
 EngineName = Annotated[

@@ -11,6 +11,7 @@ from tracefit.cli.arguments import (
     Across,
     AnySign,
     BetaTarget,
+    EngineName,
     Fast,
     Features,
     IncludeOverloaded,
@@ -18,11 +19,13 @@ from tracefit.cli.arguments import (
     ModelFiles,
     Positive,
     Quiet,
+    RayAddress,
     RunName,
     SampleCsv,
     ScopeName,
     TablesFolder,
     Thresholds,
+    Workers,
     train_options,
 )
 from tracefit.cli.program import app
@@ -51,6 +54,9 @@ def train(
     include_overloaded: IncludeOverloaded = False,
     across: Across = False,
     thresholds: Thresholds = None,
+    workers: Workers = None,
+    engine: EngineName = "local",
+    ray_address: RayAddress = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -61,10 +67,18 @@ def train(
     terminal = Terminal(quiet=quiet, task=f"train on {tables}")
     with one_line_errors(terminal):
         from tracefit.commands.train import train as train_command
+        from tracefit.engines.choice import EngineChoice
         from tracefit.reports.terminal_results import train_text
 
         options = train_options(context)
-        result = train_command(tables, out, options=options, progress=terminal)
+        result = train_command(
+            tables,
+            out,
+            options=options,
+            workers=workers,
+            engine=EngineChoice(engine, ray_address),
+            progress=terminal,
+        )
         terminal.show(result, train_text(result), as_json=json)
 
 

@@ -132,7 +132,7 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
             notes.append(f"scope {scope_id}: no run of it in {tables}")
             continue
         scope, members = here[scope_id]
-        loaded = load_scope(store, runs.filter(pl.col("run_id").is_in(members)), scope, members)
+        loaded = load_scope(store, members)
         models: ScopeModels = old.scope(scope_id)
         found += [_drift_of(m, scope, loaded, tolerance) for m in models.models.values()]
     if not found:

@@ -6,8 +6,6 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import polars as pl
-
 from tracefit import consumers
 from tracefit.coefficients.models import load
 from tracefit.commands.locate import choose_scope, find_models, find_tables, tables_of
@@ -116,6 +114,4 @@ def _source(chosen: ScopeModels, models: Path, tables: str | Path | None) -> Sou
             hint="give the tables it was trained on",
         )
     scope, members = found[0]
-    return Source(
-        chosen, scope, load_scope(store, runs.filter(pl.col("run_id").is_in(members)), scope, members)
-    )
+    return Source(chosen, scope, load_scope(store, members))

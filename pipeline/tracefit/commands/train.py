@@ -16,13 +16,15 @@ from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest
 from tracefit.commands.locate import find_tables
 from tracefit.commands.report import report_of, report_texts
 from tracefit.commands.sampling import MOST_ROWS, MOST_RUNS, sample_runs, sampling_note
-from tracefit.commands.scopes import load_scope, scopes_of, write_timelines
+from tracefit.commands.scopes import scopes_of, write_timelines
 from tracefit.commands.training_tables import sample_tables, write_training_frames
-from tracefit.engines.choice import LOCAL, EngineChoice
+from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
+from tracefit.engines.local import LocalEngine
+from tracefit.engines.training import BYTES_PER_JOB, each_run, frames_of, scope_tables
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
 from tracefit.fit.fitted import BetaTarget, ScopeOptions
-from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads, runs_to_fit
+from tracefit.fit.load import runs_to_fit
 from tracefit.fit.scopes import fit_across, fit_scope
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.coefficients.model import Evaluation
+    from tracefit.engines.tasks import TaskEngine
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.results import Latency, Missing, Overload
 
@@ -81,6 +84,8 @@ def train(
     options: TrainOptions | None = None,
     report_folder: str | Path | None = None,
     run_ids: Sequence[str] | None = None,
+    workers: int | None = None,
+    engine: EngineChoice = LOCAL,
     progress: Progress | None = None,
 ) -> TrainResult:
     """Fit every scope in the tables and write models, evaluation and report.
@@ -91,6 +96,8 @@ def train(
         options: How to train.
         report_folder: Folder for evaluation.json and report.md; `out` if not given.
         run_ids: Runs to train on; every run in the tables if not given.
+        workers: Processes that make the frames of runs, at most; as many as there are cores if not given.
+        engine: Where they run: on this machine, or on Ray. Coefficients are fitted here, and are the same.
         progress: Receives reports on the progress.
 
     Raises:
@@ -112,10 +119,13 @@ def train(
     runs = runs.filter(~pl.col("run_id").is_in([one.run_id for one in overlaps]))
     for text in _without_configuration(runs):
         progress.warn(text)
-    scopes = [
-        replace(fitted, notes=(*fitted.notes, *notes.get(fitted.scope.scope_id, ())))
-        for fitted in fit_runs(store, runs, options, progress)
-    ]
+    with open_engine(engine, workers) as workplace:
+        workplace.check(store.root.absolute() / "runs" if store.place.has_lock else None)
+        workplace.limit(max(1, int(runs.unique("run_id", keep="first")["bytes"].sum()) // BYTES_PER_JOB))
+        scopes = [
+            replace(fitted, notes=(*fitted.notes, *notes.get(fitted.scope.scope_id, ())))
+            for fitted in fit_runs(store, runs, options, progress, workplace)
+        ]
     # Before anything is written: a failed training leaves the models of the one before as they were.
     _require_models(scopes, str(tables))
     made_by = publish.provenance(
@@ -185,7 +195,11 @@ def _result(
 
 
 def fit_runs(
-    store: TableStore, runs: pl.DataFrame, options: TrainOptions, progress: Progress
+    store: TableStore,
+    runs: pl.DataFrame,
+    options: TrainOptions,
+    progress: Progress,
+    engine: TaskEngine | None = None,
 ) -> list[FittedScope]:
     """Fit every scope of some runs.
 
@@ -194,27 +208,23 @@ def fit_runs(
         runs: Rows of the `runs` table.
         options: How to train.
         progress: Receives reports on the progress.
+        engine: Where the frames of each run are made; in this process if not given. Fits are made here.
     """
-    write_timelines(store, runs["run_id"].unique(maintain_order=True))
+    engine = engine or LocalEngine(1)
+    write_timelines(store, runs["run_id"].unique(maintain_order=True), engine)
     sets = beta_feature_sets(options.features)
     how = scope_options(options)
     scopes = []
     for scope, members in scopes_of(runs, str(store.root)):
         progress.stage(f"fitting {scope.scope_id} ({_some(members)})")
-        # One by one: the rules look at one run, and there may be thousands.
-        overloads = tuple(
-            one
-            for run_id in members
-            for one in find_overloads(
-                [run_id],
-                store.read("requests", [run_id], REQUEST_COLUMNS),
-                store.read("steps", [run_id], STEP_COLUMNS),
-            )
-        )
+        frames = dict(each_run(engine, frames_of, store, members))
+        overloads = tuple(one for run_id in members if (one := frames[run_id].overload) is not None)
         kept, overloads = runs_to_fit(members, overloads, include=options.include_overloaded)
         for one in overloads:
             progress.warn(overload_text(one))
-        fitted = fit_scope(scope, load_scope(store, runs, scope, kept), sets, how)
+        tables = scope_tables([frames[run_id].tables for run_id in sorted(kept)])
+        frames.clear()
+        fitted = fit_scope(scope, tables, sets, how)
         scopes.append(replace(fitted, overloads=overloads))
     return scopes
 
@@ -367,8 +377,8 @@ def run(
         server: Facts about the server beyond the run's files.
         ingest_options: Which parts of the traces to keep.
         options: How to train.
-        workers: Processes that decode and build, at most; as many as there are cores if not given.
-        engine: Where they run; see `ingest`.
+        workers: Processes at work, at most; as many as there are cores if not given.
+        engine: Where they run; see `ingest` and `train`.
         progress: Receives reports on the progress.
 
     Raises:
@@ -392,6 +402,8 @@ def run(
         report_folder=out,
         # The folder may hold runs of earlier jobs: train on those of this one only.
         run_ids=[r.run_id for r in ingested.runs],
+        workers=workers,
+        engine=engine,
         progress=progress,
     )
     return RunResult(ingested, trained, out)

@@ -1,7 +1,7 @@
 """What a command asks of an engine: jobs in, results out in the order in which they end.
 
 An engine decides where a function runs, in this process, in others, or on other machines. The functions are the same:
-`decode.decode_tasks` and `build.build_runs`.
+`decode.decode_tasks` and `build.build_runs`, and for training those of `training`.
 """
 
 from __future__ import annotations

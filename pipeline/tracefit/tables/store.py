@@ -35,7 +35,7 @@ from tracefit.tables.manifest import (
     read_manifest,
     replace_manifest,
 )
-from tracefit.tables.places import Place, digest_of, open_place
+from tracefit.tables.places import Disk, Place, digest_of, open_place
 from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class TableStore:
         self.place = open_place(root)
         self.root: Path = self.place.root
         self._checked: set[str] = set()
+        self._pinned: Manifest | None = None
 
     def write_run(self, run_id: str, frames: Mapping[str, pl.DataFrame]) -> list[Path]:
         """Replace a run's rows in the given tables; see `write_runs`. Return the part of each table."""
@@ -272,7 +273,14 @@ class TableStore:
 
     def manifest(self) -> Manifest:
         """Return the current manifest."""
-        return read_manifest(self.place)[0]
+        return self._pinned or read_manifest(self.place)[0]
+
+    def pinned(self, run_ids: Iterable[str]) -> TableStore:
+        """Return some runs as they are now, to read from: for workers, which need not read the manifest of all."""
+        store = TableStore(self.root.absolute() if isinstance(self.place, Disk) else self.root)
+        runs = self.manifest().runs
+        store._pinned = Manifest(runs={run_id: runs[run_id] for run_id in run_ids if run_id in runs})
+        return store
 
     def runs(self) -> list[str]:
         """Return the ids of the ingested runs, sorted."""

@@ -1,0 +1,159 @@
+"""Make of one run's tables what training needs: its timeline where it is missing, and the frames of its scope's fits.
+
+Runs share nothing until their frames are put together, so that engines may work on many at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import polars as pl
+
+from tracefit.engines.build import engine_limits, timeline_of
+from tracefit.engines.tasks import Job, run_jobs
+from tracefit.fit.fitted import ScopeTables
+from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads
+from tracefit.kv.columns import with_kv_cache, with_prefix_hits
+from tracefit.server.context import context_from_json
+from tracefit.tables.keys import ENGINE
+from tracefit.tables.runs import step_counters
+from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tracefit.engines.tasks import TaskEngine
+    from tracefit.fit.results import Overload
+    from tracefit.server.context import RunContext
+    from tracefit.tables.store import TableStore
+
+BYTES_PER_JOB = 32 << 20
+"""Bytes of the trace files of one job's runs: small runs share the cost of a job, whose frames are held at once."""
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFrames:
+    """What the fits of a scope take of one run.
+
+    Attributes:
+        tables: The tables of a scope that has this run alone.
+        overload: Why it counts as overloaded; null if it does not.
+    """
+
+    tables: ScopeTables
+    overload: Overload | None
+
+
+def timeline_in(store: TableStore, run_id: str) -> dict[str, pl.DataFrame]:
+    """Build the timeline of a run from its tables in a folder; see `timeline_of`."""
+    context = _context(store, store.read("runs", [run_id]), run_id)
+    return timeline_of(lambda name: store.read(name, [run_id]), context)
+
+
+def frames_of(store: TableStore, run_id: str) -> RunFrames:
+    """Read what fits take of a run, which has a timeline.
+
+    Raises:
+        DataError: A table is missing or damaged.
+    """
+    runs = store.read("runs", [run_id])
+    context = _context(store, runs, run_id)
+    limits, architecture = engine_limits(context), context.architecture
+    timeline, journeys = store.read("timeline", [run_id]), store.read("journey_events", [run_id])
+    steps, requests = store.read("steps", [run_id]), store.read("requests", [run_id])
+    # Only complete journeys give the running requests of every step, and with them the queue state of each request.
+    is_complete = timeline["running_after"].is_not_null().any()
+    with_cache = with_kv_cache(
+        timeline,
+        store.read("kv_events", [run_id]),
+        block_size=limits.block_size,
+        kv_bytes_per_token=architecture.kv_bytes_per_token if architecture else None,
+    )
+    found = {(run, server): lag for run, server, lag in execution_lags(timeline, journeys).iter_rows()}
+    overloads = find_overloads([run_id], requests.select(REQUEST_COLUMNS), steps.select(STEP_COLUMNS))
+    tables = ScopeTables(
+        runs=runs,
+        timeline=with_prefix_hits(with_cache, requests),
+        sampled_steps=steps.height,
+        requests=requests,
+        queue=queue_state(journeys, timeline, limits) if is_complete else None,
+        counters=step_counters(steps.select(*ENGINE, "step_id"), journeys),
+        clock_checks=clock_disagreements(timeline, journeys),
+        # A server whose journeys do not show the lag is taken to schedule in step with execution.
+        lags={key: found.get(key, 0) for key in runs.select("run_id", "server").iter_rows()},
+        requeue_waits=requeue_waits(journeys),
+    )
+    return RunFrames(tables, overloads[0] if overloads else None)
+
+
+def _context(store: TableStore, runs: pl.DataFrame, run_id: str) -> RunContext:
+    # The table has a row per server; the settings are those of the run.
+    first = runs.row(0, named=True)
+    where = f"{store.root}/runs/run_id={run_id}"
+    return context_from_json(first["settings"], first["model_config"], first["gpu"], where=where)
+
+
+def scope_tables(parts: Sequence[ScopeTables]) -> ScopeTables:
+    """Return the tables of a scope from those of its runs."""
+    queues = [part.queue for part in parts if part.queue is not None]
+    return ScopeTables(
+        runs=_concat([part.runs for part in parts]),
+        timeline=_concat([part.timeline for part in parts]),
+        sampled_steps=sum(part.sampled_steps for part in parts),
+        requests=_concat([part.requests for part in parts]),
+        queue=_concat(queues) if queues else None,
+        counters=_concat([part.counters for part in parts]),
+        clock_checks=_concat([part.clock_checks for part in parts]),
+        lags={key: lag for part in parts for key, lag in part.lags.items()},
+        requeue_waits=_concat([part.requeue_waits for part in parts]),
+    )
+
+
+def _concat(frames: list[pl.DataFrame]) -> pl.DataFrame:
+    found = pl.concat(frames, how="diagonal_relaxed", rechunk=True)
+    # A column of one value is a scalar until it is copied to another process; the last digit of a division by one differs.
+    return pl.DataFrame(found.get_columns())
+
+
+@dataclass(frozen=True, slots=True)
+class _Share(Generic[R]):
+    """Runs of one job, and what is done with each."""
+
+    function: Callable[[TableStore, str], R]
+    store: TableStore
+    run_ids: tuple[str, ...]
+
+
+def _do(runs: _Share[R]) -> tuple[R, ...]:
+    return tuple(runs.function(runs.store, run_id) for run_id in runs.run_ids)
+
+
+def each_run(
+    engine: TaskEngine, function: Callable[[TableStore, str], R], store: TableStore, run_ids: Sequence[str]
+) -> Iterator[tuple[str, R]]:
+    """Yield each run with what a function of this module makes of it, in the order in which jobs end.
+
+    Raises:
+        WorkerError: A worker died.
+        DataError: A table is missing or damaged.
+    """
+    sizes = store.read("runs", list(run_ids), ["run_id", "bytes"]).unique("run_id", keep="first")
+    waiting = deque(sizes.sort("run_id").iter_rows())
+    share = -(-len(waiting) // engine.workers)
+
+    def next_job() -> Job | None:
+        chosen: list[str] = []
+        left = BYTES_PER_JOB
+        while waiting and (not chosen or (waiting[0][1] <= left and len(chosen) < share)):
+            run_id, size = waiting.popleft()
+            chosen.append(run_id)
+            left -= size
+        runs = _Share(function, store.pinned(chosen), tuple(chosen))
+        return Job(_do, runs, chosen[0], runs.run_ids) if chosen else None
+
+    for job, handle in run_jobs(engine, next_job):
+        yield from zip(job.work, engine.result(handle), strict=True)
