@@ -47,8 +47,8 @@ test-browser: $(READY) ## open the report in a headless browser (Chromium); skip
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-test-ray: .venv-ray/.ready ## the tests of Ray, in an environment that has tracefit[ray] and pytest alone
-	.venv-ray/bin/python -m pytest -m ray tests/engines $(RAY_TESTS)
+test-ray: .venv-ray/.ready ## the tests of Ray, in an environment that has tracefit[ray,buckets] and pytest alone
+	.venv-ray/bin/python -m pytest -m ray tests/engines tests/buckets/test_ray.py $(RAY_TESTS)
 
 check: $(READY) ## format, lint, types, tests: what a reviewer runs
 	$(BIN)/ruff format --check .
