@@ -93,6 +93,13 @@ def test_ready_runs_are_shared_out_to_all_workers(tmp_path, fleet, recorded):
     assert built == [3, 1, 1]  # half of five, then half of the two that are left
 
 
+@pytest.mark.parametrize(("at_once", "expected"), [(False, [False, False, True]), (True, [False] * 3)])
+def test_a_job_is_the_last_when_nothing_else_runs_or_waits(tmp_path, fleet, recorded, at_once, expected):
+    jobs = recorded([fleet], tmp_path / "tables", workers=2, ended_last_first=at_once).jobs
+    assert [job.is_last for job in jobs if job.function.__name__ == "build_runs"] == expected
+    assert not any(job.is_last for job in jobs if job.function.__name__ == "decode_tasks")
+
+
 def test_the_order_in_which_jobs_end_changes_nothing(tmp_path, fleet, recorded, bytes_of, small_pieces):
     recorded([fleet], tmp_path / "first")
     recorded([fleet], tmp_path / "last", ended_last_first=True)

@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from tracefit.tables.rows import RowOptions
     from tracefit.tables.store import TableStore
 
+_BUILT_APART = 4
+"""Times the bytes that are worth a process to decode, from which one is worth starting to build on several cores."""
+
 _PUBLISHING_SHARE = 0.1
 """Largest share of the time that goes into writing the manifest, which grows with the runs: meanwhile, finished runs wait."""
 
@@ -256,7 +259,14 @@ class Fleet:
             size += runs[-1].size_bytes
         if len(self._runs) == 1:
             self._progress.stage(f"writing {runs[0].run_id}")
-        return Job(build_runs, tuple(map(self._run_task, runs)), runs[0].source.name, _Build(tuple(runs)))
+        return Job(
+            build_runs,
+            tuple(map(self._run_task, runs)),
+            runs[0].source.name,
+            _Build(tuple(runs)),
+            is_last=size >= _BUILT_APART * self._options.bytes_per_worker
+            and self._ended + len(self._built) + len(runs) == len(self._runs),
+        )
 
     # -- one run -------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from tracefit.engines.processes import available_cores, process_pool, worker_surroundings
@@ -37,7 +38,6 @@ class LocalEngine:
         """Take at most this many processes, or one for each core."""
         self.workers = workers or available_cores()
         self._stack = ExitStack()
-        self._pool: ProcessPoolExecutor | None = None
         self._running = 0
         self._held: _PoolJob | None = None
 
@@ -67,7 +67,7 @@ class LocalEngine:
             return handle
         for one in filter(None, (self._held, handle)):
             with worker_surroundings(self.workers):
-                one.future = self._processes().submit(attempt, one.job.function, one.job.argument)
+                one.future = self._pool.submit(attempt, one.job.function, one.job.argument)
             self._running += 1
         self._held = None
         return handle
@@ -104,7 +104,6 @@ class LocalEngine:
             raise error
         return value
 
-    def _processes(self) -> ProcessPoolExecutor:
-        if self._pool is None:
-            self._pool = self._stack.enter_context(process_pool(self.workers))
-        return self._pool
+    @cached_property
+    def _pool(self) -> ProcessPoolExecutor:
+        return self._stack.enter_context(process_pool(self.workers))

@@ -25,7 +25,8 @@ MOST_TRIES = 4
 """Runs of a job whose worker or node dies. Ray itself would run one that takes too much memory again without an end."""
 
 _OBJECTS_BYTES = 512 << 20
-_TURN_S, _ANSWER_S = 0.5, 5.0
+_MOST_CORES, _TURN_S, _ANSWER_S = 4, 0.5, 5.0
+_set_up = cache(memory.reuse_freed)
 
 
 class _RayJob:
@@ -68,9 +69,12 @@ class RayEngine:
             raise UsageError("has no CPU for jobs", where=self._where, hint="add nodes with CPUs")
         self.workers = min(workers or cores, cores)
         self.ahead = TASKS_PER_WORKER * cores if self.workers == cores else self.workers
-        # A job that asks for more memory than any node has would wait for ever.
-        self._most = int(max(node["Resources"].get("memory", 0) for node in self._nodes))
-        self._call = ray.remote(num_cpus=1, max_retries=0, runtime_env={"env_vars": _surroundings()})(_work)
+        # A job that asks for more than any node has would wait for ever.
+        most_cores, self._most = (
+            int(max(node["Resources"].get(kind, 0) for node in self._nodes)) for kind in ("CPU", "memory")
+        )
+        self._last_cores = max(1, min(self.workers, most_cores, _MOST_CORES))  # sorts make little use of more
+        self._call = ray.remote(max_retries=0)(_work)
 
     def __enter__(self) -> Self:
         return self
@@ -104,24 +108,22 @@ class RayEngine:
 
         asked = {
             node["NodeManagerAddress"]: self._call.options(
-                num_cpus=0, scheduling_strategy=On(node["NodeID"], soft=False)
+                **_on_cores(1) | {"num_cpus": 0}, scheduling_strategy=On(node["NodeID"], soft=False)
             ).remote(_version_at, folder)
             for node in self._nodes
         }
+        hint = "install the same tracefit in the cluster's environment"
         for node, handle in asked.items():
             where = f"{self._where}, node {node}"
             try:
                 (version, is_there), _ = self._ray.get(handle)
             except Exception as error:
-                hint = "install tracefit of this version in the cluster's environment"
                 raise UsageError("has no tracefit that can be imported", where=where, hint=hint) from error
             if version != __version__:
-                raise UsageError(
-                    f"has tracefit {version}, this is {__version__}", where=where, hint="install the same"
-                )
+                raise UsageError(f"has tracefit {version}, this is {__version__}", where=where, hint=hint)
             if folder is not None and not is_there:
-                hint = "write to a disk that all nodes share, or to a bucket"
-                raise UsageError(f"does not see {folder.parent}", where=where, hint=hint)
+                shared = "write to a disk that all nodes share, or to a bucket"
+                raise UsageError(f"does not see {folder.parent}", where=where, hint=shared)
 
     def submit(self, job: Job) -> _RayJob:
         """Begin a job."""
@@ -130,7 +132,8 @@ class RayEngine:
     def _begin(self, handle: _RayJob) -> _RayJob:
         reserved = min(MEMORY_BYTES << handle.tries, self._most)
         handle.tries += 1
-        handle.ref = self._call.options(memory=reserved).remote(handle.job.function, handle.job.argument)
+        call = self._call.options(memory=reserved, **_on_cores(self._last_cores if handle.job.is_last else 1))
+        handle.ref = call.remote(handle.job.function, handle.job.argument)
         return handle
 
     def wait(self, handles: Sequence[_RayJob]) -> list[_RayJob]:
@@ -161,12 +164,10 @@ class RayEngine:
         return value
 
 
-def _surroundings() -> dict[str, str]:
-    """Return the environment of workers: each job has one core, and takes nothing from the working folder."""
-    return {**memory.SETTINGS, "POLARS_MAX_THREADS": "1", "PYTHONSAFEPATH": "1"}
-
-
-_set_up = cache(memory.reuse_freed)
+def _on_cores(count: int) -> dict[str, Any]:
+    """Return the options of jobs with so many cores each. They take nothing from the working folder."""
+    surroundings = {**memory.SETTINGS, "POLARS_MAX_THREADS": str(count), "PYTHONSAFEPATH": "1"}
+    return {"num_cpus": count, "runtime_env": {"env_vars": surroundings}}
 
 
 def _work(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | None]:

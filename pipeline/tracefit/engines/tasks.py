@@ -32,12 +32,14 @@ class Job:
         argument: Its argument; it can be pickled.
         name: The input it works on, for the line of an error.
         work: What the caller knows it by; it stays in this process.
+        is_last: Whether no other job is left to run beside it, so that it may have the cores of several.
     """
 
     function: Callable[[Any], Any]
     argument: Any
     name: str
     work: Any
+    is_last: bool = False
 
 
 class TaskEngine(Protocol):
