@@ -17,7 +17,7 @@ MOST_ROWS = 2_000_000
 A fit needs a few ten thousand rows; the rest makes its errors known by run and by load.
 """
 
-MOST_RUNS = 2_000
+MOST_RUNS = 500
 """Runs that are trained on together: some measures are taken run by run."""
 
 
