@@ -125,7 +125,7 @@ def _manifest_run(out: Path, entry: Any) -> float:
 def measured_constants(one: Path, many: Path, runs: int, size: int, folder: Path, job: float) -> Constants:
     """Solve for what a byte and what a run takes: the same bytes as one run and as many."""
     out = folder / "split"
-    _split(many, out)  # what is imported and compiled on first use counts for nobody
+    _split(many / "run-00000", out)  # what is imported and compiled on first use counts for nobody
     single, several = _split(one, out), _split(many, out)
     ingest([many / "run-00000"], out)
     entry = next(iter(TableStore(out).manifest().runs.values()))
