@@ -18,7 +18,7 @@ A fit needs a few ten thousand rows; the rest makes its errors known by run and 
 """
 
 MOST_RUNS = 500
-"""Runs that are trained on together: some measures are taken run by run."""
+"""Runs that are trained on together: some measures are taken run by run, and two thousand take a quarter of an hour."""
 
 
 def sample_runs(runs: pl.DataFrame, members: Sequence[str], *, most_rows: int, most_runs: int) -> list[str]:
@@ -57,8 +57,8 @@ def sample_runs(runs: pl.DataFrame, members: Sequence[str], *, most_rows: int, m
 def sampling_note(kept: int, of: int) -> str:
     """Return the sentence that states a sampling."""
     return (
-        f"trained on {kept:,} of {of:,} runs, evenly in the order of their beginning: more do not fit into memory together; "
-        "all are in the tables"
+        f"trained on {kept:,} of {of:,} runs, evenly in the order of their beginning: more take memory and time, and tell no "
+        "more; all are in the tables"
     )
 
 
