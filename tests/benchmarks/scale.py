@@ -156,7 +156,9 @@ def _write(folder: Path, size: int, runs: int) -> tuple[Path, Path, int]:
     return one, many, whole.size
 
 
-def _ingest(folder: Path, out: Path, engine: str, workers: int) -> tuple[float, float]:
+def _ingest(
+    folder: Path, out: Path, engine: str, workers: int, *, on_one_core: bool = False
+) -> tuple[float, float]:
     """Return wall seconds and peak memory (MiB) of the command."""
     given = [
         "ingest",
@@ -169,7 +171,8 @@ def _ingest(folder: Path, out: Path, engine: str, workers: int) -> tuple[float, 
         str(workers),
         "--quiet",
     ]
-    taken = measure([sys.executable, "-m", "tracefit.cli", *given], accepted=(0, 3))
+    pinned = ["taskset", "-c", "0"] if on_one_core else []
+    taken = measure([*pinned, sys.executable, "-m", "tracefit.cli", *given], accepted=(0, 3))
     shutil.rmtree(out)
     return taken.wall_s, taken.peak_mib
 
@@ -184,19 +187,23 @@ def measure_all(size: int, runs: int, rounds: int, folder: Path) -> dict[str, An
     for engine in engines:
         starts[engine] = statistics.median(_ingest(start, out, engine, 1)[0] for _ in range(rounds))
         for shape, path in (("one run", one), (f"{runs:,} runs", many)):
-            for workers in (1, 2):
-                taken = [_ingest(path, out, engine, workers) for _ in range(rounds)]
+            # One worker here has all cores for the tables of one run: what it takes with one alone shows what a core is worth.
+            pinned = engine == "local" and path == one and shutil.which("taskset") is not None
+            for workers, on_one_core in ((1, True), (1, False), (2, False))[0 if pinned else 1 :]:
+                taken = [_ingest(path, out, engine, workers, on_one_core=on_one_core) for _ in range(rounds)]
                 wall = statistics.median(t[0] for t in taken)
                 rows.append(
                     {
                         "engine": engine,
                         "shape": shape,
                         "workers": workers,
+                        "on_one_core": on_one_core,
                         "wall_s": wall,
                         "peak_mib": max(t[1] for t in taken),
                     }
                 )
-                print(f"{engine}, {shape}, {workers} workers: {wall:.1f} s", file=sys.stderr)
+                where = " on one core" if on_one_core else ""
+                print(f"{engine}, {shape}, {workers} workers{where}: {wall:.1f} s", file=sys.stderr)
     constants = measured_constants(one, many, runs, size, folder, job=0.002)
     return {
         "size": size,
@@ -328,12 +335,14 @@ def print_report(data: dict[str, Any]) -> None:
     net = {
         (r["engine"], r["shape"], r["workers"]): r["wall_s"] - data["starts"][r["engine"]]
         for r in data["rows"]
+        if not r["on_one_core"]
     }
     for r in data["rows"]:
-        own = net[r["engine"], r["shape"], r["workers"]]
+        own = r["wall_s"] - data["starts"][r["engine"]]
         gain = net[r["engine"], r["shape"], 1] / own
+        workers = f"{r['workers']}, on one core" if r["on_one_core"] else r["workers"]
         print(
-            f"| {r['engine']} | {r['shape']} | {r['workers']} | {r['wall_s']:.1f} | {own:.1f} | {size / MB / own:.0f} | {gain:.2f} | {r['peak_mib']:.0f} |"
+            f"| {r['engine']} | {r['shape']} | {workers} | {r['wall_s']:.1f} | {own:.1f} | {size / MB / own:.0f} | {gain:.2f} | {r['peak_mib']:.0f} |"
         )
     print("\nStart: " + ", ".join(f"{e} {s:.1f} s" for e, s in data["starts"].items()) + ".\n")
     print("| constant | value |\n|---|---:|")
