@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tracefit.synth.engine import FinishStatus, Request, Scheduler, StepOutcome, StepPlan
-from tracefit.synth.logs import QueueState, RequestLog, SnapshotRow, StepLog
+from tracefit.synth.engine import FinishStatus, Request, Scheduled, Scheduler, StepOutcome, StepPlan
+from tracefit.synth.logs import QueueState, RequestLog, StepLog
 from tracefit.synth.options import AbortStage, Arrival
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class EngineClock:
                 waiting_tokens=sum(request.pending_tokens for request in self.scheduler.waiting),
                 blocks_free=self.scheduler.pool.free,
                 is_sampled=snapshots is not None,
-                snapshots=snapshots or None,
+                snapshots=snapshots or (),
             )
         )
         self._finish_step(plan, start_ns, cycle_ns)
@@ -168,12 +168,16 @@ class EngineClock:
     def _is_sampled(self) -> bool:
         return self._streams.sampling.uniform() < self._options.step_sampling
 
-    def _snapshots(self, plan: StepPlan) -> tuple[SnapshotRow, ...]:
+    def _snapshots(self, plan: StepPlan) -> tuple[Scheduled, ...]:
         """Return the running requests if the step is rich-sampled, else nothing."""
         if self._streams.sampling.uniform() >= self._options.rich_sampling:
             return ()
         tokens = {share.request: share.tokens for share in plan.scheduled}
-        return tuple(_snapshot(request, tokens.get(request, 0)) for request in self.scheduler.running)
+        # Copies: the requests themselves go on.
+        return tuple(
+            Scheduled(replace(request), tokens.get(request, 0), request.computed_tokens)
+            for request in self.scheduler.running
+        )
 
     def _hiccup_us(self) -> float:
         draws = self._streams.engine
@@ -302,20 +306,6 @@ def _log(arrival: Arrival, core_id: str) -> RequestLog:
         prefix=arrival.prefix,
     )
     return RequestLog(arrival, request, socket_ns=arrival.arrival_ns + round(arrival.api_work_us * 1e3))
-
-
-def _snapshot(request: Request, scheduled_tokens: int) -> SnapshotRow:
-    return SnapshotRow(
-        request_id=request.request_id,
-        is_decode=request.done_tokens > 0,
-        prompt_tokens=request.prompt_tokens,
-        computed_tokens=request.computed_tokens,
-        output_tokens=request.done_tokens,
-        num_preemptions=request.num_preemptions,
-        scheduled_tokens=scheduled_tokens,
-        blocks=request.blocks,
-        cached_tokens=request.cached_tokens,
-    )
 
 
 def _status(request: Request) -> FinishStatus:

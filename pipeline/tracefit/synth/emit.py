@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from tracefit.synth.logs import EpochLog, JourneyPoint, RequestLog, SnapshotRow, StepLog
+    from tracefit.synth.engine import Scheduled
+    from tracefit.synth.logs import EpochLog, JourneyPoint, RequestLog, StepLog
     from tracefit.synth.options import SynthOptions
 
 _API, _CORE, _STEP = "vllm.api", "vllm.scheduler", "vllm.scheduler.step"
@@ -33,66 +34,7 @@ _FLUSH_NS = 5_000_000_000
 _MAX_BATCH_SPANS = 512
 _DISCONNECT = "Client disconnected"
 
-_SUMMARY_KEYS = (
-    "step.id",
-    "step.ts_start_ns",
-    "step.ts_end_ns",
-    "step.duration_us",
-    "queue.running_depth",
-    "queue.waiting_depth",
-    "batch.num_prefill_reqs",
-    "batch.num_decode_reqs",
-    "batch.scheduled_tokens",
-    "batch.prefill_tokens",
-    "batch.decode_tokens",
-    "batch.num_finished",
-    "batch.num_preempted",
-    "kv.usage_gpu_ratio",
-    "kv.blocks_total_gpu",
-    "kv.blocks_free_gpu",
-)
-_SNAPSHOT_KEYS = (
-    "step.id",
-    "request.id",
-    "request.phase",
-    "request.num_prompt_tokens",
-    "request.num_computed_tokens",
-    "request.num_output_tokens",
-    "request.num_preemptions",
-    "request.scheduled_tokens_this_step",
-    "kv.blocks_allocated_gpu",
-    "kv.blocks_cached_gpu",
-    "request.effective_prompt_len",
-)
-_JOURNEY_KEYS = (
-    "event.type",
-    "ts.monotonic",
-    "ts.monotonic_ns",
-    "scheduler.step",
-    "phase",
-    "prefill.done_tokens",
-    "prefill.total_tokens",
-    "decode.done_tokens",
-    "decode.max_tokens",
-    "num_preemptions",
-)
 _DETAIL_KEYS = {"SCHEDULED": "schedule.kind", "FINISHED": "finish.status"}
-_API_KEYS = (
-    "gen_ai.request.id",
-    "http.route",
-    "gen_ai.response.model",
-    "gen_ai.usage.prompt_tokens",
-    "gen_ai.request.temperature",
-    "gen_ai.request.top_p",
-    "gen_ai.request.max_tokens",
-    "gen_ai.request.n",
-)
-_STEP_SPAN_KEYS = (
-    "scheduler.span_sequence",
-    "scheduler.step_range_start",
-    "scheduler.closure_interval",
-    "scheduler.step_range_end",
-)
 
 
 class Emitter:
@@ -158,21 +100,20 @@ class Emitter:
 
     def _api_attributes(self, log: RequestLog) -> Attributes:
         arrival = log.arrival
-        values: tuple[Value, ...] = (
-            arrival.api_id(self._epoch.server),
-            "/v1/chat/completions" if arrival.is_chat else "/v1/completions",
-            self._options.architecture.served_name,
-            arrival.prompt_tokens,
-            0.0,
-            1.0,
-            arrival.max_tokens,
-            1,
-        )
+        values: dict[str, Value] = {
+            "gen_ai.request.id": arrival.api_id(self._epoch.server),
+            "http.route": "/v1/chat/completions" if arrival.is_chat else "/v1/completions",
+            "gen_ai.response.model": self._options.architecture.served_name,
+            "gen_ai.usage.prompt_tokens": arrival.prompt_tokens,
+            "gen_ai.request.temperature": 0.0,
+            "gen_ai.request.top_p": 1.0,
+            "gen_ai.request.max_tokens": arrival.max_tokens,
+            "gen_ai.request.n": 1,
+        }
         # Of finished chat requests alone: output lengths of the others are in their journeys.
         if arrival.is_chat and not log.is_aborted:
-            keys = (*_API_KEYS, "gen_ai.usage.completion_tokens")
-            return Attributes(keys, (*values, log.request.done_tokens))
-        return Attributes(_API_KEYS, values)
+            values["gen_ai.usage.completion_tokens"] = log.request.done_tokens
+        return Attributes.of(values)
 
     def _api_events(self, log: RequestLog, error: str) -> Iterator[GeneratedEvent]:
         yield self._api_event("ARRIVED", log.arrival.arrival_ns)
@@ -184,14 +125,14 @@ class Emitter:
                 yield self._api_event("FIRST_RESPONSE_FROM_CORE", log.first_response_ns)
         if not log.is_aborted:
             yield self._api_event("DEPARTED", log.departed_ns)
-        elif error:
-            yield self._api_event("ABORTED", log.departed_ns, reason="client_disconnect", error=error)
         else:
-            yield self._api_event("ABORTED", log.departed_ns, reason="client_disconnect")
+            details = {"reason": "client_disconnect", **({"error": error} if error else {})}
+            yield self._api_event("ABORTED", log.departed_ns, **details)
 
     def _api_event(self, name: str, ts_ns: int, **details: str) -> GeneratedEvent:
-        keys = ("event.ts.monotonic", *details)
-        return self._event(f"api.{name}", ts_ns, Attributes(keys, (ts_ns / 1e9, *details.values())))
+        return self._event(
+            f"api.{name}", ts_ns, Attributes.of({"event.ts.monotonic": ts_ns / 1e9, **details})
+        )
 
     def _core_span(self, log: RequestLog, trace_id: str, span_id: str, *, parent_id: str) -> GeneratedSpan:
         events, dropped = self._limited([self._journey_event(log, point) for point in log.points])
@@ -205,28 +146,27 @@ class Emitter:
             kind=SpanKind.INTERNAL,
             start_unix_ns=self._unix_ns(log.points[0].ts_ns) - 12_000,
             end_unix_ns=self._stamp_ns(log.points[-1].ts_ns) + 60_000,
-            attributes=Attributes(("gen_ai.request.id",), (log.request.request_id,)),
+            attributes=Attributes.of({"gen_ai.request.id": log.request.request_id}),
             events=events,
             dropped_events=dropped,
         )
 
     def _journey_event(self, log: RequestLog, point: JourneyPoint) -> GeneratedEvent:
-        values: tuple[Value, ...] = (
-            point.event,
-            point.ts_ns / 1e9,
-            point.ts_ns,
-            point.step_id,
-            point.phase,
-            point.prefill_done_tokens,
-            log.arrival.prompt_tokens,
-            point.decode_done_tokens,
-            log.arrival.max_tokens,
-            point.num_preemptions,
-        )
-        keys: tuple[str, ...] = _JOURNEY_KEYS
+        values: dict[str, Value] = {
+            "event.type": point.event,
+            "ts.monotonic": point.ts_ns / 1e9,
+            "ts.monotonic_ns": point.ts_ns,
+            "scheduler.step": point.step_id,
+            "phase": point.phase,
+            "prefill.done_tokens": point.prefill_done_tokens,
+            "prefill.total_tokens": log.arrival.prompt_tokens,
+            "decode.done_tokens": point.decode_done_tokens,
+            "decode.max_tokens": log.arrival.max_tokens,
+            "num_preemptions": point.num_preemptions,
+        }
         if point.detail:
-            keys, values = (*keys, _DETAIL_KEYS[point.event]), (*values, point.detail)
-        return self._event(f"journey.{point.event}", point.ts_ns, Attributes(keys, values))
+            values[_DETAIL_KEYS[point.event]] = point.detail
+        return self._event(f"journey.{point.event}", point.ts_ns, Attributes.of(values))
 
     def _step_spans(self) -> Iterator[GeneratedSpan]:
         """Yield a span per so many steps; one without an event stays open for as many more."""
@@ -261,7 +201,14 @@ class Emitter:
             kind=SpanKind.INTERNAL,
             start_unix_ns=unix_ns[0],
             end_unix_ns=unix_ns[1],
-            attributes=Attributes(_STEP_SPAN_KEYS, (sequence, first, self._options.steps_per_span, last)),
+            attributes=Attributes.of(
+                {
+                    "scheduler.span_sequence": sequence,
+                    "scheduler.step_range_start": first,
+                    "scheduler.closure_interval": self._options.steps_per_span,
+                    "scheduler.step_range_end": last,
+                }
+            ),
             events=kept,
             dropped_events=dropped,
         )
@@ -272,49 +219,52 @@ class Emitter:
         end_ns = step.start_ns + took_ns
         yield self._event("step.BATCH_SUMMARY", end_ns, self._summary(step, end_ns))
         # Snapshots carry no clock; they are stamped one after the other, after the summary.
-        for i, row in enumerate(step.snapshots or ()):
+        for i, share in enumerate(step.snapshots):
             yield self._event(
-                "step.REQUEST_SNAPSHOT", end_ns + 20_000 + 12_000 * i, self._snapshot(step, row)
+                "step.REQUEST_SNAPSHOT", end_ns + 20_000 + 12_000 * i, self._snapshot(step, share)
             )
 
     def _summary(self, step: StepLog, end_ns: int) -> Attributes:
         batch, total = step.composition, self._epoch.blocks_total
-        values: tuple[Value, ...] = (
-            step.step_id,
-            step.start_ns,
-            end_ns,
-            (end_ns - step.start_ns) // 1_000,
-            step.running_depth,
-            step.waiting_depth,
-            batch.num_prefill_reqs,
-            batch.num_decode_reqs,
-            batch.scheduled_tokens,
-            batch.prefill_tokens,
-            batch.decode_tokens,
-            step.num_finished,
-            step.num_preempted,
-            1.0 - step.blocks_free / total,
-            total,
-            step.blocks_free,
+        return Attributes.of(
+            {
+                "step.id": step.step_id,
+                "step.ts_start_ns": step.start_ns,
+                "step.ts_end_ns": end_ns,
+                "step.duration_us": (end_ns - step.start_ns) // 1_000,
+                "queue.running_depth": step.running_depth,
+                "queue.waiting_depth": step.waiting_depth,
+                "batch.num_prefill_reqs": batch.num_prefill_reqs,
+                "batch.num_decode_reqs": batch.num_decode_reqs,
+                "batch.scheduled_tokens": batch.scheduled_tokens,
+                "batch.prefill_tokens": batch.prefill_tokens,
+                "batch.decode_tokens": batch.decode_tokens,
+                "batch.num_finished": step.num_finished,
+                "batch.num_preempted": step.num_preempted,
+                "kv.usage_gpu_ratio": 1.0 - step.blocks_free / total,
+                "kv.blocks_total_gpu": total,
+                "kv.blocks_free_gpu": step.blocks_free,
+            }
         )
-        return Attributes(_SUMMARY_KEYS, values)
 
-    def _snapshot(self, step: StepLog, row: SnapshotRow) -> Attributes:
-        values: tuple[Value, ...] = (
-            step.step_id,
-            row.request_id,
-            "DECODE" if row.is_decode else "PREFILL",
-            row.prompt_tokens,
-            row.computed_tokens,
-            row.output_tokens,
-            row.num_preemptions,
-            row.scheduled_tokens,
-            row.blocks,
-            # `kv.blocks_cached_gpu` counts full blocks, not hits: those are the prompt less `effective_prompt_len`.
-            (row.computed_tokens + row.scheduled_tokens) // self._options.block_size,
-            row.prompt_tokens - row.cached_tokens,
+    def _snapshot(self, step: StepLog, share: Scheduled) -> Attributes:
+        request = share.request
+        return Attributes.of(
+            {
+                "step.id": step.step_id,
+                "request.id": request.request_id,
+                "request.phase": "DECODE" if request.done_tokens else "PREFILL",
+                "request.num_prompt_tokens": request.prompt_tokens,
+                "request.num_computed_tokens": share.computed_tokens,
+                "request.num_output_tokens": request.done_tokens,
+                "request.num_preemptions": request.num_preemptions,
+                "request.scheduled_tokens_this_step": share.tokens,
+                "kv.blocks_allocated_gpu": request.blocks,
+                # Full blocks, not hits: those are the prompt less `effective_prompt_len`.
+                "kv.blocks_cached_gpu": (share.computed_tokens + share.tokens) // self._options.block_size,
+                "request.effective_prompt_len": request.prompt_tokens - request.cached_tokens,
+            }
         )
-        return Attributes(_SNAPSHOT_KEYS, values)
 
 
 def export(options: SynthOptions, epochs: Iterable[EpochLog], rng: np.random.Generator) -> list[ExportBatch]:
@@ -340,18 +290,22 @@ def _resources(options: SynthOptions, draw: Callable[[int], bytes]) -> tuple[Att
     choice = options.instance_ids
     if choice == "auto":
         choice = "none" if options.servers == 1 else "server"
-    keys: tuple[str, ...] = ("telemetry.sdk.language", "telemetry.sdk.name", "telemetry.sdk.version")
     # Drawn whether used or not: another choice leaves every other id as it is.
-    ids = [str(uuid.UUID(bytes=draw(16), version=4)) for _ in range(2)]
+    api_id, core_id = (str(uuid.UUID(bytes=draw(16), version=4)) for _ in range(2))
+
+    def resource(sdk: str, **instance: str) -> Attributes:
+        described = {
+            "telemetry.sdk.language": "python",
+            "telemetry.sdk.name": "opentelemetry",
+            "telemetry.sdk.version": sdk,
+        }
+        return Attributes.of({**described, **instance, "service.name": "vllm-synth"})
+
     if choice == "none":
-        plain = Attributes((*keys, "service.name"), ("python", "opentelemetry", "1.26.0", "vllm-synth"))
-        return plain, plain
-    keys = (*keys, "service.instance.id", "service.name")
-    api_id, core_id = ids if choice == "process" else (ids[0], ids[0])
-    return (
-        Attributes(keys, ("python", "opentelemetry", "1.45.2", api_id, "vllm-synth")),
-        Attributes(keys, ("python", "opentelemetry", "1.45.2", core_id, "vllm-synth")),
-    )
+        return resource("1.26.0"), resource("1.26.0")
+    ids = (api_id, core_id if choice == "process" else api_id)
+    api, core = (resource("1.45.2", **{"service.instance.id": one}) for one in ids)
+    return api, core
 
 
 def _flushes(resource: Attributes, spans: list[GeneratedSpan]) -> Iterator[tuple[int, ExportBatch]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import polars as pl
 
 if TYPE_CHECKING:
-    from tracefit.synth.engine import Request
+    from tracefit.synth.engine import Request, Scheduled
     from tracefit.synth.laws import Composition
     from tracefit.synth.options import Arrival
 
@@ -118,21 +118,6 @@ class RequestLog:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotRow:
-    """State of one running request in a rich-sampled step, tokens of the step not yet computed."""
-
-    request_id: str
-    is_decode: bool
-    prompt_tokens: int
-    computed_tokens: int
-    output_tokens: int
-    num_preemptions: int
-    scheduled_tokens: int
-    blocks: int
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepLog:
     """One step of the engine.
 
@@ -151,7 +136,7 @@ class StepLog:
         waiting_tokens: Tokens these have to compute.
         blocks_free: KV blocks free after scheduling.
         is_sampled: Whether it is in the trace.
-        snapshots: Its running requests, if it was rich-sampled.
+        snapshots: Its running requests as they were before its tokens were computed, if it was rich-sampled.
     """
 
     step_id: int
@@ -168,7 +153,7 @@ class StepLog:
     waiting_tokens: int
     blocks_free: int
     is_sampled: bool
-    snapshots: tuple[SnapshotRow, ...] | None
+    snapshots: tuple[Scheduled, ...]
 
     @property
     def end_ns(self) -> int:

@@ -16,7 +16,7 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 Value: TypeAlias = str | int | float
 """A scalar attribute value; its Python type is its kind on the wire."""
@@ -41,9 +41,20 @@ class Attributes:
     keys: tuple[str, ...] = ()
     values: tuple[Value, ...] = ()
 
+    @classmethod
+    def of(cls, values: Mapping[str, Value]) -> Attributes:
+        """Return the attributes of a mapping, in its order."""
+        return cls(_shared(tuple(values)), tuple(values.values()))
+
     def as_dict(self) -> dict[str, Value]:
         """Return them as a dictionary."""
         return dict(zip(self.keys, self.values, strict=True))
+
+
+@cache
+def _shared(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return one tuple for all equal ones: a run has millions of events of a few kinds."""
+    return keys
 
 
 @dataclass(frozen=True, slots=True)
