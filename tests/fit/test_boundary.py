@@ -15,10 +15,9 @@ from tracefit.features.targets import target_named
 from tracefit.features.training import constants_of
 from tracefit.fit import splits
 from tracefit.fit.alpha import fit_target
-from tracefit.fit.boundary import fit_boundary
+from tracefit.fit.boundary import admission_with_clock, fit_boundary, interpolated_clock, mean_residual
 from tracefit.fit.fitted import FitOptions, LinearFit, ScopeOptions
 from tracefit.fit.linear import FeatureColumn
-from tracefit.fit.step_clock import admission_with_clock, interpolated_clock, mean_residual
 from tracefit.fit.train import fit_linear
 from tracefit.reports.sections import burst_lines
 from tracefit.tables.store import TableStore

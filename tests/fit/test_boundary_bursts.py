@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.fit.boundary import api_waits, find_bursts, mark_bursts, requests_ahead
+from tracefit.fit.boundary import api_waits, find_bursts, mark_bursts
 
 
 def _rows(arrivals_ms, *, server="s", train=None, admission_us=2_000.0):
@@ -24,9 +24,9 @@ def _rows(arrivals_ms, *, server="s", train=None, admission_us=2_000.0):
 
 
 def test_work_ahead_is_what_a_process_that_does_one_thing_at_a_time_has_left():
-    arrivals = np.array([0.0, 1_000, 1_500, 9_000])
+    rows = _rows([0.0, 1.0, 1.5, 9.0])
     # Work of 2 ms each: done at 2, 4, 6 and 11 ms; 1 ms and 2.5 ms are left when the second and third come.
-    assert requests_ahead(arrivals, 2_000.0) == pytest.approx([0, 1 / 2, 2.5 / 2, 0])
+    assert api_waits(rows, np.full(4, 2_000.0)) == pytest.approx([0, 1_000, 2_500, 0])
 
 
 def test_each_server_works_on_its_own_requests_whatever_the_order_of_the_rows():

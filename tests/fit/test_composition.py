@@ -12,7 +12,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from tracefit.fit.composition import teacher_forced
+from tracefit.fit.latency import teacher_forced
 
 MS = 1_000_000
 ENGINE = {"run_id": "r", "server": "s", "epoch": 0}

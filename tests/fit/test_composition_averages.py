@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from tracefit.fit.composition import averages_of, averages_only
+from tracefit.fit.latency import averages_of, averages_only
 
 STEPS = pl.DataFrame(
     {

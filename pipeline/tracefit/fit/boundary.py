@@ -4,14 +4,14 @@ The API process works on one request after the other, in the order they arrive. 
 socket between two steps: QUEUED is stamped at the first step start at or after the end of the API work, or at that end
 itself when the engine is idle: the step that starts then is the request's own. What is fitted is the API work, a constant and a share per prompt token.
 
-The first half of the module follows the API process: how long a request waits for it, and the bursts in which requests pile
-up in front of it. Requests in bursts take no part in the fit. The second half fits the work by the boundaries that the
-training requests met, predicts admissions, and evaluates them with the step clock and without it.
+In reading order: the step starts as requests meet them; the API process, how long a request waits for it, and the bursts in
+which requests pile up in front of it, which take no part in the fit; the fit of the work by the boundaries that the training
+requests met, and its evaluation with the step clock and without it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,24 +22,175 @@ from tracefit.fit.fitted import FittedBoundary
 from tracefit.fit.linear import predict_regimes, target_of
 from tracefit.fit.results import Burst, Metrics
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted
-from tracefit.fit.step_clock import (
-    StepClock,
-    boundary_of,
-    interpolated_clock,
-    mean_residual,
-    meets_idle,
-    queued_at_once,
-    step_clock,
-    true_boundary,
-    until_boundary,
-)
 from tracefit.fit.validation import WITHIN_PCT, coverage_pct, measure, prediction_interval, reference, skill
-from tracefit.statistics import Vector
-from tracefit.tables.keys import SERVER
+from tracefit.tables.keys import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from tracefit.fit.fitted import LinearFit
     from tracefit.statistics import Flags, Integers, Vector
+
+# -- the step clock --------------------------------------------------------------------------------------
+
+TOLERANCE_SDS = 3.0
+"""An estimated start is taken to be exact to within this many standard deviations."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepClock:
+    """Step starts in ns, engine after engine, each in time order: starts[slice(*bounds[key])] are those of one engine."""
+
+    starts: Vector
+    follows: Flags
+    """Whether the step before has a known start too, shape of `starts`."""
+    idle_before: Flags
+    """Whether the step before left nothing running and nothing waiting, shape of `starts`."""
+    bounds: dict[tuple[object, ...], tuple[int, int]]
+    """Engine key to the range of its starts."""
+    tolerance_us: float
+    """How far before an estimated start the stamp of a request queued at it may lie; 0 for exact starts."""
+
+
+def step_clock(timeline: pl.DataFrame) -> StepClock:
+    """Return the known step starts of the `timeline` table."""
+    known = timeline.filter(pl.col("ts_start_ns").is_not_null()).sort(*ENGINE, "ts_start_ns")
+    idle = (pl.col("running_depth") == 0) & (pl.col("waiting_depth") == 0)
+    known = known.with_columns(
+        follows=(pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1).fill_null(value=False),
+        idle_before=idle.shift(1).over(ENGINE).fill_null(value=False),
+    )
+    counts = known.group_by(ENGINE, maintain_order=True).len()
+    ends = counts["len"].cum_sum().to_list()
+    keys = counts.select(ENGINE).rows()
+    bounds = {key: (end - n, end) for key, n, end in zip(keys, counts["len"].to_list(), ends, strict=True)}
+    columns = (
+        known["ts_start_ns"].to_numpy().astype(float),
+        known["follows"].to_numpy(),
+        known["idle_before"].to_numpy(),
+    )
+    start_sd = known.select(pl.col("start_sd_us").median().cast(pl.Float64)).item() or 0.0
+    return StepClock(*columns, bounds, TOLERANCE_SDS * start_sd)
+
+
+Clocks = tuple[StepClock, StepClock]
+"""The known step starts alone, and with the unknown ones interpolated."""
+
+
+def interpolated_clock(timeline: pl.DataFrame) -> StepClock:
+    """Return the step starts of the `timeline` table, with unknown ones spaced evenly between the known ones around them.
+
+    No start is interpolated across an idle gap: which of the steps the gap followed is not known.
+    """
+    ordered = timeline.sort(*ENGINE, "step_id")
+    start = pl.col("ts_start_ns")
+    idle = pl.when(start.is_not_null()).then(pl.col("idle_after").fill_null(value=False)).forward_fill()
+    between = start.cast(pl.Float64).interpolate_by("step_id").round().cast(pl.Int64)
+    filled = pl.when(start.is_null() & ~idle.over(ENGINE)).then(between.over(ENGINE)).otherwise(start)
+    return step_clock(ordered.with_columns(ts_start_ns=filled))
+
+
+def _next_start(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Integers:
+    """Return the index of the first known start at or after ARRIVED + `done_us`, -1 where there is none; shape (n,)."""
+    at = rows["ts_ns"].to_numpy().astype(float) + done_us * 1e3
+    names = rows.select(ENGINE)
+    engine = names.select(pl.struct(ENGINE).rank("dense")).to_series().to_numpy()
+    found = np.full(len(at), -1)
+    for number in np.unique(engine):
+        requests = np.flatnonzero(engine == number)
+        low, high = clock.bounds.get(names.row(int(requests[0])), (0, 0))
+        index = low + np.searchsorted(clock.starts[low:high], at[requests])
+        found[requests] = np.where(index < high, index, -1)
+    return found
+
+
+def boundary_of(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Integers:
+    """Return the index of the boundary each request waits for, -1 where it is unknown or the engine was idle; shape (n,)."""
+    index = _next_start(rows, clock, done_us)
+    # After a step of unknown start another boundary may lie in between; after an idle step nothing is waited for.
+    is_known = (index >= 0) & clock.follows[index] & ~clock.idle_before[index]
+    return np.where(is_known, index, -1)
+
+
+def true_boundary(rows: pl.DataFrame, clock: StepClock) -> Integers:
+    """Return the index of the boundary each request was queued at, -1 where unknown or the engine was idle; shape (n,)."""
+    return boundary_of(rows, clock, target_of(rows) - clock.tolerance_us)
+
+
+def meets_idle(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Flags:
+    """Return whether the engine was idle `done_us` after ARRIVED; shape (n,)."""
+    index = _next_start(rows, clock, done_us)
+    return np.asarray((index >= 0) & clock.follows[index] & clock.idle_before[index])
+
+
+def queued_at_once(rows: pl.DataFrame, clock: StepClock, wait_us: Vector, done_us: Vector) -> Flags:
+    """Return whether a request is QUEUED when its API work ends, with no step to wait for; shape (n,).
+
+    The engine is idle then, or it is idle when the request arrives and no other one is ahead of it: a step that starts
+    within `done_us` of that is the request's own, whose work took less than is predicted.
+
+    Args:
+        rows: Admission rows: engine columns and ts_ns (ARRIVED).
+        clock: Known step starts.
+        wait_us: How long each request waits for the API process, shape (n,).
+        done_us: From the arrival of each to the end of its API work, shape (n,).
+    """
+    arrives = meets_idle(rows, clock, np.zeros(len(done_us))) & (wait_us <= 0)
+    return arrives | meets_idle(rows, clock, done_us)
+
+
+def admission_with_clock(
+    rows: pl.DataFrame, timeline: pl.DataFrame, wait_us: Vector, done_us: Vector, offset_us: float
+) -> tuple[Vector, Flags]:
+    """Predict admissions by the step clock: the boundary after the work, or its end itself when the engine is idle.
+
+    A step start that the clock does not know is placed evenly between the known ones around it.
+
+    Args:
+        rows: Admission rows: engine columns and ts_ns.
+        timeline: The `timeline` table.
+        wait_us: How long each row waits for the API process.
+        done_us: From the arrival of each row to the end of its API work.
+        offset_us: QUEUED less the step start it comes before.
+
+    Returns:
+        Predictions in us, clipped at 0, and for which rows the clock knows enough; shape (n,) each.
+    """
+    return _by_clocks(rows, (step_clock(timeline), interpolated_clock(timeline)), wait_us, done_us, offset_us)
+
+
+def _by_clocks(
+    rows: pl.DataFrame, clocks: Clocks, wait_us: Vector, done_us: Vector, offset_us: float
+) -> tuple[Vector, Flags]:
+    clock, between = clocks
+    idle = queued_at_once(rows, clock, wait_us, done_us)
+    arrived = rows["ts_ns"].to_numpy()
+    exact, interpolated = (boundary_of(rows, starts, done_us) for starts in clocks)
+    until = np.where(exact >= 0, clock.starts[exact] - arrived, between.starts[interpolated] - arrived) / 1e3
+    known = ((exact >= 0) | (interpolated >= 0)) & ~idle
+    predicted = np.where(known, until + offset_us, done_us)
+    return np.asarray(np.maximum(predicted, 0.0)), np.asarray(known | idle)
+
+
+def mean_residual(timeline: pl.DataFrame, train: pl.DataFrame) -> tuple[float, float]:
+    """Return the mean residual cycle and the busy share of time in the training part.
+
+    The mean residual of a cycle c at a random moment of busy time is E[c^2] / (2 E[c]) (renewal theory: the moment falls
+    into a cycle with a probability proportional to its length, and half of the cycle is left). A cycle that holds idle
+    time counts as busy for the length of a median cycle.
+    """
+    ends = train.group_by(SERVER).agg(until_ns=pl.col("holdout_from_ns").first())
+    cycles = timeline.filter(pl.col("cycle_us").is_not_null()).join(ends, on=SERVER)
+    cycles = cycles.filter(pl.col("ts_start_ns") < pl.col("until_ns"))
+    cycle, steps = cycles["cycle_us"].to_numpy(), cycles["interval_steps"].to_numpy().astype(float)
+    idle = cycles["idle_after"].fill_null(value=False).to_numpy()
+    if not (~idle).any():
+        return 0.0, 0.0
+    busy = cycle[~idle] * steps[~idle]
+    busy_of_idle = np.minimum(cycle[idle], np.median(cycle[~idle])) * steps[idle]
+    residual = float((busy * cycle[~idle]).sum() / (2 * busy.sum()))
+    return residual, float((busy.sum() + busy_of_idle.sum()) / (cycle * steps).sum())
+
+
+# -- the API process -------------------------------------------------------------------------------------
 
 REQUESTS_AHEAD = 5.0
 """A request is part of a burst when the API process has work of five requests or more to do before its own."""
@@ -49,16 +200,6 @@ QUICKEST_SHARE = 0.05
 
 APART_S = 1.0
 """Requests of one burst come within a second of each other."""
-
-
-def requests_ahead(arrivals_us: Vector, work_us: float) -> Vector:
-    """Return the work ahead of each request in a process that works on one after the other, in requests.
-
-    Args:
-        arrivals_us: Sorted, shape (n,).
-        work_us: Work per request.
-    """
-    return _waits(arrivals_us, np.full(len(arrivals_us), work_us)) / work_us
 
 
 def api_waits(rows: pl.DataFrame, work_us: Vector) -> Vector:
@@ -97,13 +238,8 @@ def mark_bursts(rows: pl.DataFrame) -> pl.DataFrame:
     work = rows.filter((pl.col("split") == "train") & (pl.col("y") > 0))["y"].quantile(QUICKEST_SHARE)
     if work is None:
         return rows.with_columns(in_burst=pl.lit(value=False))
-    marked = []
-    for _, requests in rows.with_row_index("_row").group_by(SERVER, maintain_order=True):
-        ordered = requests.sort("ts_ns")
-        since_us = ((ordered["ts_ns"] - ordered["ts_ns"].min()) / 1e3).to_numpy()
-        ahead = requests_ahead(since_us, work)
-        marked.append(ordered.with_columns(in_burst=pl.Series(ahead >= REQUESTS_AHEAD)))
-    return pl.concat(marked).sort("_row").drop("_row")
+    ahead = api_waits(rows, np.full(rows.height, work)) / work
+    return rows.with_columns(in_burst=pl.Series(ahead >= REQUESTS_AHEAD))
 
 
 def find_bursts(rows: pl.DataFrame) -> tuple[Burst, ...]:
@@ -130,6 +266,8 @@ def find_bursts(rows: pl.DataFrame) -> tuple[Burst, ...]:
     return tuple(Burst(**row) for row in bursts.drop("burst").to_dicts())
 
 
+# -- the model -------------------------------------------------------------------------------------------
+
 MIN_IDLE_ROWS = 20
 """Fewest training requests that met an idle engine for a fit of the API work on them."""
 
@@ -155,7 +293,7 @@ def predict_admission(fitted: FittedBoundary, rows: pl.DataFrame, timeline: pl.D
         timeline: The `timeline` table.
     """
     clocks = step_clock(timeline), interpolated_clock(timeline)
-    return _predict(fitted, _with_done(fitted, rows), *clocks)
+    return _predict(fitted, _with_done(fitted, rows), clocks)
 
 
 def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | None:
@@ -194,7 +332,7 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
     )
     rows = _with_done(fitted, marked)
     clocks = clock, interpolated_clock(timeline)
-    return _validated(fitted, counted(rows, "train"), counted(rows, "holdout"), *clocks)
+    return _validated(fitted, counted(rows, "train"), counted(rows, "holdout"), clocks)
 
 
 def _constants(
@@ -271,33 +409,24 @@ def _work_us(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vector:
     return np.asarray(fitted.work_us + fitted.work_us_per_prompt_token * tokens)
 
 
-def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clock: StepClock, between: StepClock) -> Vector:
-    done, idle = rows["done_us"].to_numpy(), _queued_at_once(rows, clock)
-    until, known = until_boundary(rows, clock, between, done, idle)
-    predicted = np.where(idle, done, predict_regimes(fitted.without_clock.regimes, rows))
-    return np.asarray(np.maximum(np.where(known, until + fitted.offset_us, predicted), 0.0))
-
-
-def _queued_at_once(rows: pl.DataFrame, clock: StepClock) -> Flags:
-    return queued_at_once(rows, clock, rows["wait_us"].to_numpy(), rows["done_us"].to_numpy())
+def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clocks: Clocks) -> Vector:
+    wait, done = rows["wait_us"].to_numpy(), rows["done_us"].to_numpy()
+    by_clock, known = _by_clocks(rows, clocks, wait, done, fitted.offset_us)
+    return np.where(known, by_clock, predict_regimes(fitted.without_clock.regimes, rows))
 
 
 def _validated(
-    fitted: FittedBoundary,
-    train: pl.DataFrame,
-    held: pl.DataFrame,
-    clock: StepClock,
-    between: StepClock,
+    fitted: FittedBoundary, train: pl.DataFrame, held: pl.DataFrame, clocks: Clocks
 ) -> FittedBoundary:
-    y = target_of(held)
+    y, clock = target_of(held), clocks[0]
     truth = true_boundary(held, clock)
     known = truth >= 0
     accuracy, accuracy_without_work = (
         100 * float(np.mean(boundary_of(held, clock, w)[known] == truth[known])) if known.any() else None
         for w in (held["done_us"].to_numpy(), np.zeros(len(y)))
     )
-    predicted = _predict(fitted, held, clock, between)
-    predicted_train = _predict(fitted, train, clock, between)
+    predicted = _predict(fitted, held, clocks)
+    predicted_train = _predict(fitted, train, clocks)
     y_train = target_of(train)
     # In-sample errors serve here: three fitted numbers do not follow the noise of the training rows.
     interval = prediction_interval(predicted_train, y_train)
@@ -308,7 +437,7 @@ def _validated(
         "without_clock": linear.validation.holdout,
         "expectation": measure(y, expected_admission(fitted, held["prompt_tokens"])),
     }
-    idle = _queued_at_once(held, clock)
+    idle = queued_at_once(held, clock, held["wait_us"].to_numpy(), held["done_us"].to_numpy())
     if idle.any():
         by_group["idle_engine"] = measure(y[idle], predicted[idle])
     burst = held["in_burst"].to_numpy()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import polars as pl
@@ -30,7 +31,7 @@ from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_linear, fit_regimes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tracefit.fit.fitted import ScopeOptions, ScopeTables
     from tracefit.fit.linear import FeatureColumn
@@ -57,10 +58,22 @@ def fit_scope(
         beta_sets: Feature sets for step times; cross-validation chooses among several.
         options: How to fit.
     """
-    steps = _steps(scope, tables, beta_sets, options)
+    step_target = targets.DURATION if options.beta_target == "duration" else targets.CYCLE_TIME
+    steps = _alone(
+        lambda: fit_step_times(scope, tables, beta_sets, options),
+        lambda reason: StepTimes(
+            duration_cover(tables.timeline), None, Missing(step_target.model, reason, _REMEDY)
+        ),
+    )
     beta = steps.result if isinstance(steps.result, FittedModel) else None
     constants = training.constants_of(scope.context)
-    results = [_wait(tables, target, constants, options) for target in targets.TARGETS]
+    results = [
+        _alone(
+            partial(fit_target, tables, target, constants, options),
+            partial(Missing, target.model, remedy=_REMEDY),
+        )
+        for target in targets.TARGETS
+    ]
     alphas = [result for result in results if isinstance(result, FittedModel)]
     models = (*((beta,) if beta else ()), *alphas)
     frames = [alpha.fitted.rows for alpha in alphas]
@@ -80,28 +93,6 @@ def fit_scope(
             lambda reason: ComposedLatencies({}, f"{reason}; {_REMEDY}"),
         ),
         summed=summed_holdout(beta.fitted) if beta else None,
-    )
-
-
-def _steps(
-    scope: ModelScope, tables: ScopeTables, sets: Sequence[FeatureSet], options: ScopeOptions
-) -> StepTimes:
-    name = (targets.DURATION if options.beta_target == "duration" else targets.CYCLE_TIME).model
-    return _alone(
-        lambda: fit_step_times(scope, tables, sets, options),
-        lambda reason: StepTimes(duration_cover(tables.timeline), None, Missing(name, reason, _REMEDY)),
-    )
-
-
-def _wait(
-    tables: ScopeTables,
-    target: targets.Target,
-    constants: Mapping[str, float | None],
-    options: ScopeOptions,
-) -> FittedModel | Missing:
-    return _alone(
-        lambda: fit_target(tables, target, constants, options),
-        lambda reason: Missing(target.model, reason, _REMEDY),
     )
 
 
