@@ -8,24 +8,16 @@ from typing import Annotated, Any, Literal, Optional
 import typer
 
 from tracefit.cli.arguments import (
-    Across,
-    AnySign,
-    BetaTarget,
-    EngineName,
-    Fast,
-    Features,
-    IncludeOverloaded,
+    ENGINE,
+    TRAIN,
     Json,
     ModelFiles,
-    Positive,
     Quiet,
-    RayAddress,
     RunName,
-    SampleCsv,
     ScopeName,
     TablesFolder,
-    Thresholds,
-    Workers,
+    engine_options,
+    takes,
     train_options,
 )
 from tracefit.cli.program import app
@@ -36,6 +28,7 @@ from tracefit.errors import UsageError
 # Commands import what they need when they run: help and completion must not wait for polars and scikit-learn. The function of
 # the library has the command's own name, so that it is imported as another one.
 @app.command()
+@takes(TRAIN, ENGINE)
 def train(
     context: typer.Context,
     tables: TablesFolder,
@@ -45,20 +38,10 @@ def train(
             metavar="PATH", help="Folder or s3:// or gs:// URL for the models, the evaluation and the report."
         ),
     ],
-    beta_target: BetaTarget = "auto",
-    features: Features = "auto",
-    sample_csv: SampleCsv = False,
-    positive: Positive = False,
-    any_sign: AnySign = False,
-    fast: Fast = False,
-    include_overloaded: IncludeOverloaded = False,
-    across: Across = False,
-    thresholds: Thresholds = None,
-    workers: Workers = None,
-    engine: EngineName = "local",
-    ray_address: RayAddress = None,
+    *,
     json: Json = False,
     quiet: Quiet = False,
+    **_options: Any,
 ) -> None:
     """Fit coefficient files on tables, with a report.
 
@@ -67,7 +50,6 @@ def train(
     terminal = Terminal(quiet=quiet, task=f"train on {tables}")
     with one_line_errors(terminal):
         from tracefit.commands.train import train as train_command
-        from tracefit.engines.choice import EngineChoice
         from tracefit.reports.terminal_results import train_text
 
         options = train_options(context)
@@ -75,8 +57,8 @@ def train(
             tables,
             out,
             options=options,
-            workers=workers,
-            engine=EngineChoice(engine, ray_address),
+            workers=context.params["workers"],
+            engine=engine_options(context),
             progress=terminal,
         )
         terminal.show(result, train_text(result), as_json=json)

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from tracefit.cli.arguments import (
-    Across,
+    ENGINE,
+    INGEST,
+    SERVER,
+    TRAIN,
     AllSpans,
-    AnySign,
-    BetaTarget,
-    EngineName,
-    Fast,
-    Features,
-    GpuName,
-    IncludeOverloaded,
     InspectPaths,
     Json,
     KeepAttributes,
-    MaxDocument,
-    MaxRejects,
-    ModelConfig,
     Paths,
-    Positive,
     Quiet,
-    RayAddress,
-    RunConfig,
-    SampleCsv,
-    Settings,
-    ShowValues,
-    TensorParallel,
-    Thresholds,
-    Workers,
+    engine_options,
     ingest_options,
     keys_of,
     server_options,
+    takes,
     train_options,
 )
 from tracefit.cli.program import app
@@ -46,9 +32,9 @@ if TYPE_CHECKING:
     from tracefit.commands.receive import Listening
 
 
-# Options that `run` shares with `ingest` and `train` are listed in each signature: typer reads them there. Their values reach the
-# library by name, from `context.params` (`ingest_options`, `train_options`).
+# The values of the options that `takes` adds reach the library by name, from `context.params`.
 @app.command()
+@takes(SERVER, INGEST, ENGINE, TRAIN)
 def run(
     context: typer.Context,
     paths: Paths,
@@ -58,30 +44,10 @@ def run(
             metavar="PATH", help="Folder or s3:// or gs:// URL for tables, models, evaluation and report."
         ),
     ],
-    run_config: RunConfig = None,
-    model_config: ModelConfig = None,
-    gpu: GpuName = None,
-    tp: TensorParallel = None,
-    settings: Settings = None,
-    all_spans: AllSpans = False,
-    keep_attributes: KeepAttributes = None,
-    show_values: ShowValues = False,
-    max_document: MaxDocument = 256,
-    max_rejects: MaxRejects = 100_000,
-    workers: Workers = None,
-    engine: EngineName = "local",
-    ray_address: RayAddress = None,
-    beta_target: BetaTarget = "auto",
-    features: Features = "auto",
-    sample_csv: SampleCsv = False,
-    positive: Positive = False,
-    any_sign: AnySign = False,
-    fast: Fast = False,
-    include_overloaded: IncludeOverloaded = False,
-    across: Across = False,
-    thresholds: Thresholds = None,
+    *,
     json: Json = False,
     quiet: Quiet = False,
+    **_options: Any,
 ) -> None:
     """Turn traces into tables, coefficients and a report.
 
@@ -90,10 +56,9 @@ def run(
     terminal = Terminal(quiet=quiet, task=f"run to {out}")
     with one_line_errors(terminal):
         from tracefit.commands.train import run as run_command
-        from tracefit.engines.choice import EngineChoice
         from tracefit.reports.terminal_results import run_text
 
-        server = server_options(run_config, model_config, gpu, tp, settings)
+        server = server_options(context)
         kept = ingest_options(context)
         options = train_options(context)
         result = run_command(
@@ -102,23 +67,22 @@ def run(
             server=server,
             ingest_options=kept,
             options=options,
-            workers=workers,
-            engine=EngineChoice(engine, ray_address),
+            workers=context.params["workers"],
+            engine=engine_options(context),
             progress=terminal,
         )
         terminal.show(result, run_text(result), as_json=json)
 
 
 @app.command()
+@takes(SERVER)
 def inspect(
+    context: typer.Context,
     paths: InspectPaths,
-    run_config: RunConfig = None,
-    model_config: ModelConfig = None,
-    gpu: GpuName = None,
-    tp: TensorParallel = None,
-    settings: Settings = None,
+    *,
     json: Json = False,
     quiet: Quiet = False,
+    **_options: Any,
 ) -> None:
     """Describe traces, and what can be trained from them.
 
@@ -132,29 +96,18 @@ def inspect(
         from tracefit.commands.inspect import inspect as inspect_command
         from tracefit.reports.terminal_results import inspection_text
 
-        server = server_options(run_config, model_config, gpu, tp, settings)
+        server = server_options(context)
         result = inspect_command(paths, server=server, progress=terminal)
         terminal.show(result, inspection_text(result), as_json=json)
 
 
 @app.command()
+@takes(SERVER, INGEST, ENGINE)
 def ingest(
     context: typer.Context,
     paths: Paths,
     out: Annotated[str, typer.Option(metavar="PATH", help="The tables folder, or its s3:// or gs:// URL.")],
-    run_config: RunConfig = None,
-    model_config: ModelConfig = None,
-    gpu: GpuName = None,
-    tp: TensorParallel = None,
-    settings: Settings = None,
-    all_spans: AllSpans = False,
-    keep_attributes: KeepAttributes = None,
-    show_values: ShowValues = False,
-    max_document: MaxDocument = 256,
-    max_rejects: MaxRejects = 100_000,
-    workers: Workers = None,
-    engine: EngineName = "local",
-    ray_address: RayAddress = None,
+    *,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -163,6 +116,7 @@ def ingest(
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
+    **_options: Any,
 ) -> None:
     """Turn traces into Parquet tables.
 
@@ -174,7 +128,6 @@ def ingest(
     with one_line_errors(terminal):
         from tracefit.commands.ingest import ingest as ingest_command
         from tracefit.commands.ingest import plan_ingest
-        from tracefit.engines.choice import EngineChoice
         from tracefit.reports.terminal_results import ingest_text, plan_text
 
         kept = ingest_options(context)
@@ -183,32 +136,30 @@ def ingest(
             plan = plan_ingest(paths, out, options=kept)
             terminal.show(plan, plan_text(plan), as_json=json)
             return
-        server = server_options(run_config, model_config, gpu, tp, settings)
+        server = server_options(context)
         result = ingest_command(
             paths,
             out,
             server=server,
             options=kept,
-            workers=workers,
-            engine=EngineChoice(engine, ray_address),
+            workers=context.params["workers"],
+            engine=engine_options(context),
             progress=terminal,
         )
         terminal.show(result, ingest_text(result), as_json=json)
 
 
 @app.command()
+@takes(SERVER)
 def receive(
+    context: typer.Context,
     out: Annotated[
         Path, typer.Option(help="Folder of run folders; one is made for each service that sends.")
     ],
     model: Annotated[
         Optional[str], typer.Option(help="Model the servers run, as `vllm serve` names it.")
     ] = None,
-    run_config: RunConfig = None,
-    model_config: ModelConfig = None,
-    gpu: GpuName = None,
-    tp: TensorParallel = None,
-    settings: Settings = None,
+    *,
     host: Annotated[
         str, typer.Option(help="Address to listen on; any that is not loopback needs TLS or --insecure.")
     ] = "127.0.0.1",
@@ -241,6 +192,7 @@ def receive(
     live: Annotated[bool, typer.Option("--live", help="Show on the terminal what comes in.")] = False,
     json: Json = False,
     quiet: Quiet = False,
+    **_options: Any,
 ) -> None:
     """Receive traces from running servers into run folders.
 
@@ -272,10 +224,9 @@ def receive(
             keep_attributes=keys_of(keep_attributes),
             stop_after_s=parse_duration(stop_after, option="--stop-after") if stop_after else None,
         )
-        given = [*([f"model={model}"] if model else []), *(settings or [])]
         result = receive_command(
             out,
-            server=server_options(run_config, model_config, gpu, tp, given),
+            server=server_options(context, *([f"model={model}"] if model else [])),
             options=options,
             live=live,
             listening=listening,
