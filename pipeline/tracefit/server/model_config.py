@@ -93,86 +93,52 @@ _LLAMA4 = Family(
     defaults={"interleave_moe_layer_step": 1, "attention_chunk_size": 8192, "no_rope_layer_interval": 4},
 )
 
-FAMILIES: Mapping[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": _WINDOWED,
-    "mixtral": _WINDOWED,
-    "qwen2": _QWEN,
-    "qwen2_moe": _QWEN,
+_TABLE: Mapping[str, Family] = {
+    "llama LlamaForCausalLM": _LLAMA,
+    "mistral MistralForCausalLM": _WINDOWED,
+    "mixtral MixtralForCausalLM": _WINDOWED,
+    "qwen2 Qwen2ForCausalLM": _QWEN,
+    "qwen2_moe Qwen2MoeForCausalLM": _QWEN,
     "qwen2_vl": _QWEN,
     "qwen2_vl_text": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen2_5_vl_text": _QWEN,
-    "qwen3": _QWEN,
-    "qwen3_moe": _QWEN,
+    "qwen3 Qwen3ForCausalLM": _QWEN,
+    "qwen3_moe Qwen3MoeForCausalLM": _QWEN,
     "qwen3_vl_text": _QWEN,
     "qwen3_vl_moe_text": _QWEN,
-    "deepseek": _LLAMA,
-    "deepseek_v2": _LLAMA,
-    "deepseek_v3": _LLAMA,
+    "deepseek DeepseekForCausalLM": _LLAMA,
+    "deepseek_v2 DeepseekV2ForCausalLM": _LLAMA,
+    "deepseek_v3 DeepseekV3ForCausalLM": _LLAMA,
     "kimi_k2": _LLAMA,
-    "gemma": Family(tied=True),
-    "gemma2": Family(tied=True, windows="even", defaults={"sliding_window": 4096}),
-    "gemma3": _GEMMA3,
-    "gemma3_text": _GEMMA3,
-    "phi": Family(gated=False),
-    "phi3": _WINDOWED,
-    "phi4mm": _WINDOWED,
-    "phimoe": _WINDOWED,
-    "gpt_oss": Family(windows="even", defaults={"sliding_window": 128}),
-    "llama4": _LLAMA4,
-    "llama4_text": _LLAMA4,
-    "granite": _LLAMA,
-    "granitemoe": _LLAMA,
-    "granitemoeshared": _LLAMA,
-    "falcon": Family(gated=False, tied=True, ffn_is_four_hidden=True),
-    "gpt2": _GPT,
-    "gpt_bigcode": _GPT,
-    "gpt_neox": Family(gated=False),
-    "opt": Family(gated=False, tied=True, learned_positions=True, extra_positions=2),
-    "starcoder2": Family(gated=False, tied=True, windows="all"),
-    "olmo2": _LLAMA,
-    "chatglm": Family(),
+    "gemma GemmaForCausalLM": Family(tied=True),
+    "gemma2 Gemma2ForCausalLM": Family(tied=True, windows="even", defaults={"sliding_window": 4096}),
+    "gemma3 Gemma3ForConditionalGeneration": _GEMMA3,
+    "gemma3_text Gemma3ForCausalLM": _GEMMA3,
+    "phi PhiForCausalLM": Family(gated=False),
+    "phi3 Phi3ForCausalLM": _WINDOWED,
+    "phi4mm Phi4MMForCausalLM": _WINDOWED,
+    "phimoe PhiMoEForCausalLM": _WINDOWED,
+    "gpt_oss GptOssForCausalLM": Family(windows="even", defaults={"sliding_window": 128}),
+    "llama4 Llama4ForConditionalGeneration": _LLAMA4,
+    "llama4_text Llama4ForCausalLM": _LLAMA4,
+    "granite GraniteForCausalLM": _LLAMA,
+    "granitemoe GraniteMoeForCausalLM": _LLAMA,
+    "granitemoeshared GraniteMoeSharedForCausalLM": _LLAMA,
+    "falcon FalconForCausalLM RWForCausalLM": Family(gated=False, tied=True, ffn_is_four_hidden=True),
+    "gpt2 GPT2LMHeadModel": _GPT,
+    "gpt_bigcode GPTBigCodeForCausalLM": _GPT,
+    "gpt_neox GPTNeoXForCausalLM": Family(gated=False),
+    "opt OPTForCausalLM": Family(gated=False, tied=True, learned_positions=True, extra_positions=2),
+    "starcoder2 Starcoder2ForCausalLM": Family(gated=False, tied=True, windows="all"),
+    "olmo2 Olmo2ForCausalLM": _LLAMA,
+    "chatglm ChatGLMModel ChatGLMForConditionalGeneration": _LLAMA,
 }
-"""Families by `model_type`."""
+"""Family by its `model_type` and the classes in `architectures`, which are what configs without a `model_type`, or with one of
+their own making, name it by."""
 
-ARCHITECTURES: Mapping[str, str] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "DeepseekForCausalLM": "deepseek",
-    "DeepseekV2ForCausalLM": "deepseek_v2",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "GemmaForCausalLM": "gemma",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "Gemma3ForConditionalGeneration": "gemma3",
-    "PhiForCausalLM": "phi",
-    "Phi3ForCausalLM": "phi3",
-    "Phi4MMForCausalLM": "phi4mm",
-    "PhiMoEForCausalLM": "phimoe",
-    "GptOssForCausalLM": "gpt_oss",
-    "Llama4ForCausalLM": "llama4_text",
-    "Llama4ForConditionalGeneration": "llama4",
-    "GraniteForCausalLM": "granite",
-    "GraniteMoeForCausalLM": "granitemoe",
-    "GraniteMoeSharedForCausalLM": "granitemoeshared",
-    "FalconForCausalLM": "falcon",
-    "RWForCausalLM": "falcon",
-    "GPT2LMHeadModel": "gpt2",
-    "GPTBigCodeForCausalLM": "gpt_bigcode",
-    "GPTNeoXForCausalLM": "gpt_neox",
-    "OPTForCausalLM": "opt",
-    "Starcoder2ForCausalLM": "starcoder2",
-    "Olmo2ForCausalLM": "olmo2",
-    "ChatGLMModel": "chatglm",
-    "ChatGLMForConditionalGeneration": "chatglm",
-}
-"""Family by the class in `architectures`, for configs whose `model_type` is missing or of their own making."""
+FAMILIES: Mapping[str, Family] = {names.split()[0]: family for names, family in _TABLE.items()}
+_MODEL_TYPES: Mapping[str, str] = {name: names.split()[0] for names in _TABLE for name in names.split()[1:]}
 
 
 # -- reading a config -----------------------------------------------------------------------------------
@@ -364,7 +330,7 @@ def _family_name(part: Document) -> str | None:
         return model_type.lower()
     classes = part.get("architectures")
     names = classes if isinstance(classes, list) else [classes]
-    known = (ARCHITECTURES[name] for name in names if isinstance(name, str) and name in ARCHITECTURES)
+    known = (_MODEL_TYPES[name] for name in names if isinstance(name, str) and name in _MODEL_TYPES)
     return next(known, None)
 
 
