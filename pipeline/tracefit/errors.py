@@ -95,21 +95,22 @@ def spreadsheet_safe(value: object) -> object:
     return f"'{value}" if is_formula else value
 
 
-def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return a question that suggests the known name closest to `name`, or null if none is close.
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6, most: int = 1) -> str | None:
+    """Return a question that suggests the known names closest to `name`, or null if none is close.
 
     Args:
         name: The misspelt name.
         known: The known names.
         cutoff: Smallest similarity, 0 to 1.
+        most: Names that are suggested.
     """
     # The search takes time in proportion to the length of the name, which may be a whole file by mistake.
-    close = difflib.get_close_matches(name[:64], list(known), n=1, cutoff=cutoff)
-    return f"did you mean {close[0]}?" if close else None
+    close = difflib.get_close_matches(name[:64], list(known), n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(close)}?" if close else None
 
 
-def known_names(name: str, known: Collection[str], *, title: str = "known") -> str:
-    """Return a hint that lists all known names, after the one closest to `name` where one is close."""
+def known_names(name: str, known: Collection[str], *, title: str = "known", most: int = 1) -> str:
+    """Return a hint that lists all known names, after those closest to `name` where some are close."""
     listed = f"{title}: {', '.join(known)}"
-    close = did_you_mean(name, known)
+    close = did_you_mean(name, known, most=most)
     return f"{close} {listed}" if close else listed

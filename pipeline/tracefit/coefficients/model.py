@@ -27,9 +27,6 @@ from tracefit.fit.results import (
 # -- the evaluation -------------------------------------------------------------------------------------
 
 
-EVALUATION_SCHEMA: Literal["tracefit/evaluation"] = "tracefit/evaluation"
-
-
 class Strict(BaseModel):
     """A part of a published file: immutable, finite numbers, no unknown keys."""
 
@@ -198,7 +195,7 @@ class IngestEntry(Strict):
 class Evaluation(Strict):
     """evaluation.json."""
 
-    schema_: Literal["tracefit/evaluation"] = Field(default=EVALUATION_SCHEMA, alias="schema")
+    schema_: Literal["tracefit/evaluation"] = Field(default="tracefit/evaluation", alias="schema")
     version: Literal[2] = 2
     ingest: IngestEntry
     scopes: tuple[ScopeEvaluation, ...]
@@ -217,9 +214,6 @@ class Evaluation(Strict):
 
 # -- coefficient files ----------------------------------------------------------------------------------
 
-
-FILE_SCHEMA: Literal["tracefit/coefficients"] = "tracefit/coefficients"
-FILE_VERSION: Literal[2] = 2
 
 MAX_TERMS = 1000
 MAX_FORMULA_CHARS = 400
@@ -534,8 +528,8 @@ class NotFitted(Strict):
 class CoefficientFile(Strict):
     """alpha.json or beta.json."""
 
-    schema_: Literal["tracefit/coefficients"] = Field(default=FILE_SCHEMA, alias="schema")
-    version: Literal[2] = FILE_VERSION
+    schema_: Literal["tracefit/coefficients"] = Field(default="tracefit/coefficients", alias="schema")
+    version: Literal[2] = 2
     kind: Literal["alpha", "beta"]
     models: tuple[Model, ...] = Field(max_length=10_000)
     not_fitted: tuple[NotFitted, ...] = ()

@@ -151,16 +151,9 @@ class StepInput:
         Raises:
             UsageError: A count is negative.
         """
-        reqs = min(self.prefill, 1.0) if self.prefill_reqs is None else self.prefill_reqs
-        values = {
-            "batch": self.batch,
-            "context": self.context,
-            "prefill": self.prefill,
-            "prefill_reqs": reqs,
-            "prefill_done": self.prefill_done,
-            "waiting": self.waiting,
-        }
-        return {name: counted(name, value) for name, value in values.items()}
+        # A step with prompt tokens prefills one request at least.
+        implied = {"prefill_reqs": min(self.prefill, 1.0)} if self.prefill_reqs is None else {}
+        return {name: counted(name, implied.get(name, getattr(self, name))) for name in STEP_INPUTS}
 
 
 @dataclass(frozen=True, slots=True)

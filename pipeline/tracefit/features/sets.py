@@ -6,7 +6,6 @@ below; a user's own set comes from a file with the same fields and is compiled t
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -209,12 +208,10 @@ def _parsed(formula: str, where: str) -> Node:
 def _check_names(node: Node, known: Collection[str], *, where: str) -> None:
     for name in sorted(names_in(node)):
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=_SUGGESTIONS)
-            suggestion = f"did you mean {' or '.join(close)}? " if close else ""
             raise UsageError(
                 f"needs {excerpt(name)}, which is not known",
                 where=where,
-                hint=f"{suggestion}known: {', '.join(sorted(known))}",
+                hint=known_names(name, sorted(known), most=_SUGGESTIONS),
             )
 
 

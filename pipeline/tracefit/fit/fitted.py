@@ -157,7 +157,6 @@ class TooFewRows:
     """Why nothing was fitted."""
 
     reason: str
-    rows: pl.DataFrame
 
 
 @dataclass(frozen=True, slots=True)

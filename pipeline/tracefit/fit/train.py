@@ -86,7 +86,7 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
     if not fitted or holdout.height < MIN_HOLDOUT_ROWS:
         have = f"{used.height} training and {holdout.height} held-out rows"
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
-        return TooFewRows(f"{have}, {need}", rows)
+        return TooFewRows(f"{have}, {need}")
     evaluated = evaluation_rows(holdout, options.eval_filter)
     curve = learning_curve(fitted, designs, evaluated, fewest=MIN_TRAIN_ROWS)
     return LinearFit(

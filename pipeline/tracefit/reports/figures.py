@@ -1,7 +1,7 @@
 """Figures of the report, each with a sentence that says what to look for and its numbers in a few rows.
 
 Everything they show comes from the published evaluation, the model files and `results.figures`; nothing is computed here
-but units and the limits of an axis. They are made of the pieces in `plots`.
+but units, the limits of an axis, and the few rows under a curve of many points. They are made of the pieces in `plots`.
 """
 
 from __future__ import annotations
@@ -255,7 +255,12 @@ def _stacked(
     measured: tuple[Trace, ...] = ()
     # Parts of a step are predicted, so that the measurement beside them shows what they miss; those of TTFT are measured.
     if what == "step":
-        dots = {"symbol": "diamond", "size": 8, "color": "#fff", "line": {"color": "#1b1f24", "width": 1.5}}
+        diamond = {
+            "symbol": "diamond",
+            "size": 8,
+            "color": "#fff",
+            "line": {"color": "#1b1f24", "width": 1.5},
+        }
         measured = (
             {
                 "type": "scatter",
@@ -263,7 +268,7 @@ def _stacked(
                 "name": "measured",
                 "x": at,
                 "y": rounded(found.measured),
-                "marker": dots,
+                "marker": diamond,
                 "hovertemplate": "measured: %{y:.3~f} ms<extra></extra>",
             },
         )
