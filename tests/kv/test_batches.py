@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tracefit.inputs.files import TraceFile
-from tracefit.kv import batches as kv_batches
-from tracefit.kv.batches import hash_number
+from tracefit.kv.batches import MAX_LOOSE_BYTES, BlockAges, hash_number
 from tracefit.kv.recordings import read_kv
 
 TS = 1_700_000_000.5
@@ -179,15 +178,11 @@ def test_a_block_that_is_stored_again_behind_a_clearing_is_as_old_as_that(lifeti
     assert found[4:] == [None, 3e6, None, 2e6]
 
 
-def test_blocks_are_forgotten_when_too_many_are_stored_and_never_removed(lifetimes, monkeypatch):
-    monkeypatch.setattr(kv_batches, "MAX_TRACKED_BLOCKS", 3)
-    found = lifetimes(
-        (0, 0, ["BlockStored", [1, 2]]),
-        (0, 1, ["BlockStored", [3, 4]]),
-        (0, 0, ["BlockStored", [5]]),
-        (1, 0, ["BlockRemoved", [1]], ["BlockRemoved", [5]]),
-    )
-    assert found[3:] == [None, 1e6]
+def test_blocks_are_forgotten_when_too_many_are_stored_and_never_removed():
+    ages = BlockAges(most_blocks=3)
+    for rank, hashes in ((0, [1, 2]), (1, [3, 4]), (0, [5])):
+        ages.store(rank, None, hashes, 0.0)
+    assert [ages.remove(0, None, [one], 1.0) for one in (1, 5)] == [None, 1e6]
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])
@@ -229,10 +224,10 @@ def test_an_absurd_number_costs_its_event_alone(read_events, event, encoding):
     assert [r.reason.startswith(f"{event[0]} event cannot be read") for r in found.rejects] == [True]
 
 
-def test_a_large_batch_with_a_bad_event_is_one_reject(read_events, monkeypatch):
-    monkeypatch.setattr(kv_batches, "MAX_LOOSE_BYTES", 1000)
-    assert read_events([CLEARED] * 100).rows.height == 100
-    found = read_events([CLEARED] * 100 + [5])
+def test_a_large_batch_with_a_bad_event_is_one_reject(read_events):
+    large = ["BlockStored", [1], None, "x" * MAX_LOOSE_BYTES]
+    assert read_events([CLEARED, large]).rows.height == 2
+    found = read_events([CLEARED, large, 5])
     assert (found.rows.height, len(found.rejects)) == (0, 1)
 
 

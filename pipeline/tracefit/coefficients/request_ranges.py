@@ -111,20 +111,12 @@ def described_requests(
         "running_after",
         met=pl.col("num_decode_reqs") + pl.col("num_prefill_reqs"),
     )
-    # One server after the other: what polars can check to be sorted.
-    rows = (
-        pl.concat(
-            part.sort("queued_ns").join_asof(
-                met.filter(pl.all_horizontal(pl.col(k) == v for k, v in zip(SERVER, key, strict=True)))
-                .drop(SERVER)
-                .sort("ts_start_ns"),
-                left_on="queued_ns",
-                right_on="ts_start_ns",
-            )
-            for key, part in rows.group_by(SERVER, maintain_order=True)
-        )
-        if rows.height
-        else rows.with_columns(waiting_depth=None, running_after=None, met=None)
+    rows = rows.sort("queued_ns").join_asof(
+        met.sort("ts_start_ns"),
+        left_on="queued_ns",
+        right_on="ts_start_ns",
+        by=SERVER,
+        check_sortedness=False,
     )
     if queue is not None:
         # Of requests that come together the step before shows none: only the journeys say who is ahead of whom.

@@ -184,18 +184,19 @@ class BlockAges:
     All are dropped once there are more than a server can have: then removals are missing in the recording.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_blocks: int = MAX_TRACKED_BLOCKS) -> None:
         self._stored: dict[int | None, dict[str | None, dict[int, float]]] = {}
         self._count = 0
+        self._most = most_blocks
 
     def store(self, rank: int | None, medium: str | None, hashes: list[Hash], ts: float) -> None:
         """Record the store time of blocks, unix time in s; a block that is already stored keeps its first time."""
         cache = self._stored.setdefault(rank, {}).setdefault(medium, {})
         before = len(cache)
-        for one in hashes[-MAX_TRACKED_BLOCKS:]:
+        for one in hashes[-self._most :]:
             cache.setdefault(hash_number(one), ts)
         self._count += len(cache) - before
-        if self._count > MAX_TRACKED_BLOCKS or len(self._stored) > MAX_TRACKED_RANKS:
+        if self._count > self._most or len(self._stored) > MAX_TRACKED_RANKS:
             self._stored.clear()
             self._count = 0
 
