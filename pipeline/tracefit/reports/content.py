@@ -208,6 +208,7 @@ def _moment(unix_ns: int) -> str:
 
 def _headlines(scope: ScopeEvaluation) -> dict[str, tuple[Metrics, Metrics]]:
     """Return the errors a reader asks for first, each with those of the baseline."""
+    # In the order of a simulation: all latencies are made of step times.
     step = step_entry(scope)
     found = {"step time": (step.holdout, step.baseline)} if step else {}
     for key, label in LATENCIES.items():
@@ -232,6 +233,7 @@ def _headline_table(scope: ScopeEvaluation) -> Table:
 
 
 def _holds_for(scope: ScopeEvaluation) -> str:
+    # The errors beside it were measured on such load: beyond it nothing is known.
     step = step_entry(scope)
     load = step.error_over_load if step else None
     if load is None:

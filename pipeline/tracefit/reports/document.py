@@ -214,4 +214,5 @@ _MARKS = re.compile(r"`([^`]*)`|\*\*([^*]+)\*\*|\*([^*]+)\*")
 
 def plain(text: str) -> str:
     """Take the marks of inline Markdown away."""
+    # Bold and emphasis may have marks inside, code has none: what looks like one there is text.
     return _MARKS.sub(lambda m: m[1] if m[1] is not None else plain(m[2] or m[3]), text)

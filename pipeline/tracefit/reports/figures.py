@@ -293,6 +293,7 @@ def _stacked(
             (f"{what}s by length", f"{what}s", *(f"{p}, ms" for p in found.parts), "measured, ms"), rows
         ),
         traces=(*bars, *measured),
+        # Relative: a part below zero, such as a negative intercept, hangs below the axis.
         layout=layout(x, y, barmode="relative") | {"xaxis": axis},
     )
 
@@ -671,6 +672,7 @@ def engine_figure(engine: EngineRun) -> Figure:
         summary=_engine_table(engine),
         traces=tuple(traces),
         layout={
+            # One time, one label in each panel: panels share the axis.
             "hovermode": "x",
             "shapes": shapes,
             "xaxis": axis_of("seconds into the run", anchor=f"y{panels if panels > 1 else ''}"),

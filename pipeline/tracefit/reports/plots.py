@@ -56,6 +56,7 @@ def _template(*, ink: str, soft: str, grid: str, paper: str) -> Trace:
                 "size": 12.5,
                 "color": ink,
             },
+            # Transparent: the page shows its own colour, light or dark.
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "colorway": list(COLOURS),
@@ -137,6 +138,7 @@ def dots(points: Points, colour: str, *, symbol: str = "circle", opacity: float 
 
 def shaded(regions: Iterable[ShadedRegion]) -> list[Trace]:
     """Shade intervals of the x axis; each kind is in the legend once."""
+    # In the order of `SHADES`: of regions that overlap, the one that matters most is drawn last.
     listed: set[str] = set()
     shapes = []
     for one in sorted(regions, key=lambda r: list(SHADES).index(r.kind)):
@@ -171,6 +173,7 @@ def mark(
 ) -> Trace:
     """Draw a line across the figure at a value of one axis."""
     other = "y" if axis == "x" else "x"
+    # A time is one time in all panels of a figure; a value belongs to the axis of one panel (`on`).
     return {
         "type": "line",
         f"{axis}ref": axis if axis == "x" else on,
@@ -251,6 +254,7 @@ def limited(values: Sequence[float], *, from_zero: bool = False) -> tuple[Trace,
 
 def domain(place: int, panels: int, gap: float = 0.06) -> list[float]:
     """Return the share of the height that a panel takes, the first one on top."""
+    # So many panels with a gap between each two fill the figure: panels * (height - gap) + (panels - 1) * gap = 1.
     height = (1 + gap) / panels
     top = 1 - place * height
     # Rounded: differences of floats would put 17 digits of each into the page.

@@ -388,6 +388,7 @@ def _coefficients(model: Model) -> list[ReportPart]:
             )
         ]
     if isinstance(model, BoundaryModel):
+        # The wait itself is no coefficient: whoever simulates steps knows when the next one starts.
         expected = model.expectation
         return [
             "API work:",
@@ -408,6 +409,7 @@ def _expectation(expected: Expectation) -> str:
 
 
 def _condition(when: Condition) -> str:
+    # The last regime has no condition of its own: it predicts what the others leave.
     if not when.any:
         return "otherwise"
     tests = (f"`{c.feature}` {c.op} {f'`{c.feature2}`' if c.feature2 else exact(c.value)}" for c in when.any)
@@ -461,6 +463,7 @@ def _limits(interval: PredictionInterval, unit: str) -> str:
 
 
 def _collinearity(entry: Validation) -> str:
+    # Predictions do not suffer from collinearity, single coefficients do: who reads them as costs has to know.
     parts = []
     for one in entry.collinearity:
         # One feature alone is collinear with nothing.

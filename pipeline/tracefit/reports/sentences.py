@@ -133,12 +133,14 @@ _MEASURED: Mapping[str, Callable[[float], str]] = {
 def _sentence(one: Criterion) -> str:
     if one.value is None:
         return one.reason
+    # A measure of a later version has no sentence here: the reason in the file serves.
     words = _MEASURED.get(one.measure)
     if words is None:
         return one.reason
     text = words(one.value)
     if one.answer == "yes":
         return text
+    # The sentences of these write a share in percent: so must their threshold be.
     scale = 100 if one.measure in ("step_skill", "queue_wait_skill", "queue_regime_accuracy") else 1
     bound = scale * (one.with_limits if one.answer == "no" else one.yes)
     return f"{text} ({'at least' if one.higher_is_better else 'at most'} {bound:g} % needed)"

@@ -88,6 +88,7 @@ def _print_table(table: Table, console: Console) -> None:
     console.print(Text(first, style="bold"), no_wrap=True, overflow="ignore", crop=False)
     drawn = Text(rest)
     for mark, style in _STYLES.items():
+        # Whole cells alone, between two blanks each: a `no` within a name is not coloured.
         drawn.highlight_regex(rf"(?<=  ){_plain(mark)}(?=  |$|\n)", style)
     console.print(drawn, no_wrap=True, overflow="ignore", crop=False)
 

@@ -263,6 +263,7 @@ def _server(s: ServerFacts) -> str:
 
 def _allowed(scope: ScopeInspection) -> str:
     name = max((len(a.what) for a in scope.allows), default=0)
+    # 13: two blanks before the name, two on either side of the verdict, and its seven letters.
     lines = [
         _wrapped(f"  {a.what:<{name}}  {a.verdict:<7}  {a.reason}", " " * (name + 13)) for a in scope.allows
     ]

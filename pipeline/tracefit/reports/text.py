@@ -83,6 +83,7 @@ def metrics(m: Metrics) -> tuple[str, ...]:
 
 def mape_misleads(mape_pct: float | None, mdape_pct: float | None) -> bool:
     """Return whether a few rows with large relative errors dominate the mean: it is far above the median error."""
+    # A mean below 10 % misleads nobody; tenfold the median, it is the mean of a handful of rows.
     return mape_pct is not None and mdape_pct is not None and mape_pct > max(10.0, 10 * mdape_pct)
 
 
@@ -132,6 +133,7 @@ def scope_labels(scopes: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]) 
     Args:
         scopes: Scope id to its runs and its settings.
     """
+    # The hash of settings tells apart what a reader cannot: where it has to, the settings themselves are named too.
     shared = Counter(_without_hash(scope_id) for scope_id in scopes)
     labels = {}
     for scope_id, (runs, settings) in scopes.items():

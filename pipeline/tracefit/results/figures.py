@@ -38,6 +38,7 @@ class Points:
         facts: What a reader sees of a row besides, such as the composition of a step: name to one value per row.
     """
 
+    # Tuples, not frames: a report is built, compared and written without polars.
     name: str
     x: tuple[float, ...]
     y: tuple[float, ...]
@@ -48,6 +49,7 @@ class Points:
 class Bin:
     """Rows whose x lies between `low` and `high`, with the median, P10 and P90 of their y."""
 
+    # Of equal size, not of equal width: the highest values of x would be a row or two.
     rows: int
     low: float
     high: float
@@ -82,6 +84,7 @@ class OverTime:
         holdout: Where the hold-out of each run lies.
     """
 
+    # Without the time between runs: traces of two days would be two dots with nothing between them.
     at_s: tuple[float, ...]
     measured: tuple[float | None, ...]
     predicted: tuple[float | None, ...]
@@ -101,6 +104,7 @@ class Breakdown:
         facts: What the rows of a group are like: name to its mean in each group.
     """
 
+    # Means, not medians: those of the parts add up to that of the whole.
     parts: dict[str, tuple[float, ...]]
     measured: tuple[float, ...]
     rows: tuple[int, ...]
@@ -162,6 +166,7 @@ class EngineRun:
     quantities: tuple[EngineQuantity, ...]
     regions: tuple[ShadedRegion, ...]
     holdout_from_s: float | None
+    # Three values: overloaded runs are drawn first, and a reader has to know whether the models rest on one.
     overloaded: bool | None
 
 

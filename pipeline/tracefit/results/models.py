@@ -35,6 +35,7 @@ class ModelSummary:
 
     name: str
     scope_id: str
+    # Medians first: a few rows near zero make any mean of percentages useless.
     holdout_mdape_pct: float | None
     holdout_p90_ape_pct: float | None
     holdout_mape_pct: float | None
@@ -110,6 +111,7 @@ class RunResult(Shown):
     @property
     def exit_code(self) -> int:
         """0, or 3 when something is in quarantine."""
+        # The higher is the worse of the two: both end in 0 or 3 here, and an error has raised before.
         return max(self.ingested.exit_code, self.trained.exit_code)
 
     def plot(self, figure: str = "step-times", *, scope: str | None = None) -> Figure:
@@ -119,6 +121,7 @@ class RunResult(Shown):
     @property
     def tables(self) -> RunTables:
         """The tables of the runs that were read, by name: `result.tables["requests"]` is a polars frame."""
+        # Imported here: a result is printed without polars.
         from tracefit.tables.run_tables import RunTables
 
         return RunTables(self.ingested.tables, [r.run_id for r in self.ingested.runs])
@@ -184,6 +187,7 @@ class Drift:
     now_mae_us: float | None
     now_bias_pct: float | None
     limit_pct: float | None
+    # Three answers: too few rows neither confirm a file nor refute it.
     verdict: Verdict
     reason: str | None = None
 
@@ -290,6 +294,7 @@ class VerifyResult(Shown):
     numbers: int
     inputs: tuple[str, ...]
     differing: int
+    # Not all of them: one wrong input changes every number of a file.
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
 

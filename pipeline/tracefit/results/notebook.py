@@ -76,6 +76,7 @@ def _tables(title: str, result: Any) -> Iterator[str]:
 
 
 def _rows(title: str, rows: Sequence[Any]) -> str:
+    # A field that holds rows itself has no cell: what is nested two deep is left to `--json`.
     shown = [f.name for f in fields(rows[0]) if any(_cell(getattr(row, f.name)) is not None for row in rows)]
     return _table(title, shown, [[_cell(getattr(row, name)) or "" for name in shown] for row in rows])
 
@@ -99,6 +100,7 @@ def _cell(value: object) -> str | None:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    # Escaped: names in results come from traces, which anyone may have written.
     heads = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in head) if any(head) else ""
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><caption>{escape(title)}</caption><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"

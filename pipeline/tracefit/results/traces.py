@@ -75,6 +75,7 @@ class PlannedFile:
     shape: str
     compression: str | None
     bytes: int
+    # A file whose beginning has changed counts as grown too: either way it is read again.
     status: Literal["new", "grown", "known"]
     bytes_to_read: int
 
@@ -225,6 +226,7 @@ class ReceiveResult:
 class Quantiles:
     """Durations of some requests, in seconds."""
 
+    # Seconds, as vLLM's own metrics have them; the tables hold microseconds.
     n: int
     mean: float | None
     p50: float | None
