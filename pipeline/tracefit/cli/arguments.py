@@ -1,4 +1,8 @@
-"""Arguments and options that several commands share, each with its help, and their conversion for the library."""
+"""Arguments and options that several commands share, each with its help, and their conversion for the library.
+
+An option of several commands is one entry of a group (`SERVER`, `INGEST`, `ENGINE`, `TRAIN`); a command says which groups it `takes`,
+and a function for each group makes of their values what the library expects.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Commands that make models or use them; and those without input files, which show feature sets and generate traces."""
+"""Commands that make models or use them; and those without input files, which show feature sets and generate traces.
+
+Each collects its options, calls the function of the library with its own name, and shows the result as text or JSON.
+"""
 
 from __future__ import annotations
 

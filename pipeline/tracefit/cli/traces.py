@@ -1,4 +1,7 @@
-"""Commands that read traces."""
+"""Commands that read traces: run, inspect, ingest, receive.
+
+Each collects its options, calls the function of the library with its own name, and shows the result as text or JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Compare two models of one target: coefficient by coefficient, and by their predictions where both were trained."""
+"""Compare two models of one target: coefficient by coefficient, and by their predictions where both were trained.
+
+Coefficients of two files differ without any consequence where features stand in for each other: what a user notices is the
+difference of predictions, so both models are evaluated on the same points of the training range that they share.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Load coefficient files and predict steps and requests from them.
+"""Load coefficient files and predict steps and requests from them: the library's `tracefit.load`.
 
-A single prediction is made in plain Python: neither numpy nor polars nor scikit-learn is imported for it.
+`Models` holds files and finds the models of a scope; `predict` and `requests` compute single predictions, `predict_frames` those of
+a frame. A single prediction is made in plain Python: neither numpy nor polars nor scikit-learn is imported for it.
 """
 
 from __future__ import annotations

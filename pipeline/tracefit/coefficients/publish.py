@@ -1,4 +1,8 @@
-"""Publish fitted scopes: as coefficient files, and as the evaluation of everything that was measured."""
+"""Publish fitted scopes: as coefficient files, and as the evaluation of everything that was measured.
+
+What the fit found (`fit.fitted`, `fit.results`) becomes the published types of `model`; nothing is fitted here. One thing is
+measured: alpha.json states how far requests composed of both files lie from the traced ones, which only the finished files tell.
+"""
 
 from __future__ import annotations
 

@@ -18,13 +18,14 @@ import ast
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from operator import add, mul, sub
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tracefit.errors import UsageError
 from tracefit.server.documents import excerpt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import polars as pl
 
@@ -43,6 +44,9 @@ Operator = Literal["+", "-", "*", "/", "**"]
 Function = Literal["min", "max"]
 
 _OPERATORS: dict[type[ast.operator], Operator] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+
+_ARITHMETIC: dict[Operator, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul}
+"""What Python's operators do alike for numbers and for columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,18 +231,15 @@ def _expression(node: Node, constants: Mapping[str, float | None]) -> pl.Expr:
 
 def _binary(operator: Operator, left: pl.Expr, right: pl.Expr) -> pl.Expr:
     match operator:
-        case "+":
-            return left + right
-        case "-":
-            return left - right
-        case "*":
-            return left * right
         case "/":
             # A quotient by infinity is the 0 that is wanted; a null stays null. Adding 0 makes -0.0 into 0.0.
             return left / (right + 0.0).replace(0.0, math.inf)
         case "**":
             # Adding 0 as for a quotient: a power of -0.0 would have the other sign of infinity.
             return (left + 0.0).pow(right)
+        case _:
+            value: pl.Expr = _ARITHMETIC[operator](left, right)
+            return value
 
 
 def _extreme(function: Function, arguments: list[pl.Expr]) -> pl.Expr:
@@ -291,17 +292,14 @@ def _binary_value(operator: Operator, left: float | None, right: float | None) -
     if left is None or right is None:
         return None
     match operator:
-        case "+":
-            return left + right
-        case "-":
-            return left - right
-        case "*":
-            return left * right
         case "/":
             # The same detour as in the frame: x / inf is the 0 that is wanted, and 0 / 0 is not NaN.
             return left / (right or math.inf)
         case "**":
             return _power_value(left, right)
+        case _:
+            value: float = _ARITHMETIC[operator](left, right)
+            return value
 
 
 def _power_value(base: float, exponent: float) -> float:

@@ -1,4 +1,8 @@
-"""Read files of KV-cache events, JSON lines or consecutive msgpack messages, into batches with their offsets."""
+"""Read files of KV-cache events, JSON lines or consecutive msgpack messages, into batches with their offsets.
+
+vLLM publishes events on a socket and whoever records them chooses the file: with lengths between messages or without,
+compressed or not, cut anywhere. The shape is found from the content, and what is damaged costs only itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Options of the receiver, its limits, and how sizes and times are written on the command line."""
+"""Options of the receiver, its limits, and how sizes and times are written on the command line.
+
+Limits are not options of the command line: they bound what senders, who may be anyone, can make the receiver hold.
+"""
 
 from __future__ import annotations
 

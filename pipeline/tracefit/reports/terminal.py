@@ -1,4 +1,7 @@
-"""Print what a report says in a terminal: a table where it fits, otherwise one block per row. Nothing is computed here."""
+"""Print what a report says in a terminal: a table where it fits, otherwise one block per row. Nothing is computed here.
+
+This is the report of `tracefit report`; results of the other commands are in `terminal_results`, which needs no rich.
+"""
 
 from __future__ import annotations
 

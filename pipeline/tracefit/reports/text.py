@@ -1,4 +1,8 @@
-"""Numbers, tables and names of scopes as text, the same in a terminal, in a pipe, on the page and in a test."""
+"""Numbers, tables and names of scopes as text, the same in a terminal, in a pipe, on the page and in a test.
+
+A number is written to the digits that mean something, one that is not known as `-`; scopes are named without the hash of their
+settings where that is enough to tell them apart.
+"""
 
 from __future__ import annotations
 

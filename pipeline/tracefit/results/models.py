@@ -1,4 +1,8 @@
-"""Results of the commands that make models or use them: `train`, `run`, `report`, `synth`, `compare`, `export`, `predict`, `verify`."""
+"""Results of the commands that make models or use them, command by command.
+
+These are `train`, `run`, `report`, `synth`, `compare`, `export`, `predict` and `verify`. Fields are what `--json` prints and what
+`schemas/results/` describes; a change of one is a change for the programs that read it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Results of the commands that read traces or their tables: `ingest`, `inspect`, `receive` and `requests`."""
+"""Results of the commands that read traces or their tables: `ingest`, `inspect`, `receive` and `requests`.
+
+Fields are what `--json` prints and what `schemas/results/` describes; a change of one is a change for the programs that read it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The server behind a run: its settings, model and GPU, how the `runs` table stores them, and their scope id."""
+"""The server behind a run: its settings, model and GPU, how the `runs` table stores them, and their scope id.
+
+A scope is what a model holds for: runs of one model on one kind of GPU under the same settings are fitted together. Its id
+ends in a hash over everything that changes what a server does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Write the log of a simulation as the spans that the instrumented server would have sent."""
+"""Write the log of a simulation as the spans that the instrumented server would have sent.
+
+Names of spans, events and attributes, their order and their clocks are those of the real emitter, odd ones included: a step's
+`duration_us` is the time in `schedule()`, and a span that loses events loses its oldest.
+"""
 
 from __future__ import annotations
 

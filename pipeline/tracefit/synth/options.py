@@ -1,4 +1,7 @@
-"""The options of a synthetic run, the checks of their values, and the load they describe: who arrives when, with how many tokens."""
+"""The options of a synthetic run, the checks of their values, and the load they describe: who arrives when, with how many tokens.
+
+Load, engine and sampling draw from streams of their own: an option of one leaves the draws of the others as they are.
+"""
 
 from __future__ import annotations
 
