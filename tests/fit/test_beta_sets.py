@@ -6,11 +6,12 @@ import numpy as np
 import polars as pl
 import pytest
 
+from tracefit.features.sets import Feature
 from tracefit.fit import splits
 from tracefit.fit.beta import choose, try_features
 from tracefit.fit.extrapolation import load_cut
 from tracefit.fit.fitted import FitOptions
-from tracefit.fit.linear import ANY_SIGN, FeatureColumn
+from tracefit.fit.linear import ANY_SIGN
 from tracefit.fit.results import Candidate
 
 
@@ -61,7 +62,7 @@ def _rows(n=600):
                 "ts_ns": np.arange(n) * 1000,
                 "load": load.astype(float),
                 "reqs": load,
-                "squared": load**2,
+                "num_decode_reqs_squared": load**2,
                 "y": 1000 + 20 * load + load**2 / 10 + rng.normal(0, 5, n),
                 "excluded_reason": None,
             },
@@ -74,8 +75,8 @@ def test_the_error_beyond_is_that_of_a_fit_of_the_lower_half_on_the_upper():
     """A line through load 0 to 100 of 1000 + 20 l + l^2/10: l^2/10 is 10 l - 166.7 + e there, e averaging out."""
     rows = _rows()
     how = FitOptions(reference=False, signs=ANY_SIGN)
-    line = try_features(rows, "line", [FeatureColumn("reqs", "us/request")], how)
-    both = [FeatureColumn("reqs", "us/request"), FeatureColumn("squared", "us", max_inflation=100.0)]
+    line = try_features(rows, "line", [Feature("reqs", "request", "reqs")], how)
+    both = [Feature("reqs", "request", "reqs"), Feature("num_decode_reqs_squared", "1", "reqs ** 2")]
     square = try_features(rows, "square", both, how)
     assert square.inside_mae == pytest.approx(4.0, rel=0.15)
     assert square.beyond_mae == pytest.approx(4.0, rel=0.3)
@@ -89,4 +90,4 @@ def test_the_error_beyond_is_that_of_a_fit_of_the_lower_half_on_the_upper():
 
 
 def test_too_few_rows_make_no_candidate():
-    assert try_features(_rows(30), "line", [FeatureColumn("reqs", "us/request")], FitOptions()) is None
+    assert try_features(_rows(30), "line", [Feature("reqs", "request", "reqs")], FitOptions()) is None

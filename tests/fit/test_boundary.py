@@ -11,13 +11,13 @@ import pytest
 
 import tracefit
 from tracefit.commands.scopes import load_scope, scopes_of
+from tracefit.features.sets import Feature
 from tracefit.features.targets import target_named
 from tracefit.features.training import constants_of
 from tracefit.fit import splits
 from tracefit.fit.alpha import fit_target
 from tracefit.fit.boundary import admission_with_clock, fit_boundary, interpolated_clock, mean_residual
 from tracefit.fit.fitted import FitOptions, LinearFit, ScopeOptions
-from tracefit.fit.linear import FeatureColumn
 from tracefit.fit.train import fit_linear
 from tracefit.reports.sections import burst_lines
 from tracefit.tables.store import TableStore
@@ -157,7 +157,7 @@ def test_in_a_burst_a_request_waits_for_the_work_on_those_before_it():
     )
     linear = fit_linear(
         splits.split_by_time(rows),
-        [FeatureColumn("prompt_tokens", "us/token")],
+        [Feature("prompt_tokens", "token", "prompt_tokens")],
         FitOptions(drop_outliers=False, reference=False),
     )
     assert isinstance(linear, LinearFit)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import polars as pl
 
+from tracefit.features.sets import Feature
 from tracefit.fit.extrapolation import beyond_training
-from tracefit.fit.linear import FeatureColumn, FittedTerm
+from tracefit.fit.linear import FittedTerm
 
 
 def _term(name, low, high):
-    return FittedTerm(FeatureColumn(name, "us"), -33.0, None, (low, high))
+    return FittedTerm(Feature(name, "1", name), -33.0, None, (low, high))
 
 
 def test_a_feature_that_steps_have_far_more_of_is_named():

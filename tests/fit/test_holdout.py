@@ -8,9 +8,9 @@ import numpy as np
 import polars as pl
 import pytest
 
+from tracefit.features.sets import Feature
 from tracefit.fit.fitted import FitOptions, LinearFit
 from tracefit.fit.holdout import block_length, speed_change_pct, summed_time
-from tracefit.fit.linear import FeatureColumn
 from tracefit.fit.results import SummedTime
 from tracefit.fit.train import fit_linear
 from tracefit.reports.sections import summed_line
@@ -114,7 +114,7 @@ def _drifting(change, rows=400):
             "excluded_reason": pl.Series([None] * 2 * rows, dtype=pl.String),
         }
     )
-    fitted = fit_linear(frame, [FeatureColumn("batch", "us/request")], FitOptions(reference=False))
+    fitted = fit_linear(frame, [Feature("batch", "request", "batch")], FitOptions(reference=False))
     assert isinstance(fitted, LinearFit)
     return fitted
 

@@ -8,10 +8,10 @@ import numpy as np
 import polars as pl
 import pytest
 
+from tracefit.features.sets import Feature
 from tracefit.fit import splits
 from tracefit.fit.fitted import FitOptions
 from tracefit.fit.holdout import errors_by_phase
-from tracefit.fit.linear import FeatureColumn
 from tracefit.fit.train import fit_linear
 
 SECOND = 1_000_000_000
@@ -38,7 +38,7 @@ def _requests(server="s"):
 
 @pytest.fixture(scope="module")
 def fitted():
-    return fit_linear(_steps(), [FeatureColumn("x", "us")], FitOptions(reference=False))
+    return fit_linear(_steps(), [Feature("x", "1", "x")], FitOptions(reference=False))
 
 
 def test_each_phase_has_its_own_error(fitted):

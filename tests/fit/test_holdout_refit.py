@@ -6,20 +6,20 @@ import numpy as np
 import polars as pl
 import pytest
 
+from tracefit.features.sets import Feature
 from tracefit.fit import splits
 from tracefit.fit.fitted import FitOptions, LinearFit
 from tracefit.fit.holdout import refit_on_holdout
 from tracefit.fit.linear import (
     ANY_SIGN,
     NON_NEGATIVE,
-    FeatureColumn,
     RegimeComparison,
     RegimeRows,
     predict_regimes,
 )
 from tracefit.fit.train import fit_linear, fit_regimes
 
-FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
+FEATURES = [Feature("prefill", "token", "prefill"), Feature("decode", "token", "decode")]
 QUICK = FitOptions(reference=False, penalties=(("ridge", 1e-8),))
 ROWS = 300
 FROM = 210

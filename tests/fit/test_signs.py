@@ -9,11 +9,11 @@ from scipy.optimize import lsq_linear
 
 from tracefit import TrainOptions, UsageError
 from tracefit.commands.train import scope_options
-from tracefit.features.sets import BUILT_IN, QUEUED_FEATURES
+from tracefit.features.sets import BUILT_IN, QUEUED_FEATURES, Feature
 from tracefit.fit import splits
 from tracefit.fit.estimators import RobustLinear, confidence_intervals
 from tracefit.fit.fitted import FitOptions, ScopeOptions
-from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, FeatureColumn, Signs
+from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, Signs
 from tracefit.fit.train import fit_linear
 
 
@@ -71,7 +71,10 @@ def _frame(law, n=400):
     return splits.split_by_time(frame)
 
 
-FEATURES = [FeatureColumn("prefill", "us/token", sign="non_negative"), FeatureColumn("decode", "us/request")]
+FEATURES = [
+    Feature("prefill", "token", "prefill", sign="non_negative"),
+    Feature("decode", "request", "decode"),
+]
 
 
 def _fit(frame, signs):

@@ -10,12 +10,13 @@ import pytest
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
+from tracefit.features.sets import Feature
 from tracefit.fit import splits
 from tracefit.fit.fitted import FitOptions, LinearFit, TooFewRows
-from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, FeatureColumn
+from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE
 from tracefit.fit.train import fit_linear
 
-FEATURES = [FeatureColumn("prefill", "us/token"), FeatureColumn("decode", "us/token")]
+FEATURES = [Feature("prefill", "token", "prefill"), Feature("decode", "token", "decode")]
 ONE_PENALTY = (("ridge", 1e-8),)
 """Spares these tests the search for a penalty, which has tests of its own."""
 
@@ -203,7 +204,7 @@ def test_a_few_unknown_values_cost_training_rows_but_no_held_out_ones():
 def test_a_feature_the_lasso_emptied_is_named():
     noise = np.random.default_rng(5).standard_normal(300)
     lasso = replace(QUICK, penalties=(("lasso", 0.5),))
-    fitted = _fit(_frame(noise=noise), [*FEATURES, FeatureColumn("noise", "us")], lasso)
+    fitted = _fit(_frame(noise=noise), [*FEATURES, Feature("noise", "1", "noise")], lasso)
     assert ("noise", "set to zero by the Lasso") in [(x.feature, x.reason) for x in fitted.features_left_out]
     assert "prefill" in _values(fitted)
 

@@ -6,12 +6,13 @@ import numpy as np
 import polars as pl
 import pytest
 
+from tracefit.features.sets import Feature
 from tracefit.fit import splits
 from tracefit.fit.fitted import FitOptions, LinearFit, TooFewRows
-from tracefit.fit.linear import FeatureColumn, RegimeComparison, RegimeRows, predict_regimes
+from tracefit.fit.linear import RegimeComparison, RegimeRows, predict_regimes
 from tracefit.fit.train import fit_regimes
 
-SLOPE = (FeatureColumn("ahead", "us/request"),)
+SLOPE = (Feature("ahead", "request", "ahead"),)
 NO_SLOT = (RegimeComparison("slots", "<=", value=0.0),)
 REGIMES = [RegimeRows("queued", NO_SLOT, SLOPE), RegimeRows("free", (), SLOPE)]
 

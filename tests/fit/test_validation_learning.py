@@ -6,9 +6,10 @@ import numpy as np
 import polars as pl
 import pytest
 
+from tracefit.features.sets import Feature
 from tracefit.fit import splits
 from tracefit.fit.fitted import FitOptions, LinearFit
-from tracefit.fit.linear import FeatureColumn, RegimeComparison, RegimeRows
+from tracefit.fit.linear import RegimeComparison, RegimeRows
 from tracefit.fit.train import fit_linear, fit_regimes
 
 OPTIONS = FitOptions(drop_outliers=False, reference=False, penalties=(("ridge", 1e-9),))
@@ -22,7 +23,7 @@ def _frame(n, y):
 
 
 def _curve(frame):
-    fitted = fit_linear(frame, [FeatureColumn("x", "us")], OPTIONS)
+    fitted = fit_linear(frame, [Feature("x", "1", "x")], OPTIONS)
     assert isinstance(fitted, LinearFit)
     return fitted.validation.learning_curve, fitted.validation.holdout
 
@@ -50,7 +51,7 @@ def test_shares_with_too_few_rows_have_no_point():
 def test_every_regime_needs_its_rows():
     frame = _frame(1000, np.random.default_rng(1).normal(1000, 30, 1000))
     frame = frame.with_columns(rare=pl.int_range(pl.len()) % 10 == 0).cast({"rare": pl.Int64})
-    features = (FeatureColumn("x", "us"),)
+    features = (Feature("x", "1", "x"),)
     regimes = [
         RegimeRows("rare", (RegimeComparison("rare", ">", value=0.0),), features),
         RegimeRows("rest", (), features),

@@ -140,7 +140,7 @@ def _formulas(fitted: LinearFit) -> list[str]:
     """Formulas of a model's terms, and the names its conditions compare."""
     compared = [c for part in fitted.regimes for c in part.regime.any_of]
     names = [n for c in compared for n in (c.feature, c.feature2) if n]
-    return [*(t.feature.formula or t.feature.name for t in fitted.terms), *names]
+    return [*(t.feature.formula for t in fitted.terms), *names]
 
 
 def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegime) -> cf.BoundaryModel:
@@ -172,7 +172,7 @@ def _terms(part: FittedRegime) -> tuple[cf.Term, ...]:
     return tuple(
         cf.Term(
             feature=t.feature.name,
-            unit=t.feature.unit,
+            unit=t.feature.coefficient_unit,
             value=t.value,
             ci95=t.ci95,
             training_range=t.training_range,

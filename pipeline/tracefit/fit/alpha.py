@@ -23,7 +23,7 @@ from tracefit.fit.fitted import (
     ScopeTables,
     TooFewRows,
 )
-from tracefit.fit.linear import NON_NEGATIVE, FeatureColumn, RegimeComparison, RegimeRows, columns_of
+from tracefit.fit.linear import NON_NEGATIVE, RegimeComparison, RegimeRows
 from tracefit.fit.results import Candidate, Missing
 from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_regimes
@@ -33,6 +33,7 @@ from tracefit.tables.dialects import WITHOUT_EVENTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from tracefit.features.sets import Feature
     from tracefit.features.targets import FormName, Target
 
 
@@ -81,22 +82,22 @@ class Form:
     """
 
     name: FormName
-    regimes: Callable[[list[FeatureColumn], bool], list[RegimeRows]]
+    regimes: Callable[[tuple[Feature, ...], bool], list[RegimeRows]]
     label: pl.Expr | None = None
     has_boundary: bool = False
 
 
-def _one_line(columns: list[FeatureColumn], _exact: bool) -> list[RegimeRows]:
-    return [RegimeRows("all", (), tuple(columns))]
+def _one_line(offered: tuple[Feature, ...], _exact: bool) -> list[RegimeRows]:
+    return [RegimeRows("all", (), offered)]
 
 
-def _queued_or_free(columns: list[FeatureColumn], exact: bool) -> list[RegimeRows]:
+def _queued_or_free(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
     """Return the two regimes of a queue wait: left waiting by a scheduling pass, or taken by the next one."""
     if not exact:
         # The latest sampled step does not show who waits for what, so that both regimes are offered all features.
-        return [RegimeRows("queued", SOMEONE_WAITS, tuple(columns)), RegimeRows("free", (), tuple(columns))]
-    queued = tuple(c for c in columns if c.name in QUEUED_FEATURES)
-    free = tuple(c for c in columns if c.name in FREE_FEATURES)
+        return [RegimeRows("queued", SOMEONE_WAITS, offered), RegimeRows("free", (), offered)]
+    queued = tuple(f for f in offered if f.name in QUEUED_FEATURES)
+    free = tuple(f for f in offered if f.name in FREE_FEATURES)
     return [RegimeRows("queued", NO_CAPACITY, queued), RegimeRows("free", (), free)]
 
 
@@ -127,11 +128,10 @@ def fit_target(
     if (missing := _missing(tables, target)) is not None:
         return missing
     features, exact = BUILT_IN[target.feature_set], target.state == "queue" and tables.queue is not None
-    columns = columns_of(features)
     rows = request_frame(tables, target, features, constants)
     how = _options_of(target, options)
-    form, tried = _choose(target, rows, columns, tables, how, exact=exact)
-    regimes = form.regimes(columns, exact)
+    form, tried = _choose(target, rows, features.features, tables, how, exact=exact)
+    regimes = form.regimes(features.features, exact)
     result = fit_regimes(rows, regimes, how)
     if isinstance(result, TooFewRows):
         return Missing(target.model, f"requests with both events: {result.reason}", "trace more requests")
@@ -189,7 +189,7 @@ def _options_of(target: Target, options: ScopeOptions) -> FitOptions:
 def _choose(
     target: Target,
     rows: pl.DataFrame,
-    columns: list[FeatureColumn],
+    offered: tuple[Feature, ...],
     tables: ScopeTables,
     how: FitOptions,
     *,
@@ -201,7 +201,7 @@ def _choose(
         return first, ()
     inner, measured = inner_rows(rows), list[Candidate]()
     for form in (first, alternatives[0]):
-        found = _try(form, inner, form.regimes(columns, exact), how, tables.timeline)
+        found = _try(form, inner, form.regimes(offered, exact), how, tables.timeline)
         if found is None:
             return first, ()
         measured.append(found)

@@ -35,7 +35,7 @@ from tracefit.fit.fitted import (
     TooFewRows,
 )
 from tracefit.fit.holdout import errors_by_phase
-from tracefit.fit.linear import PENALTIES, RegimeRows, columns_of, matrix
+from tracefit.fit.linear import PENALTIES, RegimeRows, matrix
 from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
 from tracefit.fit.select import FOLDS, choose_penalty
 from tracefit.fit.splits import counted, step_frame
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tracefit.fit.fitted import LinearFit
-    from tracefit.fit.linear import FeatureColumn
     from tracefit.server.context import ModelScope
 
 
@@ -130,8 +129,7 @@ def fit_step_times(
     rows, load = with_load(step_frame(tables, timeline, _offered(sets), constants, choice.source))
     how = beta_options(options)
     chosen = _choose_set(rows, sets, how)
-    columns = columns_of(chosen.features)
-    recipe = Recipe((RegimeRows("all", (), tuple(columns)),), how)
+    recipe = Recipe((RegimeRows("all", (), chosen.features.features),), how)
     result = fit_regimes(chosen.rows, list(recipe.regimes), how)
     if isinstance(result, TooFewRows):
         few = f"of {tables.sampled_steps} sampled steps few are consecutive"
@@ -152,7 +150,7 @@ def fit_step_times(
             result.validation,
             by_phase=errors_by_phase(result, tables.requests, how.eval_filter),
             error_over_load=error_over_load(result, load, how),
-            load_extrapolation=load_extrapolation(result, columns, load, how),
+            load_extrapolation=load_extrapolation(result, chosen.features.features, load, how),
             candidates=chosen.candidates,
             prefill_reach_pct=_prefill_reach_pct(
                 result, tables.timeline, scope.context.settings.max_num_batched_tokens
@@ -238,11 +236,11 @@ def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOpti
         unused = {f.name for f in LOAD_FEATURES} - set(first.features.names)
         return _ChosenSet(first.features, rows.drop(unused & set(rows.columns)))
     # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
-    marked = mark_outliers(_taken(rows, first), columns_of(first.features), options)
+    marked = mark_outliers(_taken(rows, first), first.features.features, options)
     common_rows = rows.with_columns(marked["excluded_reason"])
     how = replace(options, drop_outliers=False)
     tuned = [_with_ratio(common_rows, one, how) for one in sets]
-    found = [try_features(_taken(common_rows, one), one.name, columns_of(one.features), how) for one in tuned]
+    found = [try_features(_taken(common_rows, one), one.name, one.features.features, how) for one in tuned]
     tried = choose([c for c in found if c is not None]) if any(found) else ()
     name = next((c.name for c in tried if c.chosen), sets[0].name)
     winner = next(one for one in tuned if one.name == name)
@@ -279,7 +277,7 @@ def _with_ratio(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -
     quick = replace(options, penalties=PENALTIES[:1])
     scores = []
     for one in tried:
-        found = try_features(_taken(rows, one), one.name, columns_of(one.features), quick)
+        found = try_features(_taken(rows, one), one.name, one.features.features, quick)
         scores.append(found.score if found else float("inf"))
     return tried[scores.index(min(scores))]
 
@@ -304,7 +302,7 @@ SET_RULE = (
 
 
 def try_features(
-    rows: pl.DataFrame, name: str, features: Sequence[FeatureColumn], options: FitOptions
+    rows: pl.DataFrame, name: str, features: Sequence[Feature], options: FitOptions
 ) -> Candidate | None:
     """Measure a linear model of some features on the training rows; null where rows or features are too few.
 

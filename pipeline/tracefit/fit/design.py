@@ -13,12 +13,15 @@ import numpy as np
 import polars as pl
 
 from tracefit.fit.estimators import RobustLinear
-from tracefit.fit.linear import FeatureColumn, matrix, target_of
+from tracefit.fit.linear import matrix, max_inflations, target_of
 from tracefit.fit.select import time_blocks, usable_features
 from tracefit.statistics import robust_sd
 from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tracefit.features.sets import Feature
     from tracefit.fit.results import OmittedFeature
     from tracefit.statistics import Integers, Matrix, Vector
 
@@ -38,7 +41,7 @@ class Design:
     counts the same in a short step as in a long one: candidates are compared by `counts`.
     """
 
-    columns: list[FeatureColumn]
+    columns: list[Feature]
     x: Matrix
     y: Vector
     weights: Vector
@@ -61,7 +64,7 @@ class Design:
         return time_blocks(self.run, self.time, _PERMILLE) >= round((1 - share) * _PERMILLE)
 
 
-def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design, list[OmittedFeature]]:
+def design_of(used: pl.DataFrame, features: Sequence[Feature]) -> tuple[Design, list[OmittedFeature]]:
     """Return the rows as arrays of the features that can be fitted, and the other features with reasons.
 
     Args:
@@ -72,7 +75,7 @@ def design_of(used: pl.DataFrame, features: list[FeatureColumn]) -> tuple[Design
     """
     names = [f.name for f in features]
     everything, y = matrix(used, names), target_of(used)
-    kept, left = usable_features(everything, names, [f.max_inflation for f in features])
+    kept, left = usable_features(everything, names, max_inflations(features))
     x = np.asfortranarray(everything[:, kept])
     counts = weights = np.ones(len(y))
     if "interval_steps" in used.columns:

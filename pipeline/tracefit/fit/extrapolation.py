@@ -17,7 +17,7 @@ from tracefit.features.sets import Feature
 from tracefit.fit import splits
 from tracefit.fit.design import design_of
 from tracefit.fit.estimators import RobustLinear
-from tracefit.fit.linear import matrix, predict_regimes, target_of
+from tracefit.fit.linear import matrix, max_inflations, predict_regimes, target_of
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation
 from tracefit.fit.select import FOLDS, choose_penalty, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tracefit.fit.design import Design
     from tracefit.fit.fitted import FitOptions, LinearFit
-    from tracefit.fit.linear import FeatureColumn, FittedTerm
+    from tracefit.fit.linear import FittedTerm
     from tracefit.statistics import Flags, Matrix, Vector
 
 LOAD = "load"
@@ -95,7 +95,7 @@ def error_beyond(
 
 def _fitted_below(data: Design, lower: Flags, options: FitOptions) -> Callable[[Matrix], Vector]:
     """Fit the `lower` rows and return a function that predicts features of shape (n, n_features), clipped at 0."""
-    names, limits = [c.name for c in data.columns], [c.max_inflation for c in data.columns]
+    names, limits = [c.name for c in data.columns], max_inflations(data.columns)
     kept, _ = usable_features(data.x[lower], names, limits)
     x, y, weights = np.asfortranarray(data.x[lower][:, kept]), data.y[lower], data.weights[lower]
     positive = options.signs.of([data.columns[k] for k in kept])
@@ -106,7 +106,7 @@ def _fitted_below(data: Design, lower: Flags, options: FitOptions) -> Callable[[
 
 
 def load_extrapolation(
-    fitted: LinearFit, features: Sequence[FeatureColumn], load: str, options: FitOptions
+    fitted: LinearFit, features: Sequence[Feature], load: str, options: FitOptions
 ) -> LoadExtrapolation | None:
     """Fit the form of a model on the lower half of the load of a whole run and measure it on the upper half.
 

@@ -1,7 +1,7 @@
 """Linear models: their candidate features, signs, terms and regimes, and the prediction of a training frame's rows.
 
 A model is one line, or one line per regime: a regime is a condition on the features with a line of its own, and the first
-regime whose condition holds predicts a row. `FeatureColumn` and `RegimeRows` describe a model before the fit, `FittedTerm` and
+regime whose condition holds predicts a row. `Feature` and `RegimeRows` describe a model before the fit, `FittedTerm` and
 `FittedRegime` after it.
 """
 
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
-from tracefit.features.sets import PRODUCTS, FeatureSet
+from tracefit.features.sets import PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.features.sets import Sign
+    from tracefit.features.sets import Feature
     from tracefit.fit.estimators import Penalty, Positive
     from tracefit.fit.results import Collinearity, OmittedFeature, PenaltyChoice, PredictionInterval
     from tracefit.statistics import Flags, Integers, Matrix, Vector
@@ -40,19 +40,6 @@ PENALTIES: tuple[tuple[Penalty, float], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureColumn:
-    """A candidate feature: its column, the unit of a coefficient on it, and how it is computed."""
-
-    name: str
-    unit: str
-    formula: str | None = None
-    max_inflation: float = MAX_VIF
-    """Variance inflation against the features before it above which it is left out."""
-    sign: Sign | None = None
-    """Sign that physics gives its coefficient; null where it gives none."""
-
-
-@dataclass(frozen=True, slots=True)
 class Signs:
     """Which signs are in force in a fit.
 
@@ -64,7 +51,7 @@ class Signs:
     slopes: Literal["any", "declared", "non_negative"] = "declared"
     intercept: bool = False
 
-    def of(self, features: Sequence[FeatureColumn]) -> Positive:
+    def of(self, features: Sequence[Feature]) -> Positive:
         """Return which coefficients cannot be negative in a model of these features, the intercept last."""
         if self.slopes == "declared":
             return (*(f.sign == "non_negative" for f in features), self.intercept)
@@ -79,7 +66,7 @@ NON_NEGATIVE = Signs("non_negative", intercept=True)
 class FittedTerm:
     """A coefficient on a raw feature."""
 
-    feature: FeatureColumn
+    feature: Feature
     value: float
     ci95: tuple[float, float] | None
     training_range: tuple[float, float]
@@ -107,7 +94,7 @@ class RegimeRows:
 
     name: str
     any_of: tuple[RegimeComparison, ...]
-    features: tuple[FeatureColumn, ...]
+    features: tuple[Feature, ...]
 
     def holds(self) -> pl.Expr:
         """Return the condition as an expression over a training frame."""
@@ -169,7 +156,7 @@ def which(rows: pl.DataFrame, condition: pl.Expr) -> Flags:
 
 
 def linear_terms(
-    columns: Sequence[FeatureColumn],
+    columns: Sequence[Feature],
     coefficients: Vector,
     x: Matrix,
     intervals: Sequence[tuple[float, float] | None] | None = None,
@@ -195,12 +182,7 @@ def target_of(rows: pl.DataFrame) -> Vector:
     return rows["y"].to_numpy().astype(np.float64)
 
 
-def columns_of(features: FeatureSet) -> list[FeatureColumn]:
-    """Return the features of a set as candidates for a fit."""
+def max_inflations(features: Sequence[Feature]) -> list[float]:
+    """Return the variance inflation against the features before it above which each feature is left out."""
     products = {f.name for f in PRODUCTS}
-    return [
-        FeatureColumn(
-            f.name, f.coefficient_unit, f.formula, MAX_PRODUCT_VIF if f.name in products else MAX_VIF, f.sign
-        )
-        for f in features.features
-    ]
+    return [MAX_PRODUCT_VIF if f.name in products else MAX_VIF for f in features]

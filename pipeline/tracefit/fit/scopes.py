@@ -25,7 +25,7 @@ from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.fitted import FittedModel, FittedScope, LinearFit, TooFewRows
 from tracefit.fit.holdout import summed_holdout
 from tracefit.fit.latency import compose_latencies
-from tracefit.fit.linear import NON_NEGATIVE, columns_of
+from tracefit.fit.linear import NON_NEGATIVE
 from tracefit.fit.results import AcrossResult, ComposedLatencies, LeftOutErrors, LeftOutKind, Missing
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_linear, fit_regimes
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tracefit.fit.fitted import ScopeOptions, ScopeTables
-    from tracefit.fit.linear import FeatureColumn
     from tracefit.fit.results import Metrics, Validation
     from tracefit.server.context import ModelScope
 
@@ -255,7 +254,7 @@ def _leave_groups(
     return found, notes
 
 
-def _separable_features(frames: Sequence[pl.DataFrame]) -> list[FeatureColumn]:
+def _separable_features(frames: Sequence[pl.DataFrame]) -> list[Feature]:
     """Return the features whose coefficients this many scopes can separate.
 
     A feature that is constant within most scopes is determined by the differences between scopes alone. At most two fewer
@@ -265,7 +264,7 @@ def _separable_features(frames: Sequence[pl.DataFrame]) -> list[FeatureColumn]:
     """
     spare = max(len(frames) - 2, 1 if len(frames) == 2 else 0)
     offered = []
-    for feature in columns_of(POOLED):
+    for feature in POOLED.features:
         fixed = 2 * sum(_is_fixed(frame[feature.name]) for frame in frames) > len(frames)
         if fixed and spare <= 0:
             continue

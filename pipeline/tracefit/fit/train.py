@@ -18,11 +18,11 @@ from tracefit.fit.estimators import HUBER, RobustLinear, bounds_of, confidence_i
 from tracefit.fit.fitted import LinearFit, TooFewRows
 from tracefit.fit.linear import (
     NON_NEGATIVE,
-    FeatureColumn,
     FittedRegime,
     RegimeRows,
     linear_terms,
     matrix,
+    max_inflations,
     target_of,
     which,
 )
@@ -42,6 +42,7 @@ from tracefit.fit.validation import equation_errors, learning_curve, prediction_
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tracefit.features.sets import Feature
     from tracefit.fit.fitted import FitOptions
     from tracefit.fit.results import PredictionInterval
     from tracefit.statistics import Vector
@@ -51,7 +52,7 @@ _SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
 
 
 def fit_linear(
-    rows: pl.DataFrame, features: list[FeatureColumn], options: FitOptions
+    rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions
 ) -> LinearFit | TooFewRows:
     """Fit a robust linear model on the training rows of a frame and measure it on the held-out ones.
 
@@ -105,13 +106,13 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
 
 
 def training_design(
-    rows: pl.DataFrame, features: Sequence[FeatureColumn], options: FitOptions
+    rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions
 ) -> tuple[pl.DataFrame, Design] | None:
     """Return the training rows that `fit_linear` would use, as a frame and as arrays; null where rows or features are too few.
 
     At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame.
     """
-    rows, known, _ = _drop_unknown(rows, list(features))
+    rows, known, _ = _drop_unknown(rows, features)
     used = counted(rows, "train")
     used = used.gather_every(max(1, -(-used.height // ENOUGH_ROWS)))
     if used.height < MIN_TRAIN_ROWS:
@@ -126,9 +127,9 @@ def training_design(
     return used, data
 
 
-def mark_outliers(rows: pl.DataFrame, features: Sequence[FeatureColumn], options: FitOptions) -> pl.DataFrame:
+def mark_outliers(rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions) -> pl.DataFrame:
     """Mark the training rows that a fit of these features would leave out as outliers."""
-    filled, known, _ = _drop_unknown(rows, list(features))
+    filled, known, _ = _drop_unknown(rows, features)
     used = counted(filled, "train")
     if not options.drop_outliers or used.height < MIN_TRAIN_ROWS:
         return rows
@@ -176,7 +177,7 @@ def _fit_one(
     used: pl.DataFrame,
     outlying: pl.DataFrame,
     regime: RegimeRows,
-    features: list[FeatureColumn],
+    features: Sequence[Feature],
     options: FitOptions,
 ) -> tuple[FittedRegime, Design]:
     """Fit one regime on the training rows its condition holds for.
@@ -250,8 +251,8 @@ def _interval(
 
 
 def _drop_unknown(
-    rows: pl.DataFrame, features: list[FeatureColumn]
-) -> tuple[pl.DataFrame, list[FeatureColumn], list[OmittedFeature]]:
+    rows: pl.DataFrame, features: Sequence[Feature]
+) -> tuple[pl.DataFrame, list[Feature], list[OmittedFeature]]:
     """Drop features that too many rows lack; mark the training rows that lack one of the others, and fill the rest in.
 
     Returns:
@@ -279,9 +280,9 @@ def _unknown_reason(share: float) -> str:
     return "not known in these runs" if share == 1.0 else f"not known on {100 * share:.0f} % of the rows"
 
 
-def _mark_outliers(rows: pl.DataFrame, used: pl.DataFrame, features: list[FeatureColumn]) -> pl.DataFrame:
+def _mark_outliers(rows: pl.DataFrame, used: pl.DataFrame, features: Sequence[Feature]) -> pl.DataFrame:
     names = [f.name for f in features]
-    kept, _ = usable_features(matrix(used, names), names, [f.max_inflation for f in features])
+    kept, _ = usable_features(matrix(used, names), names, max_inflations(features))
     far = outliers(matrix(used, names)[:, kept], target_of(used))
     flags = np.zeros(rows.height, dtype=bool)
     is_used = (rows["split"] == "train") & rows["excluded_reason"].is_null()
