@@ -200,6 +200,9 @@ def test_a_setting_that_is_not_known_is_named_for_a_frame_as_for_one_step(traine
             ask()
         lines.append(str(raised.value))
     assert all("\n" not in line for line in lines)
+    assert all(
+        "give it (or kv_usage_ratio instead) with `features`, or as a column of `rows`" in x for x in lines
+    )
     rows = {"batch": [4, 9], "num_gpu_blocks": [1000, None]}
     predicted = models.predict_step(rows)["predicted_us"].to_list()
     one = models.predict_step(batch=4, features={"num_gpu_blocks": 1000})

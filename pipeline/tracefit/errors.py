@@ -24,6 +24,7 @@ EXIT_QUARANTINE = 3
 PARAMETERS = {
     "--consumer-version": "consumer_version",
     "--engine": "EngineChoice.name",
+    "--feature": "features",
     "--features": "features",
     "--gpu": "ServerOptions.gpu",
     "--include-overloaded": "TrainOptions.include_overloaded",
@@ -31,6 +32,7 @@ PARAMETERS = {
     "--max-rejects": "IngestOptions.max_rejects",
     "--model-config": "ServerOptions.model_config",
     "--ray-address": "EngineChoice.ray_address",
+    "--rows": "rows",
     "--run": "run",
     "--run-config": "ServerOptions.run_config",
     "--scope": "scope",

@@ -233,5 +233,5 @@ def test_what_rows_lack_is_named_as_the_columns_a_user_can_give(tracefit, tmp_pa
     # The model is of rooflines, which are computed from the tokens that a step reads.
     assert code == 2
     assert "needs context_tokens" in err
-    assert "not given; given: decode_tokens" in err
+    assert "with --feature, or as a column of --rows; given: decode_tokens" in err
     assert "compute_us" not in err

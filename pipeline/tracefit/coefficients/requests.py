@@ -304,6 +304,7 @@ class OneRequest(RequestComposer):
         tokens = d.prompt_tokens + d.output_tokens
         self.out_of_range += models.beyond("prompt + output", tokens, "max_model_len")
         self.out_of_range += models.beyond("batch", d.batch, "max_num_seqs")
+        self.out_of_range += models.beyond("context", d.context, "max_model_len")
         if d.batch is None:
             what = "nothing else runs" if d.queue == 0 else "as many as slots and KV blocks hold"
             self.assumed.append(f"batch {batch:.0f}: {what}")
