@@ -215,6 +215,21 @@ def test_what_is_no_rows_is_refused_in_one_line(trained, rows):
         tracefit.Models.load(trained).predict_step(rows)
 
 
+def test_settings_of_the_server_are_a_mapping_with_the_names_of_the_command_line(trained, tmp_path, traces):
+    folder = traces.load(steps=30, requests=10).write(tmp_path / "run")
+    server = tracefit.ServerOptions(settings={"max_num_seqs": 17, "tp": 2})
+    (run,) = tracefit.ingest(folder, tmp_path / "tables", server=server).runs
+    assert ".tp2." in run.scope_id
+    settings = tracefit.scan(tmp_path / "tables", "runs").collect()["settings"].item()
+    assert '"max_num_seqs": {"value": 17' in settings
+    for wrong, says in (
+        ({"max_num_seq": 3}, "did you mean max_num_seqs"),
+        ({"max_num_seqs": "many"}, "max_num_seqs"),
+    ):
+        with pytest.raises(tracefit.UsageError, match=says):
+            tracefit.inspect(folder, server=tracefit.ServerOptions(settings=wrong))
+
+
 def test_models_load_one_path_or_several(trained):
     files = [trained / "models" / "alpha.json", str(trained / "models" / "beta.json")]
     for paths in ((files,), files, (iter(files),)):
