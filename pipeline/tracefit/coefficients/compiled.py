@@ -286,7 +286,7 @@ class CompiledModel:
         used = self.formulas.used(self.features, given)
         instead = [n for n in self.columns if n in used and not self.formulas.inputs([n]).isdisjoint(names)]
         also = f" (or {' or '.join(instead)} instead)" if instead else ""
-        listed = ", ".join(sorted(given)[:MAX_NAMES_SHOWN])
+        listed = ", ".join(sorted(given)[:MAX_NAMES_SHOWN]) or "nothing"
         return UsageError(
             f"{self.model.name} needs {', '.join(names)}, which is not given",
             hint=f"give it{also} with --feature, or as a column of --rows; given: {listed}",
