@@ -37,6 +37,7 @@ PARAMETERS = {
     "--run-config": "ServerOptions.run_config",
     "--scope": "scope",
     "--set": "ServerOptions.settings",
+    "--slo": "slo_ms",
     "--tables": "tables",
     "--threshold": "TrainOptions.thresholds",
     "--workers": "workers",
