@@ -141,6 +141,10 @@ def test_what_changes_nothing_is_said_and_what_would_check_it(small, parts):
         checked = models.predict_step(batch=4, context=300, features={"num_gpu_blocks": blocks})
         assert (checked.assumed, len(checked.out_of_range)) == ((), outside)
     assert models.predict_step(batch=4).assumed == ()
+    (small / "alpha.json").unlink()
+    asked = {"prompt_tokens": 10, "output_tokens": 5, "batch": 4, "context": 300}
+    assert line in tracefit.load(small).predict_request(**asked).assumed
+    assert line not in tracefit.load(small).predict_request(**asked, features={"num_gpu_blocks": 900}).assumed
 
 
 def test_a_line_below_zero_is_no_prediction_of_nothing(small, parts):

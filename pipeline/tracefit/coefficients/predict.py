@@ -24,7 +24,7 @@ from tracefit.coefficients.workload import (
 from tracefit.errors import DataError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from tracefit.coefficients.model import LinearForm, Model, NotFitted, RequestRange, Term, Workload
 
@@ -375,29 +375,51 @@ class ScopeModels:
         value = self.setting(setting)
         return value if isinstance(value, int | float) else None
 
-    def _unsaid(self, described: StepInput, given: Mapping[str, float | None]) -> tuple[str, ...]:
+    def changing_nothing(
+        self,
+        stated: Mapping[str, float | None],
+        models: Iterable[Model],
+        features: Mapping[str, float],
+        known: Collection[str],
+    ) -> list[str]:
+        """Say which parts of a description change nothing, and what is missing to hold them against the training.
+
+        Args:
+            stated: Inputs and their values, null and 0 where nothing is stated.
+            models: The models that predict.
+            features: Features that are stated themselves.
+            known: Names of everything that is known.
+        """
+        by_terms, checked, lacking = set[str](), set[str](), list[tuple[set[str], list[str]]]()
+        compiled = [self.compiled(model) for model in models]
+        for each in compiled:
+            by_terms |= each.formulas.used(each.features, features)
+            # A training range may hold what no term depends on.
+            for name in each.unmodeled:
+                used, missing = each.formulas.used([name], features), each.formulas.missing([name], known)
+                if missing:
+                    lacking.append((used, missing))
+                else:
+                    checked |= used
+        texts, names = [], ", ".join(each.model.name for each in compiled)
+        for name, value in stated.items():
+            if value and name not in by_terms | checked:
+                missing = sorted({m for used, without in lacking if name in used for m in without})
+                also = f"; with {', '.join(missing)} as a feature, its range is checked" if missing else ""
+                texts.append(f"{name} {value:,.0f} changes nothing: no term of {names} depends on it{also}")
+        return texts
+
+    def _unsaid(self, described: StepInput) -> list[str]:
         """Say which parts of a described step change nothing, and that caches without tokens are no guess."""
-        compiled, formulas = self.compiled(self.step_model), self.compiled(self.step_model).formulas
-        by_terms = formulas.used(compiled.features, described.features)
-        # A training range may hold what no term depends on.
-        known = [n for n, value in given.items() if value is not None]
-        lacking = {n: formulas.missing([n], known) for n in compiled.unmodeled}
-        checked = formulas.used([n for n, names in lacking.items() if not names], described.features)
-        texts = []
-        if described.batch and not described.context and "context" in by_terms:
+        model, features = self.step_model, described.features
+        stated = {name: getattr(described, name) for name in ("batch", "context", "prefill", "waiting")}
+        known = [name for name, value in self._given(described).items() if value is not None]
+        texts = self.changing_nothing(stated, [model], features, known)
+        compiled = self.compiled(model)
+        needs_context = "context" in compiled.formulas.used(compiled.features, features)
+        if described.batch and not described.context and needs_context:
             texts.append("context 0: not given, as if the batch had no tokens in its caches")
-        for name in ("batch", "context", "prefill", "waiting"):
-            value = getattr(described, name)
-            if not value or name in by_terms | checked:
-                continue
-            missing = {m for n, names in lacking.items() if name in formulas.used([n]) for m in names}
-            given_too = (
-                f"; with {', '.join(sorted(missing))} as a feature, its range is checked" if missing else ""
-            )
-            texts.append(
-                f"{name} {value:,.0f} changes nothing: no term of {compiled.model.name} depends on it{given_too}"
-            )
-        return tuple(texts)
+        return texts
 
     def predict(self, described: StepInput, *, stand_in: bool = False) -> Prediction:
         """Predict a step's time; see `step`."""
@@ -428,6 +450,6 @@ class ScopeModels:
             self.step_model.name,
             interval,
             tuple(found.features.items()),
-            (*found.assumed, *self._unsaid(described, self._given(described))),
+            (*found.assumed, *self._unsaid(described)),
             (*beyond, *in_lines(found.outside)),
         )
