@@ -200,6 +200,9 @@ def test_a_setting_that_is_not_known_is_named_for_a_frame_as_for_one_step(traine
             ask()
         lines.append(str(raised.value))
     assert all("\n" not in line for line in lines)
+    assert all(
+        "give it (or kv_usage_ratio instead) with `features`, or as a column of `rows`" in x for x in lines
+    )
     rows = {"batch": [4, 9], "num_gpu_blocks": [1000, None]}
     predicted = models.predict_step(rows)["predicted_us"].to_list()
     one = models.predict_step(batch=4, features={"num_gpu_blocks": 1000})
@@ -210,6 +213,21 @@ def test_a_setting_that_is_not_known_is_named_for_a_frame_as_for_one_step(traine
 def test_what_is_no_rows_is_refused_in_one_line(trained, rows):
     with pytest.raises(tracefit.UsageError, match="rows"):
         tracefit.Models.load(trained).predict_step(rows)
+
+
+def test_settings_of_the_server_are_a_mapping_with_the_names_of_the_command_line(trained, tmp_path, traces):
+    folder = traces.load(steps=30, requests=10).write(tmp_path / "run")
+    server = tracefit.ServerOptions(settings={"max_num_seqs": 17, "tp": 2})
+    (run,) = tracefit.ingest(folder, tmp_path / "tables", server=server).runs
+    assert ".tp2." in run.scope_id
+    settings = tracefit.scan(tmp_path / "tables", "runs").collect()["settings"].item()
+    assert '"max_num_seqs": {"value": 17' in settings
+    for wrong, says in (
+        ({"max_num_seq": 3}, "did you mean max_num_seqs"),
+        ({"max_num_seqs": "many"}, "max_num_seqs"),
+    ):
+        with pytest.raises(tracefit.UsageError, match=says):
+            tracefit.inspect(folder, server=tracefit.ServerOptions(settings=wrong))
 
 
 def test_models_load_one_path_or_several(trained):

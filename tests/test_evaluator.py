@@ -141,7 +141,9 @@ def test_a_model_is_found_by_its_name_and_a_part_of_its_scope(tmp_path):
     path = ROOT / "fixtures/models/beta.json"
     assert evaluator.load(path, "beta.cycle_time", "llama-2-70b")["scope_id"].startswith("llama-2-70b")
     for name, scope in (("beta.cycle_time", ""), ("beta.other", "llama-2-70b")):
-        with pytest.raises(ValueError, match=r"beta\.json: \d models"):
+        with pytest.raises(
+            ValueError, match=r"beta\.json: \d models, not one, .*; there are: beta\.cycle_time of "
+        ):
             evaluator.load(path, name, scope)
     other = tmp_path / "beta.json"
     other.write_text(json.dumps({"schema": "tracefit/coefficients", "version": 3, "models": []}))

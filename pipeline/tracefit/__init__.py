@@ -5,7 +5,7 @@ The commands of the command line are functions of this package::
     import tracefit
 
     result = tracefit.run("runs/", "out/")
-    print(result.trained.models)
+    print(result.trained.fitted)
     print(tracefit.load("out/").predict_step(batch=32, context=1500, prefill=512))
 
 They are imported on first use, so that `import tracefit` costs nothing.

@@ -44,7 +44,10 @@ def load(path: str | Path, name: str, scope: str = "") -> dict[str, Any]:
         raise ValueError(f"{path}: not a coefficient file of version 1 or 2")
     found = [m for m in document["models"] if m["name"] == name and scope in (m.get("scope_id") or "")]
     if len(found) != 1:
-        raise ValueError(f"{path}: {len(found)} models are {name} of a scope with {scope!r} in its name")
+        there = ", ".join(f"{m['name']} of {m.get('scope_id')}" for m in document["models"])
+        raise ValueError(
+            f"{path}: {len(found)} models, not one, are {name} of scope {scope!r}; there are: {there}"
+        )
     model: dict[str, Any] = found[0]
     return model
 

@@ -162,7 +162,7 @@ def test_a_damaged_line_is_exit_code_3_with_a_warning(tracefit, tmp_path, folder
     code, out, err = tracefit("run", folder, "--out", tmp_path / "out", *quick)
     assert code == 3
     assert "beta.cycle_time" in out
-    assert err == "warning: busy: 1 records could not be read; see the rejects table\n"
+    assert err == "warning: busy: 1 record could not be read (1 not JSON); see the rejects table\n"
     assert TableStore(tmp_path / "out" / "tables").read("rejects").height == 1
 
 
@@ -233,5 +233,5 @@ def test_what_rows_lack_is_named_as_the_columns_a_user_can_give(tracefit, tmp_pa
     # The model is of rooflines, which are computed from the tokens that a step reads.
     assert code == 2
     assert "needs context_tokens" in err
-    assert "not given; given: decode_tokens" in err
+    assert "with --feature, or as a column of --rows; given: decode_tokens" in err
     assert "compute_us" not in err

@@ -46,6 +46,10 @@ def beta(tmp_path):
             ("--prompt", "300", "--prefill-reqs", "2"),
             "--prefill-reqs describes a step, --prompt a request; leave one of them out",
         ),
+        (
+            ("--rows", "rows.csv", "--feature", "waiting_depth=3"),
+            "--feature describes one prediction, --rows has many; make it a column",
+        ),
         ((), "nothing to predict; describe a step (--batch, --prefill) or a request (--prompt, --output)"),
     ],
 )
@@ -130,6 +134,24 @@ def test_rows_go_to_stdout_where_no_file_is_named(tracefit, beta, tmp_path):
     assert out.splitlines() == ["batch,prefill,predicted_us,low_us,high_us,out_of_range", "4,40,1600.0,,,"]
     _, out, _ = tracefit("predict", beta, "--rows", tmp_path / "rows.csv", "--json")
     assert json.loads(out)["predictions"][0]["predicted_us"] == 1600
+
+
+def test_columns_that_no_model_reads_are_named(tracefit, beta, tmp_path):
+    """Text labels rows, and a table's rows have columns for other uses."""
+    rows = tmp_path / "rows.csv"
+    rows.write_text("name,batch,prefil,kv\na,4,40,1\n")
+    code, _, err = tracefit("predict", beta, "--rows", rows)
+    said = "no model that predicts this reads prefil (did you mean prefill?), kv"
+    assert (code, err) == (0, f"warning: {rows}: {said}\n")
+    assert tracefit("predict", beta, "--rows", rows, "--quiet")[2] == ""
+    rows.write_text("prompt_tokens,output_tokens,que,queue\n50,3,1,0\n")
+    _, _, err = tracefit("predict", beta, "--rows", rows, "--of", "request")
+    assert "reads que (did you mean queue?)\n" in err
+    rows.write_text("prefill_tokens,num_decode_reqs,duration\n1,2,3\n")
+    _, _, err = tracefit("predict", beta, "--rows", rows, "--of", "beta.cycle_time")
+    assert "reads duration\n" in err
+    rows.write_text("run_id,prefill_tokens,num_decode_reqs,duration\nr,1,2,3\n")
+    assert tracefit("predict", beta, "--rows", rows)[2] == ""
 
 
 def test_rows_of_requests_and_of_a_named_model(tracefit, beta, tmp_path):

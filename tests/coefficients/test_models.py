@@ -74,7 +74,7 @@ def test_what_a_model_has_no_term_for_has_a_training_range_all_the_same(tmp_path
     assert outside.step.low_us is None
     (line,) = outside.out_of_range
     assert "prefill_tokens 90 is outside 0 to 27, the training range; the model has no term for it" in line
-    rows = models.predict_step(pl.DataFrame({"batch": [4, 4, 9], "context": 100, "prefill": [27, 90, 90]}))
+    rows = models.predict_step(pl.DataFrame({"batch": [4, 4, 7], "context": 100, "prefill": [27, 90, 90]}))
     # A term outside its range says enough.
     assert rows["out_of_range"].to_list() == [None, "prefill_tokens", "num_decode_reqs"]
     assert rows["low_us"].is_null().to_list() == [False, True, True]
@@ -92,6 +92,84 @@ def test_what_the_server_does_not_run_is_said_and_has_no_range(small):
     assert (more.step.low_us, more.step.high_us) == (None, None)
     request = models.predict_request(prompt_tokens=10, output_tokens=5, batch=9, queue=1)
     assert "batch 9 is beyond this server's max_num_seqs of 8" in request.out_of_range
+    rows = models.predict_step([{"batch": b, "context": 30, "prefill": 53} for b in (5, 48)])
+    assert rows["out_of_range"].to_list() == [None, "batch, batch + prefill, num_decode_reqs"]
+
+
+def test_caches_are_no_longer_than_the_server_allows(small, parts):
+    """Its model is a line in the tokens of the caches, trained on a million of them; a request has 200 at most."""
+    step = deepcopy(parts["step"])
+    step["scope"]["settings"]["max_model_len"] = 200
+    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    models = tracefit.load(small)
+    assert models.predict_step(batch=4, context=200).out_of_range == ()
+    long = models.predict_step(batch=4, context=201)
+    assert long.out_of_range == ("context 201 is beyond this server's max_model_len of 200",)
+    assert (long.step.low_us, long.step.high_us) == (None, None)
+    rows = models.predict_step({"batch": [4, 4], "context": [200, 201]})
+    assert rows["out_of_range"].to_list() == [None, "context"]
+    assert rows["low_us"].is_null().to_list() == [False, True]
+    request = models.predict_request(prompt_tokens=10, output_tokens=5, batch=2, context=201)
+    assert "context 201 is beyond this server's max_model_len of 200" in request.out_of_range
+
+
+def test_a_context_that_is_not_given_is_said(small):
+    assert tracefit.load(small).predict_step(batch=4).assumed == (
+        "context 0: not given, as if the batch had no tokens in its caches",
+    )
+    stated = tracefit.load(small).predict_step(batch=4, features={"context_tokens": 100})
+    assert stated.assumed == ()
+
+
+def test_what_changes_nothing_is_said_and_what_would_check_it(small, parts):
+    """A model of the batch alone, trained up to half a cache of blocks that the server does not state."""
+    step = deepcopy(parts["step"])
+    del step["scope"]["settings"]["num_gpu_blocks"]
+    step["terms"] = [parts["step"]["terms"][1]]
+    step["features_left_out"] = [
+        {"feature": "kv_usage_ratio", "reason": "collinear", "training_range": [0, 0.5]},
+        {"feature": "waiting_depth", "reason": "collinear", "training_range": [0, 3]},
+    ]
+    (small / "beta.json").write_text(json.dumps(parts["document"]("beta", step)))
+    models = tracefit.load(small)
+    said = models.predict_step(batch=4, context=300, waiting=2)
+    (line,) = said.assumed
+    assert line.startswith("context 300 changes nothing: no term of beta.cycle_time depends on it; ")
+    assert line.endswith("with num_gpu_blocks as a feature, its range is checked")
+    # 4 * (300 / 10 + 0.5) = 122 blocks.
+    for blocks, outside in ((1001, 0), (201, 1)):
+        checked = models.predict_step(batch=4, context=300, features={"num_gpu_blocks": blocks})
+        assert (checked.assumed, len(checked.out_of_range)) == ((), outside)
+    assert models.predict_step(batch=4).assumed == ()
+    (small / "alpha.json").unlink()
+    asked = {"prompt_tokens": 10, "output_tokens": 5, "batch": 4, "context": 300}
+    assert line in tracefit.load(small).predict_request(**asked).assumed
+    assert line not in tracefit.load(small).predict_request(**asked, features={"num_gpu_blocks": 900}).assumed
+
+
+def test_a_line_below_zero_is_no_prediction_of_nothing(small, parts):
+    """-1,000 us + 100 per token ahead: with 5 tokens ahead it is 500 us below 0."""
+    wait = deepcopy(parts["wait"])
+    wait["regimes"][0]["intercept"]["value"] = -1000.0
+    wait["validation"] = parts["step"]["validation"]
+    (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", parts["admission"], wait)))
+    models = tracefit.load(small)
+    found = models.predict_request(prompt_tokens=50, output_tokens=5, queue=1)
+    assert found.queue_wait.value_us == 0
+    line = "alpha.queue_wait: its line gives -500 us here, below 0: the 0 says that it cannot tell, not that there is none"
+    assert line in found.out_of_range
+    longer = models.predict_request(prompt_tokens=50, output_tokens=15, queue=1)
+    assert longer.queue_wait.value_us == 500
+    assert not [text for text in longer.out_of_range if "queue_wait" in text]
+    rows = [
+        {"free_slots": 0, "block_demand": 0, "kv_blocks_free": 9, "outputs_ahead": t} for t in (5, 10, 15)
+    ]
+    wait = tracefit.predict(models, rows, of="alpha.queue_wait").predictions
+    assert [(row["predicted_us"], row["low_us"], row["out_of_range"]) for row in wait] == [
+        (0, None, "predicted_us"),
+        (0, 0, None),
+        (500, pytest.approx(500 / 1.2), None),
+    ]
 
 
 def test_a_long_request_leaves_each_range_in_one_line(small):

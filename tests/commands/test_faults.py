@@ -149,7 +149,7 @@ def test_a_damaged_line_is_a_reject_and_everything_else_is_there(tmp_path, trace
         (str(folder / "traces.json"), sum(map(len, lines[:5])))
     ]
     assert TableStore(tmp_path / "out" / "tables").read("requests").height == 60
-    assert any("1 records could not be read" in text for text in result.ingested.warnings)
+    assert any("1 record could not be read (1 not JSON)" in text for text in result.ingested.warnings)
 
 
 def test_rejects_that_are_too_many_to_list_end_the_reading_and_are_counted(tmp_path, traces):

@@ -71,6 +71,23 @@ def test_commands_are_in_blocks_that_are_run(page):
             )
 
 
+def test_pages_write_into_folders_of_their_own():
+    """A reader who follows two pages would otherwise train the second on the runs of the first."""
+    of_page = {
+        page: {
+            folder.split("/")[0]
+            for block in _blocks(page)
+            if block["kind"] in COMMAND_KINDS
+            for folder in re.findall(r"--out (\S+)", block["code"] if not block["why"] else "")
+        }
+        for page in WITH_COMMANDS
+    }
+    written = [folder for folders in of_page.values() for folder in folders]
+    assert "out" not in written, "the README writes there, and `make run`"
+    assert len(written) > 8
+    assert len(written) == len(set(written))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_to_files_that_are_there(page):
     prose = BLOCK.sub("", page.read_text())
@@ -91,7 +108,7 @@ def test_the_site_lists_pages_that_are_there():
 def test_the_page_on_tables_reads_what_run_wrote(trained, tmp_path, monkeypatch, reader):
     """The snippets as they stand there; those of libraries that are not installed are left out."""
     library = pytest.importorskip(reader)
-    (tmp_path / "out").symlink_to(trained)
+    (tmp_path / "reading").symlink_to(trained)
     monkeypatch.chdir(tmp_path)
     blocks = _blocks(ROOT / "docs" / "how-to" / "read-tables.md")
     sql = [b["code"] for b in blocks if b["kind"] == "sql"]

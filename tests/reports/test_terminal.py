@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from tracefit.commands.report import report
+from tracefit.commands.train import TrainOptions, train
+from tracefit.progress import NullProgress
 from tracefit.reports.document import Bullets, Figure, Report, Section, Table, Verdicts, plain
 from tracefit.reports.terminal import print_report
 
@@ -27,6 +31,33 @@ def test_what_a_report_says_is_printed_and_where_its_figures_are(trained, tmp_pa
     for words in _words(made.parts):
         assert " ".join(plain(words).split()) in text
     assert [line.strip() for line in printed.splitlines()][-2:] == ["out/report.md", "out/report.html"]
+
+
+class Warned(NullProgress):
+    def __init__(self):
+        self.texts = []
+
+    def warn(self, text):
+        self.texts.append(text)
+
+
+@pytest.mark.slow
+def test_a_model_whose_training_rows_are_those_of_another_training_is_named(trained, tmp_path):
+    """Another training on the same tables leaves rows with its own features."""
+    shutil.copytree(trained, tmp_path / "out")
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "name: own\nfeatures: [{name: tokens, unit: token, formula: prefill_tokens + decode_tokens}]\n"
+    )
+    progress = Warned()
+    report(tmp_path / "out", progress=progress)
+    assert progress.texts == []
+    train(tmp_path / "out/tables", tmp_path / "other", options=TrainOptions(fast=True, features=str(own)))
+    report(tmp_path / "out", progress=progress)
+    (text,) = progress.texts
+    assert text.startswith(
+        "beta.cycle_time: no figures, the tables hold the training rows of another training"
+    )
 
 
 def test_tables_behind_figures_and_folds_are_left_to_the_files():

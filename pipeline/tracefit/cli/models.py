@@ -275,11 +275,12 @@ def predict(
 
         loaded = load(*models)
         chosen = choose_scope(loaded, scope, run)
+        _check_description(context_.params)
         if rows is not None:
             from tracefit.commands.predict import predict as predict_rows
             from tracefit.reports.terminal_results import rows_text
 
-            found = predict_rows(loaded, rows, of=of, scope=chosen, out=out)
+            found = predict_rows(loaded, rows, of=of, scope=chosen, out=out, progress=terminal)
             terminal.show(found, rows_text(found), as_json=json)
         else:
             predicted, text = _predict_one(loaded, chosen, context_.params)
@@ -292,7 +293,6 @@ def _predict_one(models: Any, scope: str | None, given: dict[str, Any]) -> tuple
     from tracefit.reports.terminal_results import request_text, step_text
 
     features = parse_features(given["feature"] or [])
-    _check_description(given)
     if given["prompt"] is not None:
         request = models.predict_request(
             scope=scope,
@@ -318,17 +318,24 @@ def _check_description(given: dict[str, Any]) -> None:
     """Refuse options that the prediction would leave unread.
 
     Raises:
-        UsageError: Options of a request without its prompt, those of a step beside it, or none at all.
+        UsageError: Options of a request without its prompt, those of a step beside it, either beside rows, or none at all.
     """
     of_request = [f"--{name}" for name in _OF_REQUEST if given[name]]
     of_request += ["--output"] if given["output"] != 1 else []
     of_step = [f"--{name.replace('_', '-')}" for name in _OF_STEP if given[name]]
+    of_one = ("prompt", "batch", "context", "feature")
+    described = [*(f"--{name}" for name in of_one if given[name]), *of_request, *of_step]
+    if given["rows"] is not None:
+        if described:
+            raise UsageError(
+                f"{described[0]} describes one prediction, --rows has many", hint="make it a column"
+            )
+        return
     if given["prompt"] is None and of_request:
         raise UsageError(f"{of_request[0]} describes a request", hint="give its --prompt too")
     if given["prompt"] is not None and of_step:
         raise UsageError(f"{of_step[0]} describes a step, --prompt a request", hint="leave one of them out")
-    described = (given["prompt"], given["batch"], given["prefill"], given["feature"])
-    if not any(described):
+    if not any((given["prompt"], given["batch"], given["prefill"], given["feature"])):
         raise UsageError(
             "nothing to predict",
             hint="describe a step (--batch, --prefill) or a request (--prompt, --output)",

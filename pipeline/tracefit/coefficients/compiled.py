@@ -182,10 +182,10 @@ def _sum(form: LinearForm, start: Any, value_of: Callable[[str], Any]) -> Any:
 
 
 def line_value(form: LinearForm, values: Mapping[str, float | None]) -> float | None:
-    """Return a linear form of one row, clipped at 0; null where a feature is unknown."""
+    """Return a linear form of one row, not clipped; null where a feature is unknown."""
     if any(values[t.feature] is None for t in form.terms):
         return None
-    return max(float(_sum(form, form.intercept.value, values.__getitem__)), 0.0)
+    return float(_sum(form, form.intercept.value, values.__getitem__))
 
 
 def line_expression(form: LinearForm) -> pl.Expr:
@@ -195,6 +195,13 @@ def line_expression(form: LinearForm) -> pl.Expr:
     if not form.terms:
         return pl.lit(max(form.intercept.value, 0.0))
     return pl.Expr.clip(_sum(form, pl.lit(form.intercept.value), pl.col), lower_bound=0.0)
+
+
+def below_zero_expression(form: LinearForm) -> pl.Expr:
+    """Return where a linear form is clipped, as a polars expression; null where a feature is null."""
+    import polars as pl
+
+    return pl.Expr.lt(_sum(form, pl.lit(form.intercept.value), pl.col), 0.0)
 
 
 def _holds(condition: Condition, values: Mapping[str, float | None]) -> bool:
@@ -238,6 +245,7 @@ class CompiledModel:
             UsageError: A formula is wrong, or formulas build on each other in a circle.
         """
         self.model = model
+        self.columns = tuple(columns or ())
         self.formulas = Formulas.parse({**(columns or {}), **_formula_texts(model)}, where=model.name)
         self.compared = tuple(
             dict.fromkeys(n for c in _comparisons(model) for n in (c.feature, c.feature2) if n)
@@ -272,11 +280,16 @@ class CompiledModel:
         if missing:
             raise self.lacks(missing, given)
 
-    def lacks(self, missing: Iterable[str], given: Iterable[str]) -> UsageError:
-        """Return the error for missing inputs."""
+    def lacks(self, missing: Iterable[str], given: Collection[str]) -> UsageError:
+        """Return the error for missing inputs: what they are, and which columns made of them do as well."""
+        names = sorted(missing)
+        used = self.formulas.used(self.features, given)
+        instead = [n for n in self.columns if n in used and not self.formulas.inputs([n]).isdisjoint(names)]
+        also = f" (or {' or '.join(instead)} instead)" if instead else ""
+        listed = ", ".join(sorted(given)[:MAX_NAMES_SHOWN]) or "nothing"
         return UsageError(
-            f"{self.model.name} needs {', '.join(missing)}, which is not given",
-            hint=f"given: {', '.join(sorted(given)[:MAX_NAMES_SHOWN])}",
+            f"{self.model.name} needs {', '.join(names)}, which is not given",
+            hint=f"give it{also} with --feature, or as a column of --rows; given: {listed}",
         )
 
     # -- one row

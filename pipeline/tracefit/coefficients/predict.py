@@ -6,6 +6,7 @@ input leaves the training range. `predict_frames` does the same for the rows of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tracefit.coefficients.compiled import CompiledModel, Formulas, expected_at_boundary, line_value
 from tracefit.coefficients.model import STEP_MODELS, BoundaryModel
 from tracefit.coefficients.workload import (
+    LIMITS,
     REQUEST_COLUMNS,
     STEP_COLUMNS,
     StepInput,
@@ -22,10 +24,12 @@ from tracefit.coefficients.workload import (
 from tracefit.errors import DataError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from tracefit.coefficients.model import LinearForm, Model, NotFitted, RequestRange, Term, Workload
 
+PREDICTED = "predicted_us"
+"""Name of the prediction itself among what is outside its range: a line below 0 is cut off there."""
 INTERVAL_ROWS = 20
 """Fewer held-out rows than this do not make an interval of their own."""
 MAX_NAME_SHOWN = 64
@@ -92,11 +96,11 @@ class StepPrediction:
 
 
 class Outside(NamedTuple):
-    """Values of a feature that are outside its training range.
+    """Values of a feature that are outside its training range, or of a prediction that are below 0.
 
     Attributes:
         model: The model.
-        feature: Its feature.
+        feature: Its feature, or `PREDICTED`.
         low: The lowest of the values.
         high: The highest.
         ends: The training range.
@@ -112,6 +116,8 @@ class Outside(NamedTuple):
 
     def __str__(self) -> str:
         values = f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+        if self.feature == PREDICTED:
+            return f"{self.model}: its line gives {values} us here, below 0: the 0 says that it cannot tell, not that there is none"
         text = f"{self.model}: {self.feature} {values} is outside {self.ends[0]:g} to {self.ends[1]:g}, the training range"
         return text if self.has_term else f"{text}; the model has no term for it"
 
@@ -221,8 +227,10 @@ def _predict_form(
             where=model.name,
             hint="give the feature itself, or other values",
         )
+    if predicted < 0:
+        outside.append(Outside(model.name, PREDICTED, predicted, predicted, (0.0, math.inf)))
     # The held-out errors are those of rows in the training range: outside they say nothing.
-    interval = interval_about(predicted, None if outside else p90_ape_pct(model, group))
+    interval = interval_about(max(predicted, 0.0), None if outside else p90_ape_pct(model, group))
     return Prediction(interval, values, tuple(assumed), tuple(outside))
 
 
@@ -328,6 +336,10 @@ class ScopeModels:
         # A null that is given would win over the formula.
         return {n: v for n, v in self.server.items() if v is not None or n not in compiled.formulas.nodes}
 
+    def read(self, models: Iterable[Model]) -> set[str]:
+        """Return the names that change a prediction of these models, or what is said of it."""
+        return set[str]().union(*(self.compiled(model).read for model in models))
+
     def require_read(
         self, features: Iterable[str], models: Iterable[Model], also: Iterable[str] = ()
     ) -> None:
@@ -341,10 +353,10 @@ class ScopeModels:
         Raises:
             UsageError: None of the models is computed from a feature.
         """
-        compiled = [self.compiled(model) for model in models]
-        read = set(also).union(*(each.read for each in compiled))
+        models = list(models)
+        read = self.read(models).union(also)
         if unread := [name for name in features if name not in read]:
-            terms = dict.fromkeys(name for each in compiled for name in each.features)
+            terms = dict.fromkeys(name for model in models for name in self.compiled(model).features)
             raise UsageError(
                 f"no model that predicts this reads {unread[0][:MAX_NAME_SHOWN]}",
                 where="features",
@@ -353,16 +365,69 @@ class ScopeModels:
 
     def beyond(self, name: str, value: float | None, setting: str) -> list[str]:
         """Say that a described value is more than the server allows, if it is."""
-        limit = self.setting(setting)
-        if not isinstance(limit, int | float) or value is None or value <= limit:
+        limit = self.limit(setting)
+        if limit is None or value is None or value <= limit:
             return []
         return [f"{name} {value:,.0f} is beyond this server's {setting} of {limit:,}"]
 
+    def limit(self, setting: str) -> float | None:
+        """Return a setting of the server that is a number, null where it is not known."""
+        value = self.setting(setting)
+        return value if isinstance(value, int | float) else None
+
+    def changing_nothing(
+        self,
+        stated: Mapping[str, float | None],
+        models: Iterable[Model],
+        features: Mapping[str, float],
+        known: Collection[str],
+    ) -> list[str]:
+        """Say which parts of a description change nothing, and what is missing to hold them against the training.
+
+        Args:
+            stated: Inputs and their values, null and 0 where nothing is stated.
+            models: The models that predict.
+            features: Features that are stated themselves.
+            known: Names of everything that is known.
+        """
+        by_terms, checked, lacking = set[str](), set[str](), list[tuple[set[str], list[str]]]()
+        compiled = [self.compiled(model) for model in models]
+        for each in compiled:
+            by_terms |= each.formulas.used(each.features, features)
+            # A training range may hold what no term depends on.
+            for name in each.unmodeled:
+                used, missing = each.formulas.used([name], features), each.formulas.missing([name], known)
+                if missing:
+                    lacking.append((used, missing))
+                else:
+                    checked |= used
+        texts, names = [], ", ".join(each.model.name for each in compiled)
+        for name, value in stated.items():
+            if value and name not in by_terms | checked:
+                missing = sorted({m for used, without in lacking if name in used for m in without})
+                also = f"; with {', '.join(missing)} as a feature, its range is checked" if missing else ""
+                texts.append(f"{name} {value:,.0f} changes nothing: no term of {names} depends on it{also}")
+        return texts
+
+    def _unsaid(self, described: StepInput) -> list[str]:
+        """Say which parts of a described step change nothing, and that caches without tokens are no guess."""
+        model, features = self.step_model, described.features
+        stated = {name: getattr(described, name) for name in ("batch", "context", "prefill", "waiting")}
+        known = [name for name, value in self._given(described).items() if value is not None]
+        texts = self.changing_nothing(stated, [model], features, known)
+        compiled = self.compiled(model)
+        needs_context = "context" in compiled.formulas.used(compiled.features, features)
+        if described.batch and not described.context and needs_context:
+            texts.append("context 0: not given, as if the batch had no tokens in its caches")
+        return texts
+
     def predict(self, described: StepInput, *, stand_in: bool = False) -> Prediction:
         """Predict a step's time; see `step`."""
-        compiled = self.compiled(self.step_model)
-        given = {**self.known_settings(compiled), **described.inputs(), **described.features}
-        return predict_row(compiled, given, stand_in=stand_in)
+        return predict_row(self.compiled(self.step_model), self._given(described), stand_in=stand_in)
+
+    def _given(self, described: StepInput) -> dict[str, float | None]:
+        settings = self.known_settings(self.compiled(self.step_model))
+        return {**settings, **described.inputs(), **described.features}
 
     def step(self, described: StepInput) -> StepPrediction:
         """Predict a step.
@@ -374,8 +439,9 @@ class ScopeModels:
         self.require_read(described.features, [self.step_model])
         found = self.predict(described)
         beyond = [
-            *self.beyond("batch", described.batch, "max_num_seqs"),
-            *self.beyond("batch + prefill", described.batch + described.prefill, "max_num_batched_tokens"),
+            text
+            for names, setting in LIMITS.items()
+            for text in self.beyond(" + ".join(names), sum(getattr(described, n) for n in names), setting)
         ]
         # What the server would not run was not measured either.
         interval = PredictedDuration(found.interval.value_us) if beyond else found.interval
@@ -384,6 +450,6 @@ class ScopeModels:
             self.step_model.name,
             interval,
             tuple(found.features.items()),
-            found.assumed,
+            (*found.assumed, *self._unsaid(described)),
             (*beyond, *in_lines(found.outside)),
         )

@@ -16,18 +16,19 @@ from narwhals.stable.v2.typing import IntoDataFrame, IntoFrame
 
 from tracefit.coefficients.compiled import (
     CompiledModel,
+    below_zero_expression,
     expected_expression,
     linear_forms,
     terms_of,
 )
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
-from tracefit.coefficients.predict import p90_ape_pct, stand_ins
+from tracefit.coefficients.predict import PREDICTED, p90_ape_pct, stand_ins
 from tracefit.coefficients.requests import Arithmetic, RequestComposer, Value, complete
-from tracefit.coefficients.workload import OTHERS, REQUEST_INPUTS, RUNNING, STEP_INPUTS
+from tracefit.coefficients.workload import LIMITS, OTHERS, REQUEST_INPUTS, RUNNING, STEP_INPUTS
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from tracefit.coefficients.model import Model
     from tracefit.coefficients.predict import ScopeModels
@@ -112,7 +113,7 @@ def _column(values: Any) -> Any:
 # -- predictions ----------------------------------------------------------------------------------------
 
 
-OUTPUTS = ("predicted_us", "low_us", "high_us", "out_of_range")
+OUTPUTS = (PREDICTED, "low_us", "high_us", "out_of_range")
 """Columns that are added to steps and to rows of features."""
 
 DURATIONS = ("admission_us", "queue_wait_us", "prefill_us", "itl_us", "departure_us", "ttft_us", "e2e_us")
@@ -138,14 +139,23 @@ def predict_rows(model: Model, rows: pl.DataFrame) -> pl.DataFrame:
     return _predict(CompiledModel(model), rows, rows)
 
 
-def _predict(compiled: CompiledModel, rows: pl.DataFrame, inputs: pl.DataFrame) -> pl.DataFrame:
-    """Add predictions to `rows`, made from the columns of `inputs`, row by row of the same."""
+def _predict(
+    compiled: CompiledModel, rows: pl.DataFrame, inputs: pl.DataFrame, beyond: Sequence[pl.Expr] = ()
+) -> pl.DataFrame:
+    """Add predictions to `rows`, made from the columns of `inputs`, row by row of the same.
+
+    Args:
+        compiled: The model.
+        rows: What predictions are added to.
+        inputs: What they are made from.
+        beyond: Name what the server would not run, null where it would.
+    """
     computed = compiled.computed(inputs, also=["prefill_tokens", *compiled.unmodeled])
     # Predicting a frame twice would otherwise silently keep one of the two predictions.
     if clash := [c for c in OUTPUTS if c in rows.columns]:
         raise UsageError(f"the rows have a column {clash[0]} already", hint="rename it")
     predicted, q = compiled.expression(), _p90(compiled, "prefill_tokens" in computed.columns) / 100
-    outside = _out_of_range(compiled, computed.columns)
+    outside = _listed([*beyond, _out_of_range(compiled, computed.columns)])
     outputs = {
         "predicted_us": predicted,
         # The held-out errors are those of rows in the training range: outside they say nothing.
@@ -178,22 +188,31 @@ def _p90(compiled: CompiledModel, by_prefill: bool) -> pl.Expr:
 
 
 def _out_of_range(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
-    """Name the features outside the training range, null where there is none; those without a term where no other is."""
+    """Name the features outside the training range, null where there is none; those without a term where no other is.
+
+    A prediction below 0 is named among them.
+    """
     unmodeled = {name: ends for name, ends in compiled.unmodeled.items() if name in known}
     of_terms = [
-        {t.feature: t.training_range for t in form.terms if t.training_range is not None}
+        _names_outside(
+            {t.feature: t.training_range for t in form.terms if t.training_range is not None},
+            pl.when(below_zero_expression(form)).then(pl.lit(PREDICTED)),
+        )
         for form in linear_forms(compiled.model).values()
     ]
-    return pl.coalesce(
-        compiled.by_regime([_names_outside(ends) for ends in of_terms]), _names_outside(unmodeled)
-    )
+    return pl.coalesce(compiled.by_regime(of_terms), _names_outside(unmodeled))
 
 
-def _names_outside(ranges: Mapping[str, tuple[float, float]]) -> pl.Expr:
+def _names_outside(ranges: Mapping[str, tuple[float, float]], *also: pl.Expr) -> pl.Expr:
     named = [pl.when(~pl.col(n).is_between(*ends)).then(pl.lit(n)) for n, ends in ranges.items()]
-    if not named:
+    return _listed([*named, *also])
+
+
+def _listed(texts: Sequence[pl.Expr]) -> pl.Expr:
+    """Join the texts that are not null; null where all are."""
+    if not texts:
         return pl.lit(None, pl.String)
-    text = pl.concat_str(named, separator=", ", ignore_nulls=True)
+    text = pl.concat_str(texts, separator=", ", ignore_nulls=True)
     return pl.when(text != "").then(text)
 
 
@@ -212,7 +231,15 @@ def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     compiled = models.compiled(model)
     described = _described_steps(models, rows)
     _require_settings(models, compiled, rows, described)
-    return _predict(compiled, rows, described)
+    limits = {names: models.limit(setting) for names, setting in LIMITS.items()}
+    beyond = [
+        pl.when(pl.sum_horizontal(pl.col(n).cast(pl.Float64, strict=False) for n in names) > limit).then(
+            pl.lit(" + ".join(names))
+        )
+        for names, limit in limits.items()
+        if limit is not None
+    ]
+    return _predict(compiled, rows, described, beyond)
 
 
 def _require_settings(

@@ -26,6 +26,7 @@ from tracefit.coefficients.workload import (
     OTHERS,
     REQUEST_INPUTS,
     RUNNING,
+    STEP_INPUTS,
     RequestInput,
     StepInput,
     counted,
@@ -300,10 +301,14 @@ class OneRequest(RequestComposer):
             raise UsageError(
                 "how many requests run beside a queue is not known", where="batch", hint="give --batch"
             )
+        settings = (name for name, value in models.server.items() if value is not None)
+        names = {*found, *STEP_INPUTS, *d.features, *settings}
+        self.assumed += models.changing_nothing({"context": d.context}, read_by, d.features, names)
         batch, context = found["batch"], found["context"]
         tokens = d.prompt_tokens + d.output_tokens
         self.out_of_range += models.beyond("prompt + output", tokens, "max_model_len")
         self.out_of_range += models.beyond("batch", d.batch, "max_num_seqs")
+        self.out_of_range += models.beyond("context", d.context, "max_model_len")
         if d.batch is None:
             what = "nothing else runs" if d.queue == 0 else "as many as slots and KV blocks hold"
             self.assumed.append(f"batch {batch:.0f}: {what}")

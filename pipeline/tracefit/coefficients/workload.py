@@ -20,6 +20,13 @@ DEFAULT_BLOCK_SIZE = 16
 
 STEP_INPUTS = ("batch", "context", "prefill", "prefill_reqs", "prefill_done", "waiting")
 
+LIMITS = {
+    ("batch",): "max_num_seqs",
+    ("context",): "max_model_len",
+    ("batch", "prefill"): "max_num_batched_tokens",
+}
+"""Inputs of a step to the setting of the server that their sum does not exceed."""
+
 STEP_COLUMNS: dict[str, str] = {
     "num_prefill_reqs": "prefill_reqs",
     "num_decode_reqs": "batch",

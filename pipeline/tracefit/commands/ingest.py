@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import polars as pl
+
 from tracefit.commands.fleet import Fleet, FleetOptions, RunAtWork
 from tracefit.commands.reading import KnownFiles, options_hash, resolve_run_id
 from tracefit.commands.scopes import write_timelines
@@ -22,7 +24,7 @@ from tracefit.progress import NullProgress, Progress
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
-from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name
+from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
 from tracefit.tables import dialects
 from tracefit.tables.disk import disk_errors
 from tracefit.tables.rows import RowOptions
@@ -30,12 +32,12 @@ from tracefit.tables.staging import staged_parts
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    import polars as pl
-
     from tracefit.inputs.files import TraceFile
+
+_MOST_REASONS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,26 @@ class ServerOptions:
         run_config: exp-config.yaml, run.yaml, a command line or a server log, for every run.
         model_config: config.json, for every run.
         gpu: GPU name, or a JSON file that describes one.
-        settings: Single settings; they win over the files.
+        settings: Single settings by name, such as `{"max_num_seqs": 128}`; they win over the files.
     """
 
     run_config: Path | None = None
     model_config: Path | None = None
     gpu: str | None = None
-    settings: ServerSettings = field(default_factory=ServerSettings)
+    settings: ServerSettings | Mapping[str, object] = field(default_factory=ServerSettings)
+
+    @property
+    def stated(self) -> ServerSettings:
+        """The single settings.
+
+        Raises:
+            UsageError: A name is nearly that of a setting, or a value is none that its setting can have.
+        """
+        if isinstance(self.settings, ServerSettings):
+            return self.settings
+        for key in self.settings:
+            _require_no_typo(key)
+        return settings_from(self.settings, where="--set")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +197,7 @@ def ingest_inputs(
     summaries = [_summary(run.run_id, run.context, own) for run, own in zip(done, rows, strict=True)]
     found = iter(summaries)
     for run in runs:
-        of_run = [f"left out: {run.failed.line()}"] if run.failed else _warnings_of(run.run_id, next(found))
+        of_run = [f"left out: {run.failed.line()}"] if run.failed else _warnings_of(store, next(found))
         warnings += [*run.warnings, *of_run]
     for text in warnings:
         progress.warn(text)
@@ -193,7 +208,7 @@ def _context(source: RunSource, server: ServerOptions) -> RunContext:
     return read_context(
         server.run_config or source.run_config,
         server.model_config or source.model_config,
-        server.settings,
+        server.stated,
         gpu=server.gpu,
     )
 
@@ -218,10 +233,13 @@ def _summary(run_id: str, context: RunContext, runs: pl.DataFrame) -> RunSummary
     )
 
 
-def _warnings_of(run_id: str, run: RunSummary) -> list[str]:
-    texts = []
+def _warnings_of(store: TableStore, run: RunSummary) -> list[str]:
+    run_id, texts = run.run_id, []
     if run.rejects:
-        texts.append(f"{run_id}: {run.rejects} records could not be read; see the rejects table")
+        records = "1 record" if run.rejects == 1 else f"{run.rejects:,} records"
+        texts.append(
+            f"{run_id}: {records} could not be read ({_reasons(store, run_id)}); see the rejects table"
+        )
     if run.implausible:
         texts.append(
             f"{run_id}: {run.implausible} implausible values were left out; `tracefit inspect` counts them by rule, "
@@ -235,6 +253,17 @@ def _warnings_of(run_id: str, run: RunSummary) -> list[str]:
     if run.duplicate_spans:
         texts.append(f"{run_id}: {run.duplicate_spans} spans were there twice and count once")
     return texts
+
+
+def _reasons(store: TableStore, run_id: str) -> str:
+    """Sum up why records were rejected: "gzip data is cut" says that the rest of a file is not there, its one record does not."""
+    rules = json.loads(store.read("runs", [run_id], ["implausible"])["implausible"][0] or "{}")
+    rejects = store.read("rejects", [run_id], ["reason", "count"]).filter(
+        ~pl.col("reason").is_in(list(rules))
+    )
+    totals = rejects.group_by("reason").agg(pl.col("count").sum()).sort(-pl.col("count"), "reason")
+    listed = [f"{count:,} {reason}" for reason, count in totals.head(_MOST_REASONS).iter_rows()]
+    return ", ".join([*listed, *(["…"] if totals.height > _MOST_REASONS else [])])
 
 
 def parse_assignments(texts: Iterable[str]) -> dict[str, object]:

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.models import Models, load
+from tracefit.coefficients.predict import MAX_NAME_SHOWN
+from tracefit.coefficients.workload import OTHERS, REQUEST_INPUTS
 from tracefit.commands.locate import choose_scope
-from tracefit.errors import UsageError
+from tracefit.errors import UsageError, did_you_mean
+from tracefit.progress import NullProgress
 from tracefit.tables.disk import write_files
 
 if TYPE_CHECKING:
@@ -17,7 +20,9 @@ if TYPE_CHECKING:
 
     import polars as pl
 
+    from tracefit.coefficients.predict import ScopeModels
     from tracefit.coefficients.predict_frames import Rows
+    from tracefit.progress import Progress
     from tracefit.results.models import RowPredictions
 
 
@@ -29,6 +34,7 @@ def predict(
     scope: str | None = None,
     run: str | None = None,
     out: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> RowPredictions:
     """Predict every row of a CSV, Parquet or NDJSON file, or of a frame.
 
@@ -39,6 +45,7 @@ def predict(
         scope: See `Models.scope`.
         run: A run of the scope, in place of its id.
         out: Where to write the rows with their predictions, by suffix as one of the same kinds.
+        progress: Receives a warning that names columns which no model reads.
 
     Raises:
         UsageError: The file cannot be read or written, or lacks what the model needs.
@@ -58,6 +65,9 @@ def predict(
         from tracefit.coefficients.predict_frames import predict_rows
 
         predicted = predict_rows(models.model(of, scope), frame)
+    where = str(rows) if isinstance(rows, str | Path) else "rows"
+    if unread := _unread(models.scope(scope), of, frame):
+        (progress or NullProgress()).warn(f"{where}: no model that predicts this reads {', '.join(unread)}")
     # A request is composed of many steps, each with a range of its own.
     outside = predicted.height - predicted["out_of_range"].null_count() if of != "request" else None
     if out is not None:
@@ -66,6 +76,22 @@ def predict(
     return RowPredictions(
         predicted.height, outside, None, tuple(_plain(row) for row in predicted.iter_rows(named=True))
     )
+
+
+def _unread(models: ScopeModels, of: str, frame: pl.DataFrame) -> list[str]:
+    """Return the columns that leave a prediction as it is, each with the name that may have been meant.
+
+    Text labels rows, and rows of a table have columns for other uses: neither is a mistake.
+    """
+    if "run_id" in frame.columns:
+        return []
+    if of == "request":
+        read = models.read(models.models.values()).union(REQUEST_INPUTS, OTHERS)
+    else:
+        read = models.read([models.step_model if of == "step" else models.require(of)])
+    numbers = (name for name, kind in frame.schema.items() if kind.is_numeric() and name not in read)
+    hints = ((name, did_you_mean(name, read)) for name in numbers)
+    return [f"{name[:MAX_NAME_SHOWN]} ({hint})" if hint else name[:MAX_NAME_SHOWN] for name, hint in hints]
 
 
 def _plain(row: dict[str, object]) -> dict[str, object]:

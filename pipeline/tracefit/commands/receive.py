@@ -94,10 +94,8 @@ def _configs(server: ServerOptions) -> dict[str, bytes]:
         UsageError: A file or a setting is wrong, or contradicts another.
     """
     # As `run` will read it: better refused now than when the traces are there.
-    read_context(server.run_config, server.model_config, server.settings, gpu=server.gpu)
-    given = merge(
-        read_settings(server.run_config) if server.run_config else ServerSettings(), server.settings
-    )
+    read_context(server.run_config, server.model_config, server.stated, gpu=server.gpu)
+    given = merge(read_settings(server.run_config) if server.run_config else ServerSettings(), server.stated)
     known = {**given.values(), **given.other}
     if server.gpu is not None:
         known["gpu"] = str(Path(server.gpu).resolve()) if server.gpu.endswith(".json") else server.gpu

@@ -72,7 +72,9 @@ def report(
     store = TableStore(tables or folder / "tables")
     if tables is not None:
         store.require()
-    made = report_of(evaluation, alpha, beta, store if store.runs() else None, slo_ms=objectives)
+    made = report_of(
+        evaluation, alpha, beta, store if store.runs() else None, slo_ms=objectives, progress=progress
+    )
     place = place_of(out or folder)
     texts = report_texts(made, place, progress)
     write_files(texts)
@@ -107,6 +109,7 @@ def report_of(
     *,
     slo_ms: Mapping[str, float] = SLO_MS,
     page_bytes: int = MAX_PAGE_BYTES,
+    progress: Progress | None = None,
 ) -> Report:
     """Build the report of published files, with figures of rows where there are tables.
 
@@ -127,7 +130,21 @@ def report_of(
         made = build_report(evaluation, alpha, beta, rows, traced=traced)
         if _fits(made, page_bytes):
             break
+    if rows and progress is not None:
+        _warn_of_other_frames(evaluation, models, rows, progress)
     return made
+
+
+def _warn_of_other_frames(
+    evaluation: Evaluation, models: Sequence[Model], rows: Mapping[str, ScopeRows], progress: Progress
+) -> None:
+    """Say which models have no figures: tables hold the training frames of the last training alone."""
+    for scope in (one for one in evaluation.scopes if one.scope_id in rows):
+        measured = [m.name for m in _models_of(scope, models) if m.validation and m.validation.holdout.n]
+        if without := [name for name in measured if name not in rows[scope.scope_id].models]:
+            progress.warn(
+                f"{', '.join(without)}: no figures, the tables hold the training rows of another training; train again"
+            )
 
 
 def _fits(made: Report, page_bytes: int) -> bool:

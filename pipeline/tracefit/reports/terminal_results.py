@@ -303,10 +303,11 @@ def requests_text(summary: RequestSummary) -> str:
         columns(
             ("", "n", "mean ms", *(f"{p} ms" for p in _POINTS)),
             [
-                _quantile_row(metric.upper() if metric != "queue" else metric, getattr(total, metric))
+                _quantile_row(metric.upper() if metric != "queue" else "in queue", getattr(total, metric))
                 for metric in _METRICS
             ],
-        ),
+        )
+        + "\nin queue: since arrival, as vLLM counts it; queue wait below: since QUEUED",
         "by phase\n"
         + columns(
             ("phase", "share %", "n", "mean ms", *(f"{p} ms" for p in _POINTS)),
@@ -350,7 +351,7 @@ def _groups(groups: Sequence[RequestGroup]) -> str:
     heads = [f"{name} {p}" for name in ("TTFT", "ITL", "E2E") for p in ("p50", "p99")]
     return "\n".join(
         [
-            columns(("", "requests", "failed", "tokens/s", "queue p50 ms", "p99 ms"), counts),
+            columns(("", "requests", "failed", "tokens/s", "in queue p50 ms", "p99 ms"), counts),
             columns(("ms", *heads), latencies),
         ]
     )
