@@ -124,6 +124,9 @@ class ExternalSort:
         self._held, self.held_bytes = [], 0
         places = rows.select(pl.arg_sort_by(*self.order, nulls_last=True)).to_series()
         # Gather one window at a time: a sorted copy of everything would double the memory.
+        if windows == 1:
+            yield rows[places]
+            return
         for begin, end in pairwise(_cuts(rows.select(pl.col(self.key).gather(places)), windows)):
             yield rows[places[begin:end]]
 
