@@ -233,10 +233,11 @@ class _BatchDecoder:
             return
         whole = _Record(file, offset, item.payload, block.shape, len(item.payload))
         pieces = self._encoding.split(item.payload)
+        beside = len(item.payload) if pieces else 0  # the whole record is in memory beside its pieces
         for first_span, piece in pieces or [(0, item.payload)]:
             self._held.append(whole._replace(payload=piece, first_span=first_span))
             self._size += len(piece)
-            if pieces or self._is_full:  # the whole record takes memory enough beside its pieces
+            if self._size + beside >= _RECORDS_BYTES or self._is_full:
                 yield from self.flush()
 
     @property
