@@ -160,7 +160,7 @@ def _placed(frame: pl.DataFrame, place: pl.DataFrame) -> pl.DataFrame:
     """Return the rows of spans of the vLLM scopes, with `place` (row, span_scope; by `span_row`) for `span_row`."""
     # Rows are gathered by number: a join takes several times as long.
     found = frame.drop("span_row").hstack(place[frame["span_row"]])
-    return found.drop_nulls("row")
+    return found.drop_nulls("row") if found["row"].has_nulls() else found
 
 
 def _counts(kinds: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
