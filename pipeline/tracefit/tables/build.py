@@ -260,7 +260,7 @@ class _Window:
 
 
 def _moved(rows: pl.DataFrame, first: int) -> pl.DataFrame:
-    return rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
+    return rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32)) if first else rows
 
 
 def _grouped(place: Place, parts: Sequence[_ResolvedPart]) -> list[list[_ResolvedPart]]:
@@ -423,7 +423,8 @@ class _Run:
         tally = RunTally(self.run_id)
         self._finish_requests()
         for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
-            write(name, schema.TABLES[name].empty())
+            if not self._sort(name).rows:
+                write(name, schema.TABLES[name].empty())
             for window in self._sort(name).windows():
                 rows = _without_repeats(window) if name == "spans" and self.counts["other"] else window
                 tally.add(name, rows)

@@ -8,7 +8,7 @@ still valid OTLP. So a row that breaks a rule (`TableSchema.sift`) never reaches
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import polars as pl
@@ -136,7 +136,8 @@ class TableSchema:
 
     def conform(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Return `frame` with exactly this table's columns, types and row order."""
-        return self.shape(frame).sort(self.order, nulls_last=True)
+        shaped = self.shape(frame)
+        return shaped.sort(self.order, nulls_last=True) if shaped.height > 1 else shaped
 
     def shape(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Return `frame` with exactly this table's columns and types, its rows as they are.
@@ -209,7 +210,12 @@ class TableSchema:
 
     def empty(self) -> pl.DataFrame:
         """Return a frame of no rows."""
-        return pl.DataFrame(schema={c.name: c.polars for c in self.columns})
+        return _empty(self)
+
+
+@cache
+def _empty(table: TableSchema) -> pl.DataFrame:
+    return pl.DataFrame(schema={c.name: c.polars for c in table.columns})
 
 
 @lru_cache(maxsize=64)
