@@ -112,6 +112,20 @@ def test_bad_spans_of_a_record_that_is_split_are_named_as_in_the_whole(otlp, mon
 
 
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
+@pytest.mark.parametrize(("records_bytes", "most"), [(1 << 20, 1), (6_000, 12)])
+def test_pieces_of_a_long_record_share_batches(otlp, monkeypatch, shape, records_bytes, most):
+    """Each batch has a fixed cost, and a record of many small scopes has as many pieces."""
+    monkeypatch.setattr("tracefit.otlp.decode._RECORDS_BYTES", records_bytes)
+    monkeypatch.setattr("tracefit.otlp.decode._BATCH_BYTES", 3_000)
+    for reader in ("json_records", "protobuf_records"):
+        monkeypatch.setattr(f"tracefit.otlp.{reader}._PIECE_BYTES", 500)
+    scopes = [otlp.record(otlp.span(n + 1), scope=f"vllm.{n}")["resourceSpans"][0] for n in range(100)]
+    batches, _ = otlp.decode(otlp.SHAPES[shape]([{"resourceSpans": scopes}]))
+    assert sum(batch.spans.height for batch in batches) == 100
+    assert len(batches) <= most
+
+
+@pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
 @pytest.mark.parametrize("of_record", [1, 100])
 def test_a_batch_holds_no_more_spans_than_fit_into_memory(otlp, monkeypatch, shape, of_record):
     """Short spans take twenty times their bytes when they are decoded."""

@@ -91,6 +91,9 @@ _KINDS = (None, *KINDS[1:])
 _RECORDS_BYTES = 32 << 20
 """Bytes of records whose spans are built together; columns take several times as much while they are made."""
 
+_BATCH_BYTES = 4 << 20
+"""Bytes of pieces of a very long record that make a batch at least: a record of many small scopes has as many pieces."""
+
 _MAX_RECORDS = 1 << 16
 """Records and damage held at a time: a file of tiny ones has millions."""
 
@@ -233,10 +236,12 @@ class _BatchDecoder:
             return
         whole = _Record(file, offset, item.payload, block.shape, len(item.payload))
         pieces = self._encoding.split(item.payload)
+        beside = len(item.payload) if pieces else 0  # the whole record is in memory beside its pieces
         for first_span, piece in pieces or [(0, item.payload)]:
             self._held.append(whole._replace(payload=piece, first_span=first_span))
             self._size += len(piece)
-            if pieces or self._is_full:  # the whole record takes memory enough beside its pieces
+            is_large = self._size >= _BATCH_BYTES and self._size + beside >= _RECORDS_BYTES
+            if is_large or self._is_full:
                 yield from self.flush()
 
     @property

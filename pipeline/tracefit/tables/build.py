@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import polars as pl
 
 from tracefit import memory
 from tracefit.tables import dialects, schema
 from tracefit.tables.clocks import is_off_clock, on_core_clock
-from tracefit.tables.epochs import MARKS, STRAY_STEPS, STRAYS, EpochScanner, in_epoch, marks_of
+from tracefit.tables.epochs import BOUNDS, MARKS, STRAY_STEPS, STRAYS, EpochScanner, in_epoch, marks_of
 from tracefit.tables.external_sort import ExternalSort, SortSpace
 from tracefit.tables.requests import (
     api_requests,
@@ -26,7 +27,6 @@ from tracefit.tables.requests import (
     first_hits,
     join_requests,
     request_spans,
-    requests_from_spans,
     sift_numbers,
 )
 from tracefit.tables.resolve import Facts, resolve
@@ -35,7 +35,7 @@ from tracefit.tables.runs import RunTally
 from tracefit.tables.staging import RunPart, parts_of, read_staged, staged_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from tracefit.tables.manifest import ReadFile
@@ -111,9 +111,16 @@ def _sorted_rows(
     staged = parts_of(files)
     resolved = resolve(place, staged)
     parts = [_ResolvedPart(part, known) for part, known in zip(staged, resolved.parts, strict=True)]
-    starts, sieve = _epoch_starts(place, parts, scratch, _Sieve(limits, resolved.clocks))
+    groups = _grouped(place, parts)
+    # What is one window is read once: it would be in memory anyway.
+    held = [_Window.of(place, groups[0], keeps=True)] if len(groups) == 1 else None
+
+    def windows() -> Iterable[_Window]:
+        return held or (_Window.of(place, group) for group in groups)
+
+    starts, sieve = _epoch_starts(windows(), scratch, _Sieve(limits, resolved.clocks))
     run = _Run(run_id, SortSpace(scratch), starts, sieve)
-    for window in _windows(place, parts):
+    for window in windows():
         run.add(window)
     return run, sum(known.spans_read for known in resolved.parts)
 
@@ -132,7 +139,7 @@ class _Sieve:
     limits: Mapping[str, float]
     clocks: pl.DataFrame
     strays: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=STRAYS))
-    bounds: pl.DataFrame | None = None
+    bounds: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=BOUNDS))
 
     def sift(self, name: str, rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         """Return the rows of a table that stay, and the broken rules: row, reason.
@@ -142,28 +149,27 @@ class _Sieve:
         table = schema.TABLES[name]
         columns = rows.columns
         kept, broken = table.sift(rows, self.limits)
-        evidence = []
-        if "ts_ns" in columns or "ts_start_ns" in columns:
-            ts = "ts_ns" if "ts_ns" in columns else "ts_start_ns"
-            evidence.append(is_off_clock(kept, ts, self.clocks).alias(schema.OFF_CLOCK))
+        ts = next((c for c in ("ts_ns", "ts_start_ns") if c in columns), None)
+        evidence = {}
+        if ts is not None:
+            evidence[schema.OFF_CLOCK] = is_off_clock(kept, ts, self.clocks)
         if "step_id" in columns:
-            evidence.append(self._strays(kept).alias(schema.STRAY_STEP))
-        kept, also = table.sift(kept.with_columns(evidence), {})
+            evidence[schema.STRAY_STEP] = self._strays(kept, ts)
+        if not any(mark.any() for mark in evidence.values()):
+            return kept, broken
+        kept, also = table.sift(kept.with_columns(**evidence), {})
         return kept.select(columns), pl.concat([broken, also])
 
-    def _strays(self, rows: pl.DataFrame) -> pl.Series:
-        ts = next((c for c in ("ts_ns", "ts_start_ns") if c in rows.columns), None)
+    def _strays(self, rows: pl.DataFrame, ts: str | None) -> pl.Series:
+        if not (self.bounds if ts is None else self.strays).height:
+            return pl.repeat(value=False, n=rows.height, eager=True)
         if ts is not None:
-            if not self.strays.height:
-                return pl.repeat(value=False, n=rows.height, eager=True)
             places = rows.select(
                 pl.col("server").cast(pl.String), pl.coalesce("unix_ns", ts).alias("clock"), "step_id"
             )
             marked = self.strays.unique().with_columns(is_stray=pl.lit(value=True))
             found = places.join(marked, on=["server", "clock", "step_id"], how="left", maintain_order="left")
             return found["is_stray"].fill_null(value=False)
-        if self.bounds is None:
-            return pl.repeat(value=False, n=rows.height, eager=True)
         # Snapshots have no engine time, so that the range of accepted steps must do.
         places = rows.select(pl.col("server").cast(pl.String), "step_id").join(
             self.bounds, on="server", how="left", maintain_order="left"
@@ -190,15 +196,21 @@ class _Window:
     parts: Sequence[tuple[_ResolvedPart, int]]
     """Each part with the number of its first row."""
     facts: pl.DataFrame
-    """row, server, core_zero, server_zero of the spans that count."""
+    """server, core_zero, server_zero of each row; of spans that do not count, the server is null."""
+    kept: dict[str, pl.DataFrame] | None
+    """What the first pass has read of the spans that count, until the second one reads it; null if that reads it again."""
 
     @classmethod
-    def of(cls, place: Place, parts: Sequence[_ResolvedPart]) -> _Window:
+    def of(cls, place: Place, parts: Sequence[_ResolvedPart], *, keeps: bool = False) -> _Window:
         """Return a window of parts; only here do server names become text, to save memory until then."""
         firsts = [0, *accumulate(part.facts.rows for part in parts[:-1])]
         numbered = list(zip(parts, firsts, strict=True))
-        facts = [_moved(part.facts.spans, first) for part, first in numbered]
-        return cls(place, numbered, pl.concat(facts).with_columns(pl.col("server").cast(pl.String)))
+        counted = pl.concat([_moved(part.facts.spans, first) for part, first in numbered])
+        every = pl.DataFrame({"row": np.arange(sum(part.facts.rows for part in parts), dtype=np.uint32)})
+        facts = every.join(counted, on="row", how="left", maintain_order="left").drop("row")
+        return cls(
+            place, numbered, facts.with_columns(pl.col("server").cast(pl.String)), {} if keeps else None
+        )
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of all spans, counted or not; a file number is replaced by the name of the file."""
@@ -214,10 +226,19 @@ class _Window:
 
     def read(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of the spans that count, with their facts."""
-        rows = self.every(kind, columns)
-        if "server" in rows.columns:
-            rows = rows.drop("server")
-        return rows.join(self.facts, on="row", how="inner", maintain_order="left")
+        if self.kept is None:
+            return self._with_facts(self.every(kind, columns))
+        rows = self.kept.pop(kind, None)
+        rows = self._with_facts(self.every(kind)) if rows is None else rows
+        if columns is None:  # as the second pass reads, which is the last
+            return rows
+        self.kept[kind] = rows
+        return rows[[*columns, *self.facts.columns]]
+
+    def _with_facts(self, rows: pl.DataFrame) -> pl.DataFrame:
+        # Facts are gathered by the number of the row: a join takes several times as long.
+        found = rows.drop("server", strict=False).hstack(self.facts[rows["row"]])
+        return found.drop_nulls("server") if found["server"].has_nulls() else found
 
     def sifted(
         self, sieve: _Sieve, kind: str, table: str, columns: Sequence[str] | None = None
@@ -239,35 +260,32 @@ class _Window:
 
 
 def _moved(rows: pl.DataFrame, first: int) -> pl.DataFrame:
-    return rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
+    return rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32)) if first else rows
 
 
-def _windows(place: Place, parts: Sequence[_ResolvedPart]) -> Iterator[_Window]:
-    """Yield windows of consecutive parts; small ones share a window, because each frame has a fixed cost."""
-    held: list[_ResolvedPart] = []
+def _grouped(place: Place, parts: Sequence[_ResolvedPart]) -> list[list[_ResolvedPart]]:
+    """Return consecutive parts that make a window; small ones share one, because each frame has a fixed cost."""
+    groups: list[list[_ResolvedPart]] = []
     size = 0
     sizes = staged_bytes(place, (part.staged.name for part in parts))
     for part, stored in zip(parts, sizes, strict=True):
         own = max(stored, part.facts.rows * _BYTES_PER_SPAN)
-        if held and size + own > WINDOW_BYTES:
-            yield _Window.of(place, held)
-            held, size = [], 0
-        held.append(part)
+        if not groups or size + own > WINDOW_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(part)
         size += own
-    if held:
-        yield _Window.of(place, held)
+    return groups
 
 
-def _epoch_starts(
-    place: Place, parts: Sequence[_ResolvedPart], scratch: Path, sieve: _Sieve
-) -> tuple[pl.DataFrame, _Sieve]:
+def _epoch_starts(windows: Iterable[_Window], scratch: Path, sieve: _Sieve) -> tuple[pl.DataFrame, _Sieve]:
     """Scan the marks of the whole run in the order of their clock; return the epochs, and the sieve for odd rows."""
     marks = SortSpace(scratch).sort(key=("clock",), order=("clock", "server", "step_id", "exact"))
     marks.add(pl.DataFrame(schema=MARKS))
     # The settings are counted, not applied, in this pass: whether the run contradicts them shows at its end.
     free = replace(sieve, limits={})
     counted = _LimitCount(sieve.limits)
-    for window in _windows(place, parts):
+    for window in windows:
         columns = ("row", "unix_ns", "ts_start_ns", "step_id", *counted.columns("steps"))
         steps, _ = window.sifted(free, "steps", "steps", columns)
         columns = ("row", "unix_ns", "ts_ns", "step_id", "layer", *counted.columns("journey_events"))
@@ -405,7 +423,8 @@ class _Run:
         tally = RunTally(self.run_id)
         self._finish_requests()
         for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
-            write(name, schema.TABLES[name].empty())
+            if not self._sort(name).rows:
+                write(name, schema.TABLES[name].empty())
             for window in self._sort(name).windows():
                 rows = _without_repeats(window) if name == "spans" and self.counts["other"] else window
                 tally.add(name, rows)
@@ -434,9 +453,7 @@ class _Run:
             hits = cached.join(
                 core, left_on=cached.columns[:3], right_on=["server", "epoch", "request_id"], how="semi"
             )
-            self._sort("requests").add(
-                join_requests(core, api, requests_from_spans(described), hits, run_id=self.run_id)
-            )
+            self._sort("requests").add(join_requests(core, api, described, hits, run_id=self.run_id))
         del self.sorts["layers"]
 
 

@@ -36,6 +36,9 @@ MARKS = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64, "exact": p
 STRAYS = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64}
 """Marks with an impossible step: no counter climbs to it from the marks before, or from it to the marks after."""
 
+BOUNDS = {"server": pl.String, "least": pl.Int64, "most": pl.Int64}
+"""The range of a server's accepted steps."""
+
 
 def marks_of(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     """Return the events that name a step.
@@ -92,11 +95,9 @@ class EpochScanner:
         return pl.concat([pl.DataFrame(schema=STRAYS), *found])
 
     def bounds(self) -> pl.DataFrame:
-        """Return the lowest and the highest accepted step of every server: server, least, most."""
+        """Return the lowest and the highest accepted step of every server, as in `BOUNDS`."""
         found = [(name, s.least, s.most) for name, s in self._servers.items() if s.epoch_starts]
-        return pl.DataFrame(
-            found, schema={"server": pl.String, "least": pl.Int64, "most": pl.Int64}, orient="row"
-        )
+        return pl.DataFrame(found, schema=BOUNDS, orient="row")
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,8 @@ class ExternalSort:
             new_bytes += int(waiting[-1].estimated_size())
             last = index + 1 == len(blocks)
             if new_bytes >= self.space.window_bytes or last:
-                rows = pl.concat(waiting).sort(self.order, nulls_last=True)
+                rows = pl.concat(waiting)
+                rows = rows[self._places(rows)]
                 whole = rows.height if last else _below(rows, self.key, blocks[index + 1].first)
                 # The rest may have to go after rows of the next block: it waits.
                 if whole:
@@ -122,10 +123,24 @@ class ExternalSort:
         rows = pl.concat(self._held, rechunk=True)
         windows = 1 + self.held_bytes // self.space.window_bytes
         self._held, self.held_bytes = [], 0
-        places = rows.select(pl.arg_sort_by(*self.order, nulls_last=True)).to_series()
+        places = self._places(rows)
         # Gather one window at a time: a sorted copy of everything would double the memory.
+        if windows == 1:
+            yield rows[places]
+            return
         for begin, end in pairwise(_cuts(rows.select(pl.col(self.key).gather(places)), windows)):
             yield rows[places[begin:end]]
+
+    def _places(self, rows: pl.DataFrame) -> pl.Series:
+        """Return the places of rows in their order."""
+        # Nearly always the key alone tells rows apart, and sorting by it takes a third of the time.
+        places = rows.select(pl.arg_sort_by(*self.key, nulls_last=True)).to_series()
+        if rows.height > 1 and len(self.order) > len(self.key):
+            keys = rows.select(pl.col(self.key).gather(places))
+            equal = (pl.col(c).eq_missing(pl.col(c).shift()).slice(1) for c in self.key)
+            if keys.select(pl.all_horizontal(equal).any()).item():
+                return rows.select(pl.arg_sort_by(*self.order, nulls_last=True)).to_series()
+        return places
 
     def spill(self) -> None:
         """Write the rows in memory to disk, as blocks in the order of the key."""

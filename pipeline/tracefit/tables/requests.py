@@ -37,7 +37,7 @@ def join_requests(
     Args:
         core: What `core_requests` gives, of all core spans of some traces.
         api: What `api_requests` gives, of all API spans of the same traces.
-        described: What `requests_from_spans` gives, of all spans of the same traces.
+        described: What `request_spans` gives, of all spans of the same traces.
         cached: What `cached_prompt_tokens` gives, of the whole run.
         run_id: The run.
 
@@ -65,7 +65,10 @@ def join_requests(
     hits = cached.drop("step_id")
     with_cache = both.join(hits, on=["server", "epoch", "core_request_id"], how="left")
     rows = with_state(with_durations(with_cache)).with_columns(dialect=pl.lit(dialects.JOURNEY))
-    rows = add_requests_from_spans(rows, described).with_columns(run_id=pl.lit(run_id))
+    if described.height:
+        rows = add_requests_from_spans(rows, requests_from_spans(described)).with_columns(
+            run_id=pl.lit(run_id)
+        )
     return with_rates(schema.REQUESTS.shape(rows))
 
 

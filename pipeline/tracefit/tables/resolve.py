@@ -164,6 +164,8 @@ def _with_server(spans: pl.DataFrame, marks: _EventMarks) -> pl.DataFrame:
         apart = apart.with_columns(pl.col("server").cast(pl.Categorical))
         spans = spans.join(apart, on="span_row", how="left", suffix="_apart", maintain_order="left")
         spans = spans.with_columns(server=pl.coalesce("server_apart", "server")).drop("server_apart")
+    elif spans["server"].n_unique() == 1:
+        return spans
     parents = (
         spans.select(*_IDS[:2], "scope", span="parent", engine="server")
         .filter(pl.col("scope").is_in(dialects.CORE_SCOPES))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import polars as pl
 
 from tracefit.tables import dialects, schema
@@ -120,19 +121,19 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> SpanRows:
         batch: Decoded spans, with the data of `RowOptions.wanted`.
         options: Which of them are kept.
     """
-    known = dialects.is_known()
     spans = batch.spans.with_columns(
-        server=pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER))
+        server=pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER)),
+        status_message=_or_other(pl.col("status_message")),
     ).drop("service_instance_id", "host_name")
-    spans = spans.with_columns(status_message=_or_other(pl.col("status_message")))
+    known = spans.select(dialects.is_known()).to_series()
+    row = known.cum_sum().cast(pl.Int64) - 1
+    place = pl.DataFrame(
+        [row.set(~known, None).cast(pl.UInt32).alias("row"), spans["scope"].alias("span_scope")]
+    )
     other_scope_spans = spans.filter(~known).drop("span_row", "dropped_attributes", *dialects.SPAN_KEYS)
     vllm_spans = spans.filter(known).with_row_index("row")
     del spans  # its texts may be long: two copies of them are enough
-    place = vllm_spans.select("span_row", "row", span_scope="scope")
-    events = {
-        name: place.join(frame, on="span_row", how="inner", maintain_order="right").drop("span_row")
-        for name, frame in batch.events.items()
-    }
+    events = {name: _placed(frame, place) for name, frame in batch.events.items()}
     journeys = _journeys(events)
     steps = _table_of(events.get(dialects.STEP_EVENT), dialects.STEP_KEYS, schema.STEPS)
     snapshots = _table_of(
@@ -147,7 +148,7 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> SpanRows:
         journeys=journeys,
         steps=steps,
         snapshots=snapshots,
-        events=place.join(batch.event_counts, on="span_row").select("row", "name", "count"),
+        events=_placed(batch.event_counts, place).select("row", "name", "count"),
         incomplete=pl.concat([no_step, no_snapshot]),
         rejects=batch.rejects,
         other_scope_spans=other_scope_spans if options.all_spans else other_scope_spans.clear(),
@@ -155,16 +156,24 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> SpanRows:
     )
 
 
+def _placed(frame: pl.DataFrame, place: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of spans of the vLLM scopes, with `place` (row, span_scope; by `span_row`) for `span_row`."""
+    # Rows are gathered by number: a join takes several times as long.
+    found = frame.drop("span_row").hstack(place[frame["span_row"]])
+    return found.drop_nulls("row") if found["row"].has_nulls() else found
+
+
 def _counts(kinds: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
-    one = pl.lit(1, pl.Int64)
-    every = pl.concat(
-        [
-            rows.select("file", kind=pl.lit(kind), count="count" if "count" in rows.columns else one)
-            for kind, rows in kinds.items()
-        ]
-    )
-    counts = [pl.col("count").filter(pl.col("kind") == kind).sum().alias(kind) for kind in kinds]
-    return every.group_by("file").agg(counts).sort("file")
+    ends = [rows["file"].max() for rows in kinds.values() if rows.height]
+    size = max((int(end) for end in ends if isinstance(end, int)), default=-1) + 1
+    counts = {
+        kind: np.bincount(rows["file"], rows["count"] if "count" in rows.columns else None, size).astype(
+            np.int64
+        )
+        for kind, rows in kinds.items()
+    }
+    every = pl.DataFrame({"file": np.arange(size, dtype=np.uint32), **counts})
+    return every.filter(pl.any_horizontal(pl.col(*kinds) > 0))
 
 
 def _clocks(journeys: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
@@ -244,17 +253,20 @@ def _or_other(text: pl.Expr) -> pl.Expr:
 
 def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
     """Return the events of both layers, in every spelling."""
-    nothing = _table_of(None, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
-    parts = [nothing.with_columns(layer=pl.lit(""), event=pl.lit(""), ts_ns=pl.lit(0, pl.Int64))]
-    for kind in dialects.JOURNEY_EVENTS:
-        for frame in (events[spelled] for spelled in kind.spellings if spelled in events):
-            own = frame.filter(pl.col("span_scope") == kind.scope)
-            # One select with a real column in it: of literals alone it would return a single row.
-            columns = _columns_of(own, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
-            parts.append(
-                own.select(*columns, layer=pl.lit(kind.layer), event=pl.lit(kind.event), ts_ns=_ts_ns(own))
-            )
-    return pl.concat(parts)
+    parts = [
+        events[spelled].with_columns(
+            own_scope=pl.lit(kind.scope), layer=pl.lit(kind.layer), event=pl.lit(kind.event)
+        )
+        for kind in dialects.JOURNEY_EVENTS
+        for spelled in kind.spellings
+        if spelled in events
+    ]
+    if not parts:
+        nothing = _table_of(None, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
+        return nothing.with_columns(layer=pl.lit(""), event=pl.lit(""), ts_ns=pl.lit(0, pl.Int64))
+    every = pl.concat(parts, how="diagonal").filter(pl.col("span_scope") == pl.col("own_scope"))
+    columns = _columns_of(every, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
+    return every.select(*columns, "layer", "event", ts_ns=_ts_ns(every))
 
 
 def _ts_ns(frame: pl.DataFrame) -> pl.Expr:
@@ -269,8 +281,10 @@ def _split_complete(
     frame: pl.DataFrame, needed: tuple[str, ...], reason: str
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the rows that have every needed column, and the others as rejects."""
-    bad = pl.any_horizontal(pl.col(c).is_null() for c in needed)
-    return frame.filter(~bad), frame.filter(bad).select("row", reason=pl.lit(reason))
+    whole = frame.drop_nulls(needed)
+    is_bad = pl.any_horizontal(pl.col(needed).is_null())
+    bad = frame.filter(is_bad) if whole.height < frame.height else frame.clear()
+    return whole, bad.select("row", reason=pl.lit(reason))
 
 
 FRAMES = tuple(f.name for f in fields(SpanRows) if f.name != "counts")

@@ -47,7 +47,7 @@ class RunTally:
             vllm_spans = window.filter(dialects.is_known())
             self._keep("spans", vllm_spans.group_by(_SERVER).agg(_SPANS))
         elif table == "journey_events":
-            self._keep("counters", step_counters(_NO_STEPS, window))
+            self._keep("counters", _counters(_naming_steps(window)))
         elif table == "request_snapshots":
             self._keep("rich", window.select(_NARROW_STEP).unique(maintain_order=True))
         elif table == "steps":
@@ -89,9 +89,11 @@ class RunTally:
     def _count_values(self, table: str, window: pl.DataFrame) -> None:
         """Count the values of each attribute, by event."""
         keys = _EVENTS_OF[table]
-        event = pl.col("event") if table == "journey_events" else pl.lit(_EVENT_NAMES[table])
-        counts = window.group_by(event=event).agg(pl.col(c).count() for c in keys)
-        for row in counts.iter_rows(named=True):
+        if table == "journey_events":
+            counts = window.group_by("event").agg(pl.col(c).count() for c in keys).rows(named=True)
+        else:
+            counts = [{"event": _EVENT_NAMES[table], **{c: window[c].count() for c in keys}}]
+        for row in counts:
             name = row.pop("event")
             for column in _expected(table, name):
                 place = (_EVENT_NAMES.get(name, name), keys[column][0])
@@ -117,7 +119,7 @@ class RunTally:
         return pl.concat([_nothing()[name], *self._parts.get(name, [])])
 
     def _add_steps(self, window: pl.DataFrame) -> None:
-        self._keep("counters", step_counters(window, _NO_JOURNEYS))
+        self._keep("counters", _counters(window))
         if "running" not in self._parts:
             self._parts["running"] = [_running(self._kept("edges"))]
             self._parts.pop("edges", None)
@@ -252,13 +254,18 @@ def _step_counts(steps: pl.DataFrame, running: pl.DataFrame, rich: pl.DataFrame)
 
 def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     """Return the first and last step of every epoch: (run_id, server, epoch, first_step, last_step)."""
-    engine = ["run_id", _SERVER, "epoch", "step_id"]
+    columns = ["run_id", *_STEP]
+    return _counters(pl.concat([steps[columns], _naming_steps(journeys)[columns]]))
+
+
+def _naming_steps(journeys: pl.DataFrame) -> pl.DataFrame:
     # QUEUED carries the last step before it, 0 at a fresh start: it names no step of its own.
-    named = journeys.filter(pl.col("step_id").is_not_null() & (pl.col("event") != "QUEUED"))
-    named_steps = pl.concat([steps.select(engine), named.select(engine)])
-    return named_steps.group_by(engine[:3]).agg(
-        first_step=pl.col("step_id").min(), last_step=pl.col("step_id").max()
-    )
+    return journeys.filter(pl.col("step_id").is_not_null() & (pl.col("event") != "QUEUED"))
+
+
+def _counters(named: pl.DataFrame) -> pl.DataFrame:
+    step = pl.col("step_id")
+    return named.group_by("run_id", *_ENGINE).agg(first_step=step.min(), last_step=step.max())
 
 
 @cache

@@ -8,6 +8,7 @@ still valid OTLP. So a row that breaks a rule (`TableSchema.sift`) never reaches
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import polars as pl
@@ -96,9 +97,9 @@ OFF_CLOCK, STRAY_STEP = "is_off_clock", "is_stray_step"
 """Evidence of the whole run on a row: its time is on none of the server's clocks, its step is far from those around it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TableSchema:
-    """One published table: rows are sorted by `key`.
+    """One published table: rows are sorted by `key`. Two are equal only if they are the same object.
 
     Attributes:
         name: Its name.
@@ -135,7 +136,8 @@ class TableSchema:
 
     def conform(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Return `frame` with exactly this table's columns, types and row order."""
-        return self.shape(frame).sort(self.order, nulls_last=True)
+        shaped = self.shape(frame)
+        return shaped.sort(self.order, nulls_last=True) if shaped.height > 1 else shaped
 
     def shape(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Return `frame` with exactly this table's columns and types, its rows as they are.
@@ -143,13 +145,18 @@ class TableSchema:
         Columns the frame lacks become null; columns the table does not know are dropped, unless the
         table is open-ended.
         """
-        have = set(frame.columns)
-        own = [
-            (pl.col(c.name).cast(c.polars) if c.name in have else pl.lit(None, c.polars)).alias(c.name)
-            for c in self.columns
-        ]
-        extra = [pl.col(n) for n in frame.columns if n not in set(self.names)] if self.open_ended else []
-        return frame.select(*own, *extra)
+        # Columns of the right type are taken as they are: an expression for each would take three times as long.
+        types, height = frame.schema, frame.height
+        columns = []
+        for c in self.columns:
+            if c.name not in types:
+                columns.append(pl.Series(c.name, [None], c.polars).new_from_index(0, height))
+            else:
+                column = frame.get_column(c.name)
+                columns.append(column if types[c.name] == c.polars else column.cast(c.polars))
+        if self.open_ended:
+            columns += [frame.get_column(n) for n in types if n not in self.names]
+        return pl.DataFrame(columns)
 
     def rules(self, limits: Mapping[str, float]) -> Iterator[Rule]:
         """Yield the rules of a run's rows: bounds of single columns, then checks over several values.
@@ -180,19 +187,19 @@ class TableSchema:
         Returns:
             The rows that stay, and one row per broken rule and row: row, reason.
         """
-        have = set(rows.columns)
-        rules = [rule for rule in self.rules(limits) if have.issuperset(rule.needs)]
-        marks = rows.select(rule.breaks.fill_null(value=False).alias(str(n)) for n, rule in enumerate(rules))
+        rules, is_broken = _rules_for(self, tuple(sorted(limits.items())), tuple(rows.columns))
         # Nearly always no rule is broken, and this one pass is all.
-        fired = [n for n, is_broken in enumerate(marks.max().row(0)) if is_broken] if rules else []
+        found = rows.select(is_broken).row(0) if rules else ()
+        fired = [rule for rule, is_any in zip(rules, found, strict=True) if is_any]
         if not fired:
-            return rows, _BROKEN.clear()
+            return rows, _BROKEN
         nothing = pl.repeat(value=False, n=rows.height, eager=True)
-        left_out, cleared, broken = nothing, dict[str, pl.Series](), [_BROKEN.clear()]
-        for n in fired:
-            rule, mark = rules[n], marks[str(n)]
+        left_out, cleared, broken = nothing, dict[str, pl.Series](), [_BROKEN]
+        marks = rows.select(rule.breaks.fill_null(value=False).alias(rule.name) for rule in fired)
+        for rule in fired:
             # A value, or a row, is reported once, under the first rule it breaks.
-            mark &= ~(left_out if rule.clears is None else cleared.get(rule.clears, nothing))
+            before = left_out if rule.clears is None else cleared.get(rule.clears, nothing)
+            mark = marks[rule.name] & ~before
             broken.append(rows.filter(mark).select("row", reason=pl.lit(rule.name)))
             if rule.clears is None:
                 left_out |= mark
@@ -203,7 +210,25 @@ class TableSchema:
 
     def empty(self) -> pl.DataFrame:
         """Return a frame of no rows."""
-        return pl.DataFrame(schema={c.name: c.polars for c in self.columns})
+        return _empty(self)
+
+
+@cache
+def _empty(table: TableSchema) -> pl.DataFrame:
+    return pl.DataFrame(schema={c.name: c.polars for c in table.columns})
+
+
+@lru_cache(maxsize=64)
+def _rules_for(
+    table: TableSchema, limits: tuple[tuple[str, float], ...], columns: tuple[str, ...]
+) -> tuple[list[Rule], list[pl.Expr]]:
+    """Return the rules that rows with some columns can be checked by, and whether any row breaks each.
+
+    Kept, because making the expressions takes as long as the check of a small run.
+    """
+    have = set(columns)
+    rules = [rule for rule in table.rules(dict(limits)) if have.issuperset(rule.needs)]
+    return rules, [rule.breaks.any().alias(str(n)) for n, rule in enumerate(rules)]
 
 
 EARLIER_NAMES = {

@@ -400,18 +400,24 @@ _AHEAD = 1
 class RunWriter:
     """Writes the tables of one run one after the other, each as one Parquet file, as their rows arrive.
 
-    A background thread encodes the rows. An error there is raised by one of the next calls.
+    A background thread encodes the rows, from the first long frame on. An error there is raised by one of the next calls.
     """
 
     scratch: Path
     _open: dict[str, _TableFileWriter] = field(default_factory=dict)
     _parts: dict[str, Path] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
-    _background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
+    _background: ThreadPoolExecutor | None = None
     _waiting: deque[Future[None]] = field(default_factory=deque)
 
     def write(self, name: str, rows: pl.DataFrame) -> None:
         """Write the next rows of a table, in its columns and order."""
+        if self._background is None:
+            # Few rows are encoded in less time than a thread takes to start.
+            if rows.height < PIECE_ROWS:
+                self._write(name, rows)
+                return
+            self._background = ThreadPoolExecutor(max_workers=1)
         self._settle(_AHEAD)
         self._waiting.append(self._background.submit(self._write, name, rows))
 
@@ -432,7 +438,8 @@ class RunWriter:
 
     def __exit__(self, *error: object) -> None:
         """Close all files, finished or not."""
-        self._background.shutdown(cancel_futures=True)
+        if self._background is not None:
+            self._background.shutdown(cancel_futures=True)
         self._stack.close()
 
     def close(self) -> dict[str, Path]:
@@ -582,5 +589,6 @@ def read_part(part: Path, columns: Sequence[str] | None = None, *, where: str | 
         raise DataError("is not a readable Parquet file", where=where, hint=_AGAIN) from error
     if not isinstance(frame, pl.DataFrame):
         raise DataError("holds no table", where=where)
-    frame = frame.rename({name: today[name] for name in frame.columns if today[name] != name})
+    if earlier := {name: now for name, now in today.items() if now != name and name in frame.columns}:
+        frame = frame.rename(earlier)
     return frame.with_columns(pl.col(pl.Categorical).cast(pl.String))
