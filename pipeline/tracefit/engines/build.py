@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import polars as pl
+
 from tracefit import memory
 from tracefit.errors import DataError
 from tracefit.server.settings import ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
@@ -19,8 +21,6 @@ from tracefit.tables.store import RunWriter, put_parts, read_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    import polars as pl
 
     from tracefit.inputs.files import TraceFile
     from tracefit.kv.recordings import KvRows
@@ -121,18 +121,62 @@ def build_run(task: RunTask) -> BuiltRun:
         raise
 
 
+class _Tables:
+    """Tables of a run that others are made from. They stay in memory while they are small: not read back, and written once."""
+
+    USED_AGAIN = ("steps", "journey_events", "request_snapshots", "requests", "runs", "rejects")
+
+    def __init__(self, writer: RunWriter) -> None:
+        self._writer = writer
+        self._held: dict[str, list[pl.DataFrame]] = {}
+        self._rows = 0
+
+    @property
+    def are_small(self) -> bool:
+        """Whether all of them are in memory."""
+        return self._rows <= SMALL_RUN_ROWS
+
+    def write(self, name: str, rows: pl.DataFrame) -> None:
+        """Take the next rows of a table; from `SMALL_RUN_ROWS` rows on they are written as they come."""
+        if name in self.USED_AGAIN and self.are_small:
+            self._held.setdefault(name, []).append(rows)
+            self._rows += rows.height
+            if self.are_small:
+                return
+            for held, parts in self._held.items():
+                for part in parts:
+                    self._writer.write(held, part)
+            self._held.clear()
+        else:
+            self._writer.write(name, rows)
+
+    def whole(self) -> dict[str, pl.DataFrame]:
+        """Return the tables in memory."""
+        return {name: pl.concat(parts) for name, parts in self._held.items()}
+
+
 def _build(task: RunTask, folder: Path) -> BuiltRun:
     with RunWriter(folder) as writer:
+        first = _Tables(writer)
         counts = build_tables(
             task.files,
             run_id=task.run_id,
             place=task.place,
             scratch=folder,
-            write=writer.write,
+            write=first.write,
             run_columns=task.columns,
             limits=task.limits,
         )
         _require_spans(task.name, counts)
+        if first.are_small:
+            tables = first.whole()
+            # After the tables of the traces: KV events are matched with their steps and requests.
+            tables |= _kv_tables(task, tables.__getitem__)
+            if is_small(tables["runs"]):
+                tables |= timeline_of(tables.__getitem__, task.context)
+            for name, rows in tables.items():
+                writer.write(name, rows)
+            return BuiltRun(writer.close(), {}, tables["runs"])
         parts = writer.close()
 
     def read(name: str) -> pl.DataFrame:
@@ -147,7 +191,6 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
                     parts[name].unlink()
                 parts[name] = part
 
-    # After the tables of the traces: KV events are matched with their steps and requests.
     add(_kv_tables(task, read))
     runs = read("runs")
     if is_small(runs):
