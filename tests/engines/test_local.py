@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tracefit import DataError, EngineChoice, IngestOptions, UsageError, ingest
+from tracefit.commands.scopes import write_timelines
 from tracefit.engines.local import LocalEngine
 from tracefit.engines.tasks import attempt
 from tracefit.progress import NullProgress
@@ -84,6 +85,18 @@ def test_the_largest_run_is_read_first_and_built_before_others_are_read(
     assert built[0] == "a"
     names = [job.function.__name__ for job in engine.jobs]
     assert "decode_tasks" in names[names.index("build_runs") :]
+
+
+def test_a_run_that_is_not_small_has_the_same_tables_once_its_timeline_is_built(
+    tmp_path, fleet, bytes_of, monkeypatch
+):
+    ingest([fleet / "b"], tmp_path / "small", workers=1)
+    monkeypatch.setattr("tracefit.engines.build.SMALL_RUN_ROWS", 50)  # passed within the second table
+    ingest([fleet / "b"], tmp_path / "large", workers=1)
+    store = TableStore(tmp_path / "large")
+    assert "timeline" not in store.manifest().runs["b"].tables
+    write_timelines(store, ["b"])
+    assert bytes_of(tmp_path / "large") == bytes_of(tmp_path / "small")
 
 
 def test_ready_runs_are_shared_out_to_all_workers(tmp_path, fleet, recorded):

@@ -137,18 +137,17 @@ class _Tables:
         return self._rows <= SMALL_RUN_ROWS
 
     def write(self, name: str, rows: pl.DataFrame) -> None:
-        """Take the next rows of a table; from `SMALL_RUN_ROWS` rows on they are written as they come."""
-        if name in self.USED_AGAIN and self.are_small:
-            self._held.setdefault(name, []).append(rows)
-            self._rows += rows.height
-            if self.are_small:
-                return
+        """Take the next rows of a table; beyond `SMALL_RUN_ROWS` rows, all are written, and what follows as it comes."""
+        if name not in self.USED_AGAIN or not self.are_small:
+            self._writer.write(name, rows)
+            return
+        self._held.setdefault(name, []).append(rows)
+        self._rows += rows.height
+        if not self.are_small:
             for held, parts in self._held.items():
                 for part in parts:
                     self._writer.write(held, part)
             self._held.clear()
-        else:
-            self._writer.write(name, rows)
 
     def whole(self) -> dict[str, pl.DataFrame]:
         """Return the tables in memory."""

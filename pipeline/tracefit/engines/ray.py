@@ -50,7 +50,7 @@ class RayEngine:
         Raises:
             UsageError: Ray is not installed, does not answer, or is of another version.
         """
-        # Before the import, which reads them. Ray reports usage to its makers unless it is told not to.
+        # Before the import, which reads them. Ray reports usage to its makers unless this forbids it.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             import ray  # noqa: PLC0415 - takes a second

@@ -173,7 +173,7 @@ class Bucket:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None], own: Iterable[str]) -> Iterator[Bucket]:  # noqa: ARG002 - as `Disk`
-        """Return the place to write to. It is not held: whoever replaces the manifest first wins, and the other is told."""
+        """Return the place to write to. It is not held: whoever replaces the manifest first wins; the other gets an error."""
         with self.scratch() as kept:
             yield replace(self, kept=kept)
 
