@@ -32,7 +32,7 @@ from tracefit.results.figures import LATENCIES
 from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.server.documents import read_bytes
 from tracefit.tables.disk import write_files
-from tracefit.tables.overlap import find_overlaps
+from tracefit.tables.runs import find_overlaps
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from tracefit.fit.estimators import fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
 from tracefit.server.settings import JOURNEY_FLAGS
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
     from tracefit.server.hardware import Gpu

@@ -36,7 +36,7 @@ from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.estimators import HUBER, fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import step_frame
-from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

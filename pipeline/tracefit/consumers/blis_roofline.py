@@ -28,7 +28,7 @@ import polars as pl
 
 from tracefit.errors import DataError, UsageError
 from tracefit.features.roofline import ROOFLINE_COLUMNS
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
     from tracefit.server.architecture import ModelArchitecture

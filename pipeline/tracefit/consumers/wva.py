@@ -32,7 +32,7 @@ from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.estimators import fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import counted, step_frame
-from tracefit.tables.keys import SERVER
+from tracefit.tables.schema import SERVER
 
 _STEP = FeatureSet(
     "wva",

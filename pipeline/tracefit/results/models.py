@@ -19,7 +19,7 @@ from tracefit.results.traces import IngestResult
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from tracefit.tables.run_tables import RunTables
+    from tracefit.tables.store import RunTables
 
 # -- train, run, report, synth --------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class RunResult(Shown):
     def tables(self) -> RunTables:
         """The tables of the runs that were read, by name: `result.tables["requests"]` is a polars frame."""
         # Imported here: a result is printed without polars.
-        from tracefit.tables.run_tables import RunTables
+        from tracefit.tables.store import RunTables
 
         return RunTables(self.ingested.tables, [r.run_id for r in self.ingested.runs])
 
