@@ -13,6 +13,7 @@ import polars as pl
 from tracefit.commands.ingest import ServerOptions, ingest_inputs
 from tracefit.commands.locate import as_list, find_tables, is_tables
 from tracefit.commands.scopes import write_timelines
+from tracefit.engines.local import LocalEngine
 from tracefit.errors import UsageError
 from tracefit.features import targets
 from tracefit.fit import splits
@@ -75,7 +76,7 @@ def inspect(
         return _inspect_tables(store, {}, progress)
     # Read as `ingest` reads, so that what is described here is what would be trained on.
     with tempfile.TemporaryDirectory(prefix="tracefit-inspect-") as scratch, open_inputs(paths) as inputs:
-        result = ingest_inputs(inputs, scratch, server or ServerOptions(), progress)
+        result = ingest_inputs(inputs, scratch, server or ServerOptions(), progress, engine=LocalEngine())
         write_timelines(TableStore(scratch), [run.run_id for run in result.runs])
         # Runs are ingested in the order they are found; of two with one name the second has a number by now.
         files = {

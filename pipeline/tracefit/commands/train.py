@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.coefficients.model import Evaluation
-    from tracefit.engines.tasks import TaskEngine
+    from tracefit.engines.local import TaskEngine
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.results import Latency, Missing, Overload
 

@@ -124,7 +124,7 @@ def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: 
 
     Args:
         frame: One row per step, with `ROOFLINE_COLUMNS`.
-        arch: The model, as served (`quantization.as_served`).
+        arch: The model, as served (`model_config.as_served`).
         gpu: One of the GPUs it runs on.
         tp: Tensor-parallel ranks.
 
@@ -166,7 +166,7 @@ def add_work(frame: pl.DataFrame, arch: ModelArchitecture, *, tp: int) -> pl.Dat
 
     Args:
         frame: One row per step, with `ROOFLINE_COLUMNS`.
-        arch: The model, as served (`quantization.as_served`).
+        arch: The model, as served (`model_config.as_served`).
         tp: Tensor-parallel ranks.
 
     Returns:

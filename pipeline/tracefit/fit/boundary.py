@@ -18,8 +18,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.fit.estimators import RobustLinear
-from tracefit.fit.fitted import FittedBoundary
-from tracefit.fit.linear import predict_regimes, target_of
+from tracefit.fit.fitted import FittedBoundary, predict_regimes, target_of
 from tracefit.fit.results import Burst, Metrics
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted
 from tracefit.fit.validation import WITHIN_PCT, coverage_pct, measure, prediction_interval, reference, skill

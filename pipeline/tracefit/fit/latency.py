@@ -25,8 +25,8 @@ import polars as pl
 from tracefit.features import targets, training
 from tracefit.features.sets import add_features
 from tracefit.fit.boundary import expected_admission, predict_admission
+from tracefit.fit.fitted import predict_regimes
 from tracefit.fit.holdout import refit_on_holdout
-from tracefit.fit.linear import predict_regimes
 from tracefit.fit.load import phases_of_servers
 from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
 from tracefit.fit.splits import counted
