@@ -20,7 +20,7 @@ from tracefit.errors import UsageError, did_you_mean
 from tracefit.inputs.blocks import BLOCK_BYTES, ReadLimits
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.inputs.formats import inspect_file
-from tracefit.progress import NullProgress, Progress
+from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
@@ -151,7 +151,7 @@ def ingest(
             inputs,
             out,
             server or ServerOptions(),
-            progress or NullProgress(),
+            KeptWarnings(progress),
             options=options or IngestOptions(),
             engine=open_engine(engine, workers),
         )
@@ -161,7 +161,7 @@ def ingest_inputs(
     inputs: Inputs,
     out: str | Path,
     server: ServerOptions,
-    progress: Progress,
+    progress: KeptWarnings,
     *,
     engine: AbstractContextManager[TaskEngine],
     options: IngestOptions = IngestOptions(),
@@ -180,16 +180,12 @@ def ingest_inputs(
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = [_context(source, server) for source in inputs.runs]
     # A folder of results holds logs and notes too: only what looks like traces is worth a warning.
-    warnings = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
-
-    def waiting() -> None:
-        progress.warn(f"{store.root}: another process is writing there; waiting for it")
-
+    left_out = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
     # The engine before the folder: without one, nothing is written.
     with (
         engine as workplace,
         disk_errors(store.root),
-        store.lock(waiting),
+        store.lock(lambda: progress.warn(f"{store.root}: another process is writing there; waiting for it")),
     ):
         # What an interrupted ingest left: the lock says that nobody writes it any more.
         store.place.remove_scratch()
@@ -210,12 +206,15 @@ def ingest_inputs(
     )
     summaries = [_summary(run.run_id, run.context, own) for run, own in zip(done, rows, strict=True)]
     found = iter(summaries)
+    for text in left_out:
+        progress.warn(text)
     for run in runs:
         of_run = [f"left out: {run.failed.line()}"] if run.failed else _warnings_of(store, next(found))
-        warnings += [*run.warnings, *of_run]
-    for text in warnings:
-        progress.warn(text)
-    return IngestResult(store.root, tuple(summaries), tuple(warnings), tuple(e.line() for e in failed))
+        for text in (*run.warnings, *of_run):
+            progress.warn(text)
+    return IngestResult(
+        store.root, tuple(summaries), tuple(progress.warnings), tuple(e.line() for e in failed)
+    )
 
 
 def _context(source: RunSource, server: ServerOptions) -> RunContext:

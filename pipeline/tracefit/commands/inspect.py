@@ -21,7 +21,7 @@ from tracefit.fit.fitted import COVERED_SHARE
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.inputs.discovery import open_inputs
 from tracefit.inputs.formats import inspect_file
-from tracefit.progress import NullProgress, Progress
+from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.traces import (
     Allowance,
     FileShape,
@@ -68,7 +68,7 @@ def inspect(
         DataError: A run holds no vLLM spans at all.
     """
     paths = as_list(paths)
-    progress = progress or NullProgress()
+    progress = KeptWarnings(progress)
     tables = _tables_of(paths)
     if tables is not None:
         store = TableStore(tables).require()

@@ -83,6 +83,8 @@ class TrainResult(Shown):
     """scope_id to use to verdict: yes, with limits or no."""
     tables: Path = field(default_factory=Path)
     """Folder of the tables that the models were fitted on."""
+    warnings: tuple[str, ...] = ()
+    """What the user should know."""
 
     @property
     def exit_code(self) -> int:
@@ -133,11 +135,15 @@ class RunResult(Shown):
 
 @dataclass(frozen=True, slots=True)
 class ReportResult(Shown):
-    """Where the report is."""
+    """Where the report is, and what it says first."""
 
     files: tuple[Path, ...]
     verdicts: dict[str, dict[str, str]]
     """scope_id to use to verdict."""
+    reasons: dict[str, dict[str, str]]
+    """scope_id to use to the reason of its verdict, in a sentence."""
+    lead: str
+    """Whether the models can be used, and how exact they are, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)

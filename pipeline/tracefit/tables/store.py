@@ -342,6 +342,10 @@ class RunTables(Mapping[str, pl.DataFrame]):
         """Name the folder and the tables."""
         return f"<Tables of {self.root}: {', '.join(self)}>"
 
+    def __fspath__(self) -> str:
+        """Return the folder: the tables of a result stand for it wherever one is asked for."""
+        return str(self.root)
+
     def __iter__(self) -> Iterator[str]:
         """Return the names of the tables."""
         return iter(schema.TABLES)
