@@ -50,12 +50,14 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def place_of(path: str | Path) -> Path:
+def place_of(path: str | os.PathLike[str]) -> Path:
     """Return what a path or a URL names: a path on disk, or a `BucketPath`.
 
     Raises:
         UsageError: The URL names no bucket, or holds credentials or options.
     """
+    if not isinstance(path, Path):
+        path = os.fspath(path)
     text = str(path)
     url = _URL.match(text)
     # A local file may be called `s3:` too, and then it is meant.
