@@ -17,7 +17,7 @@ import polars as pl
 from tracefit.errors import DataError
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, split_by_time
 from tracefit.server.settings import JOURNEY_FLAGS
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

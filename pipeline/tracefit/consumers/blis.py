@@ -38,10 +38,10 @@ from tracefit.features.sets import FeatureSet
 from tracefit.features.targets import target_named
 from tracefit.fit.boundary import admission_with_clock, api_waits
 from tracefit.fit.estimators import fit_nonnegative
-from tracefit.fit.linear import matrix, target_of
+from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
 from tracefit.server.settings import JOURNEY_FLAGS
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
     from tracefit.server.hardware import Gpu

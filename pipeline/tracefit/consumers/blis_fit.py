@@ -34,9 +34,9 @@ from tracefit.errors import DataError, UsageError
 from tracefit.features.roofline import ROOFLINE_COLUMNS
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.estimators import HUBER, fit_nonnegative
-from tracefit.fit.linear import matrix, target_of
+from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import step_frame
-from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -30,9 +30,9 @@ from tracefit.consumers.base import (
 from tracefit.errors import DataError
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.estimators import fit_nonnegative
-from tracefit.fit.linear import matrix, target_of
+from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import counted, step_frame
-from tracefit.tables.keys import SERVER
+from tracefit.tables.schema import SERVER
 
 _STEP = FeatureSet(
     "wva",

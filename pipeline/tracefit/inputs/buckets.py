@@ -49,7 +49,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def place_of(path: str | Path) -> Path:
+def place_of(path: str | os.PathLike[str]) -> Path:
     """Return what a path or a URL names: a path on disk, or a `BucketPath`.
 
     Raises:
@@ -57,7 +57,7 @@ def place_of(path: str | Path) -> Path:
     """
     if isinstance(path, BucketPath):
         return path
-    scheme, rest = split_url(path)
+    scheme, rest = split_url(os.fspath(path))
     if scheme not in _ENVIRONMENT:
         return Path(rest if scheme == "file" else path)
     rest = rest.strip("/")

@@ -99,9 +99,8 @@ def display_name(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def split_url(path: str | Path) -> tuple[str, str]:
+def split_url(text: str) -> tuple[str, str]:
     """Return the scheme of a URL in lower case and what follows the slashes; of a path or file URL, `file` and the path."""
-    text = str(path)
     url = _URL.match(text)
     # A local file may be called `s3:` too, and then it is meant.
     if url is None or os.path.lexists(text):
