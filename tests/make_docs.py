@@ -16,6 +16,7 @@ from typer.main import get_command
 
 import tracefit
 from tracefit.cli import app
+from tracefit.features.roofline import TERM_FORMULAS
 from tracefit.features.sets import BUILT_IN
 from tracefit.results.models import TrainResult
 from tracefit.tables.schema import TABLES
@@ -121,11 +122,15 @@ def features_page() -> str:
         GENERATED,
         (
             "A feature is a formula over table columns; sets are declared, and `--features FILE` takes one of your own in YAML "
-            "or JSON. `tracefit features` prints this."
+            "or JSON. Names in capitals are numbers of config.json, the GPU and the settings; a coefficient file has them. "
+            "`tracefit features` prints this."
         ),
     ]
     for one in BUILT_IN.values():
-        rows = [(f"`{f.name}`", f.unit, f"`{f.formula}`", f.reason) for f in one.features]
+        rows = [
+            (f"`{f.name}`", f.unit, f"`{TERM_FORMULAS.get(f.formula, f.formula)}`", f.reason)
+            for f in one.features
+        ]
         parts += [f"## {one.name}", table(("feature", "unit", "formula", "reason"), rows)]
     return "\n\n".join(parts) + "\n"
 

@@ -9,9 +9,8 @@ import pytest
 from tracefit.features.sets import Feature
 from tracefit.fit import splits
 from tracefit.fit.beta import choose, try_features
-from tracefit.fit.extrapolation import load_cut
-from tracefit.fit.fitted import FitOptions
-from tracefit.fit.linear import ANY_SIGN
+from tracefit.fit.fitted import ANY_SIGN, FitOptions
+from tracefit.fit.holdout import load_cut
 from tracefit.fit.results import Candidate
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tracefit.fit.design import noise_exponent, noise_weights
+from tracefit.fit.train import noise_exponent, noise_weights
 
 
 def _times(n=4_000):

@@ -10,7 +10,7 @@ import pytest
 
 import tracefit
 from tracefit import TrainOptions, run
-from tracefit.fit.extrapolation import with_load
+from tracefit.fit.holdout import with_load
 from tracefit.fit.splits import FEW_ROWS
 from tracefit.synth import LinearLaw, SynthOptions, surge_phases, synth, write_run
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import polars as pl
 
 from tracefit.features.sets import Feature
-from tracefit.fit.extrapolation import beyond_training
-from tracefit.fit.linear import FittedTerm
+from tracefit.fit.fitted import FittedTerm
+from tracefit.fit.holdout import beyond_training
 
 
 def _term(name, low, high):

@@ -8,15 +8,16 @@ import pytest
 
 from tracefit.features.sets import Feature
 from tracefit.fit import splits
-from tracefit.fit.fitted import FitOptions, LinearFit
-from tracefit.fit.holdout import refit_on_holdout
-from tracefit.fit.linear import (
+from tracefit.fit.fitted import (
     ANY_SIGN,
     NON_NEGATIVE,
+    FitOptions,
+    LinearFit,
     RegimeComparison,
     RegimeRows,
     predict_regimes,
 )
+from tracefit.fit.holdout import refit_on_holdout
 from tracefit.fit.train import fit_linear, fit_regimes
 
 FEATURES = [Feature("prefill", "token", "prefill"), Feature("decode", "token", "decode")]

@@ -12,8 +12,7 @@ from tracefit.commands.train import scope_options
 from tracefit.features.sets import BUILT_IN, QUEUED_FEATURES, Feature
 from tracefit.fit import splits
 from tracefit.fit.estimators import RobustLinear, confidence_intervals
-from tracefit.fit.fitted import FitOptions, ScopeOptions
-from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE, Signs
+from tracefit.fit.fitted import ANY_SIGN, NON_NEGATIVE, FitOptions, ScopeOptions, Signs
 from tracefit.fit.train import fit_linear
 
 

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from tracefit.fit import splits
-from tracefit.fit.design import outliers
+from tracefit.fit.train import outliers
 
 
 def _rows(times, *, run="r", server="s", reasons=None):

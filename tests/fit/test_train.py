@@ -12,8 +12,7 @@ from threadpoolctl import threadpool_limits
 
 from tracefit.features.sets import Feature
 from tracefit.fit import splits
-from tracefit.fit.fitted import FitOptions, LinearFit, TooFewRows
-from tracefit.fit.linear import ANY_SIGN, NON_NEGATIVE
+from tracefit.fit.fitted import ANY_SIGN, NON_NEGATIVE, FitOptions, LinearFit, TooFewRows
 from tracefit.fit.train import fit_linear
 
 FEATURES = [Feature("prefill", "token", "prefill"), Feature("decode", "token", "decode")]

@@ -8,8 +8,14 @@ import pytest
 
 from tracefit.features.sets import Feature
 from tracefit.fit import splits
-from tracefit.fit.fitted import FitOptions, LinearFit, TooFewRows
-from tracefit.fit.linear import RegimeComparison, RegimeRows, predict_regimes
+from tracefit.fit.fitted import (
+    FitOptions,
+    LinearFit,
+    RegimeComparison,
+    RegimeRows,
+    TooFewRows,
+    predict_regimes,
+)
 from tracefit.fit.train import fit_regimes
 
 SLOPE = (Feature("ahead", "request", "ahead"),)

@@ -8,8 +8,7 @@ import pytest
 
 from tracefit.features.sets import Feature
 from tracefit.fit import splits
-from tracefit.fit.fitted import FitOptions, LinearFit
-from tracefit.fit.linear import RegimeComparison, RegimeRows
+from tracefit.fit.fitted import FitOptions, LinearFit, RegimeComparison, RegimeRows
 from tracefit.fit.train import fit_linear, fit_regimes
 
 OPTIONS = FitOptions(drop_outliers=False, reference=False, penalties=(("ridge", 1e-9),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tracefit.errors import UsageError
-from tracefit.server.quantization import as_served
+from tracefit.server.model_config import as_served
 
 
 def _section(**group):

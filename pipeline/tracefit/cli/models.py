@@ -93,7 +93,7 @@ def report(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write report.html and report.md again, and print what they say.
+    """Write report.html and report.md again, and print the verdicts with their reasons.
 
     Example: `tracefit report out/`
     """
@@ -101,17 +101,11 @@ def report(
     with one_line_errors(terminal):
         from tracefit.commands.report import parse_slo
         from tracefit.commands.report import report as report_command
+        from tracefit.reports.terminal_results import report_text
 
         objectives = parse_slo(slo or [])
-        result, made = report_command(folder, tables=tables, out=out, slo_ms=objectives, progress=terminal)
-        terminal.close()
-        # A person gets what the report says; a program gets the files it was written to.
-        if json or quiet:
-            terminal.show(result, "", as_json=json)
-        else:
-            from tracefit.reports.terminal import PipeConsole, print_report
-
-            print_report(made, result.files, PipeConsole())
+        result = report_command(folder, tables=tables, out=out, slo_ms=objectives, progress=terminal)
+        terminal.show(result, report_text(result), as_json=json)
 
 
 @app.command()

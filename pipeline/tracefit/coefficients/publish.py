@@ -27,8 +27,7 @@ from tracefit.statistics import mean_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedScope, LinearFit
-    from tracefit.fit.linear import FittedRegime
+    from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedRegime, FittedScope, LinearFit
     from tracefit.fit.results import AcrossResult
     from tracefit.server.context import ModelScope
 

@@ -21,7 +21,7 @@ from tracefit.features.sets import Feature, FeatureSet
 from tracefit.features.targets import target_named
 from tracefit.fit import splits
 from tracefit.fit.boundary import admission_with_clock, api_waits
-from tracefit.fit.linear import target_of
+from tracefit.fit.fitted import target_of
 from tracefit.fit.splits import MIN_TRAIN_ROWS, request_frame, step_frame
 from tracefit.fit.validation import measure
 from tracefit.results.models import CompareResult, Drift, ModelComparison, Verdict

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.engines.tasks import TaskEngine
+    from tracefit.engines.local import TaskEngine
     from tracefit.fit.fitted import ScopeTables
     from tracefit.server.context import ModelScope
     from tracefit.tables.store import TableStore

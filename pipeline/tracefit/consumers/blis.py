@@ -29,7 +29,7 @@ from tracefit.consumers.base import (
 from tracefit.consumers.blis_fit import fit_blis
 from tracefit.errors import DataError
 from tracefit.server.settings import JOURNEY_FLAGS
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
     from tracefit.server.hardware import Gpu

@@ -39,9 +39,9 @@ from tracefit.features.sets import FeatureSet
 from tracefit.features.targets import target_named
 from tracefit.fit.boundary import admission_with_clock, api_waits
 from tracefit.fit.estimators import HUBER, fit_nonnegative
-from tracefit.fit.linear import matrix, target_of
+from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
-from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

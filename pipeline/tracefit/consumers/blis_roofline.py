@@ -27,7 +27,7 @@ import polars as pl
 
 from tracefit.errors import DataError, UsageError
 from tracefit.features.roofline import ROOFLINE_COLUMNS
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
     from tracefit.server.architecture import ModelArchitecture
@@ -116,7 +116,7 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
 
     Args:
         frame: One row per step, with `ROOFLINE_COLUMNS` and perhaps `PAIRS_COLUMN`.
-        arch: The model, as served (`quantization.as_served`).
+        arch: The model, as served (`model_config.as_served`).
         gpu: One of the GPUs it runs on.
         tp: Tensor-parallel ranks.
 

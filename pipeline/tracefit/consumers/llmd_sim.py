@@ -31,7 +31,7 @@ from tracefit.consumers.base import (
 )
 from tracefit.errors import DataError
 from tracefit.fit.estimators import fit_nonnegative
-from tracefit.fit.linear import target_of
+from tracefit.fit.fitted import target_of
 
 if TYPE_CHECKING:
     from tracefit.statistics import Vector

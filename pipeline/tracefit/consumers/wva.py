@@ -29,9 +29,9 @@ from tracefit.consumers.base import (
 )
 from tracefit.errors import DataError
 from tracefit.fit.estimators import fit_nonnegative
-from tracefit.fit.linear import matrix, target_of
+from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import counted
-from tracefit.tables.keys import SERVER
+from tracefit.tables.schema import SERVER
 
 _REQUESTS = ("num_prefill_reqs", "num_decode_reqs")
 _COLUMNS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_context_tokens", *_REQUESTS)

@@ -16,14 +16,16 @@ from tracefit.features.sets import BUILT_IN, FREE_FEATURES, QUEUED_FEATURES
 from tracefit.fit import splits
 from tracefit.fit.boundary import fit_boundary
 from tracefit.fit.fitted import (
+    NON_NEGATIVE,
     FitOptions,
     FittedModel,
     Recipe,
+    RegimeComparison,
+    RegimeRows,
     ScopeOptions,
     ScopeTables,
     TooFewRows,
 )
-from tracefit.fit.linear import NON_NEGATIVE, RegimeComparison, RegimeRows
 from tracefit.fit.results import Candidate, Missing
 from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_regimes

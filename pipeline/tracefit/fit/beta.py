@@ -15,33 +15,34 @@ import polars as pl
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.features.targets import CYCLE_TIME, DURATION
-from tracefit.fit.extrapolation import (
-    LOAD,
-    LOAD_FEATURES,
-    beyond_training,
-    error_beyond,
-    error_over_load,
-    load_extrapolation,
-    with_load,
-)
 from tracefit.fit.fitted import (
     COVERED_SHARE,
     BetaTarget,
     FitOptions,
     FittedModel,
     Recipe,
+    RegimeRows,
     ScopeOptions,
     ScopeTables,
     TooFewRows,
+    matrix,
 )
-from tracefit.fit.holdout import errors_by_phase
-from tracefit.fit.linear import PENALTIES, RegimeRows, matrix
+from tracefit.fit.holdout import (
+    LOAD,
+    LOAD_FEATURES,
+    beyond_training,
+    error_beyond,
+    error_over_load,
+    errors_by_phase,
+    load_extrapolation,
+    with_load,
+)
 from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
-from tracefit.fit.select import FOLDS, choose_penalty
+from tracefit.fit.select import FOLDS, PENALTIES, choose_penalty
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import STEP_FLAGS
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -25,15 +25,15 @@ import polars as pl
 from tracefit.features import targets, training
 from tracefit.features.sets import add_features
 from tracefit.fit.boundary import expected_admission, predict_admission
+from tracefit.fit.fitted import predict_regimes
 from tracefit.fit.holdout import refit_on_holdout
-from tracefit.fit.linear import predict_regimes
 from tracefit.fit.load import phases_of_servers
 from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
 from tracefit.fit.splits import counted
 from tracefit.fit.validation import distribution, measure
 from tracefit.statistics import mean_of
 from tracefit.tables.health import CUT_OFF
-from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -22,10 +22,9 @@ from tracefit.fit import splits
 from tracefit.fit.alpha import fit_target
 from tracefit.fit.beta import StepTimes, beta_options, duration_cover, fit_step_times
 from tracefit.fit.boundary import fit_boundary
-from tracefit.fit.fitted import FittedModel, FittedScope, LinearFit, TooFewRows
+from tracefit.fit.fitted import NON_NEGATIVE, FittedModel, FittedScope, LinearFit, TooFewRows
 from tracefit.fit.holdout import summed_holdout
 from tracefit.fit.latency import compose_latencies
-from tracefit.fit.linear import NON_NEGATIVE
 from tracefit.fit.results import AcrossResult, ComposedLatencies, LeftOutErrors, LeftOutKind, Missing
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_linear, fit_regimes

@@ -11,15 +11,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tracefit.features.sets import PRODUCTS
 from tracefit.fit.estimators import Penalty, Positive, RobustLinear, line, moments
-from tracefit.fit.linear import MAX_VIF, PENALTIES
 from tracefit.fit.results import Collinearity, OmittedFeature, PenaltyChoice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tracefit.features.sets import Feature
     from tracefit.statistics import Integers, Matrix, Vector
 
+
+MAX_VIF = 10.0
+"""A feature whose variance inflation against the features before it exceeds this is left out as redundant."""
+
+MAX_PRODUCT_VIF = 100.0
+"""The limit for a product of features. A square always correlates with its root; cross-validation decides on products."""
+
+
+PENALTIES: tuple[tuple[Penalty, float], ...] = (
+    *(("ridge", s) for s in (1e-8, 1e-4, 1e-3, 1e-2)),
+    *(("lasso", s) for s in (1e-3, 1e-2, 3e-2)),
+    *(("elastic_net", s) for s in (1e-3, 1e-2)),
+)
+"""Penalties and strengths that are compared, in order of preference."""
 
 MIN_VARIED_ROWS = 20
 """A feature that differs from its most common value on fewer rows is left out: its coefficient would describe those rows."""
@@ -36,6 +51,12 @@ ENOUGH_ROWS = 100_000
 
 HARM_FACTOR = 1.1
 """Features are misleading above this multiple of a constant's error; useless ones raise it by a few percent only."""
+
+
+def max_inflations(features: Sequence[Feature]) -> list[float]:
+    """Return the variance inflation against the features before it above which each feature is left out."""
+    products = {f.name for f in PRODUCTS}
+    return [MAX_PRODUCT_VIF if f.name in products else MAX_VIF for f in features]
 
 
 def usable_features(

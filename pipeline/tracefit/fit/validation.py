@@ -7,7 +7,6 @@ fitted on fewer rows (the learning curve).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,11 +14,9 @@ import polars as pl
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
-from tracefit.fit.estimators import RobustLinear
-from tracefit.fit.linear import (
+from tracefit.fit.fitted import (
     FittedRegime,
     active_regime,
-    linear_terms,
     matrix,
     predict_regimes,
     target_of,
@@ -30,16 +27,12 @@ from tracefit.fit.results import (
     Classifier,
     Distribution,
     EquationErrors,
-    LearningPoint,
     Metrics,
     PredictionInterval,
     Validation,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tracefit.fit.design import Design
     from tracefit.fit.fitted import FitOptions
     from tracefit.statistics import Flags, Vector
 
@@ -278,46 +271,3 @@ def reference(used: pl.DataFrame, evaluated: pl.DataFrame, names: list[str]) -> 
     with threadpool_limits(1):
         boosted.fit(matrix(used, names), target_of(used))
     return measure(target_of(evaluated), np.maximum(boosted.predict(matrix(evaluated, names)), 0.0))
-
-
-SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
-"""Shares of the training rows, always the latest ones, so that the distance in time to the hold-out stays the same."""
-
-
-def learning_curve(
-    regimes: Sequence[FittedRegime],
-    designs: Sequence[Design],
-    evaluated: pl.DataFrame,
-    *,
-    fewest: int,
-) -> tuple[LearningPoint, ...]:
-    """Refit a model on growing shares of its rows, with the features and penalties that were chosen on all rows.
-
-    A share that leaves a regime fewer than `fewest` rows has no point.
-
-    Args:
-        regimes: The fitted model.
-        designs: The training rows of each regime.
-        evaluated: The held-out rows.
-        fewest: Rows that every regime needs.
-    """
-    y = target_of(evaluated)
-    points = []
-    for share in SHARES:
-        latest = [design.latest(share) for design in designs]
-        rows = [int(flags.sum()) for flags in latest]
-        if min(rows) < fewest:
-            continue
-        refitted = list(regimes)
-        # The last point is the model itself.
-        if share < 1:
-            for index, (regime, design, used) in enumerate(zip(regimes, designs, latest, strict=True)):
-                positive = regime.signs.of(design.columns)
-                model = RobustLinear(regime.choice.penalty, regime.choice.strength, positive=positive)
-                model.fit(design.x[used], design.y[used], design.weights[used])
-                terms = linear_terms(design.columns, model.coef_, design.x)
-                refitted[index] = replace(regime, intercept=model.intercept_, terms=terms)
-        errors = measure(y, predict_regimes(refitted, evaluated))
-        if errors.mae is not None:
-            points.append(LearningPoint(share, sum(rows), errors.mae, errors.mape_pct))
-    return tuple(points)

@@ -1,6 +1,6 @@
 """Build the report: can I use this, for what and how sure; then figures; then what an expert asks.
 
-The result is a `document.Report`. `page` renders it as HTML, `document.markdown_text` as Markdown, and `terminal` prints it. The words
+The result is a `document.Report`. `page` renders it as HTML, `document.markdown_text` as Markdown. The words
 of verdicts are in `sentences`, the sections for experts in `sections`, the figures in `figures`; here is their order.
 """
 

@@ -19,7 +19,7 @@ from tracefit.results.traces import IngestResult
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from tracefit.tables.run_tables import RunTables
+    from tracefit.tables.store import RunTables
 
 # -- train, run, report, synth --------------------------------------------------------------------------
 
@@ -83,6 +83,8 @@ class TrainResult(Shown):
     """scope_id to use to verdict: yes, with limits or no."""
     tables: Path = field(default_factory=Path)
     """Folder of the tables that the models were fitted on."""
+    warnings: tuple[str, ...] = ()
+    """What the user should know."""
 
     @property
     def exit_code(self) -> int:
@@ -126,18 +128,22 @@ class RunResult(Shown):
     def tables(self) -> RunTables:
         """The tables of the runs that were read, by name: `result.tables["requests"]` is a polars frame."""
         # Imported here: a result is printed without polars.
-        from tracefit.tables.run_tables import RunTables
+        from tracefit.tables.store import RunTables
 
         return RunTables(self.ingested.tables, [r.run_id for r in self.ingested.runs])
 
 
 @dataclass(frozen=True, slots=True)
 class ReportResult(Shown):
-    """Where the report is."""
+    """Where the report is, and what it says first."""
 
     files: tuple[Path, ...]
     verdicts: dict[str, dict[str, str]]
     """scope_id to use to verdict."""
+    reasons: dict[str, dict[str, str]]
+    """scope_id to use to the reason of its verdict, in a sentence."""
+    lead: str
+    """Whether the models can be used, and how exact they are, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from tracefit.errors import UsageError
 from tracefit.server.architecture import ModelArchitecture, slug_of
 from tracefit.server.documents import as_text, read_bytes
 from tracefit.server.hardware import Gpu, find_gpu, parse_gpu, read_gpu
-from tracefit.server.model_config import parse_architecture
-from tracefit.server.quantization import as_served
+from tracefit.server.model_config import as_served, parse_architecture
 from tracefit.server.settings import (
     ServerSettings,
     assume_defaults,
