@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from tracefit.coefficients.files import read_coefficients
 from tracefit.coefficients.predict import ScopeModels, StepPrediction
 from tracefit.coefficients.requests import OneRequest, RequestPrediction
-from tracefit.coefficients.workload import RequestInput, StepInput
+from tracefit.coefficients.workload import REQUEST_INPUTS, STEP_INPUTS
 from tracefit.errors import UsageError
 from tracefit.inputs.buckets import place_of
 
@@ -214,9 +214,8 @@ class Models:
             from tracefit.coefficients.predict_frames import predict_steps, with_predictions
 
             return with_predictions(rows, lambda frame: predict_steps(chosen, frame))
-        return chosen.step(
-            StepInput(batch, context, prefill, prefill_reqs, prefill_done, waiting, features or {})
-        )
+        stated = (batch, context, prefill, prefill_reqs, prefill_done, waiting)
+        return chosen.step(dict(zip(STEP_INPUTS, stated, strict=True)), features or {})
 
     @overload  # as of predict_step: a frame may also be an iterable
     def predict_request(self, rows: FrameT, *, scope: str | None = None) -> FrameT: ...  # type: ignore[overload-overlap]
@@ -275,5 +274,5 @@ class Models:
             from tracefit.coefficients.predict_frames import predict_requests, with_predictions
 
             return with_predictions(rows, lambda frame: predict_requests(chosen, frame))
-        described = RequestInput(prompt_tokens, output_tokens, queue, batch, context, cached, features or {})
-        return OneRequest(chosen, described).predict()
+        stated = (prompt_tokens, output_tokens, queue, batch, context, cached)
+        return OneRequest(chosen, dict(zip(REQUEST_INPUTS, stated, strict=True)), features or {}).predict()

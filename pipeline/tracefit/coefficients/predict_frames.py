@@ -7,6 +7,7 @@ and writes the frames of pandas, pyarrow and the other libraries it knows; only 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import narwhals.stable.v2 as nw
@@ -17,7 +18,8 @@ from narwhals.stable.v2.typing import IntoDataFrame, IntoFrame
 from tracefit.coefficients.compiled import (
     CompiledModel,
     below_zero_expression,
-    expected_expression,
+    expected_at_boundary,
+    line_expression,
     linear_forms,
     terms_of,
 )
@@ -371,88 +373,66 @@ class ManyRequests(RequestComposer):
 
     def _evaluate_traffic(self) -> dict[str, Value]:
         names = list(self.models.traffic.nodes)
-        found = self.models.traffic.frame(self._with(self.rows, self.inputs), names)
+        found = self.models.traffic.frame(self._with(self.inputs), names)
         return {name: found[name].fill_null(0.0).fill_nan(0.0).to_numpy() for name in names}
 
-    def _step(
-        self,
-        decoding: Value,
-        context: Value,
-        prefill: Value = 0.0,
-        reqs: Value = None,
-        done: Value = 0.0,
-        rows: pl.DataFrame | None = None,
-    ) -> Value:
-        """Predict a step of every request, or of the requests in `rows`; NaN where it is unknown."""
+    def _step(self, stated: Mapping[str, Value]) -> Value:
+        """Predict a step of every request; NaN where it is unknown."""
         compiled = self.models.compiled(self.models.step_model)
-        described = {"batch": decoding, "context": context, "prefill": prefill, "prefill_done": done}
-        if reqs is not None:
-            described["prefill_reqs"] = reqs
-        given = self._with(self.rows if rows is None else rows, described)
-        steps = _described_steps(
-            self.models, given.select(n for n in given.columns if n in self._own or n in described)
-        )
-        return _predicted_us(compiled, steps)
+        given = self._with(stated)
+        steps = given.select(n for n in given.columns if n in self._own or n in stated)
+        return _predicted(compiled, _described_steps(self.models, steps))
 
     def _prefill(self) -> Value:
-        inputs, traffic = self.inputs, self.traffic
-        budget = np.broadcast_to(inputs["budget"], self.rows.height)
-        left = inputs["prompt_tokens"] - inputs["cached"]
+        budget = np.broadcast_to(self.inputs["budget"], self.rows.height)
+        left = self.inputs["prompt_tokens"] - self.inputs["cached"]
         counts = np.maximum(np.ceil(left / budget), 1.0)
         if counts.sum() > MAX_PREFILL_STEPS:
             raise UsageError(f"the prompts take more than {MAX_PREFILL_STEPS:,} steps together")
-        # One row per step: `of` is the request it belongs to, `chunk` its number.
+        # One row per step: `of` is the request it belongs to, `k` its number.
         of = np.repeat(np.arange(counts.size), counts.astype(np.int64))
-        chunk = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
-        # Without a budget there is one step, and 0 times infinity is no number.
-        done = np.where(chunk == 0, 0.0, budget[of]) * chunk
-        own = np.minimum(budget[of], left[of] - done)
-        us = self._step(
-            inputs["beside"][of],
-            inputs["context"][of],
-            np.minimum(own + traffic["prompt_tokens_per_step"][of], budget[of]),
-            1 + traffic["prompts_per_step"][of],
-            inputs["cached"][of] + done,
-            self.rows[of],
+        k = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
+        steps = copy(self)
+        steps.rows = self.rows[of]
+        steps.inputs, steps.traffic = (
+            {name: np.broadcast_to(value, counts.size)[of] for name, value in values.items()}
+            for values in (self.inputs, self.traffic)
         )
-        return np.bincount(of, weights=us, minlength=counts.size)
+        return np.bincount(of, weights=steps.prompt_step(k), minlength=counts.size)
 
     def _overhead(self, target: Target, inputs: Mapping[str, Value]) -> Value | None:
         model = self.models.models.get(target.model)
         if model is None:
             return None
         compiled = self.models.compiled(model)
-        cycle = inputs["decode_cycle_us"]
+        idle, cycle = self.inputs["batch"] == 0, inputs["decode_cycle_us"]
         # No step runs in an idle engine: what is computed from its time is not known.
-        met = (
-            np.full(self.rows.height, np.nan)
-            if cycle is None
-            else np.where(self.inputs["batch"] > 0, cycle, np.nan)
-        )
-        given = self._with(self.rows, {**inputs, "decode_cycle_us": met})
+        met = np.where(idle, np.nan, np.nan if cycle is None else cycle)
+        given = self._with({**inputs, "decode_cycle_us": met})
         rows = _with_settings(
             self.models, compiled, given.with_columns(pl.col("decode_cycle_us").fill_nan(None))
         )
         if not isinstance(model, BoundaryModel):
-            return _predicted_us(compiled, rows)
-        features = [t.feature for t in model.work.terms]
-        compiled.require(features, rows.columns)
-        expected = expected_expression(model, pl.col("decode_cycle_us"), idle=pl.col("batch") == 0)
-        return (
-            compiled.formulas.frame(rows, features)
-            .select(us=expected)
-            .to_series()
-            .cast(pl.Float64)
-            .to_numpy()
+            return _predicted(compiled, rows)
+        work = _evaluated(
+            compiled.computed(rows, features=[t.feature for t in model.work.terms]),
+            line_expression(model.work),
         )
+        expected, _, _ = expected_at_boundary(model, work, met, np.maximum)
+        return np.where(idle, work, expected)
 
-    @staticmethod
-    def _with(rows: pl.DataFrame, values: Mapping[str, Value]) -> pl.DataFrame:
+    def _with(self, values: Mapping[str, Value]) -> pl.DataFrame:
         """Return the rows with values as columns."""
-        return rows.with_columns(
-            pl.Series(name, np.broadcast_to(value, rows.height), pl.Float64) for name, value in values.items()
+        return self.rows.with_columns(
+            pl.Series(name, np.broadcast_to(value, self.rows.height), pl.Float64)
+            for name, value in values.items()
         )
 
 
-def _predicted_us(compiled: CompiledModel, rows: pl.DataFrame) -> Value:
-    return _predict(compiled, rows, _with_stand_ins(compiled, rows))["predicted_us"].to_numpy()
+def _predicted(compiled: CompiledModel, rows: pl.DataFrame) -> Value:
+    return _evaluated(compiled.computed(_with_stand_ins(compiled, rows)), compiled.expression())
+
+
+def _evaluated(rows: pl.DataFrame, expression: pl.Expr) -> Value:
+    # `with_columns` gives the prediction of a constant to every row, as `select` alone would not.
+    return rows.with_columns(predicted=expression.cast(pl.Float64))["predicted"].to_numpy()
