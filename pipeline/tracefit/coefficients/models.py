@@ -195,7 +195,7 @@ class Models:
             rows: A frame of polars, pandas, pyarrow or another library, columns by name, or one mapping per row; with timeline
                 columns, or with columns named as the arguments below. They come back with `predicted_us`, `low_us`, `high_us`
                 and `out_of_range` too: a frame as one of its own library, anything else, and a lazy frame, as one of polars.
-                A null in a row gives a null prediction.
+                A null in a row gives a null prediction; a column that looks misspelt causes a warning.
             scope: See `scope`.
             batch: Decoding requests.
             context: Mean tokens in their caches.
@@ -211,9 +211,9 @@ class Models:
         """
         chosen = self.scope(scope)
         if rows is not None:
-            from tracefit.coefficients.predict_frames import predict_steps, with_predictions
+            from tracefit.coefficients.predict_frames import with_predictions
 
-            return with_predictions(rows, lambda frame: predict_steps(chosen, frame))
+            return with_predictions(chosen, rows, "step")
         stated = (batch, context, prefill, prefill_reqs, prefill_done, waiting)
         return chosen.step(dict(zip(STEP_INPUTS, stated, strict=True)), features or {})
 
@@ -271,8 +271,8 @@ class Models:
         """
         chosen = self.scope(scope)
         if rows is not None:
-            from tracefit.coefficients.predict_frames import predict_requests, with_predictions
+            from tracefit.coefficients.predict_frames import with_predictions
 
-            return with_predictions(rows, lambda frame: predict_requests(chosen, frame))
+            return with_predictions(chosen, rows, "request")
         stated = (prompt_tokens, output_tokens, queue, batch, context, cached)
         return OneRequest(chosen, dict(zip(REQUEST_INPUTS, stated, strict=True)), features or {}).predict()

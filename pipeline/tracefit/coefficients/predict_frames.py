@@ -6,9 +6,10 @@ and writes the frames of pandas, pyarrow and the other libraries it knows; only 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import narwhals.stable.v2 as nw
 import numpy as np
@@ -24,13 +25,13 @@ from tracefit.coefficients.compiled import (
     terms_of,
 )
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
-from tracefit.coefficients.predict import PREDICTED, p90_ape_pct, stand_ins
+from tracefit.coefficients.predict import MAX_NAME_SHOWN, PREDICTED, p90_ape_pct, stand_ins
 from tracefit.coefficients.requests import Arithmetic, RequestComposer, Value, complete
 from tracefit.coefficients.workload import LIMITS, OTHERS, REQUEST_INPUTS, RUNNING, STEP_INPUTS
-from tracefit.errors import UsageError
+from tracefit.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from tracefit.coefficients.model import Model
     from tracefit.coefficients.predict import ScopeModels
@@ -62,20 +63,19 @@ def as_frame(rows: Rows) -> pl.DataFrame:
         raise UsageError(f"cannot be read as rows ({str(error)[:200]})", where="rows") from error
 
 
-def with_predictions(rows: Rows, predict: Callable[[pl.DataFrame], pl.DataFrame]) -> Any:
-    """Return rows with the columns that `predict` adds to them: as a frame of the caller's library, index included.
+def with_predictions(models: ScopeModels, rows: Rows, of: Literal["step", "request"]) -> Any:
+    """Return rows with the columns that `predict_steps` or `predict_requests` adds: as a frame of the caller's library.
 
-    A lazy frame, columns by name and mappings come back as a polars frame.
-
-    Args:
-        rows: The rows.
-        predict: Returns a frame that begins with the columns it gets; what it adds are numbers and text.
+    A lazy frame, columns by name and mappings come back as a polars frame. Columns that look misspelt cause a warning.
 
     Raises:
-        UsageError: They are no rows, or of `predict`.
+        UsageError: They are no rows, or as `predict_steps` and `predict_requests`.
     """
     frame = as_frame(rows)
-    predicted = predict(frame)
+    predicted = predict_steps(models, frame) if of == "step" else predict_requests(models, frame)
+    if misspelt := [text for text, hint in unread_columns(models, of, frame).items() if hint]:
+        # At the line that called `Models.predict_step` or `predict_request`.
+        warnings.warn(f"no model that predicts this reads {', '.join(misspelt)}", stacklevel=3)
     callers = nw.from_native(cast("Any", rows), pass_through=True)
     if not isinstance(callers, nw.DataFrame) or isinstance(rows, pl.DataFrame):
         return predicted
@@ -89,6 +89,30 @@ def with_predictions(rows: Rows, predict: Callable[[pl.DataFrame], pl.DataFrame]
         for column in predicted.get_columns()[frame.width :]
     ]
     return callers.with_columns(*added).to_native()
+
+
+def unread_columns(models: ScopeModels, of: str, frame: pl.DataFrame) -> dict[str, bool]:
+    """Return the columns that leave a prediction as it is, with the name that may have been meant and whether there is one.
+
+    Text labels rows, and rows of a table have columns for other uses: neither is a mistake.
+
+    Args:
+        models: The models of a scope.
+        of: `step`, `request` or the name of a model.
+        frame: What is predicted.
+    """
+    if "run_id" in frame.columns:
+        return {}
+    if of == "request":
+        read = models.read(models.models.values()).union(REQUEST_INPUTS, OTHERS)
+    else:
+        read = models.read([models.step_model if of == "step" else models.require(of)])
+    numbers = [name for name, kind in frame.schema.items() if kind.is_numeric() and name not in read]
+    hints = {name: did_you_mean(name, read) for name in numbers}
+    return {
+        f"{name[:MAX_NAME_SHOWN]} ({hint})" if hint else name[:MAX_NAME_SHOWN]: bool(hint)
+        for name, hint in hints.items()
+    }
 
 
 def _frame(rows: Any) -> pl.DataFrame:
