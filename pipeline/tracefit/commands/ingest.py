@@ -17,9 +17,8 @@ from tracefit.commands.scopes import write_timelines
 from tracefit.engines.build import is_small
 from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
 from tracefit.errors import UsageError, did_you_mean
-from tracefit.inputs.blocks import BLOCK_BYTES, ReadLimits
+from tracefit.inputs.blocks import BLOCK_BYTES, ReadLimits, inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
-from tracefit.inputs.formats import inspect_file
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.commands import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of

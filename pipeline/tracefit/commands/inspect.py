@@ -19,8 +19,8 @@ from tracefit.features import targets
 from tracefit.fit import splits
 from tracefit.fit.fitted import COVERED_SHARE
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import open_inputs
-from tracefit.inputs.formats import inspect_file
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.commands import (
     Allowance,

@@ -38,7 +38,7 @@ from tracefit.results.commands import LatencySummary, ModelSummary, RunResult, S
 from tracefit.results.figures import LATENCIES
 from tracefit.server.documents import read_bytes
 from tracefit.tables.disk import write_files
-from tracefit.tables.overlap import find_overlaps
+from tracefit.tables.runs import find_overlaps
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:

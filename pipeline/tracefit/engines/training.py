@@ -17,8 +17,8 @@ from tracefit.fit.fitted import ScopeTables
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
 from tracefit.server.context import context_from_json
-from tracefit.tables.keys import ENGINE
 from tracefit.tables.runs import step_counters
+from tracefit.tables.schema import ENGINE
 from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tracefit.tables.health import Check
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from tracefit.tables.run_tables import RunTables
+    from tracefit.tables.store import RunTables
 
 # -- ingest ---------------------------------------------------------------------------------------------
 
@@ -406,7 +406,7 @@ class RunResult(Shown):
     def tables(self) -> RunTables:
         """The tables of the runs that were read, by name: `result.tables["requests"]` is a polars frame."""
         # Imported here: a result is printed without polars.
-        from tracefit.tables.run_tables import RunTables
+        from tracefit.tables.store import RunTables
 
         return RunTables(self.ingested.tables, [r.run_id for r in self.ingested.runs])
 

@@ -16,6 +16,12 @@ import polars as pl
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+SERVER = ["run_id", "server"]
+"""One server of one traced run: it has one clock. A list, as polars takes lists of column names; nothing changes it."""
+
+ENGINE = [*SERVER, "epoch"]
+"""One engine: step ids count up from 0 within it, and start again with the next epoch."""
+
 Kind = Literal["string", "int64", "float64", "bool", "map", "json"]
 
 _ATTRIBUTE_LIST = pl.List(pl.Struct({"key": pl.String, "value": pl.String}))
@@ -293,7 +299,7 @@ _RUN = (
     _s("run_id", "the run's folder name, cleaned"),
     _s("server", "service.instance.id, else host.name, else service.name"),
 )
-_ENGINE = (*_RUN, _i("epoch", "0, 1, ... at each restart of the step counter"))
+_ENGINE_COLUMNS = (*_RUN, _i("epoch", "0, 1, ... at each restart of the step counter"))
 
 RUNS = TableSchema(
     "runs",
@@ -389,7 +395,7 @@ JOURNEY_EVENTS = TableSchema(
     "one row per event of a request's journey, both layers",
     ("run_id", "server", "epoch", "ts_ns", "trace_id", "span_id", "event"),
     (
-        *_ENGINE,
+        *_ENGINE_COLUMNS,
         _s("trace_id", "lower-case hex"),
         _s("span_id", "lower-case hex"),
         _s("request_id", "gen_ai.request.id of the span"),
@@ -420,7 +426,7 @@ STEPS = TableSchema(
     "one row per sampled engine step (BATCH_SUMMARY)",
     ("run_id", "server", "epoch", "step_id"),
     (
-        *_ENGINE,
+        *_ENGINE_COLUMNS,
         _step("step_id", "step counter, from 1", nullable=False),
         _clock("ts_start_ns", "start of schedule()", nullable=False),
         _clock("ts_end_ns", "end of schedule()"),
@@ -462,7 +468,7 @@ REQUEST_SNAPSHOTS = TableSchema(
     "one row per running request of a rich-sampled step",
     ("run_id", "server", "epoch", "step_id", "request_id"),
     (
-        *_ENGINE,
+        *_ENGINE_COLUMNS,
         _step("step_id", "step counter", nullable=False),
         Column("request_id", "string", "core request id", nullable=False),
         _s("phase", "PREFILL or DECODE"),
@@ -483,7 +489,7 @@ REQUESTS = TableSchema(
     "one row per request, joined over both layers",
     ("run_id", "server", "epoch", "arrival_ns", "queued_ns", "core_request_id", "request_id"),
     (
-        *_ENGINE,
+        *_ENGINE_COLUMNS,
         _s("request_id", "client-facing id (API span), else the core id"),
         _s("core_request_id", "id inside the engine core"),
         _s("trace_id", "lower-case hex"),
@@ -554,7 +560,7 @@ KV_EVENTS = TableSchema(
     "one row per KV-cache event; token ids are never copied",
     ("run_id", "server", "epoch", "unix_ns", "event", "transfer_id", "request_id"),
     (
-        *_ENGINE,
+        *_ENGINE_COLUMNS,
         _s("event", "BlockStored, BlockRemoved, TransferInitiated, …, as the server names them"),
         _ns("unix_ns", "wall clock of the event's batch"),
         _i("data_parallel_rank", "rank of the engine"),
@@ -583,7 +589,7 @@ TIMELINE = TableSchema(
     "one row per engine step known",
     ("run_id", "server", "epoch", "step_id"),
     (
-        *_ENGINE,
+        *_ENGINE_COLUMNS,
         _i("step_id", "step counter"),
         _ns("ts_start_ns", "start of the step, null where nothing anchors it"),
         _s("start_source", "source of the start: summary, scheduled or update"),
@@ -636,7 +642,7 @@ ALPHA_TRAINING = TableSchema(
     "one row per request and target; feature columns follow",
     ("run_id", "server", "epoch", "target", "ts_ns", "request_id"),
     (
-        *_ENGINE,
+        *_ENGINE_COLUMNS,
         _s("scope_id", "scope the row was fitted in"),
         _s("target", "queue_wait, admission or departure"),
         _s("request_id", "core request id"),
@@ -651,7 +657,7 @@ BETA_TRAINING = TableSchema(
     "one row per step with a known time; feature columns follow",
     ("run_id", "server", "epoch", "step_id"),
     (
-        *_ENGINE,
+        *_ENGINE_COLUMNS,
         _s("scope_id", "scope the row was fitted in"),
         _i("step_id", "step counter"),
         _ns("ts_ns", "start of the interval"),
