@@ -93,7 +93,7 @@ def report(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write report.html and report.md again, and print the verdicts with their reasons.
+    """Write the report again, and print its verdicts.
 
     Example: `tracefit report out/`
     """

@@ -150,7 +150,7 @@ def ingest(
             inputs,
             out,
             server or ServerOptions(),
-            KeptWarnings(progress),
+            progress,
             options=options or IngestOptions(),
             engine=open_engine(engine, workers),
         )
@@ -160,7 +160,7 @@ def ingest_inputs(
     inputs: Inputs,
     out: str | Path,
     server: ServerOptions,
-    progress: KeptWarnings,
+    progress: Progress | None,
     *,
     engine: AbstractContextManager[TaskEngine],
     options: IngestOptions = IngestOptions(),
@@ -175,7 +175,7 @@ def ingest_inputs(
         engine: Where the work runs; opened here.
         options: Which part of the traces is kept.
     """
-    store = TableStore(out)
+    progress, store = KeptWarnings(progress), TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = [_context(source, server) for source in inputs.runs]
     # A folder of results holds logs and notes too: only what looks like traces is worth a warning.
