@@ -20,7 +20,7 @@ from tracefit.errors import UsageError, did_you_mean
 from tracefit.inputs.blocks import BLOCK_BYTES, ReadLimits, inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.progress import KeptWarnings, Progress
-from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
+from tracefit.results.commands import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
@@ -175,7 +175,8 @@ def ingest_inputs(
         engine: Where the work runs; opened here.
         options: Which part of the traces is kept.
     """
-    progress, store = KeptWarnings(progress), TableStore(out)
+    progress = KeptWarnings(progress)
+    store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = [_context(source, server) for source in inputs.runs]
     # A folder of results holds logs and notes too: only what looks like traces is worth a warning.
