@@ -172,10 +172,7 @@ def compile_set(
 ) -> list[pl.Expr]:
     """Compile a set to polars expressions, one per feature, named and of type Float64.
 
-    Args:
-        features: The set.
-        constants: Values that are the same for every row, by name; null where not known. A column of the same name wins.
-        columns: Columns of the frame the expressions are for.
+    A column wins over a constant of the same name.
 
     Raises:
         UsageError: As `add_features`.
@@ -247,11 +244,6 @@ def read_feature_set(path: Path) -> FeatureSet:
 
 def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False) -> FeatureSet:
     """Parse a feature set, see `read_feature_set`. Formulas are checked here, names when the set is used.
-
-    Args:
-        content: YAML, or JSON if `is_json`.
-        where: Name of the source, for errors.
-        is_json: Read as JSON.
 
     Raises:
         UsageError: A field is missing, unknown, or not what it should be; a name comes twice; a formula is wrong.

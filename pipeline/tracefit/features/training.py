@@ -96,12 +96,7 @@ def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
 
 
 def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
-    """Return the definition of every name in the formulas that is no column of a step or a request, in name order.
-
-    Args:
-        formulas: Formulas of features, or names of features.
-        context: The server whose numbers the definitions hold.
-    """
+    """Return the definition of every name in the formulas that is no column of a step or a request, in name order."""
     known = {name: number_text(value) for name, value in constants_of(context).items() if value is not None}
     model, gpu = context.architecture, context.gpu
     tp = context.settings.tensor_parallel or 1
@@ -132,11 +127,7 @@ def step_rows(
 ) -> pl.DataFrame:
     """Return one row per step of the timeline with the features of the batch that executes during its cycle.
 
-    Args:
-        timeline: The `timeline` table.
-        features: The features a model is offered.
-        constants: Values that are the same for every row.
-        lags: (run_id, server) to steps that scheduling runs ahead of execution. With 1 the batch of the step before executes.
+    `lags` are the steps that scheduling runs ahead of execution, by (run_id, server): with 1 the batch of the step before executes.
 
     Returns:
         The timeline in step order with the features, preemption_heavy, has_prefill and is_empty (nothing runs and
@@ -168,12 +159,7 @@ def beta_rows(
     steps. With scheduling a step ahead (`lags` 1) step k executes between the starts of steps k+1 and k+2: a
     cycle is explained by the composition of the step before it.
 
-    Args:
-        timeline: The `timeline` table.
-        features: The features a model is offered.
-        constants: Values that are the same for every row.
-        lags: (run_id, server) to steps that scheduling runs ahead of execution.
-        source: `clock` for cycle times, `duration` for `step.duration_us` as it is.
+    `source` is `clock` for cycle times, `duration` for `step.duration_us` as it is.
 
     Returns:
         Columns of the engine, step_id, ts_ns, source, interval_steps, cycle_sd_us, y (us), excluded_reason,
@@ -234,10 +220,7 @@ def _mean_of_all(column: pl.Expr) -> pl.Expr:
 def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, str], int]) -> pl.DataFrame:
     """Give each step the columns of the batch that executes during its cycle: with scheduling ahead, that of the step before.
 
-    Args:
-        rows: In step order, engine by engine.
-        columns: Columns that describe the batch.
-        lags: (run_id, server) to steps that scheduling runs ahead of execution.
+    Rows are in step order, engine by engine.
     """
     ahead = [(run, server) for (run, server), lag in lags.items() if lag]
     if not ahead:
@@ -299,11 +282,7 @@ def alpha_rows(
     `target.state` selects the state: the exact `queue` where given, or the batch of the `own_step` of the event. Otherwise it is
     the state of the latest step with a known start and batch, `state_age_us` earlier.
 
-    Args:
-        requests: The `requests` table.
-        timeline: The `timeline` table; may be empty.
-        queue: `queue_state`, null where the journeys are not complete.
-        target: The measured interval.
+    `queue` is `queue_state`, null where the journeys are not complete; the timeline may be empty.
     """
     # Requests that finish in one step depart one after another: the API process works through all of them.
     finishing = pl.len().over([*ENGINE, "finished_step"])

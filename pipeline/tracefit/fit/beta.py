@@ -106,14 +106,7 @@ def choose_target(cover: DurationCover, wanted: BetaTarget) -> TargetChoice:
 def fit_step_times(
     scope: ModelScope, tables: ScopeTables, sets: Sequence[FeatureSet], options: ScopeOptions
 ) -> StepTimes:
-    """Fit the step times of a scope.
-
-    Args:
-        scope: The scope.
-        tables: Its runs' tables.
-        sets: Candidate feature sets in order of preference.
-        options: How the models of the scope are fitted.
-    """
+    """Fit the step times of a scope."""
     cover = duration_cover(tables.timeline)
     # The name follows the option. Durations that cover the busy time are cycle times measured by another clock.
     target = DURATION if options.beta_target == "duration" else CYCLE_TIME
@@ -225,13 +218,7 @@ class _ChosenSet:
 
 
 def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOptions) -> _ChosenSet:
-    """Choose the feature set by `SET_RULE`, on the training rows alone; a single set is taken as it is.
-
-    Args:
-        rows: Training frame with the features of `_offered`, and the load.
-        sets: The candidates in order of preference.
-        options: How the model is fitted.
-    """
+    """Choose the feature set by `SET_RULE`, on the training rows alone; a single set is taken as it is."""
     first = _ratios(sets[0])[0]
     if len(sets) == 1 and first.number is None:
         unused = {f.name for f in LOAD_FEATURES} - set(first.features.names)
@@ -305,14 +292,7 @@ SET_RULE = (
 def try_features(
     rows: pl.DataFrame, name: str, features: Sequence[Feature], options: FitOptions
 ) -> Candidate | None:
-    """Measure a linear model of some features on the training rows; null where rows or features are too few.
-
-    Args:
-        rows: Training frame with the column `load`.
-        name: Name of the candidate.
-        features: The features.
-        options: How it would be fitted.
-    """
+    """Measure a linear model of some features on the training rows; null where rows or features are too few."""
     design = training_design(rows, features, options)
     if design is None:
         return None

@@ -125,12 +125,6 @@ def queued_at_once(rows: pl.DataFrame, clock: StepClock, wait_us: Vector, done_u
 
     The engine is idle then, or it is idle when the request arrives and no other one is ahead of it: a step that starts
     within `done_us` of that is the request's own, whose work took less than is predicted.
-
-    Args:
-        rows: Admission rows: engine columns and ts_ns (ARRIVED).
-        clock: Known step starts.
-        wait_us: How long each request waits for the API process, shape (n,).
-        done_us: From the arrival of each to the end of its API work, shape (n,).
     """
     arrives = meets_idle(rows, clock, np.zeros(len(done_us))) & (wait_us <= 0)
     return arrives | meets_idle(rows, clock, done_us)
@@ -204,9 +198,7 @@ APART_S = 1.0
 def api_waits(rows: pl.DataFrame, work_us: Vector) -> Vector:
     """Return how long each request waits for the API process of its server, in us, shape (n,).
 
-    Args:
-        rows: All admission rows of their servers: columns run_id, server, ts_ns (ARRIVED), in any order.
-        work_us: API work of each, shape (n,).
+    `rows` are all admission rows of their servers (run_id, server, and ts_ns of ARRIVED), in any order; `work_us` is shape (n,).
     """
     numbered = rows.select(*SERVER, "ts_ns").with_row_index("row")
     waits = np.zeros(rows.height)
@@ -229,11 +221,7 @@ def _waits(arrivals_us: Vector, work_us: Vector) -> Vector:
 
 
 def mark_bursts(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add `in_burst` to the admission rows of requests.
-
-    Args:
-        rows: Columns run_id, server, ts_ns (ARRIVED), y (us), split.
-    """
+    """Add `in_burst` to admission rows: run_id, server, ts_ns (ARRIVED), y (us), split."""
     work = rows.filter((pl.col("split") == "train") & (pl.col("y") > 0))["y"].quantile(QUICKEST_SHARE)
     if work is None:
         return rows.with_columns(in_burst=pl.lit(value=False))
@@ -242,11 +230,7 @@ def mark_bursts(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def find_bursts(rows: pl.DataFrame) -> tuple[Burst, ...]:
-    """Return the bursts of every server: runs of marked requests with no more than `APART_S` between two of them.
-
-    Args:
-        rows: Rows that `mark_bursts` marked.
-    """
+    """Return the bursts of every server: runs of marked requests with no more than `APART_S` between two of them."""
     if not rows.height:
         return ()
     seconds = (pl.col("ts_ns") - pl.col("ts_ns").min().over(SERVER)) / 1e9
@@ -286,10 +270,7 @@ def expected_admission(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vect
 def predict_admission(fitted: FittedBoundary, rows: pl.DataFrame, timeline: pl.DataFrame) -> Vector:
     """Predict admissions by the step clock, and by the linear model where the clock has gaps; in us, shape (n,).
 
-    Args:
-        fitted: The model.
-        rows: All admission rows of their servers: the wait for the API process depends on the requests before.
-        timeline: The `timeline` table.
+    `rows` are all admission rows of their servers: the wait for the API process depends on the requests before.
     """
     clocks = step_clock(timeline), interpolated_clock(timeline)
     return _predict(fitted, _with_done(fitted, rows), clocks)
@@ -300,10 +281,6 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
 
     The constant is the amount of work that finds the right boundary for most training requests: the middle of the
     plateau where several amounts do. The work per prompt token comes from requests that met an idle engine.
-
-    Args:
-        linear: The fit for consumers without a step clock; its rows are used.
-        timeline: The `timeline` table.
 
     Returns:
         The model; null where the boundary of fewer than `MIN_TRAIN_ROWS` training requests is known.

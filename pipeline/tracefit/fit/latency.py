@@ -200,12 +200,7 @@ class Averages:
 
 
 def averages_of(steps: pl.DataFrame, requests: pl.DataFrame) -> Averages:
-    """Average the training part.
-
-    Args:
-        steps: Its steps: the columns of the timeline and predicted_us.
-        requests: Its requests, teacher-forced.
-    """
+    """Average the training part."""
     # A request meets a step in proportion to the requests in it: means are over requests, not over steps.
     decoding = steps.filter(pl.col("predicted_us").is_not_null() & (pl.col("num_decode_reqs") > 0))
     weight = pl.col("num_decode_reqs")
@@ -351,13 +346,6 @@ def compose_latencies(
 
     A request is held out when each of its intervals began in the hold-out of the model for that interval: its arrival for
     the admission, its first step for the step time, its end for the departure.
-
-    Args:
-        scope: The scope.
-        tables: Its runs' tables.
-        models: The fitted models of the scope.
-        features: The feature set of beta; null where beta was not fitted.
-        whole_steps: Whether beta's target is the whole time of a step.
     """
     named = {m.name: m for m in models}
     beta = next((m for name, m in named.items() if name.startswith("beta.")), None)

@@ -50,11 +50,7 @@ class ServerPhases:
 
 
 def phases_of_servers(arrivals: pl.DataFrame) -> dict[tuple[str, str], ServerPhases]:
-    """Find the phases of every server that has arrivals.
-
-    Args:
-        arrivals: Columns run_id, server, at_ns.
-    """
+    """Find the phases of every server that has arrivals: rows of run_id, server, at_ns."""
     found = {}
     for (run, server), requests in arrivals.drop_nulls("at_ns").group_by(SERVER):
         at = requests["at_ns"].sort()
@@ -70,10 +66,7 @@ def find_phases(arrivals_s: Vector, run_id: str, server: str) -> tuple[Phase, ..
     does not depend on the cut). The period is cut at the arrival that maximises the likelihood of both sides, if that gains
     3 log(n) and each side has 30 requests and 5 s. Both sides are then cut in the same way, at most four levels deep.
 
-    Args:
-        arrivals_s: Sorted arrival times in seconds, shape (n,), the first at 0.
-        run_id: The run.
-        server: The server.
+    `arrivals_s` are sorted, in seconds after the first.
     """
     if len(arrivals_s) == 0:
         return ()
@@ -141,12 +134,8 @@ def find_overloads(
 ) -> tuple[Overload, ...]:
     """Return the overloaded runs among some runs, in order.
 
-    The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys.
-
-    Args:
-        run_ids: The runs.
-        requests: Their `requests` table, the columns `REQUEST_COLUMNS` at least.
-        steps: Their `steps` table, the columns `STEP_COLUMNS` at least.
+    The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys. The tables have the
+    columns `REQUEST_COLUMNS` and `STEP_COLUMNS` at least.
     """
     found = []
     for run_id in run_ids:

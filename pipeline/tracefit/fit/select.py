@@ -68,11 +68,6 @@ def usable_features(
     with R^2 of its regression on a constant and the kept features. The regressions share one orthonormal basis of the kept
     features, which grows by one vector per kept feature (Gram-Schmidt).
 
-    Args:
-        x: Raw features of the training rows, shape (n, n_features); NaN where unknown.
-        names: Feature names, in order of preference.
-        limits: Largest variance inflation of each; `MAX_VIF` if not given.
-
     Returns:
         Kept column indices, and the other features with reasons.
     """
@@ -154,13 +149,7 @@ def _collinear(nearest: str, unexplained: float) -> str:
 
 
 def collinearity(x: Matrix, names: Sequence[str], regime: str) -> Collinearity:
-    """Measure the collinearity of the features of a regime.
-
-    Args:
-        x: Features that vary, shape (n, n_features).
-        names: Their names.
-        regime: Name of the regime.
-    """
+    """Measure the collinearity of the features of a regime."""
     if not x.shape[1]:
         return Collinearity(regime, None, {})
     correlation = np.atleast_2d(np.corrcoef(x, rowvar=False))
@@ -175,13 +164,7 @@ def collinearity(x: Matrix, names: Sequence[str], regime: str) -> Collinearity:
 
 
 def time_blocks(run: Integers, time: Integers, count: int) -> Integers:
-    """Cut each run's rows into `count` contiguous blocks of time; block i of every run has number i.
-
-    Args:
-        run: Number of each row's run, shape (n,).
-        time: Start of each row, shape (n,); compared within a run only.
-        count: Blocks per run.
-    """
+    """Cut each run's rows into `count` contiguous blocks of time; block i of every run has number i."""
     block = np.zeros(len(run), dtype=np.int64)
     for number in np.unique(run):
         rows = np.flatnonzero(run == number)
@@ -207,14 +190,7 @@ def choose_penalty(
     all candidates share the Huber weights of the first one's fit, so that the same rows count for all. Ties (within 0.1 %) go
     to the earlier candidate: Ridge before Lasso before elastic net, weaker before stronger.
 
-    Args:
-        x: Raw features, shape (n, n_features).
-        y: Targets, shape (n,).
-        blocks: Number of each row's block of time, shape (n,): the folds.
-        weights: Inverse variance of each row up to a factor, shape (n,); equal if not given.
-        penalties: Penalties and strengths.
-        positive: What cannot be negative.
-        counts: Weight of each row's error in the comparison, shape (n,); `weights` if not given.
+    `weights` are inverse variances up to a factor, `counts` the weight of each row's error in the comparison (`weights` if not given).
 
     Returns:
         The choice; the first candidate without a score where there are fewer than two blocks.

@@ -64,10 +64,7 @@ def fit_linear(
 ) -> LinearFit | TooFewRows:
     """Fit a robust linear model on the training rows of a frame and measure it on the held-out ones.
 
-    Args:
-        rows: One row per observation: run_id, server, ts_ns, y, split, excluded_reason, and the feature columns.
-        features: Candidates in order of preference.
-        options: How to fit.
+    Columns of `rows`: run_id, server, ts_ns, y, split, excluded_reason, and the features, which are in order of preference.
     """
     return fit_regimes(rows, [RegimeRows("all", (), tuple(features))], options)
 
@@ -76,11 +73,6 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
     """Fit one robust linear model per regime and measure them together on the held-out rows.
 
     A regime with too few training rows is not fitted; its rows fall to the next one.
-
-    Args:
-        rows: As for `fit_linear`, and the features that the conditions compare.
-        regimes: The regimes in order: the first whose condition holds predicts a row. The last one has no condition.
-        options: How to fit.
     """
     features = list({f.name: f for regime in regimes for f in regime.features}.values())
     rows, known, unknown = _drop_unknown(rows, features)
@@ -190,12 +182,7 @@ def _fit_one(
 ) -> tuple[FittedRegime, Design]:
     """Fit one regime on the training rows its condition holds for.
 
-    Args:
-        used: The rows to fit.
-        outlying: Rows of the regime that are left out as outliers; its prediction interval covers them.
-        regime: The regime.
-        features: Its candidates whose values are known.
-        options: How to fit.
+    `outlying` are its rows that are left out as outliers: its prediction interval covers them.
     """
     data, left = design_of(used, features)
     positive, folds = options.signs.of(data.columns), data.folds(FOLDS)
@@ -314,12 +301,6 @@ def learning_curve(
     """Refit a model on growing shares of its rows, with the features and penalties that were chosen on all rows.
 
     A share that leaves a regime fewer than `fewest` rows has no point.
-
-    Args:
-        regimes: The fitted model.
-        designs: The training rows of each regime.
-        evaluated: The held-out rows.
-        fewest: Rows that every regime needs.
     """
     y = target_of(evaluated)
     points = []
@@ -448,9 +429,7 @@ def noise_exponent(residual: Vector, predicted: Vector) -> float:
     speed of the machine varies, the noise of a step is a share of its time. The short steps then determine the intercept,
     which the noise of the long ones would drown.
 
-    Args:
-        residual: Shape (n,), scaled to equal noise but for this growth.
-        predicted: Shape (n,).
+    `residual` is scaled to equal noise but for this growth.
     """
     known = (residual != 0) & (predicted > 0)
     size, time = np.log(np.abs(residual[known])), np.log(predicted[known])
@@ -463,13 +442,7 @@ def noise_exponent(residual: Vector, predicted: Vector) -> float:
 
 
 def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
-    """Return weights times the inverse variance of noise that grows with the time of a step, mean 1; shape (n_rows,).
-
-    Args:
-        x: Features.
-        y: Times.
-        weights: Inverse variances without that growth, up to a factor.
-    """
+    """Return weights times the inverse variance of noise that grows with the time of a step, mean 1; shape (n_rows,)."""
     predicted = RobustLinear().fit(x, y, weights).predict(x)
     exponent = noise_exponent((y - predicted) * np.sqrt(weights), predicted)
     if exponent == 0:

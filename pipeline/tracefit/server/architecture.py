@@ -248,9 +248,6 @@ class ModelArchitecture:
     def check_tensor_parallel(self, tp: int) -> None:
         """Refuse a tensor-parallel size that the heads cannot be divided by, as vLLM does.
 
-        Args:
-            tp: Tensor-parallel ranks.
-
         Raises:
             UsageError: `tp` is not positive, does not divide the heads, or neither divides the KV heads nor is
                 a multiple of them.
@@ -363,9 +360,6 @@ def slug_of(name: str) -> str:
     """Return a model's name or path as a short readable part of a scope id.
 
     `meta-llama/Llama-2-70b-hf` is `llama-2-70b`; a folder of the hub's cache is the model it holds.
-
-    Args:
-        name: Model name, or the path it was loaded from.
 
     Returns:
         Lower-case text of `[a-z0-9.-]`, at most 64 characters; `model` when nothing is left.

@@ -68,10 +68,6 @@ _T = TypeVar("_T")
 def read_bytes(path: Path, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """Read a whole file that must be small.
 
-    Args:
-        path: The file.
-        limit_bytes: Largest size accepted, in bytes.
-
     Raises:
         UsageError: The file cannot be read or is larger than `limit_bytes`.
     """
@@ -91,11 +87,6 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
 
 def as_text(content: bytes | str, *, where: str, limit_bytes: int = MAX_DOCUMENT_BYTES) -> str:
     """Return content as text, without a byte order mark.
-
-    Args:
-        content: UTF-8 bytes or text.
-        where: Name of the source, for the error.
-        limit_bytes: Largest size accepted, in bytes (characters for text).
 
     Raises:
         UsageError: The bytes are not UTF-8, or there are too many of them.
@@ -121,11 +112,7 @@ def parse_json_object(
     `NaN` and `Infinity` are accepted here, because published configs carry them in keys that are not used; a
     number that is used is validated to be finite.
 
-    Args:
-        content: JSON text.
-        where: Name of the source, for the error.
-        limit_bytes: Largest size accepted, in bytes (characters for text).
-        strict: Also refuse `NaN`, `Infinity` and a key that an object has twice.
+    `strict` also refuses `NaN`, `Infinity` and a key that an object has twice.
 
     Raises:
         UsageError: Not JSON, nested too deeply, too large, or not an object.
@@ -191,10 +178,6 @@ def parse_yaml(content: bytes | str, *, where: str) -> object:
     Aliases are refused: no run description needs them, and a few lines of them expand without bound. Tags are refused
     too: they construct values that are not JSON (sets, bytes), and a tag whose text does not fit it makes the library
     fail in ways it does not declare.
-
-    Args:
-        content: YAML text.
-        where: Name of the source, for the error.
 
     Raises:
         UsageError: Not YAML, several documents, with aliases or tags, nested too deeply, or too large.

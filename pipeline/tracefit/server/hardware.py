@@ -214,10 +214,7 @@ def read_gpu(path: Path) -> Gpu:
 def parse_gpu(text: bytes | str, *, where: str, fallback_name: str = "custom") -> Gpu:
     """Parse the content of a GPU file, see `read_gpu`.
 
-    Args:
-        text: JSON.
-        where: Name of the source, for errors.
-        fallback_name: Name of a GPU whose object has none.
+    `fallback_name` is that of a GPU whose object has none.
 
     Raises:
         UsageError: As `read_gpu`.

@@ -173,10 +173,7 @@ _MOST_ROWS = 2**28
 def parse_architecture(text: bytes | str, *, where: str, name: str | None = None) -> ModelArchitecture:
     """Parse the content of a Hugging Face `config.json`.
 
-    Args:
-        text: JSON, at most 8 MiB.
-        where: Name of the source, for errors.
-        name: The model's name where it is known; else the config's `_name_or_path`.
+    Without a `name` it is the config's `_name_or_path`.
 
     Returns:
         The architecture, with what had to be assumed listed in `assumed`.
@@ -593,11 +590,6 @@ _EXPERT_ONLY_METHODS = frozenset({"mxfp4", "experts_int8"})
 def bytes_of_dtype(dtype: str, *, key: str, where: str | None = None) -> float:
     """Return the bytes per element of a named data type.
 
-    Args:
-        dtype: Name, for example `bfloat16`.
-        key: What named it, for the error.
-        where: File or option it stands in, for the error.
-
     Raises:
         UsageError: The name is not known.
     """
@@ -649,10 +641,6 @@ def parse_quantization(section: Document | None, *, where: str) -> Quantization:
     Bits come from `bits` (GPTQ, AWQ), `config_groups.*.weights.num_bits` (compressed-tensors, the widest
     group), `load_in_4bit`/`load_in_8bit` (bitsandbytes), or the method's name (fp8, mxfp4, …). Embedding,
     output head and router stay in the model's data type under every method.
-
-    Args:
-        section: The section, or None when there is none.
-        where: Name of the config, for errors.
 
     Raises:
         UsageError: A bit count is not valid.

@@ -234,9 +234,7 @@ def _scalar(value: object) -> Scalar:
 def merge(base: ServerSettings, overrides: ServerSettings) -> ServerSettings:
     """Return settings in which `overrides` wins wherever it states a value.
 
-    Args:
-        base: Settings of the run's files.
-        overrides: Settings given by the user; values keep their own sources.
+    Values keep their own sources.
     """
     sources = {**base.sources, **overrides.sources}
     changes = {
@@ -335,10 +333,6 @@ def parse_settings_yaml(content: bytes | str, *, where: str) -> ServerSettings:
     Keys are vLLM's option names or the shorter ones of run descriptions, with dashes or underscores, at the top
     or under `vllm:`, `server:` or `args:`; `args` may also be a list or a line of options.
 
-    Args:
-        content: YAML, at most 1 MiB, without aliases.
-        where: Name of the source, for errors.
-
     Raises:
         UsageError: Not such a file, or a value that its setting cannot have.
     """
@@ -371,10 +365,6 @@ def parse_serve_command(text: str, *, where: str) -> ServerSettings:
 
     Takes `--option value`, `--option=value`, `-tp 2`, switches and their `--no-` forms, and counts such as `16k`
     (16,000) and `16K` (16,384), as vLLM does. Nothing is executed or expanded.
-
-    Args:
-        text: The command line or the script.
-        where: Name of the source, for errors.
 
     Raises:
         UsageError: No such command in it, quotes that do not close, or a value that cannot be.
