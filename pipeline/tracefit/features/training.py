@@ -222,23 +222,26 @@ def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, st
 
     Rows are in step order, engine by engine.
     """
-    ahead = [(run, server) for (run, server), lag in lags.items() if lag]
-    if not ahead:
+    if not any(lags.values()):
         return rows
-    # A join, not a condition for each: there may be thousands of runs.
-    known = pl.DataFrame(ahead, schema={name: rows.schema[name] for name in SERVER}, orient="row")
-    rows = rows.join(
-        known.with_columns(_is_ahead=pl.lit(value=True)), on=SERVER, how="left", maintain_order="left"
-    )
     same_engine = pl.all_horizontal(pl.col(name) == pl.col(name).shift(1) for name in ENGINE)
     follows = same_engine & (pl.col("step_id").shift(1) == pl.col("step_id") - 1)
 
     def before(name: str) -> pl.Expr:
         value = pl.when("_follows").then(pl.col(name).shift(1))
-        return pl.when("_is_ahead").then(value).otherwise(name).alias(name)
+        return pl.when(pl.col("_lag") > 0).then(value).otherwise(name).alias(name)
 
-    marked = rows.with_columns(pl.col("_is_ahead").fill_null(value=False), _follows=follows)
-    return marked.with_columns(before(name) for name in columns).drop("_is_ahead", "_follows")
+    marked = with_lag(rows, lags, "_lag").with_columns(_follows=follows)
+    return marked.with_columns(before(name) for name in columns).drop("_lag", "_follows")
+
+
+def with_lag(rows: pl.DataFrame, lags: Mapping[tuple[str, str], int], column: str = "lag") -> pl.DataFrame:
+    """Add how many steps scheduling runs ahead of execution on the server of each row."""
+    schema = {**{name: rows.schema[name] for name in SERVER}, column: pl.Int64()}
+    # A join, not a condition for each: there may be thousands of runs.
+    known = pl.DataFrame([(*server, lag) for server, lag in lags.items()], schema=schema, orient="row")
+    joined = rows.join(known, on=SERVER, how="left", maintain_order="left")
+    return joined.with_columns(pl.col(column).fill_null(0))
 
 
 def _preemption_heavy(rows: pl.DataFrame) -> pl.Expr:

@@ -72,27 +72,24 @@ def teacher_forced(
     # A sum over consecutive steps is the difference of a cumulative sum at its two ends: no row per request and step.
     axis = _axis(steps)
     lag = pl.col("lag")
-    rows = requests.join(
-        _lag_column(requests, lags), on=SERVER, how="left", maintain_order="left"
-    ).with_columns(token_step=pl.col("first_token_step") + lag, last_step=pl.col("finished_step") + lag)
+    rows = training.with_lag(requests, lags).with_columns(
+        token_step=pl.col("first_token_step") + lag, last_step=pl.col("finished_step") + lag
+    )
     ends = {"first_scheduled_step": "begin", "token_step": "token", "last_step": "last"}
     for column, prefix in ends.items():
         rows = _located(rows, axis, column, prefix)
     rows = rows.join(_requeued(waits, axis, requests, lags), on=REQUEST, how="left", maintain_order="left")
-    prefill = _summed("begin", "token", inclusive=True)
-    decode = _summed("token", "last", inclusive=False)
-    never_requeued = pl.col("requeues").is_null()
-    requeue = {
-        name: pl.when(never_requeued).then(0.0).otherwise(pl.col(name))
-        for name in ("requeue_before_us", "requeue_after_us", "skipped_before_us", "skipped_after_us")
-    }
+
+    def requeued(name: str) -> pl.Expr:
+        return pl.when(pl.col("requeues").is_null()).then(0.0).otherwise(pl.col(name))
+
     return rows.select(
         *requests.columns,
         forced_queue_wait_us=(pl.col("begin_start_ns") - pl.col("queued_ns")) / 1e3,
-        forced_prefill_us=prefill - requeue["skipped_before_us"],
-        forced_decode_us=decode - requeue["skipped_after_us"],
-        forced_requeue_before_us=requeue["requeue_before_us"],
-        forced_requeue_after_us=requeue["requeue_after_us"],
+        forced_prefill_us=_summed("begin", "token", inclusive=True) - requeued("skipped_before_us"),
+        forced_decode_us=_summed("token", "last", inclusive=False) - requeued("skipped_after_us"),
+        forced_requeue_before_us=requeued("requeue_before_us"),
+        forced_requeue_after_us=requeued("requeue_after_us"),
     )
 
 
@@ -108,9 +105,8 @@ def _axis(steps: pl.DataFrame) -> pl.DataFrame:
         own_unknown=predicted.is_null().cast(pl.Int64),
         sum_us=predicted.fill_null(0.0).cum_sum().over(ENGINE),
         unknown=predicted.is_null().cast(pl.Int64).cum_sum().over(ENGINE),
-        # Rows and step ids advance together unless the frame lacks a step: `_summed` compares them.
-        row=pl.int_range(pl.len()).over(ENGINE),
-        at=pl.col("step_id"),
+        # Rows and step ids advance together unless the frame lacks a step: `_summed` compares how many it lacks.
+        lacking=pl.col("step_id") - pl.int_range(pl.len()).over(ENGINE),
     )
 
 
@@ -131,7 +127,7 @@ def _summed(first: str, last: str, *, inclusive: bool) -> pl.Expr:
         whole = pl.col(f"{last}_{name}") - pl.col(f"{first}_{name}")
         return whole + pl.col(f"{first}_{own}") if inclusive else whole
 
-    every = pl.col(f"{last}_row") - pl.col(f"{first}_row") == pl.col(f"{last}_at") - pl.col(f"{first}_at")
+    every = pl.col(f"{last}_lacking") == pl.col(f"{first}_lacking")
     known = every & (difference("unknown", "own_unknown") == 0)
     return pl.when(known).then(difference("sum_us", "own_us"))
 
@@ -143,10 +139,8 @@ def _requeued(
 
     With scheduling ahead, the step before the preemption still executes `lag` cycles later: the wait begins after it.
     """
-    known = waits.rename({"request_id": "core_request_id"}).join(
-        _lag_column(waits, lags), on=SERVER, how="left"
-    )
     token = requests.select(*REQUEST, "first_token_step").unique(REQUEST)
+    known = training.with_lag(waits.rename({"request_id": "core_request_id"}), lags)
     known = known.join(token, on=REQUEST, how="left").with_columns(
         from_step=pl.min_horizontal(pl.col("preempted_step") + pl.col("lag"), "resumed_step")
     )
@@ -168,14 +162,6 @@ def _requeued(
 
 def _known_sum(values: pl.Expr) -> pl.Expr:
     return pl.when(values.null_count() == 0).then(values.sum())
-
-
-def _lag_column(rows: pl.DataFrame, lags: Mapping[tuple[str, str], int]) -> pl.DataFrame:
-    servers = rows.select(SERVER).unique(maintain_order=True)
-    keys = servers.rows()
-    return servers.with_columns(
-        lag=pl.Series([lags.get((run, server), 0) for run, server in keys], dtype=pl.Int64)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,19 +240,14 @@ def averages_only(
         `requests` with mean_prefill_us, mean_itl_us, and mean_<name>_us of every target.
     """
     itl = None if averages.decode_us is None else averages.decode_us + averages.requeue_per_token_us
-    prefill = pl.Series([None] * requests.height, dtype=pl.Float64)
+    prefill: pl.Series | None = None
     if averages.prompt_step is not None and (averages.decode_us is not None or not lag_steps):
         extra = averages.requeue_before_us + lag_steps * (averages.decode_us or 0.0)
         prefill = _prompt_us(requests, averages, averages.prompt_step, step_time, token_budget) + extra
+    means = {**overheads_us, "prefill": prefill, "itl": itl}
     return requests.with_columns(
-        *(_column(us).alias(f"mean_{name}_us") for name, us in overheads_us.items()),
-        mean_prefill_us=prefill,
-        mean_itl_us=pl.lit(itl, pl.Float64),
+        pl.lit(us).cast(pl.Float64).alias(f"mean_{name}_us") for name, us in means.items()
     )
-
-
-def _column(value: pl.Series | float | None) -> pl.Expr:
-    return pl.lit(value) if isinstance(value, pl.Series) else pl.lit(value, pl.Float64)
 
 
 def _prompt_us(
@@ -359,7 +340,11 @@ def compose_latencies(
     if not (requests["split"] == "holdout").any() or not (requests["split"] == "train").any():
         return ComposedLatencies({}, "no request lies in the hold-out of every model, or none before it")
     steps = _predicted_steps(scope, tables, beta, features)
-    rows = _forced(requests, steps, tables)
+    waits, lags = tables.requeue_waits, tables.lags
+    refitted = teacher_forced(requests, steps.with_columns(predicted_us="refit_us"), waits, lags)
+    rows = teacher_forced(requests, steps, waits, lags).with_columns(
+        refit_prefill_us=refitted["forced_prefill_us"], refit_decode_us=refitted["forced_decode_us"]
+    )
     rows = _with_overheads(rows, tables, named)
     rows = _with_averages(rows, steps, scope, tables, named, features)
     return ComposedLatencies(_measured(_composed(rows)))
@@ -393,18 +378,22 @@ def trained_steps(timeline: pl.DataFrame, models: Sequence[FittedModel]) -> pl.D
     beta = next((m for m in models if m.name.startswith("beta.")), None)
     if beta is None:
         return timeline
-    rows = timeline.sort(*ENGINE, "step_id").join(_ends(beta), on=SERVER, how="left", maintain_order="left")
-    # Only steps with an event have a known start; those between follow the one before.
+    return _with_training(timeline.sort(*ENGINE, "step_id"), beta).filter("in_training").drop("in_training")
+
+
+def _with_training(steps: pl.DataFrame, beta: FittedModel) -> pl.DataFrame:
+    """Add `in_training`, whether a step began before the hold-out of the step model; in step order, engine by engine."""
+    rows = steps.join(_ends(beta), on=SERVER, how="left", maintain_order="left")
+    # Only steps with an event have a known start. Those between follow the one before, and count too: averages over steps
+    # with events alone would be biased towards prompts.
     began = pl.col("ts_start_ns").forward_fill().over(ENGINE)
-    return rows.filter(began < pl.col("holdout_from_ns")).drop("holdout_from_ns")
+    before = (began < pl.col("holdout_from_ns")).fill_null(value=False)
+    return rows.with_columns(in_training=before).drop("holdout_from_ns")
 
 
 def _ends(model: FittedModel) -> pl.DataFrame:
-    return (
-        model.fitted.rows.drop_nulls("holdout_from_ns")
-        .group_by(SERVER)
-        .agg(pl.col("holdout_from_ns").first())
-    )
+    known = model.fitted.rows.drop_nulls("holdout_from_ns")
+    return known.group_by(SERVER).agg(pl.col("holdout_from_ns").first())
 
 
 def _predicted_steps(
@@ -413,16 +402,11 @@ def _predicted_steps(
     """Predict every step whose batch is known, as trained and refitted on the hold-out; add `in_training`."""
     timeline = training.with_roofline(tables.timeline, scope.context)
     rows = training.step_rows(timeline, features, training.constants_of(scope.context), tables.lags)
-    rows = rows.join(_ends(beta), on=SERVER, how="left", maintain_order="left")
-    # Only steps with an event have a known start. The steps between them count too: averages over steps with events alone
-    # would be biased towards prompts.
-    began = pl.col("ts_start_ns").forward_fill().over(ENGINE)
-    in_training = (began < pl.col("holdout_from_ns")).fill_null(value=False)
-    rows = rows.with_columns(in_training=in_training)
+    rows = _with_training(rows, beta)
     # With scheduling ahead an idle engine starts with a step in which nothing executes: it lasts as long as schedule().
     empty = pl.col("is_empty").fill_null(value=False)
-    filling = rows.filter(empty & in_training & ~pl.col("idle_after") & (pl.col("interval_steps") == 1))
-    empty_us = filling["cycle_us"].median()
+    alone = pl.col("in_training") & ~pl.col("idle_after") & (pl.col("interval_steps") == 1)
+    empty_us = rows.filter(empty & alone)["cycle_us"].median()
     known = pl.col("is_empty").is_not_null()
     refitted = replace(beta.fitted, regimes=refit_on_holdout(beta.fitted))
     filled = pl.when(empty).then(pl.lit(empty_us or 0.0)).when(known)
@@ -431,15 +415,6 @@ def _predicted_steps(
         "in_training",
         predicted_us=filled.then(pl.Series(_step_times(beta.fitted, rows))),
         refit_us=filled.then(pl.Series(_step_times(refitted, rows))),
-    )
-
-
-def _forced(requests: pl.DataFrame, steps: pl.DataFrame, tables: ScopeTables) -> pl.DataFrame:
-    """Compose the requests from the predicted steps; add refit_prefill_us and refit_decode_us from the refitted ones."""
-    waits, lags = tables.requeue_waits, tables.lags
-    refitted = teacher_forced(requests, steps.with_columns(predicted_us="refit_us"), waits, lags)
-    return teacher_forced(requests, steps, waits, lags).with_columns(
-        refit_prefill_us=refitted["forced_prefill_us"], refit_decode_us=refitted["forced_decode_us"]
     )
 
 
