@@ -57,17 +57,15 @@ def step_clock(timeline: pl.DataFrame) -> StepClock:
         follows=(pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1).fill_null(value=False),
         idle_before=idle.shift(1).over(ENGINE).fill_null(value=False),
     )
-    counts = known.group_by(ENGINE, maintain_order=True).len()
-    ends = counts["len"].cum_sum().to_list()
-    keys = counts.select(ENGINE).rows()
-    bounds = {key: (end - n, end) for key, n, end in zip(keys, counts["len"].to_list(), ends, strict=True)}
-    columns = (
-        known["ts_start_ns"].to_numpy().astype(float),
-        known["follows"].to_numpy(),
-        known["idle_before"].to_numpy(),
-    )
+    counts = known.group_by(ENGINE, maintain_order=True).len().with_columns(end=pl.col("len").cum_sum())
     start_sd = known.select(pl.col("start_sd_us").median().cast(pl.Float64)).item() or 0.0
-    return StepClock(*columns, bounds, TOLERANCE_SDS * start_sd)
+    return StepClock(
+        starts=known["ts_start_ns"].to_numpy().astype(float),
+        follows=known["follows"].to_numpy(),
+        idle_before=known["idle_before"].to_numpy(),
+        bounds={tuple(engine): (end - rows, end) for *engine, rows, end in counts.iter_rows()},
+        tolerance_us=TOLERANCE_SDS * start_sd,
+    )
 
 
 Clocks = tuple[StepClock, StepClock]
@@ -85,6 +83,10 @@ def interpolated_clock(timeline: pl.DataFrame) -> StepClock:
     between = start.cast(pl.Float64).interpolate_by("step_id").round().cast(pl.Int64)
     filled = pl.when(start.is_null() & ~idle.over(ENGINE)).then(between.over(ENGINE)).otherwise(start)
     return step_clock(ordered.with_columns(ts_start_ns=filled))
+
+
+def _clocks(timeline: pl.DataFrame) -> Clocks:
+    return step_clock(timeline), interpolated_clock(timeline)
 
 
 def _next_start(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Integers:
@@ -147,7 +149,7 @@ def admission_with_clock(
     Returns:
         Predictions in us, clipped at 0, and for which rows the clock knows enough; shape (n,) each.
     """
-    return _by_clocks(rows, (step_clock(timeline), interpolated_clock(timeline)), wait_us, done_us, offset_us)
+    return _by_clocks(rows, _clocks(timeline), wait_us, done_us, offset_us)
 
 
 def _by_clocks(
@@ -272,8 +274,7 @@ def predict_admission(fitted: FittedBoundary, rows: pl.DataFrame, timeline: pl.D
 
     `rows` are all admission rows of their servers: the wait for the API process depends on the requests before.
     """
-    clocks = step_clock(timeline), interpolated_clock(timeline)
-    return _predict(fitted, _with_done(fitted, rows), clocks)
+    return _predict(fitted, _with_done(fitted, rows), _clocks(timeline))
 
 
 def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | None:
@@ -285,7 +286,8 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
     Returns:
         The model; null where the boundary of fewer than `MIN_TRAIN_ROWS` training requests is known.
     """
-    clock = step_clock(timeline)
+    clocks = _clocks(timeline)
+    clock = clocks[0]
     marked = mark_bursts(linear.rows)
     train = counted(marked, "train")
     if int((true_boundary(train, clock) >= 0).sum()) < MIN_TRAIN_ROWS:
@@ -307,7 +309,6 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
         replace(linear.validation, bursts=find_bursts(marked)),
     )
     rows = _with_done(fitted, marked)
-    clocks = clock, interpolated_clock(timeline)
     return _validated(fitted, counted(rows, "train"), counted(rows, "holdout"), clocks)
 
 
@@ -318,7 +319,8 @@ def _constants(
     slope = per_token * train["prompt_tokens"].fill_null(0).to_numpy()
     truth = true_boundary(train, clock)
     known = truth >= 0
-    offset = _offset(train, clock, truth, known) if known.any() else 0.0
+    queued = (train["ts_ns"] + train["y"] * 1e3).to_numpy()
+    offset = float(np.median((queued - clock.starts[truth])[known])) / 1e3 if known.any() else 0.0
     # Requests that met an idle engine measure the work directly, which few known boundaries cannot improve on.
     if idle_work is not None and int(known.sum()) < MIN_TRAIN_ROWS:
         return idle_work, offset
@@ -366,11 +368,6 @@ def _work_of_idle(train: pl.DataFrame, clock: StepClock) -> tuple[float, float |
     two_errors = 2 * float(error.std()) / spread if spread > 0 else np.inf
     slope = float(line.coef_[0])
     return (slope, line.intercept_) if slope > two_errors else (0.0, constant)
-
-
-def _offset(train: pl.DataFrame, clock: StepClock, truth: Integers, known: Flags) -> float:
-    queued = train["ts_ns"].to_numpy()[known] + train["y"].to_numpy()[known] * 1e3
-    return float(np.median(queued - clock.starts[truth[known]])) / 1e3
 
 
 def _with_done(fitted: FittedBoundary, rows: pl.DataFrame) -> pl.DataFrame:

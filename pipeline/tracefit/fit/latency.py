@@ -346,7 +346,7 @@ def compose_latencies(
         refit_prefill_us=refitted["forced_prefill_us"], refit_decode_us=refitted["forced_decode_us"]
     )
     rows = _with_overheads(rows, tables, named)
-    rows = _with_averages(rows, steps, scope, tables, named, features)
+    rows = _with_averages(rows, steps, scope, tables, named, beta.fitted, features)
     return ComposedLatencies(_measured(_composed(rows)))
 
 
@@ -357,15 +357,13 @@ def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.
     hold-out.
     """
     rows = requests.with_columns(at_ns=pl.coalesce("arrival_ns", "queued_ns"))
+    begins = {target.model: target.begins for target in targets.TARGETS}
     sides = []
-    begins = [*((target.model, target.begins) for target in targets.TARGETS), ("beta", targets.STEP_BEGINS)]
-    for name, event in begins:
-        model = next((m for m in models if m.name == name or m.name.split(".")[0] == name), None)
-        if model is None:
-            continue
-        ends = _ends(model).rename({"holdout_from_ns": f"{name}_from_ns"})
+    for model in models:
+        ends = _ends(model).rename({"holdout_from_ns": f"{model.name}_from_ns"})
         rows = rows.join(ends, on=SERVER, how="left", maintain_order="left")
-        sides.append(pl.col(event) >= pl.col(f"{name}_from_ns"))
+        event = begins.get(model.name, targets.STEP_BEGINS)
+        sides.append(pl.col(event) >= pl.col(f"{model.name}_from_ns"))
     # A missing event decides nothing, the others do. A server without rows in any model has no hold-out.
     held_out = pl.all_horizontal(side.fill_null(value=True) for side in sides) & pl.any_horizontal(sides)
     trained = pl.all_horizontal(~side.fill_null(value=False) for side in sides)
@@ -439,13 +437,12 @@ def _with_overheads(
         if model is None:
             rows = rows.with_columns(pl.lit(None, pl.Float64).alias(column))
             continue
-        predicted_rows = model.fitted.rows
-        predicted = (
-            predict_admission(model.boundary, predicted_rows, tables.timeline)
-            if model.boundary
-            else predict_regimes(model.fitted.regimes, predicted_rows)
-        )
-        keyed = predicted_rows.select(*REQUEST, pl.Series(column, predicted)).drop_nulls("core_request_id")
+        fitted = model.fitted
+        if model.boundary:
+            predicted = predict_admission(model.boundary, fitted.rows, tables.timeline)
+        else:
+            predicted = predict_regimes(fitted.regimes, fitted.rows)
+        keyed = fitted.rows.select(*REQUEST, pl.Series(column, predicted)).drop_nulls("core_request_id")
         rows = rows.join(keyed.unique(REQUEST), on=REQUEST, how="left", maintain_order="left")
     return rows
 
@@ -456,34 +453,28 @@ def _with_averages(
     scope: ModelScope,
     tables: ScopeTables,
     models: Mapping[str, FittedModel],
+    beta: LinearFit,
     features: FeatureSet,
 ) -> pl.DataFrame:
     """Add the predictions from averages over each run's training part: a run is one workload."""
-    beta = next(m.fitted for name, m in models.items() if name.startswith("beta."))
     constants = training.constants_of(scope.context)
 
     def step_time(timeline: pl.DataFrame) -> Vector:
         offered = training.with_roofline(timeline, scope.context)
         return _step_times(beta, add_features(offered, features, constants))
 
-    predicted = []
-    for (run,), requests in _groups(rows, ["run_id"]):
-        averages = averages_of(
-            steps.filter(pl.col("in_training") & (pl.col("run_id") == run)),
-            requests.filter(pl.col("split") == "train"),
-        )
-        of_run = averages_only(
+    def of_run(run: str, requests: pl.DataFrame) -> pl.DataFrame:
+        trained = steps.filter(pl.col("in_training") & (pl.col("run_id") == run))
+        return averages_only(
             requests,
-            averages,
+            averages_of(trained, requests.filter(pl.col("split") == "train")),
             step_time,
-            overheads_us={
-                target.name: _expected(models.get(target.model), requests, run) for target in targets.TARGETS
-            },
+            overheads_us={t.name: _expected(models.get(t.model), requests, run) for t in targets.TARGETS},
             token_budget=scope.context.settings.max_num_batched_tokens,
             lag_steps=max((lag for (run_id, _), lag in tables.lags.items() if run_id == run), default=0),
         )
-        predicted.append(of_run)
-    return pl.concat(predicted)
+
+    return pl.concat(of_run(run, requests) for (run,), requests in _groups(rows, ["run_id"]))
 
 
 def _expected(model: FittedModel | None, rows: pl.DataFrame, run: str) -> pl.Series | float | None:
@@ -581,16 +572,15 @@ def _groups(rows: pl.DataFrame, by: list[str]) -> Iterator[tuple[tuple[Any, ...]
 
 def _errors(rows: pl.DataFrame, name: str, median: float | None) -> tuple[Metrics, Metrics, Metrics, Metrics]:
     """Return the fields of `LatencyErrors`."""
+
+    def against(way: str) -> Metrics:
+        known = rows.drop_nulls(f"{way}_{name}")
+        predicted = np.maximum(known[f"{way}_{name}"].to_numpy().astype(float), 0.0)
+        return measure(known["actual"].to_numpy().astype(float), predicted)
+
     actual = rows["actual"].to_numpy().astype(float)
     baseline = NO_ROWS if median is None else measure(actual, np.full(len(actual), median))
-    forced, refit, mean = (_against(rows, f"{way}_{name}") for way in (*_FORCED, "mean"))
-    return forced, refit, mean, baseline
-
-
-def _against(rows: pl.DataFrame, column: str) -> Metrics:
-    known = rows.filter(pl.col(column).is_not_null())
-    predicted = np.maximum(known[column].to_numpy().astype(float), 0.0)
-    return measure(known["actual"].to_numpy().astype(float), predicted)
+    return against("forced"), against("refit"), against("mean"), baseline
 
 
 def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:

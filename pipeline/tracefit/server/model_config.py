@@ -187,8 +187,7 @@ def parse_architecture(text: bytes | str, *, where: str, name: str | None = None
     heads = config.required(*_HEADS, most=_MOST_HEADS)
     latent = _latent(config)
     experts = _experts(config, layers)
-    quantization = parse_quantization(config.quantization(), where=where)
-    config.assumed.extend(quantization.assumed)
+    quantization = _quantization(config)
     dtype = _dtype(config)
     size = bytes_of_dtype(dtype, key="torch_dtype", where=where)
     return ModelArchitecture(
@@ -286,17 +285,6 @@ class _Config:
             raise UsageError(f"{key} must be a list of {wanted}", where=self.where)
         number = whole_number(least, most)
         return [validated(number, item, key=key, where=self.where) for item in value]
-
-    def quantization(self) -> Document | None:
-        """Return the quantization section, at the top or in the nested part."""
-        value = self.get("quantization_config")
-        if value is None:
-            value = self.get("compression_config")
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            raise UsageError(f"quantization_config is {kind_of(value)}, not an object", where=self.where)
-        return value
 
 
 def _open_config(document: Document, *, where: str) -> _Config:
@@ -609,19 +597,40 @@ _BITS = ("bits", "w_bit", "weight_bits", "num_bits")
 _LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """Bytes per element of a quantized model's matrices; None is the model's own data type.
+def _quantization(config: _Config) -> _Quantization:
+    """Read the `quantization_config` section.
 
-    Attributes:
-        method: Name of the method, or None for a model that is not quantized.
-        attention_bytes: Attention matrices.
-        ffn_bytes: Dense and shared FFN matrices.
-        expert_bytes: Routed experts.
-        kv_bytes: Cached keys and values.
-        fp8_compute: Matrix products run in fp8.
-        assumed: What the section did not state.
+    Bits come from `bits` (GPTQ, AWQ), `config_groups.*.weights.num_bits` (compressed-tensors, the widest group),
+    `load_in_4bit`/`load_in_8bit` (bitsandbytes), or the method's name (fp8, mxfp4, …). Embedding, output head and router stay
+    in the model's data type under every method.
     """
+    section = config.get("quantization_config")
+    if section is None:
+        section = config.get("compression_config")
+    if section is None:
+        return _Quantization()
+    if not isinstance(section, Mapping):
+        raise UsageError(f"quantization_config is {kind_of(section)}, not an object", where=config.where)
+    method, where = _method(section), config.where
+    size = _weight_bytes(section, method, where=where)
+    if size is None:
+        config.assumed.append(
+            f"weights in the model's data type assumed: quantization {excerpt(method)} states no bits"
+        )
+    only_experts = method in _EXPERT_ONLY_METHODS
+    return _Quantization(
+        method,
+        attention_bytes=None if only_experts or _leaves_out_attention(section) else size,
+        ffn_bytes=None if only_experts else size,
+        expert_bytes=size,
+        kv_bytes=_kv_bytes(section, where=where),
+        fp8_compute=_computes_in_fp8(section, method),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantization:
+    """Bytes per element of a quantized model's matrices; None is the model's own data type."""
 
     method: str | None = None
     attention_bytes: float | None = None
@@ -629,38 +638,6 @@ class Quantization:
     expert_bytes: float | None = None
     kv_bytes: float | None = None
     fp8_compute: bool = False
-    assumed: tuple[str, ...] = ()
-
-
-NOT_QUANTIZED = Quantization()
-
-
-def parse_quantization(section: Document | None, *, where: str) -> Quantization:
-    """Interpret a `quantization_config` section.
-
-    Bits come from `bits` (GPTQ, AWQ), `config_groups.*.weights.num_bits` (compressed-tensors, the widest
-    group), `load_in_4bit`/`load_in_8bit` (bitsandbytes), or the method's name (fp8, mxfp4, …). Embedding,
-    output head and router stay in the model's data type under every method.
-
-    Raises:
-        UsageError: A bit count is not valid.
-    """
-    if section is None:
-        return NOT_QUANTIZED
-    method = _method(section)
-    size = _weight_bytes(section, method, where=where)
-    found = Quantization(
-        method=method,
-        expert_bytes=size,
-        ffn_bytes=None if method in _EXPERT_ONLY_METHODS else size,
-        attention_bytes=None if method in _EXPERT_ONLY_METHODS or _leaves_out_attention(section) else size,
-        kv_bytes=_kv_bytes(section, where=where),
-        fp8_compute=_computes_in_fp8(section, method),
-    )
-    if size is None:
-        note = f"weights in the model's data type assumed: quantization {excerpt(method)} states no bits"
-        return replace(found, assumed=(note,))
-    return found
 
 
 def _method(section: Document) -> str:
