@@ -29,11 +29,11 @@ from tracefit.fit.fitted import (
     predict_regimes,
     target_of,
 )
-from tracefit.fit.load import phases_of_servers
+from tracefit.fit.load import phases_of_servers, with_phases
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, StepPhase, SummedTime
 from tracefit.fit.select import FOLDS, choose_penalty, max_inflations, time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
-from tracefit.fit.train import Design, design_of
+from tracefit.fit.train import Design, design_of, estimator_of
 from tracefit.fit.validation import measure, reference
 from tracefit.tables.keys import SERVER
 
@@ -189,10 +189,7 @@ def _refitted(regime: FittedRegime, held: pl.DataFrame) -> FittedRegime:
     kept = [t for t in regime.terms if t.feature not in data.columns]
     # Terms that keep their value are subtracted: the others are fitted to what is left.
     kept_us = matrix(held, [t.feature.name for t in kept]) @ np.array([t.value for t in kept])
-    model = RobustLinear(
-        regime.choice.penalty, regime.choice.strength, positive=regime.signs.of(data.columns)
-    )
-    model.fit(data.x, data.y - kept_us, data.weights)
+    model = estimator_of(regime, data.columns).fit(data.x, data.y - kept_us, data.weights)
     terms = (*linear_terms(data.columns, model.coef_, data.x), *kept)
     return replace(regime, intercept=model.intercept_, terms=terms)
 
@@ -203,25 +200,18 @@ def errors_by_phase(
     """Measure a step-time model on the held-out rows of each phase; servers without requests have no phases."""
     phases = phases_of_servers(requests.select(*SERVER, at_ns=pl.coalesce("arrival_ns", "queued_ns")))
     median = float(np.median(target_of(counted(fitted.rows, "train"))))
-    held = (
-        evaluation_rows(counted(fitted.rows, "holdout"), eval_filter)
-        .drop_nulls("ts_ns")
-        .sort(*SERVER, "ts_ns")
-    )
+    held = evaluation_rows(counted(fitted.rows, "holdout"), eval_filter).drop_nulls("ts_ns")
+    rows = with_phases(held.sort(*SERVER, "ts_ns"), "ts_ns", phases).drop_nulls("phase")
     found = []
-    for (run, server), rows in held.group_by(SERVER, maintain_order=True):
-        if (server_phases := phases.get((str(run), str(server)))) is None:
-            continue
-        with_phase = rows.with_columns(phase=server_phases.numbers(rows["ts_ns"]))
-        for (number,), phase_rows in with_phase.group_by("phase", maintain_order=True):
-            actual = target_of(phase_rows)
-            found.append(
-                StepPhase(
-                    **vars(server_phases.phases[int(str(number))]),
-                    holdout=measure(actual, predict_regimes(fitted.regimes, phase_rows)),
-                    baseline=measure(actual, np.full(len(actual), median)),
-                )
+    for (run, server, number), phase_rows in rows.group_by(*SERVER, "phase", maintain_order=True):
+        actual = target_of(phase_rows)
+        found.append(
+            StepPhase(
+                **vars(phases[str(run), str(server)].phases[int(str(number))]),
+                holdout=measure(actual, predict_regimes(fitted.regimes, phase_rows)),
+                baseline=measure(actual, np.full(len(actual), median)),
             )
+        )
     return tuple(found)
 
 
@@ -262,11 +252,7 @@ def load_cut(load: Vector) -> float | None:
     return cut if lower >= MIN_TRAIN_ROWS and load.size - lower >= MIN_HOLDOUT_ROWS else None
 
 
-def error_beyond(
-    data: Design,
-    load: Vector,
-    options: FitOptions,
-) -> float | None:
+def error_beyond(data: Design, load: Vector, options: FitOptions) -> float | None:
     """Fit the lower half of the load and return the mean absolute error on the upper half; null where rows are too few.
 
     Features, penalty and coefficients are all chosen anew on the lower half, as in a fit of that half alone.
@@ -324,10 +310,8 @@ def load_extrapolation(
 
 def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorOverLoad | None:
     """Measure a model on held-out rows in groups of equal size by load; null where there are no rows."""
-    used, held = (
-        counted(fitted.rows, "train"),
-        evaluation_rows(counted(fitted.rows, "holdout"), options.eval_filter),
-    )
+    used = counted(fitted.rows, "train")
+    held = evaluation_rows(counted(fitted.rows, "holdout"), options.eval_filter)
     if not used.height or not held.height:
         return None
     held = held.sort(LOAD)

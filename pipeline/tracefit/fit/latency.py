@@ -27,7 +27,7 @@ from tracefit.features.sets import add_features
 from tracefit.fit.boundary import expected_admission, predict_admission
 from tracefit.fit.fitted import predict_regimes
 from tracefit.fit.holdout import refit_on_holdout
-from tracefit.fit.load import phases_of_servers
+from tracefit.fit.load import phases_of_servers, with_phases
 from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
 from tracefit.fit.splits import counted
 from tracefit.fit.validation import distribution, measure
@@ -532,12 +532,7 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
 
 def _measured(rows: pl.DataFrame) -> dict[str, Latency]:
     phases = phases_of_servers(rows)
-    with_phase = pl.concat(
-        requests.with_columns(phase=phases[run, server].numbers(requests["at_ns"]))
-        if (run, server) in phases
-        else requests.with_columns(phase=pl.lit(None, pl.Int64))
-        for (run, server), requests in _groups(rows, SERVER)
-    )
+    with_phase = with_phases(rows.sort(SERVER, maintain_order=True), "at_ns", phases)
     return {name: _latency(with_phase, name, phases) for name in MEASURED}
 
 

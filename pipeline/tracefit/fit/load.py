@@ -20,7 +20,7 @@ from tracefit.fit.results import Overload, Phase, QueuePeriod
 from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tracefit.statistics import Integers, Vector
 
@@ -57,6 +57,18 @@ def phases_of_servers(arrivals: pl.DataFrame) -> dict[tuple[str, str], ServerPha
         since_s = ((at - at[0]) / 1e9).to_numpy()
         found[str(run), str(server)] = ServerPhases(int(at[0]), find_phases(since_s, str(run), str(server)))
     return found
+
+
+def with_phases(rows: pl.DataFrame, at: str, phases: Mapping[tuple[str, str], ServerPhases]) -> pl.DataFrame:
+    """Add `phase`, the number of the phase of its server that each row's time falls in; null for a server without phases."""
+    if not rows.height:
+        return rows.with_columns(phase=pl.lit(None, pl.Int64))
+    return pl.concat(
+        requests.with_columns(
+            phase=phases[server].numbers(requests[at]) if server in phases else pl.lit(None, pl.Int64)
+        )
+        for server, requests in rows.group_by(SERVER, maintain_order=True)
+    )
 
 
 def find_phases(arrivals_s: Vector, run_id: str, server: str) -> tuple[Phase, ...]:

@@ -73,51 +73,28 @@ def usable_features(
     """
     kept: list[int] = []
     left_out: list[OmittedFeature] = []
-    basis = _Basis(rows=len(x), most=len(names))
+    # Fortran order: columns are added and multiplied one by one.
+    vectors, units = np.empty((len(x), len(names) + 1), order="F"), np.empty((len(x), len(names)), order="F")
+    vectors[:, 0] = 1 / np.sqrt(max(len(x), 1))
     for index, name in enumerate(names):
-        column = x[:, index]
-        reason = _unusable(column)
+        reason = _unusable(x[:, index])
         if reason is None:
-            unit = _standardised(column)
-            residual = basis.residual(unit)
+            basis = vectors[:, : len(kept) + 1]
+            unit = _standardised(x[:, index])
+            residual = unit - basis @ (unit @ basis)
+            # Projecting twice removes what rounding left of the first time ("twice is enough", Kahan).
+            residual -= basis @ (residual @ basis)
             # 1 - R^2: the share of the feature's variance that the kept features leave unexplained.
             unexplained = float(residual @ residual)
             if unexplained * (limits[index] if limits else MAX_VIF) >= 1:
-                basis.add(unit, residual)
+                vectors[:, len(kept) + 1] = residual / np.linalg.norm(residual)
+                units[:, len(kept)] = unit
                 kept.append(index)
                 continue
-            reason = _collinear(names[kept[basis.nearest(unit)]], unexplained)
+            nearest = int(np.argmax(np.abs(unit @ units[:, : len(kept)])))
+            reason = _collinear(names[kept[nearest]], unexplained)
         left_out.append(OmittedFeature(name, reason))
     return kept, left_out
-
-
-class _Basis:
-    """Orthonormal basis of a constant and the features added so far, all of shape (rows,)."""
-
-    def __init__(self, *, rows: int, most: int) -> None:
-        # Fortran order: columns are added and multiplied one by one.
-        self._vectors = np.empty((rows, most + 1), order="F")
-        self._vectors[:, 0] = 1 / np.sqrt(max(rows, 1))
-        self._units = np.empty((rows, most), order="F")
-        self._size = 0
-
-    def residual(self, unit: Vector) -> Vector:
-        """Return what the basis does not explain of a feature."""
-        vectors = self._vectors[:, : self._size + 1]
-        residual = unit - vectors @ (unit @ vectors)
-        # Projecting twice removes what rounding left of the first time ("twice is enough", Kahan).
-        residual -= vectors @ (residual @ vectors)
-        return residual
-
-    def add(self, unit: Vector, residual: Vector) -> None:
-        """Add a feature, given with its residual."""
-        self._vectors[:, self._size + 1] = residual / np.linalg.norm(residual)
-        self._units[:, self._size] = unit
-        self._size += 1
-
-    def nearest(self, unit: Vector) -> int:
-        """Return the index of the added feature with the largest absolute correlation."""
-        return int(np.argmax(np.abs(unit @ self._units[:, : self._size])))
 
 
 def _standardised(column: Vector) -> Vector:
