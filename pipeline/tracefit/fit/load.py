@@ -20,7 +20,7 @@ from tracefit.fit.results import Overload, Phase, QueuePeriod
 from tracefit.tables.keys import SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.statistics import Integers, Vector
 
@@ -153,9 +153,8 @@ def find_overloads(
     for run_id in run_ids:
         run_requests, run_steps = (frame.filter(pl.col("run_id") == run_id) for frame in (requests, steps))
         queued = _growing_queues(run_requests, run_steps)
-        reasons = [*_failures(run_requests), *_preemptions(run_requests, run_steps), *_longest(queued)]
-        if reasons:
-            found.append(Overload(run_id, tuple(reasons), queued=queued))
+        if reasons := tuple(_broken_rules(run_requests, run_steps, queued)):
+            found.append(Overload(run_id, reasons, queued=queued))
     return tuple(found)
 
 
@@ -173,30 +172,20 @@ def runs_to_fit(
     return list(run_ids), tuple(replace(one, trained_on=True) for one in overloads)
 
 
-def _failures(requests: pl.DataFrame) -> list[str]:
+def _broken_rules(
+    requests: pl.DataFrame, steps: pl.DataFrame, queued: tuple[QueuePeriod, ...]
+) -> Iterator[str]:
     ended = requests["finish_status"].drop_nulls()
     share = int(ended.is_in(_FAILED).sum()) / ended.len() if ended.len() else 0.0
-    return [f"{100 * share:.1f} % of requests failed or were given up"] if share > MAX_FAILED_SHARE else []
-
-
-def _preemptions(requests: pl.DataFrame, steps: pl.DataFrame) -> list[str]:
-    if not requests.height:
-        return []
+    if share > MAX_FAILED_SHARE:
+        yield f"{100 * share:.1f} % of requests failed or were given up"
     # Journeys and steps may each be sampled: either count is a lower bound.
     count = max(int(requests["num_preemptions"].sum() or 0), int(steps["num_preempted"].sum() or 0))
-    each = count / requests.height
-    return (
-        [f"{count} preemptions of {requests.height} requests"] if each > MAX_PREEMPTIONS_PER_REQUEST else []
-    )
-
-
-def _longest(queued: tuple[QueuePeriod, ...]) -> list[str]:
-    if not queued:
-        return []
-    longest = max(queued, key=lambda period: period.share)
-    return [
-        f"a queue of up to {longest.peak} requests did not empty for {100 * longest.share:.0f} % of the run"
-    ]
+    if requests.height and count / requests.height > MAX_PREEMPTIONS_PER_REQUEST:
+        yield f"{count} preemptions of {requests.height} requests"
+    if queued:
+        longest = max(queued, key=lambda period: period.share)
+        yield f"a queue of up to {longest.peak} requests did not empty for {100 * longest.share:.0f} % of the run"
 
 
 def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[QueuePeriod, ...]:
@@ -204,6 +193,8 @@ def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[QueueP
     # A period begins with the first request that waits and ends when none does.
     periods = (
         depth.with_columns(
+            # Each depth lasts until the next event of its server.
+            until_ns=pl.coalesce(pl.col("ts_ns").shift(-1).over("server"), "ts_ns"),
             period=(pl.col("waiting") == 0).cum_sum().over("server"),
             length=(pl.col("ts_ns").max() - pl.col("ts_ns").min()).over("server"),
         )
@@ -229,17 +220,9 @@ def _depth_by_journeys(requests: pl.DataFrame) -> pl.DataFrame:
         for name, change in (("queued_ns", 1), ("first_scheduled_ns", -1))
         # An arrival before a departure with the same stamp: otherwise the depth would drop below zero for a moment.
     ).sort("server", "ts_ns", "change", descending=[False, False, True])
-    return _until(events.with_columns(waiting=pl.col("change").cum_sum().over("server")))
+    return events.with_columns(waiting=pl.col("change").cum_sum().over("server"))
 
 
 def _depth_by_steps(steps: pl.DataFrame) -> pl.DataFrame:
-    known = steps.filter(pl.col("ts_start_ns").is_not_null() & pl.col("waiting_depth").is_not_null())
-    return _until(
-        known.select("server", ts_ns="ts_start_ns", waiting="waiting_depth").sort("server", "ts_ns")
-    )
-
-
-def _until(depth: pl.DataFrame) -> pl.DataFrame:
-    """Add `until_ns`, the end of each depth: the next event of its server."""
-    following = pl.col("ts_ns").shift(-1).over("server")
-    return depth.with_columns(until_ns=pl.coalesce(following, "ts_ns"))
+    known = steps.drop_nulls(["ts_start_ns", "waiting_depth"])
+    return known.select("server", ts_ns="ts_start_ns", waiting="waiting_depth").sort("server", "ts_ns")
