@@ -183,7 +183,9 @@ def compile_set(
     for feature in features.features:
         where = _where(feature, features)
         node = _parsed(feature.formula, where)
-        _check_names(node, known, where=where)
+        for name in sorted(names_in(node) - known):
+            close = known_names(name, sorted(known), most=_SUGGESTIONS)
+            raise UsageError(f"needs {excerpt(name)}, which is not known", where=where, hint=close)
         if feature.name in columns and node != Name(feature.name):
             raise UsageError(
                 "has the name of a column and other values", where=where, hint="rename the feature"
@@ -200,16 +202,6 @@ def _where(feature: Feature, features: FeatureSet) -> str:
 @lru_cache(maxsize=1024)
 def _parsed(formula: str, where: str) -> Node:
     return parse_formula(formula, where=where)
-
-
-def _check_names(node: Node, known: Collection[str], *, where: str) -> None:
-    for name in sorted(names_in(node)):
-        if name not in known:
-            raise UsageError(
-                f"needs {excerpt(name)}, which is not known",
-                where=where,
-                hint=known_names(name, sorted(known), most=_SUGGESTIONS),
-            )
 
 
 # -- files -----------------------------------------------------------------------------------------------

@@ -85,14 +85,13 @@ def constants_of(context: RunContext) -> dict[str, float | None]:
 def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
     """Add the roofline terms of every step (null without model and GPU) and its amounts of work (null without model)."""
     model, gpu, tp = context.architecture, context.gpu, context.settings.tensor_parallel or 1
-    if model is None:
-        return timeline.with_columns(
-            pl.lit(None, pl.Float64).alias(name) for name in (*WORK_TERMS, *ROOFLINE_TERMS)
-        )
-    timeline = add_work(timeline, model, tp=tp)
-    if gpu is None:
-        return timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in ROOFLINE_TERMS)
-    return add_roofline(timeline, model, gpu, tp=tp)
+    terms = (*WORK_TERMS, *ROOFLINE_TERMS)
+    timeline = timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in terms)
+    if model is not None:
+        timeline = add_work(timeline, model, tp=tp)
+        if gpu is not None:
+            timeline = add_roofline(timeline, model, gpu, tp=tp)
+    return timeline
 
 
 def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
@@ -104,16 +103,14 @@ def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
         known |= work_formulas(model, tp=tp)
         known |= roofline_formulas(model, gpu, tp=tp) if gpu is not None else {}
     found: dict[str, str] = {}
-    wanted = set().union(*(_names(formula) for formula in formulas))
     # A definition may use further names: repeat until no new one appears.
-    while wanted := {name for name in wanted if name in known and name not in found}:
-        found |= {name: known[name] for name in wanted}
-        wanted = set().union(*(_names(found[name]) for name in wanted))
+    pending = list(formulas)
+    while pending:
+        names = set().union(*(names_in(parse_formula(formula, where="feature")) for formula in pending))
+        new = {name: known[name] for name in names & known.keys() - found.keys()}
+        found |= new
+        pending = list(new.values())
     return dict(sorted(found.items()))
-
-
-def _names(formula: str) -> frozenset[str]:
-    return names_in(parse_formula(formula, where="feature"))
 
 
 # -- step times ------------------------------------------------------------------------------------------
@@ -170,7 +167,8 @@ def beta_rows(
         return _duration_rows(step_rows(timeline, features, constants, {}), features)
     rows = step_rows(timeline, features, constants, lags)
     # The mean of a linear model is the model of the means: one equation per interval, however many steps it has.
-    means = [_mean_of_all(pl.col(n)).alias(n) for n in features.names]
+    # Null where one of its steps is unknown.
+    means = [pl.when(pl.col(n).null_count() == 0).then(pl.col(n).mean()).alias(n) for n in features.names]
     flags = [pl.col(n).any().alias(n) for n in ("preemption_heavy", "has_prefill", "is_empty")]
     begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null()
     other_engine = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in ENGINE)
@@ -210,11 +208,6 @@ def _duration_rows(rows: pl.DataFrame, features: FeatureSet) -> pl.DataFrame:
 def _with_reason(rows: pl.DataFrame, idle: pl.Expr) -> pl.DataFrame:
     reason = pl.when(idle.fill_null(value=False)).then(pl.lit("idle_gap"))
     return rows.with_columns(excluded_reason=reason).sort(*ENGINE, "step_id")
-
-
-def _mean_of_all(column: pl.Expr) -> pl.Expr:
-    """Return the mean over an interval; null where one of its steps is unknown."""
-    return pl.when(column.null_count() == 0).then(column.mean())
 
 
 def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, str], int]) -> pl.DataFrame:
@@ -370,25 +363,19 @@ def _with_queue(rows: pl.DataFrame, queue: pl.DataFrame | None) -> pl.DataFrame:
     if queue is None:
         return rows.with_columns(pl.lit(None, pl.Float64).alias(name) for name in _QUEUE_COLUMNS)
     keys = [*ENGINE, "trace_id", "request_id"]
-    exact = queue.select(
-        *keys,
-        *_QUEUE_COLUMNS,
-        exact_waiting="waiting_ahead",
-        exact_running="running_reqs",
-        exact_free="kv_blocks_free",
-        exact_usage=1 - pl.col("kv_blocks_free") / pl.col("kv_blocks_total"),
-    )
-    rows = rows.join(exact, on=keys, how="left", maintain_order="left")
-    over = {
-        "waiting_depth": "exact_waiting",
-        "running_depth": "exact_running",
-        "kv_blocks_free": "exact_free",
-        "kv_usage_ratio": "exact_usage",
+    exact = {
+        "waiting_depth": pl.col("waiting_ahead"),
+        "running_depth": pl.col("running_reqs"),
+        "kv_blocks_free": pl.col("kv_blocks_free"),
+        "kv_usage_ratio": 1 - pl.col("kv_blocks_free") / pl.col("kv_blocks_total"),
+        # The exact state is that of the instant itself.
+        "state_age_us": pl.when(pl.col("waiting_ahead").is_not_null()).then(0.0),
     }
-    # The exact state is that of the instant itself.
-    age = pl.when(pl.col("exact_waiting").is_not_null()).then(0.0).otherwise("state_age_us")
-    return rows.with_columns(
-        *(pl.coalesce(better, name).alias(name) for name, better in over.items()), state_age_us=age
+    better = queue.select(
+        *keys, *_QUEUE_COLUMNS, *(value.alias(f"exact_{name}") for name, value in exact.items())
+    )
+    return rows.join(better, on=keys, how="left", maintain_order="left").with_columns(
+        pl.coalesce(f"exact_{name}", name).alias(name) for name in exact
     )
 
 
