@@ -254,13 +254,13 @@ class ModelArchitecture:
         """
         if tp < 1:
             raise UsageError(f"tensor_parallel must be at least 1, not {tp}")
-        hint = "check tensor_parallel and the model's config.json"
         if self.heads % tp:
             fault = f"{self.heads} attention heads cannot be divided over {tp} tensor-parallel ranks"
-            raise UsageError(fault, where=self.name, hint=hint)
-        if self.latent is None and self.kv_heads % tp and tp % self.kv_heads:
+        elif self.latent is None and self.kv_heads % tp and tp % self.kv_heads:
             fault = f"{self.kv_heads} KV heads can be neither divided over nor repeated on {tp} tensor-parallel ranks"
-            raise UsageError(fault, where=self.name, hint=hint)
+        else:
+            return
+        raise UsageError(fault, where=self.name, hint="check tensor_parallel and the model's config.json")
 
     # -- FLOPs ---------------------------------------------------------------------------------------
 

@@ -247,7 +247,7 @@ class _Config:
         for key, value in found[1:]:
             if value != found[0][1]:
                 first, other = excerpt(found[0][1]), excerpt(value)
-                raise UsageError(f"{found[0][0]} {first} and {key} {other} contradict", where=self.where)
+                raise self.fault(f"{found[0][0]} {first} and {key} {other} contradict")
         return found[0] if found else None
 
     def integer(self, *keys: str, least: int = 1, most: int = _MOST_WIDTH) -> int | None:
@@ -265,10 +265,12 @@ class _Config:
         value = self.integer(*keys, most=most)
         if value is None:
             spellings = f" (also spelled {', '.join(keys[1:])})" if keys[1:] else ""
-            raise UsageError(
-                f"{keys[0]} is missing{spellings}", where=self.where, hint="is this a whole config.json?"
-            )
+            raise self.fault(f"{keys[0]} is missing{spellings}", hint="is this a whole config.json?")
         return value
+
+    def fault(self, what: str, *, hint: str | None = None) -> UsageError:
+        """Return the error of a config that cannot be."""
+        return UsageError(what, where=self.where, hint=hint)
 
     def flag(self, key: str) -> bool | None:
         """Return true, false, or None for a key that is not set."""
@@ -282,7 +284,7 @@ class _Config:
             return None
         if not isinstance(value, list) or len(value) > _MOST_LAYERS or length not in {None, len(value)}:
             wanted = "numbers" if length is None else f"{length} numbers, one per layer"
-            raise UsageError(f"{key} must be a list of {wanted}", where=self.where)
+            raise self.fault(f"{key} must be a list of {wanted}")
         number = whole_number(least, most)
         return [validated(number, item, key=key, where=self.where) for item in value]
 
@@ -341,9 +343,7 @@ def _kv_heads(config: _Config, heads: int) -> int:
         config.assumed.append("one KV head per attention head assumed: num_key_value_heads is absent")
         return heads
     if heads % kv_heads:
-        raise UsageError(
-            f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}", where=config.where
-        )
+        raise config.fault(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
     return kv_heads
 
 
@@ -352,10 +352,8 @@ def _head_dim(config: _Config, hidden: int, heads: int) -> int:
     if stated is not None:
         return stated
     if hidden % heads:
-        raise UsageError(
-            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}",
-            where=config.where,
-            hint="state head_dim",
+        raise config.fault(
+            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}", hint="state head_dim"
         )
     config.assumed.append(f"head_dim {hidden // heads} derived: hidden_size / num_attention_heads")
     return hidden // heads
@@ -392,9 +390,7 @@ def _experts(config: _Config, layers: int) -> _Experts:
         return _Experts()
     per_token = config.required(*_EXPERTS_PER_TOKEN, most=_MOST_HEADS)
     if per_token > count:
-        raise UsageError(
-            f"num_experts_per_tok {per_token} is more than the {count} experts there are", where=config.where
-        )
+        raise config.fault(f"num_experts_per_tok {per_token} is more than the {count} experts there are")
     width = config.integer("moe_intermediate_size")
     # Mixtral and Phi-MoE have experts alone, whose width stands where others have the dense FFN's.
     if width is None:
@@ -479,15 +475,14 @@ def _windows(config: _Config, layers: int) -> tuple[int | None, ...]:
 def _windows_by_type(config: _Config, kinds: object, layers: int) -> tuple[int | None, ...]:
     """Return windows from a list that names each layer's kind of attention."""
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise UsageError(f"layer_types must be a list of {layers} names, one per layer", where=config.where)
+        raise config.fault(f"layer_types must be a list of {layers} names, one per layer")
     keys = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     used = {kind for kind in kinds if isinstance(kind, str)}
     unknown = used - {*keys, "full_attention"}
     if unknown or len([kind for kind in kinds if isinstance(kind, str)]) < layers:
         named = excerpt(min(unknown, default="that are no text"))
-        raise UsageError(
+        raise config.fault(
             f"layer_types has layers {named}, which is not supported",
-            where=config.where,
             hint=f"supported: full_attention, {', '.join(keys)}",
         )
     windows = {kind: config.required(key, most=_MOST_ROWS) for kind, key in keys.items() if kind in used}
@@ -503,7 +498,7 @@ def _chunks(config: _Config, layers: int) -> tuple[int | None, ...]:
         interval = config.required("no_rope_layer_interval")
         rotary = [int((layer + 1) % interval != 0) for layer in range(layers)]
     if len(rotary) != layers:
-        raise UsageError(f"no_rope_layers must have {layers} numbers, one per layer", where=config.where)
+        raise config.fault(f"no_rope_layers must have {layers} numbers, one per layer")
     return tuple(chunk if uses_rotary else None for uses_rotary in rotary)
 
 
@@ -610,7 +605,7 @@ def _quantization(config: _Config) -> _Quantization:
     if section is None:
         return _Quantization()
     if not isinstance(section, Mapping):
-        raise UsageError(f"quantization_config is {kind_of(section)}, not an object", where=config.where)
+        raise config.fault(f"quantization_config is {kind_of(section)}, not an object")
     method, where = _method(section), config.where
     size = _weight_bytes(section, method, where=where)
     if size is None:
@@ -774,13 +769,8 @@ def _with_quantization(arch: ModelArchitecture, method: str) -> ModelArchitectur
     if size is None:
         note = f"weights in the model's data type assumed: quantization {excerpt(method)} is not known"
         return replace(arch, quantization=method, assumed=(*arch.assumed, note))
+    arch = replace(arch, quantization=method, expert_weight_bytes=size)
     if method in _EXPERT_ONLY_METHODS:
-        return replace(arch, quantization=method, expert_weight_bytes=size)
-    return replace(
-        arch,
-        quantization=method,
-        attention_weight_bytes=size,
-        ffn_weight_bytes=size,
-        expert_weight_bytes=size,
-        fp8_compute=method in _FP8_COMPUTE_METHODS,
-    )
+        return arch
+    fp8_compute = method in _FP8_COMPUTE_METHODS
+    return replace(arch, attention_weight_bytes=size, ffn_weight_bytes=size, fp8_compute=fp8_compute)
