@@ -6,7 +6,6 @@ Independent of the project's own generator: what a test expects of a trace can b
 from __future__ import annotations
 
 import base64
-import functools
 import gc
 import json
 import os
@@ -35,7 +34,7 @@ from tracefit.commands.train import TrainOptions, run
 from tracefit.server.architecture import ModelArchitecture
 from tracefit.server.hardware import Gpu
 from tracefit.server.model_config import parse_architecture
-from tracefit.tables.external_sort import SortSpace
+from tracefit.tables.build import BuildLimits
 from tracefit.tables.store import TableStore
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
@@ -362,15 +361,10 @@ def tracefit(monkeypatch, capsys):
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """Cut files, sorts and windows so small that a small run has many of each."""
-    usual = IngestOptions.limits.fget
-    small = property(lambda options: replace(usual(options), block_bytes=20_000))
-    monkeypatch.setattr(IngestOptions, "limits", small)
-    monkeypatch.setattr("tracefit.tables.build.WINDOW_BYTES", 60_000)
-    space = functools.partial(SortSpace, most_held_bytes=4_000, window_bytes=4_000, block_rows=7)
-    monkeypatch.setattr("tracefit.tables.build.SortSpace", space)
-    monkeypatch.setattr("tracefit.tables.store.PIECE_ROWS", 11)
+def small_pieces() -> IngestOptions:
+    """Return options that cut files, windows and sorts so small that a small run has many of each."""
+    limits = BuildLimits(window_bytes=60_000, sorted_bytes=4_000)
+    return IngestOptions(block_bytes=20_000, build=limits, bytes_per_worker=1)
 
 
 @pytest.fixture

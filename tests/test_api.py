@@ -11,7 +11,7 @@ import pytest
 
 import tracefit
 from tracefit.commands.ingest import plan_ingest
-from tracefit.results.models import RunResult, TrainResult
+from tracefit.results.commands import RunResult, TrainResult
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 
@@ -99,6 +99,10 @@ def test_a_result_has_the_tables_of_its_own_runs(trained, new_traces, tmp_path):
     assert set(result.tables) == {p.stem for p in SCHEMAS.glob("*.json")}
     assert {"kv_events", "rejects"} <= set(result.tables)
     assert "timeline" in repr(result.tables)
+    assert (
+        tracefit.scan(result.tables, "steps").collect().height
+        == tracefit.scan(ingested.tables, "steps").collect().height
+    )
     with pytest.raises(KeyError, match="no such"):
         result.tables["no such"]
 

@@ -6,7 +6,7 @@ on the terminal (`tracefit.console.Terminal`).
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Progress(Protocol):
@@ -31,17 +31,23 @@ class Progress(Protocol):
 class NullProgress:
     """Progress that ignores every report."""
 
-    def stage(self, text: str) -> None:
+    def stage(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
-    def note(self, text: str) -> None:
-        """Do nothing."""
+    # One method under all five names: none of them says anything.
+    note = expect = read = warn = stage
 
-    def expect(self, size_bytes: int) -> None:
-        """Do nothing."""
 
-    def read(self, size_bytes: int) -> None:
-        """Do nothing."""
+class KeptWarnings:
+    """Passes every report on, and keeps the warnings for the result of the command."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.warnings: list[str] = []
+        self._progress = progress or NullProgress()
+        self.stage, self.note = self._progress.stage, self._progress.note
+        self.expect, self.read = self._progress.expect, self._progress.read
 
     def warn(self, text: str) -> None:
-        """Do nothing."""
+        """Keep a warning, and pass it on."""
+        self.warnings.append(text)
+        self._progress.warn(text)

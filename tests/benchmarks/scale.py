@@ -29,12 +29,12 @@ from ingesting.layout import draw_layout
 from ingesting.processes import measure
 from ingesting.trace_files import write_trace
 
-from tracefit.commands.ingest import IngestOptions, ingest
-from tracefit.engines import choice
+from tracefit.commands.ingest import ServerOptions, ingest, ingest_inputs
 from tracefit.engines.decode import decode_tasks
-from tracefit.engines.local import LocalEngine
-from tracefit.engines.tasks import TASKS_PER_WORKER
+from tracefit.engines.local import TASKS_PER_WORKER, LocalEngine
 from tracefit.inputs.blocks import BLOCK_BYTES
+from tracefit.inputs.discovery import open_inputs
+from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
 NETWORK_BYTES_S = 1.25e9
@@ -77,7 +77,7 @@ class Constants:
 class _Timed(LocalEngine):
     """One process, with the time that each function takes."""
 
-    def __init__(self, _: int | None) -> None:
+    def __init__(self) -> None:
         super().__init__(1)
         self.seconds = {"decode": 0.0, "build": 0.0}
 
@@ -91,8 +91,7 @@ class _Timed(LocalEngine):
 
 def _split(folder: Path, out: Path) -> dict[str, float]:
     """Ingest in this process; return CPU seconds of decoding, building, the manifest and the rest."""
-    engine = _Timed(None)
-    choice.LocalEngine = lambda _: engine  # type: ignore[misc,assignment]  # in place of the class
+    engine = _Timed()
     commit, spent = TableStore.commit, [0.0]
 
     def timed(store: TableStore, changes: Any) -> None:
@@ -102,10 +101,10 @@ def _split(folder: Path, out: Path) -> dict[str, float]:
 
     TableStore.commit = timed  # type: ignore[method-assign]  # for this measurement alone
     began = time.process_time()
-    ingest([folder], out, options=IngestOptions(), workers=1)
+    with open_inputs([folder]) as inputs:
+        ingest_inputs(inputs, out, ServerOptions(), NullProgress(), engine=engine)
     whole = time.process_time() - began
     TableStore.commit = commit  # type: ignore[method-assign]
-    choice.LocalEngine = LocalEngine  # type: ignore[misc]
     shutil.rmtree(out)
     return {**engine.seconds, "driver": whole - sum(engine.seconds.values()) - spent[0]}
 

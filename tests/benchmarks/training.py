@@ -113,8 +113,8 @@ def draw(tables: Path, runs: Path, steps: int, requests: int) -> None:
         "journey_events": events,
         "requests": request_frame(rng, events),
     }
-    store.write_run(name, {**frames, "timeline": schema.TABLES["timeline"].empty()})
-    store.write_run(name, timeline_in(store, name))
+    store.write_runs([(name, {**frames, "timeline": schema.TABLES["timeline"].empty()})])
+    store.write_runs([(name, timeline_in(store, name))])
 
 
 def copy(tables: Path, runs: Path, count: int) -> None:

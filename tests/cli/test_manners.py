@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 
@@ -20,17 +17,6 @@ def test_a_misspelt_option_is_answered_with_the_most_similar_one(tracefit, tmp_p
 def test_h_is_help(tracefit):
     assert tracefit("-h")[0] == tracefit("run", "-h")[0] == 0
     assert tracefit("run", "-h")[1] == tracefit("run", "--help")[1]
-
-
-@pytest.mark.slow
-def test_a_pipe_that_is_closed_ends_quietly(trained):
-    """A report is longer than a pipe holds; its reader takes one line."""
-    command = [sys.executable, "-c", "from tracefit.cli import main; main()", "report", str(trained)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stdout.readline().strip()
-        running.stdout.close()
-        err = running.stderr.read()
-    assert (running.returncode, err) == (141, ""), "as a shell has it of a closed pipe"
 
 
 @pytest.mark.slow

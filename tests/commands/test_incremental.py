@@ -64,12 +64,12 @@ def test_a_file_that_grew_is_decoded_again(tmp_path, lines, fresh, contents, dec
     folder = _write(tmp_path / "run" / "traces.json", lines[:50])
     whole = (folder / "traces.json").read_bytes()
     (folder / "traces.json").write_bytes(whole[: len(whole) - cut])
-    first = ingest([folder], tmp_path / "tables", workers=1)
+    first = ingest([folder], tmp_path / "tables", workers=1, options=small_pieces)
     assert first.runs[0].rejects == (1 if cut else 0)
     assert len(decoded) > 2
     _write(folder / "traces.json", lines)
     decoded.clear()
-    ingest([folder], tmp_path / "tables", workers=1)
+    ingest([folder], tmp_path / "tables", workers=1, options=small_pieces)
     assert decoded[0] == ("traces.json", 0)
     assert contents(tmp_path / "tables") == fresh
     assert TableStore(tmp_path / "tables").runs() == ["run"]
@@ -139,7 +139,7 @@ def test_the_order_and_cut_of_files_does_not_matter(tmp_path, lines, fresh, cont
     shuffled = random.Random(5).sample(lines, len(lines))
     for number in range(3):
         folder = _write(tmp_path / "run" / f"traces-{number}.json", shuffled[number::3])
-    ingest([folder], tmp_path / "tables")
+    ingest([folder], tmp_path / "tables", options=small_pieces)
     assert contents(tmp_path / "tables") == fresh
 
 
@@ -154,7 +154,7 @@ def test_framed_protobuf_is_cut_too(tmp_path, new_traces, lines, fresh, contents
         frames.append(len(one.protobuf()).to_bytes(4, "big") + one.protobuf())
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "traces.binpb").write_bytes(b"".join(frames))
-    ingest([tmp_path / "run"], tmp_path / "tables")
+    ingest([tmp_path / "run"], tmp_path / "tables", workers=1, options=small_pieces)
     assert len(decoded) > 2
     assert contents(tmp_path / "tables") == fresh
 
@@ -165,7 +165,7 @@ def test_framed_zstd_is_cut_too(tmp_path, lines, fresh, contents, decoded, small
     (tmp_path / "run").mkdir()
     framed = b"".join(len(frame).to_bytes(4, "big") + frame for frame in packed)
     (tmp_path / "run" / "traces.json").write_bytes(framed)
-    ingest([tmp_path / "run"], tmp_path / "tables", workers=1)
+    ingest([tmp_path / "run"], tmp_path / "tables", workers=1, options=small_pieces)
     assert len(decoded) > 5
     assert contents(tmp_path / "tables") == fresh
 
@@ -177,7 +177,7 @@ def test_the_number_of_workers_does_not_matter(tmp_path, lines, fresh, contents,
         [_write(tmp_path / "run" / "traces.json", lines)],
         tmp_path / "tables",
         workers=2,
-        options=IngestOptions(bytes_per_worker=1),
+        options=small_pieces,
     )
     assert written_here == []
     assert contents(tmp_path / "tables") == fresh

@@ -9,10 +9,14 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
-from tracefit import DataError, IngestOptions, UsageError, ingest
+from tracefit import DataError, UsageError, ingest
+from tracefit.commands.ingest import ServerOptions, ingest_inputs
+from tracefit.engines.local import LocalEngine
+from tracefit.inputs.discovery import open_inputs
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
@@ -141,7 +145,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_whole(
         with pytest.raises(
             UsageError, match=r"tables: cannot be written \(No space left on device\)"
         ) as caught:
-            ingest([run], tables, workers=1)
+            ingest([run], tables, workers=1, options=small_pieces)
     assert "\n" not in caught.value.line()
     assert contents(tables) == old
     assert not list(tables.rglob(".writing-*"))
@@ -185,10 +189,26 @@ def test_two_ingests_at_once_lose_nothing(tmp_path, new_traces, contents):
     assert TableStore(tmp_path / "tables").runs() == ["run1", "run2"]
 
 
-def test_a_worker_that_dies_is_one_line(tmp_path, traces, monkeypatch, small_pieces):
+class _Deadly(LocalEngine):
+    """Workers that die of every job."""
+
+    def submit(self, job):
+        return super().submit(replace(job, function=os._exit, argument=1))
+
+
+def test_a_worker_that_dies_is_one_line(tmp_path, traces, small_pieces):
     run = traces.load(steps=240, requests=30).write(tmp_path / "run")
-    monkeypatch.setattr("tracefit.engines.processes._begin", os.abort)
-    with pytest.raises(DataError, match=r"traces.json: a worker died while it was read") as caught:
-        ingest([run], tmp_path / "tables", workers=2, options=IngestOptions(bytes_per_worker=1))
+    with (
+        open_inputs([run]) as inputs,
+        pytest.raises(DataError, match=r"traces.json: a worker died while it was read") as caught,
+    ):
+        ingest_inputs(
+            inputs,
+            tmp_path / "tables",
+            ServerOptions(),
+            NullProgress(),
+            engine=_Deadly(2),
+            options=small_pieces,
+        )
     assert "\n" not in caught.value.line()
     assert TableStore(tmp_path / "tables").runs() == []

@@ -23,7 +23,8 @@ def trained_on(tmp_path, new_traces, quick):
                 trace.core(number, [("QUEUED", 1_100_000, 2), aborted])
             trace.write(tmp_path / "runs" / name)
         ingest([tmp_path / "runs"], tmp_path / "tables")
-        train(tmp_path / "tables", tmp_path / "models", options=replace(quick, **options))
+        result = train(tmp_path / "tables", tmp_path / "models", options=replace(quick, **options))
+        assert [REASON in text for text in result.warnings] == [True], "a program reads what a terminal shows"
         scope = json.loads((tmp_path / "models" / "evaluation.json").read_text())["scopes"][0]
         return scope, (tmp_path / "models" / "report.md").read_text()
 

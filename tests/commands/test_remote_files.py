@@ -13,6 +13,7 @@ from pyarrow.fs import FileSystemHandler, LocalFileSystem, PyFileSystem
 from tracefit import DataError, UsageError, ingest
 from tracefit.commands import reading
 from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest_inputs
+from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs
 from tracefit.progress import NullProgress
 from tracefit.tables.schema import INGEST_TABLES
@@ -97,7 +98,7 @@ def read(tmp_path, bucket):
                 ServerOptions(),
                 NullProgress(),
                 options=options or IngestOptions(),
-                workers=workers,
+                engine=LocalEngine(workers),
             )
 
     return one
@@ -125,7 +126,7 @@ def _same(one, other):
 def test_every_byte_is_read_once_and_gives_the_tables_of_local_files(
     tmp_path, bucket, read, small_pieces, workers
 ):
-    read(workers=workers, options=IngestOptions(bytes_per_worker=1))
+    read(workers=workers, options=small_pieces)
     assert _traces(bucket.opened) == dict.fromkeys(_sizes(bucket), 1)
     assert _traces(bucket.served) == _sizes(bucket)
     spans = TableStore(tmp_path / "tables").read("spans")
@@ -197,7 +198,7 @@ def test_copies_are_on_disk_a_few_at_a_time(tmp_path, bucket, read, monkeypatch)
 def test_other_signals_are_refused_in_one_line(tmp_path, bucket, read, small_pieces, lines):
     Path(bucket.root, "prod", "traces-1.json").write_text('{"resourceMetrics": []}\n' * lines)
     with pytest.raises(DataError, match=r"^s3://bucket/prod/traces-1.json: holds OTLP metrics, not traces"):
-        read("s3://bucket/prod/traces-1.json")
+        read("s3://bucket/prod/traces-1.json", options=small_pieces)
     assert TableStore(tmp_path / "tables").runs() == []
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tracefit import DataError, EngineChoice, IngestOptions, UsageError, ingest
+from tracefit.commands.ingest import ServerOptions, ingest_inputs
 from tracefit.commands.scopes import write_timelines
-from tracefit.engines.local import LocalEngine
-from tracefit.engines.tasks import attempt
+from tracefit.engines.local import LocalEngine, attempt
+from tracefit.inputs.discovery import open_inputs
 from tracefit.progress import NullProgress
+from tracefit.tables.build import BuildLimits
 from tracefit.tables.store import TableStore
 
 EVERY_BYTE = IngestOptions(bytes_per_worker=1)
@@ -20,8 +23,8 @@ EVERY_BYTE = IngestOptions(bytes_per_worker=1)
 
 @pytest.mark.slow
 def test_one_worker_and_two_write_the_same_bytes(tmp_path, fleet, bytes_of, small_pieces):
-    ingest([fleet], tmp_path / "one", workers=1)
-    ingest([fleet], tmp_path / "two", workers=2, options=EVERY_BYTE)
+    ingest([fleet], tmp_path / "one", workers=1, options=small_pieces)
+    ingest([fleet], tmp_path / "two", workers=2, options=small_pieces)
     one = bytes_of(tmp_path / "one")
     assert {name.split("/")[1] for name in one} == {f"run_id={run}" for run in "abcde"}
     assert bytes_of(tmp_path / "two") == one
@@ -54,31 +57,24 @@ class _Recorded(LocalEngine):
         return self._ended[handle]
 
 
-@pytest.fixture
-def recorded(monkeypatch):
-    """Return a function that ingests with a recording engine and returns it."""
-
-    def run(runs, out, **how):
-        engine = _Recorded(**how)
-        monkeypatch.setattr("tracefit.engines.choice.LocalEngine", lambda workers: engine)
-        ingest(runs, out, options=EVERY_BYTE)
-        return engine
-
-    return run
+def _recorded(folder, out, options=EVERY_BYTE, **how):
+    """Ingest with a recording engine and return it."""
+    engine = _Recorded(**how)
+    with open_inputs([folder]) as inputs:
+        ingest_inputs(inputs, out, ServerOptions(), NullProgress(), engine=engine, options=options)
+    return engine
 
 
 def _kinds(engine):
     return [(job.function.__name__, len(job.argument)) for job in engine.jobs]
 
 
-def test_small_runs_share_jobs(tmp_path, fleet, recorded):
-    assert _kinds(recorded([fleet], tmp_path / "tables")) == [("decode_tasks", 5), ("build_runs", 5)]
+def test_small_runs_share_jobs(tmp_path, fleet):
+    assert _kinds(_recorded(fleet, tmp_path / "tables")) == [("decode_tasks", 5), ("build_runs", 5)]
 
 
-def test_the_largest_run_is_read_first_and_built_before_others_are_read(
-    tmp_path, fleet, recorded, small_pieces
-):
-    engine = recorded([fleet], tmp_path / "tables")
+def test_the_largest_run_is_read_first_and_built_before_others_are_read(tmp_path, fleet, small_pieces):
+    engine = _recorded(fleet, tmp_path / "tables", small_pieces)
     read = [Path(job.name).parent.name for job in engine.jobs if job.function.__name__ == "decode_tasks"]
     assert read[0] == "a"
     built = [job.argument[0].run_id for job in engine.jobs if job.function.__name__ == "build_runs"]
@@ -87,47 +83,45 @@ def test_the_largest_run_is_read_first_and_built_before_others_are_read(
     assert "decode_tasks" in names[names.index("build_runs") :]
 
 
-def test_a_run_that_is_not_small_has_the_same_tables_once_its_timeline_is_built(
-    tmp_path, fleet, bytes_of, monkeypatch
-):
+def test_a_run_that_is_not_small_has_the_same_tables_once_its_timeline_is_built(tmp_path, fleet, bytes_of):
     ingest([fleet / "b"], tmp_path / "small", workers=1)
-    monkeypatch.setattr("tracefit.engines.build.SMALL_RUN_ROWS", 50)  # passed within the second table
-    ingest([fleet / "b"], tmp_path / "large", workers=1)
+    few = IngestOptions(build=BuildLimits(small_run_rows=50))  # passed within the second table
+    ingest([fleet / "b"], tmp_path / "large", workers=1, options=few)
     store = TableStore(tmp_path / "large")
     assert "timeline" not in store.manifest().runs["b"].tables
     write_timelines(store, ["b"])
     assert bytes_of(tmp_path / "large") == bytes_of(tmp_path / "small")
 
 
-def test_ready_runs_are_shared_out_to_all_workers(tmp_path, fleet, recorded):
+def test_ready_runs_are_shared_out_to_all_workers(tmp_path, fleet):
     built = [
-        n for name, n in _kinds(recorded([fleet], tmp_path / "tables", workers=2)) if name == "build_runs"
+        n for name, n in _kinds(_recorded(fleet, tmp_path / "tables", workers=2)) if name == "build_runs"
     ]
     assert built == [3, 1, 1]  # half of five, then half of the two that are left
 
 
 @pytest.mark.parametrize(("at_once", "expected"), [(False, [False, False, True]), (True, [False] * 3)])
-def test_a_job_is_the_last_when_nothing_else_runs_or_waits(tmp_path, fleet, recorded, at_once, expected):
-    jobs = recorded([fleet], tmp_path / "tables", workers=2, ended_last_first=at_once).jobs
+def test_a_job_is_the_last_when_nothing_else_runs_or_waits(tmp_path, fleet, at_once, expected):
+    jobs = _recorded(fleet, tmp_path / "tables", workers=2, ended_last_first=at_once).jobs
     assert [job.is_last for job in jobs if job.function.__name__ == "build_runs"] == expected
     assert not any(job.is_last for job in jobs if job.function.__name__ == "decode_tasks")
 
 
-def test_the_order_in_which_jobs_end_changes_nothing(tmp_path, fleet, recorded, bytes_of, small_pieces):
-    recorded([fleet], tmp_path / "first")
-    recorded([fleet], tmp_path / "last", ended_last_first=True)
+def test_the_order_in_which_jobs_end_changes_nothing(tmp_path, fleet, bytes_of, small_pieces):
+    _recorded(fleet, tmp_path / "first", small_pieces)
+    _recorded(fleet, tmp_path / "last", small_pieces, ended_last_first=True)
     assert bytes_of(tmp_path / "last") == bytes_of(tmp_path / "first")
 
 
 def test_rejects_count_in_the_order_of_the_file_whichever_block_ends_first(
-    tmp_path, traces, recorded, bytes_of, small_pieces, monkeypatch
+    tmp_path, traces, bytes_of, small_pieces
 ):
     folder = traces.load(steps=120, requests=60).write(tmp_path / "run")
     lines = (folder / "traces.json").read_text().splitlines(keepends=True)
     (folder / "traces.json").write_text("".join(text for line in lines for text in (line, "{]\n")))
-    monkeypatch.setattr(f"{__name__}.EVERY_BYTE", IngestOptions(bytes_per_worker=1, max_rejects=7))
-    recorded([folder], tmp_path / "first")
-    recorded([folder], tmp_path / "last", ended_last_first=True)
+    few = replace(small_pieces, max_rejects=7)
+    _recorded(folder, tmp_path / "first", few)
+    _recorded(folder, tmp_path / "last", few, ended_last_first=True)
     # Seven at most of the block in which the limit is passed, and one that says that the rest is not read.
     assert 7 < TableStore(tmp_path / "last").read("rejects")["count"].sum() <= 6 + 7 + 1
     assert bytes_of(tmp_path / "last") == bytes_of(tmp_path / "first")

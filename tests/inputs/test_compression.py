@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from tracefit.inputs.compression import USUAL, Expansion, Gap, compression_of, decompressed
+from tracefit.inputs.compression import USUAL, Expansion, Gap, compression_of, pieces
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -29,9 +29,10 @@ def lines(start, stop):
 
 def read(data, bounds=USUAL):
     """Return the content of a file and the reasons of its gaps."""
-    items = list(decompressed(io.BytesIO(data), bounds))
-    assert all(len(item) <= bounds.chunk_bytes for item in items if not isinstance(item, Gap))
-    content = b"".join(item for item in items if not isinstance(item, Gap))
+    items = list(pieces(io.BytesIO(data), bounds))
+    parts = [item.data for item in items if not isinstance(item, Gap)]
+    assert all(len(part) <= bounds.chunk_bytes for part in parts)
+    content = b"".join(parts)
     return content, [item.reason for item in items if isinstance(item, Gap)]
 
 
@@ -160,8 +161,8 @@ def test_a_length_before_zstd_that_lies_costs_nothing(size):
 
 @pytest.mark.parametrize("bad", [b"\0\0\0\4\x28\xb5\x2f\xfd", b"\0\0\0\7\x28\xb5\x2f\xfd\x08xx"])
 def test_frames_of_nothing_by_the_million_are_one_counted_gap(bad):
-    items = list(decompressed(io.BytesIO(records(1) + bad * 1_000_000 + records(1, 1))))
-    assert [item for item in items if not isinstance(item, Gap)] == [lines(0, 1), lines(1, 2)]
+    items = list(pieces(io.BytesIO(records(1) + bad * 1_000_000 + records(1, 1))))
+    assert [item.data for item in items if not isinstance(item, Gap)] == [lines(0, 1), lines(1, 2)]
     (gap,) = [item for item in items if isinstance(item, Gap)]
     assert gap.count == 1_000_000
 
@@ -228,7 +229,7 @@ def test_units_that_each_run_on_to_the_end_are_not_read_for_ever():
 
     packed = (gzip.compress(lines(0, 4))[:-30] + b"zz") * 3000
     raw = Counted(packed)
-    for _ in decompressed(raw):
+    for _ in pieces(raw):
         pass
     assert raw.bytes_read < 64 << 20
 
@@ -246,7 +247,7 @@ def test_what_cannot_be_rewound_is_read_too(how):
     writer = threading.Thread(target=write)
     writer.start()
     with os.fdopen(read_end, "rb") as pipe:
-        assert b"".join(decompressed(pipe)) == lines(0, 20)
+        assert b"".join(piece.data for piece in pieces(pipe)) == lines(0, 20)
     writer.join()
 
 

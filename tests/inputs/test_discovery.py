@@ -18,9 +18,8 @@ from pyarrow.fs import FileSystemHandler, LocalFileSystem, PyFileSystem, SubTree
 from tracefit.errors import DataError, UsageError
 from tracefit.inputs.blocks import Block, load, read_blocks
 from tracefit.inputs.discovery import STDIN, open_inputs
-from tracefit.inputs.files import TraceFile, content_hash_of
+from tracefit.inputs.files import TraceFile, content_hash_of, fetch
 from tracefit.inputs.framing import records
-from tracefit.inputs.remote import fetch
 
 LINE = b'{"resourceSpans":[]}\n'
 
@@ -146,6 +145,18 @@ def test_below_a_folder_content_counts_where_the_name_says_nothing(lay, otlp):
     lay("run/.hidden.json", "run/.git/traces.json")
     assert runs_of("run") == {"run": ["run/dump.bin", "run/export.txt", "run/otel-output"]}
     assert notable("run") == {}
+
+
+def test_recordings_of_the_kv_cache_are_known_by_their_names(lay):
+    known = ["kv_events-rank0.msgpack.zst", "kv_events.bin.gz", "kv_events.jsonl"]
+    lay(
+        "run/traces.json",
+        *(f"run/{name}" for name in (*known, "kv_events.csv", "my_kv_events.txt")),
+        data=b"x",
+    )
+    with open_inputs(["run"]) as inputs:
+        (run,) = inputs.runs
+    assert [file.name for file in run.kv_files] == [f"run/{name}" for name in known]
 
 
 def test_a_file_named_like_traces_is_read_whatever_is_in_it(lay):

@@ -11,9 +11,9 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
 from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
 
 from tracefit.inputs import formats
+from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.compression import Expansion
 from tracefit.inputs.files import TraceFile
-from tracefit.inputs.formats import inspect_file
 
 if sys.version_info >= (3, 14):
     from compression import zstd

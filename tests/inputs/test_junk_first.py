@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.files import TraceFile
-from tracefit.inputs.formats import inspect_file
 
 if sys.version_info >= (3, 14):
     from compression import zstd

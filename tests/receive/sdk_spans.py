@@ -21,7 +21,7 @@ def sdk_spans(run: SynthRun, *, offset: int = 0) -> list[ReadableSpan]:
     """Return every span of a run, in the order they were sent; `offset` is added to trace ids, to make others of them."""
     scopes = {span.scope: InstrumentationScope(span.scope) for span in run.spans}
     return [
-        _sdk_span(span, Resource(batch.resource.as_dict()), scopes[span.scope], offset)
+        _sdk_span(span, Resource(batch.resource), scopes[span.scope], offset)
         for batch in run.batches
         for span in batch.spans
     ]
@@ -35,14 +35,14 @@ def _sdk_span(
         return SpanContext(trace_id, int(span_id, 16), is_remote=False, trace_flags=TraceFlags(1))
 
     events = BoundedList(None)
-    events._dq = deque(Event(e.name, e.attributes.as_dict(), e.unix_ns) for e in span.events)
+    events._dq = deque(Event(e.name, e.attributes, e.unix_ns) for e in span.events)
     events.dropped = span.dropped_events
     return ReadableSpan(
         name=span.name,
         context=context(span.span_id),
         parent=context(span.parent_span_id) if span.parent_span_id else None,
         resource=resource,
-        attributes=span.attributes.as_dict(),
+        attributes=span.attributes,
         events=events,
         kind=_KINDS[int(span.kind)],
         status=Status(StatusCode.ERROR, span.error) if span.error else Status(),

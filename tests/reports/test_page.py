@@ -263,7 +263,7 @@ def test_names_in_figures_are_no_links():
 
 
 def test_report_anew_gives_the_bytes_of_the_job(trained, tmp_path):
-    result, _ = report(trained, out=tmp_path)
+    result = report(trained, out=tmp_path)
     assert sorted(p.name for p in result.files) == ["report.html", "report.md"]
     for file in result.files:
         assert file.read_bytes() == (trained / file.name).read_bytes()

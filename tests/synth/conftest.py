@@ -26,8 +26,8 @@ class Trace:
 def _read(spans) -> Trace:
     trace = Trace()
     for span in spans:
-        attributes = span.attributes.as_dict()
-        events = [(event.name, event.attributes.as_dict()) for event in span.events]
+        attributes = span.attributes
+        events = [(event.name, event.attributes) for event in span.events]
         if span.scope == "vllm.scheduler.step":
             trace.step_spans.append(span)
             for name, event in events:
@@ -41,7 +41,7 @@ def _read(spans) -> Trace:
         else:
             trace.api[attributes["gen_ai.request.id"]] = events
             trace.api_spans[attributes["gen_ai.request.id"]] = span
-    trace.step_spans.sort(key=lambda span: span.attributes.as_dict()["scheduler.span_sequence"])
+    trace.step_spans.sort(key=lambda span: span.attributes["scheduler.span_sequence"])
     return trace
 
 

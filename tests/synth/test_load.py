@@ -23,7 +23,7 @@ def test_a_restart_counts_steps_from_one_on_the_same_clock(read):
 @pytest.mark.parametrize(("choice", "instances"), [("auto", 3), ("process", 6), ("none", 0)])
 def test_servers_are_distinguished_by_their_resource(choice, instances):
     run = synth(SynthOptions(requests=12, servers=3, instance_ids=choice))
-    ids = {batch.resource.as_dict().get("service.instance.id") for batch in run.batches}
+    ids = {batch.resource.get("service.instance.id") for batch in run.batches}
     assert len(ids - {None}) == instances
     assert sorted(set(run.truth_steps["server"])) == [0, 1, 2]
     assert run.truth_requests["request_id"].n_unique() == 36
@@ -32,7 +32,7 @@ def test_servers_are_distinguished_by_their_resource(choice, instances):
 
 
 def test_one_server_has_no_instance_id(busy_run):
-    assert all("service.instance.id" not in batch.resource.keys for batch in busy_run.batches)
+    assert all("service.instance.id" not in batch.resource for batch in busy_run.batches)
 
 
 @pytest.mark.slow

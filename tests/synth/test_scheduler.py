@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracefit.synth import Request, Scheduler, SchedulerConfig
+from tracefit.synth import Request, Scheduler, SynthOptions
 
 
 def _decoding(scheduler, name="C", *, prompt_tokens=7, output_tokens=100):
@@ -33,7 +33,7 @@ def _tokens(plan):
 
 def _worked_example(*, chunked_prefill):
     # C holds one block, no request can use the null block: 20 are free.
-    config = SchedulerConfig(
+    config = SynthOptions(
         max_num_seqs=8, max_num_batched_tokens=64, num_blocks=22, chunked_prefill=chunked_prefill
     )
     scheduler = Scheduler(config)
@@ -78,7 +78,7 @@ def test_composition_counts_what_the_step_reads():
 
 
 def test_slots_limit_the_running():
-    scheduler = Scheduler(SchedulerConfig(max_num_seqs=2))
+    scheduler = Scheduler(SynthOptions(max_num_seqs=2))
     for name in "ABC":
         scheduler.add(Request(name, prompt_tokens=4, output_tokens=2))
     assert _tokens(_step(scheduler)) == {"A": 4, "B": 4}
@@ -87,7 +87,7 @@ def test_slots_limit_the_running():
 
 
 def test_waiting_is_first_come_first_served_even_where_a_later_one_would_fit():
-    scheduler = Scheduler(SchedulerConfig(num_blocks=6, max_num_batched_tokens=200))
+    scheduler = Scheduler(SynthOptions(num_blocks=6, max_num_batched_tokens=200))
     _decoding(scheduler, prompt_tokens=20)
     scheduler.add(Request("long", prompt_tokens=60, output_tokens=2))
     scheduler.add(Request("short", prompt_tokens=4, output_tokens=2))
@@ -96,7 +96,7 @@ def test_waiting_is_first_come_first_served_even_where_a_later_one_would_fit():
 
 def _preempting():
     """Return a scheduler whose next step needs a block more than there are, and its three requests."""
-    scheduler = Scheduler(SchedulerConfig(num_blocks=4, max_num_batched_tokens=40))
+    scheduler = Scheduler(SynthOptions(num_blocks=4, max_num_batched_tokens=40))
     requests = [Request(name, prompt_tokens=15, output_tokens=30) for name in "ABC"]
     scheduler.add(requests[0])
     _step(scheduler)
@@ -113,7 +113,7 @@ def test_preemption_takes_the_last_of_the_running_and_queues_it_first():
     newcomer = Request("D", prompt_tokens=1, output_tokens=1)
     scheduler.add(newcomer)
     plan = scheduler.schedule()
-    assert plan.preempted == (last,)
+    assert plan.preempted == [last]
     assert _tokens(plan) == {"A": 1, "B": 1}
     assert list(scheduler.waiting) == [last, newcomer]
     assert (last.blocks, last.computed_tokens, last.num_preemptions) == (0, 0, 1)
@@ -121,7 +121,7 @@ def test_preemption_takes_the_last_of_the_running_and_queues_it_first():
 
 
 def test_no_one_is_admitted_in_a_step_that_preempts():
-    scheduler = Scheduler(SchedulerConfig(num_blocks=5, max_num_batched_tokens=18))
+    scheduler = Scheduler(SynthOptions(num_blocks=5, max_num_batched_tokens=18))
     for name, prompt, done, blocks in (("A", 15, 2, 1), ("B", 15, 1, 1), ("C", 20, 1, 2)):
         request = Request(name, prompt, 30, done_tokens=done, blocks=blocks)
         request.computed_tokens = prompt + done - 1
@@ -141,7 +141,7 @@ def test_resumed_request_recomputes_prompt_and_output():
     scheduler.abort(first)
     scheduler.abort(second)
     plan = scheduler.schedule()
-    assert plan.resumed == (last,)
+    assert plan.resumed == [last]
     assert not plan.first
     assert _tokens(plan) == {"C": 16}  # 15 prompt tokens and the one it had generated
     batch = plan.composition
@@ -153,36 +153,36 @@ def test_resumed_request_recomputes_prompt_and_output():
 
 
 def test_the_last_of_the_running_preempts_itself():
-    scheduler = Scheduler(SchedulerConfig(num_blocks=4, max_num_batched_tokens=40))
+    scheduler = Scheduler(SynthOptions(num_blocks=4, max_num_batched_tokens=40))
     scheduler.add(Request("A", prompt_tokens=20, output_tokens=30))
     last = Request("B", prompt_tokens=16, output_tokens=30)
     scheduler.add(last)
     _step(scheduler)
     plan = scheduler.schedule()
-    assert plan.preempted == (last,)
+    assert plan.preempted == [last]
     assert _tokens(plan) == {"A": 1}
     assert list(scheduler.waiting) == [last]
 
 
 def test_an_empty_step_follows_the_end_of_the_last_request():
-    scheduler = Scheduler(SchedulerConfig())
+    scheduler = Scheduler(SynthOptions())
     assert not scheduler.has_work
     scheduler.add(Request("A", prompt_tokens=3, output_tokens=1))
     _step(scheduler)
     assert scheduler.has_work
     plan = _step(scheduler)
-    assert (plan.step_id, plan.num_finished, plan.scheduled) == (2, 1, ())
+    assert (plan.step_id, plan.num_finished, plan.scheduled) == (2, 1, [])
     assert not scheduler.has_work
 
 
 def test_an_abort_during_the_step_throws_its_token_away():
-    scheduler = Scheduler(SchedulerConfig())
+    scheduler = Scheduler(SynthOptions())
     request = _decoding(scheduler)
     plan = scheduler.schedule()
     scheduler.launch(plan)
     assert scheduler.abort(request)
     outcome = scheduler.update(plan)
-    assert (request.done_tokens, outcome.finished) == (1, ())
+    assert (request.done_tokens, outcome.finished) == (1, [])
     assert scheduler.pool.free == scheduler.pool.total
     assert not scheduler.abort(request)
 
@@ -192,7 +192,7 @@ def _prefixed(name, *, prompt_tokens=50, prefix=0):
 
 
 def test_prefix_hit_skips_whole_blocks_and_shares_them():
-    scheduler = Scheduler(SchedulerConfig(num_blocks=21, prefix_tokens=32))
+    scheduler = Scheduler(SynthOptions(num_blocks=21, prefix_fraction=1.0, prefix_tokens=32))
     scheduler.add(_prefixed("A"))
     _step(scheduler)
     hit, other = _prefixed("B"), _prefixed("C", prefix=1)
@@ -206,7 +206,7 @@ def test_prefix_hit_skips_whole_blocks_and_shares_them():
 
 
 def test_prefix_stays_cached_until_its_blocks_are_needed():
-    scheduler = Scheduler(SchedulerConfig(num_blocks=6, prefix_tokens=32))
+    scheduler = Scheduler(SynthOptions(num_blocks=6, prefix_fraction=1.0, prefix_tokens=32))
     first = _prefixed("A", prompt_tokens=40)
     scheduler.add(first)
     _step(scheduler)
@@ -219,7 +219,7 @@ def test_prefix_stays_cached_until_its_blocks_are_needed():
 
 
 def test_a_hit_does_not_count_its_own_prefix_as_free():
-    scheduler = Scheduler(SchedulerConfig(num_blocks=6, prefix_tokens=32))
+    scheduler = Scheduler(SynthOptions(num_blocks=6, prefix_fraction=1.0, prefix_tokens=32))
     first = _prefixed("A", prompt_tokens=40)
     scheduler.add(first)
     _step(scheduler)
@@ -233,12 +233,13 @@ def test_a_hit_does_not_count_its_own_prefix_as_free():
 def _histories(draw):
     chunked = draw(st.booleans())
     block_size = draw(st.sampled_from([1, 4, 16]))
-    config = SchedulerConfig(
+    config = SynthOptions(
         max_num_seqs=draw(st.integers(1, 6)),
         max_num_batched_tokens=draw(st.integers(8, 80)),
         num_blocks=draw(st.integers(6, 40)),
         block_size=block_size,
         chunked_prefill=chunked,
+        prefix_fraction=1.0,
         prefix_tokens=block_size * draw(st.integers(0, 2)),
     )
     longest = config.longest_sequence_tokens
@@ -258,23 +259,18 @@ def _request(config, name, size):
     return Request(name, prompt_tokens=prompt, output_tokens=min(output, longest - prompt), prefix=prefix)
 
 
-def _check_blocks(scheduler):
-    pool, size = scheduler.pool, scheduler.config.block_size
-    own = sum(
-        request.blocks - request.holds_prefix * scheduler.config.prefix_tokens // size
-        for request in scheduler.running
-    )
+def _check_blocks(scheduler, config):
+    pool, size = scheduler.pool, config.block_size
+    prefix_blocks = config.prefix_tokens // size
+    own = sum(request.blocks - request.holds_prefix * prefix_blocks for request in scheduler.running)
     shared = {request.prefix for request in scheduler.running if request.holds_prefix}
-    held = own + len(shared) * (scheduler.config.prefix_tokens // size)
-    assert 0 <= pool.free == pool.total - held
-    assert pool._empty >= 0
+    assert 0 <= pool.free == pool.total - own - len(shared) * prefix_blocks
     for request in scheduler.running:
         assert request.blocks * size >= request.computed_tokens > (request.blocks - 1) * size
     assert not any(request.blocks for request in scheduler.waiting)
 
 
-def _check_plan(scheduler, plan):
-    config = scheduler.config
+def _check_plan(scheduler, plan, config):
     assert plan.composition.scheduled_tokens <= config.max_num_batched_tokens
     assert len(scheduler.running) <= config.max_num_seqs
     assert all(share.tokens > 0 for share in plan.scheduled)
@@ -293,9 +289,9 @@ def test_blocks_are_never_lost_and_everybody_ends(history):
             if size[3] == number:
                 scheduler.add(request)
         plan = scheduler.schedule()
-        _check_plan(scheduler, plan)
+        _check_plan(scheduler, plan, config)
         scheduler.launch(plan)
-        _check_blocks(scheduler)
+        _check_blocks(scheduler, config)
         scheduler.update(plan)
         if number == 12 + abort_after and requests[0].finish_status is None:
             scheduler.abort(requests[0])
@@ -309,5 +305,5 @@ def test_blocks_are_never_lost_and_everybody_ends(history):
 
 @pytest.mark.parametrize("chunked", [True, False])
 def test_longest_sequence_is_what_cache_and_budget_can_hold(chunked):
-    config = SchedulerConfig(num_blocks=11, max_num_batched_tokens=64, chunked_prefill=chunked)
+    config = SynthOptions(num_blocks=11, max_num_batched_tokens=64, chunked_prefill=chunked)
     assert config.longest_sequence_tokens == (160 if chunked else 64)

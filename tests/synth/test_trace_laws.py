@@ -39,7 +39,7 @@ def test_duration_is_the_time_inside_schedule(busy, busy_run):
 def test_duration_mode_step_spans_the_cycle(busy_options):
     run = synth(replace(busy_options, requests=20, duration="step", rich_sampling=0.0))
     events = [event for span in run.spans for event in span.events if event.name == "step.BATCH_SUMMARY"]
-    summaries = sorted((event.attributes.as_dict() for event in events), key=lambda event: event["step.id"])
+    summaries = sorted((event.attributes for event in events), key=lambda event: event["step.id"])
     assert [event["step.ts_end_ns"] for event in summaries] == run.truth_steps["end_ns"].to_list()
     assert [event["step.duration_us"] for event in summaries] == [
         int(cycle_us) for cycle_us in run.truth_steps["cycle_us"]
@@ -153,12 +153,12 @@ def test_seconds_and_nanoseconds_of_an_event_agree(busy):
 
 def test_unix_and_monotonic_differ_by_a_constant(busy):
     lags = [
-        event.unix_ns - event.attributes.as_dict()["ts.monotonic_ns"]
+        event.unix_ns - event.attributes["ts.monotonic_ns"]
         for span in busy.core_spans.values()
         for event in span.events
     ]
     lags += [
-        event.unix_ns - event.attributes.as_dict()["step.ts_end_ns"]
+        event.unix_ns - event.attributes["step.ts_end_ns"]
         for span in busy.step_spans
         for event in span.events
         if event.name == "step.BATCH_SUMMARY"
@@ -306,7 +306,7 @@ def test_api_events_by_route(busy):
     seen = Counter()
     for span_id, events in busy.api.items():
         names = [name for name, _ in events]
-        is_chat = busy.api_spans[span_id].attributes.as_dict()["http.route"] == "/v1/chat/completions"
+        is_chat = busy.api_spans[span_id].attributes["http.route"] == "/v1/chat/completions"
         assert span_id.startswith("chatcmpl-" if is_chat else "cmpl-")
         assert names[0] == "api.ARRIVED"
         assert names[-1] in ("api.DEPARTED", "api.ABORTED")
@@ -362,7 +362,7 @@ def test_a_request_aborted_in_the_queue_was_never_scheduled(busy):
 def test_completion_tokens_are_on_finished_chat_spans_only(busy):
     seen = Counter()
     for request_id, span in busy.api_spans.items():
-        attributes = span.attributes.as_dict()
+        attributes = span.attributes
         has_tokens = "gen_ai.usage.completion_tokens" in attributes
         ends = busy.api[request_id][-1][0]
         assert has_tokens == (request_id.startswith("chatcmpl-") and ends == "api.DEPARTED")
@@ -424,24 +424,22 @@ def test_the_newest_events_of_a_span_survive_the_limit(busy_options, busy, read)
 def test_step_spans_cover_the_steps_in_turn(busy, busy_run):
     expected = 1
     for number, span in enumerate(busy.step_spans, 1):
-        attributes = span.attributes.as_dict()
+        attributes = span.attributes
         assert span.name == f"scheduler_steps_{number}"
         assert attributes["scheduler.step_range_start"] == expected
         assert attributes["scheduler.closure_interval"] == 100
         expected = attributes["scheduler.step_range_end"] + 1
-        steps = {event.attributes.as_dict()["step.id"] for event in span.events}
+        steps = {event.attributes["step.id"] for event in span.events}
         assert steps == set(range(attributes["scheduler.step_range_start"], expected))
     assert expected == busy_run.truth_steps.height + 1
-    assert all(
-        span.attributes.as_dict()["scheduler.step_range_end"] % 100 == 0 for span in busy.step_spans[:-1]
-    )
+    assert all(span.attributes["scheduler.step_range_end"] % 100 == 0 for span in busy.step_spans[:-1])
 
 
 def test_a_step_span_without_an_event_stays_open(busy_options, read):
     run = synth(replace(busy_options, step_sampling=0.01, steps_per_span=20))
     ranges = [
         (attributes["scheduler.step_range_start"], attributes["scheduler.step_range_end"])
-        for attributes in (span.attributes.as_dict() for span in read(run.spans).step_spans)
+        for attributes in (span.attributes for span in read(run.spans).step_spans)
     ]
     assert any(last - first + 1 > 20 for first, last in ranges)
     assert all(first % 20 == 1 for first, _ in ranges)

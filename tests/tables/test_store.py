@@ -191,15 +191,9 @@ def test_parts_are_zstd_named_after_their_contents_below_their_run(parts, name):
 
 def test_a_row_group_holds_128_ki_rows(tmp_path):
     frame = pl.DataFrame({"run_id": ["r"] * (ROW_GROUP_ROWS + 1), "length": 1})
-    rejects = TableStore(tmp_path).write_run("r", {"rejects": _conformed("rejects", frame)})[0]
-    metadata = pq.ParquetFile(rejects).metadata
+    TableStore(tmp_path).write_runs([("r", {"rejects": TABLES["rejects"].conform(frame)})])
+    metadata = pq.ParquetFile(next(tmp_path.rglob("part-*.parquet"))).metadata
     assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [131_072, 1]
-
-
-def _conformed(name, frame):
-    from tracefit.tables.schema import TABLES  # noqa: PLC0415
-
-    return TABLES[name].conform(frame)
 
 
 def test_a_failed_write_leaves_the_run_as_it_was(tmp_path, traces):
@@ -207,7 +201,7 @@ def test_a_failed_write_leaves_the_run_as_it_was(tmp_path, traces):
     ingest([traces.request(1, 0, step=1).write(tmp_path / "run")], store.root)
     before = sorted(store.root.rglob("*"))
     with pytest.raises(pl.exceptions.PolarsError):
-        store.write_run("run", {"spans": store.read("spans").clear(), "steps": _unwritable()})
+        store.write_runs([("run", {"spans": store.read("spans").clear(), "steps": _unwritable()})])
     assert sorted(store.root.rglob("*")) == before
 
 
@@ -237,7 +231,8 @@ def test_columns_of_tables_from_earlier_versions_have_their_names_of_today(tmp_p
     """The part is written by hand with the earlier names."""
     store = TableStore(tmp_path)
     rows = TABLES["runs"].conform(pl.DataFrame({"run_id": ["a"], "clock_corrected_events": [3]}))
-    (part,) = store.write_run("a", {"runs": rows})
+    store.write_runs([("a", {"runs": rows})])
+    (part,) = tmp_path.rglob("part-*.parquet")
     earlier = tmp_path / "earlier.parquet"
     pl.read_parquet(part).rename({"clock_corrected_events": "moved_events"}).write_parquet(earlier)
     named = earlier.rename(part.with_name(f"part-{sha256(earlier.read_bytes()).hexdigest()[:16]}.parquet"))

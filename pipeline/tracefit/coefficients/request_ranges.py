@@ -17,7 +17,7 @@ from tracefit.fit.results import NO_ROWS
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.validation import measure
 from tracefit.tables.health import CUT_OFF
-from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from tracefit.coefficients.predict import ScopeModels

@@ -27,7 +27,7 @@ from tracefit.commands.reading import (
 )
 from tracefit.engines.build import RunTask, build_runs
 from tracefit.engines.decode import decode_tasks
-from tracefit.engines.tasks import Job, run_jobs
+from tracefit.engines.local import Job, run_jobs
 from tracefit.errors import DataError
 from tracefit.inputs import blocks
 from tracefit.inputs.files import content_hash_of
@@ -47,13 +47,14 @@ if TYPE_CHECKING:
 
     from tracefit.engines.build import BuiltRun
     from tracefit.engines.decode import Decoded, Task
-    from tracefit.engines.tasks import TaskEngine
+    from tracefit.engines.local import TaskEngine
     from tracefit.inputs.blocks import ReadLimits
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
     from tracefit.kv.recordings import KvRows
     from tracefit.progress import Progress
     from tracefit.server.context import RunContext
+    from tracefit.tables.build import BuildLimits
     from tracefit.tables.manifest import ReadFile
     from tracefit.tables.rows import RowOptions
     from tracefit.tables.store import TableStore
@@ -121,11 +122,13 @@ class FleetOptions:
         rows: Which part of a span is kept.
         limits: Bounds on reading one file.
         bytes_per_worker: Bytes that are worth another process.
+        build: How much of a run is in memory while its tables are built.
     """
 
     rows: RowOptions
     limits: ReadLimits
     bytes_per_worker: int
+    build: BuildLimits
 
 
 class Fleet:
@@ -336,6 +339,7 @@ class Fleet:
             context=run.context,
             kv=kv,
             max_rejects=self._options.limits.max_rejects,
+            memory_limits=self._options.build,
         )
 
     def _publish(self) -> None:

@@ -17,15 +17,15 @@ from tracefit.commands.scopes import write_timelines
 from tracefit.engines.build import is_small
 from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
 from tracefit.errors import UsageError, did_you_mean
-from tracefit.inputs.blocks import BLOCK_BYTES, ReadLimits
+from tracefit.inputs.blocks import BLOCK_BYTES, ReadLimits, inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
-from tracefit.inputs.formats import inspect_file
-from tracefit.progress import NullProgress, Progress
-from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
+from tracefit.progress import KeptWarnings, Progress
+from tracefit.results.commands import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
 from tracefit.tables import dialects
+from tracefit.tables.build import BuildLimits
 from tracefit.tables.disk import disk_errors
 from tracefit.tables.rows import RowOptions
 from tracefit.tables.staging import staged_parts
@@ -33,8 +33,10 @@ from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from tracefit.engines.local import TaskEngine
     from tracefit.inputs.files import TraceFile
 
 _MOST_REASONS = 6
@@ -83,6 +85,7 @@ class IngestOptions:
         max_rejects: Bad records of a file after which reading it stops.
         block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
         bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
+        build: How much of a run is in memory while its tables are built.
     """
 
     all_spans: bool = False
@@ -92,6 +95,7 @@ class IngestOptions:
     max_rejects: int = 100_000
     block_bytes: int = BLOCK_BYTES
     bytes_per_worker: int = 64 << 20
+    build: BuildLimits = field(default_factory=BuildLimits)
 
     @property
     def limits(self) -> ReadLimits:
@@ -122,7 +126,7 @@ def ingest(
     folder changes run by run, in one step each; after an interruption, running the command again completes the work.
 
     Memory hardly grows with the files: each worker holds one range of a file at a time, and of a whole run a few
-    hundred bytes per span. The `timeline` of a run of more than `SMALL_RUN_ROWS` events is left to `train`.
+    hundred bytes per span. The `timeline` of a run of more than `BuildLimits.small_run_rows` events is left to `train`.
 
     Args:
         paths: Run folders, folders of run folders, trace files (files without a run configuration beside them make one run
@@ -146,10 +150,9 @@ def ingest(
             inputs,
             out,
             server or ServerOptions(),
-            progress or NullProgress(),
+            progress,
             options=options or IngestOptions(),
-            workers=workers,
-            engine=engine,
+            engine=open_engine(engine, workers),
         )
 
 
@@ -157,32 +160,37 @@ def ingest_inputs(
     inputs: Inputs,
     out: str | Path,
     server: ServerOptions,
-    progress: Progress,
+    progress: Progress | None,
     *,
+    engine: AbstractContextManager[TaskEngine],
     options: IngestOptions = IngestOptions(),
-    workers: int | None = None,
-    engine: EngineChoice = LOCAL,
 ) -> IngestResult:
-    """Write the tables of known runs, in the same order. See `ingest`."""
+    """Write the tables of known runs, in the same order. See `ingest`.
+
+    Args:
+        inputs: The runs.
+        out: The tables folder.
+        server: What is known about the server beyond the run's files.
+        progress: Receives reports on the progress.
+        engine: Where the work runs; opened here.
+        options: Which part of the traces is kept.
+    """
+    progress = KeptWarnings(progress)
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = [_context(source, server) for source in inputs.runs]
     # A folder of results holds logs and notes too: only what looks like traces is worth a warning.
-    warnings = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
-
-    def waiting() -> None:
-        progress.warn(f"{store.root}: another process is writing there; waiting for it")
-
+    left_out = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
     # The engine before the folder: without one, nothing is written.
     with (
-        open_engine(engine, workers) as workplace,
+        engine as workplace,
         disk_errors(store.root),
-        store.lock(waiting),
+        store.lock(lambda: progress.warn(f"{store.root}: another process is writing there; waiting for it")),
     ):
         # What an interrupted ingest left: the lock says that nobody writes it any more.
         store.place.remove_scratch()
         runs = [RunAtWork(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
-        how = FleetOptions(options.rows, options.limits, options.bytes_per_worker)
+        how = FleetOptions(options.rows, options.limits, options.bytes_per_worker, options.build)
         with store.swept(), store.place.scratch() as scratch:
             Fleet(runs, store, scratch, workplace, how, progress).bring_up_to_date()
     # Each run stands alone; of a single one, its error is the command's.
@@ -193,15 +201,20 @@ def ingest_inputs(
     unchanged = [run.run_id for run in done if run.rows is None]
     known = store.read("runs", unchanged).partition_by("run_id", as_dict=True) if unchanged else {}
     rows = [known[run.run_id,] if run.rows is None else run.rows for run in done]
-    write_timelines(store, [run.run_id for run, own in zip(done, rows, strict=True) if is_small(own)])
+    write_timelines(
+        store, [run.run_id for run, own in zip(done, rows, strict=True) if is_small(own, options.build)]
+    )
     summaries = [_summary(run.run_id, run.context, own) for run, own in zip(done, rows, strict=True)]
     found = iter(summaries)
+    for text in left_out:
+        progress.warn(text)
     for run in runs:
         of_run = [f"left out: {run.failed.line()}"] if run.failed else _warnings_of(store, next(found))
-        warnings += [*run.warnings, *of_run]
-    for text in warnings:
-        progress.warn(text)
-    return IngestResult(store.root, tuple(summaries), tuple(warnings), tuple(e.line() for e in failed))
+        for text in (*run.warnings, *of_run):
+            progress.warn(text)
+    return IngestResult(
+        store.root, tuple(summaries), tuple(progress.warnings), tuple(e.line() for e in failed)
+    )
 
 
 def _context(source: RunSource, server: ServerOptions) -> RunContext:

@@ -13,15 +13,16 @@ import polars as pl
 from tracefit.commands.ingest import ServerOptions, ingest_inputs
 from tracefit.commands.locate import as_list, find_tables, is_tables
 from tracefit.commands.scopes import write_timelines
+from tracefit.engines.local import LocalEngine
 from tracefit.errors import UsageError
 from tracefit.features import targets
 from tracefit.fit import splits
 from tracefit.fit.fitted import COVERED_SHARE
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
+from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import open_inputs
-from tracefit.inputs.formats import inspect_file
-from tracefit.progress import NullProgress, Progress
-from tracefit.results.traces import (
+from tracefit.progress import KeptWarnings, Progress
+from tracefit.results.commands import (
     Allowance,
     FileShape,
     Inspection,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from tracefit.features.targets import Target
     from tracefit.inputs.discovery import Inputs, RunSource
     from tracefit.inputs.files import TraceFile
-    from tracefit.results.traces import Allowed, IngestResult
+    from tracefit.results.commands import Allowed, IngestResult
     from tracefit.server.context import RunContext
 
 
@@ -67,7 +68,7 @@ def inspect(
         DataError: A run holds no vLLM spans at all.
     """
     paths = as_list(paths)
-    progress = progress or NullProgress()
+    progress = KeptWarnings(progress)
     tables = _tables_of(paths)
     if tables is not None:
         store = TableStore(tables).require()
@@ -75,7 +76,7 @@ def inspect(
         return _inspect_tables(store, {}, progress)
     # Read as `ingest` reads, so that what is described here is what would be trained on.
     with tempfile.TemporaryDirectory(prefix="tracefit-inspect-") as scratch, open_inputs(paths) as inputs:
-        result = ingest_inputs(inputs, scratch, server or ServerOptions(), progress)
+        result = ingest_inputs(inputs, scratch, server or ServerOptions(), progress, engine=LocalEngine())
         write_timelines(TableStore(scratch), [run.run_id for run in result.runs])
         # Runs are ingested in the order they are found; of two with one name the second has a number by now.
         files = {

@@ -86,8 +86,7 @@ def scan(folder: str | Path, table: str, *, run: str | None = None) -> pl.LazyFr
     Raises:
         UsageError: The folder holds no tables, not that one or not that run.
     """
-    from tracefit.tables.run_tables import RunTables  # noqa: PLC0415
-    from tracefit.tables.store import TableStore  # noqa: PLC0415
+    from tracefit.tables.store import RunTables, TableStore  # noqa: PLC0415
 
     store = TableStore(find_tables(folder)).require()
     if run is not None and run not in (known := store.runs()):

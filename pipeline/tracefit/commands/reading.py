@@ -18,9 +18,8 @@ from tracefit._version import __version__
 from tracefit.engines.decode import Decoded, Task, decode_task
 from tracefit.inputs.blocks import Block, ReadLimits, read_blocks
 from tracefit.inputs.discovery import refuse_other_signal
-from tracefit.inputs.files import ContentHash, content_hash_of
+from tracefit.inputs.files import ContentHash, content_hash_of, fetch
 from tracefit.inputs.rejects import Reject
-from tracefit.inputs.remote import fetch
 from tracefit.tables.manifest import IngestedRun, Manifest, ReadFile, StagedPart
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Write the report of a trained folder: the one command that composes results into a page, Markdown and terminal text."""
+"""Write the report of a trained folder as a page and as Markdown; draw one of its figures for a notebook."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import TracedTime, all_figures, build_report, scope_parts
-from tracefit.reports.document import markdown_text
+from tracefit.reports.document import markdown_text, plain
+from tracefit.reports.sentences import verdicts
+from tracefit.results.commands import ReportResult
 from tracefit.results.figures import LATENCIES
-from tracefit.results.models import ReportResult
 from tracefit.results.notebook import draw_with
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
@@ -47,7 +48,7 @@ def report(
     out: str | Path | None = None,
     slo_ms: Mapping[str, float] | None = None,
     progress: Progress | None = None,
-) -> tuple[ReportResult, Report]:
+) -> ReportResult:
     """Write report.html and report.md again from the files that `run` or `train` wrote.
 
     Args:
@@ -78,7 +79,8 @@ def report(
     place = place_of(out or folder)
     texts = report_texts(made, place, progress)
     write_files(texts)
-    return ReportResult(tuple(texts), evaluation.answers), made
+    reasons = {s.scope_id: {v.use: plain(v.sentence) for v in verdicts(s).uses} for s in evaluation.scopes}
+    return ReportResult(tuple(texts), evaluation.answers, reasons, plain(made.lead))
 
 
 def report_texts(made: Report, folder: Path, progress: Progress) -> dict[Path, str]:

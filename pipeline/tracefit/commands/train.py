@@ -15,8 +15,14 @@ from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest
 from tracefit.commands.locate import find_tables
 from tracefit.commands.report import report_of, report_texts
-from tracefit.commands.sampling import MOST_ROWS, MOST_RUNS, sample_runs, sampling_note
-from tracefit.commands.scopes import scopes_of, write_timelines
+from tracefit.commands.scopes import (
+    MOST_ROWS,
+    MOST_RUNS,
+    sample_runs,
+    sampling_note,
+    scopes_of,
+    write_timelines,
+)
 from tracefit.commands.training_tables import sample_tables, write_training_frames
 from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
 from tracefit.engines.local import LocalEngine
@@ -27,19 +33,19 @@ from tracefit.fit.fitted import BetaTarget, ScopeOptions
 from tracefit.fit.load import runs_to_fit
 from tracefit.fit.scopes import fit_across, fit_scope
 from tracefit.inputs.buckets import place_of
-from tracefit.progress import NullProgress, Progress
+from tracefit.progress import KeptWarnings, Progress
+from tracefit.results.commands import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.results.figures import LATENCIES
-from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.server.documents import read_bytes
 from tracefit.tables.disk import write_files
-from tracefit.tables.overlap import find_overlaps
+from tracefit.tables.runs import find_overlaps
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.coefficients.model import Evaluation
-    from tracefit.engines.tasks import TaskEngine
+    from tracefit.engines.local import TaskEngine
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.results import Latency, Missing, Overload
 
@@ -105,7 +111,7 @@ def train(
         DataError: Not a single model can be fitted; nothing is written.
     """
     options = options or TrainOptions()
-    progress = progress or NullProgress()
+    progress = KeptWarnings(progress)
     store = TableStore(find_tables(tables)).require()
     runs = store.read("runs", None if run_ids is None else list(run_ids))
     runs, notes = _sampled(store, runs, progress)
@@ -158,7 +164,7 @@ def train(
     made = report_of(as_published(evaluation), as_published(alpha), as_published(beta), store)
     texts |= report_texts(made, report, progress)
     write_files(texts)
-    return replace(result, files=tuple(texts))
+    return replace(result, files=tuple(texts), warnings=tuple(progress.warnings))
 
 
 def _result(

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit.features.sets import Feature, FeatureSet
 from tracefit.features.training import WORKLOAD_COLUMNS
+from tracefit.fit.splits import step_frame
 from tracefit.tables import schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.tables.store import TableStore
@@ -91,43 +93,70 @@ def _offered(model: FittedModel) -> list[str]:
     ]
 
 
+_ALPHA: Mapping[str, str | pl.Expr] = {
+    "alpha_latency_ms": pl.col("y") / 1e3,
+    "prompt_tokens": "prompt_tokens",
+    "queue_depth": "waiting_depth",
+    "running_depth": "running_depth",
+    "kv_ratio": "kv_usage_ratio",
+}
+_BETA = {
+    "num_prefill": "num_prefill_reqs",
+    "num_decode": "num_decode_reqs",
+    "prefill_tokens": "prefill_tokens",
+    "decode_tokens": "decode_tokens",
+    "kv_ratio": "kv_usage_ratio",
+}
+_BATCH = FeatureSet("sample", tuple(Feature(column, "", column) for column in _BETA.values()))
+
+
 def sample_tables(scopes: Sequence[FittedScope]) -> dict[str, str]:
     """Return file name to CSV text: alpha_sample.csv (queue waits) and beta_sample.csv (step times).
 
     The columns are the specification's. Unknown values are empty.
     """
+    alpha, beta = ([one for s in scopes if (one := make(s)) is not None] for make in (_alpha, _beta))
     return {
-        "alpha_sample.csv": _csv([_alpha(s) for s in scopes if s.alpha_rows is not None], _ALPHA),
-        "beta_sample.csv": _csv([_beta(s) for s in scopes if s.beta_rows is not None], _BETA),
+        "alpha_sample.csv": _csv(alpha, (*_ALPHA, "model_size", "hw_type", "tp")),
+        "beta_sample.csv": _csv(beta, ("step_duration_us", *_BETA, "model_type", "hw", "tp")),
     }
-
-
-_ALPHA = (
-    "alpha_latency_ms",
-    "prompt_tokens",
-    "queue_depth",
-    "running_depth",
-    "kv_ratio",
-    "model_size",
-    "hw_type",
-    "tp",
-)
-_BETA = (
-    "step_duration_us",
-    "num_prefill",
-    "num_decode",
-    "prefill_tokens",
-    "decode_tokens",
-    "kv_ratio",
-    "model_type",
-    "hw",
-    "tp",
-)
 
 
 def _csv(frames: list[pl.DataFrame], columns: tuple[str, ...]) -> str:
     empty = pl.DataFrame(schema=dict.fromkeys(columns, pl.String))
     return (pl.concat(frames, how="vertical_relaxed") if frames else empty).write_csv()
+
+
+def _alpha(scope: FittedScope) -> pl.DataFrame | None:
+    if scope.alpha_rows is None:
+        return None
+    context = scope.scope.context
+    size = model_size(context.architecture.parameters) if context.architecture else None
+    waits = scope.alpha_rows.filter(pl.col("target") == "queue_wait").sort("run_id", "server", "ts_ns")
+    return waits.select(
+        **_ALPHA,
+        model_size=pl.lit(size, pl.String),
+        hw_type=pl.lit(context.gpu.name if context.gpu else None, pl.String),
+        tp=pl.lit(context.settings.tensor_parallel, pl.Int64),
+    )
+
+
+def _beta(scope: FittedScope) -> pl.DataFrame | None:
+    if scope.beta_rows is None or scope.choice is None:
+        return None
+    context = scope.scope.context
+    kind = None
+    if context.architecture is not None:
+        kind = "moe" if context.architecture.is_moe else "dense"
+    # The rows of the fit have the features that were offered, which need not be these.
+    rows = step_frame(scope.tables, scope.tables.timeline, _BATCH, {}, scope.choice.source)
+    return rows.sort("run_id", "server", "ts_ns").select(
+        step_duration_us="y",
+        **_BETA,
+        model_type=pl.lit(kind, pl.String),
+        hw=pl.lit(context.gpu.name if context.gpu else None, pl.String),
+        tp=pl.lit(context.settings.tensor_parallel, pl.Int64),
+    )
 
 
 def model_size(parameters: int) -> str:
@@ -137,39 +166,3 @@ def model_size(parameters: int) -> str:
             count = parameters / unit
             return f"{count:.1f}".rstrip("0").rstrip(".") + name if count < 10 else f"{count:.0f}{name}"
     return str(parameters)
-
-
-def _alpha(scope: FittedScope) -> pl.DataFrame:
-    context = scope.scope.context
-    size = model_size(context.architecture.parameters) if context.architecture else None
-    rows = scope.alpha_rows if scope.alpha_rows is not None else pl.DataFrame()
-    waits = rows.filter(pl.col("target") == "queue_wait").sort("run_id", "server", "ts_ns")
-    return waits.select(
-        alpha_latency_ms=pl.col("y") / 1e3,
-        prompt_tokens="prompt_tokens",
-        queue_depth="waiting_depth",
-        running_depth="running_depth",
-        kv_ratio="kv_usage_ratio",
-        model_size=pl.lit(size, pl.String),
-        hw_type=pl.lit(context.gpu.name if context.gpu else None, pl.String),
-        tp=pl.lit(context.settings.tensor_parallel, pl.Int64),
-    )
-
-
-def _beta(scope: FittedScope) -> pl.DataFrame:
-    context = scope.scope.context
-    kind = None
-    if context.architecture is not None:
-        kind = "moe" if context.architecture.is_moe else "dense"
-    rows = scope.beta_rows if scope.beta_rows is not None else pl.DataFrame()
-    return rows.sort("run_id", "server", "ts_ns").select(
-        step_duration_us="y",
-        num_prefill="num_prefill_reqs",
-        num_decode="num_decode_reqs",
-        prefill_tokens="prefill_tokens",
-        decode_tokens="decode_tokens",
-        kv_ratio="kv_usage_ratio",
-        model_type=pl.lit(kind, pl.String),
-        hw=pl.lit(context.gpu.name if context.gpu else None, pl.String),
-        tp=pl.lit(context.settings.tensor_parallel, pl.Int64),
-    )

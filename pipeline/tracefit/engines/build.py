@@ -15,7 +15,7 @@ from tracefit import memory
 from tracefit.errors import DataError
 from tracefit.server.settings import ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
 from tracefit.tables import dialects, schema
-from tracefit.tables.build import IngestCounts, build_tables
+from tracefit.tables.build import BuildLimits, IngestCounts, build_tables
 from tracefit.tables.runs import COMPLETE_SHARE
 from tracefit.tables.store import RunWriter, put_parts, read_part
 
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
     from tracefit.timeline import EngineLimits
 
 DEFAULT_BLOCK_SIZE = 16
-
-SMALL_RUN_ROWS = 100_000
-"""Steps, journey events and snapshots of a run whose timeline `ingest` builds within its memory.
-
-The timeline of a larger one is left to `train`, which has more: about 1 KiB for each step.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +48,7 @@ class RunTask:
         context: The server.
         kv: Its recordings of KV-cache events: the files, or their rows where workers may be without the files.
         max_rejects: Bad events of a recording after which reading it stops.
+        memory_limits: How much of the run is in memory at a time.
     """
 
     run_id: str
@@ -66,6 +61,7 @@ class RunTask:
     context: RunContext
     kv: tuple[TraceFile, ...] | KvRows
     max_rejects: int
+    memory_limits: BuildLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +122,19 @@ class _Tables:
 
     USED_AGAIN = ("steps", "journey_events", "request_snapshots", "requests", "runs", "rejects")
 
-    def __init__(self, writer: RunWriter) -> None:
+    def __init__(self, writer: RunWriter, small_run_rows: int) -> None:
         self._writer = writer
+        self._most_rows = small_run_rows
         self._held: dict[str, list[pl.DataFrame]] = {}
         self._rows = 0
 
     @property
     def are_small(self) -> bool:
         """Whether all of them are in memory."""
-        return self._rows <= SMALL_RUN_ROWS
+        return self._rows <= self._most_rows
 
     def write(self, name: str, rows: pl.DataFrame) -> None:
-        """Take the next rows of a table; beyond `SMALL_RUN_ROWS` rows, all are written, and what follows as it comes."""
+        """Take the next rows of a table; beyond `small_run_rows`, all are written, and what follows as it comes."""
         if name not in self.USED_AGAIN or not self.are_small:
             self._writer.write(name, rows)
             return
@@ -156,7 +153,7 @@ class _Tables:
 
 def _build(task: RunTask, folder: Path) -> BuiltRun:
     with RunWriter(folder) as writer:
-        first = _Tables(writer)
+        first = _Tables(writer, task.memory_limits.small_run_rows)
         counts = build_tables(
             task.files,
             run_id=task.run_id,
@@ -165,13 +162,14 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
             write=first.write,
             run_columns=task.columns,
             limits=task.limits,
+            memory_limits=task.memory_limits,
         )
         _require_spans(task.name, counts)
         if first.are_small:
             tables = first.whole()
             # After the tables of the traces: KV events are matched with their steps and requests.
             tables |= _kv_tables(task, tables.__getitem__)
-            if is_small(tables["runs"]):
+            if is_small(tables["runs"], task.memory_limits):
                 tables |= timeline_of(tables.__getitem__, task.context)
             for name, rows in tables.items():
                 writer.write(name, rows)
@@ -192,7 +190,7 @@ def _build(task: RunTask, folder: Path) -> BuiltRun:
 
     add(_kv_tables(task, read))
     runs = read("runs")
-    if is_small(runs):
+    if is_small(runs, task.memory_limits):
         add(timeline_of(read, task.context))
     return BuiltRun(parts, {}, runs)
 
@@ -212,11 +210,11 @@ def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, 
     )
 
 
-def is_small(runs: pl.DataFrame) -> bool:
+def is_small(runs: pl.DataFrame, limits: BuildLimits) -> bool:
     """Return whether the timeline of a run is built with its other tables; `runs` has its rows."""
     # The counts are those of the run, repeated in the row of every server.
     events = sum(sum(json.loads(text).values()) for text in runs["events"].head(1))
-    return events <= SMALL_RUN_ROWS
+    return events <= limits.small_run_rows
 
 
 def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dict[str, pl.DataFrame]:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
 from tracefit._version import __version__
-from tracefit.engines.processes import available_cores
-from tracefit.engines.tasks import TASKS_PER_WORKER, Job, WorkerError, attempt
+from tracefit.engines.local import TASKS_PER_WORKER, Job, WorkerError, attempt, available_cores
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:

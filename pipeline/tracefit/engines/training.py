@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import polars as pl
 
 from tracefit.engines.build import engine_limits, timeline_of
-from tracefit.engines.tasks import Job, run_jobs
+from tracefit.engines.local import Job, run_jobs
 from tracefit.fit.fitted import ScopeTables
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
 from tracefit.server.context import context_from_json
-from tracefit.tables.keys import ENGINE
 from tracefit.tables.runs import step_counters
+from tracefit.tables.schema import ENGINE
 from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tracefit.engines.tasks import TaskEngine
+    from tracefit.engines.local import TaskEngine
     from tracefit.fit.results import Overload
     from tracefit.server.context import RunContext
     from tracefit.tables.store import TableStore

@@ -74,6 +74,22 @@ ROOFLINE_TERMS: dict[str, str] = {
 }
 """Columns that `add_roofline` adds, in order, with their units."""
 
+TERM_FORMULAS: dict[str, str] = {
+    "prefill_compute_us": "(prefill_tokens * FLOPS_PER_TOKEN + sum over layers of prefill_tokens * min(visible tokens, WINDOW) * "
+    "FLOPS_PER_PAIR + min(num_prefill_reqs, prefill_tokens) * HEAD_FLOPS) / TP / PEAK_FLOPS_PER_US",
+    "decode_compute_us": "the same of decode_tokens and num_decode_reqs",
+    "prefill_kv_write_us": "prefill_tokens * KV_BYTES_PER_TOKEN / KV_SHARDS / BYTES_PER_US",
+    "decode_kv_read_us": "num_decode_reqs * sum over layers of min(visible tokens, WINDOW) * KV_BYTES_PER_TOKEN_AND_LAYER / "
+    "KV_SHARDS / BYTES_PER_US",
+    "weight_read_us": "min(prefill_tokens + decode_tokens, 1) * WEIGHT_BYTES / TP / BYTES_PER_US",
+    "tp_comm_us": "(prefill_tokens + decode_tokens) * 2 * LAYERS * HIDDEN_BYTES * 2 * (TP - 1) / TP / (LINK_BYTES_PER_US / 2)",
+    "moe_expert_read_us": "MOE_LAYERS * expected distinct experts of prefill_tokens + decode_tokens * EXPERT_BYTES / TP / BYTES_PER_US",
+    "moe_dispatch_us": "(prefill_tokens + decode_tokens) * MOE_LAYERS * 2 * EXPERTS_PER_TOKEN * HIDDEN_BYTES / BYTES_PER_US",
+    "layers": "LAYERS",
+    "batch_requests": "num_prefill_reqs + num_decode_reqs",
+}
+"""The terms for a reader: names in capitals are numbers of config.json, the GPU and the settings, which a coefficient file has."""
+
 WORK_TERMS: dict[str, str] = {
     "prefill_mflop": "prefill_compute_us",
     "decode_mflop": "decode_compute_us",

@@ -26,7 +26,7 @@ from tracefit.features.roofline import (
 )
 from tracefit.features.sets import FeatureSet, add_features
 from tracefit.server.architecture import AttentionKind
-from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -42,7 +42,7 @@ from tracefit.fit.select import FOLDS, PENALTIES, choose_penalty
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import STEP_FLAGS
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,7 @@ from tracefit.fit.fitted import FittedBoundary, predict_regimes, target_of
 from tracefit.fit.results import Burst, Metrics
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted
 from tracefit.fit.validation import WITHIN_PCT, coverage_pct, measure, prediction_interval, reference, skill
-from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from tracefit.fit.fitted import LinearFit

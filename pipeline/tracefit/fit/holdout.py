@@ -35,7 +35,7 @@ from tracefit.fit.select import FOLDS, choose_penalty, max_inflations, time_bloc
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
 from tracefit.fit.train import Design, design_of, estimator_of
 from tracefit.fit.validation import measure, reference
-from tracefit.tables.keys import SERVER
+from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

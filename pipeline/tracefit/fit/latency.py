@@ -33,7 +33,7 @@ from tracefit.fit.splits import counted
 from tracefit.fit.validation import distribution, measure
 from tracefit.statistics import mean_of
 from tracefit.tables.health import CUT_OFF
-from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

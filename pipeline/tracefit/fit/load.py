@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.fit.results import Overload, Phase, QueuePeriod
-from tracefit.tables.keys import SERVER
+from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -13,7 +13,7 @@ import polars as pl
 
 from tracefit.features import training
 from tracefit.features.sets import FeatureSet, add_features
-from tracefit.tables.keys import SERVER
+from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -45,7 +45,7 @@ from tracefit.fit.select import (
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
 from tracefit.fit.validation import equation_errors, measure, prediction_interval, validate
 from tracefit.statistics import Integers, Matrix, robust_sd
-from tracefit.tables.keys import SERVER
+from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

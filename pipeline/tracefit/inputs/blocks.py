@@ -12,17 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracefit.inputs.compression import USUAL, Expansion, Gap, Piece, pieces
-from tracefit.inputs.files import cannot_open
-from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, detect_format
+from tracefit.inputs.compression import USUAL, Expansion, Gap, Piece, compression_of, pieces, rewindable
+from tracefit.inputs.files import cannot_open, read_fully
+from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, Contents, detect_format
 from tracefit.inputs.framing import Shape, next_record, whole_records
 from tracefit.inputs.rejects import Encoding, Reject, excerpt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Iterator
 
     from tracefit.inputs.files import ContentHash, TraceFile
-    from tracefit.inputs.formats import Contents
 
 BLOCK_BYTES = 24 << 20
 """Usual size of a block; the last one is smaller, a block with a longer record is larger."""
@@ -107,14 +106,30 @@ def read_blocks(
     chunk_bytes = max(limits.block_bytes, _SMALLEST_READ_BYTES)
     bounds = replace(limits.expansion, chunk_bytes=min(limits.expansion.chunk_bytes, chunk_bytes))
     with file.open(on_read=on_read, content_hash=content_hash) as raw:
-        for item in _Splitter(
-            file, limits, pieces(raw, bounds), show_values=show_values, by_path=by_path
-        ).blocks():
+        splitter = _Splitter(file, limits, pieces(raw, bounds), show_values=show_values, by_path=by_path)
+        for item in splitter.blocks():
             yield item
             rejects += isinstance(item, Reject)
             if rejects >= limits.max_rejects:
                 yield Reject(file.name, 0, 0, f"more than {limits.max_rejects} rejects: the rest is not read")
                 return
+
+
+def inspect_file(file: TraceFile, bounds: Expansion = USUAL) -> Contents:
+    """Return the format of a file, from its first few MiB; `bounds` says how many are read where these show nothing.
+
+    Raises:
+        UsageError: If it cannot be read.
+    """
+    with file.open() as raw, rewindable(raw) as stream:
+        compression = compression_of(read_fully(stream, 8))
+        content = pieces(stream, bounds, most_bytes=bounds.most_junk_bytes)
+        splitter = _Splitter(file, ReadLimits(expansion=bounds), content)
+        rejects = list(splitter.detect())
+    found = splitter.contents
+    # A file of which nothing can be decompressed is not an empty one.
+    is_lost = found.encoding is None and rejects
+    return replace(found, compression=compression, shape="unknown" if is_lost else found.shape)
 
 
 def load(block: Block) -> bytes:
@@ -142,8 +157,8 @@ class _Splitter:
         limits: ReadLimits,
         content: Iterator[Piece | Gap],
         *,
-        show_values: bool,
-        by_path: bool,
+        show_values: bool = False,
+        by_path: bool = False,
     ) -> None:
         self._file = file
         self._limits = limits
@@ -155,44 +170,46 @@ class _Splitter:
         self._offset = 0  # of the buffer, in the content
         self._stored = 0  # bytes of the content that the file has at the same offset
         self._is_last = False
+        self.contents = Contents("unknown", None)
 
-    def blocks(self) -> Iterator[Block | Reject]:
+    def detect(self) -> Iterator[Reject]:
+        """Find the format of the content; pass over a beginning that is junk, a head at a time, and yield one reject for it."""
         yield from self._fill(self._limits.head_bytes)
-        contents, start = detect_format(self._buffer, is_whole=self._is_last), self._offset
-        is_text = self._buffer.lstrip().startswith((b"{", b"["))
-        if contents.shape == "unknown" and not self._is_last:
-            contents = yield from self._behind_junk(contents)
-        shape, encoding = contents.shape, contents.encoding or "json"
-        if shape == "unknown":
-            yield from self._skipped("not OTLP traces", shape, "json" if is_text else "protobuf", start=start)
-            return
-        if shape == "empty":
-            return
-        usual = wanted = min(self._limits.block_bytes, self._limits.max_document + 1)
-        while self._buffer or not self._is_last:
-            yield from self._fill(wanted)
-            size = whole_records(self._buffer, shape, is_last=self._is_last)
-            longest = self._limits.max_document
-            if size > longest:  # many records together; whether the first is too long shows when it is alone
-                size = whole_records(self._buffer[:longest], shape, is_last=False)
-            if not size and len(self._buffer) > longest:
-                yield from self._skipped(self._advice(), shape, encoding)
-                size = 1  # there was progress: read on in the usual size
-            elif size:
-                yield self._block(shape, encoding, size)
-            wanted = usual if size else min(2 * wanted, self._limits.max_document + 1)
-
-    def _behind_junk(self, contents: Contents) -> Generator[Reject, None, Contents]:
-        """Pass over a beginning that is junk, a head at a time; yield one reject for it."""
-        start, most = self._offset, self._limits.expansion.most_junk_bytes
-        while contents.shape == "unknown" and not self._is_last and self._offset - start < most:
+        contents = detect_format(self._buffer, is_whole=self._is_last)
+        most = self._limits.expansion.most_junk_bytes
+        while contents.shape == "unknown" and not self._is_last and self._offset < most:
             # A record may begin in the last bytes of what is passed over.
             self._drop(len(self._buffer) - JUNK_EDGE_BYTES)
             yield from self._fill(self._limits.head_bytes)
             contents = detect_format(self._buffer, is_whole=False)
-        if contents.shape != "unknown":
-            yield Reject(self._file.name, start, self._offset - start, "not OTLP traces")
-        return contents
+        if self._offset and contents.shape != "unknown":
+            yield Reject(self._file.name, 0, self._offset, "not OTLP traces")
+        self.contents = contents
+
+    def blocks(self) -> Iterator[Block | Reject]:
+        yield from self._fill(self._limits.head_bytes)
+        is_text = self._buffer.lstrip().startswith((b"{", b"["))
+        yield from self.detect()
+        shape, encoding = self.contents.shape, self.contents.encoding or "json"
+        if shape == "unknown":
+            yield from self._skipped("not OTLP traces", shape, "json" if is_text else "protobuf", start=0)
+            return
+        if shape == "empty":
+            return
+        longest = self._limits.max_document
+        usual = wanted = min(self._limits.block_bytes, longest + 1)
+        while self._buffer or not self._is_last:
+            yield from self._fill(wanted)
+            size = whole_records(self._buffer, shape, is_last=self._is_last)
+            if size > longest:  # many records together; whether the first is too long shows when it is alone
+                size = whole_records(self._buffer[:longest], shape, is_last=False)
+            if not size and len(self._buffer) > longest:
+                advice = f"longer than {longest >> 20} MiB: raise --max-document to read it"
+                yield from self._skipped(advice, shape, encoding, start=self._offset)
+                size = 1  # there was progress: read on in the usual size
+            elif size:
+                yield self._block(shape, encoding, size)
+            wanted = usual if size else min(2 * wanted, longest + 1)
 
     def _fill(self, size: int) -> Iterator[Reject]:
         """Read until the buffer holds `size` bytes or the file ends; yield a reject for each gap on the way."""
@@ -221,13 +238,11 @@ class _Splitter:
         self._drop(size)
         return block
 
-    def _skipped(
-        self, reason: str, shape: Shape, encoding: Encoding, *, start: int | None = None
-    ) -> Iterator[Reject]:
-        """Skip to the next record, or to the end, and yield one reject for the skipped bytes, or for those from `start` on."""
-        start = self._offset if start is None else start
+    def _skipped(self, reason: str, shape: Shape, encoding: Encoding, *, start: int) -> Iterator[Reject]:
+        """Skip to the next record, or to the end, and yield one reject for the bytes from `start` on."""
         begins = self._buffer[:_EXCERPT_BYTES]
-        while (found := self._next(shape)) < 0:
+        can_go_on = shape in ("lines", "framed", "bare")
+        while (found := next_record(self._buffer, shape, 1) if can_go_on else -1) < 0:
             # A record header may lie across the edge of the buffer, so that its last bytes are searched again.
             self._drop(max(len(self._buffer) - _EDGE_BYTES, 1))
             yield from self._fill(self._limits.block_bytes)
@@ -237,9 +252,3 @@ class _Splitter:
         self._drop(found)
         outline = excerpt(begins, encoding, show_values=self._show_values) if encoding == "json" else ""
         yield Reject(self._file.name, start, self._offset - start, reason, outline)
-
-    def _next(self, shape: Shape) -> int:
-        return next_record(self._buffer, shape, 1) if shape in ("lines", "framed", "bare") else -1
-
-    def _advice(self) -> str:
-        return f"longer than {self._limits.max_document >> 20} MiB: raise --max-document to read it"

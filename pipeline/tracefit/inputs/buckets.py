@@ -1,7 +1,8 @@
 """Buckets that are written to: a path in one, and its objects as bytes.
 
 What is not known before is read from the environment: credentials, region, endpoint, in the names that the provider's own
-tools use. A request that fails on the way, or that the bucket answers with 5xx, is tried again for a while.
+tools use. A request that fails on the way, or that the bucket answers with 5xx, is tried again for a while. Every function
+raises `UsageError`, one line, where the bucket cannot be reached or refuses.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, wraps
 from pathlib import Path, PosixPath
-from typing import TYPE_CHECKING, BinaryIO, ParamSpec, TypeVar, cast
-from urllib.parse import unquote
+from typing import TYPE_CHECKING, BinaryIO, Concatenate, ParamSpec, TypeVar, cast
 
 from tracefit.errors import UsageError
-from tracefit.inputs.files import display_name
+from tracefit.inputs.files import display_name, split_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,7 +36,6 @@ FIRST_ANSWER_S = 20
 PATIENCE_S = 180
 """How long one that has answered before is asked again."""
 
-_URL = re.compile(r"(?P<scheme>s3|gs|file):/+", re.IGNORECASE)  # a Path makes one slash of two
 _PAUSE_S = 0.2
 _MAX_FILE_BYTES = 64 << 20
 _REASON_CHARS = 200
@@ -50,27 +49,24 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def place_of(path: str | Path) -> Path:
+def place_of(path: str | os.PathLike[str]) -> Path:
     """Return what a path or a URL names: a path on disk, or a `BucketPath`.
 
     Raises:
         UsageError: The URL names no bucket, or holds credentials or options.
     """
-    text = str(path)
-    url = _URL.match(text)
-    # A local file may be called `s3:` too, and then it is meant.
-    if url is None or isinstance(path, BucketPath) or os.path.lexists(text):
-        return Path(path) if isinstance(path, str) else path
-    scheme, rest = url["scheme"].lower(), text[url.end() :].strip("/")
-    if scheme == "file":
-        return Path(f"/{unquote(rest.removeprefix('localhost/'))}")
+    if isinstance(path, BucketPath):
+        return path
+    scheme, rest = split_url(os.fspath(path))
+    if scheme not in _ENVIRONMENT:
+        return Path(rest if scheme == "file" else path)
+    rest = rest.strip("/")
     plain = rest.partition("?")[0]
     user, at, bucket = plain.partition("/")[0].rpartition("@")
-    where = display_name(f"{scheme}://{bucket}")
     if not bucket or plain != rest or user or at:
         raise UsageError(
             "names no bucket" if not bucket else "credentials and options do not belong in this URL",
-            where=where,
+            where=display_name(f"{scheme}://{bucket}"),
             hint=f"{scheme}://BUCKET/FOLDER; all else is read from the environment: {_ENVIRONMENT[scheme]}",
         )
     return BucketPath(f"{scheme}:/{rest}")
@@ -125,7 +121,7 @@ class BucketPath(PosixPath):
 
         Raises:
             FileNotFoundError: It is not there.
-            UsageError: It cannot be read, or is larger than any file of results.
+            UsageError: It is larger than any file of results.
         """
         return io.BytesIO(get(self, limit_bytes=_MAX_FILE_BYTES)[0])
 
@@ -134,71 +130,65 @@ class _BrokenOffError(UsageError):
     """A connection ended before its answer did."""
 
 
-def _again(request: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Make a request again where its answer breaks off: the library begins none anew that was answered in part."""
+def _request(
+    work: Callable[Concatenate[ObjectStore, BucketPath, _P], _Result],
+) -> Callable[Concatenate[BucketPath, _P], _Result]:
+    """Hand a request the client of its path's bucket, and raise errors as one line; make it again where its answer breaks off.
 
-    @wraps(request)
-    def repeated(*arguments: _P.args, **options: _P.kwargs) -> _Result:
+    The library begins no request anew that was answered in part.
+    """
+
+    @wraps(work)
+    def made(path: BucketPath, /, *arguments: _P.args, **options: _P.kwargs) -> _Result:
         began = time.monotonic()
         while True:
             try:
-                return request(*arguments, **options)
+                with _errors_of(path):
+                    patience_s = PATIENCE_S if path.bucket in _answered() else FIRST_ANSWER_S
+                    return work(_opened(path.bucket, patience_s), path, *arguments, **options)
             except _BrokenOffError:
                 if time.monotonic() - began > FIRST_ANSWER_S:
                     raise
             time.sleep(_PAUSE_S)
 
-    return repeated
+    return made
 
 
 Version = dict[str, str]
 """What a bucket says of the state of an object, for `put_if`."""
 
 
-@_again
-def get(path: BucketPath, *, limit_bytes: int | None = None) -> tuple[bytes, Version]:
+@_request
+def get(store: ObjectStore, path: BucketPath, *, limit_bytes: int | None = None) -> tuple[bytes, Version]:
     """Return an object and its version.
 
     Raises:
         FileNotFoundError: It is not there.
-        UsageError: The bucket cannot be reached, or refuses, or the object is larger than the limit.
+        UsageError: The object is larger than the limit.
     """
-    with _told(path):
-        import obstore  # noqa: PLC0415
-
-        found = obstore.get(_client(path.bucket), path.key)
-        if limit_bytes is not None and found.meta["size"] > limit_bytes:
-            raise UsageError(f"is larger than {limit_bytes:,} bytes", where=str(path))
-        about = {name: found.meta.get(name) for name in ("e_tag", "version")}
-        return bytes(found.bytes()), {name: str(value) for name, value in about.items() if value}
+    found = store.get(path.key)
+    if limit_bytes is not None and found.meta["size"] > limit_bytes:
+        raise UsageError(f"is larger than {limit_bytes:,} bytes", where=str(path))
+    about = {name: found.meta.get(name) for name in ("e_tag", "version")}
+    return bytes(found.bytes()), {name: str(value) for name, value in about.items() if value}
 
 
-@_again
-def download(path: BucketPath, target: Path) -> None:
+@_request
+def download(store: ObjectStore, path: BucketPath, target: Path) -> None:
     """Copy an object to disk, piece by piece.
 
     Raises:
         FileNotFoundError: It is not there.
-        UsageError: The bucket cannot be reached, or refuses.
     """
-    with _told(path), target.open("wb") as copy:
-        import obstore  # noqa: PLC0415
-
-        for piece in obstore.get(_client(path.bucket), path.key).stream(min_chunk_size=1 << 20):
+    with target.open("wb") as copy:
+        for piece in store.get(path.key).stream(min_chunk_size=1 << 20):
             copy.write(piece)
 
 
-@_again
-def put(path: BucketPath, data: Path | bytes) -> None:
-    """Write an object; it appears whole or not at all.
-
-    Raises:
-        UsageError: The bucket cannot be reached, or refuses.
-    """
-    with _told(path):
-        import obstore  # noqa: PLC0415
-
-        obstore.put(_client(path.bucket), path.key, data)
+@_request
+def put(store: ObjectStore, path: BucketPath, data: Path | bytes) -> None:
+    """Write an object; it appears whole or not at all."""
+    store.put(path.key, data)
 
 
 def put_if(path: BucketPath, data: bytes, version: Version | None) -> bool:
@@ -207,80 +197,54 @@ def put_if(path: BucketPath, data: bytes, version: Version | None) -> bool:
     Raises:
         UsageError: The bucket refuses, or no answer came: it may have been written.
     """
-    with _told(path):
-        import obstore  # noqa: PLC0415
+    with _errors_of(path):
         from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: PLC0415
 
+        mode: PutMode = "create" if version is None else cast("UpdateVersion", version)
         try:
-            mode: PutMode = "create" if version is None else cast("UpdateVersion", version)
             # The caller looks what is there and tries again: it need not be patient.
-            obstore.put(_opened(path.bucket, FIRST_ANSWER_S), path.key, data, mode=mode)
+            _opened(path.bucket, FIRST_ANSWER_S).put(path.key, data, mode=mode)
         except (AlreadyExistsError, PreconditionError):
             return False
     return True
 
 
-@_again
-def size_of(path: BucketPath) -> int | None:
-    """Return the bytes of an object; null if it is not there.
-
-    Raises:
-        UsageError: The bucket cannot be reached, or refuses.
-    """
-    with _told(path):
-        import obstore  # noqa: PLC0415
-
-        try:
-            return obstore.head(_client(path.bucket), path.key)["size"]
-        except FileNotFoundError:
-            return None
+@_request
+def size_of(store: ObjectStore, path: BucketPath) -> int | None:
+    """Return the bytes of an object; null if it is not there."""
+    try:
+        return store.head(path.key)["size"]
+    except FileNotFoundError:
+        return None
 
 
-@_again
-def children(path: BucketPath) -> set[str]:
-    """Return the names directly below a prefix, of objects and of prefixes.
-
-    Raises:
-        UsageError: The bucket cannot be reached, or refuses.
-    """
-    with _told(path):
-        import obstore  # noqa: PLC0415
-
-        found = obstore.list_with_delimiter(_client(path.bucket), path.key)
-        names = [*found["common_prefixes"], *(o["path"] for o in found["objects"])]
-        return {name.rstrip("/").rpartition("/")[2] for name in names}
+@_request
+def children(store: ObjectStore, path: BucketPath) -> set[str]:
+    """Return the names directly below a prefix, of objects and of prefixes."""
+    found = store.list_with_delimiter(path.key)
+    names = [*found["common_prefixes"], *(o["path"] for o in found["objects"])]
+    return {name.rstrip("/").rpartition("/")[2] for name in names}
 
 
-@_again
-def below(path: BucketPath) -> list[tuple[str, int, datetime]]:
-    """Return name, size and time of writing of every object below a prefix; names are relative to it.
-
-    Raises:
-        UsageError: The bucket cannot be reached, or refuses.
-    """
-    with _told(path):
-        import obstore  # noqa: PLC0415
-
-        pages = obstore.list(_client(path.bucket), path.key)
-        return [
-            (one["path"].removeprefix(path.key).lstrip("/"), one["size"], one["last_modified"])
-            for page in pages
-            for one in page
-        ]
+@_request
+def below(store: ObjectStore, path: BucketPath) -> list[tuple[str, int, datetime]]:
+    """Return name, size and time of writing of every object below a prefix; names are relative to it."""
+    return [
+        (one["path"].removeprefix(path.key).lstrip("/"), one["size"], one["last_modified"])
+        for page in store.list(path.key)
+        for one in page
+    ]
 
 
-@_again
 def delete(paths: Sequence[BucketPath]) -> None:
-    """Remove objects of one bucket, there or not.
-
-    Raises:
-        UsageError: The bucket cannot be reached, or refuses.
-    """
+    """Remove objects of one bucket, there or not."""
     if paths:
-        with _told(paths[0]):
-            import obstore  # noqa: PLC0415
+        _delete(paths[0], [path.key for path in paths])
 
-            obstore.delete(_client(paths[0].bucket), [path.key for path in paths])
+
+@_request
+def _delete(store: ObjectStore, _: BucketPath, keys: list[str]) -> None:
+    store.delete(keys)
 
 
 def together(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
@@ -295,10 +259,6 @@ def together(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_
 def _answered() -> set[str]:
     """Return the buckets that have answered in this process."""
     return set()
-
-
-def _client(bucket: str) -> ObjectStore:
-    return _opened(bucket, PATIENCE_S if bucket in _answered() else FIRST_ANSWER_S)
 
 
 @cache
@@ -319,12 +279,8 @@ def _opened(bucket: str, seconds: int) -> ObjectStore:
 
 
 @contextmanager
-def _told(path: BucketPath) -> Iterator[None]:
-    """Raise errors of a bucket as one line; an object that is not there as FileNotFoundError.
-
-    Raises:
-        UsageError: The bucket cannot be reached or refuses, or the library for buckets is not installed.
-    """
+def _errors_of(path: BucketPath) -> Iterator[None]:
+    """Raise errors of a bucket as one line; an object that is not there as FileNotFoundError."""
     try:
         from obstore.exceptions import BaseError  # noqa: PLC0415
     except ImportError as error:

@@ -8,14 +8,15 @@ and re-reading are bounded, because every size in a file is an unverified claim 
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
-import shutil
 import sys
 import tempfile
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Protocol, cast
+from typing import IO, TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Protocol, cast
 
 import pyarrow as pa
 
@@ -66,6 +67,7 @@ _TEXT_BYTES, _PIECE_BYTES = 4096, 64 << 10
 _TRIAL_BYTES, _MAX_TRIALS = 16 << 10, 16
 _BYTEWISE_STEPS, _STEP_BYTES = 1 << 20, 4096
 _LENGTH_BYTES = 4
+_WINDOW_BYTES = 256 << 10
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 # The magic numbers of gzip (with the deflate method and no reserved flag) and of a zstd frame whose header has its
 # reserved bit clear: the more bytes a match needs, the fewer guesses are wasted on random ones.
@@ -112,31 +114,41 @@ class Piece(NamedTuple):
     is_stored: bool
 
 
-def decompressed(raw: BinaryIO, bounds: Expansion = USUAL) -> Iterator[bytes | Gap]:
-    """Yield the content of a file in chunks, decompressed where it is compressed.
+def pieces(
+    raw: BinaryIO, bounds: Expansion = USUAL, *, most_bytes: int = sys.maxsize
+) -> Iterator[Piece | Gap]:
+    """Yield the content of a file in pieces, decompressed where it is compressed.
 
     Length-prefixed zstd gives JSON lines, a record each, or length-prefixed protobuf.
 
     Args:
-        raw: The file, at its beginning. A stream that cannot be rewound is copied to a temporary file first.
+        raw: The file, at any position if it can be rewound.
         bounds: Bounds on the content.
+        most_bytes: Bytes of the file that are read, as if it ended there.
 
     Yields:
-        Chunks of at most `bounds.chunk_bytes` (`max_record_bytes` for a record of length-prefixed zstd), and a gap
+        Pieces of at most `bounds.chunk_bytes` (`max_record_bytes` for a record of length-prefixed zstd), and a gap
         wherever content is missing.
     """
-    for piece in pieces(raw, bounds):
-        yield piece if isinstance(piece, Gap) else piece.data
+    with rewindable(raw) as stream:
+        items = _FileReader(stream, bounds, most_bytes).read()
+        # Adjacent gaps are joined: there can be millions of them.
+        for is_gap, group in itertools.groupby(items, key=lambda item: isinstance(item, Gap)):
+            if is_gap:
+                first = cast("Gap", next(group))
+                yield Gap(first.reason, first.count + sum(cast("Gap", gap).count for gap in group))
+            else:
+                yield from group
 
 
-def pieces(raw: BinaryIO, bounds: Expansion = USUAL) -> Iterator[Piece | Gap]:
-    """Yield the content of a file like `decompressed`, each chunk with whether the file stores it as it is."""
+@contextmanager
+def rewindable(raw: BinaryIO) -> Iterator[BinaryIO]:
+    """Yield the same bytes as a stream that can be rewound, as damage needs: of a pipe what is read is kept on disk."""
     if raw.seekable():
-        yield from _joined(_FileReader(raw, bounds).read())
-        return
-    with tempfile.TemporaryFile() as copy:
-        shutil.copyfileobj(raw, copy)
-        yield from _joined(_FileReader(cast("BinaryIO", copy), bounds).read())
+        yield raw
+    else:
+        with tempfile.TemporaryFile() as copy:
+            yield cast("BinaryIO", _Kept(raw, copy))
 
 
 def compression_of(head: bytes) -> Compression | None:
@@ -148,14 +160,30 @@ def compression_of(head: bytes) -> Compression | None:
     return "framed zstd" if head.startswith(_ZSTD_MAGIC, _LENGTH_BYTES) else None
 
 
-def _joined(items: Iterator[Piece | Gap]) -> Iterator[Piece | Gap]:
-    """Yield the same items with adjacent gaps joined into one: there can be millions of them."""
-    for is_gap, group in itertools.groupby(items, key=lambda item: isinstance(item, Gap)):
-        if is_gap:
-            first = cast("Gap", next(group))
-            yield Gap(first.reason, first.count + sum(cast("Gap", gap).count for gap in group))
-        else:
-            yield from group
+class _Kept(io.RawIOBase):
+    """A stream that can be rewound, over one that cannot; its bytes are kept in a file as far as they are read."""
+
+    def __init__(self, raw: BinaryIO, copy: IO[bytes]) -> None:
+        super().__init__()
+        self._raw = raw
+        self._copy = copy
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, _: int = io.SEEK_SET) -> int:
+        self._position = offset
+        return offset
+
+    def read(self, size: int = -1) -> bytes:
+        missing = self._position + size - self._copy.seek(0, io.SEEK_END)
+        while missing > 0 and (piece := self._raw.read(missing)):
+            missing -= self._copy.write(piece)
+        self._copy.seek(self._position)
+        data = self._copy.read(size)
+        self._position += len(data)
+        return data
 
 
 class _DamageError(Exception):
@@ -209,9 +237,10 @@ def _decoder(kind: Compression) -> _Decompressor:
 class _FileReader:
     """Reads one file, and counts the guesses and re-reads that damage has cost so far."""
 
-    def __init__(self, raw: BinaryIO, bounds: Expansion) -> None:
+    def __init__(self, raw: BinaryIO, bounds: Expansion, most_bytes: int) -> None:
         self._raw = raw
         self._bounds = bounds
+        self._most_bytes = most_bytes
         self._window, self._window_start, self._at_end = b"", 0, False
         self._guesses_left = MAX_GUESSES
         self._reread = 0
@@ -244,7 +273,7 @@ class _FileReader:
         begin = position - self._window_start
         if begin < 0 or (begin + size > len(self._window) and not (self._at_end and self._window)):
             self._raw.seek(position)
-            wanted = max(size, 256 << 10)
+            wanted = max(min(max(size, _WINDOW_BYTES), self._most_bytes - position), 0)
             self._window, self._window_start, begin = read_fully(self._raw, wanted), position, 0
             self._at_end = len(self._window) < wanted
         return self._window[begin : begin + size]

@@ -16,37 +16,34 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
-from urllib.parse import unquote
 
 from tracefit.errors import DataError, UsageError
-from tracefit.inputs.files import TraceFile, cannot_open, display_name, reason_of
+from tracefit.inputs.blocks import inspect_file
+from tracefit.inputs.files import TraceFile, cannot_open, display_name, reason_of, split_url
 from tracefit.inputs.folders import (
     CONFIG_NAMES,
-    KV_NAME,
     MODEL_CONFIG_NAME,
     RUN_CONFIG_NAMES,
-    TRACE_NAME,
+    FileSystemOf,
     Folder,
     FolderParts,
     clean_run_id,
-    common_stem,
     find_local,
-    run_folder,
-    without_dates,
+    find_remote,
+    open_filesystem,
 )
-from tracefit.inputs.formats import inspect_file
-from tracefit.inputs.remote import FileSystemOf, find_remote, open_filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 STDIN = "-"
-STDIN_RUN_ID = "stdin"
 
+_TRACE_NAME = re.compile(r"traces.*\.(json|jsonl|binpb|pb)(\.(gz|zst))?")
+_KV_NAME = re.compile(r"kv_events.*\.(jsonl|json|msgpack|bin)(\.(gz|zst))?")
+_KEYED_FOLDER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*=.*")
+_YEAR, _TWO_DIGITS = re.compile(r"(19|20)\d\d"), re.compile(r"\d\d")
+_LOOSE_SUFFIXES = re.compile(r"(\.(json|jsonl|binpb|pb|gz|zst))+$")
 _MAX_CONFIG_BYTES = 16 << 20
-_URL = re.compile(
-    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+"
-)  # one slash is enough: `pathlib` drops the second
 _PIPE_OF_PROCESS = re.compile(r"/dev/(fd/\d+|stdin)|/proc/(self|\d+)/fd/\d+")
 
 
@@ -152,7 +149,7 @@ class _FileFinder:
                     runs += self._runs_in(found)
                     continue
                 # A remote file is read once, while it is copied: its signal is checked then.
-                if found.filesystem is None and not _matches(KV_NAME, found):
+                if found.filesystem is None and not _matches(_KV_NAME, found):
                     refuse_other_signal(found)
                 named.append(found)
         runs += self._runs_of(named)  # together: several files of one folder are one run
@@ -170,16 +167,18 @@ class _FileFinder:
         configs: dict[str, dict[str, TraceFile]] = {}
         for file in _without_repeats(files):
             folder = "/".join(_folder_of(file))
-            beside = configs[folder] if folder in configs else _configs_in(folder, file)
-            configs[folder] = beside
-            groups.setdefault(folder if _is_configured(beside) else "", []).append(file)
+            if folder not in configs:
+                configs[folder] = _configs_in(folder, file)
+            beside = configs[folder]
+            is_configured = any(name in beside for name in RUN_CONFIG_NAMES)
+            groups.setdefault(folder if is_configured else "", []).append(file)
         for folder, group in groups.items():
-            kv_files = [file for file in group if _matches(KV_NAME, file)]
+            kv_files = [file for file in group if _matches(_KV_NAME, file)]
             # A pattern such as `run/*` also matches the configuration files, which are no traces.
             beside = configs[folder] if folder else {}
             traces = [file for file in group if file not in kv_files and _base_name(file) not in beside]
             if traces:
-                name = folder.rpartition("/")[2] or common_stem([_base_name(file) for file in traces])
+                name = folder.rpartition("/")[2] or _common_stem(traces)
                 runs.append(self._run(name, traces[0].name, traces, kv_files, beside, folder or None))
             else:
                 unassigned += kv_files
@@ -202,7 +201,7 @@ class _FileFinder:
         file = TraceFile.local(copy.name, name=display_name(path))
         refuse_other_signal(file)
         is_unnamed = path == STDIN or _PIPE_OF_PROCESS.fullmatch(path)
-        run_id = STDIN_RUN_ID if is_unnamed else clean_run_id(common_stem([_base_name(file)]))
+        run_id = "stdin" if is_unnamed else clean_run_id(_common_stem([file]))
         return RunSource(run_id, file.name, (file,))
 
     def _stream(self, path: str) -> AbstractContextManager[BinaryIO]:
@@ -223,8 +222,8 @@ class _FileFinder:
         traces: dict[FolderParts, list[TraceFile]] = {}
         kv_files: dict[FolderParts, list[TraceFile]] = {}
         for parts, file in folder.files:
-            run = run_folder(parts[:-1], configured)
-            if _matches(KV_NAME, file):
+            run = _run_folder(parts[:-1], configured)
+            if _matches(_KV_NAME, file):
                 kv_files.setdefault(run, []).append(file)
             elif parts not in configs and self._is_trace_file(file):
                 traces.setdefault(run, []).append(file)
@@ -232,7 +231,7 @@ class _FileFinder:
             base = Path(name).name
             if base in CONFIG_NAMES:
                 raise UsageError("is no regular file", where=name, hint="a configuration is read from a file")
-            is_notable = TRACE_NAME.fullmatch(base) is not None
+            is_notable = _TRACE_NAME.fullmatch(base) is not None
             self._left_out[LeftOut(name, "it is no regular file", is_notable)] = None
         if not traces:
             reasons = sorted({f" ({left.reason})" for left in self._left_out if left.is_notable})
@@ -243,7 +242,7 @@ class _FileFinder:
             )
         return [
             self._run(
-                ("run", *without_dates((*folder.parts, *run)))[-1],
+                ("run", *_without_dates((*folder.parts, *run)))[-1],
                 "/".join([folder.name.rstrip("/"), *run]),
                 _without_repeats(sorted(files, key=lambda file: file.name)),
                 _without_repeats(sorted(kv_files.get(run, []), key=lambda file: file.name)),
@@ -258,7 +257,7 @@ class _FileFinder:
     def _is_trace_file(self, file: TraceFile) -> bool:
         """Return whether a file below a folder holds traces, by its name or its content."""
         # Files in a bucket are not opened to decide: that costs a round trip for each.
-        is_named = _matches(TRACE_NAME, file)
+        is_named = _matches(_TRACE_NAME, file)
         if is_named and file.filesystem is not None:
             return True
         contents = inspect_file(file)
@@ -300,13 +299,9 @@ class _FileFinder:
 
 def _find(path: str, filesystem_of: FileSystemOf) -> list[TraceFile | Folder]:
     """Return the files and folders that a path, a pattern or a URL matches."""
-    url = _URL.match(path)
-    # A local file may be called `s3:` too, and then it is meant.
-    if url is None or os.path.lexists(path):
-        return find_local(path)
-    scheme, rest = url["scheme"].lower(), path[url.end() :]
+    scheme, rest = split_url(path)
     if scheme == "file":
-        return find_local(unquote(f"/{rest.removeprefix('localhost/')}"))
+        return find_local(rest)
     if scheme not in ("s3", "gs"):
         raise UsageError("is a URL of no known kind", where=path, hint="s3://, gs:// and file:// are read")
     return find_remote(scheme, rest, filesystem_of)
@@ -329,7 +324,7 @@ def _is_pipe(path: str) -> bool:
 
 def _folder_of(file: TraceFile) -> FolderParts:
     path = file.path if file.filesystem else os.path.abspath(file.path)  # noqa: PTH100 - `..` of a link stays what it is
-    return without_dates(tuple(path.split("/")[:-1])) or ("",)
+    return _without_dates(tuple(path.split("/")[:-1])) or ("",)
 
 
 def _configs_in(folder: str, beside: TraceFile) -> dict[str, TraceFile]:
@@ -351,10 +346,6 @@ def _configs_in(folder: str, beside: TraceFile) -> dict[str, TraceFile]:
     }
 
 
-def _is_configured(configs: dict[str, TraceFile]) -> bool:
-    return any(name in configs for name in RUN_CONFIG_NAMES)
-
-
 def _base_name(file: TraceFile) -> str:
     return file.name.rpartition("/")[2]
 
@@ -373,3 +364,27 @@ def _without_repeats(files: Iterable[TraceFile]) -> list[TraceFile]:
 
 def _place(file: TraceFile) -> str:
     return file.name if file.filesystem else os.path.realpath(file.path)
+
+
+def _run_folder(folder: FolderParts, configured: set[FolderParts]) -> FolderParts:
+    """Return the folder of the run whose files lie in `folder`: the nearest one above with a run configuration."""
+    above = (folder[:depth] for depth in range(len(folder), -1, -1))
+    return next((each for each in above if each in configured), _without_dates(folder))
+
+
+def _without_dates(folders: FolderParts) -> FolderParts:
+    """Drop trailing folders that an exporter names after the time: `year=…/month=…/…`, or numbers alone as in `2026/02`."""
+    while folders and _KEYED_FOLDER.fullmatch(folders[-1]):
+        folders = folders[:-1]
+    digits = len(folders)
+    while digits and _TWO_DIGITS.fullmatch(folders[digits - 1]):
+        digits -= 1
+    # Two digits alone are no date: a year must come before them.
+    is_date = 0 < digits < len(folders) and _YEAR.fullmatch(folders[digits - 1])
+    return folders[: digits - 1] if is_date else folders
+
+
+def _common_stem(files: Iterable[TraceFile]) -> str:
+    """Return the common prefix of the names of files without a run folder; the stem of the first if there is none."""
+    stems = [_LOOSE_SUFFIXES.sub("", _base_name(file)) for file in files]
+    return os.path.commonprefix(stems).rstrip("-._") or stems[0]  # noqa: RUF071 - names, not paths

@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import re
 import stat
-from dataclasses import dataclass
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+from urllib.parse import unquote
 
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pyarrow.fs import FileSystem
 
 _REMOTE_BUFFER_BYTES = 8 << 20
 """Bytes of one request to an object store: each costs a round trip."""
+
+_AT_ONCE = 8
+"""Files fetched at a time: a small one takes little more than a round trip."""
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # one slash is enough: `pathlib` drops the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +55,20 @@ class TraceFile:
 
     @classmethod
     def local(cls, path: str | Path, *, name: str | None = None) -> TraceFile:
-        """Return a file on the local disk.
-
-        Args:
-            path: Where it is.
-            name: The name shown to the user, if not the path.
+        """Return a file on the local disk; `name` is the one shown to the user, if not the path.
 
         Raises:
             UsageError: If it does not exist, is not accessible, or is a folder, pipe or device.
         """
         text = str(path)
+        name = name or display_name(text)
         try:
             status = Path(text).stat()
         except OSError as error:
-            raise cannot_open(name or display_name(text), error) from error
+            raise cannot_open(name, error) from error
         if not stat.S_ISREG(status.st_mode):  # a pipe would block, a device never end
-            raise UsageError("cannot be opened (not a regular file)", where=name or display_name(text))
-        return cls(name or display_name(text), text, status.st_size, status.st_mtime_ns)
+            raise UsageError("cannot be opened (not a regular file)", where=name)
+        return cls(name, text, status.st_size, status.st_mtime_ns)
 
     def open(
         self, *, on_read: Callable[[int], object] | None = None, content_hash: ContentHash | None = None
@@ -75,23 +83,30 @@ class TraceFile:
             UsageError: If it cannot be opened; later, from `read`, if reading it fails.
         """
         try:
-            raw = self._opened()
+            if self.filesystem is None:
+                raw: BinaryIO = io.FileIO(self.path)
+            else:
+                raw = self.filesystem.open_input_stream(
+                    self.path, compression=None, buffer_size=_REMOTE_BUFFER_BYTES
+                )
         except OSError as error:
             raise cannot_open(self.name, error) from error
         return cast("BinaryIO", _Reading(raw, self.name, on_read, content_hash))
-
-    def _opened(self) -> BinaryIO:
-        if self.filesystem is None:
-            return Path(self.path).open("rb", buffering=0)
-        stream = self.filesystem.open_input_stream(
-            self.path, compression=None, buffer_size=_REMOTE_BUFFER_BYTES
-        )
-        return cast("BinaryIO", stream)
 
 
 def display_name(name: str) -> str:
     """Return a file name as valid UTF-8 text, which names on disk need not be."""
     return name.encode("utf-8", "backslashreplace").decode()
+
+
+def split_url(text: str) -> tuple[str, str]:
+    """Return the scheme of a URL in lower case and what follows the slashes; of a path or file URL, `file` and the path."""
+    url = _URL.match(text)
+    # A local file may be called `s3:` too, and then it is meant.
+    if url is None or os.path.lexists(text):
+        return "file", text
+    scheme, rest = url[1].lower(), text[url.end() :]
+    return scheme, unquote(f"/{rest.removeprefix('localhost/')}") if scheme == "file" else rest
 
 
 def cannot_open(name: str, error: OSError) -> UsageError:
@@ -136,7 +151,8 @@ class ContentHash:
         """
         if self._size < file.size or not file.size:
             with file.open() as raw:
-                raw.seek(self._size)
+                if self._size:  # a stream of a bucket cannot be positioned, and is read from its beginning
+                    raw.seek(self._size)
                 while piece := raw.read(1 << 20):
                     self._digest.update(piece)
         return self._digest.hexdigest()
@@ -148,13 +164,51 @@ def content_hash_of(file: TraceFile) -> str:
     Raises:
         UsageError: If it cannot be read.
     """
-    if file.filesystem is None:
-        return ContentHash().of(file)
-    digest = ContentHash()
-    with file.open(content_hash=digest) as raw:  # a stream of a bucket cannot be rewound
-        while raw.read(1 << 20):
-            pass
-    return digest.of(file)
+    return ContentHash().of(file)
+
+
+class Fetched(NamedTuple):
+    """A copy of a file on disk, under the file's own name, and the SHA-256 of its bytes in hex."""
+
+    file: TraceFile
+    content_hash: str
+
+
+def fetch(
+    files: Iterable[TraceFile], folder: Path, on_read: Callable[[int], object] | None = None
+) -> list[Fetched]:
+    """Copy remote files to a folder on disk; each is read once.
+
+    Args:
+        files: The files.
+        folder: Where to put the copies.
+        on_read: Receives the number of bytes read, from one thread at a time.
+
+    Returns:
+        The copies, in the order of the files.
+
+    Raises:
+        UsageError: A file cannot be read.
+        OSError: A copy cannot be written.
+    """
+    lock = threading.Lock()
+
+    def report(size: int) -> None:
+        with lock:
+            if on_read:
+                on_read(size)
+
+    def fetch_one(file: TraceFile) -> Fetched:
+        target, digest, size = folder / uuid.uuid4().hex, hashlib.sha256(), 0
+        with file.open(on_read=report) as stream, target.open("wb") as copy:
+            while piece := stream.read(1 << 20):
+                copy.write(piece)
+                digest.update(piece)
+                size += len(piece)
+        return Fetched(replace(file, path=str(target), size=size, filesystem=None), digest.hexdigest())
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(fetch_one, files))
 
 
 class _Reading(io.RawIOBase):

@@ -1,6 +1,6 @@
-"""Folders: their files, found by a local path or pattern, and the rules by which files make up runs.
+"""Find the files and folders that a path, a pattern or a URL matches, on disk and in object stores.
 
-The folder of a run is the nearest one above a file that has a run configuration. Folders of dates do not count.
+Credentials and options of a URL go to the store and never into a name that is shown.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import glob
 import os
 import re
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,21 +20,30 @@ from tracefit.inputs.files import TraceFile, cannot_open, display_name, reason_o
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-RUN_CONFIG_NAMES = ("exp-config.yaml", "run.yaml")
-MODEL_CONFIG_NAME = "config.json"
-CONFIG_NAMES = (*RUN_CONFIG_NAMES, MODEL_CONFIG_NAME)
-TRACE_NAME = re.compile(r"traces.*\.(json|jsonl|binpb|pb)(\.(gz|zst))?")
-KV_NAME = re.compile(r"kv_events.*\.(jsonl|json|msgpack|bin)(\.(gz|zst))?")
-
-_KEYED_FOLDER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*=.*")
-_YEAR, _TWO_DIGITS = re.compile(r"(19|20)\d\d"), re.compile(r"\d\d")
-_LOOSE_SUFFIXES = re.compile(r"(\.(json|jsonl|binpb|pb|gz|zst))+$")
-_UNCLEAN = re.compile(r"[^A-Za-z0-9._-]+")
+    from pyarrow.fs import FileInfo, FileSystem
 
 FolderParts = tuple[str, ...]
 """The path of a folder: the names of the folders above it and its own."""
 
-_GLOB = re.compile(r"[*?\[]")
+FileSystemOf = Callable[[str], tuple["FileSystem", str]]
+"""Takes the URL of a bucket, credentials and options included; returns its file system and the path in that."""
+
+RUN_CONFIG_NAMES = ("exp-config.yaml", "run.yaml")
+MODEL_CONFIG_NAME = "config.json"
+CONFIG_NAMES = (*RUN_CONFIG_NAMES, MODEL_CONFIG_NAME)
+
+_SECONDS_TO_GIVE_UP = 20
+"""Google's client retries for a quarter of an hour by default."""
+
+_LOCAL_GLOB = re.compile(r"[*?\[]")
+_REMOTE_GLOB = re.compile(r"[*\[]")  # a question mark begins the options of a URL
+_GLOB_PART = re.compile(r"\*\*/|\*\*|\*|\[[^]/]+\]")
+_GLOB_MEANS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
+
+
+def clean_run_id(name: str) -> str:
+    """Return `name` reduced to letters, digits, dot, underscore and dash; never empty, never a path."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:120] or "run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +71,12 @@ def find_local(path: str) -> list[TraceFile | Folder]:
     """
     if not path or "\0" in path:
         raise UsageError("is not a path", where=repr(path))
-    if _GLOB.search(path) and not os.path.lexists(path):
-        matches = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - keeps the user's spelling
-        if not matches:
-            raise UsageError("matches no file or folder", where=display_name(path))
-        return [_find_one(match) for match in matches]
-    return [_find_one(path)]
+    if not _LOCAL_GLOB.search(path) or os.path.lexists(path):
+        return [_find_one(path)]
+    matches = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - keeps the user's spelling
+    if not matches:
+        raise UsageError("matches no file or folder", where=display_name(path))
+    return [_find_one(match) for match in matches]
 
 
 def _find_one(path: str) -> TraceFile | Folder:
@@ -76,18 +86,16 @@ def _find_one(path: str) -> TraceFile | Folder:
         raise UsageError("no such file or folder", where=display_name(path)) from error
     except OSError as error:
         raise cannot_open(display_name(path), error) from error
-    return _folder(path) if is_folder else TraceFile.local(path)
-
-
-def _folder(root: str) -> Folder:
+    if not is_folder:
+        return TraceFile.local(path)
     files, irregular = [], []
-    for parts, path in _walk(root):
-        if Path(path).is_file():
-            files.append((parts, TraceFile.local(path)))
+    for parts, each in _walk(path):
+        if Path(each).is_file():
+            files.append((parts, TraceFile.local(each)))
         else:
-            irregular.append(display_name(path))
-    above = tuple(display_name(part) for part in Path(root).resolve().parts[1:])
-    return Folder(display_name(root), above, tuple(files), tuple(irregular))
+            irregular.append(display_name(each))
+    above = tuple(display_name(part) for part in Path(path).resolve().parts[1:])
+    return Folder(display_name(path), above, tuple(files), tuple(irregular))
 
 
 def _walk(root: str) -> Iterator[tuple[FolderParts, str]]:
@@ -113,33 +121,84 @@ def _refuse_folder(error: OSError) -> None:
     ) from error
 
 
-def run_folder(folder: FolderParts, configured: set[FolderParts]) -> FolderParts:
-    """Return the folder of the run whose files lie in `folder`."""
-    above = (folder[:depth] for depth in range(len(folder), -1, -1))
-    return next((each for each in above if each in configured), without_dates(folder))
+def open_filesystem(url: str) -> tuple[FileSystem, str]:
+    """Open an object store as pyarrow does, with the credentials of the environment; see `FileSystemOf`."""
+    from pyarrow.fs import FileSystem  # noqa: PLC0415 - its clients of object stores take long to load
+
+    if url.startswith("gs://"):
+        url += f"{'&' if '?' in url else '?'}retry_limit_seconds={_SECONDS_TO_GIVE_UP}"
+    filesystem, path = FileSystem.from_uri(url)
+    return filesystem, path
 
 
-def without_dates(folders: FolderParts) -> FolderParts:
-    """Drop trailing folders that an exporter names after the time: `year=…/month=…/…`, or numbers alone as in `2026/02`."""
-    while folders and _KEYED_FOLDER.fullmatch(folders[-1]):
-        folders = folders[:-1]
-    digits = len(folders)
-    while digits and _TWO_DIGITS.fullmatch(folders[digits - 1]):
-        digits -= 1
-    is_date = 0 < digits < len(folders) and _YEAR.fullmatch(folders[digits - 1])
-    return folders[: digits - 1] if is_date else folders
+def find_remote(scheme: str, rest: str, filesystem_of: FileSystemOf) -> list[TraceFile | Folder]:
+    """Return the files and folders that a URL matches; `rest` is the URL after `scheme://`.
+
+    Raises:
+        UsageError: If nothing matches, or the store refuses access.
+    """
+    plain, question, options = rest.partition("?")
+    location, _, key = plain.partition("/")
+    bucket = f"{scheme}://{location.rpartition('@')[2]}"  # credentials stand before an @
+    key = key.strip("/")
+    try:
+        return _find_in(bucket, key, *filesystem_of(f"{scheme}://{location}/{question}{options}"))
+    except (OSError, ValueError) as error:  # pyarrow's own errors are one of the two
+        reason = reason_of(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
+        raise UsageError(
+            f"cannot be read ({reason})",
+            where=f"{bucket}/{key}",
+            hint="check the URL, and the credentials of this environment",
+        ) from error
 
 
-def clean_run_id(name: str) -> str:
-    """Return `name` reduced to letters, digits, dot, underscore and dash; never empty, never a path."""
-    return _UNCLEAN.sub("-", name).strip("-.")[:120] or "run"
+def _find_in(bucket: str, key: str, filesystem: FileSystem, base: str) -> list[TraceFile | Folder]:
+    from pyarrow.fs import FileSelector, FileType  # noqa: PLC0415
+
+    base = base.rstrip("/")
+    pattern = _REMOTE_GLOB.search(key)
+    # A store lists by prefix and knows no patterns: list the folder above the first wildcard, and match here.
+    folder = key[: pattern.start()].rpartition("/")[0] if pattern else key
+    info = filesystem.get_file_info("/".join(filter(None, (base, folder))))
+
+    def file_of(info: FileInfo) -> TraceFile:
+        name = f"{bucket}/{info.path.removeprefix(base).lstrip('/')}"
+        return TraceFile(display_name(name), info.path, info.size, info.mtime_ns, filesystem)
+
+    if info.type == FileType.NotFound:
+        raise UsageError("no such file or folder", where=f"{bucket}/{key}")
+    if info.type == FileType.File:
+        return [file_of(info)]
+    below = filesystem.get_file_info(FileSelector(info.path, recursive=True))
+    files = sorted((file_of(i) for i in below if i.type == FileType.File), key=lambda file: file.name)
+    return (
+        _matching(bucket, key, files) if pattern else [_remote_folder(f"{bucket}/{key}".rstrip("/"), files)]
+    )
 
 
-def common_stem(names: list[str]) -> str:
-    """Return the common prefix of file names without a run folder; the stem of the first if there is none."""
-    stems = [_LOOSE_SUFFIXES.sub("", name) for name in names]
-    common = stems[0]
-    for stem in stems[1:]:
-        while not stem.startswith(common):
-            common = common[:-1]
-    return common.rstrip("-._") or stems[0]
+def _remote_folder(name: str, files: list[TraceFile]) -> Folder:
+    below = [(tuple(f.name.removeprefix(name).strip("/").split("/")), f) for f in files]
+    visible = tuple(item for item in below if not any(part.startswith(".") for part in item[0]))
+    return Folder(name, tuple(name.partition("://")[2].split("/")), visible)
+
+
+def _matching(bucket: str, key: str, files: list[TraceFile]) -> list[TraceFile | Folder]:
+    """Return the files that match a pattern, and the folders that match it, with all their files."""
+    # Each special part has its regular expression; the text between two of them stands for itself.
+    texts, specials = _GLOB_PART.split(key), _GLOB_PART.findall(key)
+    means = [_GLOB_MEANS.get(s) or s.replace("[!", "[^", 1).replace("\\", r"\\") for s in specials]
+    parts = [re.escape(text) + mean for text, mean in zip(texts, [*means, ""], strict=True)]
+    pattern = re.compile(re.escape(f"{bucket}/") + "".join(parts))
+    found: dict[str, list[TraceFile]] = {}
+    for file in files:
+        # A pattern may match the file, or a folder above it.
+        ends = [m.start() for m in re.finditer("/", file.name)][3:]
+        ways = [file.name[:end] for end in ends] + [file.name]
+        if matched := next((way for way in ways if pattern.fullmatch(way)), None):
+            found.setdefault(matched, []).append(file)
+    if not found:
+        raise UsageError("matches no file or folder", where=f"{bucket}/{key}")
+    return [
+        inside[0] if inside[0].name == name else _remote_folder(name, inside)
+        for name, inside in found.items()
+    ]

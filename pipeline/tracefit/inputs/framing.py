@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 Shape = Literal["lines", "document", "framed", "bare", "empty", "unknown"]
 
 BOM = b"\xef\xbb\xbf"
+RECORD_START = re.compile(rb'\{\s*"(?:trace"\s*:\s*\{\s*")?(?:resourceSpans|resource_spans|batches)"\s*:')
+"""How a record begins in JSON."""
+
 LENGTH_BYTES = 4
 MAX_GUESSES, _MAX_LOOKS = 10_000, 500_000
 """Candidates for a record after damage: how many are parsed in one block, and how many are considered at all."""
@@ -123,15 +126,23 @@ def records(block: bytes, shape: Shape) -> Iterator[Record | Damage]:
 
 
 def next_record(
-    buffer: bytes, shape: Shape, start: int, stop: int | None = None, *, is_last: bool = True
+    buffer: bytes,
+    shape: Shape,
+    start: int,
+    stop: int | None = None,
+    *,
+    is_last: bool = True,
+    max_guesses: int = MAX_GUESSES,
 ) -> int:
     """Return where the first record between `start` and `stop` begins, or -1.
 
     A message counts if its inner fields are plausible and it is whole; if `is_last` is false, it may end after the buffer.
+    Of what looks like a message, `max_guesses` are tried.
     """
     if shape == "lines":
         return buffer.find(b"\n", start, stop) + 1 or -1
-    return _RecordFinder(buffer, shape, is_last=is_last).next(start, len(buffer) if stop is None else stop)
+    finder = _RecordFinder(buffer, shape, is_last=is_last, max_guesses=max_guesses)
+    return finder.next(start, len(buffer) if stop is None else stop)
 
 
 def _lines(block: bytes) -> Iterator[Record]:
@@ -274,11 +285,11 @@ class _RecordFinder:
     hold millions of them.
     """
 
-    def __init__(self, buffer: bytes, shape: Shape, *, is_last: bool) -> None:
+    def __init__(self, buffer: bytes, shape: Shape, *, is_last: bool, max_guesses: int = MAX_GUESSES) -> None:
         self._buffer = buffer
         self._is_framed = shape == "framed"
         self._is_last = is_last
-        self._guesses_left = MAX_GUESSES
+        self._guesses_left = max_guesses
         self._looks_left = _MAX_LOOKS
 
     def next(self, start: int, stop: int) -> int:
@@ -292,9 +303,8 @@ class _RecordFinder:
                 return -1
             inner, begin = wire.read_varint(self._buffer, match.start() + 1)
             end = begin + inner
-            stop_of_frame = end
-            if self._is_framed:
-                stop_of_frame = match.start() + int.from_bytes(self._buffer[position : match.start()], "big")
+            size = int.from_bytes(self._buffer[position : match.start()], "big")
+            stop_of_frame = match.start() + size if self._is_framed else end
             is_cut = stop_of_frame > len(self._buffer)
             if end <= stop_of_frame and not (is_cut and self._is_last):
                 self._guesses_left -= 1

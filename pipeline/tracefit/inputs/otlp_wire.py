@@ -1,7 +1,7 @@
 """The protobuf wire format of OTLP, as far as needed to find messages among other bytes.
 
-Tags and smallest sizes of OTLP messages are defined here and nowhere else in this room. A `TracesData` is a sequence of `resource_spans`
-fields; each holds `scope_spans`, and each of these holds spans. Logs and metrics nest alike.
+Tags and smallest sizes of OTLP messages are defined here and nowhere else in this room. A `TracesData` is a sequence of
+`resource_spans` fields; each holds `scope_spans`, and each of these holds spans. Logs and metrics nest alike.
 """
 
 from __future__ import annotations
@@ -18,12 +18,8 @@ SHORTEST_RESOURCE_SPANS = 32
 """Bytes of the shortest content with a span in it: two ids of 18 and 10 bytes in a span in a `scope_spans`."""
 LONGEST_HEADER = 16
 
-_RESOURCE_SPANS_FIELDS = (
-    1,
-    2,
-    3,
-    1000,
-)  # resource, scope_spans, schema_url, and instrumentation_library_spans of old
+# Resource, scope_spans, schema_url, and instrumentation_library_spans of old.
+_RESOURCE_SPANS_FIELDS = (1, 2, 3, 1000)
 _SCOPE_SPANS = (2, 1000)
 _TRACE_ID_HEADER = b"\x0a\x10"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -32,7 +28,7 @@ _MAX_FIELDS = 64
 """Fields of a message that are examined: more would not make it more plausible."""
 
 
-def read_varint(buffer: bytes | bytearray, position: int) -> tuple[int, int]:
+def read_varint(buffer: bytes, position: int) -> tuple[int, int]:
     """Return the base-128 number at a position and the position after it; the number is -1 if there is none."""
     value = 0
     for shift, byte in enumerate(buffer[position : position + 10]):
@@ -42,11 +38,11 @@ def read_varint(buffer: bytes | bytearray, position: int) -> tuple[int, int]:
     return -1, position
 
 
-def read_field(buffer: bytes | bytearray, position: int) -> Field | None:
+def read_field(buffer: bytes, position: int) -> Field | None:
     """Return the field at a position, or None where there is none."""
     tag, start = read_varint(buffer, position)
     wire_type = tag & 7
-    if tag < 8:
+    if tag < 8:  # no field has the number 0
         return None
     if wire_type == _BYTES:
         size, start = read_varint(buffer, start)
@@ -58,23 +54,15 @@ def read_field(buffer: bytes | bytearray, position: int) -> Field | None:
     return (tag >> 3, wire_type, start, start + fixed) if fixed else None
 
 
-def fields(
-    buffer: bytes | bytearray, start: int, stop: int, limit: int = _MAX_FIELDS
-) -> tuple[list[Field], bool | None]:
-    """Return the fields of a message, and whether they fill it exactly.
+def fields(buffer: bytes, start: int, stop: int) -> tuple[list[Field], bool | None]:
+    """Return the fields of a message that begins at `start`, and whether they fill it up to `stop`, where it ends.
 
-    Args:
-        buffer: Bytes that hold the message, or its beginning.
-        start: Where it begins.
-        stop: Where it ends.
-        limit: Fields to examine; a message with more counts as filled if these fit.
-
-    Returns:
-        The fields, and None in place of a bool where the buffer ends before that is known.
+    A message with more fields than are examined counts as filled if these fit. The second value is None where the buffer
+    ends before it is known.
     """
     found: list[Field] = []
     position = start
-    while position < stop and len(found) < limit:
+    while position < stop and len(found) < _MAX_FIELDS:
         if position + LONGEST_HEADER > len(buffer) < stop:
             return found, None
         field = read_field(buffer, position)
@@ -85,20 +73,21 @@ def fields(
     return found, True
 
 
-def is_traces(buffer: bytes | bytearray, start: int, stop: int) -> bool | None:
+def is_traces(buffer: bytes, start: int, stop: int) -> bool | None:
     """Return whether a message is filled by fields, the first of them `resource_spans`; None if it is too early to tell."""
     if start < min(stop, len(buffer)) and buffer[start] == RESOURCE_SPANS_TAG:
         return fields(buffer, start, stop)[1]
     return None if len(buffer) <= start < stop else False
 
 
-def is_resource_spans(buffer: bytes | bytearray, start: int, stop: int) -> bool | None:
+def is_resource_spans(buffer: bytes, start: int, stop: int) -> bool | None:
     """Return whether the content of a field is that of `resource_spans`; None if more bytes are needed to know."""
+    # A start of the message alone can show that it is none; that it is one shows at its end.
     inside, fills = fields(buffer, start, stop)
     return fills if all(f[0] in _RESOURCE_SPANS_FIELDS and f[1] == _BYTES for f in inside) else False
 
 
-def has_span(buffer: bytes | bytearray, start: int, stop: int) -> bool:
+def has_span(buffer: bytes, start: int, stop: int) -> bool:
     """Return whether the content of a `resource_spans` field has a span with a trace id in it."""
     scopes = [f for f in fields(buffer, start, stop)[0] if f[0] in _SCOPE_SPANS and f[1] == _BYTES]
     return any(
@@ -125,6 +114,7 @@ def signal_of(payload: bytes) -> Signal:
     times = {f[0] for f in item if f[1] == _FIXED64}
     if times & {1, 11} and not times & {7, 8}:
         return "logs"
+    # Random bytes are no name.
     name = next((f for f in item if f[:2] == (1, _BYTES)), None)
     is_metric = name and not times and _METRIC_NAME.fullmatch(payload, name[2], name[3])
     return "metrics" if is_metric else "traces"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.tables import schema
-from tracefit.tables.keys import ENGINE
 from tracefit.tables.runs import COMPLETE_SHARE
+from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack  # type: ignore[import-untyped]  # it has no types
 import polars as pl
 
-from tracefit.inputs.compression import Gap, decompressed
+from tracefit.inputs.compression import USUAL, Expansion, Gap, pieces
 from tracefit.inputs.rejects import Reject, excerpt
 from tracefit.kv.batches import ROW_COLUMNS, Batch, BlockAges, Encoding, WholeBatch, decode_batch, event_rows
 
@@ -105,26 +105,33 @@ def _rows_of_file(file: TraceFile, ages: BlockAges) -> Iterator[tuple[Any, ...] 
             yield from event_rows(item.batch, item.encoding, file.name, item.offset, ages)
 
 
-def read_recording(file: TraceFile) -> Iterator[RecordedBatch | Reject]:
+def read_recording(
+    file: TraceFile, *, bounds: Expansion = USUAL, max_batch_bytes: int = MAX_BATCH_BYTES
+) -> Iterator[RecordedBatch | Reject]:
     """Yield the batches of one file in order, in bounded memory, and a reject for each unreadable part.
 
     Compression and encoding are detected from the content. A 4-byte length may precede each msgpack message.
+
+    Args:
+        file: The recording.
+        bounds: Bounds on compressed content.
+        max_batch_bytes: Bytes of the longest line or message that is held.
 
     Raises:
         UsageError: The file cannot be opened, or not be read to its end.
     """
     offset, read = 0, None
     with file.open() as raw:
-        for is_gap, items in groupby(decompressed(raw), key=lambda item: isinstance(item, Gap)):
+        for is_gap, items in groupby(pieces(raw, bounds), key=lambda item: isinstance(item, Gap)):
             if is_gap:
                 gaps = (item for item in items if isinstance(item, Gap))
                 yield from (Reject(file.name, offset, 0, gap.reason, count=gap.count) for gap in gaps)
                 continue
-            chunks = (item for item in items if not isinstance(item, Gap))
+            chunks = (item.data for item in items if not isinstance(item, Gap))
             head = next(chunks)
             read = read or (_read_lines if _is_text(head) else _read_messages)
             # No record continues across a gap.
-            offset = yield from read(file.name, chain([head], chunks), offset)
+            offset = yield from read(file.name, chain([head], chunks), offset, max_batch_bytes)
 
 
 def _is_text(head: bytes) -> bool:
@@ -132,7 +139,9 @@ def _is_text(head: bytes) -> bool:
     return begin in (b"[", b"{", b"") or not (b"\0" in head or b"\xcb\x41" in head)
 
 
-def _cut(chunks: Iterable[bytes], offset: int, where: re.Pattern[bytes]) -> Iterator[tuple[int, int, bytes]]:
+def _cut(
+    chunks: Iterable[bytes], offset: int, where: re.Pattern[bytes], most_bytes: int
+) -> Iterator[tuple[int, int, bytes]]:
     """Yield a file in pieces that end where a match of a pattern ends: offset, size, and content.
 
     The content of a piece that is too large is shorter than its size. The last piece may be empty.
@@ -149,15 +158,15 @@ def _cut(chunks: Iterable[bytes], offset: int, where: re.Pattern[bytes]) -> Iter
                 yield offset, size, whole[begin:end]
             offset, begin, dropped = offset + size, end, 0
         del buffer[:begin]
-        if dropped + len(buffer) > MAX_BATCH_BYTES:
+        if dropped + len(buffer) > most_bytes:
             dropped += max(len(buffer) - _START_BYTES + 1, 0)
             del buffer[: 1 - _START_BYTES]
     yield offset, dropped + len(buffer), bytes(buffer)
 
 
-def _read_lines(name: str, chunks: Iterable[bytes], offset: int) -> _Items:
+def _read_lines(name: str, chunks: Iterable[bytes], offset: int, most_bytes: int) -> _Items:
     """Yield the batches in lines; return the offset after them."""
-    for offset, size, content in _cut(chunks, offset, _LINE_END):  # noqa: B020, PLR1704
+    for offset, size, content in _cut(chunks, offset, _LINE_END, most_bytes):  # noqa: B020, PLR1704
         if len(content) < size:
             yield Reject(name, offset, size, "record too large")
             continue
@@ -182,14 +191,14 @@ def _read_lines(name: str, chunks: Iterable[bytes], offset: int) -> _Items:
     return offset + size
 
 
-def _read_messages(name: str, chunks: Iterable[bytes], offset: int) -> _Items:
+def _read_messages(name: str, chunks: Iterable[bytes], offset: int, most_bytes: int) -> _Items:
     """Yield the batches in msgpack messages; return the offset after them."""
 
     def reject(begin: int, size: int, reason: str) -> Reject:
         return Reject(name, begin, size, reason, f"<binary, {size} bytes>")
 
     held = b""  # a message that does not end before the next one seems to begin
-    for offset, size, content in _cut(chunks, offset, _MESSAGE_START):  # noqa: B020, PLR1704
+    for offset, size, content in _cut(chunks, offset, _MESSAGE_START, most_bytes):  # noqa: B020, PLR1704
         begin, end = offset - len(held), offset + size
         length, batch = _decode_message(held + content)
         # Some block hashes look like a beginning. A message over one has nothing but good events if it is whole.

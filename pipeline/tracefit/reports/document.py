@@ -1,6 +1,6 @@
 """The report as a document: text, tables, figures and sections in reading order, their numbers already written.
 
-The page, the Markdown file and the terminal render the same document. A part that is a string is a paragraph of inline
+The page and the Markdown file render the same document. A part that is a string is a paragraph of inline
 Markdown: `code`, **bold** and *emphasis*. The whole of it as Markdown is here too (`markdown_text`).
 """
 
@@ -170,7 +170,8 @@ def _parts(parts: Iterable[ReportPart], level: int) -> Iterator[str]:
             case Table():
                 yield from (f"{part.folded}:", _table(part)) if part.folded else (_table(part),)
             case Verdicts():
-                yield _table(verdict_table(part))
+                rows = [(v.use, f"**{v.answer}**", v.sentence) for v in part.uses]
+                yield _table(table(("use", "verdict", "reason"), rows))
             case Figure():
                 yield from (f"**{part.title}.** {part.caption}", _table(part.summary))
             case Section():
@@ -178,13 +179,6 @@ def _parts(parts: Iterable[ReportPart], level: int) -> Iterator[str]:
                 yield from _parts(part.parts, level + 1)
             case _:
                 assert_never(part)
-
-
-def verdict_table(verdicts: Verdicts) -> Table:
-    """Return verdicts as a table, for readers without the page's cards."""
-    return table(
-        ("use", "verdict", "reason"), [(v.use, f"**{v.answer}**", v.sentence) for v in verdicts.uses]
-    )
 
 
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")

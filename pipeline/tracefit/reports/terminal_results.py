@@ -29,33 +29,33 @@ from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from tracefit.coefficients.predict import PredictedDuration, StepPrediction
     from tracefit.coefficients.requests import RequestPrediction
     from tracefit.features.sets import FeatureSet
-    from tracefit.results.models import (
+    from tracefit.results.commands import (
         CompareResult,
         Drift,
         ExportResult,
-        LatencySummary,
-        ModelSummary,
-        RowPredictions,
-        RunResult,
-        SynthResult,
-        TrainResult,
-        VerifyResult,
-    )
-    from tracefit.results.traces import (
         IngestPlan,
         IngestResult,
         Inspection,
+        LatencySummary,
+        ModelSummary,
         Quantiles,
         ReceiveResult,
+        ReportResult,
         RequestGroup,
         RequestSummary,
+        RowPredictions,
         RunFacts,
+        RunResult,
         ScopeInspection,
         ServerFacts,
+        SynthResult,
+        TrainResult,
+        VerifyResult,
     )
 
 
@@ -105,9 +105,26 @@ def plan_text(plan: IngestPlan) -> str:
 def train_text(result: TrainResult) -> str:
     """Return the models' errors scope by scope, and the written files."""
     lines = [*_scopes(result), *(_wrapped(f"not fitted: {text}", "  ") for text in result.not_fitted)]
-    lines += [f"wrote   {path}" for path in result.files]
-    page = next((path for path in result.files if path.suffix == ".html"), None)
-    return "\n".join([*lines, *([f"open    {page}"] if page is not None else [])])
+    return "\n".join([*lines, *_written(result.files)])
+
+
+def _written(files: Sequence[Path]) -> list[str]:
+    """Name the files, and once more at the end the page to open."""
+    pages = [path for path in files if path.suffix == ".html"]
+    return [*(f"wrote   {path}" for path in files), *(f"open    {path}" for path in pages)]
+
+
+def report_text(result: ReportResult) -> str:
+    """Return what the report says first: how exact the models are, the verdict on every use of each, and the files."""
+    parts = [_wrapped(result.lead)]
+    for scope_id, uses in result.verdicts.items():
+        reasons = result.reasons[scope_id]
+        verdicts = [_wrapped(f"  {use}: {answer}. {reasons[use]}", "    ") for use, answer in uses.items()]
+        parts.append("\n".join([f"scope {scope_id}", *verdicts]))
+    parts.append(
+        _wrapped("Errors are those on the last 30 % of each run in time, which no model was fitted on.")
+    )
+    return "\n\n".join([*parts, "\n".join(_written(result.files))])
 
 
 def run_text(result: RunResult) -> str:
@@ -170,11 +187,14 @@ def _latencies(found: Iterable[LatencySummary]) -> str:
 
 def features_text(sets: Sequence[FeatureSet]) -> str:
     """Return the features of each set: name, unit and formula, then the reason."""
+    from tracefit.features.roofline import TERM_FORMULAS  # noqa: PLC0415 - it imports polars
+
     parts = []
     for one in sets:
         lines = [one.name]
         for f in one.features:
-            lines += [f"  {f.name}, {f.unit} = {f.formula}", indented(indented(_wrapped(f.reason)))]
+            formula = TERM_FORMULAS.get(f.formula, f.formula)
+            lines += [f"  {f.name}, {f.unit} = {formula}", indented(indented(_wrapped(f.reason)))]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 

@@ -8,23 +8,19 @@ tables. Nothing here is shared with the rooms that read traces: the two paths ag
     folder = write_run(run, Path("runs"), compress="gz")
 """
 
-from tracefit.synth.engine import Request, Scheduler, SchedulerConfig
 from tracefit.synth.laws import (
     GPUS,
     MODELS,
     AdmissionLaw,
     Composition,
-    DepartureLaw,
-    LawGpu,
     LinearLaw,
     Model,
     RooflineLaw,
-    StepLaw,
 )
-from tracefit.synth.logs import REQUEST_COLUMNS, STEP_COLUMNS
 from tracefit.synth.options import DEFAULT_PHASES, LengthMix, LoadPhase, SynthOptions, surge_phases
-from tracefit.synth.run import SynthRun, synth, write_run
-from tracefit.synth.spans import Attributes, ExportBatch, GeneratedEvent, GeneratedSpan, SpanKind
+from tracefit.synth.run import REQUEST_COLUMNS, STEP_COLUMNS, SynthRun, synth, write_run
+from tracefit.synth.scheduler import Request, Scheduler
+from tracefit.synth.spans import Attributes, GeneratedEvent, GeneratedSpan, SpanKind
 
 __all__ = [
     "DEFAULT_PHASES",
@@ -35,11 +31,8 @@ __all__ = [
     "AdmissionLaw",
     "Attributes",
     "Composition",
-    "DepartureLaw",
-    "ExportBatch",
     "GeneratedEvent",
     "GeneratedSpan",
-    "LawGpu",
     "LengthMix",
     "LinearLaw",
     "LoadPhase",
@@ -47,9 +40,7 @@ __all__ = [
     "Request",
     "RooflineLaw",
     "Scheduler",
-    "SchedulerConfig",
     "SpanKind",
-    "StepLaw",
     "SynthOptions",
     "SynthRun",
     "surge_phases",

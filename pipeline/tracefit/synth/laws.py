@@ -23,19 +23,12 @@ ConfigValue: TypeAlias = str | int | float | bool | list[str] | None
 
 @dataclass(frozen=True, slots=True)
 class LawGpu:
-    """Rates of one GPU.
+    """Rates of one GPU."""
 
-    Attributes:
-        name: Name as run configs spell it.
-        tflops: Dense bf16 rate, 10^12 FLOP/s.
-        memory_gb_per_s: Memory bandwidth, 10^9 bytes/s.
-        link_gb_per_s: Bandwidth between GPUs of a server, 10^9 bytes/s.
-    """
-
-    name: str
-    tflops: float
-    memory_gb_per_s: float
-    link_gb_per_s: float
+    name: str  # as run configs spell it
+    tflops: float  # dense bf16, 10^12 FLOP/s
+    memory_gb_per_s: float  # 10^9 bytes/s
+    link_gb_per_s: float  # between GPUs of a server
 
 
 # Written again, not taken from the catalogue of `server`: a wrong rate there must not be wrong in the truth as well.
@@ -52,42 +45,22 @@ GPUS: Mapping[str, LawGpu] = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An architecture, with the facts its `config.json` states.
+    """An architecture, with the facts its `config.json` states."""
 
-    Attributes:
-        name: Name under which the generator knows it.
-        served_name: Name a server would report.
-        architecture: Entry of `architectures` in the config.
-        model_type: Family key of the config.
-        num_layers: Transformer layers.
-        hidden_size: Width of the residual stream.
-        ffn_size: Width of the dense MLP; every model here gates it, so three matrices.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_dim: Width of a head; not always hidden_size / num_heads.
-        vocab_size: Vocabulary.
-        dtype: Weight and cache type.
-        dtype_bytes: Its width.
-        num_experts: Experts per layer; 0 for a dense model.
-        experts_per_token: Experts a token visits.
-        expert_ffn_size: Width of one expert.
-        max_position_embeddings: Longest sequence of the architecture.
-    """
-
-    name: str
-    served_name: str
-    architecture: str
+    name: str  # under which the generator knows it
+    served_name: str  # which a server would report
+    architecture: str  # entry of `architectures` in the config
     model_type: str
     num_layers: int
-    hidden_size: int
-    ffn_size: int
+    hidden_size: int  # width of the residual stream
+    ffn_size: int  # width of the dense MLP; every model here gates it, so three matrices
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # not always hidden_size / num_heads
     vocab_size: int
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of weights and cache
     dtype_bytes: int = 2
-    num_experts: int = 0
+    num_experts: int = 0  # per layer; 0 for a dense model
     experts_per_token: int = 0
     expert_ffn_size: int = 0
     max_position_embeddings: int = 8_192
@@ -99,11 +72,8 @@ class Model:
     @property
     def active_layer_params(self) -> int:
         """Weights one token is multiplied with, all layers, without embedding and head."""
-        if self.num_experts:
-            mlp = 3 * self.hidden_size * self.expert_ffn_size * self.experts_per_token
-        else:
-            mlp = 3 * self.hidden_size * self.ffn_size
-        return self.num_layers * (self._attention_params + mlp)
+        width = self.expert_ffn_size * self.experts_per_token if self.num_experts else self.ffn_size
+        return self.num_layers * (self._attention_params + 3 * self.hidden_size * width)
 
     def touched_layer_params(self, scheduled_tokens: int) -> float:
         """Return the weights a step of so many tokens reads, experts at their expected number."""
@@ -244,24 +214,15 @@ class Composition:
 
     Prefill means "no output token yet", decode "has output", as the trace counts them. A request that resumes
     after a preemption can therefore be one decode request with hundreds of decode tokens.
-
-    Attributes:
-        num_prefill_reqs: Requests with tokens in the step and no output yet.
-        num_decode_reqs: Requests with tokens in the step and some output.
-        prefill_tokens: Tokens of the prefill requests.
-        decode_tokens: Tokens of the decode requests.
-        context_tokens: KV tokens in cache before the step, summed over decode requests.
-        prefill_context_tokens: KV tokens in cache before the step, summed over prefill requests.
-        attention_pairs: (query, key) pairs of the requests with more than one token in the step.
     """
 
-    num_prefill_reqs: int = 0
+    num_prefill_reqs: int = 0  # with tokens in the step
     num_decode_reqs: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    context_tokens: int = 0
-    prefill_context_tokens: int = 0
-    attention_pairs: int = 0
+    context_tokens: int = 0  # in the KV cache before the step, of decode requests
+    prefill_context_tokens: int = 0  # and of prefill requests
+    attention_pairs: int = 0  # (query, key) of the requests with more than one token in the step
 
     @property
     def scheduled_tokens(self) -> int:
@@ -319,27 +280,16 @@ class LinearLaw:
 
 @dataclass(frozen=True, slots=True)
 class RooflineLaw:
-    """Step time as the larger of compute and memory time plus overheads; no linear model holds it exactly.
-
-    Attributes:
-        model: Architecture that is served.
-        gpu: Rates of one GPU.
-        tp: Tensor parallel size; work and weights are split evenly.
-        compute_efficiency: Share of the peak FLOP rate that is reached.
-        memory_efficiency: Share of the peak memory bandwidth that is reached.
-        base_us: Cost of any step: launches, sampling, scheduling.
-        per_req_us: Cost per request in the step.
-        allreduce_latency_us: Fixed cost of one all-reduce; two per layer where tp > 1.
-    """
+    """Step time as the larger of compute and memory time plus overheads; no linear model holds it exactly."""
 
     model: Model
     gpu: LawGpu
-    tp: int = 1
-    compute_efficiency: float = 0.55
-    memory_efficiency: float = 0.75
-    base_us: float = 1_200.0
+    tp: int = 1  # tensor parallel size; work and weights are split evenly
+    compute_efficiency: float = 0.55  # share of the peak FLOP rate that is reached
+    memory_efficiency: float = 0.75  # share of the peak memory bandwidth that is reached
+    base_us: float = 1_200.0  # of any step: launches, sampling, scheduling
     per_req_us: float = 8.0
-    allreduce_latency_us: float = 9.0
+    allreduce_latency_us: float = 9.0  # fixed cost of one all-reduce; two per layer where tp > 1
 
     def compute_us(self, step: Composition) -> float:
         """Return the time the arithmetic of `step` needs, in µs."""
@@ -387,7 +337,7 @@ class AdmissionLaw:
     # On seven CPU runs of an instrumented vLLM 0.15.1 the API work is 1.2 to 1.6 ms.
     base_us: float = 1_300.0
     per_prompt_token_us: float = 0.4
-    jitter: float = 0.04
+    jitter: float = 0.04  # sigma of a log-normal factor
 
     def work_us(self, prompt_tokens: int) -> float:
         """Return the API work of a request without jitter, in µs."""
@@ -396,20 +346,13 @@ class AdmissionLaw:
 
 @dataclass(frozen=True, slots=True)
 class DepartureLaw:
-    """FINISHED to DEPARTED: the API process works through the outputs of the finishing step.
-
-    Attributes:
-        base_us: Constant part.
-        per_batch_req_us: Per request in the batch of the finishing step.
-        per_finishing_req_us: Per request that finishes with it, itself included.
-        jitter: Relative noise (sigma of a log-normal factor).
-    """
+    """FINISHED to DEPARTED: the API process works through the outputs of the finishing step."""
 
     # Measured: 90 to 215 us per request in the batch, 100 to 350 us per request that finishes, nothing per output token.
     base_us: float = 700.0
     per_batch_req_us: float = 120.0
-    per_finishing_req_us: float = 200.0
-    jitter: float = 0.05
+    per_finishing_req_us: float = 200.0  # itself included
+    jitter: float = 0.05  # sigma of a log-normal factor
 
     def departure_us(self, batch_reqs: int, finishing_reqs: int) -> float:
         """Return the departure overhead without jitter, in µs."""

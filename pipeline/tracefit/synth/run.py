@@ -10,59 +10,41 @@ import gzip
 import io
 import json
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import yaml
 
 from tracefit.errors import UsageError
-from tracefit.synth.clock import Draws, EngineClock, Streams
-from tracefit.synth.emit import export
-from tracefit.synth.logs import EpochLog, requests_frame, steps_frame
-from tracefit.synth.options import arrivals
-from tracefit.synth.spans import framed_protobuf, json_lines
+from tracefit.synth.simulation import EpochLog, StepLog, simulate_server
+from tracefit.synth.spans import export, framed_protobuf, json_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import polars as pl
-
     from tracefit.synth.laws import StepLaw
     from tracefit.synth.options import SynthOptions
+    from tracefit.synth.scheduler import Request
     from tracefit.synth.spans import ExportBatch, GeneratedSpan
 
 Format: TypeAlias = Literal["json", "protobuf"]
 Compression: TypeAlias = Literal["gz", "zst"]
 
-# A fixed start, in September 2026: with the time of day in them, equal options would give other bytes.
-_UNIX_START_NS = 1_790_000_000_000_000_000
-# Around a life of the engine nothing happens for seconds, so that epochs are apart on the clock as restarts are.
-_WARM_UP_NS = 5_000_000_000
-_SHUTDOWN_NS = 7_000_000_000
-_RESTART_NS = 20_000_000_000
 _GZIP_LEVEL = 6  # gzip's own default
 
 
 @dataclass(frozen=True, slots=True)
 class SynthRun:
-    """A simulated run: what a collector received, and the truth.
-
-    Attributes:
-        options: The options of the run.
-        law: The step-time law with its coefficients.
-        batches: Export requests in the order a collector received them.
-        truth_steps: One row per step, columns as in `STEP_COLUMNS`.
-        truth_requests: One row per request, columns as in `REQUEST_COLUMNS`.
-    """
+    """A simulated run: what a collector received, and the truth."""
 
     options: SynthOptions
-    law: StepLaw
-    batches: tuple[ExportBatch, ...]
-    truth_steps: pl.DataFrame
-    truth_requests: pl.DataFrame
+    law: StepLaw  # with its coefficients
+    batches: tuple[ExportBatch, ...]  # in the order a collector received them
+    truth_steps: pl.DataFrame  # one row per step, columns as in `STEP_COLUMNS`
+    truth_requests: pl.DataFrame  # one row per request, columns as in `REQUEST_COLUMNS`
 
     @property
     def spans(self) -> tuple[GeneratedSpan, ...]:
@@ -83,13 +65,17 @@ def synth(options: SynthOptions) -> SynthRun:
     law = options.step_law()
     root = np.random.default_rng(options.seed)
     emission, *servers = root.spawn(1 + options.servers)
-    epochs = [life for number, rng in enumerate(servers) for life in _server(options, law, number, rng)]
+    epochs = [
+        life for number, rng in enumerate(servers) for life in simulate_server(options, law, number, rng)
+    ]
     return SynthRun(
         options=options,
         law=law,
         batches=tuple(export(options, epochs, emission)),
-        truth_steps=steps_frame(epochs),
-        truth_requests=requests_frame(epochs),
+        truth_steps=_frame(_STEPS, [(epoch, step) for epoch in epochs for step in epoch.steps]),
+        truth_requests=_frame(
+            _REQUESTS, [(epoch, request) for epoch in epochs for request in epoch.requests]
+        ),
     )
 
 
@@ -120,59 +106,10 @@ def write_run(
     for kind in kinds:
         suffix = "-proto" if kind == "protobuf" and len(kinds) > 1 else ""
         folder = out / f"{run.options.name}{suffix}"
-        files = {_trace_name(kind, compress): _trace(run, kind, compress), **_sidecars(run)}
-        _write(folder, files)
+        name = ("traces.json" if kind == "json" else "traces.binpb") + (f".{compress}" if compress else "")
+        _write(folder, {name: _trace(run, kind, compress), **_sidecars(run)})
         folders.append(folder)
     return folders[0]
-
-
-def _server(options: SynthOptions, law: StepLaw, server: int, rng: np.random.Generator) -> list[EpochLog]:
-    """Simulate all lives of one server on its clock."""
-    # Monotonic clocks count from each host's boot: those of two servers do not compare.
-    boot_ns = (2_000 + 1_777 * server) * 1_000_000_000 + int(rng.integers(0, 1_000_000_000))
-    offset_ns = _UNIX_START_NS - boot_ns
-    bounds = np.linspace(0, options.requests, options.epochs + 1).round().astype(int).tolist()
-    lives: list[EpochLog] = []
-    started_ns = boot_ns
-    for epoch, child in enumerate(rng.spawn(options.epochs)):
-        load_rng, id_rng, *stream_rngs = child.spawn(5)
-        load = arrivals(
-            options,
-            load_rng,
-            count=bounds[epoch + 1] - bounds[epoch],
-            first_number=bounds[epoch] + 1,
-            start_ns=started_ns + _WARM_UP_NS,
-        )
-        core_ids = [arrival.core_id(server, id_rng.bytes(4).hex()) for arrival in load]
-        clock = EngineClock(options, law, Streams(*map(Draws, stream_rngs)), load, core_ids)
-        clock.run()
-        stopped_ns = _last_ns(clock, started_ns) + _SHUTDOWN_NS
-        pool = clock.scheduler.pool
-        lives.append(
-            EpochLog(
-                server=server,
-                epoch=epoch,
-                unix_offset_ns=offset_ns,
-                started_ns=started_ns,
-                stopped_ns=stopped_ns,
-                steps=tuple(clock.steps),
-                requests=tuple(clock.requests),
-                blocks_total=pool.total,
-                blocks_free_at_end=pool.free,
-            )
-        )
-        started_ns = stopped_ns + _RESTART_NS
-    return lives
-
-
-def _last_ns(clock: EngineClock, started_ns: int) -> int:
-    ends = [log.departed_ns for log in clock.requests] + [step.end_ns for step in clock.steps[-1:]]
-    return max(ends, default=started_ns)
-
-
-def _trace_name(kind: Format, compress: Compression | None) -> str:
-    name = "traces.json" if kind == "json" else "traces.binpb"
-    return f"{name}.{compress}" if compress else name
 
 
 def _trace(run: SynthRun, kind: Format, compress: Compression | None) -> bytes:
@@ -204,10 +141,10 @@ def _csv(frame: pl.DataFrame) -> bytes:
     return gzip.compress(buffer.getvalue(), compresslevel=_GZIP_LEVEL, mtime=0)
 
 
-def _exp_config(options: SynthOptions) -> dict[str, str | int | float | bool | None]:
+def _exp_config(options: SynthOptions) -> dict[str, str | int | float | bool]:
     """Return the server's settings under the names real runs use."""
     limit = options.span_event_limit
-    config: dict[str, str | int | float | bool | None] = {
+    return {
         "model": options.architecture.served_name,
         "model_config": "config.json",
         "tensor_parallelism": options.tp,
@@ -226,11 +163,9 @@ def _exp_config(options: SynthOptions) -> dict[str, str | int | float | bool | N
         "step_tracing_rich_subsample_rate": options.rich_sampling,
         "step_tracing_closure_interval": options.steps_per_span,
         "otel_span_event_count_limit": 1_000_000 if limit is None else limit,
+        **({} if options.gpu is None else {"gpu": options.gpu}),
+        "note": "synthetic run: simulated engine with a known step-time law",
     }
-    if options.gpu is not None:
-        config["gpu"] = options.gpu
-    config["note"] = "synthetic run: simulated engine with a known step-time law"
-    return config
 
 
 def _truth(run: SynthRun) -> dict[str, object]:
@@ -239,13 +174,9 @@ def _truth(run: SynthRun) -> dict[str, object]:
     coefficients: object = repr(run.law)
     if is_dataclass(run.law) and not isinstance(run.law, type):
         coefficients = asdict(run.law)
-    options = {**asdict(run.options), "law": type(run.law).__name__}
-    return {
-        "law": type(run.law).__name__,
-        "coefficients": coefficients,
-        "seed": run.options.seed,
-        "options": options,
-    }
+    law = type(run.law).__name__
+    options = {**asdict(run.options), "law": law}
+    return {"law": law, "coefficients": coefficients, "seed": run.options.seed, "options": options}
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
@@ -254,11 +185,102 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as drafts:
             for name, data in files.items():
-                (Path(drafts) / name).write_bytes(data)
+                Path(drafts, name).write_bytes(data)
             for name in files:
-                (Path(drafts) / name).replace(folder / name)
+                Path(drafts, name).replace(folder / name)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UsageError(
-            f"cannot write: {reason}", where=str(folder), hint="choose another folder"
-        ) from error
+        refusal = f"cannot write: {error.strerror or error}"
+        raise UsageError(refusal, where=str(folder), hint="choose another folder") from error
+
+
+# -- truth -----------------------------------------------------------------------------------------------
+
+_T = TypeVar("_T")
+_Columns: TypeAlias = Mapping[str, tuple[type[pl.DataType], Callable[[EpochLog, _T], object]]]
+
+
+def _state(field_name: str) -> Callable[[EpochLog, Request], object]:
+    """Return a function to a field of the queue a request met; null where it was never queued."""
+    return lambda _, request: getattr(request.queue_state, field_name, None)
+
+
+def _point(event: str, field_name: str) -> Callable[[EpochLog, Request], object]:
+    """Return a function to a field of a request's first event of a kind; null where it has none."""
+    return lambda _, request: getattr(request.first(event), field_name, None)
+
+
+_STEPS: _Columns[StepLog] = {
+    "server": (pl.Int64, lambda epoch, _: epoch.server),
+    "epoch": (pl.Int64, lambda epoch, _: epoch.epoch),
+    "step_id": (pl.Int64, lambda _, step: step.step_id),
+    "start_ns": (pl.Int64, lambda _, step: step.start_ns),
+    "end_ns": (pl.Int64, lambda _, step: step.end_ns),
+    "cycle_us": (pl.Float64, lambda _, step: step.cycle_ns / 1e3),
+    "law_us": (pl.Float64, lambda _, step: step.law_us),
+    "schedule_us": (pl.Float64, lambda _, step: step.schedule_ns / 1e3),
+    "is_hiccup": (pl.Boolean, lambda _, step: step.is_hiccup),
+    "num_prefill_reqs": (pl.Int64, lambda _, step: step.composition.num_prefill_reqs),
+    "num_decode_reqs": (pl.Int64, lambda _, step: step.composition.num_decode_reqs),
+    "prefill_tokens": (pl.Int64, lambda _, step: step.composition.prefill_tokens),
+    "decode_tokens": (pl.Int64, lambda _, step: step.composition.decode_tokens),
+    "recompute_tokens": (pl.Int64, lambda _, step: step.composition.recompute_tokens),
+    "scheduled_tokens": (pl.Int64, lambda _, step: step.composition.scheduled_tokens),
+    "context_tokens": (pl.Int64, lambda _, step: step.composition.context_tokens),
+    "prefill_context_tokens": (pl.Int64, lambda _, step: step.composition.prefill_context_tokens),
+    "attention_pairs": (pl.Int64, lambda _, step: step.composition.attention_pairs),
+    "running": (pl.Int64, lambda _, step: step.running_depth),
+    "waiting": (pl.Int64, lambda _, step: step.waiting_depth),
+    "waiting_tokens": (pl.Int64, lambda _, step: step.waiting_tokens),
+    "blocks_free": (pl.Int64, lambda _, step: step.blocks_free),
+    "num_finished": (pl.Int64, lambda _, step: step.num_finished),
+    "num_preempted": (pl.Int64, lambda _, step: step.num_preempted),
+    "is_sampled": (pl.Boolean, lambda _, step: step.is_sampled),
+}
+_REQUESTS: _Columns[Request] = {
+    "server": (pl.Int64, lambda epoch, _: epoch.server),
+    "epoch": (pl.Int64, lambda epoch, _: epoch.epoch),
+    "request_id": (pl.String, lambda _, request: request.api_id),
+    "core_request_id": (pl.String, lambda _, request: request.request_id),
+    "load_phase": (pl.String, lambda _, request: request.load_phase),
+    "is_chat": (pl.Boolean, lambda _, request: request.is_chat),
+    "is_streaming": (pl.Boolean, lambda _, request: request.is_streaming),
+    "prompt_tokens": (pl.Int64, lambda _, request: request.prompt_tokens),
+    "max_tokens": (pl.Int64, lambda _, request: request.max_tokens),
+    "output_tokens": (pl.Int64, lambda _, request: request.done_tokens),
+    "cached_prompt_tokens": (pl.Int64, lambda _, request: request.cached_prompt_tokens),
+    "arrival_ns": (pl.Int64, lambda _, request: request.arrival_ns),
+    "api_work_us": (pl.Float64, lambda _, request: request.api_work_us),
+    "socket_ns": (pl.Int64, lambda _, request: request.socket_ns),
+    "queued_ns": (pl.Int64, _point("QUEUED", "ts_ns")),
+    "queued_step": (pl.Int64, _point("QUEUED", "step_id")),
+    "requests_ahead": (pl.Int64, _state("requests_ahead")),
+    "tokens_ahead": (pl.Int64, _state("tokens_ahead")),
+    "running_reqs": (pl.Int64, _state("running_reqs")),
+    "running_remaining_tokens": (pl.Int64, _state("running_remaining_tokens")),
+    "blocks_free": (pl.Int64, _state("blocks_free")),
+    "first_scheduled_ns": (pl.Int64, _point("SCHEDULED", "ts_ns")),
+    "first_scheduled_step": (pl.Int64, _point("SCHEDULED", "step_id")),
+    "first_token_ns": (pl.Int64, _point("FIRST_TOKEN", "ts_ns")),
+    "first_token_step": (pl.Int64, _point("FIRST_TOKEN", "step_id")),
+    "finished_ns": (pl.Int64, _point("FINISHED", "ts_ns")),
+    "finished_step": (pl.Int64, _point("FINISHED", "step_id")),
+    "finish_status": (pl.String, lambda _, request: request.points[-1].detail),
+    "departed_ns": (pl.Int64, lambda _, request: request.departed_ns),
+    "num_preemptions": (pl.Int64, lambda _, request: request.num_preemptions),
+    "batch_reqs": (pl.Int64, lambda _, request: request.batch_reqs or None),
+    "finishing_reqs": (pl.Int64, lambda _, request: request.finishing_reqs or None),
+    "abort_ns": (pl.Int64, lambda _, request: request.abort_ns),
+    "abort_stage": (pl.String, lambda _, request: request.abort_stage.value or None),
+}
+
+STEP_COLUMNS = {name: kind for name, (kind, _) in _STEPS.items()}
+"""Columns of the steps' truth; times monotonic, `law_us` is `cycle_us` without noise and hiccups."""
+
+REQUEST_COLUMNS = {name: kind for name, (kind, _) in _REQUESTS.items()}
+"""Columns of the requests' truth; queue state is what the request met when it was QUEUED."""
+
+
+def _frame(columns: _Columns[_T], rows: Sequence[tuple[EpochLog, _T]]) -> pl.DataFrame:
+    return pl.DataFrame(
+        [pl.Series(name, [value(*row) for row in rows], kind) for name, (kind, value) in columns.items()]
+    )

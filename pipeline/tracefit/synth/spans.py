@@ -1,25 +1,37 @@
-"""Generated spans: as data, as OTLP JSON lines of the Collector's file exporter, and as framed protobuf.
+"""The spans that the instrumented server would have sent of a simulation: as data, as OTLP JSON lines and as framed protobuf.
 
-Both encodings are written by hand here, so that no code is shared with the rooms that read them.
+Names of spans, events and attributes, their order and their clocks are those of the real emitter, odd ones included: a step's
+`duration_us` is the time in `schedule()`, and a span that loses events loses its oldest. Both encodings are written by hand
+here, so that no code is shared with the rooms that read them.
 """
 
 from __future__ import annotations
 
 import json
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator
+
+    from tracefit.synth.options import SynthOptions
+    from tracefit.synth.scheduler import JourneyPoint, Request, Scheduled
+    from tracefit.synth.simulation import EpochLog, StepLog
 
 Value: TypeAlias = str | int | float
 """A scalar attribute value; its Python type is its kind on the wire."""
+Attributes: TypeAlias = Mapping[str, Value]
+"""Attributes in order."""
 
 
 class SpanKind(IntEnum):
@@ -30,42 +42,8 @@ class SpanKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Attributes:
-    """Attributes in order; events of one kind share one tuple of keys, by which templates are cached.
-
-    Attributes:
-        keys: The keys.
-        values: Their values.
-    """
-
-    keys: tuple[str, ...] = ()
-    values: tuple[Value, ...] = ()
-
-    @classmethod
-    def of(cls, values: Mapping[str, Value]) -> Attributes:
-        """Return the attributes of a mapping, in its order."""
-        return cls(_shared(tuple(values)), tuple(values.values()))
-
-    def as_dict(self) -> dict[str, Value]:
-        """Return them as a dictionary."""
-        return dict(zip(self.keys, self.values, strict=True))
-
-
-@cache
-def _shared(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Return one tuple for all equal ones: a run has millions of events of a few kinds."""
-    return keys
-
-
-@dataclass(frozen=True, slots=True)
 class GeneratedEvent:
-    """An event of a span.
-
-    Attributes:
-        name: Its name.
-        unix_ns: When it was stamped.
-        attributes: Its attributes.
-    """
+    """An event of a span."""
 
     name: str
     unix_ns: int
@@ -74,28 +52,12 @@ class GeneratedEvent:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedSpan:
-    """A span as its exporter sends it.
+    """A span as its exporter sends it; ids are lower-case hex digits, events the oldest first."""
 
-    Attributes:
-        scope: Name of the instrumentation scope.
-        trace_id: 32 lower-case hex digits.
-        span_id: 16 lower-case hex digits.
-        parent_span_id: 16 lower-case hex digits, or empty.
-        flags: OTLP span flags.
-        name: Name of the span.
-        kind: Kind of the span.
-        start_unix_ns: Start.
-        end_unix_ns: End.
-        attributes: Attributes of the span itself.
-        events: Its events, oldest first.
-        dropped_events: Events that were lost to the limit.
-        error: Status message of a failed span, or empty.
-    """
-
-    scope: str
+    scope: str  # name of the instrumentation scope
     trace_id: str
     span_id: str
-    parent_span_id: str
+    parent_span_id: str  # or empty
     flags: int
     name: str
     kind: SpanKind
@@ -103,21 +65,16 @@ class GeneratedSpan:
     end_unix_ns: int
     attributes: Attributes
     events: tuple[GeneratedEvent, ...]
-    dropped_events: int = 0
-    error: str = ""
+    dropped_events: int = 0  # lost to the limit
+    error: str = ""  # status message of a failed span
 
 
 @dataclass(frozen=True, slots=True)
 class ExportBatch:
-    """One export request: what one process sent at one time.
-
-    Attributes:
-        resource: Attributes of the process.
-        spans: Its spans, by the order they ended in.
-    """
+    """One export request: what one process sent at one time."""
 
     resource: Attributes
-    spans: tuple[GeneratedSpan, ...]
+    spans: tuple[GeneratedSpan, ...]  # by the order they ended in
 
     def by_scope(self) -> dict[str, list[GeneratedSpan]]:
         """Return the spans of each scope, scopes in order of appearance."""
@@ -127,17 +84,292 @@ class ExportBatch:
         return scopes
 
 
-def limited(events: list[GeneratedEvent], limit: int | None) -> tuple[tuple[GeneratedEvent, ...], int]:
-    """Return the events a span keeps under a limit, the newest ones, and how many it lost."""
-    # The SDK's queue of events is bounded (128 by default) and loses its oldest.
-    if limit is None or len(events) <= limit:
-        return tuple(events), 0
-    return tuple(events[-limit:]), len(events) - limit
+# -- emission --------------------------------------------------------------------------------------------
+
+_API, _CORE, _STEP = "vllm.api", "vllm.scheduler", "vllm.scheduler.step"
+# OTLP's SpanFlags: bit 8 says that bit 9, "the parent is in another process", is meant.
+_FLAGS_ROOT, _FLAGS_CHILD_OF_REMOTE = 0x100, 0x300
+# Defaults of the SDK's batch processor: OTEL_BSP_SCHEDULE_DELAY and OTEL_BSP_MAX_EXPORT_BATCH_SIZE.
+_FLUSH_NS = 5_000_000_000
+"""Period in which a process exports the spans that ended."""
+_MAX_BATCH_SPANS = 512
+
+_DETAIL_KEYS = {"SCHEDULED": "schedule.kind", "FINISHED": "finish.status"}
+
+
+class Emitter:
+    """Writes the spans of one epoch of one server."""
+
+    def __init__(self, options: SynthOptions, epoch: EpochLog, rng: np.random.Generator) -> None:
+        self._options = options
+        self._epoch = epoch
+        id_rng, journey_rng, jitter_rng = rng.spawn(3)
+        self._id_rng = id_rng
+        self._is_sampled = (journey_rng.random(len(epoch.requests)) < options.journey_sampling).tolist()
+        # Unix stamps follow the monotonic ones by a few microseconds; a prime number of lags repeats with no other period.
+        self._lags_ns: list[int] = jitter_rng.integers(500, 9_000, 1_021).tolist()
+
+    def spans(self) -> tuple[list[GeneratedSpan], list[GeneratedSpan]]:
+        """Return the spans of the API process and of the engine core."""
+        api: list[GeneratedSpan] = []
+        core: list[GeneratedSpan] = []
+        for request, is_sampled in zip(self._epoch.requests, self._is_sampled, strict=True):
+            # Drawn whether sampled or not: another sampling rate leaves the ids of the others as they are.
+            trace_id, api_id, core_id = self._hex(16), self._hex(8), self._hex(8)
+            if is_sampled:
+                api.append(self._api_span(request, trace_id, api_id))
+                core.append(self._core_span(request, trace_id, core_id, parent_id=api_id))
+        core.extend(self._step_spans())
+        return api, core
+
+    def _hex(self, size_bytes: int) -> str:
+        return self._id_rng.bytes(size_bytes).hex()
+
+    def _unix_ns(self, ts_ns: int) -> int:
+        return ts_ns + self._epoch.unix_offset_ns
+
+    def _stamp_ns(self, ts_ns: int) -> int:
+        return self._unix_ns(ts_ns) + self._lags_ns[ts_ns % len(self._lags_ns)]
+
+    def _event(self, name: str, ts_ns: int, attributes: Attributes) -> GeneratedEvent:
+        return GeneratedEvent(name, self._stamp_ns(ts_ns), attributes)
+
+    def _kept(self, events: list[GeneratedEvent]) -> tuple[tuple[GeneratedEvent, ...], int]:
+        """Return the events a span keeps under the limit, and how many it lost."""
+        # The SDK's queue of events is bounded (128 by default) and loses its oldest.
+        lost = max(len(events) - (self._options.span_event_limit or len(events)), 0)
+        return tuple(events[lost:]), lost
+
+    def _api_span(self, request: Request, trace_id: str, span_id: str) -> GeneratedSpan:
+        # Status code 2 is on aborted chat and non-streaming requests alone; a broken stream ends its span without one.
+        is_failed = request.is_aborted and (request.is_chat or not request.is_streaming)
+        error = "Client disconnected" if is_failed else ""
+        events, dropped = self._kept(list(self._api_events(request, error)))
+        attributes: dict[str, Value] = {
+            "gen_ai.request.id": request.api_id,
+            "http.route": "/v1/chat/completions" if request.is_chat else "/v1/completions",
+            "gen_ai.response.model": self._options.architecture.served_name,
+            "gen_ai.usage.prompt_tokens": request.prompt_tokens,
+            "gen_ai.request.temperature": 0.0,
+            "gen_ai.request.top_p": 1.0,
+            "gen_ai.request.max_tokens": request.max_tokens,
+            "gen_ai.request.n": 1,
+        }
+        # Of finished chat requests alone: output lengths of the others are in their journeys.
+        if request.is_chat and not request.is_aborted:
+            attributes["gen_ai.usage.completion_tokens"] = request.done_tokens
+        return GeneratedSpan(
+            scope=_API,
+            trace_id=trace_id,
+            span_id=span_id,
+            parent_span_id="",
+            flags=_FLAGS_ROOT,
+            name="llm_request",
+            kind=SpanKind.SERVER,
+            start_unix_ns=self._unix_ns(request.arrival_ns) - 60_000,
+            end_unix_ns=self._unix_ns(request.departed_ns) + 30_000,
+            attributes=attributes,
+            events=events,
+            dropped_events=dropped,
+            error=error,
+        )
+
+    def _api_events(self, request: Request, error: str) -> Iterator[GeneratedEvent]:
+        yield self._api_event("ARRIVED", request.arrival_ns)
+        # The completions route stamps ARRIVED and the end only.
+        if request.is_chat:
+            if not request.is_aborted or request.handoff_ns < request.departed_ns:
+                yield self._api_event("HANDOFF_TO_CORE", request.handoff_ns)
+            if request.first_response_ns is not None:
+                yield self._api_event("FIRST_RESPONSE_FROM_CORE", request.first_response_ns)
+        if not request.is_aborted:
+            yield self._api_event("DEPARTED", request.departed_ns)
+        else:
+            details = {"reason": "client_disconnect", **({"error": error} if error else {})}
+            yield self._api_event("ABORTED", request.departed_ns, **details)
+
+    def _api_event(self, name: str, ts_ns: int, **details: str) -> GeneratedEvent:
+        return self._event(f"api.{name}", ts_ns, {"event.ts.monotonic": ts_ns / 1e9, **details})
+
+    def _core_span(self, request: Request, trace_id: str, span_id: str, *, parent_id: str) -> GeneratedSpan:
+        points = request.points
+        events, dropped = self._kept([self._journey_event(request, point) for point in points])
+        return GeneratedSpan(
+            scope=_CORE,
+            trace_id=trace_id,
+            span_id=span_id,
+            parent_span_id=parent_id,
+            flags=_FLAGS_CHILD_OF_REMOTE,
+            name="llm_core",
+            kind=SpanKind.INTERNAL,
+            start_unix_ns=self._unix_ns(points[0].ts_ns) - 12_000,
+            end_unix_ns=self._stamp_ns(points[-1].ts_ns) + 60_000,
+            attributes={"gen_ai.request.id": request.request_id},
+            events=events,
+            dropped_events=dropped,
+        )
+
+    def _journey_event(self, request: Request, point: JourneyPoint) -> GeneratedEvent:
+        attributes: dict[str, Value] = {
+            "event.type": point.event,
+            "ts.monotonic": point.ts_ns / 1e9,
+            "ts.monotonic_ns": point.ts_ns,
+            "scheduler.step": point.step_id,
+            "phase": point.phase,
+            "prefill.done_tokens": point.prefill_done_tokens,
+            "prefill.total_tokens": request.prompt_tokens,
+            "decode.done_tokens": point.decode_done_tokens,
+            "decode.max_tokens": request.max_tokens,
+            "num_preemptions": point.num_preemptions,
+        }
+        if point.detail:
+            attributes[_DETAIL_KEYS[point.event]] = point.detail
+        return self._event(f"journey.{point.event}", point.ts_ns, attributes)
+
+    def _step_spans(self) -> Iterator[GeneratedSpan]:
+        """Yield a span per so many steps; one without an event stays open for as many more."""
+        interval = self._options.steps_per_span
+        events: list[GeneratedEvent] = []
+        first, sequence = 1, 1
+        opened_ns = self._unix_ns(self._epoch.started_ns)
+        for step in self._epoch.steps:
+            if step.is_sampled:
+                events.extend(self._step_events(step))
+            if events and step.step_id % interval == 0:
+                ended_ns = max(self._stamp_ns(step.start_ns + step.schedule_ns), events[-1].unix_ns) + 12_000
+                yield self._step_span(events, (sequence, first, step.step_id), (opened_ns, ended_ns))
+                first, sequence, opened_ns, events = step.step_id + 1, sequence + 1, ended_ns + 8_000, []
+        if events:
+            last = self._epoch.steps[-1].step_id
+            ended_ns = self._unix_ns(self._epoch.stopped_ns)
+            yield self._step_span(events, (sequence, first, last), (opened_ns, ended_ns))
+
+    def _step_span(
+        self, events: list[GeneratedEvent], steps: tuple[int, int, int], unix_ns: tuple[int, int]
+    ) -> GeneratedSpan:
+        sequence, first, last = steps
+        kept, dropped = self._kept(events)
+        return GeneratedSpan(
+            scope=_STEP,
+            trace_id=self._hex(16),
+            span_id=self._hex(8),
+            parent_span_id="",
+            flags=_FLAGS_ROOT,
+            name=f"scheduler_steps_{sequence}",
+            kind=SpanKind.INTERNAL,
+            start_unix_ns=unix_ns[0],
+            end_unix_ns=unix_ns[1],
+            attributes={
+                "scheduler.span_sequence": sequence,
+                "scheduler.step_range_start": first,
+                "scheduler.closure_interval": self._options.steps_per_span,
+                "scheduler.step_range_end": last,
+            },
+            events=kept,
+            dropped_events=dropped,
+        )
+
+    def _step_events(self, step: StepLog) -> Iterator[GeneratedEvent]:
+        # The emitter's `step.duration_us` is the time in schedule(), whatever its name says.
+        took_ns = step.cycle_ns if self._options.duration == "step" else step.schedule_ns
+        end_ns = step.start_ns + took_ns
+        yield self._event("step.BATCH_SUMMARY", end_ns, self._summary(step, end_ns))
+        # Snapshots carry no clock; they are stamped one after the other, after the summary.
+        for i, share in enumerate(step.snapshots):
+            ts_ns = end_ns + 20_000 + 12_000 * i
+            yield self._event("step.REQUEST_SNAPSHOT", ts_ns, self._snapshot(step, share))
+
+    def _summary(self, step: StepLog, end_ns: int) -> Attributes:
+        batch, total = step.composition, self._epoch.blocks_total
+        return {
+            "step.id": step.step_id,
+            "step.ts_start_ns": step.start_ns,
+            "step.ts_end_ns": end_ns,
+            "step.duration_us": (end_ns - step.start_ns) // 1_000,
+            "queue.running_depth": step.running_depth,
+            "queue.waiting_depth": step.waiting_depth,
+            "batch.num_prefill_reqs": batch.num_prefill_reqs,
+            "batch.num_decode_reqs": batch.num_decode_reqs,
+            "batch.scheduled_tokens": batch.scheduled_tokens,
+            "batch.prefill_tokens": batch.prefill_tokens,
+            "batch.decode_tokens": batch.decode_tokens,
+            "batch.num_finished": step.num_finished,
+            "batch.num_preempted": step.num_preempted,
+            "kv.usage_gpu_ratio": 1.0 - step.blocks_free / total,
+            "kv.blocks_total_gpu": total,
+            "kv.blocks_free_gpu": step.blocks_free,
+        }
+
+    def _snapshot(self, step: StepLog, share: Scheduled) -> Attributes:
+        request, tokens, computed_tokens = share
+        return {
+            "step.id": step.step_id,
+            "request.id": request.request_id,
+            "request.phase": "DECODE" if request.done_tokens else "PREFILL",
+            "request.num_prompt_tokens": request.prompt_tokens,
+            "request.num_computed_tokens": computed_tokens,
+            "request.num_output_tokens": request.done_tokens,
+            "request.num_preemptions": request.num_preemptions,
+            "request.scheduled_tokens_this_step": tokens,
+            "kv.blocks_allocated_gpu": request.blocks,
+            # Full blocks, not hits: those are the prompt less `effective_prompt_len`.
+            "kv.blocks_cached_gpu": (computed_tokens + tokens) // self._options.block_size,
+            "request.effective_prompt_len": request.prompt_tokens - request.cached_tokens,
+        }
+
+
+def export(options: SynthOptions, epochs: Iterable[EpochLog], rng: np.random.Generator) -> list[ExportBatch]:
+    """Return all export batches of all servers, in the order a collector received them."""
+    id_rng, span_rng = rng.spawn(2)
+    batches: list[tuple[int, ExportBatch]] = []
+    for _, lives in groupby(epochs, key=lambda epoch: epoch.server):
+        api: list[GeneratedSpan] = []
+        core: list[GeneratedSpan] = []
+        for life in lives:
+            life_api, life_core = Emitter(options, life, span_rng.spawn(1)[0]).spans()
+            api += life_api
+            core += life_core
+        api_resource, core_resource = _resources(options, id_rng.bytes)
+        batches += [*_flushes(api_resource, api), *_flushes(core_resource, core)]
+    batches.sort(key=lambda sent: sent[0])
+    return [batch for _, batch in batches]
+
+
+def _resources(options: SynthOptions, draw: Callable[[int], bytes]) -> tuple[Attributes, Attributes]:
+    """Return the resource of a server's API process and of its engine core."""
+    choice = options.instance_ids
+    if choice == "auto":
+        choice = "none" if options.servers == 1 else "server"
+    # Drawn whether used or not: another choice leaves every other id as it is.
+    api_id, core_id = (str(uuid.UUID(bytes=draw(16), version=4)) for _ in range(2))
+
+    def resource(sdk: str, **instance: str) -> Attributes:
+        described = {
+            "telemetry.sdk.language": "python",
+            "telemetry.sdk.name": "opentelemetry",
+            "telemetry.sdk.version": sdk,
+        }
+        return {**described, **instance, "service.name": "vllm-synth"}
+
+    if choice == "none":
+        return resource("1.26.0"), resource("1.26.0")
+    ids = (api_id, core_id if choice == "process" else api_id)
+    api, core = (resource("1.45.2", **{"service.instance.id": one}) for one in ids)
+    return api, core
+
+
+def _flushes(resource: Attributes, spans: list[GeneratedSpan]) -> Iterator[tuple[int, ExportBatch]]:
+    """Yield what one process exports, with the time: the spans that ended since it did so last."""
+    ordered = sorted(spans, key=lambda span: (span.end_unix_ns, span.span_id))
+    for period, group in groupby(ordered, key=lambda span: span.end_unix_ns // _FLUSH_NS):
+        ended = tuple(group)
+        for first in range(0, len(ended), _MAX_BATCH_SPANS):
+            sent_ns = (period + 1) * _FLUSH_NS + first
+            yield sent_ns, ExportBatch(resource, ended[first : first + _MAX_BATCH_SPANS])
 
 
 # -- encodings -------------------------------------------------------------------------------------------
 
-_STATUS_ERROR = 2
 # Attributes are printed into a template made once per kind of event. 64-bit integers are strings in OTLP's JSON.
 _SLOTS = {
     str: '{"key":%s,"value":{"stringValue":%%s}}',
@@ -147,7 +379,7 @@ _SLOTS = {
 
 
 def json_lines(batches: Iterable[ExportBatch]) -> bytes:
-    """Return one JSON line per export batch."""
+    """Return one JSON line per export batch, as the Collector's file exporter writes it."""
     return "".join(f"{_batch_json(batch)}\n" for batch in batches).encode()
 
 
@@ -173,7 +405,9 @@ def _span_json(span: GeneratedSpan) -> str:
     # The Collector leaves out an event list without events and a count of nothing.
     events = f'"events":[{",".join(map(_event_json, span.events))}],' if span.events else ""
     dropped = f'"droppedEventsCount":{span.dropped_events},' if span.dropped_events else ""
-    status = f'"message":{_text(span.error)},"code":{_STATUS_ERROR}' if span.error else ""
+    status = (
+        f'"message":{_text(span.error)},"code":{trace_pb2.Status.STATUS_CODE_ERROR}' if span.error else ""
+    )
     return (
         f'{{"traceId":"{span.trace_id}","spanId":"{span.span_id}","parentSpanId":"{span.parent_span_id}",'
         f'"flags":{span.flags},"name":{_text(span.name)},"kind":{span.kind.value},'
@@ -188,8 +422,8 @@ def _event_json(event: GeneratedEvent) -> str:
 
 
 def _attributes_json(attributes: Attributes) -> str:
-    values = attributes.values
-    template = _template(attributes.keys, tuple(map(type, values)))
+    values = attributes.values()
+    template = _template(tuple(attributes), tuple(map(type, values)))
     return template % tuple(value if type(value) is int else _scalar(value) for value in values)
 
 
@@ -200,8 +434,12 @@ def _template(keys: tuple[str, ...], kinds: tuple[type[Value], ...]) -> str:
     return "[" + ",".join(_SLOTS[kind] % _text(key).replace("%", "%%") for key, kind in pairs) + "]"
 
 
-def _scalar(value: Value) -> str:
-    return _text(value) if isinstance(value, str) else _double(value)
+def _scalar(value: str | float) -> str:
+    if isinstance(value, str):
+        return _text(value)
+    # The Collector prints a double with the fewest digits, `0` for 0.0, and no exponent in our range.
+    text = repr(value)
+    return np.format_float_positional(value, trim="-") if "e" in text else text.removesuffix(".0")
 
 
 @cache
@@ -209,27 +447,23 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _double(value: float) -> str:
-    """Return a double as the Collector prints it: shortest digits, `0` for 0.0, no exponent in our range."""
-    text = repr(float(value))
-    if "e" in text:
-        return np.format_float_positional(value, trim="-")
-    return text.removesuffix(".0")
-
-
 def _batch_message(batch: ExportBatch) -> trace_pb2.TracesData:
-    data = trace_pb2.TracesData()
-    resource_spans = data.resource_spans.add()
-    resource_spans.resource.attributes.extend(_pairs(batch.resource))
-    for scope, spans in batch.by_scope().items():
-        scope_spans = resource_spans.scope_spans.add()
-        scope_spans.scope.name = scope
-        scope_spans.spans.extend(map(_span_message, spans))
-    return data
+    scopes = [
+        trace_pb2.ScopeSpans(
+            scope=common_pb2.InstrumentationScope(name=scope),
+            spans=[_span_message(span) for span in spans],
+        )
+        for scope, spans in batch.by_scope().items()
+    ]
+    resource = resource_pb2.Resource(attributes=_pairs(batch.resource))
+    return trace_pb2.TracesData(
+        resource_spans=[trace_pb2.ResourceSpans(resource=resource, scope_spans=scopes)]
+    )
 
 
 def _span_message(span: GeneratedSpan) -> trace_pb2.Span:
-    message = trace_pb2.Span(
+    code = trace_pb2.Status.STATUS_CODE_ERROR if span.error else trace_pb2.Status.STATUS_CODE_UNSET
+    return trace_pb2.Span(
         trace_id=bytes.fromhex(span.trace_id),
         span_id=bytes.fromhex(span.span_id),
         parent_span_id=bytes.fromhex(span.parent_span_id),
@@ -239,27 +473,19 @@ def _span_message(span: GeneratedSpan) -> trace_pb2.Span:
         start_time_unix_nano=span.start_unix_ns,
         end_time_unix_nano=span.end_unix_ns,
         attributes=_pairs(span.attributes),
-        events=[_event_message(event) for event in span.events],
+        events=[
+            trace_pb2.Span.Event(
+                time_unix_nano=event.unix_ns, name=event.name, attributes=_pairs(event.attributes)
+            )
+            for event in span.events
+        ],
         dropped_events_count=span.dropped_events,
-    )
-    message.status.SetInParent()  # an empty status is there too, as in JSON
-    if span.error:
-        message.status.message = span.error
-        message.status.code = trace_pb2.Status.STATUS_CODE_ERROR
-    return message
-
-
-def _event_message(event: GeneratedEvent) -> trace_pb2.Span.Event:
-    return trace_pb2.Span.Event(
-        time_unix_nano=event.unix_ns, name=event.name, attributes=_pairs(event.attributes)
+        status=trace_pb2.Status(message=span.error, code=code),  # an empty one is there too, as in JSON
     )
 
 
 def _pairs(attributes: Attributes) -> list[common_pb2.KeyValue]:
-    return [
-        common_pb2.KeyValue(key=key, value=_any_value(value))
-        for key, value in zip(attributes.keys, attributes.values, strict=True)
-    ]
+    return [common_pb2.KeyValue(key=key, value=_any_value(value)) for key, value in attributes.items()]
 
 
 def _any_value(value: Value) -> common_pb2.AnyValue:

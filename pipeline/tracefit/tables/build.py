@@ -41,8 +41,23 @@ if TYPE_CHECKING:
     from tracefit.tables.manifest import ReadFile
     from tracefit.tables.places import Place
 
-WINDOW_BYTES = 8 << 20
-"""Bytes on disk of the staged parts that are read together; in memory they take several times as much."""
+
+@dataclass(frozen=True, slots=True)
+class BuildLimits:
+    """How much of a run is in memory while its tables are built.
+
+    Attributes:
+        window_bytes: Bytes on disk of the staged parts that are read together; in memory they take several times as much.
+        sorted_bytes: Bytes of rows that wait to be sorted; beyond it they are spilled to disk.
+        small_run_rows: Steps, journey events and snapshots of a run up to which its tables stay in memory until they are
+            written, and its timeline is built from them. The timeline of a larger run is left to `train`, which has more
+            memory: about 1 KiB for each step.
+    """
+
+    window_bytes: int = 8 << 20
+    sorted_bytes: int = 48 << 20
+    small_run_rows: int = 100_000
+
 
 _BYTES_PER_SPAN = 128
 """Bytes that a span counts at least: spans without content compress to nearly nothing, and take memory all the same."""
@@ -75,7 +90,8 @@ def build_tables(
     scratch: Path,
     write: Callable[[str, pl.DataFrame], None],
     run_columns: Mapping[str, str | int | None],
-    limits: Mapping[str, float] | None = None,
+    limits: Mapping[str, float],
+    memory_limits: BuildLimits,
 ) -> IngestCounts:
     """Build every table of a run but `timeline` and the training frames.
 
@@ -87,11 +103,14 @@ def build_tables(
         write: Takes the next rows of a table, in order; called at least once for every table.
         run_columns: Values of the `runs` table for the whole run, beside the counts.
         limits: Settings of the server that bound values of the tables; one that the run contradicts is not used.
+        memory_limits: How much of the run is in memory at a time.
 
     Returns:
         The counts; a run without a single span of the vLLM scopes is not written at all.
     """
-    run, spans_read = _sorted_rows(files, run_id, place, scratch, limits or {})
+    # Sorted windows of a third: what is being read, what waits for the next block, and a copy in order.
+    space = SortSpace(scratch, memory_limits.sorted_bytes, memory_limits.sorted_bytes // 3)
+    run, spans_read = _sorted_rows(files, run_id, place, space, limits, memory_limits.window_bytes)
     memory.give_back()
     other_spans = sum(part.other_spans for file in files for part in file.parts)
     if not run.counts["spans"]:
@@ -102,7 +121,12 @@ def build_tables(
 
 
 def _sorted_rows(
-    files: Sequence[ReadFile], run_id: str, place: Place, scratch: Path, limits: Mapping[str, float]
+    files: Sequence[ReadFile],
+    run_id: str,
+    place: Place,
+    space: SortSpace,
+    limits: Mapping[str, float],
+    window_bytes: int,
 ) -> tuple[_Run, int]:
     """Return the rows of all tables, in sorts, and how many spans were read.
 
@@ -111,15 +135,15 @@ def _sorted_rows(
     staged = parts_of(files)
     resolved = resolve(place, staged)
     parts = [_ResolvedPart(part, known) for part, known in zip(staged, resolved.parts, strict=True)]
-    groups = _grouped(place, parts)
+    groups = _grouped(place, parts, window_bytes)
     # What is one window is read once: it would be in memory anyway.
     held = [_Window.of(place, groups[0], keeps=True)] if len(groups) == 1 else None
 
     def windows() -> Iterable[_Window]:
         return held or (_Window.of(place, group) for group in groups)
 
-    starts, sieve = _epoch_starts(windows(), scratch, _Sieve(limits, resolved.clocks))
-    run = _Run(run_id, SortSpace(scratch), starts, sieve)
+    starts, sieve = _epoch_starts(windows(), space, _Sieve(limits, resolved.clocks))
+    run = _Run(run_id, space, starts, sieve)
     for window in windows():
         run.add(window)
     return run, sum(known.spans_read for known in resolved.parts)
@@ -263,14 +287,14 @@ def _moved(rows: pl.DataFrame, first: int) -> pl.DataFrame:
     return rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32)) if first else rows
 
 
-def _grouped(place: Place, parts: Sequence[_ResolvedPart]) -> list[list[_ResolvedPart]]:
+def _grouped(place: Place, parts: Sequence[_ResolvedPart], window_bytes: int) -> list[list[_ResolvedPart]]:
     """Return consecutive parts that make a window; small ones share one, because each frame has a fixed cost."""
     groups: list[list[_ResolvedPart]] = []
     size = 0
     sizes = staged_bytes(place, (part.staged.name for part in parts))
     for part, stored in zip(parts, sizes, strict=True):
         own = max(stored, part.facts.rows * _BYTES_PER_SPAN)
-        if not groups or size + own > WINDOW_BYTES:
+        if not groups or size + own > window_bytes:
             groups.append([])
             size = 0
         groups[-1].append(part)
@@ -278,9 +302,9 @@ def _grouped(place: Place, parts: Sequence[_ResolvedPart]) -> list[list[_Resolve
     return groups
 
 
-def _epoch_starts(windows: Iterable[_Window], scratch: Path, sieve: _Sieve) -> tuple[pl.DataFrame, _Sieve]:
+def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -> tuple[pl.DataFrame, _Sieve]:
     """Scan the marks of the whole run in the order of their clock; return the epochs, and the sieve for odd rows."""
-    marks = SortSpace(scratch).sort(key=("clock",), order=("clock", "server", "step_id", "exact"))
+    marks = space.sort(key=("clock",), order=("clock", "server", "step_id", "exact"))
     marks.add(pl.DataFrame(schema=MARKS))
     # The settings are counted, not applied, in this pass: whether the run contradicts them shows at its end.
     free = replace(sieve, limits={})

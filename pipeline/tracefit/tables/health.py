@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.schema import ENGINE
 
 CUT_OFF = ("aborted", "error", "ignored")
 """Finish statuses of requests that need not have produced a token."""

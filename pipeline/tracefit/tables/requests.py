@@ -15,7 +15,7 @@ import polars as pl
 from tracefit.tables import dialects, schema
 from tracefit.tables.dialects import REQUEST_RULES, Spelling
 from tracefit.tables.health import CUT_OFF
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.schema import ENGINE
 
 _API_TIMES = {
     "arrival_ns": "ARRIVED",

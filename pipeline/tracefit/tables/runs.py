@@ -1,7 +1,7 @@
 """Build the `runs` table: one row per run and server, with all facts that `train` needs without the traces.
 
 `RunTally` adds up the other tables of a run, window by window, and estimates which shares of steps, snapshots and
-requests were traced.
+requests were traced. `find_overlaps` finds runs that were ingested under two names, by their spans.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from tracefit.tables.rows import INCOMPLETE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from tracefit.tables.store import TableStore
 
 _SERVER = "server"
 
@@ -281,3 +283,60 @@ def _nothing() -> dict[str, pl.DataFrame]:
         "edges": edges,
         "steps": _step_counts(_NO_STEPS.select(*_NARROW_STEP, "num_decode_reqs"), _running(edges), rich),
     }
+
+
+_SPAN_IDS = ("trace_id", "span_id", "start_unix_ns", "end_unix_ns")
+"""What a span is known by: an id that two runs use for spans of other times is no span they share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A run with spans that also are in a run of at least the same size.
+
+    Attributes:
+        run_id: The run.
+        other: The run that is kept.
+        spans: Number of shared spans.
+    """
+
+    run_id: str
+    other: str
+    spans: int
+
+
+def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
+    """Find runs that share spans with a run that is kept: the same traces under two names, as from rotating files.
+
+    Such spans would count twice, and rows held out of one run would train the model through the other. Larger runs are kept before smaller ones, equal ones by name. Only runs that overlap in time are compared, with
+    eight bytes in memory for each of their spans.
+
+    Args:
+        store: The tables.
+        runs: Rows of the `runs` table.
+
+    Returns:
+        One overlap per run to leave out, in the order of the rows.
+    """
+    spans = runs.group_by("run_id", maintain_order=True).agg(
+        pl.col("spans").sum(), pl.col("first_unix_ns").min(), pl.col("last_unix_ns").max()
+    )
+    ordered = spans.sort(pl.col("spans"), pl.col("run_id"), descending=[True, False])
+    held: dict[str, pl.Series] = {}
+
+    def ids(run_id: str) -> pl.Series:
+        if run_id not in held:
+            held[run_id] = store.read("spans", [run_id], _SPAN_IDS).select(_SPAN_IDS).hash_rows()
+        return held[run_id]
+
+    kept: list[tuple[str, int, int]] = []
+    found: dict[str, Overlap] = {}
+    for run_id, _, first, last in ordered.iter_rows():
+        beside = [name for name, begin, end in kept if begin <= last and first <= end]
+        shared = {name: int(ids(run_id).is_in(ids(name).implode()).sum()) for name in beside}
+        other = max(shared, key=shared.__getitem__, default=None)
+        if other is not None and shared[other]:
+            found[run_id] = Overlap(run_id, other, shared[other])
+            del held[run_id]
+        else:
+            kept.append((run_id, first, last))
+    return tuple(found[name] for name in spans["run_id"] if name in found)

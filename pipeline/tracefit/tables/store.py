@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import os
 import random
 import re
 import tempfile
 import time
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import numpy as np
@@ -22,8 +19,8 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tracefit.errors import DataError, UsageError
-from tracefit.inputs.buckets import together
+from tracefit.errors import DataError, UsageError, did_you_mean
+from tracefit.inputs.buckets import place_of, together
 from tracefit.inputs.files import display_name
 from tracefit.tables import schema
 from tracefit.tables.disk import create, disk_errors
@@ -39,7 +36,7 @@ from tracefit.tables.places import Disk, Place, digest_of, open_place
 from tracefit.tables.staging import STAGE_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 16 << 20
@@ -91,21 +88,13 @@ class TableStore:
         self._checked: set[str] = set()
         self._pinned: Manifest | None = None
 
-    def write_run(self, run_id: str, frames: Mapping[str, pl.DataFrame]) -> list[Path]:
-        """Replace a run's rows in the given tables; see `write_runs`. Return the part of each table."""
-        run = self.write_runs([(run_id, frames)])[run_id]
-        return [self.root / part_name(name, run_id, run.tables[name]) for name in frames]
-
-    def write_runs(self, runs: Iterable[tuple[str, Mapping[str, pl.DataFrame]]]) -> dict[str, IngestedRun]:
+    def write_runs(self, runs: Iterable[tuple[str, Mapping[str, pl.DataFrame]]]) -> None:
         """Replace the rows of runs in some tables, in one step.
 
         Everything is written to a temporary folder first; nothing of a run is touched before that succeeded.
 
         Args:
             runs: Each run, by its cleaned id, with table name to its conformed frame.
-
-        Returns:
-            Run id to its new entry.
 
         Raises:
             UsageError: The folder cannot be written, or another process has changed a run meanwhile.
@@ -124,7 +113,6 @@ class TableStore:
                 changes[run_id] = before, msgspec.structs.replace(after, tables=tables)
             if changes:
                 self.commit(changes)
-        return {run_id: after for run_id, (_, after) in changes.items()}
 
     @contextmanager
     def lock(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
@@ -162,39 +150,10 @@ class TableStore:
         """
         if name in self._checked:
             return
-        if path.name != f"part-{digest_of(path)[:_HASH_DIGITS]}.parquet":
+        if path.name != _content_name(path):
             raise DataError("is not what was written", where=str(self.root / name), hint=_AGAIN)
         if self.place.has_lock:  # each copy of an object is checked
             self._checked.add(name)
-
-    def publish(
-        self,
-        run_id: str,
-        run: IngestedRun,
-        parts: Mapping[str, Path],
-        *,
-        before: IngestedRun | None,
-        keep: bool,
-    ) -> IngestedRun:
-        """Put finished parts to their places and make them valid, in one step. The caller holds the lock.
-
-        Args:
-            run_id: A cleaned run id.
-            run: The run's new entry in the manifest, without its tables.
-            parts: Table name to its part, in a scratch folder of the place.
-            before: The run's entry that the parts were made from; null if it had none.
-            keep: Whether the run's other tables stay valid.
-
-        Returns:
-            The run's entry, with its tables.
-
-        Raises:
-            UsageError: Another process has changed the run meanwhile, or the place cannot be written.
-        """
-        tables = put_parts(self.place, run_id, parts)
-        run = msgspec.structs.replace(run, tables={**run.tables, **tables} if keep else tables)
-        self.commit({run_id: (before, run)})
-        return run
 
     def commit(self, changes: Mapping[str, tuple[IngestedRun | None, IngestedRun]]) -> None:
         """Make new entries of runs valid, all in one step. Their parts are in their places, and the lock is held.
@@ -368,6 +327,59 @@ class TableStore:
         return self
 
 
+class RunTables(Mapping[str, pl.DataFrame]):
+    """The tables of some runs by name, each read when it is asked for: `tables["requests"]`.
+
+    `tables.scan("timeline")` is a lazy frame; `tables["requests"].to_pandas()` and `.to_arrow()` are other libraries' frames.
+    """
+
+    def __init__(self, root: str | Path, run_ids: Sequence[str] | None = None) -> None:
+        """Name the folder of tables, and its runs; all of them if not given."""
+        self.root = place_of(root)
+        self._run_ids = None if run_ids is None else list(run_ids)
+
+    def __repr__(self) -> str:
+        """Name the folder and the tables."""
+        return f"<Tables of {self.root}: {', '.join(self)}>"
+
+    def __fspath__(self) -> str:
+        """Return the folder: the tables of a result stand for it wherever one is asked for."""
+        return str(self.root)
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names of the tables."""
+        return iter(schema.TABLES)
+
+    def __len__(self) -> int:
+        """Return how many tables there are."""
+        return len(schema.TABLES)
+
+    def __getitem__(self, name: str) -> pl.DataFrame:
+        """Read a table.
+
+        Raises:
+            KeyError: There is no table of that name.
+            DataError: A part is not a readable Parquet file, or has changed since it was written.
+        """
+        if name not in schema.TABLES:
+            raise KeyError(name)
+        return TableStore(self.root).read(name, self._run_ids)
+
+    def scan(self, name: str) -> pl.LazyFrame:
+        """Return a table as a lazy frame: only what a query needs is read.
+
+        Raises:
+            UsageError: There is no table of that name.
+        """
+        if name not in schema.TABLES:
+            raise UsageError(
+                f"there is no table {name}",
+                where=str(self.root),
+                hint=did_you_mean(name, schema.TABLES) or f"there are: {', '.join(schema.TABLES)}",
+            )
+        return TableStore(self.root).scan(name, self._run_ids)
+
+
 def part_name(table: str, run_id: str, part: TableFile) -> str:
     """Return the name of a part in its place."""
     return f"{table}/run_id={run_id}/{part.name}"
@@ -392,103 +404,49 @@ def put_parts(place: Place, run_id: str, parts: Mapping[str, Path]) -> dict[str,
     return tables
 
 
-_AHEAD = 1
-"""Largest number of frames that wait to be written."""
-
-
-@dataclass(slots=True)
 class RunWriter:
-    """Writes the tables of one run one after the other, each as one Parquet file, as their rows arrive.
+    """Writes the tables of one run one after the other, each as one Parquet file, as their rows arrive."""
 
-    A background thread encodes the rows, from the first long frame on. An error there is raised by one of the next calls.
-    """
-
-    scratch: Path
-    _open: dict[str, _TableFileWriter] = field(default_factory=dict)
-    _parts: dict[str, Path] = field(default_factory=dict)
-    _stack: ExitStack = field(default_factory=ExitStack)
-    _background: ThreadPoolExecutor | None = None
-    _waiting: deque[Future[None]] = field(default_factory=deque)
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._open: _TableFileWriter | None = None
+        self._parts: dict[str, Path] = {}
 
     def write(self, name: str, rows: pl.DataFrame) -> None:
         """Write the next rows of a table, in its columns and order."""
-        if self._background is None:
-            # Few rows are encoded in less time than a thread takes to start.
-            if rows.height < PIECE_ROWS:
-                self._write(name, rows)
-                return
-            self._background = ThreadPoolExecutor(max_workers=1)
-        self._settle(_AHEAD)
-        self._waiting.append(self._background.submit(self._write, name, rows))
-
-    def _settle(self, left: int) -> None:
-        while len(self._waiting) > left:
-            self._waiting.popleft().result()
-
-    def _write(self, name: str, rows: pl.DataFrame) -> None:
-        if name not in self._open:
+        if self._open is None or self._open.table.name != name:
             self._finish()
-            path = self.scratch / f"{name}.parquet"
-            stream = self._stack.enter_context(create(path))
-            self._open[name] = _TableFileWriter(schema.TABLES[name], path, _Hashed(stream))
-        self._open[name].write(rows)
+            self._open = _TableFileWriter(schema.TABLES[name], self._scratch / f"{name}.parquet")
+        self._open.write(rows)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close all files, finished or not."""
-        if self._background is not None:
-            self._background.shutdown(cancel_futures=True)
-        self._stack.close()
+        """Close the file that is open, finished or not."""
+        if self._open is not None:
+            self._open.stream.close()
 
     def close(self) -> dict[str, Path]:
         """Finish the last table; return the file of each table, named after its content."""
-        self._settle(0)
         self._finish()
         return self._parts
 
     def _finish(self) -> None:
-        while self._open:
-            name, part = self._open.popitem()
-            self._parts[name] = part.close()
+        if self._open is not None:
+            self._parts[self._open.table.name] = self._open.close()
+            self._open = None
 
 
-class _Hashed:
-    """A file that hashes what is written to it."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.digest = hashlib.sha256()
-        self.closed = False
-
-    def write(self, data: pa.Buffer) -> int:
-        self.digest.update(data)
-        return self._stream.write(data)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    def sync(self) -> None:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-
-    def close(self) -> None:
-        """Leave the file open: it belongs to the caller."""
-
-
-@dataclass(slots=True)
 class _TableFileWriter:
     """One Parquet file, in row groups of `ROW_GROUP_ROWS` or `ROW_GROUP_BYTES`, for frames of any size."""
 
-    table: schema.TableSchema
-    path: Path
-    stream: _Hashed
-    _waiting: list[pa.Table] = field(default_factory=list)
-    _writer: pq.ParquetWriter | None = None
+    def __init__(self, table: schema.TableSchema, path: Path) -> None:
+        self.table = table
+        self.stream = create(path)
+        self._path = path
+        self._waiting: list[pa.Table] = []
+        self._writer: pq.ParquetWriter | None = None
 
     def write(self, rows: pl.DataFrame) -> None:
         for start in range(0, rows.height or 1, PIECE_ROWS):
@@ -502,15 +460,16 @@ class _TableFileWriter:
                 self._waiting = [self._waiting[-1].slice(0, 0)]
 
     def close(self) -> Path:
+        """Finish the file and wait until the disk has it; return it under the name of its content."""
         group = pa.concat_tables(self._waiting)
         if group.num_rows or self._writer is None:
             self._write_group(group)
         if self._writer:
             self._writer.close()
-        self.stream.sync()
-        return self.path.rename(
-            self.path.with_name(f"part-{self.stream.digest.hexdigest()[:_HASH_DIGITS]}.parquet")
-        )
+        with self.stream:
+            self.stream.flush()
+            os.fsync(self.stream.fileno())
+        return self._path.rename(self._path.with_name(_content_name(self._path)))
 
     def _write_group(self, rows: pa.Table) -> None:
         if self._writer is None:
@@ -524,6 +483,10 @@ class _TableFileWriter:
             )
             self._writer.add_key_value_metadata(_readers_schema(rows.schema))
         self._writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
+
+
+def _content_name(path: Path) -> str:
+    return f"part-{digest_of(path)[:_HASH_DIGITS]}.parquet"
 
 
 def _readers_schema(written: pa.Schema) -> dict[bytes, bytes]:

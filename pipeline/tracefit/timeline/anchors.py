@@ -10,7 +10,7 @@ from __future__ import annotations
 import polars as pl
 
 from tracefit.statistics import robust_sd_expr
-from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.timeline.engines import position
 
 _INSIDE = ("SCHEDULED", "PREEMPTED")

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.tables import schema
-from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.timeline.anchors import execution_lags, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
 from tracefit.timeline.engines import StepAxis, bincount_at, position, step_axis

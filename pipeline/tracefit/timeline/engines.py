@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 
 MAX_STEPS = 20_000_000
 """Most steps on the axis, two days at 10 ms each and 160 MB per array; counters that claim more are not accepted."""

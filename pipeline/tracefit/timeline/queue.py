@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.schema import ENGINE
 from tracefit.timeline.segments import REQUEST, core_events
 
 if TYPE_CHECKING:

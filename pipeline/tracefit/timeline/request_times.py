@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.tables.keys import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.timeline.anchors import execution_lags
 
 _REQUEST = [*ENGINE, "trace_id", "core_request_id"]

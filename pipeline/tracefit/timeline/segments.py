@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.tables.keys import ENGINE
+from tracefit.tables.schema import ENGINE
 
 REQUEST = [*ENGINE, "trace_id", "span_id"]
 

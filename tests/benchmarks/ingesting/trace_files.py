@@ -176,7 +176,7 @@ class _Unit:
         self.spans = synth(_options(layout, number, min(requests, 20_000))).spans
         self._rng = random.Random(f"unit {layout.seed} {number}")
         core = [event for span in self.spans if span.name == "llm_core" for event in span.events]
-        offset = min(event.unix_ns - event.attributes.as_dict()["ts.monotonic_ns"] for event in core)  # type: ignore[operator]
+        offset = min(event.unix_ns - event.attributes["ts.monotonic_ns"] for event in core)  # type: ignore[operator]
         self.unix_ns = min(span.start_unix_ns for span in self.spans)
         self.monotonic_ns: int = self.unix_ns - int(offset)
         self.length_ns = max(span.end_unix_ns for span in self.spans) - self.unix_ns
@@ -215,7 +215,7 @@ class _Unit:
     def event_attributes(self, event: GeneratedEvent) -> list[tuple[str, Slot | Value]]:
         """Return the attributes of an event in this layout."""
         layout = self.layout
-        pairs = dict(zip(event.attributes.keys, event.attributes.values, strict=True))
+        pairs = dict(event.attributes)
         family = event.name.partition(".")[0]
         if family == "journey" and layout.clock == "seconds":
             del pairs["ts.monotonic_ns"]
@@ -274,7 +274,7 @@ class _Unit:
 
 
 def _pairs(unit: _Unit, attributes: Attributes) -> Iterator[tuple[str, Slot | Value]]:
-    for key, value in zip(attributes.keys, attributes.values, strict=True):
+    for key, value in attributes.items():
         yield key, unit.slot(key, value)
 
 
