@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from tracefit import ingest, train
-from tracefit.commands.sampling import sample_runs
+from tracefit.commands.scopes import sample_runs
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 

@@ -475,7 +475,8 @@ def test_what_an_export_needs_is_named(made, trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("to", "says"), [("wva", "step_cache_tokens"), ("llm-d-inference-sim", "no row has both ends")]
+    ("to", "says"),
+    [("wva", r"\(context_tokens, prefill_context_tokens\)"), ("llm-d-inference-sim", "no row has both ends")],
 )
 def test_traces_without_journeys_are_refused_with_what_would_help(tmp_path, new_traces, to, says):
     folder = new_traces().load(requests=0).write(tmp_path / "steps")

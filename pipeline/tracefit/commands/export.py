@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tracefit import consumers
@@ -13,7 +12,7 @@ from tracefit.commands.scopes import load_scope, scopes_of
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, known_names
 from tracefit.inputs.buckets import place_of
-from tracefit.results.models import ExportResult
+from tracefit.results.commands import ExportResult
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.predict import ScopeModels
     from tracefit.consumers.base import Consumer
+    from tracefit.fit.fitted import ScopeTables
+    from tracefit.server.context import ModelScope
 
 _MOST_DIGITS = 6
 _BELOW_STEPS = "its tables are per operator, finer than a trace of steps can resolve"
@@ -58,13 +59,10 @@ def export(
     consumer, version = _consumer(to, consumer_version)
     loaded = load(find_models(models))
     chosen = loaded.scope(choose_scope(loaded, scope, run))
-    # The tables are read only by a consumer whose form has to be refitted: the others need the coefficient file alone.
-    made = consumer.export(
-        chosen, lambda: replace(_source(chosen, place_of(models), tables), consumer_version=version)
-    )
+    made = consumer.export(Source(chosen, lambda: _trained_on(chosen, place_of(models), tables), version))
     paths = {place_of(out) / name: content for name, content in made.files.items()}
     write_files(paths)
-    folder = shlex.quote(str(out))
+    folder = shlex.quote(str(out).rstrip("/") or "/")
     usage, *notes = (text.replace(OUT, folder) for text in (made.usage, *made.notes))
     return ExportResult(to, chosen.scope_id, tuple(paths), made.errors, tuple(notes), usage)
 
@@ -95,7 +93,9 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in numbers)
 
 
-def _source(chosen: ScopeModels, models: Path, tables: str | Path | None) -> Source:
+def _trained_on(
+    chosen: ScopeModels, models: Path, tables: str | Path | None
+) -> tuple[ModelScope, ScopeTables]:
     store = TableStore(find_tables(tables) if tables is not None else tables_of(models)).require()
     training = chosen.step_model.training
     run_ids = list(training.runs) if training is not None else None
@@ -114,4 +114,4 @@ def _source(chosen: ScopeModels, models: Path, tables: str | Path | None) -> Sou
             hint="give the tables it was trained on",
         )
     scope, members = found[0]
-    return Source(chosen, scope, load_scope(store, members))
+    return scope, load_scope(store, members)

@@ -20,7 +20,7 @@ from tracefit.errors import UsageError, did_you_mean
 from tracefit.inputs.blocks import BLOCK_BYTES, ReadLimits, inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.progress import KeptWarnings, Progress
-from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
+from tracefit.results.commands import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
@@ -150,7 +150,7 @@ def ingest(
             inputs,
             out,
             server or ServerOptions(),
-            KeptWarnings(progress),
+            progress,
             options=options or IngestOptions(),
             engine=open_engine(engine, workers),
         )
@@ -160,7 +160,7 @@ def ingest_inputs(
     inputs: Inputs,
     out: str | Path,
     server: ServerOptions,
-    progress: KeptWarnings,
+    progress: Progress | None,
     *,
     engine: AbstractContextManager[TaskEngine],
     options: IngestOptions = IngestOptions(),
@@ -175,6 +175,7 @@ def ingest_inputs(
         engine: Where the work runs; opened here.
         options: Which part of the traces is kept.
     """
+    progress = KeptWarnings(progress)
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = [_context(source, server) for source in inputs.runs]

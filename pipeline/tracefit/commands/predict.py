@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.predict import ScopeModels
     from tracefit.coefficients.predict_frames import Rows
     from tracefit.progress import Progress
-    from tracefit.results.models import RowPredictions
+    from tracefit.results.commands import RowPredictions
 
 
 def predict(
@@ -53,7 +53,7 @@ def predict(
     models = models if isinstance(models, Models) else load(models)
     # A single prediction needs neither a frame library nor what the results of other commands are made of.
     from tracefit.coefficients.predict_frames import as_frame
-    from tracefit.results.models import RowPredictions
+    from tracefit.results.commands import RowPredictions
 
     scope = choose_scope(models, scope, run)
     frame = _read(Path(rows)) if isinstance(rows, str | Path) else as_frame(rows)

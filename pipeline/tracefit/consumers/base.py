@@ -2,25 +2,27 @@
 
 A consumer is a program that loads latency coefficients in a form of its own, such as a simulator. Its module is a function
 from a `Source` (models and training tables of one scope) to an `Export` (files, errors, how to load them), registered by
-name with `consumer`, or with `consumer_of_files` where the coefficient files alone suffice.
+name with `consumer`.
 """
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from tracefit.errors import DataError
-from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, split_by_time
+from tracefit.features.sets import Feature, FeatureSet
+from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, split_by_time, step_frame
 from tracefit.server.settings import JOURNEY_FLAGS
 from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tracefit.coefficients.predict import ScopeModels
     from tracefit.fit.fitted import ScopeTables
@@ -31,20 +33,37 @@ OUT = "{out}"
 """Stands for the folder of an export in its `usage` and its notes until that is known."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Source:
     """One scope's coefficient models, the tables they were trained on, and the consumer's version, as the user gave it."""
 
     models: ScopeModels
-    scope: ModelScope
-    tables: ScopeTables
+    read: Callable[[], tuple[ModelScope, ScopeTables]]
     consumer_version: tuple[int, ...] | None = None
 
+    @cached_property
+    def _trained_on(self) -> tuple[ModelScope, ScopeTables]:
+        # Read when first used: a consumer whose form needs no refit takes the coefficient files alone.
+        return self.read()
+
     @property
-    def step_source(self) -> str:
-        """Source of the step times, as `fit.splits.step_frame` takes it: the source that the coefficient file states."""
+    def scope(self) -> ModelScope:
+        """The scope as its tables describe it."""
+        return self._trained_on[0]
+
+    @property
+    def tables(self) -> ScopeTables:
+        """The tables that the models were trained on."""
+        return self._trained_on[1]
+
+    def steps(self, columns: Iterable[str], timeline: pl.DataFrame | None = None) -> pl.DataFrame:
+        """Return the rows of `fit.splits.step_frame` with columns of the timeline, or of the one given, as they are."""
         target = self.models.step_model.target
-        return "duration" if target is not None and target.source == "duration" else "clock"
+        # Step times from where the coefficient file says that its own come from.
+        source = "duration" if target is not None and target.source == "duration" else "clock"
+        features = FeatureSet("columns", tuple(Feature(name, "", name) for name in columns))
+        timeline = self.tables.timeline if timeline is None else timeline
+        return step_frame(self.tables, timeline, features, {}, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +104,14 @@ class Export:
     errors: tuple[HeldOut, ...]
     notes: tuple[str, ...] = ()
     usage: str = ""
-    facts: dict[str, float] = field(default_factory=dict)
-    """The exported numbers by the consumer's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """A program that loads exports.
-
-    Attributes:
-        name: Its name, as `--to` takes it.
-        export: Function of a scope's models, and of a function that reads the tables they were trained on.
-        versioned: Whether the export depends on `Source.consumer_version`.
-    """
+    """A program that loads exports; `versioned` says whether its form depends on `Source.consumer_version`."""
 
     name: str
-    export: Callable[[ScopeModels, Callable[[], Source]], Export]
+    export: Callable[[Source], Export]
     versioned: bool = False
 
 
@@ -114,19 +125,7 @@ def consumer(
     """Register a function as the export to a consumer."""
 
     def register(export: Callable[[Source], Export]) -> Callable[[Source], Export]:
-        REGISTRY[name] = Consumer(name, lambda _, source: export(source()), versioned)
-        return export
-
-    return register
-
-
-def consumer_of_files(
-    name: str,
-) -> Callable[[Callable[[ScopeModels], Export]], Callable[[ScopeModels], Export]]:
-    """Register a function as the export to a consumer that needs no tables."""
-
-    def register(export: Callable[[ScopeModels], Export]) -> Callable[[ScopeModels], Export]:
-        REGISTRY[name] = Consumer(name, lambda models, _: export(models))
+        REGISTRY[name] = Consumer(name, export, versioned)
         return export
 
     return register
@@ -149,7 +148,9 @@ def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: V
     return HeldOut(what, unit, errors.n, errors.mape_pct, errors.mae, errors.bias_pct, baseline.mae)
 
 
-def train_and_holdout(rows: pl.DataFrame, columns: list[str], what: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+def train_and_holdout(
+    rows: pl.DataFrame, columns: Sequence[str], what: str
+) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the training and the held-out rows in which every column is known.
 
     Held-out intervals are left out where there are enough single steps.
@@ -200,16 +201,13 @@ def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
             pl.Float64
         ),
     )
-    for name, step in (
-        ("start", "first_scheduled_step"),
-        ("first", "first_token_step"),
-        ("end", "finished_step"),
-    ):
+    at_steps = {"start": "first_scheduled_step", "first": "first_token_step", "end": "finished_step"}
+    for name, step in at_steps.items():
         at = steps.rename({c: f"{c}_{name}" for c in ("running", "total", "count")})
-        known = rows.filter(pl.col(step).is_not_null()).sort(step)
-        joined = known.join_asof(at, left_on=step, right_on="step_id", by=ENGINE, check_sortedness=False)
-        rows = pl.concat([joined, rows.filter(pl.col(step).is_null())], how="diagonal_relaxed")
-        rows = rows.drop("step_id", strict=False)
+        joined = rows.sort(step, nulls_last=True).join_asof(
+            at, left_on=step, right_on="step_id", by=ENGINE, check_sortedness=False
+        )
+        rows = joined.drop("step_id")
     steps_between = pl.col("count_end") - pl.col("count_first")
     mean = (pl.col("total_end") - pl.col("total_first")) / steps_between
     return rows.with_columns(running_decode=pl.when(steps_between > 0).then(mean))

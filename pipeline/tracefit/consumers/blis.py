@@ -12,40 +12,27 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import numpy as np
 import polars as pl
 
 from tracefit._version import __version__
-from tracefit.coefficients.model import BoundaryModel
 from tracefit.consumers.base import (
     OUT,
     Export,
-    HeldOut,
     Source,
     commented,
     consumer,
     flags,
-    held_out,
     kv_blocks,
     model_name,
     number,
-    train_and_holdout,
-    worse_than_baseline,
 )
-from tracefit.consumers.blis_fit import BlisCoefficients, fit_blis
+from tracefit.consumers.blis_fit import fit_blis
 from tracefit.errors import DataError
-from tracefit.features.sets import FeatureSet
-from tracefit.features.targets import target_named
-from tracefit.fit.boundary import admission_with_clock, api_waits
-from tracefit.fit.estimators import fit_nonnegative
-from tracefit.fit.fitted import matrix, target_of
-from tracefit.fit.splits import request_frame
 from tracefit.server.settings import JOURNEY_FLAGS
 from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
     from tracefit.server.hardware import Gpu
-    from tracefit.statistics import Vector
 
 MOST_TRACED = 20_000
 """Most requests in the file for a replay: the latest of one engine."""
@@ -69,46 +56,29 @@ def to_blis(source: Source) -> Export:
         DataError: The data cannot support them, with the reason.
         UsageError: BLIS refuses the model on so many ranks.
     """
-    found = blis_coefficients(source)
+    found = fit_blis(source)
     alpha, beta = (", ".join(number(v) for v in values) for values in (found.alpha, found.beta))
     text = f"trained_physics_coefficients:\n  alpha_coeffs: [{alpha}]\n  beta_coeffs: [{beta}]\n"
-    names = [f"alpha{i}" for i in range(3)] + [f"beta{i}" for i in range(len(found.beta))]
-    files: dict[str, str | bytes] = {"defaults.yaml": commented(found.notes, text), **server_files(source)}
     traced = _traced_requests(source)
+    files: dict[str, str | bytes] = {
+        "defaults.yaml": commented(found.notes, text),
+        **_server_files(source),
+        "trace-header.yaml": _HEADER,
+        "trace-data.csv": _trace_csv(traced),
+    }
     server = _server_flags(source)
     replayed = (
         f"replay of the traced requests: blis replay --trace-header {OUT}/trace-header.yaml "
         f"--trace-data {OUT}/trace-data.csv {server}"
     )
-    return Export(
-        files | {"trace-header.yaml": _HEADER, "trace-data.csv": _trace_csv(traced)},
-        found.errors,
-        (*found.notes, replayed),
-        f"blis run {server} {_workload_flags(traced)}",
-        dict(zip(names, (*found.alpha, *found.beta), strict=True)),
-    )
-
-
-def blis_coefficients(source: Source) -> BlisCoefficients:
-    """Fit BLIS's coefficients on its own terms.
-
-    Raises:
-        DataError: The data cannot support them, with the reason.
-        UsageError: BLIS refuses the model on so many ranks.
-    """
-    arrival, arrival_error, folded = _arrival(source)
-    departure, departure_error = _departure(source)
-    found = fit_blis(source, (arrival, *departure))
-    errors = (*found.errors, arrival_error, departure_error)
-    count = "ten beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at its default, beta3"
-    notes = (*found.notes, count, *folded, *worse_than_baseline(errors))
-    return BlisCoefficients(found.alpha, found.beta, found.choice, errors, notes)
+    usage = f"blis run {server} {_workload_flags(traced)}"
+    return Export(files, found.errors, (*found.notes, replayed), usage)
 
 
 # -- files that describe the traced server ---------------------------------------------------------------------
 
 
-def server_files(source: Source) -> dict[str, str | bytes]:
+def _server_files(source: Source) -> dict[str, str | bytes]:
     """Return the hardware file and the model's folder, by path relative to the coefficients."""
     context = source.scope.context
     files: dict[str, str | bytes] = {}
@@ -119,7 +89,7 @@ def server_files(source: Source) -> dict[str, str | bytes]:
     return files
 
 
-def chip(gpu: Gpu) -> str:
+def _chip(gpu: Gpu) -> str:
     """Return BLIS's name of a GPU."""
     return _CHIPS.get(gpu.name, gpu.name)
 
@@ -135,7 +105,7 @@ def _hardware(gpu: Gpu) -> str:
         "mfuDecode": 0.3,
         "MemoryGiB": gpu.memory_gb,
     }
-    return json.dumps({chip(gpu): rates}, indent=2) + "\n"
+    return json.dumps({_chip(gpu): rates}, indent=2) + "\n"
 
 
 def _with_dtype(text: str, dtype: str | None) -> str:
@@ -158,7 +128,7 @@ def _server_flags(source: Source) -> str:
             "model": model_name(source),
             "model-config-folder": f"{OUT}/model",
             "hardware-config": f"{OUT}/hardware_config.json",
-            "hardware": chip(gpu) if gpu else None,
+            "hardware": _chip(gpu) if gpu else None,
             "tp": settings.tensor_parallel or 1,
             "total-kv-blocks": kv_blocks(source),
             # Without these the simulator has its own limits, not the traced server's.
@@ -252,70 +222,6 @@ def _workload_flags(traced: pl.DataFrame) -> str:
     return flags(described)
 
 
-# -- overheads -------------------------------------------------------------------------------------------
-
-
-def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
-    """Return alpha0, the API work of the admission model at the mean prompt, with its error and notes."""
-    # Only the boundary rule knows the API work by itself; QUEUED - ARRIVED holds the wait for the step in progress.
-    model = source.models.models.get("alpha.admission")
-    if not isinstance(model, BoundaryModel):
-        what = "there is no admission model" if model is None else "admission was fitted without a step clock"
-        raise DataError(
-            f"{what}: alpha0 is the API's own work, and BLIS simulates the step boundary and the queue itself",
-            hint="a mean of ARRIVED to QUEUED, or a queue wait, would count a wait twice; trace steps and journeys",
-        )
-    rows = request_frame(source.tables, target_named("admission"), FeatureSet("none", ()), {})
-    train, held = train_and_holdout(rows, ["prompt_tokens"], "ARRIVED to QUEUED")
-    per_token = sum(t.value for t in model.work.terms if t.feature == "prompt_tokens")
-    mean = float(train["prompt_tokens"].cast(pl.Float64).to_numpy().mean())
-    # BLIS has no API work per prompt token: the mean prompt stands for all.
-    alpha = round(max(model.work.intercept.value + per_token * mean, 0.0))
-    done = np.full(held.height, float(alpha))
-    # BLIS works on all arrivals at once; the wait says which of them another one is ahead of.
-    predicted, known = admission_with_clock(held, source.tables.timeline, api_waits(held, done), done, 0.0)
-    y = target_of(held)
-    if not known.any():
-        raise DataError("no held-out request was queued at a step whose start is known")
-    error = held_out(
-        "ARRIVED to QUEUED, by alpha0 and the step boundary",
-        "us",
-        y[known],
-        predicted[known],
-        train["y"].to_numpy(),
-    )
-    folded = (
-        f"alpha0 holds {number(per_token)} us per prompt token at the mean prompt of {mean:.0f} tokens",
-    )
-    return alpha, error, folded if per_token else ()
-
-
-def _departure(source: Source) -> tuple[tuple[int, int], HeldOut]:
-    rows = request_frame(source.tables, target_named("departure"), FeatureSet("none", ()), {})
-    train, held = train_and_holdout(rows, ["output_tokens"], "FINISHED to DEPARTED")
-    y = target_of(train)
-    fixed, per_token = _whole_line(matrix(train, ["output_tokens"])[:, 0], y)
-    predicted = fixed + per_token * held["output_tokens"].to_numpy()
-    return (fixed, per_token), held_out("FINISHED to DEPARTED", "us", target_of(held), predicted, y)
-
-
-def _whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
-    """Fit y = fixed + per_token * tokens in whole us, neither negative: BLIS drops the digits after the decimal point.
-
-    Args:
-        tokens: Shape (n,).
-        y: In us, shape (n,).
-    """
-    # Rounding both at once can be far off: the constant is fitted anew for each whole slope beside the best one.
-    best = (np.inf, 0, 0)
-    slope = float(fit_nonnegative(np.column_stack([np.ones(len(y)), tokens]), y)[1])
-    for per_token in sorted({0, int(slope), int(slope) + 1}):
-        rest = y - per_token * tokens
-        fixed = round(float(fit_nonnegative(np.ones((len(y), 1)), np.maximum(rest, 0.0))[0]))
-        best = min(best, (float(np.abs(rest - fixed).mean()), fixed, per_token))
-    return best[1], best[2]
-
-
 # -- registry --------------------------------------------------------------------------------------------
 
 # The registry's names and units, in the order of BLIS's coefficients.
@@ -350,9 +256,9 @@ def to_blis_registry(source: Source) -> Export:
         DataError: As `to_blis`.
         UsageError: As `to_blis`.
     """
-    found, context = blis_coefficients(source), source.scope.context
+    found, context = fit_blis(source), source.scope.context
     # The registry writes chips in lower case.
-    gpu = chip(context.gpu).lower() if context.gpu else "unknown"
+    gpu = _chip(context.gpu).lower() if context.gpu else "unknown"
     ranks = context.settings.tensor_parallel or 1
     scope = f"{{hardware: [{_quoted(gpu)}], model: [{_quoted(model_name(source))}], tp: [{ranks}]}}"
     training = source.models.step_model.training
@@ -365,9 +271,8 @@ def to_blis_registry(source: Source) -> Export:
     name = f"tracefit-{source.scope.scope_id}"
     notes = (*found.notes, _KERNEL_SETS, "the use line is for a clone of blis-registry")
     text = "\n".join(["kind: CoefficientSet", f"name: {_quoted(name)}", "coefficients:", *entries, ""])
-    facts = {name: value for (name, _), value in values}
     use = f"cp {OUT}/coefficient-set.yaml coefficients/"
-    return Export({"coefficient-set.yaml": commented(notes, text)}, found.errors, notes, use, facts)
+    return Export({"coefficient-set.yaml": commented(notes, text)}, found.errors, notes, use)
 
 
 def _entry(name: str, units: str, value: float, scope: str, cite: str, said: str) -> str:

@@ -1,4 +1,4 @@
-"""Fit BLIS's coefficients: step times on its own terms, with the weighting whose replay of training requests is closest.
+"""Fit BLIS's coefficients: overheads in whole us, and step times on its own terms, weighted as replays say.
 
 BLIS's terms cannot follow every step, so that a fit has to favour some steps by its weights. Users compare latencies of
 requests, not step times, and the simulator's feedback (a shorter step means a smaller batch, which means a shorter step)
@@ -8,19 +8,22 @@ amplifies errors. The steps are therefore fitted under several weightings, each 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
 
+from tracefit.coefficients.model import BoundaryModel
 from tracefit.coefficients.predict_frames import predict_steps
 from tracefit.consumers.base import (
     HeldOut,
     Source,
     held_out,
     kv_blocks,
+    number,
     train_and_holdout,
+    worse_than_baseline,
     written,
 )
 from tracefit.consumers.blis_replay import ReplayLimits, StepRates, replay
@@ -32,18 +35,19 @@ from tracefit.consumers.blis_roofline import (
 )
 from tracefit.errors import DataError, UsageError
 from tracefit.features.roofline import ROOFLINE_COLUMNS
-from tracefit.features.sets import Feature, FeatureSet
+from tracefit.features.sets import FeatureSet
+from tracefit.features.targets import target_named
+from tracefit.fit.boundary import admission_with_clock, api_waits
 from tracefit.fit.estimators import HUBER, fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
-from tracefit.fit.splits import step_frame
+from tracefit.fit.splits import request_frame
 from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from tracefit.statistics import Flags, Integers, Vector
 
-_STEP = FeatureSet("blis", tuple(Feature(name, unit, name) for name, unit in BLIS_TERMS.items()))
 _NAMES = list(BLIS_TERMS)
 _CONSTANT = _NAMES.index("blis_one")
 _REQUESTS = _NAMES.index("blis_requests")
@@ -74,9 +78,14 @@ MOST_SCALE = 1.06
 SCALE_ROUNDS = 5
 """The factor on step times is found by this many bisections between 1 / `MOST_SCALE` and `MOST_SCALE`, to 0.4 %."""
 
+MOST_NOMINAL = 10.0
+"""Largest multiple of its nominal value at which a coefficient still describes its own term."""
 
-@dataclass(frozen=True, slots=True)
-class Weighting:
+MAX_DIFFERENCE = 0.2
+"""Largest relative difference between BLIS's step and tracefit's at a full batch that needs no note."""
+
+
+class Weighting(NamedTuple):
     """Weight of a row in the fit: requests in the step ** requests_power / time ** time_power.
 
     Attributes:
@@ -111,30 +120,110 @@ FALLBACK = WEIGHTINGS[2]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The chosen weighting and the reason.
-
-    Attributes:
-        weighting: The weights of rows.
-        reason: How it was chosen, for the user.
-        scale: Factor on every step time with which replayed and measured E2E of training requests have the same sum; 1
-            without preemptions.
-    """
-
-    weighting: Weighting
-    reason: str
-    scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class BlisCoefficients:
     """The coefficients as written for BLIS, with the errors of exactly these."""
 
     alpha: tuple[int, int, int]
     beta: tuple[float, ...]
-    choice: Choice
     errors: tuple[HeldOut, ...]
     notes: tuple[str, ...]
+
+
+def fit_blis(source: Source) -> BlisCoefficients:
+    """Fit the overheads, and step times on BLIS's terms under the weighting whose replay is closest on training requests.
+
+    Raises:
+        DataError: The data cannot support them, with the reason.
+        UsageError: BLIS refuses the model on so many ranks.
+    """
+    arrival, arrival_error, folded = _arrival(source)
+    departure, departure_error = _departure(source)
+    steps = _steps(source)
+    fits = {w: _fit(steps, w) for w in WEIGHTINGS}
+    requests, missing = _requests(source, steps.ends)
+    replays = _Replays(source, (arrival, *departure))
+    if missing:
+        beta, reason = fits[FALLBACK], f"{FALLBACK.name}; {missing}"
+    else:
+        beta, reason = _choose(replays, fits, _training(requests))
+    beta = np.array([written(v) for v in beta])
+    errors, notes = list(_step_errors(steps, beta)), [f"weighting: {reason}"]
+    if not missing:
+        replayed, note = _replayed_errors(replays, requests, beta)
+        errors += replayed
+        notes.append(note)
+    same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
+    errors += [arrival_error, departure_error]
+    notes += [
+        f"{', '.join(same)} do not vary in one scope: beta6 holds what they add, for this scope alone",
+        *_transfer(beta, steps),
+        *_full_batch(source, steps, beta),
+        "ten beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at its default, beta3",
+        *folded,
+        *worse_than_baseline(errors),
+    ]
+    return BlisCoefficients(replays.alpha, tuple(beta.tolist()), tuple(errors), tuple(notes))
+
+
+# -- overheads -------------------------------------------------------------------------------------------
+
+
+def _arrival(source: Source) -> tuple[int, HeldOut, tuple[str, ...]]:
+    """Return alpha0, the API work of the admission model at the mean prompt, with its error and notes."""
+    # Only the boundary rule knows the API work by itself; QUEUED - ARRIVED holds the wait for the step in progress.
+    model = source.models.models.get("alpha.admission")
+    if not isinstance(model, BoundaryModel):
+        what = "there is no admission model" if model is None else "admission was fitted without a step clock"
+        raise DataError(
+            f"{what}: alpha0 is the API's own work, and BLIS simulates the step boundary and the queue itself",
+            hint="a mean of ARRIVED to QUEUED, or a queue wait, would count a wait twice; trace steps and journeys",
+        )
+    rows = request_frame(source.tables, target_named("admission"), FeatureSet("none", ()), {})
+    train, held = train_and_holdout(rows, ["prompt_tokens"], "ARRIVED to QUEUED")
+    per_token = sum(t.value for t in model.work.terms if t.feature == "prompt_tokens")
+    mean = float(train["prompt_tokens"].cast(pl.Float64).to_numpy().mean())
+    # BLIS has no API work per prompt token: the mean prompt stands for all.
+    alpha = round(max(model.work.intercept.value + per_token * mean, 0.0))
+    done = np.full(held.height, float(alpha))
+    # BLIS works on all arrivals at once; the wait says which of them another one is ahead of.
+    predicted, known = admission_with_clock(held, source.tables.timeline, api_waits(held, done), done, 0.0)
+    if not known.any():
+        raise DataError("no held-out request was queued at a step whose start is known")
+    what = "ARRIVED to QUEUED, by alpha0 and the step boundary"
+    error = held_out(what, "us", target_of(held)[known], predicted[known], train["y"].to_numpy())
+    folded = (
+        f"alpha0 holds {number(per_token)} us per prompt token at the mean prompt of {mean:.0f} tokens",
+    )
+    return alpha, error, folded if per_token else ()
+
+
+def _departure(source: Source) -> tuple[tuple[int, int], HeldOut]:
+    rows = request_frame(source.tables, target_named("departure"), FeatureSet("none", ()), {})
+    train, held = train_and_holdout(rows, ["output_tokens"], "FINISHED to DEPARTED")
+    y = target_of(train)
+    fixed, per_token = _whole_line(matrix(train, ["output_tokens"])[:, 0], y)
+    predicted = fixed + per_token * held["output_tokens"].to_numpy()
+    return (fixed, per_token), held_out("FINISHED to DEPARTED", "us", target_of(held), predicted, y)
+
+
+def _whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
+    """Fit y = fixed + per_token * tokens in whole us, neither negative: BLIS drops the digits after the decimal point.
+
+    Args:
+        tokens: Shape (n,).
+        y: In us, shape (n,).
+    """
+    # Rounding both at once can be far off: the constant is fitted anew for each whole slope beside the best one.
+    best = (np.inf, 0, 0)
+    slope = float(fit_nonnegative(np.column_stack([np.ones(len(y)), tokens]), y)[1])
+    for per_token in sorted({0, int(slope), int(slope) + 1}):
+        rest = y - per_token * tokens
+        fixed = round(float(fit_nonnegative(np.ones((len(y), 1)), np.maximum(rest, 0.0))[0]))
+        best = min(best, (float(np.abs(rest - fixed).mean()), fixed, per_token))
+    return best[1], best[2]
+
+
+# -- step times ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,43 +239,7 @@ class _Steps:
     """run_id, server, holdout_from_ns."""
 
 
-def fit_blis(source: Source, alpha: tuple[int, int, int]) -> BlisCoefficients:
-    """Fit step times on BLIS's terms under every weighting, and take the one whose replay is closest on training requests.
-
-    Args:
-        source: One scope.
-        alpha: alpha0 to alpha2 in whole us, as BLIS reads them.
-
-    Raises:
-        DataError: The data cannot support them, with the reason.
-        UsageError: BLIS refuses the model on so many ranks.
-    """
-    steps = _steps(source)
-    fits = {w: _fit(steps, w) for w in WEIGHTINGS}
-    engines, missing = _engines(source, steps.ends)
-    limits = replay_limits(source)
-    choice = Choice(FALLBACK, f"{FALLBACK.name}; {missing}") if missing else None
-    if choice is None:
-        choice = _choose(source, fits, [e.training() for e in engines], alpha, limits)
-    beta = tuple(written(v * choice.scale) for v in fits[choice.weighting])
-    errors = [*_step_errors(steps, beta)]
-    notes = [f"weighting: {choice.reason}"]
-    if engines and not missing:
-        replayed, replay_notes = _replayed_errors(source, engines, beta, alpha, limits)
-        errors += replayed
-        notes += replay_notes
-    same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
-    notes.append(
-        f"{', '.join(same)} do not vary in one scope: beta6 holds what they add, for this scope alone"
-    )
-    notes += [*_transfer(beta, steps), *_full_batch(source, steps, beta)]
-    return BlisCoefficients(alpha, beta, choice, tuple(errors), tuple(notes))
-
-
-# -- step times ------------------------------------------------------------------------------------------
-
-
-def _steps(source: Source) -> _Steps:
+def _with_terms(source: Source, frame: pl.DataFrame) -> pl.DataFrame:
     context = source.scope.context
     if context.architecture is None or context.gpu is None:
         lacking = "config.json" if context.architecture is None else "GPU"
@@ -194,10 +247,12 @@ def _steps(source: Source) -> _Steps:
             f"BLIS's step terms need the model's config.json and the GPU; the {lacking} is not known",
             hint="ingest the run again with --model-config and --gpu",
         )
-    tp = context.settings.tensor_parallel or 1
-    exact = with_prefill_pairs(source.tables.timeline, source.tables.requests)
-    timeline = add_blis_terms(exact, context.architecture, context.gpu, tp=tp)
-    rows = step_frame(source.tables, timeline, _STEP, {}, source.step_source)
+    return add_blis_terms(frame, context.architecture, context.gpu, tp=context.settings.tensor_parallel or 1)
+
+
+def _steps(source: Source) -> _Steps:
+    timeline = _with_terms(source, with_prefill_pairs(source.tables.timeline, source.tables.requests))
+    rows = source.steps(_NAMES, timeline)
     train, held = train_and_holdout(rows, _NAMES, "BLIS step terms")
     x, y = matrix(train, _NAMES), target_of(train)
     # Terms that do not vary within the scope cannot be separated: BLIS's constant of a step takes their sum.
@@ -216,10 +271,10 @@ def _fit(steps: _Steps, weighting: Weighting) -> Vector:
     return fit_nonnegative(steps.x * steps.varies, steps.y, weights / weights.mean(), huber=huber)
 
 
-def _step_errors(steps: _Steps, beta: tuple[float, ...]) -> Iterator[HeldOut]:
+def _step_errors(steps: _Steps, beta: Vector) -> Iterator[HeldOut]:
     y = target_of(steps.held)
     # As BLIS cuts them.
-    predicted = np.maximum(np.floor(matrix(steps.held, _NAMES) @ np.array(beta)), 1.0)
+    predicted = np.maximum(np.floor(matrix(steps.held, _NAMES) @ beta), 1.0)
     mixed = steps.held["has_prefill"].to_numpy()
     groups = {
         "step time": np.ones(len(y), dtype=bool),
@@ -233,11 +288,9 @@ def _step_errors(steps: _Steps, beta: tuple[float, ...]) -> Iterator[HeldOut]:
 
 # The two terms of each phase, of which one binds it.
 _PHASES = {"prefill": {0: "compute", 8: "KV"}, "decode": {1: "compute", 9: "KV"}}
-MOST_NOMINAL = 10.0
-"""Largest multiple of its nominal value at which a coefficient still describes its own term."""
 
 
-def _transfer(beta: tuple[float, ...], steps: _Steps) -> Iterator[str]:
+def _transfer(beta: Vector, steps: _Steps) -> Iterator[str]:
     """Yield a note on coefficients that stand in for other terms and hold for their own scope alone.
 
     A phase is bound by one of its two roofline terms. One of them may therefore be 0, but not both, and neither should be a
@@ -259,20 +312,16 @@ def _transfer(beta: tuple[float, ...], steps: _Steps) -> Iterator[str]:
         )
 
 
-MAX_DIFFERENCE = 0.2
-"""Largest relative difference between BLIS's step and tracefit's at a full batch that needs no note."""
-
-
-def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Iterator[str]:
+def _full_batch(source: Source, steps: _Steps, beta: Vector) -> Iterator[str]:
     """Yield a note where BLIS's step time differs from tracefit's own model when every slot decodes."""
     slots = source.scope.context.settings.max_num_seqs
     decode = steps.train.filter(~pl.col("has_prefill"))
     trained_on = float(matrix(steps.train, [_NAMES[_REQUESTS]]).max())
     if slots is None or slots <= trained_on or not decode.height:
         return
-    rates = step_rates(source, np.array(beta))
+    rates = _step_rates(source, beta)
     each = decode[_NAMES[_DECODE_KV]] / decode[_NAMES[_REQUESTS]]
-    per_token = step_rates(source, np.eye(len(beta))[_DECODE_KV]).context_token
+    per_token = _step_rates(source, np.eye(len(beta))[_DECODE_KV]).context_token
     context = max(float(each.to_numpy().mean()) / per_token - 1, 1.0)
     blis = rates.constant + slots * (rates.request + rates.decode_request + rates.context_token * context)
     full = pl.DataFrame({"batch": [float(slots)], "context": [context]})
@@ -287,264 +336,206 @@ def _full_batch(source: Source, steps: _Steps, beta: tuple[float, ...]) -> Itera
         )
 
 
-# -- replays ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _EngineRequests:
-    """The requests of one engine.
-
-    Attributes:
-        rows: In the order they arrived, in us since the first: `arrival` and `departure` (whole), the measured `TTFT`, `ITL`
-            and `E2E`; `prompt`, `output` (at least 1) and `shared` tokens (found in the prefix cache); `counts`: whether
-            the request counts in errors (not aborted, with more than one token).
-        boundary: Time at which the hold-out begins, in us.
-    """
-
-    rows: pl.DataFrame
-    boundary: float
-
-    def training(self) -> _EngineRequests:
-        """Return the requests that arrived before the hold-out; those that left in it are replayed but do not count."""
-        early = self.rows.filter(pl.col("arrival") < self.boundary).tail(MOST_REQUESTS)
-        return replace(self, rows=early).counting(pl.col("departure") < self.boundary)
-
-    def latest(self) -> _EngineRequests:
-        """Return the last requests, of which those that arrived in the hold-out count."""
-        # Twice as many as count at most: the engine must be under load when they arrive.
-        last = self.rows.tail(2 * MOST_REQUESTS)
-        return replace(self, rows=last).counting(pl.col("arrival") >= self.boundary)
-
-    def counting(self, also: pl.Expr) -> _EngineRequests:
-        """Return the same requests, of which those that do not meet a condition count no more."""
-        return replace(self, rows=self.rows.with_columns(counts=pl.col("counts") & also))
-
-    def load(self) -> Integers:
-        """Return the number of requests in the engine when each arrived; shape (n,)."""
-        arrival, departure = (self.rows[name].to_numpy() for name in ("arrival", "departure"))
-        left = np.searchsorted(np.sort(departure), arrival)
-        return np.asarray(np.searchsorted(arrival, arrival) - left)
-
-
-def _engines(source: Source, ends: pl.DataFrame) -> tuple[list[_EngineRequests], str | None]:
-    """Return the requests of every engine, or why they cannot be replayed."""
-    sampled = source.tables.runs["journey_sampling"].drop_nulls()
-    # polars types an extreme as any scalar a column can hold; this column is numbers.
-    if sampled.len() and float(sampled.min() or 0.0) < ALL_JOURNEYS:  # type: ignore[arg-type]
-        return [], "journeys of all requests would let their replay choose"
-    stamps = ("arrival_ns", "first_token_ns", "prompt_tokens")
-    rows = source.tables.requests.filter(pl.all_horizontal(pl.col(stamps).is_not_null()))
-    rows = rows.join(ends, on=SERVER).sort(*ENGINE, "arrival_ns", maintain_order=True)
-    engines = [_engine(requests) for _, requests in rows.group_by(ENGINE, maintain_order=True)]
-    if sum(int(e.training().rows["counts"].sum()) for e in engines) < MIN_REQUESTS:
-        return [], f"fewer than {MIN_REQUESTS} training requests to replay"
-    return engines, None
-
-
-def _engine(rows: pl.DataFrame) -> _EngineRequests:
-    begin = int(rows["arrival_ns"][0])
-    left = pl.coalesce("departed_ns", "finished_ns", "first_token_ns")
-
-    def whole_us(at: pl.Expr) -> pl.Expr:
-        return ((at - begin) / 1e3).round().cast(pl.Int64)
-
-    measured = {"TTFT": "ttft_us", "ITL": "itl_us", "E2E": "client_us"}
-    requests = rows.select(
-        arrival=whole_us(pl.col("arrival_ns")),
-        departure=whole_us(left),
-        prompt=pl.col("prompt_tokens").cast(pl.Int64),
-        output=pl.col("output_tokens").fill_null(1).clip(lower_bound=1).cast(pl.Int64),
-        shared=pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0).cast(pl.Int64),
-        counts=(
-            pl.col("finish_status").ne_missing("aborted")
-            & (pl.col("output_tokens") > 1)
-            & pl.all_horizontal(pl.col("departed_ns", *measured.values()).is_not_null())
-        ).fill_null(value=False),
-        **{name: pl.col(column).cast(pl.Float64) for name, column in measured.items()},
-    )
-    return _EngineRequests(requests, (int(rows["holdout_from_ns"][0]) - begin) / 1e3)
-
-
-def step_rates(source: Source, beta: Vector) -> StepRates:
-    """Return BLIS's step time as a sum of products: the differences of its terms between steps that differ in one count.
-
-    Args:
-        source: One scope, its architecture and GPU known.
-        beta: The ten coefficients.
-    """
-    context = source.scope.context
-    if context.architecture is None or context.gpu is None:
-        raise DataError("BLIS's step terms need the model's config.json and the GPU")
+def _step_rates(source: Source, beta: Vector) -> StepRates:
+    """Return BLIS's step time as a sum of products: the differences of its terms between steps that differ in one count."""
     # Every term is linear in the counts of a step but the pairs, which are given: differences are exact.
     nothing = dict.fromkeys((*ROOFLINE_COLUMNS, PAIRS_COLUMN), 0.0)
     request, token = nothing | {"num_decode_reqs": 1.0}, nothing | {"prefill_tokens": 1.0}
     decode = request | {"decode_tokens": 1.0}
-    described = [
-        nothing,
-        request,
-        token,
-        token | {PAIRS_COLUMN: 1.0},
-        decode,
-        decode | {"context_tokens": 1.0},
-    ]
-    tp = context.settings.tensor_parallel or 1
-    terms = add_blis_terms(pl.DataFrame(described), context.architecture, context.gpu, tp=tp)
+    pair, context = token | {PAIRS_COLUMN: 1.0}, decode | {"context_tokens": 1.0}
+    terms = _with_terms(source, pl.DataFrame([nothing, request, token, pair, decode, context]))
     empty, one, token_us, pair_us, decode_us, context_us = (matrix(terms, _NAMES) @ beta).tolist()
     return StepRates(
         empty, one - empty, token_us - empty, pair_us - token_us, decode_us - one, context_us - decode_us
     )
 
 
-def replay_limits(source: Source) -> ReplayLimits:
-    """Return the limits of the traced server's scheduler; BLIS's own defaults where they are not known."""
-    settings = source.scope.context.settings
-    return ReplayLimits(
-        settings.max_num_seqs or DEFAULT_SLOTS,
-        settings.max_num_batched_tokens or DEFAULT_BUDGET,
-        settings.block_size or 16,  # vLLM's default
-        kv_blocks(source),
+# -- replays ---------------------------------------------------------------------------------------------
+
+_LATENCIES = {"TTFT": "ttft_us", "ITL": "itl_us", "E2E": "client_us"}
+
+
+def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | None]:
+    """Return the requests that a replay takes, or why there is none.
+
+    Returns:
+        A row per request, engine by engine in the order they arrived, in us since its first: `arrival` and `departure`
+        (whole), the measured `TTFT`, `ITL` and `E2E`; `prompt`, `output` (at least 1) and `shared` tokens (found in the prefix
+        cache); `counts`, whether it counts in errors (not aborted, with more than one token); `boundary`, where the hold-out
+        begins.
+    """
+    sampled = source.tables.runs["journey_sampling"].drop_nulls()
+    stamped = source.tables.requests.drop_nulls(["arrival_ns", "first_token_ns", "prompt_tokens"])
+    rows = stamped.join(ends, on=SERVER).sort(*ENGINE, "arrival_ns", maintain_order=True)
+    begin = pl.col("arrival_ns").first().over(ENGINE)
+
+    def since_us(at: pl.Expr) -> pl.Expr:
+        return (at - begin) / 1e3
+
+    left = pl.coalesce("departed_ns", "finished_ns", "first_token_ns")
+    requests = rows.select(
+        *ENGINE,
+        arrival=since_us(pl.col("arrival_ns")).round().cast(pl.Int64),
+        departure=since_us(left).round().cast(pl.Int64),
+        boundary=since_us(pl.col("holdout_from_ns").first().over(ENGINE)),
+        prompt=pl.col("prompt_tokens").cast(pl.Int64),
+        output=pl.col("output_tokens").fill_null(1).clip(lower_bound=1).cast(pl.Int64),
+        shared=pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0).cast(pl.Int64),
+        counts=(
+            pl.col("finish_status").ne_missing("aborted")
+            & (pl.col("output_tokens") > 1)
+            & pl.all_horizontal(pl.col("departed_ns", *_LATENCIES.values()).is_not_null())
+        ).fill_null(value=False),
+        **{name: pl.col(column).cast(pl.Float64) for name, column in _LATENCIES.items()},
     )
+    if (sampled < ALL_JOURNEYS).any():
+        return requests, "journeys of all requests would let their replay choose"
+    if _training(requests)["counts"].sum() < MIN_REQUESTS:
+        return requests, f"fewer than {MIN_REQUESTS} training requests to replay"
+    return requests, None
+
+
+def _training(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return the requests that arrived before the hold-out; those that left in it are replayed but do not count."""
+    early = requests.filter(pl.col("arrival") < pl.col("boundary"))
+    latest = early.group_by(ENGINE, maintain_order=True).tail(MOST_REQUESTS)
+    return latest.with_columns(counts=pl.col("counts") & (pl.col("departure") < pl.col("boundary")))
+
+
+def _latest(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return the last requests, of which those that arrived in the hold-out count."""
+    # Twice as many as count at most: the engine must be under load when they arrive.
+    latest = requests.group_by(ENGINE, maintain_order=True).tail(2 * MOST_REQUESTS)
+    return latest.with_columns(counts=pl.col("counts") & (pl.col("arrival") >= pl.col("boundary")))
 
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """Measured and replayed latencies of the requests that count, the load they met, and the number of preemptions."""
+    """Measured and replayed latencies of the requests that count, by name, and whether preemptions were replayed.
+
+    `load` is the number of requests that each found in the engine.
+    """
 
     measured: Mapping[str, Vector]
     replayed: Mapping[str, Vector]
     load: Integers
-    preemptions: int
+    preempted: bool
 
-    def error_pct(self, rows: Flags, name: str, percentile: int) -> float:
-        """Return the error in percent of a percentile over some of the requests."""
+    def error_pct(self, name: str, percentile: int, rows: Flags | None = None) -> float:
+        """Return the error in percent of a percentile over all or some of the requests."""
+        chosen = slice(None) if rows is None else rows
         actual, replayed = (
-            np.percentile(latencies[name][rows], percentile) for latencies in (self.measured, self.replayed)
+            np.percentile(values[name][chosen], percentile) for values in (self.measured, self.replayed)
         )
         return float(100 * (replayed / actual - 1))
 
-    def worst(self, rows: Flags) -> float:
-        """Return the largest error over some of the requests, in units of the bar."""
-        return max(abs(self.error_pct(rows, *what)) / bar for what, bar in BAR_PCT.items())
+    def worst(self, rows: Flags | None = None) -> float:
+        """Return the largest error over all or some of the requests, in units of the bar."""
+        return max(abs(self.error_pct(*what, rows)) / bar for what, bar in BAR_PCT.items())
 
 
-def _compare(
-    engines: Iterable[_EngineRequests],
-    rates: StepRates,
-    alpha: tuple[int, int, int],
-    limits: ReplayLimits,
-) -> _Compared:
-    measured: dict[str, list[Vector]] = {"TTFT": [], "ITL": [], "E2E": []}
-    replayed: dict[str, list[Vector]] = {"TTFT": [], "ITL": [], "E2E": []}
-    loads, preemptions = [], 0
-    for engine in engines:
-        arrival, prompt, output, shared = (
-            engine.rows[name].to_numpy() for name in ("arrival", "prompt", "output", "shared")
+@dataclass(frozen=True, slots=True)
+class _Replays:
+    """Replays under the limits of the traced server's scheduler."""
+
+    source: Source
+    alpha: tuple[int, int, int]
+
+    def compare(self, requests: pl.DataFrame, beta: Vector) -> _Compared:
+        """Replay the requests of each engine by itself."""
+        settings, rates = self.source.scope.context.settings, _step_rates(self.source, beta)
+        limits = ReplayLimits(
+            settings.max_num_seqs or DEFAULT_SLOTS,
+            settings.max_num_batched_tokens or DEFAULT_BUDGET,
+            settings.block_size or 16,  # vLLM's default
+            kv_blocks(self.source),
         )
-        latencies = replay(arrival, prompt, output, rates, alpha, limits, shared=shared)
+        found, preempted = [], False
+        for engine in requests.partition_by(ENGINE, maintain_order=True):
+            arrival, departure, prompt, output, shared = (
+                engine[name].to_numpy() for name in ("arrival", "departure", "prompt", "output", "shared")
+            )
+            latencies = replay(arrival, prompt, output, rates, self.alpha, limits, shared=shared)
+            preempted |= latencies.preemptions > 0
+            left = np.searchsorted(np.sort(departure), arrival)
+            columns = {
+                "load": np.searchsorted(arrival, arrival) - left,
+                "replayed TTFT": latencies.ttft,
+                "replayed ITL": latencies.decode / np.maximum(output - 1, 1),
+                "replayed E2E": latencies.e2e,
+            }
+            found.append(engine.with_columns(pl.Series(name, values) for name, values in columns.items()))
         # A request that never gets its blocks has no latency: in the replay alone, for the server served it.
-        rows = engine.rows["counts"].to_numpy() & np.isfinite(latencies.e2e)
-        itl = latencies.decode / np.maximum(output - 1, 1)
-        for name, values in {"TTFT": latencies.ttft, "ITL": itl, "E2E": latencies.e2e}.items():
-            measured[name].append(engine.rows[name].to_numpy()[rows])
-            replayed[name].append(values[rows])
-        loads.append(engine.load()[rows])
-        preemptions += latencies.preemptions
-    return _Compared(
-        {name: np.concatenate(values) for name, values in measured.items()},
-        {name: np.concatenate(values) for name, values in replayed.items()},
-        np.concatenate(loads),
-        preemptions,
-    )
+        counting = pl.concat(found).filter(pl.col("counts") & pl.col("replayed E2E").is_finite())
+        measured, replayed = (
+            {name: counting[f"{prefix}{name}"].to_numpy() for name in _LATENCIES}
+            for prefix in ("", "replayed ")
+        )
+        return _Compared(measured, replayed, counting["load"].to_numpy(), preempted)
 
 
 def _choose(
-    source: Source,
-    fits: Mapping[Weighting, Vector],
-    engines: list[_EngineRequests],
-    alpha: tuple[int, int, int],
-    limits: ReplayLimits,
-) -> Choice:
-    """Choose the weighting with the smallest worst error over the training requests under light and under heavy load."""
-    worst, preempted = {}, 0
+    replays: _Replays, fits: Mapping[Weighting, Vector], training: pl.DataFrame
+) -> tuple[Vector, str]:
+    """Choose the weighting with the smallest worst error over the training requests under light and under heavy load.
+
+    Returns:
+        Its coefficients, and how they were chosen, for the user. Where requests were preempted, all of them are scaled.
+    """
+    worst, preempted = {}, False
     for weighting, beta in fits.items():
-        compared = _compare(engines, step_rates(source, beta), alpha, limits)
+        compared = replays.compare(training, beta)
         busy = compared.load > np.median(compared.load)
         # A fit that is right on average can be wrong at both loads, in opposite directions.
         halves = [rows for rows in (busy, ~busy) if rows.sum() >= MIN_REQUESTS // 4]
-        worst[weighting] = max(compared.worst(rows) for rows in halves or [np.ones(len(busy), dtype=bool)])
-        preempted = max(preempted, compared.preemptions)
+        worst[weighting] = max(map(compared.worst, halves)) if halves else compared.worst()
+        preempted |= compared.preempted
     best = min(worst, key=lambda w: worst[w])
-    equal = worst[WEIGHTINGS[0]]
     reason = (
-        f"{best.name}, of {len(fits)} the closest replay of {sum(int(e.rows['counts'].sum()) for e in engines)} training requests, "
+        f"{best.name}, of {len(fits)} the closest replay of {training['counts'].sum()} training requests, "
         f"light and heavy load apart: at worst {worst[best]:.2f} times what is asked (TTFT P50 within 10 %, ITL and E2E P50 "
-        f"and P90 within 3 %), equal steps {equal:.2f}"
+        f"and P90 within 3 %), equal steps {worst[WEIGHTINGS[0]]:.2f}"
     )
     if not preempted:
-        return Choice(best, reason)
-    scale = _scale(source, fits[best], engines, alpha, limits)
-    return Choice(
-        best,
+        return fits[best], reason
+    scale = _scale(replays, fits[best], training)
+    return fits[best] * scale, (
         f"{reason}; step times times {scale:g}, so that latencies add up over training requests: BLIS finds the prompt of a "
-        "preempted request in its cache and generates its output anew, the server computes both again",
-        scale,
+        "preempted request in its cache and generates its output anew, the server computes both again"
     )
 
 
-def _scale(
-    source: Source,
-    beta: Vector,
-    engines: list[_EngineRequests],
-    alpha: tuple[int, int, int],
-    limits: ReplayLimits,
-) -> float:
+def _scale(replays: _Replays, beta: Vector, training: pl.DataFrame) -> float:
     """Return the factor on step times with which the replayed and the measured E2E of training requests have the same sum."""
-
-    def excess(scale: float) -> float:
-        compared = _compare(engines, step_rates(source, beta * scale), alpha, limits)
-        return float(compared.replayed["E2E"].sum() / compared.measured["E2E"].sum() - 1)
-
     # By bisection: latencies grow with step times, through the queue faster than in proportion.
     low, high = 1 / MOST_SCALE, MOST_SCALE
     for _ in range(SCALE_ROUNDS):
         middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) < 0 else (low, middle)
+        compared = replays.compare(training, beta * middle)
+        too_short = compared.replayed["E2E"].sum() < compared.measured["E2E"].sum()
+        low, high = (middle, high) if too_short else (low, middle)
     return round((low + high) / 2, 4)
 
 
-def _replayed_errors(
-    source: Source,
-    engines: list[_EngineRequests],
-    beta: tuple[float, ...],
-    alpha: tuple[int, int, int],
-    limits: ReplayLimits,
-) -> tuple[list[HeldOut], list[str]]:
-    """Replay the latest requests, and return the errors of those that arrived in the hold-out, with notes."""
-    compared = _compare([e.latest() for e in engines], step_rates(source, np.array(beta)), alpha, limits)
+def _replayed_errors(replays: _Replays, requests: pl.DataFrame, beta: Vector) -> tuple[list[HeldOut], str]:
+    """Replay the latest requests, and return the errors of those that arrived in the hold-out, with a note."""
+    compared = replays.compare(_latest(requests), beta)
     count = len(compared.load)
     if count < MIN_REQUESTS // 4:
-        return [], [f"{count} requests came in the hold-out: too few to replay"]
-    trained = {
-        n: np.concatenate([e.training().rows[n].to_numpy() for e in engines]) for n in compared.measured
-    }
+        return [], f"{count} requests came in the hold-out: too few to replay"
+    training = _training(requests)
     errors = [
         held_out(
-            f"{n} of a request, replayed",
+            f"{name} of a request, replayed",
             "us",
-            compared.measured[n],
-            compared.replayed[n],
-            _known(trained[n]),
+            compared.measured[name],
+            compared.replayed[name],
+            training[name].drop_nulls().to_numpy(),
         )
-        for n in compared.measured
+        for name in _LATENCIES
     ]
-    every = np.ones(count, dtype=bool)
     errors_text = "; ".join(
-        f"{name} {', '.join(f'P{p} {compared.error_pct(every, name, p):+.1f} %' for p in (50, 90, 99))}"
-        for name in compared.measured
+        f"{name} {', '.join(f'P{p} {compared.error_pct(name, p):+.1f} %' for p in (50, 90, 99))}"
+        for name in _LATENCIES
     )
-    return errors, [f"replayed as BLIS would, {count} held-out requests against the trace: {errors_text}"]
-
-
-def _known(values: Vector) -> Vector:
-    """Return the finite values."""
-    return values[np.isfinite(values)]
+    return errors, f"replayed as BLIS would, {count} held-out requests against the trace: {errors_text}"

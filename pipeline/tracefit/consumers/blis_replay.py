@@ -94,9 +94,11 @@ def replay(
         shared: Length of each prompt's shared prefix, the same for all prompts with that length; none if not given.
     """
     prefixes = [0] * len(prompts) if shared is None else shared.tolist()
-    engine = _Engine(prompts.tolist(), outputs.tolist(), prefixes, limits)
+    lengths = zip(prompts.tolist(), outputs.tolist(), prefixes, strict=True)
+    requests = [_Request(i, *each) for i, each in enumerate(lengths)]
+    engine = _Engine(requests, limits)
     queued_at = (arrivals + alpha[0]).tolist()
-    count, upcoming, now = len(queued_at), 0, 0
+    count, upcoming, now = len(requests), 0, 0
     first = np.full(count, np.nan)
     last = np.full(count, np.nan)
     while upcoming < count or engine.running or engine.waiting:
@@ -104,14 +106,13 @@ def replay(
         if not engine.running and not engine.waiting:
             now = max(now, queued_at[upcoming])
         while upcoming < count and queued_at[upcoming] <= now:
-            engine.waiting.append(upcoming)
+            engine.waiting.append(requests[upcoming])
             upcoming += 1
-        took = engine.step(rates)
-        now += took
+        now += engine.step(rates)
         for request in engine.first_tokens:
-            first[request] = now
+            first[request.index] = now
         for request in engine.finished:
-            last[request] = now
+            last[request.index] = now
         # The first of the queue needs more blocks than there are: it and all behind it wait forever.
         if engine.stuck:
             break
@@ -122,40 +123,45 @@ def replay(
     return ReplayedRequests(np.asarray(ttft, dtype=float), np.asarray(decode), e2e, engine.preemptions)
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
+class _Request:
+    """A request, and how far it is: tokens in the KV cache, and the blocks that hold them."""
+
+    index: int
+    prompt: int
+    output: int
+    prefix: int
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    unclaimed: int = 0
+    """Prompt tokens, where the whole prompt was found: BLIS claims no block where no token is added."""
+
+
 class _Engine:
-    """The scheduler's state between steps; a request is its index in `prompts` and `outputs`."""
+    """The scheduler's state between steps."""
 
-    prompts: list[int]
-    outputs: list[int]
-    prefixes: list[int]
-    limits: ReplayLimits
-    running: list[int] = field(default_factory=list)
-    waiting: deque[int] = field(default_factory=deque)
-    computed: dict[int, int] = field(default_factory=dict)
-    """Tokens of each running request that are in the KV cache."""
-    first_tokens: list[int] = field(default_factory=list)
-    finished: list[int] = field(default_factory=list)
-    preemptions: int = 0
-    stuck: bool = False
-
-    def __post_init__(self) -> None:
-        size = self.limits.block_size
+    def __init__(self, requests: list[_Request], limits: ReplayLimits) -> None:
         # Memory never runs out with as many blocks as all requests together fill.
-        most = sum(-(-(p + o) // size) + 1 for p, o in zip(self.prompts, self.outputs, strict=True))
-        self.cache = _BlockCache(self.limits.num_blocks or most, size, self.prefixes)
+        most = sum(-(-(r.prompt + r.output) // limits.block_size) + 1 for r in requests)
+        self.cache = _BlockCache(limits.num_blocks or most, limits.block_size)
+        self.limits = limits
+        self.running: list[_Request] = []
+        self.waiting = deque[_Request]()
+        self.first_tokens: list[_Request] = []
+        self.finished: list[_Request] = []
+        self.preemptions = 0
+        self.stuck = False
 
     def step(self, rates: StepRates) -> int:
         """Schedule and execute a step; returns its time in whole us, at least 1."""
-        budget, self.stuck = self.limits.max_num_batched_tokens, False
-        tokens: dict[int, int] = {}
-        found: list[int] = []
-        preempted = self.preemptions
+        budget, preempted = self.limits.max_num_batched_tokens, self.preemptions
+        tokens: dict[_Request, int] = {}
+        found: list[_Request] = []
         at = 0
         # Running requests first: `_reserve` may preempt from the end of the list while this walks it from the front.
         while at < len(self.running) and budget > 0:
             request = self.running[at]
-            new = min(max(self.prompts[request] - self.computed[request], 1), budget)
+            new = min(max(request.prompt - request.computed, 1), budget)
             if not self._reserve(request, new):
                 break
             tokens[request] = new
@@ -169,14 +175,11 @@ class _Engine:
             and preempted == self.preemptions
         ):
             request = self.waiting[0]
-            prompt = self.prompts[request]
-            cached = self.cache.find(request, prompt)
-            new = min(prompt - cached * self.limits.block_size, budget)
-            if not self.cache.admit(request, cached, new, prompt):
+            cached = self.cache.find(request)
+            new = min(request.prompt - cached * self.limits.block_size, budget)
+            if not self.cache.admit(request, cached, new):
                 break
-            self.waiting.popleft()
-            self.running.append(request)
-            self.computed[request] = cached * self.limits.block_size
+            self.running.append(self.waiting.popleft())
             if new:
                 tokens[request] = new
             else:
@@ -185,45 +188,43 @@ class _Engine:
         self.stuck = not self.running
         return self._execute(tokens, found, rates)
 
-    def _reserve(self, request: int, new: int) -> bool:
+    def _reserve(self, request: _Request, new: int) -> bool:
         """Take the blocks of a running request's next tokens; preempt requests from the end of the list to free them.
 
         Returns:
             False if the request itself was preempted.
         """
-        while not self.cache.grow(request, self.computed[request], new, self.prompts[request]):
+        while not self.cache.grow(request, new):
             victim = self.running.pop()
             self.preemptions += 1
             self.cache.release(victim)
-            del self.computed[victim]
             self.waiting.appendleft(victim)
-            if victim == request:
+            if victim is request:
                 return False
         return True
 
-    def _execute(self, tokens: dict[int, int], found: list[int], rates: StepRates) -> int:
+    def _execute(self, tokens: dict[_Request, int], found: list[_Request], rates: StepRates) -> int:
         """Return the step's time and advance its requests; requests in `found` have their whole prompt in the cache."""
         self.first_tokens = list(found)
-        self.finished = [request for request in found if self.outputs[request] == 1]
+        self.finished = [request for request in found if request.output == 1]
         prefilled = pairs = context = 0.0
         decoding = 0
         for request, new in tokens.items():
-            done, prompt = self.computed[request], self.prompts[request]
+            done, prompt = request.computed, request.prompt
             if done < prompt:
                 prefilled += new
                 pairs += new * (prompt + new / 2)
             else:
                 decoding += 1
                 context += done
-            self.computed[request] = done + new
+            request.computed = done + new
             if done < prompt == done + new:
                 self.first_tokens.append(request)
             # The last token comes out of a step that need not put it into the cache.
-            if done + new >= prompt + self.outputs[request] - 1:
+            if done + new >= prompt + request.output - 1:
                 self.finished.append(request)
         for request in self.finished:
             self.cache.release(request)
-            del self.computed[request]
         if self.finished:
             gone = set(self.finished)
             self.running = [r for r in self.running if r not in gone]
@@ -243,76 +244,70 @@ class _Engine:
 class _BlockCache:
     """KV blocks by number: free blocks in the order they are taken, and full prompt blocks by their content."""
 
-    def __init__(self, num_blocks: int, block_size: int, prefixes: list[int]) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.prefixes = prefixes
         # A dictionary as an ordered set: removing the first key, or any other, takes constant time.
         self.free: dict[int, None] = dict.fromkeys(range(num_blocks))
-        self.held: dict[int, list[int]] = {}
         self.holders: dict[int, int] = {}
         self.content: dict[int, tuple[int, int]] = {}
         self.places: dict[tuple[int, int], int] = {}
-        self.unclaimed: dict[int, int] = {}
-        """Prompt tokens of requests whose whole prompt was found: BLIS claims no block where no token is added."""
 
-    def key(self, request: int, index: int) -> tuple[int, int]:
+    def _key(self, request: _Request, index: int) -> tuple[int, int]:
         """Return the key of a full block's content: a block of a shared prefix has the same key for all who share it."""
-        prefix = self.prefixes[request]
-        return (-prefix if (index + 1) * self.block_size <= prefix else request, index)
+        is_shared = (index + 1) * self.block_size <= request.prefix
+        return (-request.prefix if is_shared else request.index, index)
 
-    def find(self, request: int, prompt: int) -> int:
+    def find(self, request: _Request) -> int:
         """Return the number of leading full blocks of a prompt that are in the cache."""
         count = 0
-        while (count + 1) * self.block_size <= prompt and self.key(request, count) in self.places:
+        while (count + 1) * self.block_size <= request.prompt and self._key(request, count) in self.places:
             count += 1
         return count
 
-    def admit(self, request: int, cached: int, new: int, prompt: int) -> bool:
-        """Take the blocks of a new request; return False and take none where there are too few."""
-        blocks = [self.places[self.key(request, index)] for index in range(cached)]
+    def admit(self, request: _Request, cached: int, new: int) -> bool:
+        """Take the blocks of a new request, `cached` of them found; return False and take none where there are too few."""
+        blocks = [self.places[self._key(request, index)] for index in range(cached)]
         if -(-new // self.block_size) + sum(block in self.free for block in blocks) > len(self.free):
             return False
+        request.computed = cached * self.block_size
         if not new:
-            self.unclaimed[request] = prompt
+            request.unclaimed = request.prompt
             return True
         for block in blocks:
             self.free.pop(block, None)
             self.holders[block] = self.holders.get(block, 0) + 1
-        self.held[request] = blocks
-        return self.grow(request, cached * self.block_size, new, prompt)
+        request.blocks = blocks
+        return self.grow(request, new)
 
-    def grow(self, request: int, done: int, new: int, prompt: int) -> bool:
-        """Take blocks for `new` tokens after `done`; return False and take none where there are too few."""
-        blocks = self.held.setdefault(request, [])
-        stored = done + new - self.unclaimed.get(request, 0)
-        wanted = -(-stored // self.block_size) - len(blocks)
+    def grow(self, request: _Request, new: int) -> bool:
+        """Take blocks for a request's `new` next tokens; return False and take none where there are too few."""
+        done, blocks = request.computed, request.blocks
+        wanted = -(-(done + new - request.unclaimed) // self.block_size) - len(blocks)
         if wanted > len(self.free):
             return False
         for _ in range(max(wanted, 0)):
             block = next(iter(self.free))
             del self.free[block]
-            if block in self.content:
-                self._forget(block)
+            self._forget(block)
             self.holders[block] = 1
             blocks.append(block)
         # Only blocks of the prompt can be found again: outputs have no known content.
-        if done < prompt:
-            for index in range(done // self.block_size, min(done + new, prompt) // self.block_size):
-                key = self.key(request, index)
-                self.content[blocks[index]] = key
-                self.places[key] = blocks[index]
+        for index in range(done // self.block_size, min(done + new, request.prompt) // self.block_size):
+            key = self._key(request, index)
+            self.content[blocks[index]] = key
+            self.places[key] = blocks[index]
         return True
 
     def _forget(self, block: int) -> None:
-        key = self.content.pop(block)
+        key = self.content.pop(block, None)
         # Two requests may have computed the same prefix at once: only the later block is found, and forgotten here.
-        if self.places.get(key) == block:
+        if key is not None and self.places.get(key) == block:
             del self.places[key]
 
-    def release(self, request: int) -> None:
+    def release(self, request: _Request) -> None:
         """Free a request's blocks, its last one first, so that the beginning of a prompt is reused last."""
-        self.unclaimed.pop(request, None)
-        for block in reversed(self.held.pop(request, [])):
+        for block in reversed(request.blocks):
             self.holders[block] -= 1
             if not self.holders[block]:
                 self.free[block] = None
+        request.computed, request.blocks, request.unclaimed = 0, [], 0

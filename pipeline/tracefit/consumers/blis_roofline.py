@@ -21,8 +21,7 @@ Source: `sim/latency/trained_physics_model.go` of inference-sim, for one data-pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
 
@@ -61,68 +60,26 @@ _KV_BYTES = 2.0
 _ACTIVATION_BYTES = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class BlisModel:
-    """A model in the quantities that BLIS derives from its config.
+class BlisModel(NamedTuple):
+    """What BLIS derives from a model's config, over all layers and ranks.
 
     Attributes:
-        layers: Decoder layers.
         moe_layers: Layers that BLIS treats as MoE.
         interleaved: Whether BLIS treats MoE and dense layers as alternating.
-        hidden: Hidden size.
-        heads: Query heads.
-        head_dim: hidden // heads.
-        kv_width: KV heads times `head_dim`.
-        dense_ffn: FFN width of a dense layer.
-        expert_ffn: FFN width of an expert.
-        shared_ffn: FFN width of the shared experts.
-        experts: Routed experts, 0 for a dense model.
-        experts_per_token: Experts each token visits, at least 1.
+        kv_width: KV heads times the head size.
+        flops_per_token: FLOPs per token in the matrices.
+        pair_flops: FLOPs of a (query, visible) pair.
         weight_bytes: Bytes per weight.
+        step_weight_bytes: Weight bytes that BLIS charges to every step.
     """
 
-    layers: int
     moe_layers: int
     interleaved: bool
-    hidden: int
-    heads: int
-    head_dim: int
     kv_width: int
-    dense_ffn: int
-    expert_ffn: int
-    shared_ffn: int
-    experts: int
-    experts_per_token: int
+    flops_per_token: int
+    pair_flops: int
     weight_bytes: float
-
-    @property
-    def dense_layers(self) -> int:
-        """Layers that BLIS treats as dense."""
-        return self.layers - self.moe_layers
-
-    @property
-    def projection(self) -> int:
-        """Attention weights of a layer, d·(2d + 2d_kv)."""
-        return self.hidden * (2 * self.hidden + 2 * self.kv_width)
-
-    @property
-    def flops_per_token(self) -> int:
-        """FLOPs per token in the matrices of all layers."""
-        moe = self.experts_per_token * self.expert_ffn + self.shared_ffn
-        ffn = self.moe_layers * moe + self.dense_layers * self.dense_ffn
-        return self.layers * 2 * self.projection + 6 * self.hidden * ffn
-
-    @property
-    def pair_flops(self) -> int:
-        """FLOPs of a (query, visible) pair in all layers."""
-        return self.layers * 4 * self.heads * self.head_dim
-
-    @property
-    def step_weight_bytes(self) -> float:
-        """Weight bytes that BLIS charges to every step, over all ranks."""
-        moe = self.moe_layers * (self.experts * self.expert_ffn + self.shared_ffn)
-        ffn = 3 * self.hidden * (moe + self.dense_layers * self.dense_ffn)
-        return (self.layers * self.projection + ffn) * self.weight_bytes
+    step_weight_bytes: float
 
 
 def blis_model(arch: ModelArchitecture) -> BlisModel:
@@ -133,22 +90,24 @@ def blis_model(arch: ModelArchitecture) -> BlisModel:
         # BLIS takes the step for the dense layers between two MoE layers: 24 of Scout's 48 are MoE to it (all are), 16 of Maverick's (24).
         interleave_step = arch.moe_layer_ids[0] + 1
         moe_layers = arch.layers // (interleave_step + 1)
+    dense_widths = (arch.layers - moe_layers) * arch.ffn
+    shared = 0 if interleaved else arch.shared_ffn  # BLIS does not read Llama 4's shared expert
+    # Summed FFN widths that a token visits, and that are loaded.
+    visited = moe_layers * (max(1, arch.experts_per_token) * arch.expert_ffn + shared) + dense_widths
+    loaded = moe_layers * (arch.experts * arch.expert_ffn + shared) + dense_widths
     head_dim = arch.hidden // arch.heads
+    kv_width = arch.kv_heads * head_dim
+    projections = arch.layers * arch.hidden * (2 * arch.hidden + 2 * kv_width)
+    # One width for all matrices: that of the FFNs, which are most of a model.
+    weight_bytes = arch.expert_weight_bytes if arch.is_moe else arch.ffn_weight_bytes
     return BlisModel(
-        layers=arch.layers,
         moe_layers=moe_layers,
         interleaved=interleaved,
-        hidden=arch.hidden,
-        heads=arch.heads,
-        head_dim=head_dim,
-        kv_width=arch.kv_heads * head_dim,
-        dense_ffn=arch.ffn,
-        expert_ffn=arch.expert_ffn,
-        shared_ffn=0 if interleaved else arch.shared_ffn,  # BLIS does not read Llama 4's shared expert
-        experts=arch.experts,
-        experts_per_token=max(1, arch.experts_per_token),
-        # One width for all matrices: that of the FFNs, which are most of a model.
-        weight_bytes=arch.expert_weight_bytes if arch.is_moe else arch.ffn_weight_bytes,
+        kv_width=kv_width,
+        flops_per_token=2 * projections + 6 * arch.hidden * visited,
+        pair_flops=arch.layers * 4 * arch.heads * head_dim,
+        weight_bytes=weight_bytes,
+        step_weight_bytes=(projections + 3 * arch.hidden * loaded) * weight_bytes,
     )
 
 
@@ -177,14 +136,18 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
             f"BLIS needs KV heads ({arch.kv_heads}) divisible by tensor_parallel {tp}", where=arch.name
         )
     model = blis_model(arch)
-    column = {name: pl.col(name).cast(pl.Float64) for name in ROOFLINE_COLUMNS}
-    prefill, decode, contexts = column["prefill_tokens"], column["decode_tokens"], column["context_tokens"]
-    prompts = column["prefill_context_tokens"] + prefill
-    flops_per_us = tp * _peak_flops_per_us(gpu, model)
+    prefill_reqs, decode_reqs, prefill, decode, contexts, prefill_contexts = (
+        pl.col(name).cast(pl.Float64) for name in ROOFLINE_COLUMNS
+    )
+    # The peak that BLIS assumes: fp8 for weights of one byte, where the GPU has it.
+    fp8 = gpu.compute_tflops_fp8 if model.weight_bytes == 1.0 else None
+    flops_per_us = tp * ((fp8 or gpu.compute_tflops_fp16) * 1e6)
     bytes_per_us = gpu.memory_bandwidth_gb_s * 1e3
-    kv_us_per_token = model.layers * 2 * model.kv_width / tp * _KV_BYTES / bytes_per_us
+    kv_us_per_token = arch.layers * 2 * model.kv_width / tp * _KV_BYTES / bytes_per_us
+    all_reduce_bytes = 2 * arch.layers * arch.hidden * _ACTIVATION_BYTES * 2 * (tp - 1) / tp
     # Σ t·(s + t/2) from sums: exact for one prefill request, and for several alike (n times t/n and s/n).
-    alike = prefill * (prompts + prefill / 2) / column["num_prefill_reqs"]
+    prompts = prefill_contexts + prefill
+    alike = prefill * (prompts + prefill / 2) / prefill_reqs
     prefill_pairs = pl.coalesce(PAIRS_COLUMN, alike) if PAIRS_COLUMN in frame.columns else alike
     terms = {
         "blis_prefill_compute_us": _where(
@@ -194,9 +157,9 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
             decode, (decode * model.flops_per_token + contexts * model.pair_flops) / flops_per_us
         ),
         "blis_weight_us": pl.lit(model.step_weight_bytes / tp / bytes_per_us),
-        "blis_tp_us": (prefill + decode) * (_all_reduce_bytes_per_token(model, tp) / bytes_per_us),
-        "blis_layers": pl.lit(model.layers),
-        "blis_requests": column["num_prefill_reqs"] + column["num_decode_reqs"],
+        "blis_tp_us": (prefill + decode) * (all_reduce_bytes / bytes_per_us),
+        "blis_layers": pl.lit(arch.layers),
+        "blis_requests": prefill_reqs + decode_reqs,
         "blis_one": pl.lit(1.0),
         "blis_interleaved_moe_layers": pl.lit(model.moe_layers if model.interleaved else 0),
         "blis_prefill_kv_us": prefill * kv_us_per_token,
@@ -270,16 +233,6 @@ def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
             rest -= taken
             rows.append((*engine, prompt, step, taken))
     return pl.DataFrame(rows, schema=shape, orient="row").filter(pl.col("tokens") > 0)
-
-
-def _peak_flops_per_us(gpu: Gpu, model: BlisModel) -> float:
-    """Return the peak rate that BLIS assumes: fp8 for weights of one byte, where the GPU has it."""
-    fp8 = model.weight_bytes == 1.0 and gpu.compute_tflops_fp8 is not None
-    return ((gpu.compute_tflops_fp8 if fp8 else None) or gpu.compute_tflops_fp16) * 1e6
-
-
-def _all_reduce_bytes_per_token(model: BlisModel, tp: int) -> float:
-    return 2 * model.layers * model.hidden * _ACTIVATION_BYTES * 2 * (tp - 1) / tp
 
 
 def _where(tokens: pl.Expr, term: pl.Expr) -> pl.Expr:

@@ -7,14 +7,13 @@ import io
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.model import BoundaryModel, LinearModel, RegimesModel
-from tracefit.consumers.base import OUT, Export, HeldOut, consumer_of_files
+from tracefit.consumers.base import OUT, Export, HeldOut, Source, consumer
 from tracefit.errors import spreadsheet_safe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tracefit.coefficients.model import Condition, LinearForm, Model, Number, Term
-    from tracefit.coefficients.predict import ScopeModels
+    from tracefit.coefficients.model import Condition, Interval, LinearForm, Model, Number, Term
 
 _HEAD = (
     "scope_id",
@@ -32,10 +31,10 @@ _HEAD = (
 )
 
 
-@consumer_of_files("csv")
-def to_csv(models: ScopeModels) -> Export:
+@consumer("csv")
+def to_csv(source: Source) -> Export:
     """Write every number of every model of a scope; the errors are those of the models themselves."""
-    text = io.StringIO()
+    models, text = source.models, io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_HEAD)
     for model in models.models.values():
@@ -68,19 +67,18 @@ def _rows(model: Model) -> Iterator[tuple[str, str, list[object]]]:
 def _form(name: str, condition: str, form: LinearForm) -> Iterator[tuple[str, str, list[object]]]:
     yield name, condition, _number("intercept", "us", form.intercept)
     for term in form.terms:
-        yield (
-            name,
-            condition,
-            [
-                *_number(term.feature, term.unit, term)[:5],
-                *(term.training_range or ("", "")),
-                term.formula or "",
-            ],
-        )
+        yield name, condition, _number(term.feature, term.unit, term, term.training_range, term.formula)
 
 
-def _number(name: str, unit: str, found: Number | Term) -> list[object]:
-    return [name, unit, found.value, *(found.ci95 or ("", "")), "", "", ""]
+def _number(
+    name: str,
+    unit: str,
+    found: Number | Term,
+    training_range: Interval | None = None,
+    formula: str | None = None,
+) -> list[object]:
+    ends = (found.ci95, training_range)
+    return [name, unit, found.value, *(end for pair in ends for end in pair or ("", "")), formula or ""]
 
 
 def _condition(condition: Condition) -> str:

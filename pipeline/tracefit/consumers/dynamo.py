@@ -27,8 +27,6 @@ from tracefit.consumers.base import (
     train_and_holdout,
     worse_than_baseline,
 )
-from tracefit.features.sets import Feature, FeatureSet
-from tracefit.fit.splits import step_frame
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +44,6 @@ _COLUMNS = (
     "num_prefill_reqs",
     "running_depth",
 )
-_STEP = FeatureSet("dynamo", tuple(Feature(name, "", name) for name in _COLUMNS))
 
 
 @consumer("dynamo-mocker")
@@ -56,8 +53,7 @@ def to_dynamo(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    rows = step_frame(source.tables, source.tables.timeline, _STEP, {}, source.step_source)
-    train, held = train_and_holdout(rows, list(_COLUMNS), "step times")
+    train, held = train_and_holdout(source.steps(_COLUMNS), _COLUMNS, "step times")
     # The sum of both grids counts the constant of a step twice where it does both: where such steps are the rule, prefill
     # leaves it out.
     beside = train.filter((pl.col("prefill_tokens") > 0) & (pl.col("num_decode_reqs") > 0)).height

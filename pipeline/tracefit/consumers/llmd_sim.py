@@ -104,19 +104,13 @@ def to_llmd_sim(source: Source) -> Export:
             target_of(decode) * (decode["output_tokens"].to_numpy() - 1),
         ),
     )
-    facts = {
-        "prefill-overhead": overhead,
-        "prefill-time-per-token": per_token,
-        "inter-token-latency": itl,
-        "time-factor-under-load": factor,
-    }
     notes = (
         _version_note(prefill_sd, sd, bounded=bounded),
         *length_note,
         *worse_than_baseline(errors),
     )
     use = f"llm-d-inference-sim --config {OUT}/config.yaml"
-    return Export({"config.yaml": commented(notes, text)}, errors, notes, use, facts)
+    return Export({"config.yaml": commented(notes, text)}, errors, notes, use)
 
 
 def _version_note(written_sd: float, sd: float, *, bounded: bool) -> str:

@@ -28,21 +28,13 @@ from tracefit.consumers.base import (
     written,
 )
 from tracefit.errors import DataError
-from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.estimators import fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
-from tracefit.fit.splits import counted, step_frame
+from tracefit.fit.splits import counted
 from tracefit.tables.schema import SERVER
 
-_STEP = FeatureSet(
-    "wva",
-    (
-        Feature("step_tokens", "token", "prefill_tokens + decode_tokens"),
-        Feature("step_cache_tokens", "token", "context_tokens + prefill_context_tokens + prefill_tokens"),
-        Feature("step_requests", "request", "num_prefill_reqs + num_decode_reqs"),
-        Feature("step_decodes", "request", "num_decode_reqs"),
-    ),
-)
+_REQUESTS = ("num_prefill_reqs", "num_decode_reqs")
+_COLUMNS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_context_tokens", *_REQUESTS)
 SEGMENT_REQUESTS = 20
 """Requests per segment of the hold-out, whose mean input and output enter the formula."""
 
@@ -54,11 +46,15 @@ def to_wva(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    rows = step_frame(source.tables, source.tables.timeline, _STEP, {}, source.step_source)
-    names = ["step_tokens", "step_cache_tokens"]
-    train, _ = train_and_holdout(rows, [*names, "step_requests"], "step times")
+    prefill, decode, context, prefill_context, *requests = map(pl.col, _COLUMNS)
+    rows = source.steps(_COLUMNS).with_columns(
+        step_tokens=prefill + decode,
+        step_cache_tokens=context + prefill_context + prefill,
+        step_requests=requests[0] + requests[1],
+    )
+    train, _ = train_and_holdout(rows, _COLUMNS, "step times")
     y = target_of(train) / 1e3
-    x = np.column_stack([np.ones(train.height), matrix(train, names)])
+    x = np.column_stack([np.ones(train.height), matrix(train, ["step_tokens", "step_cache_tokens"])])
     # The formula is about means: a rare long prefill step counts in full.
     weights = train["interval_steps"].to_numpy().astype(float)
     alpha, beta, gamma = (written(v) for v in fit_nonnegative(x, y, weights, huber=np.inf))
@@ -88,13 +84,7 @@ def to_wva(source: Source) -> Export:
         "service-parms.yaml": commented(notes, text),
         "perf-parms.yaml": commented(notes, perf.format(*(number(v) for v in older))),
     }
-    return Export(
-        files,
-        errors,
-        notes,
-        "kubectl edit variantautoscalings",
-        dict(zip(("alpha", "beta", "gamma"), (alpha, beta, gamma), strict=True)),
-    )
+    return Export(files, errors, notes, "kubectl edit variantautoscalings")
 
 
 def _segments(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
@@ -143,11 +133,11 @@ def _segments(source: Source, rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _older(source: Source, rows: pl.DataFrame) -> tuple[tuple[float, ...], tuple[HeldOut, ...]]:
-    decode = rows.filter(pl.col("step_decodes") > 0)
-    train, held = train_and_holdout(decode, ["step_requests", "step_decodes"], "steps that decode")
+    decode = rows.filter(pl.col("num_decode_reqs") > 0)
+    train, held = train_and_holdout(decode, _REQUESTS, "steps that decode")
     y, batch = target_of(train) / 1e3, matrix(train, ["step_requests"])[:, 0]
     # Every request that decodes in a step waits for all of it: a long one with prefills in it counts in full.
-    weights = (train["step_decodes"] * train["interval_steps"]).to_numpy().astype(float)
+    weights = (train["num_decode_reqs"] * train["interval_steps"]).to_numpy().astype(float)
     x = np.column_stack([np.ones(len(y)), batch])
     alpha, beta = (written(v) for v in fit_nonnegative(x, y, weights / weights.mean(), huber=np.inf))
     itl = held_out(
