@@ -7,8 +7,7 @@ import pytest
 
 from tracefit.coefficients.files import read_coefficients
 from tracefit.coefficients.model import LinearModel
-from tracefit.commands.breakdown import first_token_breakdown, step_breakdown
-from tracefit.commands.figure_data import model_rows, with_batches
+from tracefit.commands.figure_data import first_token_breakdown, model_rows, step_breakdown, with_batches
 from tracefit.tables.store import TableStore
 
 

@@ -19,7 +19,7 @@ from tracefit.fit.alpha import fit_target
 from tracefit.fit.boundary import admission_with_clock, fit_boundary, interpolated_clock, mean_residual
 from tracefit.fit.fitted import FitOptions, LinearFit, ScopeOptions
 from tracefit.fit.train import fit_linear
-from tracefit.reports.sections import burst_lines
+from tracefit.reports.content import burst_lines
 from tracefit.tables.store import TableStore
 
 MS = 1_000_000

@@ -13,7 +13,7 @@ from tracefit.fit.fitted import FitOptions, LinearFit
 from tracefit.fit.holdout import block_length, speed_change_pct, summed_time
 from tracefit.fit.results import SummedTime
 from tracefit.fit.train import fit_linear
-from tracefit.reports.sections import summed_line
+from tracefit.reports.content import summed_line
 
 
 def test_bias_is_of_the_sums():

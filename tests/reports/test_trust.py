@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tracefit.fit.results import Collinearity, LearningPoint, Metrics, PredictionInterval, Validation
-from tracefit.reports.sections import trust_lines
+from tracefit.reports.content import trust_lines
 
 ERRORS = Metrics(
     n=90, mape_pct=2, mdape_pct=1, mae=10, rmse=1, r2=1, bias_pct=0, p90_ape_pct=1, p99_ape_pct=1

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 
-# Commands are listed in the order of these imports.
-from tracefit.cli import traces, models  # isort: skip
+from tracefit.cli import commands
 from tracefit.cli.program import app
 from tracefit.console import called
 from tracefit.memory import reuse_freed
 
-__all__ = ["app", "main", "models", "traces"]
+__all__ = ["app", "commands", "main"]
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from tracefit.errors import UsageError, did_you_mean
 from tracefit.inputs.blocks import BLOCK_BYTES, ReadLimits, inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.progress import KeptWarnings, Progress
-from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
+from tracefit.results.commands import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
@@ -85,6 +85,7 @@ class IngestOptions:
         max_rejects: Bad records of a file after which reading it stops.
         block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
         bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
+        fetched_bytes: Bytes of files of buckets that lie on disk together, unless one alone is larger.
         build: How much of a run is in memory while its tables are built.
     """
 
@@ -95,6 +96,7 @@ class IngestOptions:
     max_rejects: int = 100_000
     block_bytes: int = BLOCK_BYTES
     bytes_per_worker: int = 64 << 20
+    fetched_bytes: int = 1 << 30
     build: BuildLimits = field(default_factory=BuildLimits)
 
     @property
@@ -150,7 +152,7 @@ def ingest(
             inputs,
             out,
             server or ServerOptions(),
-            KeptWarnings(progress),
+            progress,
             options=options or IngestOptions(),
             engine=open_engine(engine, workers),
         )
@@ -160,7 +162,7 @@ def ingest_inputs(
     inputs: Inputs,
     out: str | Path,
     server: ServerOptions,
-    progress: KeptWarnings,
+    progress: Progress | None,
     *,
     engine: AbstractContextManager[TaskEngine],
     options: IngestOptions = IngestOptions(),
@@ -175,6 +177,7 @@ def ingest_inputs(
         engine: Where the work runs; opened here.
         options: Which part of the traces is kept.
     """
+    progress = KeptWarnings(progress)
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = [_context(source, server) for source in inputs.runs]
@@ -189,7 +192,9 @@ def ingest_inputs(
         # What an interrupted ingest left: the lock says that nobody writes it any more.
         store.place.remove_scratch()
         runs = [RunAtWork(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
-        how = FleetOptions(options.rows, options.limits, options.bytes_per_worker, options.build)
+        how = FleetOptions(
+            options.rows, options.limits, options.bytes_per_worker, options.fetched_bytes, options.build
+        )
         with store.swept(), store.place.scratch() as scratch:
             Fleet(runs, store, scratch, workplace, how, progress).bring_up_to_date()
     # Each run stands alone; of a single one, its error is the command's.

@@ -15,8 +15,14 @@ from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
 from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest
 from tracefit.commands.locate import find_tables
 from tracefit.commands.report import report_of, report_texts
-from tracefit.commands.sampling import MOST_ROWS, MOST_RUNS, sample_runs, sampling_note
-from tracefit.commands.scopes import scopes_of, write_timelines
+from tracefit.commands.scopes import (
+    MOST_ROWS,
+    MOST_RUNS,
+    sample_runs,
+    sampling_note,
+    scopes_of,
+    write_timelines,
+)
 from tracefit.commands.training_tables import sample_tables, write_training_frames
 from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
 from tracefit.engines.local import LocalEngine
@@ -28,8 +34,8 @@ from tracefit.fit.load import runs_to_fit
 from tracefit.fit.scopes import fit_across, fit_scope
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import KeptWarnings, Progress
+from tracefit.results.commands import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.results.figures import LATENCIES
-from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.server.documents import read_bytes
 from tracefit.tables.disk import write_files
 from tracefit.tables.runs import find_overlaps

@@ -34,30 +34,28 @@ if TYPE_CHECKING:
     from tracefit.coefficients.predict import PredictedDuration, StepPrediction
     from tracefit.coefficients.requests import RequestPrediction
     from tracefit.features.sets import FeatureSet
-    from tracefit.results.models import (
+    from tracefit.results.commands import (
         CompareResult,
         Drift,
         ExportResult,
-        LatencySummary,
-        ModelSummary,
-        ReportResult,
-        RowPredictions,
-        RunResult,
-        SynthResult,
-        TrainResult,
-        VerifyResult,
-    )
-    from tracefit.results.traces import (
         IngestPlan,
         IngestResult,
         Inspection,
+        LatencySummary,
+        ModelSummary,
         Quantiles,
         ReceiveResult,
+        ReportResult,
         RequestGroup,
         RequestSummary,
+        RowPredictions,
         RunFacts,
+        RunResult,
         ScopeInspection,
         ServerFacts,
+        SynthResult,
+        TrainResult,
+        VerifyResult,
     )
 
 
