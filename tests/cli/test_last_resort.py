@@ -20,7 +20,7 @@ COMMANDS = {
     "verify": ("tracefit.commands.verify.fit_runs", "verify {out}"),
     "requests": ("tracefit.commands.requests.requests", "requests {out}"),
     "predict": ("tracefit.coefficients.models.Models.predict_step", "predict {out}/models --batch 3"),
-    "export": ("tracefit.commands.export._source", "export {out} --to blis --out {out}/blis"),
+    "export": ("tracefit.commands.export._trained_on", "export {out} --to blis --out {out}/blis"),
     "features": ("tracefit.commands.train.beta_feature_sets", "features"),
     "synth": ("tracefit.synth.run.json_lines", "synth --out {out}/runs --requests 3"),
 }
