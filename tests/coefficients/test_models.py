@@ -339,11 +339,16 @@ def test_rows_meet_the_same_steps_with_prompts(bursty):
             "others_output": [None, 2.0, 40.0],
         }
     )
-    for row, found in zip(rows.to_dicts(), bursty.predict_request(rows).to_dicts(), strict=True):
-        features = {"others_output": value} if (value := row.pop("others_output")) else {}
-        one = bursty.predict_request(**row, features=features)
-        for name in ("admission", "queue_wait", "prefill", "itl", "departure"):
-            assert getattr(one, name).value_us == pytest.approx(found[f"{name}_us"]), (row, name)
+    assert_rows_are_as_single_requests(bursty, rows)
+
+
+def assert_rows_are_as_single_requests(models, rows):
+    parts = ("admission", "queue_wait", "prefill", "itl", "departure", "ttft", "e2e")
+    for row, found in zip(rows.to_dicts(), models.predict_request(rows).to_dicts(), strict=True):
+        features = {n: row.pop(n) for n in ("others_output",) if n in row}
+        one = models.predict_request(**row, features={n: v for n, v in features.items() if v is not None})
+        for part in parts:
+            assert found[f"{part}_us"] == pytest.approx(getattr(one, part).value_us), (row, part)
 
 
 def test_those_ahead_are_like_the_requests_trained_on(busy):
@@ -392,12 +397,7 @@ def test_rows_of_requests_meet_the_same_prompts_of_others(busy):
             "others_output": [None, None, 4.0, None],
         }
     )
-    together = busy.predict_request(rows)
-    for row, found in zip(rows.to_dicts(), together.to_dicts(), strict=True):
-        features = {"others_output": row.pop("others_output")}
-        one = busy.predict_request(**row, features={k: v for k, v in features.items() if v is not None})
-        for name in ("admission", "queue_wait", "prefill", "itl", "departure", "ttft", "e2e"):
-            assert getattr(one, name).value_us == pytest.approx(found[f"{name}_us"]), (row, name)
+    assert_rows_are_as_single_requests(busy, rows)
 
 
 def test_a_long_prompt_takes_the_steps_that_the_token_budget_leaves_it(small):
@@ -529,11 +529,7 @@ def test_frames_give_what_single_questions_give(small):
         for c in (0, 10)
         for b in (None, 3)
     ]
-    rows = models.predict_request(pl.DataFrame(inputs))
-    for question, row in zip(inputs, rows.iter_rows(named=True), strict=True):
-        prediction = models.predict_request(**question)
-        for part in ("admission", "queue_wait", "prefill", "itl", "departure", "ttft", "e2e"):
-            assert row[f"{part}_us"] == pytest.approx(getattr(prediction, part).value_us), (question, part)
+    assert_rows_are_as_single_requests(models, pl.DataFrame(inputs))
     steps = [{"batch": b, "context": c, "prefill": p} for b in (0, 4, 9) for c in (0, 30) for p in (0, 70)]
     rows = models.predict_step(pl.DataFrame(steps))
     for question, row in zip(steps, rows.iter_rows(named=True), strict=True):

@@ -18,7 +18,6 @@ from narwhals.stable.v2.typing import IntoDataFrame, IntoFrame
 
 from tracefit.coefficients.compiled import (
     CompiledModel,
-    below_zero_expression,
     expected_at_boundary,
     line_expression,
     linear_forms,
@@ -222,7 +221,7 @@ def _out_of_range(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
     of_terms = [
         _names_outside(
             {t.feature: t.training_range for t in form.terms if t.training_range is not None},
-            pl.when(below_zero_expression(form)).then(pl.lit(PREDICTED)),
+            pl.when(line_expression(form) < 0).then(pl.lit(PREDICTED)),
         )
         for form in linear_forms(compiled.model).values()
     ]
@@ -440,7 +439,7 @@ class ManyRequests(RequestComposer):
             return _predicted(compiled, rows)
         work = _evaluated(
             compiled.computed(rows, features=[t.feature for t in model.work.terms]),
-            line_expression(model.work),
+            line_expression(model.work).clip(lower_bound=0.0),
         )
         expected, _, _ = expected_at_boundary(model, work, met, np.maximum)
         return np.where(idle, work, expected)
