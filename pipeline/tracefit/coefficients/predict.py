@@ -170,6 +170,7 @@ def predict_row(
         UsageError: A feature is not known and nothing stands in for it, or no regime's condition holds.
     """
     model = compiled.model
+    # Without a cycle, an idle engine is known by its batch: no step runs, and the work alone is the admission.
     if isinstance(model, BoundaryModel) and (cycle_us is not None or given.get("batch") == 0):
         found = _predict_form(compiled, "idle_engine", model.work, given, stand_in=False)
         if cycle_us is None:
