@@ -101,11 +101,6 @@ def _tables_of(paths: list[str | Path]) -> Path | None:
 
 
 def _file_shape(file: TraceFile) -> FileShape:
-    """Describe a file by its first bytes.
-
-    Raises:
-        UsageError: The file cannot be read.
-    """
     contents = inspect_file(file)
     return FileShape(file.name.rpartition("/")[2], file.size, contents.compression or "none", str(contents))
 
