@@ -109,7 +109,7 @@ def tables_page() -> str:
         parts.append(f"## {one.name}\n\n{one.doc}. Sorted by {', '.join(f'`{k}`' for k in one.key)}.{more}")
         parts.append(table(("column", "type", "unit", "what"), rows))
         if rules := list(one.rules({c.limit: 0 for c in one.columns if c.limit})):
-            names = ", ".join(f"`{rule.name.removeprefix(one.name + '.')}`" for rule in rules)
+            names = ", ".join(f"`{rule.column} is {rule.what}`" for rule in rules)
             what = "their value is left out" if one.clears_values else "the row is left out"
             parts.append(f"Where one of these holds, {what} and counted in `runs.implausible`: {names}.")
     return "\n\n".join(parts) + "\n"

@@ -16,7 +16,6 @@ from tracefit.server.documents import (
     MAX_NESTING,
     TEXT,
     FiniteNumber,
-    as_text,
     excerpt,
     kind_of,
     parse_yaml,
@@ -36,11 +35,9 @@ def test_file_is_read_up_to_its_limit(tmp_path):
         read_bytes(path, limit_bytes=4)
 
 
-@pytest.mark.parametrize("content", ["12345", b"12345", "\ufeff2345", b"\xef\xbb\xbf45"])
-def test_text_is_taken_up_to_its_limit(content):
-    assert as_text(content, where="x", limit_bytes=5) in {"12345", "2345", "45"}
-    with pytest.raises(UsageError, match="x: is larger than 4 bytes"):
-        as_text(content, where="x", limit_bytes=4)
+@pytest.mark.parametrize("content", ["a: 1", b"a: 1", "\ufeffa: 1", b"\xef\xbb\xbfa: 1"])
+def test_a_byte_order_mark_is_no_part_of_the_text(content):
+    assert parse_yaml_object(content, where="x") == {"a": 1}
 
 
 def test_yaml_is_nested_up_to_its_limit():

@@ -15,7 +15,7 @@ from tracefit.server.settings import (
     canonical_name,
     merge,
     parse_serve_command,
-    parse_settings_yaml,
+    parse_settings,
     read_settings,
     settings_from,
 )
@@ -218,7 +218,7 @@ gpu: H100
 
 
 def test_run_description():
-    settings = parse_settings_yaml(RUN, where="exp-config.yaml")
+    settings = parse_settings(RUN, where="exp-config.yaml")
 
     assert settings.values() == {
         "model": "org/tiny-7b",
@@ -246,7 +246,7 @@ def test_run_description():
 
 def test_options_as_vllm_spells_them():
     text = "tensor-parallel-size: 4\nmax-num-seqs: 32\ngpu-memory-utilization: 0.85\nhf-overrides: {a: [1]}\n"
-    settings = parse_settings_yaml(text, where="x")
+    settings = parse_settings(text, where="x")
 
     assert settings.values() == {"tensor_parallel": 4, "max_num_seqs": 32, "gpu_memory_utilization": 0.85}
     assert settings.other == {"hf_overrides": '{"a": [1]}'}
@@ -265,30 +265,30 @@ def test_options_as_vllm_spells_them():
     ],
 )
 def test_settings_may_be_grouped(text):
-    assert parse_settings_yaml(text, where="x").values() == {"tensor_parallel": 2, "max_num_seqs": 64}
+    assert parse_settings(text, where="x").values() == {"tensor_parallel": 2, "max_num_seqs": 64}
 
 
 def test_nested_values_without_text_keys_are_kept_as_far_as_they_can_be():
-    assert parse_settings_yaml("x: {2020-01-01: 1, a: 2020-01-01}\n", where="x").other == {
+    assert parse_settings("x: {2020-01-01: 1, a: 2020-01-01}\n", where="x").other == {
         "x": '{"a": "2020-01-01"}'
     }
 
 
 def test_groups_are_followed_to_some_depth():
     deep = "{vllm: " * 8 + "{tp: 2}" + "}" * 8
-    settings = parse_settings_yaml(deep, where="x")
+    settings = parse_settings(deep, where="x")
 
     assert settings.values() == {}
     assert list(settings.other) == ["vllm"]
 
 
 def test_group_name_with_plain_text_is_just_kept():
-    assert parse_settings_yaml("server: rack 7\n", where="x").other == {"server": "rack 7"}
+    assert parse_settings("server: rack 7\n", where="x").other == {"server": "rack 7"}
 
 
 def test_two_places_that_contradict_are_refused():
     with pytest.raises(UsageError, match=r"x: max_num_seqs 64 and max_num_seqs 32 contradict"):
-        parse_settings_yaml("max_num_seqs: 64\nvllm: {max_num_seqs: 32}\n", where="x")
+        parse_settings("max_num_seqs: 64\nvllm: {max_num_seqs: 32}\n", where="x")
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_two_places_that_contradict_are_refused():
 )
 def test_wrong_value_names_key_and_file(line, message):
     with pytest.raises(UsageError, match=rf"run\.yaml: {message}"):
-        parse_settings_yaml(line, where="run.yaml")
+        parse_settings(line, where="run.yaml")
 
 
 BOMB = "a: &a [x, x]\n" + "\n".join(
@@ -329,12 +329,11 @@ BOMB = "a: &a [x, x]\n" + "\n".join(
         ("a: " + "9" * 5000, "is not YAML"),
         ("? [1, 2]\n: 3\n", "is not YAML"),
         ("\x00", "is not YAML"),
-        ("a: " + "x" * 1024 * 1024, "is larger than"),
     ],
 )
 def test_file_that_is_no_run_description_is_one_line(text, message):
     with pytest.raises(UsageError, match=message) as caught:
-        parse_settings_yaml(text, where="run.yaml")
+        parse_settings(text, where="run.yaml")
 
     assert str(caught.value).startswith("run.yaml: ")
     assert "\n" not in str(caught.value)
@@ -342,11 +341,11 @@ def test_file_that_is_no_run_description_is_one_line(text, message):
 
 def test_bytes_that_are_no_text_are_refused():
     with pytest.raises(UsageError, match=r"run\.yaml: is not UTF-8 text \(byte 3\)"):
-        parse_settings_yaml(b"a: \xff", where="run.yaml")
+        parse_settings(b"a: \xff", where="run.yaml")
 
 
 def test_empty_file_says_nothing():
-    assert parse_settings_yaml("# nothing\n", where="x").values() == {}
+    assert parse_settings("# nothing\n", where="x").values() == {}
 
 
 # -- command lines ---------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
     """
     where = str(path)
     content = read_bytes(place_of(path), limit_bytes=MAX_FILE_BYTES)
-    plain = dict(parse_json_object(content, where=where, limit_bytes=MAX_FILE_BYTES, strict=True))
+    plain = dict(parse_json_object(content, where=where, strict=True))
     # Before anything else: of a file of a later tracefit, no key would be an error of the user.
     _check_version(plain, kind, where)
     return {**_upgraded(plain), "version": 2} if plain["version"] == 1 else plain

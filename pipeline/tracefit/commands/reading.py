@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from tracefit.progress import Progress
     from tracefit.tables.places import Place
 
-FETCHED_BYTES = 1 << 30
-"""Bytes of files of buckets that lie on disk together, unless one alone is larger."""
-
 EXPANSION = 10
 """Decompressed bytes of a compressed one, about."""
 
@@ -115,6 +112,7 @@ class IngestOptions:
         max_rejects: Bad records of a file after which reading it stops.
         block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
         bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
+        fetched_bytes: Bytes of files of buckets that lie on disk together, unless one alone is larger.
         build: How much of a run is in memory while its tables are built.
     """
 
@@ -125,6 +123,7 @@ class IngestOptions:
     max_rejects: int = 100_000
     block_bytes: int = BLOCK_BYTES
     bytes_per_worker: int = 64 << 20
+    fetched_bytes: int = 1 << 30
     build: BuildLimits = field(default_factory=BuildLimits)
 
     @property
@@ -243,7 +242,7 @@ class RunReading:
             self._hashes[file.name] = ContentHash()
         self._begin(local)
         yield from self._tasks_of(local, self._how.progress.read, by_path=self._how.by_path)
-        for group in _in_groups(remote):
+        for group in _in_groups(remote, self._how.options.fetched_bytes):
             # The copies are gone when the last block is read, not when it is decoded: blocks carry their bytes.
             with self._how.place.scratch() as scratch:
                 new = []
@@ -320,11 +319,11 @@ class RunReading:
                 yield replace(item, source_file=file.name)
 
 
-def _in_groups(files: Sequence[TraceFile]) -> Iterator[list[TraceFile]]:
-    """Yield files in groups of `FETCHED_BYTES` at most, which lie on disk together; a larger file comes alone."""
+def _in_groups(files: Sequence[TraceFile], size_bytes: int) -> Iterator[list[TraceFile]]:
+    """Yield files in groups of so many bytes at most; a larger file comes alone."""
     group: list[TraceFile] = []
     for file in files:
-        if group and sum(each.size for each in group) + file.size > FETCHED_BYTES:
+        if group and sum(each.size for each in group) + file.size > size_bytes:
             yield group
             group = []
         group.append(file)

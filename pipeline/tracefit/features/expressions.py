@@ -88,10 +88,6 @@ def parse_formula(text: str, *, where: str) -> Node:
 
     The typeset signs for times, divided by and minus are read as the operators they stand for.
 
-    Args:
-        text: The formula, at most 400 characters.
-        where: File and feature it stands in, for errors.
-
     Raises:
         UsageError: Anything but numbers, names, operators, parentheses, `min(…)` and `max(…)`; an exponent that is
             not a number from -4 to 4, unless a number from 0 to 1 is raised to it; more than four nested calls.
@@ -254,9 +250,7 @@ def _extreme(function: Function, arguments: list[pl.Expr]) -> pl.Expr:
 def evaluate(node: Node, values: Mapping[str, float | None]) -> float | None:
     """Compute a formula for one row, in plain Python; agrees with `to_polars`.
 
-    Args:
-        node: The formula.
-        values: Every name it needs; None is null.
+    Every name it needs is in `values`; None is null.
 
     Raises:
         KeyError: A name is not in `values`.

@@ -37,6 +37,7 @@ A term whose columns are unknown is null. The cached tokens of no request are 0,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -120,16 +121,9 @@ _PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions together: the slot of GPUs th
 
 
 def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: int) -> pl.DataFrame:
-    """Add the roofline terms of every step to a timeline.
+    """Add the roofline terms of every step to a timeline: the columns of `ROOFLINE_TERMS`, all Float64.
 
-    Args:
-        frame: One row per step, with `ROOFLINE_COLUMNS`.
-        arch: The model, as served (`model_config.as_served`).
-        gpu: One of the GPUs it runs on.
-        tp: Tensor-parallel ranks.
-
-    Returns:
-        The frame with the columns of `ROOFLINE_TERMS`, all Float64.
+    The frame has one row per step, with `ROOFLINE_COLUMNS`; the model is as it is served on `tp` such GPUs.
 
     Raises:
         DataError: A column is missing.
@@ -148,12 +142,9 @@ def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: 
     )
     # Two rounds: the terms are formulas over the helpers.
     for names in (_HELPERS, tuple(ROOFLINE_TERMS)):
-        columns = columns.with_columns(_compiled(formulas[name], name) for name in names)
+        nodes = {name: parse_formula(formulas[name], where=name) for name in names}
+        columns = columns.with_columns(to_polars(node, {}).alias(name) for name, node in nodes.items())
     return frame.with_columns(columns[name] for name in ROOFLINE_TERMS)
-
-
-def _compiled(formula: str, name: str) -> pl.Expr:
-    return to_polars(parse_formula(formula, where=name), {}).alias(name)
 
 
 def _of_requests(tokens: str, requests: str) -> pl.Expr:
@@ -162,20 +153,7 @@ def _of_requests(tokens: str, requests: str) -> pl.Expr:
 
 
 def add_work(frame: pl.DataFrame, arch: ModelArchitecture, *, tp: int) -> pl.DataFrame:
-    """Add the amounts of work of every step, in 10^6 FLOPs and 10^3 bytes: the roofline terms where no GPU is known.
-
-    Args:
-        frame: One row per step, with `ROOFLINE_COLUMNS`.
-        arch: The model, as served (`model_config.as_served`).
-        tp: Tensor-parallel ranks.
-
-    Returns:
-        The frame with the columns of `WORK_TERMS`, all Float64.
-
-    Raises:
-        DataError: A column is missing.
-        UsageError: The model cannot be divided over `tp` ranks.
-    """
+    """Add the columns of `WORK_TERMS`, amounts of work in 10^6 FLOPs and 10^3 bytes, as `add_roofline` adds times."""
     terms = add_roofline(frame.select(ROOFLINE_COLUMNS), arch, UNIT_HARDWARE, tp=tp)
     return frame.with_columns(terms[term].alias(name) for name, term in WORK_TERMS.items())
 
@@ -185,16 +163,9 @@ def roofline_formulas(
 ) -> dict[str, str]:
     """Return `ROOFLINE_TERMS` as formulas over `ROOFLINE_COLUMNS`, and the helpers these are written with.
 
-    Args:
-        arch: The model, as served.
-        gpu: One of the GPUs it runs on.
-        tp: Tensor-parallel ranks.
-        digits: Significant digits of the numbers in them.
+    The model is as it is served on `tp` such GPUs; numbers in the formulas have `digits` significant digits.
     """
-
-    def number(value: float) -> str:
-        return number_text(value, digits)
-
+    number = partial(number_text, digits=digits)
     # FLOPs per us over all ranks. Attention runs at the fp16 rate; only the matrices of fp8 models run at the fp8 rate.
     flops = gpu.compute_tflops_fp16 * 1e6 * tp
     matrix_flops = flops
@@ -205,28 +176,26 @@ def roofline_formulas(
     kv = arch.kv_bytes_per_token_per_layer / arch.kv_shards(tp) / bytes_per_us
     # `experts * expert` below is the time to read all experts of all MoE layers.
     expert = arch.moe_layers * arch.expert_bytes / tp / bytes_per_us
+    prompt_visible, decode_visible = (
+        _visible(arch, f"{phase}_visible_tokens") for phase in ("prompt", "decode")
+    )
+
+    def compute(phase: str, pair_flops: int, visible: str) -> str:
+        tokens = f"{phase}_tokens"
+        attention = f"{tokens} * ({visible}) * {number(pair_flops / flops)}"
+        return f"{tokens} * {number(matrix)} + {attention} + min(num_{phase}_reqs, {tokens}) * {number(head)}"
+
     # An expert is missed by one token with this probability (experts chosen evenly), by all T tokens with its power T:
     # expected distinct experts = experts * (1 - missed ** T).
+    dispatch_bytes = arch.moe_layers * 2 * arch.experts_per_token * arch.hidden * arch.dtype_bytes
     missed = 1 - arch.experts_per_token / arch.experts if arch.is_moe else 0.0
     return {
         "prompt_visible_tokens": "(prefill_context_tokens + prefill_tokens / 2) / num_prefill_reqs",
         "decode_visible_tokens": "context_tokens / num_decode_reqs",
-        "prefill_compute_us": _compute(
-            "prefill",
-            number(matrix),
-            number(arch.prefill_pair_flops / flops),
-            number(head),
-            _visible(arch, "prompt_visible_tokens"),
-        ),
-        "decode_compute_us": _compute(
-            "decode",
-            number(matrix),
-            number(arch.decode_pair_flops / flops),
-            number(head),
-            _visible(arch, "decode_visible_tokens"),
-        ),
+        "prefill_compute_us": compute("prefill", arch.prefill_pair_flops, prompt_visible),
+        "decode_compute_us": compute("decode", arch.decode_pair_flops, decode_visible),
         "prefill_kv_write_us": f"prefill_tokens * {number(arch.layers * kv)}",
-        "decode_kv_read_us": f"num_decode_reqs * ({_visible(arch, 'decode_visible_tokens')}) * {number(kv)}",
+        "decode_kv_read_us": f"num_decode_reqs * ({decode_visible}) * {number(kv)}",
         "weight_read_us": "min(prefill_tokens + decode_tokens, 1) * "
         + number(arch.fixed_weight_bytes / tp / bytes_per_us),
         "tp_comm_us": f"(prefill_tokens + decode_tokens) * {number(tp_comm_us_per_token(arch, gpu, tp))}",
@@ -234,8 +203,7 @@ def roofline_formulas(
         f"(1 - {number(missed)} ** (prefill_tokens + decode_tokens))"
         if arch.is_moe
         else "0",
-        "moe_dispatch_us": "(prefill_tokens + decode_tokens) * "
-        + number(dispatch_bytes_per_token(arch) / bytes_per_us),
+        "moe_dispatch_us": f"(prefill_tokens + decode_tokens) * {number(dispatch_bytes / bytes_per_us)}",
         "layers": number(float(arch.layers)),
         "batch_requests": "num_prefill_reqs + num_decode_reqs",
         "one": "1",
@@ -249,30 +217,17 @@ def work_formulas(arch: ModelArchitecture, *, tp: int) -> dict[str, str]:
     return {**helpers, **{name: terms[term] for name, term in WORK_TERMS.items()}}
 
 
-def _compute(phase: str, matrix: str, pair: str, head: str, visible: str) -> str:
-    tokens, requests = f"{phase}_tokens", f"num_{phase}_reqs"
-    matrices = f"{tokens} * {matrix}"
-    attention = f"{tokens} * ({visible}) * {pair}"
-    return f"{matrices} + {attention} + min({requests}, {tokens}) * {head}"
-
-
 def _visible(arch: ModelArchitecture, tokens: str) -> str:
     """Return a formula of the tokens that one token attends to, summed over layers, each no more than its window."""
-    addends = [
-        f"{count} * {tokens if window is None else f'min({tokens}, {window})'}"
-        for window, count in arch.window_groups
-    ]
-    return " + ".join(addends)
+    reached = (
+        (tokens if window is None else f"min({tokens}, {window})", n) for window, n in arch.window_groups
+    )
+    return " + ".join(f"{layers} * {one}" for one, layers in reached)
 
 
 def number_text(value: float, digits: int = _FILE_DIGITS) -> str:
     """Return a number as text for a formula."""
     return f"{value:.{digits}g}"
-
-
-def dispatch_bytes_per_token(arch: ModelArchitecture) -> float:
-    """Return the bytes that a token moves to its experts and back, over all MoE layers."""
-    return arch.moe_layers * 2 * arch.experts_per_token * arch.hidden * arch.dtype_bytes
 
 
 def tp_comm_us_per_token(arch: ModelArchitecture, gpu: Gpu, tp: int) -> float:

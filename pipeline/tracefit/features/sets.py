@@ -172,10 +172,7 @@ def compile_set(
 ) -> list[pl.Expr]:
     """Compile a set to polars expressions, one per feature, named and of type Float64.
 
-    Args:
-        features: The set.
-        constants: Values that are the same for every row, by name; null where not known. A column of the same name wins.
-        columns: Columns of the frame the expressions are for.
+    A column wins over a constant of the same name.
 
     Raises:
         UsageError: As `add_features`.
@@ -186,7 +183,9 @@ def compile_set(
     for feature in features.features:
         where = _where(feature, features)
         node = _parsed(feature.formula, where)
-        _check_names(node, known, where=where)
+        for name in sorted(names_in(node) - known):
+            close = known_names(name, sorted(known), most=_SUGGESTIONS)
+            raise UsageError(f"needs {excerpt(name)}, which is not known", where=where, hint=close)
         if feature.name in columns and node != Name(feature.name):
             raise UsageError(
                 "has the name of a column and other values", where=where, hint="rename the feature"
@@ -203,16 +202,6 @@ def _where(feature: Feature, features: FeatureSet) -> str:
 @lru_cache(maxsize=1024)
 def _parsed(formula: str, where: str) -> Node:
     return parse_formula(formula, where=where)
-
-
-def _check_names(node: Node, known: Collection[str], *, where: str) -> None:
-    for name in sorted(names_in(node)):
-        if name not in known:
-            raise UsageError(
-                f"needs {excerpt(name)}, which is not known",
-                where=where,
-                hint=known_names(name, sorted(known), most=_SUGGESTIONS),
-            )
 
 
 # -- files -----------------------------------------------------------------------------------------------
@@ -247,11 +236,6 @@ def read_feature_set(path: Path) -> FeatureSet:
 
 def parse_feature_set(content: bytes | str, *, where: str, is_json: bool = False) -> FeatureSet:
     """Parse a feature set, see `read_feature_set`. Formulas are checked here, names when the set is used.
-
-    Args:
-        content: YAML, or JSON if `is_json`.
-        where: Name of the source, for errors.
-        is_json: Read as JSON.
 
     Raises:
         UsageError: A field is missing, unknown, or not what it should be; a name comes twice; a formula is wrong.

@@ -85,23 +85,17 @@ def constants_of(context: RunContext) -> dict[str, float | None]:
 def with_roofline(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
     """Add the roofline terms of every step (null without model and GPU) and its amounts of work (null without model)."""
     model, gpu, tp = context.architecture, context.gpu, context.settings.tensor_parallel or 1
-    if model is None:
-        return timeline.with_columns(
-            pl.lit(None, pl.Float64).alias(name) for name in (*WORK_TERMS, *ROOFLINE_TERMS)
-        )
-    timeline = add_work(timeline, model, tp=tp)
-    if gpu is None:
-        return timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in ROOFLINE_TERMS)
-    return add_roofline(timeline, model, gpu, tp=tp)
+    terms = (*WORK_TERMS, *ROOFLINE_TERMS)
+    timeline = timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in terms)
+    if model is not None:
+        timeline = add_work(timeline, model, tp=tp)
+        if gpu is not None:
+            timeline = add_roofline(timeline, model, gpu, tp=tp)
+    return timeline
 
 
 def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
-    """Return the definition of every name in the formulas that is no column of a step or a request, in name order.
-
-    Args:
-        formulas: Formulas of features, or names of features.
-        context: The server whose numbers the definitions hold.
-    """
+    """Return the definition of every name in the formulas that is no column of a step or a request, in name order."""
     known = {name: number_text(value) for name, value in constants_of(context).items() if value is not None}
     model, gpu = context.architecture, context.gpu
     tp = context.settings.tensor_parallel or 1
@@ -109,16 +103,14 @@ def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
         known |= work_formulas(model, tp=tp)
         known |= roofline_formulas(model, gpu, tp=tp) if gpu is not None else {}
     found: dict[str, str] = {}
-    wanted = set().union(*(_names(formula) for formula in formulas))
     # A definition may use further names: repeat until no new one appears.
-    while wanted := {name for name in wanted if name in known and name not in found}:
-        found |= {name: known[name] for name in wanted}
-        wanted = set().union(*(_names(found[name]) for name in wanted))
+    pending = list(formulas)
+    while pending:
+        names = set().union(*(names_in(parse_formula(formula, where="feature")) for formula in pending))
+        new = {name: known[name] for name in names & known.keys() - found.keys()}
+        found |= new
+        pending = list(new.values())
     return dict(sorted(found.items()))
-
-
-def _names(formula: str) -> frozenset[str]:
-    return names_in(parse_formula(formula, where="feature"))
 
 
 # -- step times ------------------------------------------------------------------------------------------
@@ -132,11 +124,7 @@ def step_rows(
 ) -> pl.DataFrame:
     """Return one row per step of the timeline with the features of the batch that executes during its cycle.
 
-    Args:
-        timeline: The `timeline` table.
-        features: The features a model is offered.
-        constants: Values that are the same for every row.
-        lags: (run_id, server) to steps that scheduling runs ahead of execution. With 1 the batch of the step before executes.
+    `lags` are the steps that scheduling runs ahead of execution, by (run_id, server): with 1 the batch of the step before executes.
 
     Returns:
         The timeline in step order with the features, preemption_heavy, has_prefill and is_empty (nothing runs and
@@ -168,12 +156,7 @@ def beta_rows(
     steps. With scheduling a step ahead (`lags` 1) step k executes between the starts of steps k+1 and k+2: a
     cycle is explained by the composition of the step before it.
 
-    Args:
-        timeline: The `timeline` table.
-        features: The features a model is offered.
-        constants: Values that are the same for every row.
-        lags: (run_id, server) to steps that scheduling runs ahead of execution.
-        source: `clock` for cycle times, `duration` for `step.duration_us` as it is.
+    `source` is `clock` for cycle times, `duration` for `step.duration_us` as it is.
 
     Returns:
         Columns of the engine, step_id, ts_ns, source, interval_steps, cycle_sd_us, y (us), excluded_reason,
@@ -184,7 +167,8 @@ def beta_rows(
         return _duration_rows(step_rows(timeline, features, constants, {}), features)
     rows = step_rows(timeline, features, constants, lags)
     # The mean of a linear model is the model of the means: one equation per interval, however many steps it has.
-    means = [_mean_of_all(pl.col(n)).alias(n) for n in features.names]
+    # Null where one of its steps is unknown.
+    means = [pl.when(pl.col(n).null_count() == 0).then(pl.col(n).mean()).alias(n) for n in features.names]
     flags = [pl.col(n).any().alias(n) for n in ("preemption_heavy", "has_prefill", "is_empty")]
     begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null()
     other_engine = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in ENGINE)
@@ -226,36 +210,31 @@ def _with_reason(rows: pl.DataFrame, idle: pl.Expr) -> pl.DataFrame:
     return rows.with_columns(excluded_reason=reason).sort(*ENGINE, "step_id")
 
 
-def _mean_of_all(column: pl.Expr) -> pl.Expr:
-    """Return the mean over an interval; null where one of its steps is unknown."""
-    return pl.when(column.null_count() == 0).then(column.mean())
-
-
 def _shifted(rows: pl.DataFrame, columns: list[str], lags: Mapping[tuple[str, str], int]) -> pl.DataFrame:
     """Give each step the columns of the batch that executes during its cycle: with scheduling ahead, that of the step before.
 
-    Args:
-        rows: In step order, engine by engine.
-        columns: Columns that describe the batch.
-        lags: (run_id, server) to steps that scheduling runs ahead of execution.
+    Rows are in step order, engine by engine.
     """
-    ahead = [(run, server) for (run, server), lag in lags.items() if lag]
-    if not ahead:
+    if not any(lags.values()):
         return rows
-    # A join, not a condition for each: there may be thousands of runs.
-    known = pl.DataFrame(ahead, schema={name: rows.schema[name] for name in SERVER}, orient="row")
-    rows = rows.join(
-        known.with_columns(_is_ahead=pl.lit(value=True)), on=SERVER, how="left", maintain_order="left"
-    )
     same_engine = pl.all_horizontal(pl.col(name) == pl.col(name).shift(1) for name in ENGINE)
     follows = same_engine & (pl.col("step_id").shift(1) == pl.col("step_id") - 1)
 
     def before(name: str) -> pl.Expr:
         value = pl.when("_follows").then(pl.col(name).shift(1))
-        return pl.when("_is_ahead").then(value).otherwise(name).alias(name)
+        return pl.when(pl.col("_lag") > 0).then(value).otherwise(name).alias(name)
 
-    marked = rows.with_columns(pl.col("_is_ahead").fill_null(value=False), _follows=follows)
-    return marked.with_columns(before(name) for name in columns).drop("_is_ahead", "_follows")
+    marked = with_lag(rows, lags, "_lag").with_columns(_follows=follows)
+    return marked.with_columns(before(name) for name in columns).drop("_lag", "_follows")
+
+
+def with_lag(rows: pl.DataFrame, lags: Mapping[tuple[str, str], int], column: str = "lag") -> pl.DataFrame:
+    """Add how many steps scheduling runs ahead of execution on the server of each row."""
+    schema = {**{name: rows.schema[name] for name in SERVER}, column: pl.Int64()}
+    # A join, not a condition for each: there may be thousands of runs.
+    known = pl.DataFrame([(*server, lag) for server, lag in lags.items()], schema=schema, orient="row")
+    joined = rows.join(known, on=SERVER, how="left", maintain_order="left")
+    return joined.with_columns(pl.col(column).fill_null(0))
 
 
 def _preemption_heavy(rows: pl.DataFrame) -> pl.Expr:
@@ -299,11 +278,7 @@ def alpha_rows(
     `target.state` selects the state: the exact `queue` where given, or the batch of the `own_step` of the event. Otherwise it is
     the state of the latest step with a known start and batch, `state_age_us` earlier.
 
-    Args:
-        requests: The `requests` table.
-        timeline: The `timeline` table; may be empty.
-        queue: `queue_state`, null where the journeys are not complete.
-        target: The measured interval.
+    `queue` is `queue_state`, null where the journeys are not complete; the timeline may be empty.
     """
     # Requests that finish in one step depart one after another: the API process works through all of them.
     finishing = pl.len().over([*ENGINE, "finished_step"])
@@ -388,25 +363,19 @@ def _with_queue(rows: pl.DataFrame, queue: pl.DataFrame | None) -> pl.DataFrame:
     if queue is None:
         return rows.with_columns(pl.lit(None, pl.Float64).alias(name) for name in _QUEUE_COLUMNS)
     keys = [*ENGINE, "trace_id", "request_id"]
-    exact = queue.select(
-        *keys,
-        *_QUEUE_COLUMNS,
-        exact_waiting="waiting_ahead",
-        exact_running="running_reqs",
-        exact_free="kv_blocks_free",
-        exact_usage=1 - pl.col("kv_blocks_free") / pl.col("kv_blocks_total"),
-    )
-    rows = rows.join(exact, on=keys, how="left", maintain_order="left")
-    over = {
-        "waiting_depth": "exact_waiting",
-        "running_depth": "exact_running",
-        "kv_blocks_free": "exact_free",
-        "kv_usage_ratio": "exact_usage",
+    exact = {
+        "waiting_depth": pl.col("waiting_ahead"),
+        "running_depth": pl.col("running_reqs"),
+        "kv_blocks_free": pl.col("kv_blocks_free"),
+        "kv_usage_ratio": 1 - pl.col("kv_blocks_free") / pl.col("kv_blocks_total"),
+        # The exact state is that of the instant itself.
+        "state_age_us": pl.when(pl.col("waiting_ahead").is_not_null()).then(0.0),
     }
-    # The exact state is that of the instant itself.
-    age = pl.when(pl.col("exact_waiting").is_not_null()).then(0.0).otherwise("state_age_us")
-    return rows.with_columns(
-        *(pl.coalesce(better, name).alias(name) for name, better in over.items()), state_age_us=age
+    better = queue.select(
+        *keys, *_QUEUE_COLUMNS, *(value.alias(f"exact_{name}") for name, value in exact.items())
+    )
+    return rows.join(better, on=keys, how="left", maintain_order="left").with_columns(
+        pl.coalesce(f"exact_{name}", name).alias(name) for name in exact
     )
 
 

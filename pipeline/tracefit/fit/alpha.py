@@ -118,12 +118,6 @@ def fit_target(
 ) -> FittedModel | Missing:
     """Fit the model of one target of requests, as far as the data allow.
 
-    Args:
-        tables: Tables of one scope.
-        target: The target.
-        constants: Values that are the same for every row, see `training.constants_of`.
-        options: How the models of the scope are fitted.
-
     Returns:
         The model, or why there is none and what to do for it.
     """
@@ -237,12 +231,7 @@ _BOUNDARY_NUMBERS = 2
 
 
 def choose_form(lawful: Candidate, other: Candidate) -> tuple[Candidate, ...]:
-    """Mark the form to fit, by `FORM_RULE`, and give both forms their reason.
-
-    Args:
-        lawful: The form that the engine's laws give.
-        other: The alternative form.
-    """
+    """Mark the form to fit, by `FORM_RULE`, and give both forms their reason."""
     gain = 1 - other.inside_mae / lawful.inside_mae if lawful.inside_mae else 0.0
     clearly = gain > MIN_GAIN and lawful.inside_mae - other.inside_mae > CLOCK_US
     winner, loser = (other, lawful) if clearly else (lawful, other)
@@ -268,15 +257,7 @@ def inner_rows(rows: pl.DataFrame) -> pl.DataFrame:
 def _try(
     form: Form, rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions, timeline: pl.DataFrame
 ) -> Candidate | None:
-    """Measure a form on the inner hold-out; null where rows, or known step starts, are too few.
-
-    Args:
-        form: The form.
-        rows: As `inner_rows` returns them.
-        regimes: The linear models it consists of.
-        options: How it would be fitted.
-        timeline: The `timeline` table.
-    """
+    """Measure a form on the inner hold-out; null where rows, or known step starts, are too few."""
     fitted = fit_regimes(rows, regimes, replace(options, reference=False))
     if isinstance(fitted, TooFewRows):
         return None

@@ -45,7 +45,7 @@ from tracefit.server.settings import STEP_FLAGS
 from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from tracefit.fit.fitted import LinearFit
     from tracefit.server.context import ModelScope
@@ -106,14 +106,7 @@ def choose_target(cover: DurationCover, wanted: BetaTarget) -> TargetChoice:
 def fit_step_times(
     scope: ModelScope, tables: ScopeTables, sets: Sequence[FeatureSet], options: ScopeOptions
 ) -> StepTimes:
-    """Fit the step times of a scope.
-
-    Args:
-        scope: The scope.
-        tables: Its runs' tables.
-        sets: Candidate feature sets in order of preference.
-        options: How the models of the scope are fitted.
-    """
+    """Fit the step times of a scope."""
     cover = duration_cover(tables.timeline)
     # The name follows the option. Durations that cover the busy time are cycle times measured by another clock.
     target = DURATION if options.beta_target == "duration" else CYCLE_TIME
@@ -137,13 +130,17 @@ def fit_step_times(
         remedy = f"raise --step-tracing-sample-rate: {few}"
         too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
         return StepTimes(cover, choice, Missing(target.model, too_few, remedy))
-    definition, source = _definition(choice, tables.lags)
+    source = DURATION if choice.source == "duration" else CYCLE_TIME
+    definition = source.definition
+    if source is CYCLE_TIME and any(tables.lags.values()):
+        ahead = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
+        definition = f"{definition}; {ahead}"
     reason = (f"feature set {chosen.features.name} chosen: {SET_RULE}",) if chosen.candidates else ()
     model = FittedModel(
         target.model,
         target.name,
         definition,
-        source,
+        source.source,
         result,
         chosen.features.name,
         recipe,
@@ -173,16 +170,6 @@ def _prefill_reach_pct(fitted: LinearFit, timeline: pl.DataFrame, token_budget: 
     return 100 * most / token_budget if isinstance(most, int | float) else None
 
 
-def _definition(choice: TargetChoice, lags: Mapping[tuple[str, str], int]) -> tuple[str, str]:
-    """Return the definition of the target and its source, as published."""
-    if choice.source == "duration":
-        return DURATION.definition, DURATION.source
-    if any(lags.values()):
-        ahead = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
-        return f"{CYCLE_TIME.definition}; {ahead}", CYCLE_TIME.source
-    return CYCLE_TIME.definition, CYCLE_TIME.source
-
-
 def beta_options(options: ScopeOptions) -> FitOptions:
     """Return how step times are fitted."""
     mixed = pl.col("has_prefill")
@@ -197,22 +184,37 @@ def beta_options(options: ScopeOptions) -> FitOptions:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """A feature set with a number for its ratio, and the same features under the names of their columns in the frame."""
+
+    features: FeatureSet
+    columns: tuple[Feature, ...]
+
+
+def _variants(features: FeatureSet) -> list[_Variant]:
+    """Return the set at each of its ratios; the set itself where it has none."""
+
+    def at(number: int, ratio: float) -> _Variant:
+        fixed = features.at(ratio)
+        columns = (
+            replace(f, name=f"{f.name}__{number}") if tuned.is_tuned else f
+            for f, tuned in zip(fixed.features, features.features, strict=True)
+        )
+        return _Variant(fixed, tuple(columns))
+
+    found = [at(number, ratio) for number, ratio in enumerate(features.ratios)]
+    return found or [_Variant(features, features.features)]
+
+
 def _offered(sets: Sequence[FeatureSet]) -> FeatureSet:
     """Return the features of all sets, each once (a tuned feature once per ratio), and those that measure load."""
     features: dict[str, Feature] = {}
     for one in sets:
-        for feature in one.features:
-            if not feature.is_tuned:
-                features[feature.name] = feature
-        for number, ratio in enumerate(one.ratios):
-            for feature in one.at(ratio).features:
-                if feature.name not in features:
-                    features[_at(feature.name, number)] = replace(feature, name=_at(feature.name, number))
+        as_they_are = (f for f in one.features if not f.is_tuned)
+        for feature in (*as_they_are, *(f for variant in _variants(one) for f in variant.columns)):
+            features.setdefault(feature.name, feature)
     return FeatureSet("offered", (*features.values(), *LOAD_FEATURES))
-
-
-def _at(name: str, number: int) -> str:
-    return f"{name}__{number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,68 +229,40 @@ class _ChosenSet:
 def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOptions) -> _ChosenSet:
     """Choose the feature set by `SET_RULE`, on the training rows alone; a single set is taken as it is.
 
-    Args:
-        rows: Training frame with the features of `_offered`, and the load.
-        sets: The candidates in order of preference.
-        options: How the model is fitted.
+    `rows` have the features of `_offered`, and the load.
     """
-    first = _ratios(sets[0])[0]
-    if len(sets) == 1 and first.number is None:
-        unused = {f.name for f in LOAD_FEATURES} - set(first.features.names)
-        return _ChosenSet(first.features, rows.drop(unused & set(rows.columns)))
+    variants = [_variants(one) for one in sets]
+    if len(sets) == len(variants[0]) == 1:
+        return _ChosenSet(sets[0], _only(rows, variants[0][0], sets))
     # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
-    marked = mark_outliers(_taken(rows, first), first.features.features, options)
-    common_rows = rows.with_columns(marked["excluded_reason"])
+    common_rows = mark_outliers(rows, variants[0][0].columns, options)
     how = replace(options, drop_outliers=False)
-    tuned = [_with_ratio(common_rows, one, how) for one in sets]
-    found = [try_features(_taken(common_rows, one), one.name, one.features.features, how) for one in tuned]
+    tuned = [_best_of(common_rows, tried, how) for tried in variants]
+    found = [try_features(common_rows, one.features.name, one.columns, how) for one in tuned]
     tried = choose([c for c in found if c is not None]) if any(found) else ()
     name = next((c.name for c in tried if c.chosen), sets[0].name)
-    winner = next(one for one in tuned if one.name == name)
-    kept = _taken(rows, winner)
-    unused = {f.name for f in _offered(sets).features} - set(winner.features.names)
-    features = winner.features
-    return _ChosenSet(features, kept.drop(unused & set(kept.columns)), tried if len(sets) > 1 else ())
+    winner = next(one for one in tuned if one.features.name == name)
+    return _ChosenSet(winner.features, _only(rows, winner, sets), tried if len(sets) > 1 else ())
 
 
-@dataclass(frozen=True, slots=True)
-class _TunedSet:
-    """A set with its ratio chosen, and the number that its columns carry for that ratio."""
-
-    features: FeatureSet
-    number: int | None = None
-
-    @property
-    def name(self) -> str:
-        return self.features.name
+def _only(rows: pl.DataFrame, chosen: _Variant, sets: Sequence[FeatureSet]) -> pl.DataFrame:
+    """Return the frame with the features of the chosen set alone, under their own names."""
+    names = dict(zip((f.name for f in chosen.columns), chosen.features.names, strict=True))
+    unused = {f.name for f in _offered(sets).features} - names.keys()
+    return rows.drop(unused & set(rows.columns)).rename(names)
 
 
-def _ratios(features: FeatureSet) -> list[_TunedSet]:
-    """Return the set at each of its ratios; the set itself where it has none."""
-    tried = [_TunedSet(features.at(ratio), number) for number, ratio in enumerate(features.ratios)]
-    return tried or [_TunedSet(features)]
-
-
-def _with_ratio(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -> _TunedSet:
-    """Return the set at the ratio with the smallest error, by the rule for candidates."""
-    tried = _ratios(features)
+def _best_of(rows: pl.DataFrame, tried: list[_Variant], options: FitOptions) -> _Variant:
+    """Return the variant with the smallest error, by the rule for candidates."""
     if len(tried) == 1:
         return tried[0]
     # One penalty is enough to rank the ratios of one set; the sets themselves are compared with all of them.
     quick = replace(options, penalties=PENALTIES[:1])
     scores = []
     for one in tried:
-        found = try_features(_taken(rows, one), one.name, one.features.features, quick)
+        found = try_features(rows, one.features.name, one.columns, quick)
         scores.append(found.score if found else float("inf"))
     return tried[scores.index(min(scores))]
-
-
-def _taken(rows: pl.DataFrame, one: _TunedSet) -> pl.DataFrame:
-    """Rename the columns of the chosen ratio to the names of the features."""
-    if one.number is None:
-        return rows
-    names = {_at(n, one.number): n for n in one.features.names if _at(n, one.number) in rows.columns}
-    return rows.rename(names)
 
 
 # -- the rule ----------------------------------------------------------------------------------------------
@@ -305,14 +279,7 @@ SET_RULE = (
 def try_features(
     rows: pl.DataFrame, name: str, features: Sequence[Feature], options: FitOptions
 ) -> Candidate | None:
-    """Measure a linear model of some features on the training rows; null where rows or features are too few.
-
-    Args:
-        rows: Training frame with the column `load`.
-        name: Name of the candidate.
-        features: The features.
-        options: How it would be fitted.
-    """
+    """Measure a linear model of some features on the training rows; null where rows or features are too few."""
     design = training_design(rows, features, options)
     if design is None:
         return None

@@ -57,17 +57,15 @@ def step_clock(timeline: pl.DataFrame) -> StepClock:
         follows=(pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1).fill_null(value=False),
         idle_before=idle.shift(1).over(ENGINE).fill_null(value=False),
     )
-    counts = known.group_by(ENGINE, maintain_order=True).len()
-    ends = counts["len"].cum_sum().to_list()
-    keys = counts.select(ENGINE).rows()
-    bounds = {key: (end - n, end) for key, n, end in zip(keys, counts["len"].to_list(), ends, strict=True)}
-    columns = (
-        known["ts_start_ns"].to_numpy().astype(float),
-        known["follows"].to_numpy(),
-        known["idle_before"].to_numpy(),
-    )
+    counts = known.group_by(ENGINE, maintain_order=True).len().with_columns(end=pl.col("len").cum_sum())
     start_sd = known.select(pl.col("start_sd_us").median().cast(pl.Float64)).item() or 0.0
-    return StepClock(*columns, bounds, TOLERANCE_SDS * start_sd)
+    return StepClock(
+        starts=known["ts_start_ns"].to_numpy().astype(float),
+        follows=known["follows"].to_numpy(),
+        idle_before=known["idle_before"].to_numpy(),
+        bounds={tuple(engine): (end - rows, end) for *engine, rows, end in counts.iter_rows()},
+        tolerance_us=TOLERANCE_SDS * start_sd,
+    )
 
 
 Clocks = tuple[StepClock, StepClock]
@@ -85,6 +83,10 @@ def interpolated_clock(timeline: pl.DataFrame) -> StepClock:
     between = start.cast(pl.Float64).interpolate_by("step_id").round().cast(pl.Int64)
     filled = pl.when(start.is_null() & ~idle.over(ENGINE)).then(between.over(ENGINE)).otherwise(start)
     return step_clock(ordered.with_columns(ts_start_ns=filled))
+
+
+def _clocks(timeline: pl.DataFrame) -> Clocks:
+    return step_clock(timeline), interpolated_clock(timeline)
 
 
 def _next_start(rows: pl.DataFrame, clock: StepClock, done_us: Vector) -> Integers:
@@ -125,12 +127,6 @@ def queued_at_once(rows: pl.DataFrame, clock: StepClock, wait_us: Vector, done_u
 
     The engine is idle then, or it is idle when the request arrives and no other one is ahead of it: a step that starts
     within `done_us` of that is the request's own, whose work took less than is predicted.
-
-    Args:
-        rows: Admission rows: engine columns and ts_ns (ARRIVED).
-        clock: Known step starts.
-        wait_us: How long each request waits for the API process, shape (n,).
-        done_us: From the arrival of each to the end of its API work, shape (n,).
     """
     arrives = meets_idle(rows, clock, np.zeros(len(done_us))) & (wait_us <= 0)
     return arrives | meets_idle(rows, clock, done_us)
@@ -153,7 +149,7 @@ def admission_with_clock(
     Returns:
         Predictions in us, clipped at 0, and for which rows the clock knows enough; shape (n,) each.
     """
-    return _by_clocks(rows, (step_clock(timeline), interpolated_clock(timeline)), wait_us, done_us, offset_us)
+    return _by_clocks(rows, _clocks(timeline), wait_us, done_us, offset_us)
 
 
 def _by_clocks(
@@ -204,9 +200,7 @@ APART_S = 1.0
 def api_waits(rows: pl.DataFrame, work_us: Vector) -> Vector:
     """Return how long each request waits for the API process of its server, in us, shape (n,).
 
-    Args:
-        rows: All admission rows of their servers: columns run_id, server, ts_ns (ARRIVED), in any order.
-        work_us: API work of each, shape (n,).
+    `rows` are all admission rows of their servers (run_id, server, and ts_ns of ARRIVED), in any order; `work_us` is shape (n,).
     """
     numbered = rows.select(*SERVER, "ts_ns").with_row_index("row")
     waits = np.zeros(rows.height)
@@ -229,11 +223,7 @@ def _waits(arrivals_us: Vector, work_us: Vector) -> Vector:
 
 
 def mark_bursts(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add `in_burst` to the admission rows of requests.
-
-    Args:
-        rows: Columns run_id, server, ts_ns (ARRIVED), y (us), split.
-    """
+    """Add `in_burst` to admission rows: run_id, server, ts_ns (ARRIVED), y (us), split."""
     work = rows.filter((pl.col("split") == "train") & (pl.col("y") > 0))["y"].quantile(QUICKEST_SHARE)
     if work is None:
         return rows.with_columns(in_burst=pl.lit(value=False))
@@ -242,11 +232,7 @@ def mark_bursts(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def find_bursts(rows: pl.DataFrame) -> tuple[Burst, ...]:
-    """Return the bursts of every server: runs of marked requests with no more than `APART_S` between two of them.
-
-    Args:
-        rows: Rows that `mark_bursts` marked.
-    """
+    """Return the bursts of every server: runs of marked requests with no more than `APART_S` between two of them."""
     if not rows.height:
         return ()
     seconds = (pl.col("ts_ns") - pl.col("ts_ns").min().over(SERVER)) / 1e9
@@ -286,13 +272,9 @@ def expected_admission(fitted: FittedBoundary, prompt_tokens: pl.Series) -> Vect
 def predict_admission(fitted: FittedBoundary, rows: pl.DataFrame, timeline: pl.DataFrame) -> Vector:
     """Predict admissions by the step clock, and by the linear model where the clock has gaps; in us, shape (n,).
 
-    Args:
-        fitted: The model.
-        rows: All admission rows of their servers: the wait for the API process depends on the requests before.
-        timeline: The `timeline` table.
+    `rows` are all admission rows of their servers: the wait for the API process depends on the requests before.
     """
-    clocks = step_clock(timeline), interpolated_clock(timeline)
-    return _predict(fitted, _with_done(fitted, rows), clocks)
+    return _predict(fitted, _with_done(fitted, rows), _clocks(timeline))
 
 
 def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | None:
@@ -301,14 +283,11 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
     The constant is the amount of work that finds the right boundary for most training requests: the middle of the
     plateau where several amounts do. The work per prompt token comes from requests that met an idle engine.
 
-    Args:
-        linear: The fit for consumers without a step clock; its rows are used.
-        timeline: The `timeline` table.
-
     Returns:
         The model; null where the boundary of fewer than `MIN_TRAIN_ROWS` training requests is known.
     """
-    clock = step_clock(timeline)
+    clocks = _clocks(timeline)
+    clock = clocks[0]
     marked = mark_bursts(linear.rows)
     train = counted(marked, "train")
     if int((true_boundary(train, clock) >= 0).sum()) < MIN_TRAIN_ROWS:
@@ -330,7 +309,6 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
         replace(linear.validation, bursts=find_bursts(marked)),
     )
     rows = _with_done(fitted, marked)
-    clocks = clock, interpolated_clock(timeline)
     return _validated(fitted, counted(rows, "train"), counted(rows, "holdout"), clocks)
 
 
@@ -341,7 +319,8 @@ def _constants(
     slope = per_token * train["prompt_tokens"].fill_null(0).to_numpy()
     truth = true_boundary(train, clock)
     known = truth >= 0
-    offset = _offset(train, clock, truth, known) if known.any() else 0.0
+    queued = (train["ts_ns"] + train["y"] * 1e3).to_numpy()
+    offset = float(np.median((queued - clock.starts[truth])[known])) / 1e3 if known.any() else 0.0
     # Requests that met an idle engine measure the work directly, which few known boundaries cannot improve on.
     if idle_work is not None and int(known.sum()) < MIN_TRAIN_ROWS:
         return idle_work, offset
@@ -389,11 +368,6 @@ def _work_of_idle(train: pl.DataFrame, clock: StepClock) -> tuple[float, float |
     two_errors = 2 * float(error.std()) / spread if spread > 0 else np.inf
     slope = float(line.coef_[0])
     return (slope, line.intercept_) if slope > two_errors else (0.0, constant)
-
-
-def _offset(train: pl.DataFrame, clock: StepClock, truth: Integers, known: Flags) -> float:
-    queued = train["ts_ns"].to_numpy()[known] + train["y"].to_numpy()[known] * 1e3
-    return float(np.median(queued - clock.starts[truth[known]])) / 1e3
 
 
 def _with_done(fitted: FittedBoundary, rows: pl.DataFrame) -> pl.DataFrame:

@@ -322,12 +322,7 @@ def confidence_intervals(
     1986; Cameron and Miller 2015). A coefficient that a penalty or a bound set to zero has no interval; the interval of a
     number that cannot be negative starts at zero or above.
 
-    Args:
-        x: Raw features, shape (n, n_features).
-        y: Targets, shape (n,).
-        model: Model fitted on exactly these rows.
-        rows: What `fit_rows` returned.
-        blocks: Shape (n,), the time block of each row.
+    `model` is fitted on exactly these rows, `rows` is what its `fit_rows` returned, and `blocks` the time block of each row.
     """
     active = np.flatnonzero(model.coef_)
     at_least_zero, constant_at_least_zero = bounds_of(model.positive, x.shape[1])

@@ -29,11 +29,11 @@ from tracefit.fit.fitted import (
     predict_regimes,
     target_of,
 )
-from tracefit.fit.load import phases_of_servers
+from tracefit.fit.load import phases_of_servers, with_phases
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, StepPhase, SummedTime
 from tracefit.fit.select import FOLDS, choose_penalty, max_inflations, time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
-from tracefit.fit.train import Design, design_of
+from tracefit.fit.train import Design, design_of, estimator_of
 from tracefit.fit.validation import measure, reference
 from tracefit.tables.schema import SERVER
 
@@ -60,10 +60,7 @@ def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> Su
     Errors of consecutive steps are correlated. Whole blocks are therefore drawn with replacement, 2,000 times with a fixed
     seed (Kuensch 1989, blocks without overlap). A drift slower than a block does not widen the interval.
 
-    Args:
-        predicted_us: Shape (n,).
-        actual_us: Shape (n,).
-        blocks: Shape (n,), the block of each row.
+    All arguments are of shape (n,).
     """
     if not float(actual_us.sum()) > 0:
         return None
@@ -92,9 +89,6 @@ def block_length(series: Vector) -> int:
     b = (2 G^2 / D)^(1/3) n^(1/3) with G = sum lambda(k/M) |k| R(k), D = 4/3 (sum lambda(k/M) R(k))^2 over lags |k| <= M,
     lambda the flat-top window (1 to one half, then linear to 0). M is twice the lag after which the next lags'
     autocorrelations are all within 2 sqrt(log10(n) / n), no more than sqrt(n) and those lags. At most 3 sqrt(n) and n / 3.
-
-    Args:
-        series: In order of time, shape (n,).
     """
     n = len(series)
     if n < FEWEST_BLOCKS or np.ptp(series) == 0:
@@ -195,10 +189,7 @@ def _refitted(regime: FittedRegime, held: pl.DataFrame) -> FittedRegime:
     kept = [t for t in regime.terms if t.feature not in data.columns]
     # Terms that keep their value are subtracted: the others are fitted to what is left.
     kept_us = matrix(held, [t.feature.name for t in kept]) @ np.array([t.value for t in kept])
-    model = RobustLinear(
-        regime.choice.penalty, regime.choice.strength, positive=regime.signs.of(data.columns)
-    )
-    model.fit(data.x, data.y - kept_us, data.weights)
+    model = estimator_of(regime, data.columns).fit(data.x, data.y - kept_us, data.weights)
     terms = (*linear_terms(data.columns, model.coef_, data.x), *kept)
     return replace(regime, intercept=model.intercept_, terms=terms)
 
@@ -206,34 +197,21 @@ def _refitted(regime: FittedRegime, held: pl.DataFrame) -> FittedRegime:
 def errors_by_phase(
     fitted: LinearFit, requests: pl.DataFrame, eval_filter: pl.Expr | None = None
 ) -> tuple[StepPhase, ...]:
-    """Measure a step-time model on the held-out rows of each phase; servers without requests have no phases.
-
-    Args:
-        fitted: The model.
-        requests: The `requests` table, whose arrivals define the phases.
-        eval_filter: Held-out rows to measure the error on, as for the fit.
-    """
+    """Measure a step-time model on the held-out rows of each phase; servers without requests have no phases."""
     phases = phases_of_servers(requests.select(*SERVER, at_ns=pl.coalesce("arrival_ns", "queued_ns")))
     median = float(np.median(target_of(counted(fitted.rows, "train"))))
-    held = (
-        evaluation_rows(counted(fitted.rows, "holdout"), eval_filter)
-        .drop_nulls("ts_ns")
-        .sort(*SERVER, "ts_ns")
-    )
+    held = evaluation_rows(counted(fitted.rows, "holdout"), eval_filter).drop_nulls("ts_ns")
+    rows = with_phases(held.sort(*SERVER, "ts_ns"), "ts_ns", phases).drop_nulls("phase")
     found = []
-    for (run, server), rows in held.group_by(SERVER, maintain_order=True):
-        if (server_phases := phases.get((str(run), str(server)))) is None:
-            continue
-        with_phase = rows.with_columns(phase=server_phases.numbers(rows["ts_ns"]))
-        for (number,), phase_rows in with_phase.group_by("phase", maintain_order=True):
-            actual = target_of(phase_rows)
-            found.append(
-                StepPhase(
-                    **vars(server_phases.phases[int(str(number))]),
-                    holdout=measure(actual, predict_regimes(fitted.regimes, phase_rows)),
-                    baseline=measure(actual, np.full(len(actual), median)),
-                )
+    for (run, server, number), phase_rows in rows.group_by(*SERVER, "phase", maintain_order=True):
+        actual = target_of(phase_rows)
+        found.append(
+            StepPhase(
+                **vars(phases[str(run), str(server)].phases[int(str(number))]),
+                holdout=measure(actual, predict_regimes(fitted.regimes, phase_rows)),
+                baseline=measure(actual, np.full(len(actual), median)),
             )
+        )
     return tuple(found)
 
 
@@ -255,11 +233,7 @@ BINS = 12
 
 
 def with_load(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
-    """Replace `LOAD_FEATURES` by the column `load`; return what it is measured by.
-
-    Args:
-        rows: Training rows of step times with the columns of `LOAD_FEATURES`.
-    """
+    """Replace `LOAD_FEATURES` by the column `load`; return what it is measured by."""
     included = rows.filter(pl.col("excluded_reason").is_null())
     tokens, requests = (f.name for f in LOAD_FEATURES)
     share = included[tokens].null_count() / max(included.height, 1)
@@ -278,19 +252,10 @@ def load_cut(load: Vector) -> float | None:
     return cut if lower >= MIN_TRAIN_ROWS and load.size - lower >= MIN_HOLDOUT_ROWS else None
 
 
-def error_beyond(
-    data: Design,
-    load: Vector,
-    options: FitOptions,
-) -> float | None:
+def error_beyond(data: Design, load: Vector, options: FitOptions) -> float | None:
     """Fit the lower half of the load and return the mean absolute error on the upper half; null where rows are too few.
 
     Features, penalty and coefficients are all chosen anew on the lower half, as in a fit of that half alone.
-
-    Args:
-        data: Training rows as arrays.
-        load: Of each row, shape (n,).
-        options: How it would be fitted.
     """
     cut = load_cut(load)
     if cut is None:
@@ -319,12 +284,6 @@ def load_extrapolation(
     """Fit the form of a model on the lower half of the load of a whole run and measure it on the upper half.
 
     Both halves hold rows of the training part and of the hold-out; null where rows are too few.
-
-    Args:
-        fitted: The model: its rows with the column `load`.
-        features: The features it was offered.
-        load: What load is measured by.
-        options: How it was fitted.
     """
     rows = fitted.rows.filter(~pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False))
     # Training rows lose warm-up and outliers as in any fit; held-out rows keep them, as in any evaluation.
@@ -350,17 +309,9 @@ def load_extrapolation(
 
 
 def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorOverLoad | None:
-    """Measure a model on held-out rows in groups of equal size by load; null where there are no rows.
-
-    Args:
-        fitted: The model: its rows with the column `load`.
-        load: What load is measured by.
-        options: How it was fitted.
-    """
-    used, held = (
-        counted(fitted.rows, "train"),
-        evaluation_rows(counted(fitted.rows, "holdout"), options.eval_filter),
-    )
+    """Measure a model on held-out rows in groups of equal size by load; null where there are no rows."""
+    used = counted(fitted.rows, "train")
+    held = evaluation_rows(counted(fitted.rows, "holdout"), options.eval_filter)
     if not used.height or not held.height:
         return None
     held = held.sort(LOAD)
@@ -380,10 +331,6 @@ def beyond_training(terms: Sequence[FittedTerm], steps: pl.DataFrame) -> tuple[s
     """Return a note for each feature whose largest value in the steps is more than twice its largest one in training.
 
     Where few steps are sampled few have a known time, and the longest prompts may be among the rest.
-
-    Args:
-        terms: The terms of a step-time model.
-        steps: Every known step; features that are no column of it are skipped.
     """
     notes = []
     for term in terms:

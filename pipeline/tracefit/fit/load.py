@@ -20,7 +20,7 @@ from tracefit.fit.results import Overload, Phase, QueuePeriod
 from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.statistics import Integers, Vector
 
@@ -50,17 +50,25 @@ class ServerPhases:
 
 
 def phases_of_servers(arrivals: pl.DataFrame) -> dict[tuple[str, str], ServerPhases]:
-    """Find the phases of every server that has arrivals.
-
-    Args:
-        arrivals: Columns run_id, server, at_ns.
-    """
+    """Find the phases of every server that has arrivals: rows of run_id, server, at_ns."""
     found = {}
     for (run, server), requests in arrivals.drop_nulls("at_ns").group_by(SERVER):
         at = requests["at_ns"].sort()
         since_s = ((at - at[0]) / 1e9).to_numpy()
         found[str(run), str(server)] = ServerPhases(int(at[0]), find_phases(since_s, str(run), str(server)))
     return found
+
+
+def with_phases(rows: pl.DataFrame, at: str, phases: Mapping[tuple[str, str], ServerPhases]) -> pl.DataFrame:
+    """Add `phase`, the number of the phase of its server that each row's time falls in; null for a server without phases."""
+    if not rows.height:
+        return rows.with_columns(phase=pl.lit(None, pl.Int64))
+    return pl.concat(
+        requests.with_columns(
+            phase=phases[server].numbers(requests[at]) if server in phases else pl.lit(None, pl.Int64)
+        )
+        for server, requests in rows.group_by(SERVER, maintain_order=True)
+    )
 
 
 def find_phases(arrivals_s: Vector, run_id: str, server: str) -> tuple[Phase, ...]:
@@ -70,10 +78,7 @@ def find_phases(arrivals_s: Vector, run_id: str, server: str) -> tuple[Phase, ..
     does not depend on the cut). The period is cut at the arrival that maximises the likelihood of both sides, if that gains
     3 log(n) and each side has 30 requests and 5 s. Both sides are then cut in the same way, at most four levels deep.
 
-    Args:
-        arrivals_s: Sorted arrival times in seconds, shape (n,), the first at 0.
-        run_id: The run.
-        server: The server.
+    `arrivals_s` are sorted, in seconds after the first.
     """
     if len(arrivals_s) == 0:
         return ()
@@ -141,20 +146,15 @@ def find_overloads(
 ) -> tuple[Overload, ...]:
     """Return the overloaded runs among some runs, in order.
 
-    The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys.
-
-    Args:
-        run_ids: The runs.
-        requests: Their `requests` table, the columns `REQUEST_COLUMNS` at least.
-        steps: Their `steps` table, the columns `STEP_COLUMNS` at least.
+    The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys. The tables have the
+    columns `REQUEST_COLUMNS` and `STEP_COLUMNS` at least.
     """
     found = []
     for run_id in run_ids:
         run_requests, run_steps = (frame.filter(pl.col("run_id") == run_id) for frame in (requests, steps))
         queued = _growing_queues(run_requests, run_steps)
-        reasons = [*_failures(run_requests), *_preemptions(run_requests, run_steps), *_longest(queued)]
-        if reasons:
-            found.append(Overload(run_id, tuple(reasons), queued=queued))
+        if reasons := tuple(_broken_rules(run_requests, run_steps, queued)):
+            found.append(Overload(run_id, reasons, queued=queued))
     return tuple(found)
 
 
@@ -172,30 +172,20 @@ def runs_to_fit(
     return list(run_ids), tuple(replace(one, trained_on=True) for one in overloads)
 
 
-def _failures(requests: pl.DataFrame) -> list[str]:
+def _broken_rules(
+    requests: pl.DataFrame, steps: pl.DataFrame, queued: tuple[QueuePeriod, ...]
+) -> Iterator[str]:
     ended = requests["finish_status"].drop_nulls()
     share = int(ended.is_in(_FAILED).sum()) / ended.len() if ended.len() else 0.0
-    return [f"{100 * share:.1f} % of requests failed or were given up"] if share > MAX_FAILED_SHARE else []
-
-
-def _preemptions(requests: pl.DataFrame, steps: pl.DataFrame) -> list[str]:
-    if not requests.height:
-        return []
+    if share > MAX_FAILED_SHARE:
+        yield f"{100 * share:.1f} % of requests failed or were given up"
     # Journeys and steps may each be sampled: either count is a lower bound.
     count = max(int(requests["num_preemptions"].sum() or 0), int(steps["num_preempted"].sum() or 0))
-    each = count / requests.height
-    return (
-        [f"{count} preemptions of {requests.height} requests"] if each > MAX_PREEMPTIONS_PER_REQUEST else []
-    )
-
-
-def _longest(queued: tuple[QueuePeriod, ...]) -> list[str]:
-    if not queued:
-        return []
-    longest = max(queued, key=lambda period: period.share)
-    return [
-        f"a queue of up to {longest.peak} requests did not empty for {100 * longest.share:.0f} % of the run"
-    ]
+    if requests.height and count / requests.height > MAX_PREEMPTIONS_PER_REQUEST:
+        yield f"{count} preemptions of {requests.height} requests"
+    if queued:
+        longest = max(queued, key=lambda period: period.share)
+        yield f"a queue of up to {longest.peak} requests did not empty for {100 * longest.share:.0f} % of the run"
 
 
 def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[QueuePeriod, ...]:
@@ -203,6 +193,8 @@ def _growing_queues(requests: pl.DataFrame, steps: pl.DataFrame) -> tuple[QueueP
     # A period begins with the first request that waits and ends when none does.
     periods = (
         depth.with_columns(
+            # Each depth lasts until the next event of its server.
+            until_ns=pl.coalesce(pl.col("ts_ns").shift(-1).over("server"), "ts_ns"),
             period=(pl.col("waiting") == 0).cum_sum().over("server"),
             length=(pl.col("ts_ns").max() - pl.col("ts_ns").min()).over("server"),
         )
@@ -228,17 +220,9 @@ def _depth_by_journeys(requests: pl.DataFrame) -> pl.DataFrame:
         for name, change in (("queued_ns", 1), ("first_scheduled_ns", -1))
         # An arrival before a departure with the same stamp: otherwise the depth would drop below zero for a moment.
     ).sort("server", "ts_ns", "change", descending=[False, False, True])
-    return _until(events.with_columns(waiting=pl.col("change").cum_sum().over("server")))
+    return events.with_columns(waiting=pl.col("change").cum_sum().over("server"))
 
 
 def _depth_by_steps(steps: pl.DataFrame) -> pl.DataFrame:
-    known = steps.filter(pl.col("ts_start_ns").is_not_null() & pl.col("waiting_depth").is_not_null())
-    return _until(
-        known.select("server", ts_ns="ts_start_ns", waiting="waiting_depth").sort("server", "ts_ns")
-    )
-
-
-def _until(depth: pl.DataFrame) -> pl.DataFrame:
-    """Add `until_ns`, the end of each depth: the next event of its server."""
-    following = pl.col("ts_ns").shift(-1).over("server")
-    return depth.with_columns(until_ns=pl.coalesce(following, "ts_ns"))
+    known = steps.drop_nulls(["ts_start_ns", "waiting_depth"])
+    return known.select("server", ts_ns="ts_start_ns", waiting="waiting_depth").sort("server", "ts_ns")

@@ -49,12 +49,6 @@ def fit_scope(
     """Fit beta and the alpha models of one scope, as far as its data allow.
 
     Linear algebra uses one thread: with matrices of few columns, threads cost more in waiting than they gain.
-
-    Args:
-        scope: The scope.
-        tables: Its runs' tables.
-        beta_sets: Feature sets for step times; cross-validation chooses among several.
-        options: How to fit.
     """
     step_target = targets.DURATION if options.beta_target == "duration" else targets.CYCLE_TIME
     steps = _alone(
@@ -133,10 +127,6 @@ def fit_across(scopes: Sequence[FittedScope], options: ScopeOptions) -> AcrossRe
     For runs, every model of a scope is refitted on the scope's other runs. For models and GPUs, the step time is fitted once
     on the roofline terms of all remaining scopes: they are times of work, so that their coefficients compare across models
     and GPUs, and cannot be negative.
-
-    Args:
-        scopes: Every scope, fitted.
-        options: The options they were fitted with.
     """
     errors = [one for scope in scopes for one in _runs_of(scope)]
     notes = [] if errors else ["leave-one-run-out: no scope has two runs"]

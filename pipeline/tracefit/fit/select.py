@@ -68,61 +68,33 @@ def usable_features(
     with R^2 of its regression on a constant and the kept features. The regressions share one orthonormal basis of the kept
     features, which grows by one vector per kept feature (Gram-Schmidt).
 
-    Args:
-        x: Raw features of the training rows, shape (n, n_features); NaN where unknown.
-        names: Feature names, in order of preference.
-        limits: Largest variance inflation of each; `MAX_VIF` if not given.
-
     Returns:
         Kept column indices, and the other features with reasons.
     """
     kept: list[int] = []
     left_out: list[OmittedFeature] = []
-    basis = _Basis(rows=len(x), most=len(names))
+    # Fortran order: columns are added and multiplied one by one.
+    vectors, units = np.empty((len(x), len(names) + 1), order="F"), np.empty((len(x), len(names)), order="F")
+    vectors[:, 0] = 1 / np.sqrt(max(len(x), 1))
     for index, name in enumerate(names):
-        column = x[:, index]
-        reason = _unusable(column)
+        reason = _unusable(x[:, index])
         if reason is None:
-            unit = _standardised(column)
-            residual = basis.residual(unit)
+            basis = vectors[:, : len(kept) + 1]
+            unit = _standardised(x[:, index])
+            residual = unit - basis @ (unit @ basis)
+            # Projecting twice removes what rounding left of the first time ("twice is enough", Kahan).
+            residual -= basis @ (residual @ basis)
             # 1 - R^2: the share of the feature's variance that the kept features leave unexplained.
             unexplained = float(residual @ residual)
             if unexplained * (limits[index] if limits else MAX_VIF) >= 1:
-                basis.add(unit, residual)
+                vectors[:, len(kept) + 1] = residual / np.linalg.norm(residual)
+                units[:, len(kept)] = unit
                 kept.append(index)
                 continue
-            reason = _collinear(names[kept[basis.nearest(unit)]], unexplained)
+            nearest = int(np.argmax(np.abs(unit @ units[:, : len(kept)])))
+            reason = _collinear(names[kept[nearest]], unexplained)
         left_out.append(OmittedFeature(name, reason))
     return kept, left_out
-
-
-class _Basis:
-    """Orthonormal basis of a constant and the features added so far, all of shape (rows,)."""
-
-    def __init__(self, *, rows: int, most: int) -> None:
-        # Fortran order: columns are added and multiplied one by one.
-        self._vectors = np.empty((rows, most + 1), order="F")
-        self._vectors[:, 0] = 1 / np.sqrt(max(rows, 1))
-        self._units = np.empty((rows, most), order="F")
-        self._size = 0
-
-    def residual(self, unit: Vector) -> Vector:
-        """Return what the basis does not explain of a feature."""
-        vectors = self._vectors[:, : self._size + 1]
-        residual = unit - vectors @ (unit @ vectors)
-        # Projecting twice removes what rounding left of the first time ("twice is enough", Kahan).
-        residual -= vectors @ (residual @ vectors)
-        return residual
-
-    def add(self, unit: Vector, residual: Vector) -> None:
-        """Add a feature, given with its residual."""
-        self._vectors[:, self._size + 1] = residual / np.linalg.norm(residual)
-        self._units[:, self._size] = unit
-        self._size += 1
-
-    def nearest(self, unit: Vector) -> int:
-        """Return the index of the added feature with the largest absolute correlation."""
-        return int(np.argmax(np.abs(unit @ self._units[:, : self._size])))
 
 
 def _standardised(column: Vector) -> Vector:
@@ -154,13 +126,7 @@ def _collinear(nearest: str, unexplained: float) -> str:
 
 
 def collinearity(x: Matrix, names: Sequence[str], regime: str) -> Collinearity:
-    """Measure the collinearity of the features of a regime.
-
-    Args:
-        x: Features that vary, shape (n, n_features).
-        names: Their names.
-        regime: Name of the regime.
-    """
+    """Measure the collinearity of the features of a regime."""
     if not x.shape[1]:
         return Collinearity(regime, None, {})
     correlation = np.atleast_2d(np.corrcoef(x, rowvar=False))
@@ -175,13 +141,7 @@ def collinearity(x: Matrix, names: Sequence[str], regime: str) -> Collinearity:
 
 
 def time_blocks(run: Integers, time: Integers, count: int) -> Integers:
-    """Cut each run's rows into `count` contiguous blocks of time; block i of every run has number i.
-
-    Args:
-        run: Number of each row's run, shape (n,).
-        time: Start of each row, shape (n,); compared within a run only.
-        count: Blocks per run.
-    """
+    """Cut each run's rows into `count` contiguous blocks of time; block i of every run has number i."""
     block = np.zeros(len(run), dtype=np.int64)
     for number in np.unique(run):
         rows = np.flatnonzero(run == number)
@@ -207,14 +167,7 @@ def choose_penalty(
     all candidates share the Huber weights of the first one's fit, so that the same rows count for all. Ties (within 0.1 %) go
     to the earlier candidate: Ridge before Lasso before elastic net, weaker before stronger.
 
-    Args:
-        x: Raw features, shape (n, n_features).
-        y: Targets, shape (n,).
-        blocks: Number of each row's block of time, shape (n,): the folds.
-        weights: Inverse variance of each row up to a factor, shape (n,); equal if not given.
-        penalties: Penalties and strengths.
-        positive: What cannot be negative.
-        counts: Weight of each row's error in the comparison, shape (n,); `weights` if not given.
+    `weights` are inverse variances up to a factor, `counts` the weight of each row's error in the comparison (`weights` if not given).
 
     Returns:
         The choice; the first candidate without a score where there are fewer than two blocks.

@@ -47,9 +47,6 @@ def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
     """Add `split`: the first 70 % of each server's rows in time train, the rest is held out.
 
     Rows that are left out of both parts do not move the boundary; they get the part their time falls in.
-
-    Args:
-        rows: Columns run_id, server, ts_ns, excluded_reason.
     """
     is_counted = ~pl.col("excluded_reason").is_in(ALWAYS).fill_null(value=False)
     # Each server has its own boundary: a clock is its own, and a run may start its servers one after the other.
@@ -81,8 +78,7 @@ def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr) -> pl.DataFrame:
 def warm_up_ends(counters: pl.DataFrame) -> pl.DataFrame:
     """Return the first step id after warm-up of each epoch: 1 % of the epoch's steps or 20, whichever is more.
 
-    Args:
-        counters: run_id, server, epoch, first_step, last_step.
+    Rows are run_id, server, epoch, first_step, last_step.
     """
     steps = pl.col("last_step") - pl.col("first_step") + 1
     length = pl.max_horizontal((steps * WARM_UP_SHARE).ceil().cast(pl.Int64), pl.lit(WARM_UP_STEPS))
@@ -96,15 +92,7 @@ def step_frame(
     constants: Mapping[str, float | None],
     source: str,
 ) -> pl.DataFrame:
-    """Return one row per step or interval of known time, split by time, with warm-up and preemption-heavy rows marked.
-
-    Args:
-        tables: Tables of one scope.
-        timeline: Its timeline, with the columns that the features need.
-        features: The features a model is offered.
-        constants: Values that are the same for every row.
-        source: `clock` or `duration`, see `training.beta_rows`.
-    """
+    """Return one row per step or interval of known time, split by time, with warm-up and preemption-heavy rows marked."""
     rows = training.beta_rows(timeline, features, constants, tables.lags, source)
     rows = mark_warm_up(split_by_time(rows), tables.counters, "step_id")
     return mark(rows, PREEMPTION_HEAVY, pl.col("preemption_heavy"))
@@ -113,14 +101,7 @@ def step_frame(
 def request_frame(
     tables: ScopeTables, target: Target, features: FeatureSet, constants: Mapping[str, float | None]
 ) -> pl.DataFrame:
-    """Return one row per request whose `target` is known, split by time, with warm-up marked.
-
-    Args:
-        tables: Tables of one scope.
-        target: The measured duration.
-        features: The features a model is offered.
-        constants: Values that are the same for every row.
-    """
+    """Return one row per request whose `target` is known, split by time, with warm-up marked."""
     rows = training.alpha_rows(tables.requests, tables.timeline, tables.queue, target)
     rows = split_by_time(add_features(rows, features, constants))
     return mark_warm_up(rows, tables.counters, "at_step")

@@ -64,10 +64,7 @@ def fit_linear(
 ) -> LinearFit | TooFewRows:
     """Fit a robust linear model on the training rows of a frame and measure it on the held-out ones.
 
-    Args:
-        rows: One row per observation: run_id, server, ts_ns, y, split, excluded_reason, and the feature columns.
-        features: Candidates in order of preference.
-        options: How to fit.
+    Columns of `rows`: run_id, server, ts_ns, y, split, excluded_reason, and the features, which are in order of preference.
     """
     return fit_regimes(rows, [RegimeRows("all", (), tuple(features))], options)
 
@@ -76,17 +73,12 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
     """Fit one robust linear model per regime and measure them together on the held-out rows.
 
     A regime with too few training rows is not fitted; its rows fall to the next one.
-
-    Args:
-        rows: As for `fit_linear`, and the features that the conditions compare.
-        regimes: The regimes in order: the first whose condition holds predicts a row. The last one has no condition.
-        options: How to fit.
     """
     features = list({f.name: f for regime in regimes for f in regime.features}.values())
     rows, known, unknown = _drop_unknown(rows, features)
     used = counted(rows, "train")
     if options.drop_outliers and used.height >= MIN_TRAIN_ROWS:
-        rows = _mark_outliers(rows, used, known)
+        rows = _mark_outliers(rows, known)
         used = counted(rows, "train")
     holdout = counted(rows, "holdout")
     # Held-out rows keep their outliers, so that an interval must know of those of the training.
@@ -97,7 +89,6 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
         need = f"{MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
         return TooFewRows(f"{have}, {need}")
     evaluated = evaluation_rows(holdout, options.eval_filter)
-    curve = learning_curve(fitted, designs, evaluated, fewest=MIN_TRAIN_ROWS)
     return LinearFit(
         regimes=tuple(fitted),
         huber=HUBER,
@@ -106,7 +97,7 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
         rows_holdout=evaluated.height,
         validation=replace(
             validate(fitted, used, evaluated, options),
-            learning_curve=curve,
+            learning_curve=learning_curve(fitted, designs, evaluated),
             held_out_equations=equation_errors(fitted, holdout),
         ),
         rows=rows,
@@ -126,22 +117,19 @@ def training_design(
     if used.height < MIN_TRAIN_ROWS:
         return None
     if options.drop_outliers:
-        used = counted(_mark_outliers(used, used, known), "train")
+        used = counted(_mark_outliers(used, known), "train")
     if used.height < MIN_TRAIN_ROWS:
         return None
     data, _ = design_of(used, known)
-    if not data.columns:
-        return None
-    return used, data
+    return (used, data) if data.columns else None
 
 
 def mark_outliers(rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions) -> pl.DataFrame:
     """Mark the training rows that a fit of these features would leave out as outliers."""
     filled, known, _ = _drop_unknown(rows, features)
-    used = counted(filled, "train")
-    if not options.drop_outliers or used.height < MIN_TRAIN_ROWS:
+    if not options.drop_outliers or counted(filled, "train").height < MIN_TRAIN_ROWS:
         return rows
-    return rows.with_columns(_mark_outliers(filled, used, known)["excluded_reason"])
+    return rows.with_columns(_mark_outliers(filled, known)["excluded_reason"])
 
 
 def _fit_each(
@@ -190,12 +178,7 @@ def _fit_one(
 ) -> tuple[FittedRegime, Design]:
     """Fit one regime on the training rows its condition holds for.
 
-    Args:
-        used: The rows to fit.
-        outlying: Rows of the regime that are left out as outliers; its prediction interval covers them.
-        regime: The regime.
-        features: Its candidates whose values are known.
-        options: How to fit.
+    `outlying` are its rows that are left out as outliers: its prediction interval covers them.
     """
     data, left = design_of(used, features)
     positive, folds = options.signs.of(data.columns), data.folds(FOLDS)
@@ -267,9 +250,14 @@ def _drop_unknown(
         The frame, the kept features, and the dropped ones with reasons.
     """
     included = rows.filter(pl.col("excluded_reason").is_null())
-    lacking = {f.name: _null_share(included[f.name]) for f in features}
-    kept = [f for f in features if lacking[f.name] <= MAX_UNKNOWN_SHARE]
-    left = [OmittedFeature(f.name, _unknown_reason(lacking[f.name])) for f in features if f not in kept]
+    kept, left = [], []
+    for feature in features:
+        share = included[feature.name].null_count() / included.height if included.height else 1.0
+        if share <= MAX_UNKNOWN_SHARE:
+            kept.append(feature)
+        else:
+            unknown = "in these runs" if share == 1.0 else f"on {100 * share:.0f} % of the rows"
+            left.append(OmittedFeature(feature.name, f"not known {unknown}"))
     if not kept:
         return rows, kept, left
     any_null = pl.any_horizontal(pl.col(f.name).is_null() for f in kept)
@@ -280,60 +268,48 @@ def _drop_unknown(
     return rows.with_columns(medians), kept, left
 
 
-def _null_share(column: pl.Series) -> float:
-    return column.null_count() / len(column) if len(column) else 1.0
-
-
-def _unknown_reason(share: float) -> str:
-    return "not known in these runs" if share == 1.0 else f"not known on {100 * share:.0f} % of the rows"
-
-
-def _mark_outliers(rows: pl.DataFrame, used: pl.DataFrame, features: Sequence[Feature]) -> pl.DataFrame:
-    names = [f.name for f in features]
-    kept, _ = usable_features(matrix(used, names), names, max_inflations(features))
-    far = outliers(matrix(used, names)[:, kept], target_of(used))
-    flags = np.zeros(rows.height, dtype=bool)
+def _mark_outliers(rows: pl.DataFrame, features: Sequence[Feature]) -> pl.DataFrame:
     is_used = (rows["split"] == "train") & rows["excluded_reason"].is_null()
-    flags[np.flatnonzero(is_used.to_numpy())] = far
+    used, names = rows.filter(is_used), [f.name for f in features]
+    x = matrix(used, names)
+    kept, _ = usable_features(x, names, max_inflations(features))
+    flags = is_used.to_numpy().copy()
+    flags[flags] = outliers(x[:, kept], target_of(used))
     return splits.mark(rows, splits.OUTLIER, pl.lit(pl.Series("far", flags)))
 
 
 # -- the learning curve ----------------------------------------------------------------------------------
+
+
+def estimator_of(regime: FittedRegime, features: Sequence[Feature]) -> RobustLinear:
+    """Return an estimator for some features of a regime, with the penalty and the signs the regime was fitted with."""
+    positive = regime.signs.of(features)
+    return RobustLinear(regime.choice.penalty, regime.choice.strength, positive=positive)
+
 
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
 """Shares of the training rows, always the latest ones, so that the distance in time to the hold-out stays the same."""
 
 
 def learning_curve(
-    regimes: Sequence[FittedRegime],
-    designs: Sequence[Design],
-    evaluated: pl.DataFrame,
-    *,
-    fewest: int,
+    regimes: Sequence[FittedRegime], designs: Sequence[Design], evaluated: pl.DataFrame
 ) -> tuple[LearningPoint, ...]:
     """Refit a model on growing shares of its rows, with the features and penalties that were chosen on all rows.
 
-    A share that leaves a regime fewer than `fewest` rows has no point.
-
-    Args:
-        regimes: The fitted model.
-        designs: The training rows of each regime.
-        evaluated: The held-out rows.
-        fewest: Rows that every regime needs.
+    A share that leaves a regime too few rows for a fit has no point.
     """
     y = target_of(evaluated)
     points = []
     for share in SHARES:
         latest = [design.latest(share) for design in designs]
         rows = [int(flags.sum()) for flags in latest]
-        if min(rows) < fewest:
+        if min(rows) < MIN_TRAIN_ROWS:
             continue
         refitted = list(regimes)
         # The last point is the model itself.
         if share < 1:
             for index, (regime, design, used) in enumerate(zip(regimes, designs, latest, strict=True)):
-                positive = regime.signs.of(design.columns)
-                model = RobustLinear(regime.choice.penalty, regime.choice.strength, positive=positive)
+                model = estimator_of(regime, design.columns)
                 model.fit(design.x[used], design.y[used], design.weights[used])
                 terms = linear_terms(design.columns, model.coef_, design.x)
                 refitted[index] = replace(regime, intercept=model.intercept_, terms=terms)
@@ -448,9 +424,7 @@ def noise_exponent(residual: Vector, predicted: Vector) -> float:
     speed of the machine varies, the noise of a step is a share of its time. The short steps then determine the intercept,
     which the noise of the long ones would drown.
 
-    Args:
-        residual: Shape (n,), scaled to equal noise but for this growth.
-        predicted: Shape (n,).
+    `residual` is scaled to equal noise but for this growth.
     """
     known = (residual != 0) & (predicted > 0)
     size, time = np.log(np.abs(residual[known])), np.log(predicted[known])
@@ -463,13 +437,7 @@ def noise_exponent(residual: Vector, predicted: Vector) -> float:
 
 
 def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
-    """Return weights times the inverse variance of noise that grows with the time of a step, mean 1; shape (n_rows,).
-
-    Args:
-        x: Features.
-        y: Times.
-        weights: Inverse variances without that growth, up to a factor.
-    """
+    """Return weights times the inverse variance of noise that grows with the time of a step, mean 1; shape (n_rows,)."""
     predicted = RobustLinear().fit(x, y, weights).predict(x)
     exponent = noise_exponent((y - predicted) * np.sqrt(weights), predicted)
     if exponent == 0:

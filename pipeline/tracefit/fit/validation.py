@@ -41,12 +41,7 @@ if TYPE_CHECKING:
 
 
 def measure(actual: Vector, predicted: Vector) -> Metrics:
-    """Return the errors of predictions.
-
-    Args:
-        actual: Measured values, shape (n,).
-        predicted: Predictions in the same unit, shape (n,).
-    """
+    """Return the errors of predictions; both of shape (n,), in the same unit."""
     if actual.size == 0:
         return NO_ROWS
     error = np.abs(predicted - actual)
@@ -85,12 +80,6 @@ def distribution(
     """Return quantiles of a column and of its predictions, over the rows where all are known; null where there are none.
 
     A prediction that is null on all rows is left out and removes no row. Predictions are clipped at 0, as everywhere.
-
-    Args:
-        rows: Held-out rows.
-        measured: Column with the measured values.
-        teacher_forced: Column with predictions of it.
-        averages_only: Another one.
     """
     given = [name for name in (teacher_forced, averages_only) if rows[name].count()]
     known = rows.drop_nulls([measured, *given])
@@ -115,11 +104,6 @@ def prediction_interval(predicted: Vector, actual: Vector, regime: str = "all") 
 
     The limits are ratios or differences, whichever give the narrower intervals over these rows: the noise of a step time grows
     with the step, the noise of a wait need not.
-
-    Args:
-        predicted: Out-of-sample predictions, shape (n,).
-        actual: Measured values, shape (n,).
-        regime: Name of the regime of the rows, or `all`.
     """
     tail = (1 - LEVEL_PCT / 100) / 2
     differences = _limits(actual - predicted, tail)
@@ -149,14 +133,7 @@ WITHIN_PCT = 5.0
 def validate(
     regimes: list[FittedRegime], used: pl.DataFrame, evaluated: pl.DataFrame, options: FitOptions
 ) -> Validation:
-    """Measure a model on the held-out rows, with its baseline and its reference.
-
-    Args:
-        regimes: The model.
-        used: The rows it was fitted on.
-        evaluated: The held-out rows the error is measured on.
-        options: How it was fitted.
-    """
+    """Measure a model on the held-out rows, with its baseline and its reference."""
     y, y_held = target_of(used), target_of(evaluated)
     predicted = predict_regimes(regimes, evaluated)
     measured = measure(y_held, predicted)
@@ -195,12 +172,7 @@ def validate(
 
 
 def equation_errors(regimes: list[FittedRegime], holdout: pl.DataFrame) -> EquationErrors | None:
-    """Measure a step-time model on all held-out rows, intervals included; null where none is an interval.
-
-    Args:
-        regimes: The model.
-        holdout: All held-out rows.
-    """
+    """Measure a step-time model on all held-out rows, intervals included; null where none is an interval."""
     if "source" not in holdout.columns or not (holdout["source"] == "interval").any():
         return None
     actual, predicted = target_of(holdout), predict_regimes(regimes, holdout)

@@ -248,22 +248,19 @@ class ModelArchitecture:
     def check_tensor_parallel(self, tp: int) -> None:
         """Refuse a tensor-parallel size that the heads cannot be divided by, as vLLM does.
 
-        Args:
-            tp: Tensor-parallel ranks.
-
         Raises:
             UsageError: `tp` is not positive, does not divide the heads, or neither divides the KV heads nor is
                 a multiple of them.
         """
         if tp < 1:
             raise UsageError(f"tensor_parallel must be at least 1, not {tp}")
-        hint = "check tensor_parallel and the model's config.json"
         if self.heads % tp:
             fault = f"{self.heads} attention heads cannot be divided over {tp} tensor-parallel ranks"
-            raise UsageError(fault, where=self.name, hint=hint)
-        if self.latent is None and self.kv_heads % tp and tp % self.kv_heads:
+        elif self.latent is None and self.kv_heads % tp and tp % self.kv_heads:
             fault = f"{self.kv_heads} KV heads can be neither divided over nor repeated on {tp} tensor-parallel ranks"
-            raise UsageError(fault, where=self.name, hint=hint)
+        else:
+            return
+        raise UsageError(fault, where=self.name, hint="check tensor_parallel and the model's config.json")
 
     # -- FLOPs ---------------------------------------------------------------------------------------
 
@@ -363,9 +360,6 @@ def slug_of(name: str) -> str:
     """Return a model's name or path as a short readable part of a scope id.
 
     `meta-llama/Llama-2-70b-hf` is `llama-2-70b`; a folder of the hub's cache is the model it holds.
-
-    Args:
-        name: Model name, or the path it was loaded from.
 
     Returns:
         Lower-case text of `[a-z0-9.-]`, at most 64 characters; `model` when nothing is left.

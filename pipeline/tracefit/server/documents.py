@@ -32,7 +32,6 @@ from tracefit.errors import UsageError, did_you_mean
 from tracefit.inputs.buckets import place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from pydantic_core import ErrorDetails
@@ -68,10 +67,6 @@ _T = TypeVar("_T")
 def read_bytes(path: Path, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """Read a whole file that must be small.
 
-    Args:
-        path: The file.
-        limit_bytes: Largest size accepted, in bytes.
-
     Raises:
         UsageError: The file cannot be read or is larger than `limit_bytes`.
     """
@@ -89,19 +84,12 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     return content
 
 
-def as_text(content: bytes | str, *, where: str, limit_bytes: int = MAX_DOCUMENT_BYTES) -> str:
+def as_text(content: bytes | str, *, where: str) -> str:
     """Return content as text, without a byte order mark.
 
-    Args:
-        content: UTF-8 bytes or text.
-        where: Name of the source, for the error.
-        limit_bytes: Largest size accepted, in bytes (characters for text).
-
     Raises:
-        UsageError: The bytes are not UTF-8, or there are too many of them.
+        UsageError: The bytes are not UTF-8.
     """
-    if len(content) > limit_bytes:
-        raise UsageError(f"is larger than {limit_bytes:,} bytes", where=where)
     if isinstance(content, str):
         return content.removeprefix("\ufeff")
     try:
@@ -113,24 +101,18 @@ def as_text(content: bytes | str, *, where: str, limit_bytes: int = MAX_DOCUMENT
 # -- decoding --------------------------------------------------------------------------------------------
 
 
-def parse_json_object(
-    content: bytes | str, *, where: str, limit_bytes: int = MAX_DOCUMENT_BYTES, strict: bool = False
-) -> Document:
+def parse_json_object(content: bytes | str, *, where: str, strict: bool = False) -> Document:
     """Decode a JSON file whose top level is an object.
 
     `NaN` and `Infinity` are accepted here, because published configs carry them in keys that are not used; a
     number that is used is validated to be finite.
 
-    Args:
-        content: JSON text.
-        where: Name of the source, for the error.
-        limit_bytes: Largest size accepted, in bytes (characters for text).
-        strict: Also refuse `NaN`, `Infinity` and a key that an object has twice.
+    `strict` also refuses `NaN`, `Infinity` and a key that an object has twice.
 
     Raises:
-        UsageError: Not JSON, nested too deeply, too large, or not an object.
+        UsageError: Not JSON, nested too deeply, of too many values, or not an object.
     """
-    text = as_text(content, where=where, limit_bytes=limit_bytes)
+    text = as_text(content, where=where)
     _check_json_size(text, where=where)
     try:
         value = json.loads(
@@ -192,12 +174,8 @@ def parse_yaml(content: bytes | str, *, where: str) -> object:
     too: they construct values that are not JSON (sets, bytes), and a tag whose text does not fit it makes the library
     fail in ways it does not declare.
 
-    Args:
-        content: YAML text.
-        where: Name of the source, for the error.
-
     Raises:
-        UsageError: Not YAML, several documents, with aliases or tags, nested too deeply, or too large.
+        UsageError: Not YAML, several documents, with aliases or tags, or nested too deeply.
     """
     text = as_text(content, where=where)
     try:
@@ -341,16 +319,16 @@ def _usage_error(
     place = "".join(f"[{step}]" if isinstance(step, int) else f".{excerpt(step)}" for step in steps)
     place = f"{key or ''}{place}".removeprefix(".") or "document"
     known = _keys_at(shape, error["loc"])
+    listed = f"keys: {', '.join(sorted(known))}"
     value = error["input"]
     match error["type"]:
         case "missing":
             unknown = [str(name) for name in value if name not in known] if isinstance(value, Mapping) else []
             close = difflib.get_close_matches(str(steps[-1]), unknown, n=1)
             written = f"the file has {excerpt(close[0])}; " if close else ""
-            return UsageError(f"{place} is missing", where=where, hint=f"{written}{_listed(known)}")
+            return UsageError(f"{place} is missing", where=where, hint=f"{written}{listed}")
         case "extra_forbidden" | "unexpected_keyword_argument":
-            close_one = did_you_mean(str(steps[-1]), known)
-            hint = f"{close_one} {_listed(known)}" if close_one else _listed(known)
+            hint = f"{did_you_mean(str(steps[-1]), known) or ''} {listed}".strip()
             return UsageError(f"{place} is not a known key", where=where, hint=hint)
         case kind:
             text = error["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
@@ -361,10 +339,6 @@ def _usage_error(
             whole = kind == "value_error" or kind.endswith(("_long", "_short"))
             said = text if whole else f"{text}, not {_shown(value)}"
             return UsageError(f"{place} {said}", where=where)
-
-
-def _listed(known: Iterable[str]) -> str:
-    return f"keys: {', '.join(sorted(known))}"
 
 
 def _shown(value: object) -> str:
@@ -379,15 +353,8 @@ def _keys_at(shape: TypeAdapter[_T], place: tuple[int | str, ...]) -> list[str]:
     """Return the keys that the object at a place may have; none where it is no dataclass."""
     kind: object = shape._type  # noqa: SLF001 - the adapter's type has no public name
     for step in place[:-1]:
-        kind = get_args(kind)[0] if isinstance(step, int) else _fields(kind).get(step)
-    return list(_fields(kind))
-
-
-def _fields(kind: object) -> dict[str, object]:
-    if not (isinstance(kind, type) and is_dataclass(kind)):
-        return {}
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
+        kind = get_args(kind)[0] if isinstance(step, int) else get_type_hints(kind).get(step)
+    return [field.name for field in fields(kind)] if isinstance(kind, type) and is_dataclass(kind) else []
 
 
 # -- words for errors ------------------------------------------------------------------------------------

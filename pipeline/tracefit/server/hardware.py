@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -170,10 +169,8 @@ def _key(name: str) -> str:
     return _MAKERS.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
 
 
-@cache
-def _names() -> Mapping[str, str]:
-    """Folded names and aliases to catalogue names."""
-    return {_key(name): gpu.name for gpu, aliases in _ENTRIES for name in (gpu.name, *aliases)}
+_NAMES: Mapping[str, Gpu] = {_key(name): gpu for gpu, aliases in _ENTRIES for name in (gpu.name, *aliases)}
+"""GPUs by their folded names and aliases."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -185,13 +182,11 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         UsageError: No such GPU; the line names the closest and the known ones.
     """
-    names = _names()
-    found = names.get(_key(name))
-    if found is not None:
-        return CATALOGUE[found]
+    if found := _NAMES.get(_key(name)):
+        return found
     # Cut first: matching takes time with the square of the length.
-    close = difflib.get_close_matches(_key(name)[:_MAX_NAME_CHARS], names, n=_SUGGESTIONS, cutoff=0.6)
-    meant = dict.fromkeys(names[key] for key in close)
+    close = difflib.get_close_matches(_key(name)[:_MAX_NAME_CHARS], _NAMES, n=_SUGGESTIONS, cutoff=0.6)
+    meant = dict.fromkeys(_NAMES[key].name for key in close)
     suggestion = f"did you mean {' or '.join(meant)}? " if meant else ""
     raise UsageError(
         f"GPU {excerpt(name)!r} is not known",
@@ -214,10 +209,7 @@ def read_gpu(path: Path) -> Gpu:
 def parse_gpu(text: bytes | str, *, where: str, fallback_name: str = "custom") -> Gpu:
     """Parse the content of a GPU file, see `read_gpu`.
 
-    Args:
-        text: JSON.
-        where: Name of the source, for errors.
-        fallback_name: Name of a GPU whose object has none.
+    `fallback_name` is that of a GPU whose object has none.
 
     Raises:
         UsageError: As `read_gpu`.

@@ -173,10 +173,7 @@ _MOST_ROWS = 2**28
 def parse_architecture(text: bytes | str, *, where: str, name: str | None = None) -> ModelArchitecture:
     """Parse the content of a Hugging Face `config.json`.
 
-    Args:
-        text: JSON, at most 8 MiB.
-        where: Name of the source, for errors.
-        name: The model's name where it is known; else the config's `_name_or_path`.
+    Without a `name` it is the config's `_name_or_path`.
 
     Returns:
         The architecture, with what had to be assumed listed in `assumed`.
@@ -190,8 +187,7 @@ def parse_architecture(text: bytes | str, *, where: str, name: str | None = None
     heads = config.required(*_HEADS, most=_MOST_HEADS)
     latent = _latent(config)
     experts = _experts(config, layers)
-    quantization = parse_quantization(config.quantization(), where=where)
-    config.assumed.extend(quantization.assumed)
+    quantization = _quantization(config)
     dtype = _dtype(config)
     size = bytes_of_dtype(dtype, key="torch_dtype", where=where)
     return ModelArchitecture(
@@ -251,7 +247,7 @@ class _Config:
         for key, value in found[1:]:
             if value != found[0][1]:
                 first, other = excerpt(found[0][1]), excerpt(value)
-                raise UsageError(f"{found[0][0]} {first} and {key} {other} contradict", where=self.where)
+                raise self.fault(f"{found[0][0]} {first} and {key} {other} contradict")
         return found[0] if found else None
 
     def integer(self, *keys: str, least: int = 1, most: int = _MOST_WIDTH) -> int | None:
@@ -269,10 +265,12 @@ class _Config:
         value = self.integer(*keys, most=most)
         if value is None:
             spellings = f" (also spelled {', '.join(keys[1:])})" if keys[1:] else ""
-            raise UsageError(
-                f"{keys[0]} is missing{spellings}", where=self.where, hint="is this a whole config.json?"
-            )
+            raise self.fault(f"{keys[0]} is missing{spellings}", hint="is this a whole config.json?")
         return value
+
+    def fault(self, what: str, *, hint: str | None = None) -> UsageError:
+        """Return the error of a config that cannot be."""
+        return UsageError(what, where=self.where, hint=hint)
 
     def flag(self, key: str) -> bool | None:
         """Return true, false, or None for a key that is not set."""
@@ -286,20 +284,9 @@ class _Config:
             return None
         if not isinstance(value, list) or len(value) > _MOST_LAYERS or length not in {None, len(value)}:
             wanted = "numbers" if length is None else f"{length} numbers, one per layer"
-            raise UsageError(f"{key} must be a list of {wanted}", where=self.where)
+            raise self.fault(f"{key} must be a list of {wanted}")
         number = whole_number(least, most)
         return [validated(number, item, key=key, where=self.where) for item in value]
-
-    def quantization(self) -> Document | None:
-        """Return the quantization section, at the top or in the nested part."""
-        value = self.get("quantization_config")
-        if value is None:
-            value = self.get("compression_config")
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            raise UsageError(f"quantization_config is {kind_of(value)}, not an object", where=self.where)
-        return value
 
 
 def _open_config(document: Document, *, where: str) -> _Config:
@@ -356,9 +343,7 @@ def _kv_heads(config: _Config, heads: int) -> int:
         config.assumed.append("one KV head per attention head assumed: num_key_value_heads is absent")
         return heads
     if heads % kv_heads:
-        raise UsageError(
-            f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}", where=config.where
-        )
+        raise config.fault(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
     return kv_heads
 
 
@@ -367,10 +352,8 @@ def _head_dim(config: _Config, hidden: int, heads: int) -> int:
     if stated is not None:
         return stated
     if hidden % heads:
-        raise UsageError(
-            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}",
-            where=config.where,
-            hint="state head_dim",
+        raise config.fault(
+            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}", hint="state head_dim"
         )
     config.assumed.append(f"head_dim {hidden // heads} derived: hidden_size / num_attention_heads")
     return hidden // heads
@@ -407,9 +390,7 @@ def _experts(config: _Config, layers: int) -> _Experts:
         return _Experts()
     per_token = config.required(*_EXPERTS_PER_TOKEN, most=_MOST_HEADS)
     if per_token > count:
-        raise UsageError(
-            f"num_experts_per_tok {per_token} is more than the {count} experts there are", where=config.where
-        )
+        raise config.fault(f"num_experts_per_tok {per_token} is more than the {count} experts there are")
     width = config.integer("moe_intermediate_size")
     # Mixtral and Phi-MoE have experts alone, whose width stands where others have the dense FFN's.
     if width is None:
@@ -494,15 +475,14 @@ def _windows(config: _Config, layers: int) -> tuple[int | None, ...]:
 def _windows_by_type(config: _Config, kinds: object, layers: int) -> tuple[int | None, ...]:
     """Return windows from a list that names each layer's kind of attention."""
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise UsageError(f"layer_types must be a list of {layers} names, one per layer", where=config.where)
+        raise config.fault(f"layer_types must be a list of {layers} names, one per layer")
     keys = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     used = {kind for kind in kinds if isinstance(kind, str)}
     unknown = used - {*keys, "full_attention"}
     if unknown or len([kind for kind in kinds if isinstance(kind, str)]) < layers:
         named = excerpt(min(unknown, default="that are no text"))
-        raise UsageError(
+        raise config.fault(
             f"layer_types has layers {named}, which is not supported",
-            where=config.where,
             hint=f"supported: full_attention, {', '.join(keys)}",
         )
     windows = {kind: config.required(key, most=_MOST_ROWS) for kind, key in keys.items() if kind in used}
@@ -518,7 +498,7 @@ def _chunks(config: _Config, layers: int) -> tuple[int | None, ...]:
         interval = config.required("no_rope_layer_interval")
         rotary = [int((layer + 1) % interval != 0) for layer in range(layers)]
     if len(rotary) != layers:
-        raise UsageError(f"no_rope_layers must have {layers} numbers, one per layer", where=config.where)
+        raise config.fault(f"no_rope_layers must have {layers} numbers, one per layer")
     return tuple(chunk if uses_rotary else None for uses_rotary in rotary)
 
 
@@ -593,11 +573,6 @@ _EXPERT_ONLY_METHODS = frozenset({"mxfp4", "experts_int8"})
 def bytes_of_dtype(dtype: str, *, key: str, where: str | None = None) -> float:
     """Return the bytes per element of a named data type.
 
-    Args:
-        dtype: Name, for example `bfloat16`.
-        key: What named it, for the error.
-        where: File or option it stands in, for the error.
-
     Raises:
         UsageError: The name is not known.
     """
@@ -617,19 +592,40 @@ _BITS = ("bits", "w_bit", "weight_bits", "num_bits")
 _LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """Bytes per element of a quantized model's matrices; None is the model's own data type.
+def _quantization(config: _Config) -> _Quantization:
+    """Read the `quantization_config` section.
 
-    Attributes:
-        method: Name of the method, or None for a model that is not quantized.
-        attention_bytes: Attention matrices.
-        ffn_bytes: Dense and shared FFN matrices.
-        expert_bytes: Routed experts.
-        kv_bytes: Cached keys and values.
-        fp8_compute: Matrix products run in fp8.
-        assumed: What the section did not state.
+    Bits come from `bits` (GPTQ, AWQ), `config_groups.*.weights.num_bits` (compressed-tensors, the widest group),
+    `load_in_4bit`/`load_in_8bit` (bitsandbytes), or the method's name (fp8, mxfp4, …). Embedding, output head and router stay
+    in the model's data type under every method.
     """
+    section = config.get("quantization_config")
+    if section is None:
+        section = config.get("compression_config")
+    if section is None:
+        return _Quantization()
+    if not isinstance(section, Mapping):
+        raise config.fault(f"quantization_config is {kind_of(section)}, not an object")
+    method, where = _method(section), config.where
+    size = _weight_bytes(section, method, where=where)
+    if size is None:
+        config.assumed.append(
+            f"weights in the model's data type assumed: quantization {excerpt(method)} states no bits"
+        )
+    only_experts = method in _EXPERT_ONLY_METHODS
+    return _Quantization(
+        method,
+        attention_bytes=None if only_experts or _leaves_out_attention(section) else size,
+        ffn_bytes=None if only_experts else size,
+        expert_bytes=size,
+        kv_bytes=_kv_bytes(section, where=where),
+        fp8_compute=_computes_in_fp8(section, method),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantization:
+    """Bytes per element of a quantized model's matrices; None is the model's own data type."""
 
     method: str | None = None
     attention_bytes: float | None = None
@@ -637,42 +633,6 @@ class Quantization:
     expert_bytes: float | None = None
     kv_bytes: float | None = None
     fp8_compute: bool = False
-    assumed: tuple[str, ...] = ()
-
-
-NOT_QUANTIZED = Quantization()
-
-
-def parse_quantization(section: Document | None, *, where: str) -> Quantization:
-    """Interpret a `quantization_config` section.
-
-    Bits come from `bits` (GPTQ, AWQ), `config_groups.*.weights.num_bits` (compressed-tensors, the widest
-    group), `load_in_4bit`/`load_in_8bit` (bitsandbytes), or the method's name (fp8, mxfp4, …). Embedding,
-    output head and router stay in the model's data type under every method.
-
-    Args:
-        section: The section, or None when there is none.
-        where: Name of the config, for errors.
-
-    Raises:
-        UsageError: A bit count is not valid.
-    """
-    if section is None:
-        return NOT_QUANTIZED
-    method = _method(section)
-    size = _weight_bytes(section, method, where=where)
-    found = Quantization(
-        method=method,
-        expert_bytes=size,
-        ffn_bytes=None if method in _EXPERT_ONLY_METHODS else size,
-        attention_bytes=None if method in _EXPERT_ONLY_METHODS or _leaves_out_attention(section) else size,
-        kv_bytes=_kv_bytes(section, where=where),
-        fp8_compute=_computes_in_fp8(section, method),
-    )
-    if size is None:
-        note = f"weights in the model's data type assumed: quantization {excerpt(method)} states no bits"
-        return replace(found, assumed=(note,))
-    return found
 
 
 def _method(section: Document) -> str:
@@ -809,13 +769,8 @@ def _with_quantization(arch: ModelArchitecture, method: str) -> ModelArchitectur
     if size is None:
         note = f"weights in the model's data type assumed: quantization {excerpt(method)} is not known"
         return replace(arch, quantization=method, assumed=(*arch.assumed, note))
+    arch = replace(arch, quantization=method, expert_weight_bytes=size)
     if method in _EXPERT_ONLY_METHODS:
-        return replace(arch, quantization=method, expert_weight_bytes=size)
-    return replace(
-        arch,
-        quantization=method,
-        attention_weight_bytes=size,
-        ffn_weight_bytes=size,
-        expert_weight_bytes=size,
-        fp8_compute=method in _FP8_COMPUTE_METHODS,
-    )
+        return arch
+    fp8_compute = method in _FP8_COMPUTE_METHODS
+    return replace(arch, attention_weight_bytes=size, ffn_weight_bytes=size, fp8_compute=fp8_compute)

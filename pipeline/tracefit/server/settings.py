@@ -13,6 +13,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -23,7 +24,6 @@ from tracefit.server.documents import (
     Scalar,
     Text,
     WholeNumber,
-    as_text,
     excerpt,
     kind_of,
     parse_json_object,
@@ -234,9 +234,7 @@ def _scalar(value: object) -> Scalar:
 def merge(base: ServerSettings, overrides: ServerSettings) -> ServerSettings:
     """Return settings in which `overrides` wins wherever it states a value.
 
-    Args:
-        base: Settings of the run's files.
-        overrides: Settings given by the user; values keep their own sources.
+    Values keep their own sources.
     """
     sources = {**base.sources, **overrides.sources}
     changes = {
@@ -286,10 +284,13 @@ _MAX_COMMAND_CHARS = (
 _NESTED = frozenset({"vllm", "server", "args", "engine_args", "vllm_args"})
 _MAX_NESTED = 4
 # As vLLM reads counts: lower case is decimal, upper case binary.
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _COUNT = re.compile(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})([kmgKMG]?)", re.ASCII)
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server")
 _IMAGE = "vllm/vllm-openai"  # its entry point is the server: what follows are the server's arguments
+_ENDS = frozenset(
+    {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>", "&>"}
+)  # of a command in a shell script
 # The server's switches without value; for an option that is not listed, the next word is its value.
 _SWITCHES = FLAGS | {
     "trust_remote_code",
@@ -316,11 +317,9 @@ def read_settings(path: Path) -> ServerSettings:
     """
     where = str(path)
     suffix = path.suffix.lower()
-    if suffix == ".json":
-        document = parse_json_object(read_bytes(path, limit_bytes=_MAX_BYTES), where=where)
-        return settings_from(_stated(document, where=where), where=where, source="read")
-    if suffix in {".yaml", ".yml"}:
-        return parse_settings_yaml(read_bytes(path, limit_bytes=_MAX_BYTES), where=where)
+    if suffix in {".json", ".yaml", ".yml"}:
+        content = read_bytes(path, limit_bytes=_MAX_BYTES)
+        return parse_settings(content, where=where, is_json=suffix == ".json")
     # A log can hold stray bytes; they do not make the arguments unreadable.
     text = read_bytes(path, limit_bytes=_MAX_LOG_BYTES).decode("utf-8", errors="replace")
     logged = _find_logged(text)
@@ -329,21 +328,16 @@ def read_settings(path: Path) -> ServerSettings:
     return parse_serve_command(text, where=where)
 
 
-def parse_settings_yaml(content: bytes | str, *, where: str) -> ServerSettings:
+def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -> ServerSettings:
     """Read a run description: `exp-config.yaml`, `run.yaml`, or a vLLM `--config` file.
 
     Keys are vLLM's option names or the shorter ones of run descriptions, with dashes or underscores, at the top
     or under `vllm:`, `server:` or `args:`; `args` may also be a list or a line of options.
 
-    Args:
-        content: YAML, at most 1 MiB, without aliases.
-        where: Name of the source, for errors.
-
     Raises:
         UsageError: Not such a file, or a value that its setting cannot have.
     """
-    text = as_text(content, where=where, limit_bytes=_MAX_BYTES)
-    document = parse_yaml_object(text, where=where)
+    document = (parse_json_object if is_json else parse_yaml_object)(content, where=where)
     return settings_from(_stated(document, where=where), where=where, source="read")
 
 
@@ -372,10 +366,6 @@ def parse_serve_command(text: str, *, where: str) -> ServerSettings:
     Takes `--option value`, `--option=value`, `-tp 2`, switches and their `--no-` forms, and counts such as `16k`
     (16,000) and `16K` (16,384), as vLLM does. Nothing is executed or expanded.
 
-    Args:
-        text: The command line or the script.
-        where: Name of the source, for errors.
-
     Raises:
         UsageError: No such command in it, quotes that do not close, or a value that cannot be.
     """
@@ -384,11 +374,10 @@ def parse_serve_command(text: str, *, where: str) -> ServerSettings:
     # A shell joins lines that end in a backslash.
     joined = re.sub(r"\\\r?\n", " ", text)
     for line in joined.splitlines():
-        if "vllm" not in line or line.lstrip().startswith("#"):
-            continue
-        words = _serve_arguments(_split(line, where=where), where=where)
-        if words is not None:
-            return settings_from(_options(words, where=where), where=where, source="read")
+        if "vllm" in line and not line.lstrip().startswith("#"):
+            words = _serve_arguments(_split(line, where=where), where=where)
+            if words is not None:
+                return settings_from(_options(words, where=where), where=where, source="read")
     raise UsageError(
         "holds no `vllm serve` command", where=where, hint="give the line that starts the server"
     )
@@ -409,17 +398,10 @@ def _serve_arguments(words: list[str], *, where: str) -> list[str] | None:
         if "vllm serve" in word:  # a whole command in quotes, as for `bash -c`
             return _serve_arguments(_split(word, where=where), where=where)
         follows = words[index + 1 : index + 2]
-        if word.rsplit("/", 1)[-1] == "vllm" and follows == ["serve"]:
-            return _until_end(words[index + 2 :])
-        if word in _MODULES or word.startswith(_IMAGE):
-            return _until_end(words[index + 1 :])
+        is_command = word.rsplit("/", 1)[-1] == "vllm" and follows == ["serve"]
+        if is_command or word in _MODULES or word.startswith(_IMAGE):
+            return list(takewhile(lambda word: word not in _ENDS, words[index + 1 + is_command :]))
     return None
-
-
-def _until_end(words: list[str]) -> list[str]:
-    ends = ("&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>", "&>")
-    end = next((index for index, word in enumerate(words) if word in ends), len(words))
-    return words[:end]
 
 
 def _options(words: list[str], *, where: str) -> Iterator[tuple[str, object]]:
@@ -474,7 +456,7 @@ def _literal(value: str) -> object:
     count = _COUNT.fullmatch(value)
     if count is None:
         return value
-    number = float(count[1]) * _UNITS[count[2]] if count[2] else float(count[1])
+    number = float(count[1]) * _UNITS[count[2]]
     return int(number) if number.is_integer() else number
 
 
@@ -484,8 +466,7 @@ def _literal(value: str) -> object:
 def _find_logged(text: str) -> dict[str, object] | None:
     """Return the arguments vLLM logged: `non-default args: {…}` or `args: Namespace(…)`; null where it did not.
 
-    The last such line counts, since a log can hold several starts. Values that are no plain literals
-    (nested configuration objects) are passed over.
+    The last such line counts, since a log can hold several starts. Values that are no plain literals are passed over.
     """
     for line in reversed(text.splitlines()):
         # A plain search first: the patterns are slow on lines that cannot match.
@@ -496,7 +477,7 @@ def _find_logged(text: str) -> dict[str, object] | None:
             return _logged_dict(logged[1])
         namespace = _LOGGED_NAMESPACE.search(line)
         if namespace is not None:
-            return {name: _python(value) for name, value in _NAMESPACE_ITEM.findall(namespace[1])}
+            return _literals(_NAMESPACE_ITEM, namespace[1])
     return None
 
 
@@ -509,13 +490,11 @@ def _logged_dict(text: str) -> dict[str, object]:
         value = None  # an object's repr among the values; the plain items are read without it
     if isinstance(value, dict):
         return {str(key): item for key, item in value.items()}
-    return {name: _python(item) for name, item in _DICT_ITEM.findall(text)}
+    return _literals(_DICT_ITEM, text)
 
 
-def _python(literal: str) -> object:
-    """Read one of the literals `_LITERAL` matches."""
-    value: object = ast.literal_eval(literal)
-    return value
+def _literals(item: re.Pattern[str], text: str) -> dict[str, object]:
+    return {name: ast.literal_eval(literal) for name, literal in item.findall(text)}
 
 
 # -- flags that turn on traces --------------------------------------------------------------------------

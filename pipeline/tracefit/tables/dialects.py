@@ -10,9 +10,12 @@ every other module derives its knowledge of dialects from these rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import polars as pl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Target = Literal["journey_events", "steps", "request_snapshots", "requests"]
 Take = Literal["value", "start", "end", "duration", "later_durations"]
@@ -144,53 +147,56 @@ _CORE_EVENTS: dict[str, tuple[str, ...]] = {
 
 _ANY_EVENT = "*"
 _NS_PER_S = 1e9
-_CLOCK_KEYS = (
-    ("ts.monotonic_ns", 1.0),
-    ("ts_monotonic_ns", 1.0),
-    ("ts.monotonic", _NS_PER_S),
-    ("event.ts.monotonic", _NS_PER_S),
-    ("ts_monotonic", _NS_PER_S),
-)
-"""Spellings of a journey event's time: whole nanoseconds, and seconds."""
+_CLOCK_KEYS = {
+    1.0: ("ts.monotonic_ns", "ts_monotonic_ns"),
+    _NS_PER_S: ("ts.monotonic", "event.ts.monotonic", "ts_monotonic"),
+}
+"""Spellings of a journey event's time, by their factor: whole nanoseconds, and seconds."""
 
 
-def _journey(scope: str, event: str, table: Target, keys: dict[str, tuple[str, ...]]) -> tuple[Spelling, ...]:
-    return tuple(
+def _journey(scope: str, event: str, table: Target, keys: dict[str, tuple[str, ...]]) -> list[Spelling]:
+    return [
         Spelling("journey", scope, None, event, key, table, column)
-        for column, ks in keys.items()
-        for key in ks
-    )
+        for column, spellings in keys.items()
+        for key in spellings
+    ]
 
 
-def _clock(scope: str) -> tuple[Spelling, ...]:
-    return tuple(
-        Spelling("journey", scope, None, _ANY_EVENT, key, "journey_events", "ts_ns", factor=factor)
-        for key, factor in _CLOCK_KEYS
-    )
+def _journeys(scope: str, events: dict[str, tuple[str, ...]]) -> list[Spelling]:
+    """Return the rows of a layer: the names of its events, their attributes, and their time."""
+    return [
+        *(
+            Spelling("journey", scope, None, spelled, EVENT_NAME, "journey_events", event)
+            for event, spellings in events.items()
+            for spelled in spellings
+        ),
+        *_journey(scope, _ANY_EVENT, "journey_events", _JOURNEY_KEYS),
+        *(
+            Spelling("journey", scope, None, _ANY_EVENT, key, "journey_events", "ts_ns", factor=factor)
+            for factor, keys in _CLOCK_KEYS.items()
+            for key in keys
+        ),
+    ]
 
 
-def _names(scope: str, events: dict[str, tuple[str, ...]]) -> tuple[Spelling, ...]:
-    return tuple(
-        Spelling("journey", scope, None, spelled, EVENT_NAME, "journey_events", event)
-        for event, spellings in events.items()
-        for spelled in spellings
-    )
-
-
-def _attributes(dialect: str, scope: str) -> tuple[Spelling, ...]:
-    return tuple(
+def _attributes(dialect: str, scope: str) -> list[Spelling]:
+    return [
         Spelling(dialect, scope, "llm_request", None, key, "requests", column)
         for column, key in _REQUEST_KEYS.items()
-    )
+    ]
 
 
-def _stock(scope: str) -> tuple[Spelling, ...]:
-    seconds = tuple(
-        Spelling("stock", scope, "llm_request", None, f"gen_ai.latency.{key}", "requests", column, factor=1e6)
-        for column, key in _SECONDS.items()
-    )
-    times = (Spelling("stock", scope, "llm_request", None, None, "requests", "arrival_ns", "start"),)
-    return (*times, *_attributes("stock", scope), *seconds)
+def _stock(scope: str) -> list[Spelling]:
+    return [
+        Spelling("stock", scope, "llm_request", None, None, "requests", "arrival_ns", "start"),
+        *_attributes("stock", scope),
+        *(
+            Spelling(
+                "stock", scope, "llm_request", None, f"gen_ai.latency.{key}", "requests", column, factor=1e6
+            )
+            for column, key in _SECONDS.items()
+        ),
+    ]
 
 
 def _phase(span: str, column: str, take: Take) -> Spelling:
@@ -198,12 +204,8 @@ def _phase(span: str, column: str, take: Take) -> Spelling:
 
 
 SPELLINGS: tuple[Spelling, ...] = (
-    *_names(_API_SCOPE, _API_EVENTS),
-    *_names(_CORE_SCOPE, _CORE_EVENTS),
-    *_journey(_API_SCOPE, _ANY_EVENT, "journey_events", _JOURNEY_KEYS),
-    *_journey(_CORE_SCOPE, _ANY_EVENT, "journey_events", _JOURNEY_KEYS),
-    *_clock(_API_SCOPE),
-    *_clock(_CORE_SCOPE),
+    *_journeys(_API_SCOPE, _API_EVENTS),
+    *_journeys(_CORE_SCOPE, _CORE_EVENTS),
     *_journey(_STEP_SCOPE, STEP_EVENT, "steps", _STEP_KEYS),
     *_journey(_STEP_SCOPE, SNAPSHOT_EVENT, "request_snapshots", _SNAPSHOT_KEYS),
     *_attributes("journey", _API_SCOPE),
@@ -226,21 +228,27 @@ SPELLINGS: tuple[Spelling, ...] = (
 )
 """Everything that is read of a trace. Of several attributes for one column the first that is there counts."""
 
-VLLM_SCOPES = tuple(dict.fromkeys(s.scope for s in SPELLINGS if s.scope))
-PHASE_SPANS = tuple(dict.fromkeys(s.span for s in SPELLINGS if s.scope is None and s.span))
+
+def _distinct(values: Iterable[str | None]) -> tuple[str, ...]:
+    """Return texts once each, in the order in which they come first."""
+    return tuple(dict.fromkeys(filter(None, values)))
+
+
+VLLM_SCOPES = _distinct(s.scope for s in SPELLINGS)
+PHASE_SPANS = _distinct(s.span for s in SPELLINGS if s.scope is None)
 """Spans that are known by their names, in any scope that begins with `vllm`."""
 
-DIALECTS = tuple(dict.fromkeys(s.dialect for s in SPELLINGS))
+DIALECTS = _distinct(s.dialect for s in SPELLINGS)
 JOURNEY = "journey"
 """Of requests whose events were traced."""
-_WITH_EVENTS = {s.dialect for s in SPELLINGS if s.event}
+_WITH_EVENTS = _distinct(s.dialect for s in SPELLINGS if s.event)
 WITHOUT_EVENTS = tuple(name for name in DIALECTS if name not in _WITH_EVENTS)
 """Dialects whose spans describe requests by themselves, without events."""
 
 REQUEST_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.dialect in WITHOUT_EVENTS)
 """How requests are read of such spans."""
 
-FRONT_SCOPES = tuple(dict.fromkeys(s.scope for s in SPELLINGS if s.span == "llm_request" and s.scope))
+FRONT_SCOPES = _distinct(s.scope for s in SPELLINGS if s.span == "llm_request")
 """Scopes of the process in front of the engine core."""
 
 
@@ -262,28 +270,30 @@ def dialect_of(scope: str | None, span: str | None = None) -> str | None:
     return next((s.dialect for s in SPELLINGS if s.scope == scope and scope), None)
 
 
-def _keys(table: Target) -> dict[str, tuple[str, ...]]:
-    """Return, by column of an event table, the attribute keys it is read from; the first present one wins."""
-    keys: dict[str, dict[str, None]] = {}
-    for s in SPELLINGS:
-        if s.table == table and s.attribute and s.column != "ts_ns":
-            keys.setdefault(s.column, {})[s.attribute] = None
-    return {column: tuple(found) for column, found in keys.items()}
+def _by_column(spellings: Iterable[Spelling]) -> dict[str, tuple[str, ...]]:
+    """Return, by column, the attributes it is read from; the first present one wins."""
+    rows = [s for s in spellings if s.attribute]
+    return {
+        column: _distinct(s.attribute for s in rows if s.column == column)
+        for column in _distinct(s.column for s in rows)
+    }
 
 
-def _clock_keys(factor: float) -> tuple[str, ...]:
-    return tuple(
-        dict.fromkeys(
-            s.attribute for s in SPELLINGS if s.column == "ts_ns" and s.attribute and s.factor == factor
-        )
-    )
+_OF_EVENTS = [s for s in SPELLINGS if s.event and s.column != "ts_ns"]
+_OF_SPANS = [s for s in SPELLINGS if s.table == "requests" and s.attribute]
 
+JOURNEY_KEYS, STEP_KEYS, SNAPSHOT_KEYS = (
+    _by_column(s for s in _OF_EVENTS if s.table == table)
+    for table in ("journey_events", "steps", "request_snapshots")
+)
+REQUEST_ATTRIBUTES = _by_column(s for s in _OF_SPANS if s.dialect in _WITH_EVENTS)
+"""Column of an API span's row to the attributes that may hold it."""
 
-JOURNEY_KEYS = _keys("journey_events")
-STEP_KEYS = _keys("steps")
-SNAPSHOT_KEYS = _keys("request_snapshots")
-TS_NS_KEYS = _clock_keys(1.0)
-TS_S_KEYS = _clock_keys(_NS_PER_S)
+TS_NS_KEYS, TS_S_KEYS = (
+    _distinct(s.attribute for s in SPELLINGS if s.column == "ts_ns" and s.factor == factor)
+    for factor in _CLOCK_KEYS
+)
+"""Attributes of a journey event's time: in nanoseconds, and in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,26 +306,27 @@ class JourneyEvent:
     spellings: tuple[str, ...]
 
 
-def _journey_events() -> tuple[JourneyEvent, ...]:
-    spelled: dict[tuple[str, str], list[str]] = {}
-    for s in SPELLINGS:
-        if s.attribute == EVENT_NAME and s.scope and s.event:
-            spelled.setdefault((s.column, s.scope), []).append(s.event)
-    return tuple(
-        JourneyEvent(event, "api" if event in _API_EVENTS else "core", scope, tuple(names))
-        for (event, scope), names in spelled.items()
+_NAMES = [s for s in SPELLINGS if s.attribute == EVENT_NAME and s.scope]
+JOURNEY_EVENTS = tuple(
+    JourneyEvent(
+        event,
+        "api" if event in _API_EVENTS else "core",
+        scope,
+        _distinct(s.event for s in _NAMES if (s.column, s.scope) == (event, scope)),
     )
-
-
-JOURNEY_EVENTS = _journey_events()
-API_SCOPES = tuple(dict.fromkeys(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "api"))
-CORE_SCOPES = tuple(dict.fromkeys(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "core"))
+    for event, scope in dict.fromkeys((s.column, s.scope or "") for s in _NAMES)
+)
+API_SCOPES = _distinct(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "api")
+CORE_SCOPES = _distinct(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "core")
 """Scopes of the spans whose events are the journeys of the API process, and of the engine core."""
+
+SPAN_KEYS = tuple(sorted({s.attribute or "" for s in _OF_SPANS}))
+"""Attributes of spans that become columns of their rows."""
 
 SPAN_ATTRIBUTES = tuple(
     sorted(
-        {s.attribute for s in SPELLINGS if s.table == "requests" and s.attribute}
-        | {
+        {
+            *SPAN_KEYS,
             "gen_ai.request.choice.count",
             "gen_ai.request.frequency_penalty",
             "gen_ai.request.model",
@@ -352,19 +363,3 @@ REASONS = (
     "shutdown",
 )
 """Words for why a request ended, kept as they are; error messages, which may quote a prompt, are not."""
-
-_REQUEST_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.attribute)
-REQUEST_ATTRIBUTES = {
-    column: tuple(
-        dict.fromkeys(
-            s.attribute
-            for s in _REQUEST_RULES
-            if s.column == column and s.attribute and s.dialect in _WITH_EVENTS
-        )
-    )
-    for column in dict.fromkeys(s.column for s in _REQUEST_RULES if s.dialect in _WITH_EVENTS)
-}
-"""Column of an API span's row to the attributes that may hold it, first present wins."""
-
-SPAN_KEYS = tuple(sorted({s.attribute for s in _REQUEST_RULES if s.attribute}))
-"""Attributes of spans that become columns of their rows."""

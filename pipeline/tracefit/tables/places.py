@@ -7,7 +7,12 @@ there the manifest is replaced only in the state in which it was read.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import os
+import shutil
+import stat
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,26 +20,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from tracefit.errors import DataError
+from tracefit.errors import DataError, UsageError
 from tracefit.inputs import buckets
 from tracefit.inputs.buckets import BucketPath, Version, place_of
-from tracefit.tables.disk import (
-    SCRATCH_PREFIX,
-    inside,
-    locked,
-    open_regular,
-    refuse_links,
-    scratch_folder,
-    sweep,
-    write_whole,
-)
+from tracefit.tables.disk import SCRATCH_PREFIX, scratch_folder, write_whole
 
 if TYPE_CHECKING:
+    import io
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
-
-KEPT_BYTES = 1 << 30
-"""Bytes of objects whose copies a writer keeps on disk: it reads what it has staged several times over."""
 
 LEFTOVER_AGE = timedelta(days=1)
 """Age from which an object that no manifest names belongs to no writer or reader that is still at work."""
@@ -61,13 +55,23 @@ class Disk:
         Raises:
             UsageError: A symbolic link lies where files are written or removed.
         """
-        with locked(self.root, waiting=waiting):
+        self.root.mkdir(parents=True, exist_ok=True)
+        # The lock is on the folder itself: the system releases it with the process.
+        handle = os.open(self.root, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(handle, fcntl.LOCK_EX)
             for place in self.root.iterdir():
                 if place.name in own or place.name.startswith(SCRATCH_PREFIX):
-                    inside(self.root, place.name)
+                    self._path(place.name)
                     if place.is_dir():
-                        refuse_links(place)
+                        _refuse_links(place)
             yield self
+        finally:
+            os.close(handle)
 
     def scratch(self) -> AbstractContextManager[Path]:
         """Make a folder for files that are not finished, and remove it afterwards."""
@@ -130,7 +134,8 @@ class Disk:
 
     def remove_scratch(self) -> None:
         """Remove the scratch folders of writers that died; the lock is held."""
-        sweep(self.root)
+        for folder in self.root.glob(f"{SCRATCH_PREFIX}*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def read_versioned(self, name: str) -> tuple[bytes, Version | None]:
         """Return a small file, and its version where there are versions.
@@ -142,7 +147,7 @@ class Disk:
         """
         path = self._path(name)
         try:
-            with open_regular(path) as stream:
+            with _open_regular(path) as stream:
                 return stream.read(), None
         except FileNotFoundError:
             raise
@@ -155,7 +160,45 @@ class Disk:
         return True
 
     def _path(self, name: str) -> Path:
-        return inside(self.root, *name.split("/"))
+        """Return the path of a name, which need not exist.
+
+        Raises:
+            UsageError: It contains a symbolic link, which may lead anywhere if the folder came from elsewhere.
+        """
+        path = self.root
+        for part in name.split("/"):
+            path = path / part
+            if path.is_symlink():
+                raise _link(path)
+        return path
+
+
+def _refuse_links(folder: Path) -> None:
+    folders = [folder]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    raise _link(Path(entry.path))
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
+
+
+def _link(path: Path) -> UsageError:
+    return UsageError(
+        "is a symbolic link, and nothing outside the tables folder is read, written or removed",
+        where=str(path),
+        hint="remove the link and ingest the traces again",
+    )
+
+
+def _open_regular(path: Path) -> io.BufferedReader:
+    """Open a file for reading; it is refused if it is a link, a pipe or a device, which would never end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(handle, "rb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +207,14 @@ class Bucket:
 
     Attributes:
         root: The prefix.
-        kept: A folder with copies of what this writer has put, up to `KEPT_BYTES`; on another machine it is not there.
+        kept: A folder with copies of what this writer has put, for it reads what it has staged several times over; on
+            another machine it is not there.
+        kept_bytes: Most bytes of these copies.
     """
 
     root: BucketPath
     kept: Path | None = None
+    kept_bytes: int = 1 << 30
     has_lock: ClassVar[bool] = False
 
     @contextmanager
@@ -189,7 +235,7 @@ class Bucket:
         if self.kept is None or not self.kept.is_dir():
             return
         held = sum(path.stat().st_size for path in self.kept.rglob("*") if path.is_file())
-        if held + sum(path.stat().st_size for path in files.values()) <= KEPT_BYTES:
+        if held + sum(path.stat().st_size for path in files.values()) <= self.kept_bytes:
             Disk(self.kept).put(files)
 
     @contextmanager
@@ -285,5 +331,5 @@ def digest_of(path: Path) -> str:
     Raises:
         OSError: It cannot be read, or is a pipe or a device.
     """
-    with open_regular(path) as stream:
+    with _open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -44,38 +44,27 @@ _HEX_DIGITS_OF_64_BITS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts of the spans of one part that count.
+class ResolvedPart:
+    """A staged part, and facts of its spans that count.
 
     Attributes:
+        part: The part.
         spans: row, server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero (the
             same, of the server).
         spans_read: Spans of the run's files in the part, duplicates included.
         rows: All spans of the part.
     """
 
+    part: RunPart
     spans: pl.DataFrame
     spans_read: int
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """The result of looking at all spans of a run.
-
-    Attributes:
-        parts: Facts of each part.
-        clocks: server, low, high: ranges of wall clock less engine clock that its spans agree on.
-    """
-
-    parts: list[Facts]
-    clocks: pl.DataFrame
-
-
 CLOCKS = {"server": pl.String, "low": pl.Int64, "high": pl.Int64}
 
 
-def resolve(place: Place, parts: Sequence[RunPart]) -> Resolved:
+def resolve(place: Place, parts: Sequence[RunPart]) -> tuple[list[ResolvedPart], pl.DataFrame]:
     """Return the spans of a run that count, with their servers, and the clocks of the servers.
 
     A span is identified by (trace_id, span_id): if it was read twice, the first one counts.
@@ -85,10 +74,11 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> Resolved:
         parts: The run's parts.
 
     Returns:
-        Facts of each part, and the clocks of the servers.
+        Facts of each part, and the ranges of wall clock less engine clock that each server's spans agree on: server, low,
+        high.
     """
     if not parts:
-        return Resolved([], pl.DataFrame(schema=CLOCKS))
+        return [], pl.DataFrame(schema=CLOCKS)
     every, rows = [], []
     for number, part in enumerate(parts):
         staged = read_staged(place, part.name, "spans", _NARROW)
@@ -105,8 +95,10 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> Resolved:
     facts, clocks = _facts(spans), clocks_of(spans)
     by_part = facts.partition_by("part", as_dict=True, maintain_order=True, include_key=False)
     none = facts.clear().drop("part")
-    found = [Facts(by_part.get((part,), none), read.get(part, 0), rows[part]) for part in range(len(parts))]
-    return Resolved(found, clocks)
+    return [
+        ResolvedPart(part, by_part.get((number,), none), read.get(number, 0), rows[number])
+        for number, part in enumerate(parts)
+    ], clocks
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:

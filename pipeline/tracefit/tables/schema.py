@@ -8,7 +8,7 @@ still valid OTLP. So a row that breaks a rule (`TableSchema.sift`) never reaches
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import polars as pl
@@ -70,33 +70,15 @@ class Rule:
     """A condition that every row of a table meets.
 
     Attributes:
-        name: The fault in words: `steps.step_id is out of range`.
-        breaks: True on rows with the fault; null counts as false.
-        needs: Columns that `breaks` reads. Rows that lack one are not checked.
-        clears: Column whose value is cleared; None leaves the whole row out.
-    """
-
-    name: str
-    breaks: pl.Expr
-    needs: tuple[str, ...]
-    clears: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RowRule:
-    """A rule over more than one value: the fault of `column`, and an expression that is true on rows with the fault.
-
-    Attributes:
-        column: The faulty column.
-        what: The fault in words.
-        breaks: True on rows with the fault.
-        needs: Columns it reads: of the table, or evidence of the run that the caller of `sift` adds.
+        column: The column that is at fault where it is broken.
+        what: The fault in words: `out of range`.
+        breaks: True on rows with the fault; null counts as false. It reads columns of the table, or evidence of the run that
+            the caller of `sift` adds; rows that lack one are not checked.
     """
 
     column: str
     what: str
     breaks: pl.Expr
-    needs: tuple[str, ...]
 
 
 OFF_CLOCK, STRAY_STEP = "is_off_clock", "is_stray_step"
@@ -123,7 +105,7 @@ class TableSchema:
     key: tuple[str, ...]
     columns: tuple[Column, ...]
     open_ended: bool = False
-    checks: tuple[RowRule, ...] = ()
+    checks: tuple[Rule, ...] = ()
     clears_values: bool = False
 
     @property
@@ -173,15 +155,14 @@ class TableSchema:
         for c in self.columns:
             if c.least is not None and c.most is not None:
                 least, most = (pl.lit(b, c.polars) for b in (c.least, c.most))
-                yield self._rule(c.name, "out of range", ~pl.col(c.name).is_between(least, most), (c.name,))
+                yield Rule(c.name, "out of range", ~pl.col(c.name).is_between(least, most))
             if c.limit is not None and c.limit in limits:
-                yield self._rule(c.name, f"above {c.limit}", pl.col(c.name) > limits[c.limit], (c.name,))
-        for check in self.checks:
-            yield self._rule(check.column, check.what, check.breaks, check.needs)
+                yield Rule(c.name, f"above {c.limit}", pl.col(c.name) > limits[c.limit])
+        yield from self.checks
 
-    def _rule(self, column: str, what: str, breaks: pl.Expr, needs: tuple[str, ...]) -> Rule:
-        is_cleared = self.clears_values and next(c.nullable for c in self.columns if c.name == column)
-        return Rule(f"{self.name}.{column} is {what}", breaks, needs, column if is_cleared else None)
+    def fault(self, rule: Rule) -> str:
+        """Return the name under which rows that break a rule are counted: `steps.step_id is out of range`."""
+        return f"{self.name}.{rule.column} is {rule.what}"
 
     def sift(self, rows: pl.DataFrame, limits: Mapping[str, float]) -> tuple[pl.DataFrame, pl.DataFrame]:
         """Leave out rows, or clear values, that break a rule.
@@ -200,28 +181,24 @@ class TableSchema:
         if not fired:
             return rows, _BROKEN
         nothing = pl.repeat(value=False, n=rows.height, eager=True)
+        nullable = {c.name for c in self.columns if c.nullable} if self.clears_values else set()
         left_out, cleared, broken = nothing, dict[str, pl.Series](), [_BROKEN]
-        marks = rows.select(rule.breaks.fill_null(value=False).alias(rule.name) for rule in fired)
         for rule in fired:
+            is_cleared = rule.column in nullable
             # A value, or a row, is reported once, under the first rule it breaks.
-            before = left_out if rule.clears is None else cleared.get(rule.clears, nothing)
-            mark = marks[rule.name] & ~before
-            broken.append(rows.filter(mark).select("row", reason=pl.lit(rule.name)))
-            if rule.clears is None:
-                left_out |= mark
+            before = cleared.get(rule.column, nothing) if is_cleared else left_out
+            mark = rows.select(rule.breaks.fill_null(value=False)).to_series() & ~before
+            broken.append(rows.filter(mark).select("row", reason=pl.lit(self.fault(rule))))
+            if is_cleared:
+                cleared[rule.column] = before | mark
             else:
-                cleared[rule.clears] = cleared.get(rule.clears, nothing) | mark
+                left_out = before | mark
         values = [pl.when(~mark).then(name).alias(name) for name, mark in cleared.items()]
         return rows.with_columns(values).filter(~left_out), pl.concat(broken)
 
     def empty(self) -> pl.DataFrame:
         """Return a frame of no rows."""
-        return _empty(self)
-
-
-@cache
-def _empty(table: TableSchema) -> pl.DataFrame:
-    return pl.DataFrame(schema={c.name: c.polars for c in table.columns})
+        return pl.DataFrame(schema={c.name: c.polars for c in self.columns})
 
 
 @lru_cache(maxsize=64)
@@ -233,7 +210,7 @@ def _rules_for(
     Kept, because making the expressions takes as long as the check of a small run.
     """
     have = set(columns)
-    rules = [rule for rule in table.rules(dict(limits)) if have.issuperset(rule.needs)]
+    rules = [rule for rule in table.rules(dict(limits)) if have.issuperset(rule.breaks.meta.root_names())]
     return rules, [rule.breaks.any().alias(str(n)) for n, rule in enumerate(rules)]
 
 
@@ -295,6 +272,18 @@ def _us(name: str, doc: str) -> Column:
     return Column(name, "float64", doc, "us")
 
 
+def _f(name: str, doc: str, unit: str = "ratio") -> Column:
+    return Column(name, "float64", doc, unit)
+
+
+def _json(name: str, doc: str) -> Column:
+    return Column(name, "json", doc)
+
+
+def _flag(name: str, doc: str) -> Column:
+    return Column(name, "bool", doc)
+
+
 _RUN = (
     _s("run_id", "the run's folder name, cleaned"),
     _s("server", "service.instance.id, else host.name, else service.name"),
@@ -308,9 +297,9 @@ RUNS = TableSchema(
     (
         *_RUN,
         _s("model", "model name as served"),
-        Column("model_config", "json", "config.json as it was read"),
-        Column("settings", "json", "server settings, each with where it came from (given, read, assumed)"),
-        Column("gpu", "json", "GPU specification, null without one"),
+        _json("model_config", "config.json as it was read"),
+        _json("settings", "server settings, each with where it came from (given, read, assumed)"),
+        _json("gpu", "GPU specification, null without one"),
         _s("dialects", "trace dialects found, comma separated"),
         _i("files", "trace files read"),
         _i("bytes", "bytes read", "byte"),
@@ -325,42 +314,32 @@ RUNS = TableSchema(
             "clock_corrected_events",
             "API events stamped on another clock than the engine core's, moved to it",
         ),
-        Column("events", "json", "event name to count"),
-        Column(
-            "implausible", "json", "rule that rows broke to how many did (of the run); they are in `rejects`"
-        ),
-        Column(
+        _json("events", "event name to count"),
+        _json("implausible", "rule that rows broke to how many did (of the run); they are in `rejects`"),
+        _json(
             "missing_attributes",
-            "json",
             "event to its attributes that none of these events has a usable value of (of the run)",
         ),
         _i("epochs", "engine starts in the traces"),
         _i("steps", "steps with a summary"),
         _i("requests", "requests"),
-        Column("step_sampling", "float64", "steps with a summary / steps counted", "ratio"),
-        Column("journey_sampling", "float64", "estimated share of requests with a journey", "ratio"),
-        Column("snapshot_sampling", "float64", "steps with snapshots / steps with a summary", "ratio"),
-        Column("arrival_rate_per_s", "float64", "requests arriving per second, first to last arrival", "1/s"),
-        Column("prompt_tokens_mean", "float64", "mean prompt length", "token"),
-        Column("max_tokens_mean", "float64", "mean of the output tokens allowed", "token"),
-        Column("output_tokens_mean", "float64", "mean output length", "token"),
+        _f("step_sampling", "steps with a summary / steps counted"),
+        _f("journey_sampling", "estimated share of requests with a journey"),
+        _f("snapshot_sampling", "steps with snapshots / steps with a summary"),
+        _f("arrival_rate_per_s", "requests arriving per second, first to last arrival", "1/s"),
+        _f("prompt_tokens_mean", "mean prompt length", "token"),
+        _f("max_tokens_mean", "mean of the output tokens allowed", "token"),
+        _f("output_tokens_mean", "mean output length", "token"),
         _i("kv_events", "KV-cache events"),
         _i("kv_duplicate_events", "beginnings of transfers that were recorded twice (of the run)"),
         _i("kv_transfers", "transfers of KV blocks that were initiated"),
         _i("kv_transfers_unfinished", "transfers without an end"),
-        Column("kv_block_lifetime_us", "float64", "mean lifetime of a removed KV block", "us"),
-        Column(
+        _us("kv_block_lifetime_us", "mean lifetime of a removed KV block"),
+        _f(
             "kv_prefix_hit_ratio",
-            "float64",
             "KV blocks requests have that were never stored / full blocks of their prompts; null without all journeys",
-            "ratio",
         ),
-        Column(
-            "prefix_hit_ratio",
-            "float64",
-            "prompt tokens found in the prefix cache, from snapshots",
-            "ratio",
-        ),
+        _f("prefix_hit_ratio", "prompt tokens found in the prefix cache, from snapshots"),
         _ns("first_unix_ns", "first span's start"),
         _ns("last_unix_ns", "last span's end"),
     ),
@@ -415,8 +394,8 @@ JOURNEY_EVENTS = TableSchema(
         _s("reason", "reason of an API abort: a known one, or `other`"),
     ),
     checks=(
-        RowRule("ts_ns", "off the run's clock", pl.col(OFF_CLOCK), (OFF_CLOCK,)),
-        RowRule("step_id", "far from the steps around it", pl.col(STRAY_STEP), (STRAY_STEP,)),
+        Rule("ts_ns", "off the run's clock", pl.col(OFF_CLOCK)),
+        Rule("step_id", "far from the steps around it", pl.col(STRAY_STEP)),
     ),
     clears_values=True,
 )
@@ -446,20 +425,10 @@ STEPS = TableSchema(
         _ns("unix_ns", "wall clock of the event, at the end of schedule()"),
     ),
     checks=(
-        RowRule("ts_start_ns", "off the run's clock", pl.col(OFF_CLOCK), (OFF_CLOCK,)),
-        RowRule("step_id", "far from the steps around it", pl.col(STRAY_STEP), (STRAY_STEP,)),
-        RowRule(
-            "ts_end_ns",
-            "before ts_start_ns",
-            pl.col("ts_end_ns") < pl.col("ts_start_ns"),
-            ("ts_start_ns", "ts_end_ns"),
-        ),
-        RowRule(
-            "kv_blocks_free",
-            "above kv_blocks_total",
-            pl.col("kv_blocks_free") > pl.col("kv_blocks_total"),
-            ("kv_blocks_free", "kv_blocks_total"),
-        ),
+        Rule("ts_start_ns", "off the run's clock", pl.col(OFF_CLOCK)),
+        Rule("step_id", "far from the steps around it", pl.col(STRAY_STEP)),
+        Rule("ts_end_ns", "before ts_start_ns", pl.col("ts_end_ns") < pl.col("ts_start_ns")),
+        Rule("kv_blocks_free", "above kv_blocks_total", pl.col("kv_blocks_free") > pl.col("kv_blocks_total")),
     ),
 )
 
@@ -481,7 +450,7 @@ REQUEST_SNAPSHOTS = TableSchema(
         _n("kv_blocks_cached", "floor(tokens so far / block size): not prefix hits", "block"),
         _tokens("effective_prompt_len", "prompt tokens without prefix-cache hits", limit="max_model_len"),
     ),
-    checks=(RowRule("step_id", "far from the steps of the run", pl.col(STRAY_STEP), (STRAY_STEP,)),),
+    checks=(Rule("step_id", "far from the steps of the run", pl.col(STRAY_STEP)),),
 )
 
 REQUESTS = TableSchema(
@@ -539,7 +508,7 @@ REQUESTS = TableSchema(
         _us("inference_us", "last token - first SCHEDULED; null if cut off"),
         _us("kv_transfer_us", "wait for KV blocks of another server, from spans"),
         _i("steps", "steps it was in, preempted times apart"),
-        Column("steps_timed", "float64", "share of these steps whose scheduling time is known", "ratio"),
+        _f("steps_timed", "share of these steps whose scheduling time is known"),
         _us(
             "scheduler_us",
             "scheduling time of its steps; an unknown one counts as the mean of the known ones",
@@ -549,9 +518,9 @@ REQUESTS = TableSchema(
             "forward passes of its steps, from spans: the time of a step does not show them",
         ),
         _us("model_execute_us", "execution of its steps, sampling and synchronization included"),
-        Column("tokens_per_s", "float64", "output tokens / e2e", "token/s"),
-        Column("queue_ratio", "float64", "time_in_queue / e2e", "ratio"),
-        Column("execute_ratio", "float64", "model_execute / e2e", "ratio"),
+        _f("tokens_per_s", "output tokens / e2e", "token/s"),
+        _f("queue_ratio", "time_in_queue / e2e"),
+        _f("execute_ratio", "model_execute / e2e"),
     ),
 )
 
@@ -576,7 +545,7 @@ KV_EVENTS = TableSchema(
         _i("dest_rank", "rank it goes to"),
         _i("block_count", "blocks", "block"),
         _i("block_size", "tokens of a block", "token"),
-        Column("success", "bool", "the transfer succeeded"),
+        _flag("success", "the transfer succeeded"),
         _s("eviction_reason", "lru, capacity or preemption"),
         _us("lifetime_us", "of removed blocks: mean time since they were stored; null if unknown"),
         _s("source_file", "file it was read from"),
@@ -611,7 +580,7 @@ TIMELINE = TableSchema(
         _i("running_depth", "running requests after scheduling"),
         _i("waiting_depth", "waiting requests after scheduling"),
         _i("waiting_tokens", "tokens to compute of the waiting requests", "token"),
-        Column("kv_usage_ratio", "float64", "KV blocks in use / total", "ratio"),
+        _f("kv_usage_ratio", "KV blocks in use / total"),
         _i("kv_blocks_used", "KV blocks in use", "block"),
         _i("kv_blocks_total", "KV blocks", "block"),
         _i("kv_blocks_freed", "KV blocks of the requests that end with this step", "block"),
@@ -621,18 +590,16 @@ TIMELINE = TableSchema(
         _i("num_preempted", "requests preempted by this step"),
         _i("duration_us", "time inside schedule()", "us"),
         _s("composition_source", "summary or journey"),
-        Column("journey_agrees", "bool", "requests and tokens worked out from journeys equal the summary's"),
+        _flag("journey_agrees", "requests and tokens worked out from journeys equal the summary's"),
         _i("journey_error_reqs", "scheduled requests worked out from journeys less the summary's"),
         _i("journey_error_tokens", "tokens worked out from journeys less the summary's", "token"),
-        Column("idle_before", "bool", "the engine was idle before this step"),
-        Column(
-            "idle_after", "bool", "a step up to the next known start left nothing running and nothing waiting"
-        ),
+        _flag("idle_before", "the engine was idle before this step"),
+        _flag("idle_after", "a step up to the next known start left nothing running and nothing waiting"),
     ),
 )
 
 _TRAINING = (
-    Column("y", "float64", "the target", "us"),
+    _us("y", "the target"),
     _s("split", "train or holdout, by the time the interval began"),
     _s("excluded_reason", "why the row is left out; null for a row that counts"),
 )
