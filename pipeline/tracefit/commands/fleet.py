@@ -122,12 +122,14 @@ class FleetOptions:
         rows: Which part of a span is kept.
         limits: Bounds on reading one file.
         bytes_per_worker: Bytes that are worth another process.
+        fetched_bytes: Bytes of files of buckets that lie on disk together, unless one alone is larger.
         build: How much of a run is in memory while its tables are built.
     """
 
     rows: RowOptions
     limits: ReadLimits
     bytes_per_worker: int
+    fetched_bytes: int
     build: BuildLimits
 
 
@@ -159,7 +161,9 @@ class Fleet:
         new = [file for run in runs for file in self._new_files(run)]
         engine.limit(max(sum(map(work_bytes, new)) // options.bytes_per_worker, 1))
         by_path = engine.workers > 1 and not engine.carries_bytes
-        self._how = Reading(options.rows, options.limits, self._place, by_path, progress)
+        self._how = Reading(
+            options.rows, options.limits, self._place, by_path, progress, options.fetched_bytes
+        )
         self._unread = deque(sorted(runs, key=lambda run: -run.size_bytes))
         self._open: RunAtWork | None = None
         self._next: tuple[RunAtWork, Task] | None = None

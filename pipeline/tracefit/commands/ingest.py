@@ -85,6 +85,7 @@ class IngestOptions:
         max_rejects: Bad records of a file after which reading it stops.
         block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
         bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
+        fetched_bytes: Bytes of files of buckets that lie on disk together, unless one alone is larger.
         build: How much of a run is in memory while its tables are built.
     """
 
@@ -95,6 +96,7 @@ class IngestOptions:
     max_rejects: int = 100_000
     block_bytes: int = BLOCK_BYTES
     bytes_per_worker: int = 64 << 20
+    fetched_bytes: int = 1 << 30
     build: BuildLimits = field(default_factory=BuildLimits)
 
     @property
@@ -190,7 +192,9 @@ def ingest_inputs(
         # What an interrupted ingest left: the lock says that nobody writes it any more.
         store.place.remove_scratch()
         runs = [RunAtWork(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
-        how = FleetOptions(options.rows, options.limits, options.bytes_per_worker, options.build)
+        how = FleetOptions(
+            options.rows, options.limits, options.bytes_per_worker, options.fetched_bytes, options.build
+        )
         with store.swept(), store.place.scratch() as scratch:
             Fleet(runs, store, scratch, workplace, how, progress).bring_up_to_date()
     # Each run stands alone; of a single one, its error is the command's.

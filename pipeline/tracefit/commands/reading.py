@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from tracefit.tables.places import Place
     from tracefit.tables.rows import RowOptions
 
-FETCHED_BYTES = 1 << 30
-"""Bytes of files of buckets that lie on disk together, unless one alone is larger."""
-
 EXPANSION = 10
 """Decompressed bytes of a compressed one, about."""
 
@@ -110,6 +107,7 @@ class Reading:
         place: Where the tables are; copies of files in buckets lie in its scratch folder for a while.
         by_path: Whether blocks of local files come as ranges, which another process of this machine reads.
         progress: Receives the bytes read, and warnings about files that are not read to their end.
+        fetched_bytes: Bytes of files of buckets that lie on disk together, unless one alone is larger.
     """
 
     options: RowOptions
@@ -117,6 +115,7 @@ class Reading:
     place: Place
     by_path: bool
     progress: Progress
+    fetched_bytes: int
 
 
 class RunReading:
@@ -206,7 +205,7 @@ class RunReading:
             self._hashes[file.name] = ContentHash()
         self._begin(local)
         yield from self._tasks_of(local, self._how.progress.read, by_path=self._how.by_path)
-        for group in _in_groups(remote):
+        for group in _in_groups(remote, self._how.fetched_bytes):
             # The copies are gone when the last block is read, not when it is decoded: blocks carry their bytes.
             with self._how.place.scratch() as scratch:
                 new = []
@@ -283,11 +282,11 @@ class RunReading:
                 yield replace(item, source_file=file.name)
 
 
-def _in_groups(files: Sequence[TraceFile]) -> Iterator[list[TraceFile]]:
-    """Yield files in groups of `FETCHED_BYTES` at most, which lie on disk together; a larger file comes alone."""
+def _in_groups(files: Sequence[TraceFile], size_bytes: int) -> Iterator[list[TraceFile]]:
+    """Yield files in groups of so many bytes at most; a larger file comes alone."""
     group: list[TraceFile] = []
     for file in files:
-        if group and sum(each.size for each in group) + file.size > FETCHED_BYTES:
+        if group and sum(each.size for each in group) + file.size > size_bytes:
             yield group
             group = []
         group.append(file)

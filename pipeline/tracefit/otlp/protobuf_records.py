@@ -20,12 +20,14 @@ from tracefit.otlp.model import (
     CheckedRecord,
     Events,
     FieldError,
+    MakeReject,
     Origin,
     Pairs,
     Plain,
     Scalar,
     Span,
     SpanGroup,
+    UnreadScope,
     check_depth,
     finite,
     nested_text,
@@ -33,10 +35,9 @@ from tracefit.otlp.model import (
 from tracefit.otlp.packed import PackedTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Sequence
 
     from tracefit.inputs.rejects import Reject
-    from tracefit.otlp.json_normaliser import MakeReject
 
 _PACKAGE = "tracefit.otlp.trimmed"
 _Proto = descriptor_pb2.FieldDescriptorProto
@@ -99,11 +100,8 @@ _CLASSES = _message_classes()
 _TracesData, Event = _CLASSES["TracesData"], _CLASSES["Event"]
 _UnreadTraces = _CLASSES["UnreadTraces"]
 
-_PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
 """Bytes of spans of a piece of a long record: those of thirty bytes each take twenty times as much when decoded."""
-
-_MOST_SHARED_BYTES = 64 << 10
-"""Bytes of resource and scope of a record that is split: each piece repeats them."""
 
 _MANY_EVENTS, _SHORTEST_EVENT = 100_000, 12
 """An event with its time takes eleven bytes. Decoded, empty events take many times their length in memory."""
@@ -111,38 +109,25 @@ _MANY_EVENTS, _SHORTEST_EVENT = 100_000, 12
 _SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
 
 
-def split_record(payload: bytes) -> Iterator[tuple[int, bytes]] | None:
-    """Split a long record into shorter ones, so that not all of its spans are in memory decoded at once.
-
-    Returns:
-        Records, each with the number of its first span; None if the record is read whole: a short one, or one whose upper
-        levels are not as exporters write them.
-    """
-    if len(payload) <= 2 * _PIECE_BYTES:
-        return None
+def unread_scopes(payload: bytes) -> list[UnreadScope] | None:
+    """Return the scopes of a record, their spans still encoded; None if its upper levels are not as exporters write them."""
     try:
         resources = _UnreadTraces.FromString(payload).resource_spans
     except DecodeError:
         return None
-    shared = (sum(map(len, (*r.resource, *group.scope))) for r in resources for group in r.scope_spans)
-    return None if max(shared, default=0) > _MOST_SHARED_BYTES else _pieces(resources)
+    # A message that comes in several parts is these parts end to end.
+    return [
+        (b"".join(each.resource), b"".join(group.scope), group.spans)
+        for each in resources
+        for group in each.scope_spans
+    ]
 
 
-def _pieces(resources: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
-    number = 0
-    for each in resources:
-        for group in each.scope_spans:
-            piece = _UnreadTraces()
-            scope = piece.resource_spans.add(resource=each.resource).scope_spans.add(scope=group.scope)
-            size = 0
-            for place, span in enumerate(group.spans, start=1):
-                scope.spans.append(span)
-                size += len(span)
-                if size >= _PIECE_BYTES or place == len(group.spans):
-                    yield number, piece.SerializeToString()
-                    number += len(scope.spans)
-                    del scope.spans[:]
-                    size = 0
+def record_of(resource: bytes, scope: bytes, spans: Sequence[bytes]) -> bytes:
+    """Return a record of unread spans of one scope."""
+    scope_spans = {"scope": [scope], "spans": spans}
+    record = _UnreadTraces(resource_spans=[{"resource": [resource], "scope_spans": [scope_spans]}])
+    return record.SerializeToString()  # type: ignore[no-any-return]  # a class made at run time
 
 
 def read_record(payload: bytes) -> list[SpanGroup] | None:
@@ -278,8 +263,7 @@ def write_event(unix_ns: int, name: str, pairs: Pairs, dropped: int) -> bytes:
     message = Event(
         time_unix_nano=unix_ns, name=name, attributes=attributes, dropped_attributes_count=dropped
     )
-    written: bytes = message.SerializeToString()
-    return written
+    return message.SerializeToString()  # type: ignore[no-any-return]  # a class made at run time
 
 
 def _write_pair(key: str, value: Scalar) -> bytes:
