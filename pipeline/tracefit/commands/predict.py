@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.models import Models, load
-from tracefit.coefficients.predict import MAX_NAME_SHOWN
-from tracefit.coefficients.workload import OTHERS, REQUEST_INPUTS
 from tracefit.commands.locate import choose_scope
-from tracefit.errors import UsageError, did_you_mean
+from tracefit.errors import UsageError
 from tracefit.progress import NullProgress
 from tracefit.tables.disk import write_files
 
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.predict import ScopeModels
     from tracefit.coefficients.predict_frames import Rows
     from tracefit.progress import Progress
     from tracefit.results.commands import RowPredictions
@@ -52,21 +49,25 @@ def predict(
     """
     models = models if isinstance(models, Models) else load(models)
     # A single prediction needs neither a frame library nor what the results of other commands are made of.
-    from tracefit.coefficients.predict_frames import as_frame
+    from tracefit.coefficients.predict_frames import (
+        as_frame,
+        predict_requests,
+        predict_rows,
+        predict_steps,
+        unread_columns,
+    )
     from tracefit.results.commands import RowPredictions
 
-    scope = choose_scope(models, scope, run)
+    chosen = models.scope(choose_scope(models, scope, run))
     frame = _read(Path(rows)) if isinstance(rows, str | Path) else as_frame(rows)
     if of == "step":
-        predicted = models.predict_step(frame, scope=scope)
+        predicted = predict_steps(chosen, frame)
     elif of == "request":
-        predicted = models.predict_request(frame, scope=scope)
+        predicted = predict_requests(chosen, frame)
     else:
-        from tracefit.coefficients.predict_frames import predict_rows
-
-        predicted = predict_rows(models.model(of, scope), frame)
+        predicted = predict_rows(chosen.require(of), frame)
     where = str(rows) if isinstance(rows, str | Path) else "rows"
-    if unread := _unread(models.scope(scope), of, frame):
+    if unread := unread_columns(chosen, of, frame):
         (progress or NullProgress()).warn(f"{where}: no model that predicts this reads {', '.join(unread)}")
     # A request is composed of many steps, each with a range of its own.
     outside = predicted.height - predicted["out_of_range"].null_count() if of != "request" else None
@@ -76,22 +77,6 @@ def predict(
     return RowPredictions(
         predicted.height, outside, None, tuple(_plain(row) for row in predicted.iter_rows(named=True))
     )
-
-
-def _unread(models: ScopeModels, of: str, frame: pl.DataFrame) -> list[str]:
-    """Return the columns that leave a prediction as it is, each with the name that may have been meant.
-
-    Text labels rows, and rows of a table have columns for other uses: neither is a mistake.
-    """
-    if "run_id" in frame.columns:
-        return []
-    if of == "request":
-        read = models.read(models.models.values()).union(REQUEST_INPUTS, OTHERS)
-    else:
-        read = models.read([models.step_model if of == "step" else models.require(of)])
-    numbers = (name for name, kind in frame.schema.items() if kind.is_numeric() and name not in read)
-    hints = ((name, did_you_mean(name, read)) for name in numbers)
-    return [f"{name[:MAX_NAME_SHOWN]} ({hint})" if hint else name[:MAX_NAME_SHOWN] for name, hint in hints]
 
 
 def _plain(row: dict[str, object]) -> dict[str, object]:
