@@ -584,3 +584,11 @@ def test_a_target_that_adds_to_ttft_is_part_of_it_in_predictions(small, monkeypa
         pl.DataFrame({"prompt_tokens": [50], "output_tokens": [3], "batch": [2], "context": [100]})
     )
     assert rows["ttft_us"].item() == pytest.approx(again.ttft.value_us)
+
+
+def test_a_misspelt_column_is_named(small):
+    models = tracefit.load(small)
+    with pytest.warns(UserWarning, match=r"reads prefil \(did you mean prefill\?\)$"):
+        models.predict_step({"batch": [4], "prefil": [40], "my_number": [3]})
+    with pytest.warns(UserWarning, match=r"reads que \(did you mean queue\?\)$"):
+        models.predict_request([{"prompt_tokens": 50, "output_tokens": 3, "que": 1}])

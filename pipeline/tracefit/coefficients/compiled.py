@@ -314,21 +314,25 @@ class CompiledModel:
 
     # -- a frame
 
-    def computed(self, rows: pl.DataFrame, also: Iterable[str] = ()) -> pl.DataFrame:
+    def computed(
+        self, rows: pl.DataFrame, also: Iterable[str] = (), features: Iterable[str] | None = None
+    ) -> pl.DataFrame:
         """Return the rows with a column for every feature, as floats.
 
         Args:
             rows: The features, or the columns they are computed from.
             also: Names that are computed too, where they can be.
+            features: Some of the features, where not all are needed.
 
         Raises:
             UsageError: A column is missing, or does not hold numbers.
         """
         import polars as pl
 
-        self.require(self.features, rows.columns)
-        found = self.formulas.frame(rows, [*self.features, *also])
-        names = dict.fromkeys([*self.features, *(n for n in also if n in found.columns)])
+        features = self.features if features is None else tuple(features)
+        self.require(features, rows.columns)
+        found = self.formulas.frame(rows, [*features, *also])
+        names = dict.fromkeys([*features, *(n for n in also if n in found.columns)])
         return found.with_columns(pl.col(n).cast(pl.Float64) for n in names)
 
     def by_regime(self, values: Sequence[pl.Expr]) -> pl.Expr:
@@ -372,19 +376,13 @@ class CompiledModel:
         return set(self.features)
 
 
-def expected_at_boundary(model: BoundaryModel, work_us: float, cycle_us: float) -> tuple[float, float, float]:
+def expected_at_boundary(
+    model: BoundaryModel, work_us: Any, cycle_us: Any, most: Callable[[Any, Any], Any] = max
+) -> tuple[Any, Any, Any]:
     """Return expected, smallest and largest admission where steps of `cycle_us` run and their starts are not known.
 
-    The boundary comes at any time of a step alike: half a step later on average, a whole one at most.
+    The boundary comes at any time of a step alike: half a step later on average, a whole one at most. All are numbers, or
+    arrays of which `most` takes the larger values.
     """
-    soonest = max(work_us + model.offset.value, 0.0)
+    soonest = most(work_us + model.offset.value, 0.0)
     return soonest + cycle_us / 2, soonest, soonest + cycle_us
-
-
-def expected_expression(model: BoundaryModel, cycle_us: pl.Expr, *, idle: pl.Expr) -> pl.Expr:
-    """Return `expected_at_boundary` as a polars expression; the work alone where the engine is idle."""
-    import polars as pl
-
-    work = line_expression(model.work)
-    soonest = (work + model.offset.value).clip(lower_bound=0.0)
-    return pl.when(idle).then(work).otherwise(soonest + cycle_us / 2)

@@ -17,8 +17,8 @@ from tracefit.coefficients.workload import (
     LIMITS,
     REQUEST_COLUMNS,
     STEP_COLUMNS,
-    StepInput,
     server_constants,
+    step_inputs,
     traffic_formulas,
 )
 from tracefit.errors import DataError, UsageError, did_you_mean
@@ -409,47 +409,52 @@ class ScopeModels:
                 texts.append(f"{name} {value:,.0f} changes nothing: no term of {names} depends on it{also}")
         return texts
 
-    def _unsaid(self, described: StepInput) -> list[str]:
-        """Say which parts of a described step change nothing, and that caches without tokens are no guess."""
-        model, features = self.step_model, described.features
-        stated = {name: getattr(described, name) for name in ("batch", "context", "prefill", "waiting")}
-        known = [name for name, value in self._given(described).items() if value is not None]
-        texts = self.changing_nothing(stated, [model], features, known)
-        compiled = self.compiled(model)
-        needs_context = "context" in compiled.formulas.used(compiled.features, features)
-        if described.batch and not described.context and needs_context:
-            texts.append("context 0: not given, as if the batch had no tokens in its caches")
-        return texts
-
-    def predict(self, described: StepInput, *, stand_in: bool = False) -> Prediction:
+    def predict(
+        self, stated: Mapping[str, float | None], features: Mapping[str, float], *, stand_in: bool = False
+    ) -> Prediction:
         """Predict a step's time; see `step`."""
-        return predict_row(self.compiled(self.step_model), self._given(described), stand_in=stand_in)
+        given = self._step_values(stated, features)
+        return predict_row(self.compiled(self.step_model), given, stand_in=stand_in)
 
-    def _given(self, described: StepInput) -> dict[str, float | None]:
+    def _step_values(
+        self, stated: Mapping[str, float | None], features: Mapping[str, float]
+    ) -> dict[str, float | None]:
         settings = self.known_settings(self.compiled(self.step_model))
-        return {**settings, **described.inputs(), **described.features}
+        return {**settings, **step_inputs(stated), **features}
 
-    def step(self, described: StepInput) -> StepPrediction:
+    def step(self, stated: Mapping[str, float | None], features: Mapping[str, float]) -> StepPrediction:
         """Predict a step.
+
+        Args:
+            stated: Values of some of `workload.STEP_INPUTS`.
+            features: Columns or features by name; they win over what follows from the rest.
 
         Raises:
             DataError: The model of step times could not be fitted.
             UsageError: There is none, a feature it needs is not known, or one that is given is not read.
         """
-        self.require_read(described.features, [self.step_model])
-        found = self.predict(described)
+        model = self.step_model
+        self.require_read(features, [model])
+        found = self.predict(stated, features)
         beyond = [
             text
             for names, setting in LIMITS.items()
-            for text in self.beyond(" + ".join(names), sum(getattr(described, n) for n in names), setting)
+            for text in self.beyond(" + ".join(names), sum(stated.get(n) or 0.0 for n in names), setting)
         ]
+        known = [name for name, value in self._step_values(stated, features).items() if value is not None]
+        described = {name: stated.get(name) for name in ("batch", "context", "prefill", "waiting")}
+        assumed = [*found.assumed, *self.changing_nothing(described, [model], features, known)]
+        compiled = self.compiled(model)
+        needs_context = "context" in compiled.formulas.used(compiled.features, features)
+        if described["batch"] and not described["context"] and needs_context:
+            assumed.append("context 0: not given, as if the batch had no tokens in its caches")
         # What the server would not run was not measured either.
         interval = PredictedDuration(found.interval.value_us) if beyond else found.interval
         return StepPrediction(
             self.scope_id,
-            self.step_model.name,
+            model.name,
             interval,
             tuple(found.features.items()),
-            (*found.assumed, *self._unsaid(described)),
+            tuple(assumed),
             (*beyond, *in_lines(found.outside)),
         )
