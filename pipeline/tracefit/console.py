@@ -301,7 +301,6 @@ def _log_warning(
     file: TextIO | None = None,  # noqa: ARG001 - Python calls it so
     line: str | None = None,  # noqa: ARG001
 ) -> None:
-    """Log what Python would print on stderr."""
     _log.debug("%s:%s: %s: %s", filename, lineno, category.__name__, message)
 
 
@@ -355,7 +354,6 @@ def usage_line(error: TyperException) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known option most similar to a misspelt one."""
     return max(known, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
 
 

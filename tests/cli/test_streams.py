@@ -82,9 +82,9 @@ def test_a_working_folder_that_is_gone_is_one_line(shell):
 SLOW = """
 import functools, sys
 sys.path.insert(0, {folder!r})
-import tracefit.commands.ingest as ingest
+import tracefit.commands.reading as reading
 import tracefit.commands.fleet as fleet
-ingest.IngestOptions = functools.partial(ingest.IngestOptions, block_bytes=20_000, bytes_per_worker=1)
+reading.IngestOptions = functools.partial(reading.IngestOptions, block_bytes=20_000, bytes_per_worker=1)
 import slow_task
 fleet.decode_tasks = slow_task.decode
 from tracefit.cli import main

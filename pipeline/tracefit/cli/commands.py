@@ -524,11 +524,7 @@ def _predict_one(models: Any, scope: str | None, given: dict[str, Any]) -> tuple
 
 
 def _check_description(given: dict[str, Any]) -> None:
-    """Refuse options that the prediction would leave unread.
-
-    Raises:
-        UsageError: Options of a request without its prompt, those of a step beside it, either beside rows, or none at all.
-    """
+    """Refuse options that the prediction would leave unread: those of a request without its prompt, those of a step beside it."""
     of_request = [f"--{name}" for name in _OF_REQUEST if given[name]]
     of_request += ["--output"] if given["output"] != 1 else []
     of_step = [f"--{name.replace('_', '-')}" for name in _OF_STEP if given[name]]

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from tracefit._version import __version__
 from tracefit.commands.reading import (
+    IngestOptions,
     KnownFiles,
     Reading,
     RunReading,
@@ -48,15 +49,12 @@ if TYPE_CHECKING:
     from tracefit.engines.build import BuiltRun
     from tracefit.engines.decode import Decoded, Task
     from tracefit.engines.local import TaskEngine
-    from tracefit.inputs.blocks import ReadLimits
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
     from tracefit.kv.recordings import KvRows
     from tracefit.progress import Progress
     from tracefit.server.context import RunContext
-    from tracefit.tables.build import BuildLimits
     from tracefit.tables.manifest import ReadFile
-    from tracefit.tables.rows import RowOptions
     from tracefit.tables.store import TableStore
 
 _BUILT_APART = 4
@@ -114,25 +112,6 @@ class _Build:
     runs: tuple[RunAtWork, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FleetOptions:
-    """How the runs of one ingest are read.
-
-    Attributes:
-        rows: Which part of a span is kept.
-        limits: Bounds on reading one file.
-        bytes_per_worker: Bytes that are worth another process.
-        fetched_bytes: Bytes of files of buckets that lie on disk together, unless one alone is larger.
-        build: How much of a run is in memory while its tables are built.
-    """
-
-    rows: RowOptions
-    limits: ReadLimits
-    bytes_per_worker: int
-    fetched_bytes: int
-    build: BuildLimits
-
-
 class Fleet:
     """The runs of one ingest. The caller holds the folder's lock."""
 
@@ -142,7 +121,7 @@ class Fleet:
         store: TableStore,
         scratch: Path,
         engine: TaskEngine,
-        options: FleetOptions,
+        options: IngestOptions,
         progress: Progress,
     ) -> None:
         self._runs = runs
@@ -161,9 +140,7 @@ class Fleet:
         new = [file for run in runs for file in self._new_files(run)]
         engine.limit(max(sum(map(work_bytes, new)) // options.bytes_per_worker, 1))
         by_path = engine.workers > 1 and not engine.carries_bytes
-        self._how = Reading(
-            options.rows, options.limits, self._place, by_path, progress, options.fetched_bytes
-        )
+        self._how = Reading(options, self._place, by_path, progress)
         self._unread = deque(sorted(runs, key=lambda run: -run.size_bytes))
         self._open: RunAtWork | None = None
         self._next: tuple[RunAtWork, Task] | None = None

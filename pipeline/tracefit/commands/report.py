@@ -156,19 +156,7 @@ def _fits(made: Report, page_bytes: int) -> bool:
 
 @draw_with
 def draw(evaluation: Path, models: Path, tables: Path, figure: str, scope: str | None) -> PlotlyFigure:
-    """Draw one figure of the report.
-
-    Args:
-        evaluation: evaluation.json.
-        models: Folder of alpha.json and beta.json.
-        tables: The tables.
-        figure: Its name.
-        scope: A part of the id of a scope, or the name of a run; may be left out where there is one scope.
-
-    Raises:
-        UsageError: There is no such figure or scope.
-        TracefitError: plotly is not installed.
-    """
+    """Draw one figure of the report; see `TrainResult.plot`."""
     try:
         from tracefit.reports.page import plotly_figure
     except ImportError:

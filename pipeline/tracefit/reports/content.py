@@ -142,15 +142,7 @@ def build_report(
     *,
     traced: TracedTime | None = None,
 ) -> Report:
-    """Build the whole report.
-
-    Args:
-        evaluation: The evaluation.
-        alpha: Its alpha file.
-        beta: Its beta file.
-        rows: Scope id to the rows for its figures, of the scopes that are drawn; null without tables.
-        traced: When the traces were recorded.
-    """
+    """Build the whole report; `rows` holds those of the scopes that are drawn, by scope id, and is null without tables."""
     scopes = scope_parts(evaluation, alpha, beta, rows)
     data: list[ReportPart] = [
         Section("Data", tuple(data_parts(evaluation)), folded=True),
@@ -692,7 +684,6 @@ def summed_line(entry: SummedTime) -> str:
 
 
 def _drift(entry: SummedTime) -> str:
-    """Describe a sum that is off by more than chance, with the change of speed at equal batches."""
     if not entry.drifting:
         return ""
     if entry.speed_change_pct is None:
@@ -781,13 +772,7 @@ TROUBLE = 30.0
 
 
 def model_parts(entry: Validation, model: Model, left_out: dict[str, int]) -> list[ReportPart]:
-    """Return the section on one model, without its figures.
-
-    Args:
-        entry: Its validation.
-        model: The model.
-        left_out: Rows left out of its fit, by reason.
-    """
+    """Return the section on one model, without its figures; `left_out` counts rows left out of its fit, by reason."""
     parts: list[ReportPart] = []
     if model.target is not None:
         t = model.target

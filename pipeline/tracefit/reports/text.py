@@ -132,11 +132,7 @@ class ScopeLabel:
 
 
 def scope_labels(scopes: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]) -> dict[str, ScopeLabel]:
-    """Return a label for each of several scopes, unique among them.
-
-    Args:
-        scopes: Scope id to its runs and its settings.
-    """
+    """Return a label for each of several scopes, unique among them; each is given by id, its runs and its settings."""
     # The hash of settings tells apart what a reader cannot: where it has to, the settings themselves are named too.
     shared = Counter(_without_hash(scope_id) for scope_id in scopes)
     labels = {}

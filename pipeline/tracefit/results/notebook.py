@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tracefit.errors import TracefitError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from plotly.graph_objects import Figure
 
@@ -28,14 +28,8 @@ class Shown:
         return "\n".join(_tables(type(self).__name__, self))
 
 
-class Drawing(Protocol):
-    """Draws a figure of models that were trained."""
-
-    def __call__(
-        self, evaluation: Path, models: Path, tables: Path, figure: str, scope: str | None
-    ) -> Figure:
-        """Return the figure of that name."""
-
+Drawing: TypeAlias = "Callable[[Path, Path, Path, str, str | None], Figure]"
+"""Draws a figure of models that were trained: of evaluation.json, the models, the tables, by name, of a scope."""
 
 # A list of one at most: importing a name that is bound again later would keep the old value.
 _drawings: list[Drawing] = []
