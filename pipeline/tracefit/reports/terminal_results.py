@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from tracefit.errors import printable, spreadsheet_safe
-from tracefit.reports.text import (
+from tracefit.server.settings import without_attribute
+from tracefit.text import (
     WIDTH,
     ScopeLabel,
     columns,
@@ -25,7 +26,6 @@ from tracefit.reports.text import (
     scope_labels,
     share,
 )
-from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
