@@ -34,13 +34,13 @@ from tracefit.reports.figures import (
     runs_figure,
 )
 from tracefit.reports.sentences import lead, least_exact, step_entry, verdicts
-from tracefit.reports.text import (
-    ERRORS,
+from tracefit.results.figures import LATENCIES
+from tracefit.server.settings import without_attribute
+from tracefit.text import (
     ScopeLabel,
     count,
     exact,
     mape_misleads,
-    metrics,
     number,
     percent,
     plural,
@@ -49,8 +49,6 @@ from tracefit.reports.text import (
     sentence,
     share,
 )
-from tracefit.results.figures import LATENCIES
-from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,6 +74,15 @@ if TYPE_CHECKING:
     )
     from tracefit.reports.document import ReportPart, Table
     from tracefit.results.figures import ScopeRows
+
+ERRORS = ("n", "median APE %", "P90 %", "P99 %", "MAPE %", "bias %", "MAE us")
+
+
+def metrics(m: Metrics) -> tuple[str, ...]:
+    """Write errors under the heads of `ERRORS`."""
+    percentages = (m.mdape_pct, m.p90_ape_pct, m.p99_ape_pct, m.mape_pct, m.bias_pct)
+    return (count(m.n), *(percent(v) for v in percentages), number(m.mae))
+
 
 _HOLDOUT_NOTE = (
     "Measured on the hold-out, the last 30 % of each run in time, which no model was fitted on. The baseline is a constant "
