@@ -25,7 +25,7 @@ MOMENTS = 20
 
 FORKING = """
 import os, signal, sys, time, random
-from tracefit.commands.ingest import IngestOptions, ingest   # imported once: every child is at work at once
+from tracefit import IngestOptions, ingest   # imported once: every child is at work at once
 
 def child(run, tables):
     pid = os.fork()

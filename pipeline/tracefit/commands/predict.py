@@ -14,7 +14,7 @@ from tracefit.progress import NullProgress
 from tracefit.tables.disk import write_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     import polars as pl
 
@@ -80,7 +80,6 @@ def predict(
 
 
 def _plain(row: dict[str, object]) -> dict[str, object]:
-    """Return a row of numbers, texts and nulls alone, as JSON has them."""
     return {name: _scalar(value) for name, value in row.items()}
 
 
@@ -93,17 +92,13 @@ def _scalar(value: object) -> object:
 def _read(path: Path) -> pl.DataFrame:
     import polars as pl
 
-    readers: dict[str, Callable[[], pl.DataFrame]] = {
-        ".csv": lambda: pl.read_csv(path, infer_schema_length=None),
-        ".parquet": lambda: pl.read_parquet(path),
-        ".ndjson": lambda: pl.read_ndjson(path, infer_schema_length=None),
-        ".jsonl": lambda: pl.read_ndjson(path, infer_schema_length=None),
-    }
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise UsageError("is no .csv, .parquet, .ndjson or .jsonl file", where=str(path))
+    kind = _kind(path)
     try:
-        return reader()
+        if kind == "parquet":
+            return pl.read_parquet(path)
+        # All rows say what the columns are: a number may be whole in the first hundred.
+        read = pl.read_csv if kind == "csv" else pl.read_ndjson
+        return read(path, infer_schema_length=None)
     except OSError as error:
         raise UsageError(f"cannot be read ({error.strerror or 'no such file'})", where=str(path)) from error
     except pl.exceptions.PolarsError as error:
@@ -113,18 +108,17 @@ def _read(path: Path) -> pl.DataFrame:
 
 
 def _write(frame: pl.DataFrame, path: Path) -> None:
-    writers: dict[str, Callable[[BytesIO], object]] = {
-        ".csv": frame.write_csv,
-        ".parquet": frame.write_parquet,
-        ".ndjson": frame.write_ndjson,
-        ".jsonl": frame.write_ndjson,
-    }
-    writer = writers.get(path.suffix.lower())
-    if writer is None:
-        raise UsageError("is no .csv, .parquet, .ndjson or .jsonl file", where=str(path))
     content = BytesIO()
-    writer(content)
+    getattr(frame, f"write_{_kind(path)}")(content)
     write_files({path: content.getvalue()})
+
+
+def _kind(path: Path) -> str:
+    kind = path.suffix.lower().removeprefix(".")
+    kind = "ndjson" if kind == "jsonl" else kind
+    if kind not in ("csv", "parquet", "ndjson"):
+        raise UsageError("is no .csv, .parquet, .ndjson or .jsonl file", where=str(path))
+    return kind
 
 
 def parse_features(texts: Iterable[str]) -> dict[str, float]:
