@@ -439,7 +439,7 @@ def test_the_dynamo_mocker_by_its_own_interpolation(made, steps, tmp_path):
 def test_the_grid_of_steps_without_prompts_has_an_extent():
     """An axis of one value has cells of no width: the mocker divides by it."""
     nothing = pl.DataFrame({"prefill_tokens": [0, 0], "num_decode_reqs": [0, 1], "context_tokens": [0, 1]})
-    for axis in dynamo._axes(nothing):
+    for axis in dynamo.axes(nothing):
         assert np.all(np.diff(axis) > 0)
 
 

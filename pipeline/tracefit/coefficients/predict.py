@@ -68,6 +68,7 @@ def p90_ape_pct(model: Model, group: str | None) -> float | None:
     """Return the 90th percentile of the held-out errors, of the group of rows like the input where it is large enough."""
     if model.validation is None:
         return None
+    # A regime, say, that few held-out rows met says less of its own errors than all rows do.
     of_group = model.validation.by_group.get(group) if group else None
     enough = of_group is not None and of_group.n >= INTERVAL_ROWS
     found = of_group if of_group is not None and enough else model.validation.holdout
