@@ -455,6 +455,11 @@ def test_csv_holds_every_number(made, tmp_path):
     assert _error(result, "beta.cycle_time").mape_pct == beta["validation"]["holdout"]["mape_pct"]
 
 
+def test_a_folder_may_end_in_a_slash(made, tmp_path):
+    result = export(made / "models", "csv", f"{tmp_path}/x/")
+    assert result.usage.endswith(f" {tmp_path}/x/coefficients.csv")
+
+
 @pytest.mark.parametrize("to", ["vidur", "LLMServingSim", "aiconfigurator"])
 def test_consumers_below_steps_are_refused_with_the_reason(made, tmp_path, to):
     with pytest.raises(DataError, match="per operator, finer than a trace of steps can resolve"):
