@@ -240,11 +240,7 @@ def _id(value: bytes, name: str) -> str:
 
 
 def _read_event(event: bytes) -> tuple[int, str, Pairs, int]:
-    """Return the time, name, attributes and number of dropped attributes of an event.
-
-    Raises:
-        FieldError: It is not valid.
-    """
+    """Return the time, name, attributes and number of dropped attributes of an event; FieldError if it is not valid."""
     try:
         message = Event.FromString(event)
     except DecodeError as error:
