@@ -236,9 +236,8 @@ def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOpti
         return _ChosenSet(sets[0], _only(rows, variants[0][0], sets))
     # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
     common_rows = mark_outliers(rows, variants[0][0].columns, options)
-    how = replace(options, drop_outliers=False)
-    tuned = [_best_of(common_rows, tried, how) for tried in variants]
-    found = [try_features(common_rows, one.features.name, one.columns, how) for one in tuned]
+    tuned = [_best_of(common_rows, tried, options) for tried in variants]
+    found = [try_features(common_rows, one.features.name, one.columns, options) for one in tuned]
     tried = choose([c for c in found if c is not None]) if any(found) else ()
     name = next((c.name for c in tried if c.chosen), sets[0].name)
     winner = next(one for one in tuned if one.features.name == name)
@@ -280,7 +279,7 @@ def try_features(
     rows: pl.DataFrame, name: str, features: Sequence[Feature], options: FitOptions
 ) -> Candidate | None:
     """Measure a linear model of some features on the training rows; null where rows or features are too few."""
-    design = training_design(rows, features, options)
+    design = training_design(rows, features)
     if design is None:
         return None
     used, data = design

@@ -487,47 +487,39 @@ def _expected(model: FittedModel | None, rows: pl.DataFrame, run: str) -> pl.Ser
     return float(predict_regimes(model.fitted.regimes, used).mean()) if used.height else None
 
 
-_FORCED = ("forced", "refit")
-"""Predictions with traced batches and waits; they differ in the step times alone."""
-
-
 def _composed(rows: pl.DataFrame) -> pl.DataFrame:
     """Add the prediction of every latency by every way: forced_ttft, refit_ttft, mean_ttft, ..."""
     decoded = pl.col("output_tokens") - 1
     several = pl.when(decoded > 0)
-    mean_decode = several.then(decoded * pl.col("mean_itl_us")).when(decoded == 0).then(0.0)
-    before, after = targets.parts_of("ttft"), targets.parts_of("client")
-    waits = [*(pl.col(f"forced_{t.name}_us") for t in before), pl.col("forced_requeue_before_us")]
-    waited = reduce(operator.add, waits)
-    rows = rows.with_columns(
-        execution_us=pl.col("prefill_us") + pl.col("decode_us"),
-        mean_ttft=pl.sum_horizontal(
-            *(f"mean_{t.name}_us" for t in before), "mean_prefill_us", ignore_nulls=False
-        ),
-        mean_itl=several.then("mean_itl_us"),
-        mean_prefill=pl.col("mean_prefill_us"),
-        mean_execution=pl.col("mean_prefill_us") + mean_decode,
-    )
-    for way in _FORCED:
-        prefill, decode = pl.col(f"{way}_prefill_us"), pl.col(f"{way}_decode_us")
-        until_last = decode + pl.col("forced_requeue_after_us")
+    rows = rows.with_columns(execution_us=pl.col("prefill_us") + pl.col("decode_us"))
+    # Only the step times are refitted: the overheads of `refit` are those of the models as trained.
+    for way, overheads in {"forced": "forced", "refit": "forced", "mean": "mean"}.items():
+        before, after = (
+            [pl.col(f"{overheads}_{target.name}_us") for target in targets.parts_of(latency)]
+            for latency in ("ttft", "client")
+        )
+        prefill = pl.col(f"{way}_prefill_us")
+        if way == "mean":
+            itl = several.then("mean_itl_us")
+            decode: pl.Expr = several.then(decoded * pl.col("mean_itl_us")).when(decoded == 0).then(0.0)
+            until_last = decode
+        else:
+            before.append(pl.col("forced_requeue_before_us"))
+            decode = pl.col(f"{way}_decode_us")
+            until_last = decode + pl.col("forced_requeue_after_us")
+            itl = several.then(until_last / decoded)
+        ttft = reduce(operator.add, before) + prefill
+        e2e = ttft + until_last
         composed = {
-            "ttft": waited + prefill,
-            "itl": several.then(until_last / decoded),
+            "ttft": ttft,
+            "itl": itl,
             "prefill": prefill,
             "execution": prefill + decode,
-            "e2e": waited + prefill + until_last,
+            "e2e": e2e,
+            "client": reduce(operator.add, after, e2e),
         }
         rows = rows.with_columns(latency.alias(f"{way}_{name}") for name, latency in composed.items())
-    rows = rows.with_columns(mean_e2e=pl.col("mean_ttft") + mean_decode)
-    # Only the step times are refitted: the overheads of `refit` are those of the models as trained.
-    overheads = {way: "mean" if way == "mean" else "forced" for way in (*_FORCED, "mean")}
-    return rows.with_columns(
-        reduce(operator.add, [pl.col(f"{way}_e2e"), *(pl.col(f"{source}_{t.name}_us") for t in after)]).alias(
-            f"{way}_client"
-        )
-        for way, source in overheads.items()
-    )
+    return rows
 
 
 def _measured(rows: pl.DataFrame) -> dict[str, Latency]:

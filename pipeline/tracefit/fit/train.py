@@ -75,12 +75,8 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
     A regime with too few training rows is not fitted; its rows fall to the next one.
     """
     features = list({f.name: f for regime in regimes for f in regime.features}.values())
-    rows, known, unknown = _drop_unknown(rows, features)
-    used = counted(rows, "train")
-    if options.drop_outliers and used.height >= MIN_TRAIN_ROWS:
-        rows = _mark_outliers(rows, known)
-        used = counted(rows, "train")
-    holdout = counted(rows, "holdout")
+    rows, known, unknown = _prepared(rows, features, options)
+    used, holdout = counted(rows, "train"), counted(rows, "holdout")
     # Held-out rows keep their outliers, so that an interval must know of those of the training.
     outlying = rows.filter((pl.col("split") == "train") & (pl.col("excluded_reason") == splits.OUTLIER))
     fitted, designs = _fit_each(used, outlying, regimes, {f.name for f in known}, unknown, options)
@@ -104,20 +100,14 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
     )
 
 
-def training_design(
-    rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions
-) -> tuple[pl.DataFrame, Design] | None:
-    """Return the training rows that `fit_linear` would use, as a frame and as arrays; null where rows or features are too few.
+def training_design(rows: pl.DataFrame, features: Sequence[Feature]) -> tuple[pl.DataFrame, Design] | None:
+    """Return the training rows of a fit of these features, as a frame and as arrays; null where rows or features are too few.
 
-    At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame.
+    At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame. Outliers are those that the frame marks.
     """
     rows, known, _ = _drop_unknown(rows, features)
     used = counted(rows, "train")
     used = used.gather_every(max(1, -(-used.height // ENOUGH_ROWS)))
-    if used.height < MIN_TRAIN_ROWS:
-        return None
-    if options.drop_outliers:
-        used = counted(_mark_outliers(used, known), "train")
     if used.height < MIN_TRAIN_ROWS:
         return None
     data, _ = design_of(used, known)
@@ -125,11 +115,18 @@ def training_design(
 
 
 def mark_outliers(rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions) -> pl.DataFrame:
-    """Mark the training rows that a fit of these features would leave out as outliers."""
-    filled, known, _ = _drop_unknown(rows, features)
-    if not options.drop_outliers or counted(filled, "train").height < MIN_TRAIN_ROWS:
-        return rows
-    return rows.with_columns(_mark_outliers(filled, known)["excluded_reason"])
+    """Mark the training rows that a fit of these features would leave out, as unknown or as outliers."""
+    return rows.with_columns(_prepared(rows, features, options)[0]["excluded_reason"])
+
+
+def _prepared(
+    rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions
+) -> tuple[pl.DataFrame, list[Feature], list[OmittedFeature]]:
+    """Return what `_drop_unknown` returns, with outliers marked where there are enough rows to tell them."""
+    rows, known, unknown = _drop_unknown(rows, features)
+    if options.drop_outliers and counted(rows, "train").height >= MIN_TRAIN_ROWS:
+        rows = _mark_outliers(rows, known)
+    return rows, known, unknown
 
 
 def _fit_each(
