@@ -38,7 +38,7 @@ from tracefit.fit.holdout import (
     with_load,
 )
 from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
-from tracefit.fit.select import FOLDS, PENALTIES, choose_penalty
+from tracefit.fit.select import PENALTIES
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import STEP_FLAGS
@@ -283,13 +283,8 @@ def try_features(
     if design is None:
         return None
     used, data = design
-    positive = options.signs.of(data.columns)
-    folds = data.folds(FOLDS)
-    choice = choose_penalty(
-        data.x, data.y, folds, data.weights, options.penalties, positive=positive, counts=data.counts
-    )
-    load = matrix(used, [LOAD])[:, 0]
-    return Candidate(name, len(data.columns), choice.score, error_beyond(data, load, options))
+    beyond = error_beyond(data, matrix(used, [LOAD])[:, 0], options)
+    return Candidate(name, len(data.columns), data.choose_penalty(options).score, beyond)
 
 
 def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -30,7 +30,7 @@ from tracefit.fit.fitted import (
     target_of,
     which,
 )
-from tracefit.fit.results import NO_INTERVAL, LearningPoint, OmittedFeature
+from tracefit.fit.results import NO_INTERVAL, LearningPoint, OmittedFeature, PenaltyChoice
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
@@ -44,7 +44,7 @@ from tracefit.fit.select import (
 )
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
 from tracefit.fit.validation import equation_errors, measure, prediction_interval, validate
-from tracefit.statistics import Integers, Matrix, robust_sd
+from tracefit.statistics import Flags, Integers, Matrix, robust_sd
 from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
@@ -178,15 +178,13 @@ def _fit_one(
     `outlying` are its rows that are left out as outliers: its prediction interval covers them.
     """
     data, left = design_of(used, features)
-    positive, folds = options.signs.of(data.columns), data.folds(FOLDS)
-    choice = choose_penalty(
-        data.x, data.y, folds, data.weights, options.penalties, positive=positive, counts=data.counts
-    )
-    if is_worse_than_constant(data.x, data.y, folds, data.weights, choice, data.counts):
+    choice = data.choose_penalty(options)
+    if is_worse_than_constant(data.x, data.y, data.folds, data.weights, choice, data.counts):
         reason = "predicts left-out blocks of time worse than a constant"
         misleading = [OmittedFeature(c.name, reason) for c in data.columns]
         fitted, design = _fit_one(used, outlying, regime, [], options)
         return replace(fitted, features_left_out=(*left, *misleading, *fitted.features_left_out)), design
+    positive = options.signs.of(data.columns)
     model = RobustLinear(choice.penalty, choice.strength, positive=positive)
     rows = model.fit_rows(data.x, data.y, data.weights)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
@@ -216,7 +214,7 @@ def _fit_one(
         # coefficients they cannot.
         return _fit_one(used, outlying, regime, features, replace(options, signs=NON_NEGATIVE))
     # In-sample errors would make the interval too narrow.
-    predicted = out_of_fold(data.x, data.y, folds, data.weights, choice, positive=positive)
+    predicted = out_of_fold(data.x, data.y, data.folds, data.weights, choice, positive=positive)
     interval = _interval(fitted, used, predicted, outlying, options.eval_filter)
     return replace(fitted, prediction_interval=interval), data
 
@@ -341,6 +339,8 @@ class Design:
     counts: Vector
     run: Integers
     time: Integers
+    folds: Integers
+    """For cross-validation: contiguous in every run's time."""
 
     def blocks(self) -> Integers:
         """Blocks of time for intervals, numbered over all runs; shape (n,)."""
@@ -348,9 +348,25 @@ class Design:
         count = min(max(rows // BLOCK_ROWS, FEWEST_BLOCKS), MOST_BLOCKS)
         return time_blocks(self.run, self.time, count) + self.run * count
 
-    def folds(self, count: int) -> Integers:
-        """Folds for cross-validation: contiguous in every run's time; shape (n,)."""
-        return time_blocks(self.run, self.time, count)
+    def part(self, rows: Flags, columns: list[int]) -> Design:
+        """Return some rows of some columns."""
+        return Design(
+            columns=[self.columns[k] for k in columns],
+            x=np.asfortranarray(self.x[rows][:, columns]),
+            y=self.y[rows],
+            weights=self.weights[rows],
+            counts=self.counts[rows],
+            run=self.run[rows],
+            time=self.time[rows],
+            folds=self.folds[rows],
+        )
+
+    def choose_penalty(self, options: FitOptions) -> PenaltyChoice:
+        """Choose penalty and strength by cross-validation over the folds."""
+        positive = options.signs.of(self.columns)
+        return choose_penalty(
+            self.x, self.y, self.folds, self.weights, options.penalties, positive=positive, counts=self.counts
+        )
 
     def latest(self, share: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Return which rows are in the last `share` of their run in time, to a permille; shape (n,)."""
@@ -379,7 +395,9 @@ def design_of(used: pl.DataFrame, features: Sequence[Feature]) -> tuple[Design, 
         scale = matrix(used, ["row_scale_us"])[:, 0] ** 2
         counts, weights = counts / scale, weights / scale
     run = used.select(pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
-    return Design([features[k] for k in kept], x, y, weights, counts, run, used["ts_ns"].to_numpy()), left
+    time = used["ts_ns"].to_numpy()
+    folds = time_blocks(run, time, FOLDS)
+    return Design([features[k] for k in kept], x, y, weights, counts, run, time, folds), left
 
 
 _SURE = 2.0
