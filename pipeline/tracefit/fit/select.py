@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import polars as pl
 
 from tracefit.features.sets import PRODUCTS
 from tracefit.fit.estimators import Penalty, Positive, RobustLinear, line, moments
@@ -142,13 +143,9 @@ def collinearity(x: Matrix, names: Sequence[str], regime: str) -> Collinearity:
 
 def time_blocks(run: Integers, time: Integers, count: int) -> Integers:
     """Cut each run's rows into `count` contiguous blocks of time; block i of every run has number i."""
-    block = np.zeros(len(run), dtype=np.int64)
-    for number in np.unique(run):
-        rows = np.flatnonzero(run == number)
-        # The rank in time: argsort is the permutation, its argsort the position of each row in it.
-        rank = np.argsort(np.argsort(time[rows], kind="stable"), kind="stable")
-        block[rows] = rank * count // len(rows)
-    return block
+    rank = pl.col("time").rank("ordinal").over("run").cast(pl.Int64) - 1
+    rows = pl.DataFrame({"run": run, "time": time})
+    return rows.select(rank * count // pl.len().over("run")).to_series().to_numpy()
 
 
 def choose_penalty(
