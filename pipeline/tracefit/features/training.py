@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
+import numpy as np
 import polars as pl
 
 from tracefit.features.expressions import names_in, parse_formula
@@ -316,16 +317,19 @@ def _with_workload(rows: pl.DataFrame) -> pl.DataFrame:
     """Add prefix_hit_ratio, and arrival_rate_per_s of the server in the window before the request arrived."""
     hits = pl.col("cached_prompt_tokens") / pl.col("prompt_tokens")
     ordered = rows.sort(*SERVER, "arrival_ns", nulls_last=True)
-    period = f"{round(ARRIVAL_WINDOW_S * 1e9)}i"
-    known = ordered.drop_nulls("arrival_ns").rolling(
-        "arrival_ns",
-        period=period,
-        closed="left",  # the request itself is not in its window
-        group_by=SERVER,
+    times = ordered["arrival_ns"].to_numpy()
+    servers = ordered.select(pl.struct(SERVER).rank("dense")).to_series().to_numpy()
+    rate = np.full(ordered.height, np.nan)
+    for server in np.unique(servers):
+        arrived = np.flatnonzero((servers == server) & ~np.isnan(times.astype(float)))
+        at = times[arrived].astype(np.int64)
+        earlier = np.searchsorted(at, at - round(ARRIVAL_WINDOW_S * 1e9), side="left")
+        # Sorted times: the index of a time is the number of arrivals before it.
+        rate[arrived] = (np.searchsorted(at, at, side="left") - earlier) / ARRIVAL_WINDOW_S
+    return ordered.with_columns(
+        prefix_hit_ratio=pl.when(pl.col("prompt_tokens") > 0).then(hits),
+        arrival_rate_per_s=pl.Series(rate, dtype=pl.Float64).fill_nan(None),
     )
-    rates = known.agg(arrival_rate_per_s=pl.len() / ARRIVAL_WINDOW_S).unique([*SERVER, "arrival_ns"])
-    ordered = ordered.with_columns(prefix_hit_ratio=pl.when(pl.col("prompt_tokens") > 0).then(hits))
-    return ordered.join(rates, on=[*SERVER, "arrival_ns"], how="left", maintain_order="left")
 
 
 def _with_next_start(rows: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
