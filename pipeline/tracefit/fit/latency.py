@@ -292,27 +292,30 @@ def _mean_step(prompts: pl.DataFrame) -> pl.DataFrame:
 
 # -- all requests of a scope -----------------------------------------------------------------------------
 
-MEASURED = {
-    "ttft": "ttft_us",
-    "itl": "itl_us",
-    "e2e": "e2e_us",
-    "client": "client_us",
-    "prefill": "prefill_us",
-    "execution": "execution_us",
-}
-"""Latency to its measured column: the time between stamps of the server's own events."""
 
-_DEFINITIONS = {
-    "ttft": "FIRST_TOKEN - ARRIVED",
-    "itl": "(FINISHED - FIRST_TOKEN) / (output tokens - 1)",
-    "e2e": "FINISHED - ARRIVED = TTFT + (output tokens - 1) * ITL",
-    "client": "DEPARTED - ARRIVED = E2E + departure",
-    "prefill": "FIRST_TOKEN - first SCHEDULED, without waits after a preemption",
-    "execution": "FINISHED - first SCHEDULED, without waits after a preemption: the steps the request was in",
-}
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A latency as it is measured: the time between stamps of the server's own events."""
 
-_WHOLE = ("itl", "e2e", "client", "execution")
-"""Latencies that a request which was cut off does not have."""
+    column: str
+    definition: str
+    is_whole: bool = True
+    """Whether a request that was cut off does not have it."""
+
+
+_MEASURED = {
+    "ttft": _Measured("ttft_us", "FIRST_TOKEN - ARRIVED", is_whole=False),
+    "itl": _Measured("itl_us", "(FINISHED - FIRST_TOKEN) / (output tokens - 1)"),
+    "e2e": _Measured("e2e_us", "FINISHED - ARRIVED = TTFT + (output tokens - 1) * ITL"),
+    "client": _Measured("client_us", "DEPARTED - ARRIVED = E2E + departure"),
+    "prefill": _Measured(
+        "prefill_us", "FIRST_TOKEN - first SCHEDULED, without waits after a preemption", is_whole=False
+    ),
+    "execution": _Measured(
+        "execution_us",
+        "FINISHED - first SCHEDULED, without waits after a preemption: the steps the request was in",
+    ),
+}
 
 
 def compose_latencies(
@@ -525,13 +528,14 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
 def _measured(rows: pl.DataFrame) -> dict[str, Latency]:
     phases = phases_of_servers(rows)
     with_phase = with_phases(rows.sort(SERVER, maintain_order=True), "at_ns", phases)
-    return {name: _latency(with_phase, name, phases) for name in MEASURED}
+    return {name: _latency(with_phase, name, phases) for name in _MEASURED}
 
 
 def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], ServerPhases]) -> Latency:
-    actual = pl.col(MEASURED[name])
+    measured = _MEASURED[name]
+    actual = pl.col(measured.column)
     cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
-    rows = rows.with_columns(actual=pl.when(~cut_off).then(actual) if name in _WHOLE else actual)
+    rows = rows.with_columns(actual=pl.when(~cut_off).then(actual) if measured.is_whole else actual)
     median = rows.filter(pl.col("split") == "train")["actual"].median()
     level = float(median) if isinstance(median, int | float) else None
     partly = int((rows["split"] == "partly").sum())
@@ -539,7 +543,7 @@ def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], Ser
     evaluated = held.filter(pl.col("actual").is_not_null()).sort(*SERVER, "at_ns")
     return Latency(
         *_errors(evaluated, name, level),
-        definition=_DEFINITIONS[name],
+        definition=measured.definition,
         by_run={
             str(run): LatencyErrors(*_errors(rows, name, level))
             for (run,), rows in _groups(evaluated, ["run_id"])
@@ -574,7 +578,7 @@ def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:
     """Count held-out requests without a teacher-forced prediction, each under the first reason that applies."""
     never = pl.lit(value=False)
     reason = (
-        pl.when(pl.col("finish_status").is_in(CUT_OFF) if name in _WHOLE else never)
+        pl.when(pl.col("finish_status").is_in(CUT_OFF) if _MEASURED[name].is_whole else never)
         .then(pl.lit("cut_off"))
         .when(pl.col("output_tokens") == 1 if name == "itl" else never)
         .then(pl.lit("one_token"))

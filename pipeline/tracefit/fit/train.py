@@ -37,7 +37,6 @@ from tracefit.fit.select import (
     choose_penalty,
     collinearity,
     is_worse_than_constant,
-    max_inflations,
     out_of_fold,
     time_blocks,
     usable_features,
@@ -267,7 +266,7 @@ def _mark_outliers(rows: pl.DataFrame, features: Sequence[Feature]) -> pl.DataFr
     is_used = (rows["split"] == "train") & rows["excluded_reason"].is_null()
     used, names = rows.filter(is_used), [f.name for f in features]
     x = matrix(used, names)
-    kept, _ = usable_features(x, names, max_inflations(features))
+    kept, _ = usable_features(x, names)
     flags = is_used.to_numpy().copy()
     flags[flags] = outliers(x[:, kept], target_of(used))
     return splits.mark(rows, splits.OUTLIER, pl.lit(pl.Series("far", flags)))
@@ -384,7 +383,7 @@ def design_of(used: pl.DataFrame, features: Sequence[Feature]) -> tuple[Design, 
     """
     names = [f.name for f in features]
     everything, y = matrix(used, names), target_of(used)
-    kept, left = usable_features(everything, names, max_inflations(features))
+    kept, left = usable_features(everything, names)
     x = np.asfortranarray(everything[:, kept])
     counts = weights = np.ones(len(y))
     if "interval_steps" in used.columns:
