@@ -175,10 +175,11 @@ def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
 
 
 @contextmanager
-def one_line_errors(terminal: Terminal) -> Iterator[None]:
-    """Print every `TracefitError` as one line, any other error too as a last resort, and exit with its code."""
+def command(task: str, *, quiet: bool = False) -> Iterator[Terminal]:
+    """Run a command: print every `TracefitError` as one line, any other error too as a last resort, and exit with its code."""
+    terminal = Terminal(quiet=quiet, task=task)
     try:
-        yield
+        yield terminal
     except TracefitError as error:
         terminal.close()
         raise typer.Exit(_fail(error)) from error

@@ -38,14 +38,6 @@ EXPANSION = 10
 
 
 @dataclass(frozen=True, slots=True)
-class FilesRead:
-    """The manifest entries of a run's files, in the order of their names, and whether they are unchanged."""
-
-    files: tuple[ReadFile, ...]
-    all_known: bool
-
-
-@dataclass(frozen=True, slots=True)
 class KnownFiles:
     """What a run's manifest entry knows of files, as far as it is of use with these options and this version."""
 
@@ -203,8 +195,8 @@ class RunReading:
         """Whether every task was given out and has its result."""
         return self._all_given and not self._given
 
-    def files(self) -> FilesRead:
-        """Return the files, when the reading is complete.
+    def files(self) -> tuple[tuple[ReadFile, ...], bool]:
+        """Return the manifest entries of the files in the order of their names, and whether they are as they were before.
 
         Raises:
             UsageError: A file cannot be read.
@@ -216,7 +208,7 @@ class RunReading:
         read = [*self._unchanged, *map(self._entry, self._read)]
         ordered = tuple(sorted(read, key=lambda file: file.path))
         before = tuple(sorted(self._known.files.values(), key=lambda file: file.path))
-        return FilesRead(ordered, all_known=ordered == before)
+        return ordered, ordered == before
 
     def _entry(self, file: TraceFile) -> ReadFile:
         found = self._hashes[file.name]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from tracefit.coefficients.model import RegimesModel
 from tracefit.errors import printable
 from tracefit.reports.document import Figure, Table, Trace
-from tracefit.reports.text import count, number, percent, plural
 from tracefit.results.figures import LATENCIES, US_PER_MS, ShadedRegion
+from tracefit.text import count, number, percent, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

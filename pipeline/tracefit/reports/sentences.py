@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tracefit.reports.document import UseVerdict, Verdicts
-from tracefit.reports.text import count, percent, sentence
+from tracefit.text import count, percent, sentence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

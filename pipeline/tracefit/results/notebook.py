@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tracefit.errors import TracefitError
+from tracefit.text import count, number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -84,9 +85,9 @@ def _cell(value: object) -> str | None:
         case bool() | str() | Path():
             return str(value)
         case int():
-            return f"{value:,}"
+            return count(value)
         case float():
-            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+            return number(value)
         case tuple() | list() if all(isinstance(one, str | Path) for one in value):
             return ", ".join(map(str, value))
         case _:

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from tracefit.fit.results import Metrics
-
 
 UNKNOWN = "-"
 WIDTH = 80
@@ -74,15 +72,6 @@ def sentence(text: str) -> str:
 def reasons(counts: Mapping[str, int]) -> str:
     """Write counts by reason in one line."""
     return ", ".join(f"{name.replace('_', ' ')} {count(n)}" for name, n in counts.items())
-
-
-ERRORS = ("n", "median APE %", "P90 %", "P99 %", "MAPE %", "bias %", "MAE us")
-
-
-def metrics(m: Metrics) -> tuple[str, ...]:
-    """Write errors under the heads of `ERRORS`."""
-    percentages = (m.mdape_pct, m.p90_ape_pct, m.p99_ape_pct, m.mape_pct, m.bias_pct)
-    return (count(m.n), *(percent(v) for v in percentages), number(m.mae))
 
 
 def mape_misleads(mape_pct: float | None, mdape_pct: float | None) -> bool:
