@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +67,127 @@ def test_what_a_target_declares_is_in_the_files_named_beside_it():
 
 def test_the_columns_that_follow_from_a_described_step_are_declared():
     assert set(STEP_COLUMNS) - set(TIMELINE.names) == set()
+
+
+# -- an example of each row of the table, really added ---------------------------------------------------
+
+EXAMPLES = {
+    "a feature": {
+        "pipeline/tracefit/features/sets.py": (
+            '        _column("prefill_tokens", "token", "prefill is bound by compute per token", _COST),\n',
+            '        Feature("ended_twice", "request", "2 * num_finished", "an example", _COST),\n',
+        )
+    },
+    "a dialect": {
+        "pipeline/tracefit/tables/dialects.py": (
+            '    *_stock("vllm.llm_engine"),\n',
+            """
+    Spelling("acme", "acme", "generate", None, "acme.id", "requests", "request_id"),
+    Spelling("acme", "acme", "generate", None, None, "requests", "arrival_ns", "start"),
+    Spelling("acme", "acme", "generate", None, "acme.prompt", "requests", "api_prompt_tokens"),
+    Spelling("acme", "acme", "generate", None, "acme.first_ms", "requests", "ttft_us", factor=1e3),
+""",
+        )
+    },
+    "a consumer": {
+        "pipeline/tracefit/consumers/names.py": (
+            "",
+            """
+from tracefit.consumers.base import Export, consumer
+
+
+@consumer("names")
+def to_names(source):
+    return Export({"names.txt": " ".join(source.models.models)}, ())
+""",
+        )
+    },
+    "a target": {
+        "pipeline/tracefit/features/targets.py": (
+            "TARGETS: tuple[Target, ...] = (\n",
+            """
+    Target("prefill", "prefill", "prefill time", "first SCHEDULED to FIRST_TOKEN", "prefill_us",
+           "first_scheduled_ns", "first_scheduled_step", "prefill"),
+""",
+        ),
+        "pipeline/tracefit/features/sets.py": (
+            "    for feature_set in (",
+            'FeatureSet("prefill", (_column("prompt_tokens", "token", "an example"),)), ',
+        ),
+    },
+    "a step column": {
+        "pipeline/tracefit/tables/schema.py": (
+            '        _i("running_after", "requests still running once the step\'s outputs are processed"),\n',
+            '        _i("num_finished", "an example"),\n',
+        ),
+        "pipeline/tracefit/coefficients/workload.py": (
+            '    "waiting_depth": "waiting",\n',
+            '    "num_finished": "batch / 100",\n',
+        ),
+    },
+}
+"""Row of the table to the files that the example edits: a piece of their text, and what is put behind it."""
+
+JOB = """
+import json, sys
+from pathlib import Path
+from tracefit import ingest, run
+from tracefit.commands.train import TrainOptions
+from tracefit.synth import SynthOptions, synth, write_run
+from tracefit.tables.store import TableStore
+
+acme, out = map(Path, sys.argv[1:])
+busy = write_run(synth(SynthOptions(requests=150)), out)
+run([busy], out, options=TrainOptions(fast=True, features="batch"))
+ingest([acme], out / "acme")
+store = TableStore(out / "tables")
+print(json.dumps({
+    "a feature": "ended_twice" in store.read("beta_training").columns,
+    "a dialect": TableStore(out / "acme").read("requests").select("prompt_tokens", "ttft_us").rows(),
+    "a target": [model["name"] for model in json.loads((out / "models/alpha.json").read_text())["models"]],
+    "a step column": store.read("timeline")["num_finished"].sum(),
+}))
+"""
+
+
+def test_every_row_of_the_table_has_an_example_that_edits_the_files_it_names():
+    rows = dict(re.findall(r"^\| (an? [\w ]+?) \|(.*?)\|", TEXT, re.MULTILINE))
+    assert rows.keys() == EXAMPLES.keys()
+    for task, files in EXAMPLES.items():
+        named = tuple(re.findall(r"`(pipeline/[\w./]+)`", rows[task]))
+        assert [path for path in files if not path.startswith(named)] == []
+
+
+@pytest.mark.slow
+def test_the_files_named_are_enough_to_add_one_of_each(tmp_path, traces):
+    shutil.copytree(PACKAGE, tmp_path / "pipeline/tracefit", ignore=shutil.ignore_patterns("__pycache__"))
+    for files in EXAMPLES.values():
+        for name, (piece, added) in files.items():
+            path = tmp_path / name
+            text = path.read_text() if piece else ""
+            assert text.count(piece) == 1, f"{name}: the example is put behind a text that is there once"
+            path.write_text(text.replace(piece, piece + added))
+    facts = {"acme.id": "r1", "acme.prompt": 70, "acme.first_ms": 55.0}
+    traces.span("acme", "generate", (1, 1, 0), [], attributes=facts).write(tmp_path / "acme", config=False)
+
+    def call(*command):
+        environment = os.environ | {"PYTHONPATH": str(tmp_path / "pipeline")}
+        done = subprocess.run(
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    found = json.loads(call("-c", JOB, "acme", "out").splitlines()[-1])
+    assert found["a feature"]
+    assert found["a dialect"] == [[70, 55_000.0]]
+    assert "alpha.prefill" in found["a target"]
+    assert found["a step column"] > 0
+    call("-m", "tracefit.cli", "export", "out", "--to", "names", "--out", "names")
+    assert "alpha.prefill" in (tmp_path / "names/names.txt").read_text()
+    assert "ended_twice" in call("-m", "tracefit.cli", "features")

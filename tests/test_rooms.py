@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "pipeline" / "tracefit"
 
 ORDER = (
-    ("_version", "errors", "progress", "memory", "statistics", "evaluator"),
+    ("_version", "errors", "progress", "memory", "statistics", "text", "evaluator"),
     ("inputs",),
     ("otlp",),
     ("tables",),

@@ -175,10 +175,11 @@ def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
 
 
 @contextmanager
-def one_line_errors(terminal: Terminal) -> Iterator[None]:
-    """Print every `TracefitError` as one line, any other error too as a last resort, and exit with its code."""
+def command(task: str, *, quiet: bool = False) -> Iterator[Terminal]:
+    """Run a command: print every `TracefitError` as one line, any other error too as a last resort, and exit with its code."""
+    terminal = Terminal(quiet=quiet, task=task)
     try:
-        yield
+        yield terminal
     except TracefitError as error:
         terminal.close()
         raise typer.Exit(_fail(error)) from error
@@ -301,7 +302,6 @@ def _log_warning(
     file: TextIO | None = None,  # noqa: ARG001 - Python calls it so
     line: str | None = None,  # noqa: ARG001
 ) -> None:
-    """Log what Python would print on stderr."""
     _log.debug("%s:%s: %s: %s", filename, lineno, category.__name__, message)
 
 
@@ -355,7 +355,6 @@ def usage_line(error: TyperException) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known option most similar to a misspelt one."""
     return max(known, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
 
 

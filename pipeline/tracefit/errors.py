@@ -99,14 +99,7 @@ def spreadsheet_safe(value: object) -> object:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6, most: int = 1) -> str | None:
-    """Return a question that suggests the known names closest to `name`, or null if none is close.
-
-    Args:
-        name: The misspelt name.
-        known: The known names.
-        cutoff: Smallest similarity, 0 to 1.
-        most: Names that are suggested.
-    """
+    """Return a question that suggests the known names closest to `name`, or null if none has a similarity of `cutoff` (0 to 1)."""
     # The search takes time in proportion to the length of the name, which may be a whole file by mistake.
     close = difflib.get_close_matches(name[:64], list(known), n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(close)}?" if close else None

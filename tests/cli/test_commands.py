@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from tracefit.tables.store import TableStore
@@ -221,7 +222,7 @@ def test_an_interrupt_is_one_line(tracefit, tmp_path, folder, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tracefit.commands.ingest.open_inputs", interrupted)
+    monkeypatch.setattr(pl.DataFrame, "with_columns", interrupted)
     assert tracefit("run", folder, "--out", tmp_path / "out") == (130, "", "tracefit: interrupted\n")
 
 

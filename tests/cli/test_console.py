@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from tracefit.console import Terminal, one_line_errors
+from tracefit.console import Terminal, command
 from tracefit.errors import DataError, UsageError
 
 
@@ -52,7 +52,7 @@ def test_no_progress_where_nobody_watches(monkeypatch, capsys, quiet):
     ],
 )
 def test_errors_are_one_line_and_their_exit_code(capsys, error, code, line):
-    with pytest.raises(typer.Exit) as ended, one_line_errors(Terminal(quiet=True)):
+    with pytest.raises(typer.Exit) as ended, command("try", quiet=True):
         raise error
     assert ended.value.exit_code == code
     assert capsys.readouterr().err == line

@@ -406,10 +406,13 @@ def test_a_full_disk_in_train_leaves_nothing_half_written(
     out = shutil.copytree(trained, tmp_path / "out")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
-    def create(path):
-        return _FullDisk(path, "w") if path.name == full_at else path.open("wb")
+    opened = Path.open
 
-    monkeypatch.setattr("tracefit.tables.disk.create", create)
+    def full(path, mode="r", **how):
+        is_full = path.name == full_at and mode == "wb"
+        return _FullDisk(path, "w") if is_full else opened(path, mode, **how)
+
+    monkeypatch.setattr(Path, "open", full)
     code, _, stderr = tracefit("train", out, "--out", out / "models", *quick)
     assert (code, stderr.count("\n")) == (2, 1)
     assert f"{full_at}: cannot be written (No space left on device)" in stderr

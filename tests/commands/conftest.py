@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tracefit.engines import decode as decoding
-from tracefit.inputs.blocks import Block
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 
@@ -41,14 +39,15 @@ def contents():
 
 
 @pytest.fixture
-def decoded(monkeypatch):
-    """Return the list of blocks that are decoded from now on in this process: file name and where the block begins."""
-    seen, decode = [], decoding.decode_task
+def decoded():
+    """Return a function from a tables folder to the names of the files decoded since it was last asked: their parts are new."""
+    known = set()
 
-    def spy(task):
-        blocks = [item for item in task.items if isinstance(item, Block)]
-        seen.extend((Path(block.source_file).name, block.offset) for block in blocks)
-        return decode(task)
+    def since(tables):
+        files = [file for run in TableStore(tables).manifest().runs.values() for file in run.files]
+        parts = {Path(file.path).name: {part.name for part in file.parts} for file in files}
+        new = sorted(name for name, names in parts.items() if names - known)
+        known.update(*parts.values())
+        return new
 
-    monkeypatch.setattr(decoding, "decode_task", spy)
-    return seen
+    return since

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tracefit import DataError, ServerOptions, UsageError, ingest, run, train
-from tracefit.commands.ingest import IngestOptions
+from tracefit.commands.reading import IngestOptions
 from tracefit.errors import TracefitError
 from tracefit.tables.store import TableStore
 
@@ -65,13 +65,6 @@ def test_traces_of_other_programs_alone_hold_nothing(tmp_path, traces, files_in)
     assert "--enable-journey-tracing" in line
     assert "--step-tracing-enabled" in line
     assert files_in(tmp_path / "out") == []
-
-
-@pytest.mark.parametrize("content", [b"", b"\n\n"])
-def test_a_trace_file_that_is_empty_holds_nothing(tmp_path, content):
-    (tmp_path / "traces.json").write_bytes(content)
-    error = _refused(DataError, [tmp_path / "traces.json"], tmp_path / "tables")
-    assert "holds no spans" in error
 
 
 def test_three_requests_are_too_few(tmp_path, traces, files_in):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ MOMENTS = 20
 
 FORKING = """
 import os, signal, sys, time, random
-from tracefit.commands.ingest import IngestOptions, ingest   # imported once: every child is at work at once
+from tracefit import IngestOptions, ingest   # imported once: every child is at work at once
 
 def child(run, tables):
     pid = os.fork()
@@ -105,26 +106,28 @@ def _same_events(one, other):
     )
 
 
-class _FullDisk:
-    """Files that take so many bytes between them."""
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Return a function after which the files that `pathlib` opens anew take so many bytes between them."""
 
-    def __init__(self, size_bytes):
-        self.left = size_bytes
+    def fill(size_bytes):
+        left = [size_bytes]
 
-    def create(self, path):
-        return _Counted(path, self)
+        class Counted(io.FileIO):
+            def write(self, data):
+                left[0] -= len(memoryview(data).cast("B"))
+                if left[0] < 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return super().write(data)
 
+        opened = Path.open
+        monkeypatch.setattr(
+            Path,
+            "open",
+            lambda path, mode="r", **how: Counted(path, "w") if mode == "wb" else opened(path, mode, **how),
+        )
 
-class _Counted(io.FileIO):
-    def __init__(self, path, full):
-        super().__init__(path, "w")
-        self.full = full
-
-    def write(self, data):
-        self.full.left -= len(memoryview(data).cast("B"))
-        if self.full.left < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().write(data)
+    return fill
 
 
 @pytest.mark.slow
@@ -133,19 +136,15 @@ class _Counted(io.FileIO):
     [0, 3_000, 20_000, 45_000, 60_000],
 )
 def test_a_full_disk_is_one_line_and_leaves_what_was_whole(
-    tmp_path, grown, contents, monkeypatch, size_bytes, small_pieces
+    tmp_path, grown, contents, monkeypatch, full_disk, size_bytes, small_pieces
 ):
     half, run = grown
     tables = half("tables")
     old = contents(tables)
-    with monkeypatch.context() as patch:
-        full = _FullDisk(size_bytes)
-        for module in ("disk", "staging", "external_sort", "store"):
-            patch.setattr(f"tracefit.tables.{module}.create", full.create)
-        with pytest.raises(
-            UsageError, match=r"tables: cannot be written \(No space left on device\)"
-        ) as caught:
-            ingest([run], tables, workers=1, options=small_pieces)
+    full_disk(size_bytes)
+    with pytest.raises(UsageError, match=r"tables: cannot be written \(No space left on device\)") as caught:
+        ingest([run], tables, workers=1, options=small_pieces)
+    monkeypatch.undo()
     assert "\n" not in caught.value.line()
     assert contents(tables) == old
     assert not list(tables.rglob(".writing-*"))

@@ -11,8 +11,8 @@ import pytest
 from pyarrow.fs import FileSystemHandler, LocalFileSystem, PyFileSystem
 
 from tracefit import DataError, UsageError, ingest
-from tracefit.commands import reading
-from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest_inputs
+from tracefit.commands.ingest import ServerOptions, ingest_inputs
+from tracefit.commands.reading import IngestOptions
 from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs
 from tracefit.progress import NullProgress
@@ -28,6 +28,7 @@ class Bucket(FileSystemHandler):
         self.opened = Counter()
         self.served = Counter()
         self.breaks_after = None
+        self.on_read = lambda: None
 
     def get_type_name(self):
         return "bucket"
@@ -61,6 +62,7 @@ class _Served:
         return True
 
     def read(self, size=-1):
+        self.bucket.on_read()
         data = self.stream.read(min(size, 1000))  # fewer than it was asked for, as over a network
         name = Path(self.path).name
         self.bucket.served[name] += len(data)
@@ -133,8 +135,8 @@ def test_every_byte_is_read_once_and_gives_the_tables_of_local_files(
     assert set(spans["source_file"]) == {f"s3://bucket/prod/traces-{n}.json" for n in range(3)}
     ingest([Path(bucket.root, "prod")], tmp_path / "local", workers=1)
     assert _same(_tables(tmp_path / "tables"), _tables(tmp_path / "local"))
-    far, near = (TableStore(tmp_path / out).manifest().runs["prod"].files for out in ("tables", "local"))
-    assert [file.sha256 for file in far] == [file.sha256 for file in near]
+    remote, local = (TableStore(tmp_path / out).manifest().runs["prod"].files for out in ("tables", "local"))
+    assert [file.sha256 for file in remote] == [file.sha256 for file in local]
     assert not list((tmp_path / "tables").glob(".writing-*"))
 
 
@@ -143,55 +145,52 @@ def test_files_named_one_by_one_are_read_once_too(bucket, read):
     assert _traces(bucket.served) == _sizes(bucket)
 
 
-def test_what_is_as_it_was_is_not_read(bucket, read, decoded):
+def test_what_is_as_it_was_is_not_read(tmp_path, bucket, read, decoded):
     first = read()
     bucket.opened.clear()
-    decoded.clear()
+    assert len(decoded(tmp_path / "tables")) == 3
     assert read() == first
     assert _traces(bucket.opened) == {}
-    assert decoded == []
+    assert decoded(tmp_path / "tables") == []
 
 
 @pytest.mark.slow
 def test_what_was_written_anew_is_read_and_decoded_if_it_is_another(tmp_path, bucket, read, decoded):
     read()
     bucket.opened.clear()
-    decoded.clear()
+    decoded(tmp_path / "tables")
     folder = Path(bucket.root, "prod")
     os.utime(folder / "traces-0.json", ns=(1, 1))
     with (folder / "traces-1.json").open("a") as file:
         file.write("{}\n")
     result = read()
     assert _traces(bucket.opened) == {"traces-0.json": 1, "traces-1.json": 1}
-    assert len(decoded) == 1
+    assert decoded(tmp_path / "tables") == ["traces-1.json"]
     assert [run.run_id for run in result.runs] == ["prod"]
     bucket.opened.clear()
     read()
     assert _traces(bucket.opened) == {}
 
 
-def test_a_file_that_is_gone_costs_no_reading(bucket, read, decoded):
+def test_a_file_that_is_gone_costs_no_reading(tmp_path, bucket, read, decoded):
     read()
     bucket.opened.clear()
-    decoded.clear()
+    decoded(tmp_path / "tables")
     Path(bucket.root, "prod", "traces-2.json").unlink()
     assert [run.run_id for run in read().runs] == ["prod"]
     assert _traces(bucket.opened) == {}
-    assert decoded == []
+    assert decoded(tmp_path / "tables") == []
 
 
-def test_copies_are_on_disk_a_few_at_a_time(tmp_path, bucket, read, monkeypatch):
-    monkeypatch.setattr("tracefit.commands.reading.FETCHED_BYTES", 1)
-    there, fetch = [], reading.fetch
-
-    def look(files, *args):
-        copies = [p for p in (tmp_path / "tables").glob(".writing-*/*") if p.is_file()]
-        there.append((len(files), len(copies)))
-        return fetch(files, *args)
-
-    monkeypatch.setattr(reading, "fetch", look)
-    read()
-    assert there == [(1, 0)] * 3
+@pytest.mark.parametrize(("fetched_bytes", "most"), [(1, 1), (1 << 30, 3)])
+def test_copies_are_on_disk_a_few_at_a_time(tmp_path, bucket, read, fetched_bytes, most):
+    copies = []
+    bucket.on_read = lambda: copies.append(
+        sum(path.stat().st_size > 0 for path in (tmp_path / "tables").glob(".writing-*/*") if path.is_file())
+    )
+    read(options=IngestOptions(fetched_bytes=fetched_bytes))
+    assert max(copies) <= most
+    assert (max(copies) > 1) == (most > 1)
 
 
 @pytest.mark.parametrize("lines", [1, 2000])

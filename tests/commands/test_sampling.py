@@ -79,11 +79,15 @@ class _Warnings(NullProgress):
         self.warnings.append(text)
 
 
-def test_the_sampling_is_stated(tmp_path, new_traces, quick, monkeypatch):
+def test_the_sampling_is_stated(tmp_path, new_traces, quick):
     for number in range(4):
         new_traces().load(steps=120, requests=60, seed=number).write(tmp_path / "runs" / f"r{number}")
     ingest([tmp_path / "runs"], tmp_path / "tables")
-    monkeypatch.setattr("tracefit.commands.train.MOST_RUNS", 2)
+    # Each claims nine hundred thousand steps: two of them are as many rows as fit into memory.
+    store = TableStore(tmp_path / "tables")
+    claimed = pl.lit(json.dumps({"step.BATCH_SUMMARY": 900_000}))
+    rows = {run_id: store.read("runs", [run_id]).with_columns(events=claimed) for run_id in store.runs()}
+    store.write_runs((run_id, {"runs": row}) for run_id, row in rows.items())
     progress = _Warnings()
     train(tmp_path / "tables", tmp_path / "models", options=quick, progress=progress)
     (scope,) = json.loads((tmp_path / "models" / "evaluation.json").read_text())["scopes"]

@@ -20,7 +20,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from tracefit.inputs.blocks import Block, ReadLimits, load, read_blocks
 from tracefit.inputs.files import TraceFile
 from tracefit.inputs.rejects import Reject
-from tracefit.otlp.decode import SpanBatch, Wanted, decode_blocks
+from tracefit.otlp.decode import DecodeLimits, SpanBatch, Wanted, decode_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -119,7 +119,7 @@ COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-_USUAL = ReadLimits()
+_USUAL, _USUAL_DECODE = ReadLimits(), DecodeLimits()
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
 _TYPES = {"e": {"k": pl.String(), "s": pl.String(), "n": pl.Int64(), "x": pl.Float64(), "b": pl.Boolean()}}
 
@@ -180,6 +180,7 @@ def decode(
     limits: ReadLimits = _USUAL,
     show_values: bool = False,
     block_bytes: int | None = None,
+    decode_limits: DecodeLimits = _USUAL_DECODE,
 ) -> tuple[list[SpanBatch], list[Reject]]:
     """Decode a file of these bytes, as an ingest does; return the batches, and what is in no block.
 
@@ -193,7 +194,9 @@ def decode(
         limits = replace(limits, block_bytes=block_bytes or limits.block_bytes)
         items = list(read_blocks(TraceFile.local(path), limits, show_values=show_values))
         blocks = [(n, item, load(item)) for n, item in enumerate(items) if isinstance(item, Block)]
-        return list(decode_blocks(blocks, wanted)), [item for item in items if isinstance(item, Reject)]
+        return list(decode_blocks(blocks, wanted, decode_limits)), [
+            item for item in items if isinstance(item, Reject)
+        ]
 
 
 def read(data: bytes, *, events: Mapping[str, Mapping[str, pl.DataType]] = _TYPES, **options: Any) -> Found:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracefit.otlp.json_normaliser import normalise
-from tracefit.otlp.json_records import read_record
+from tracefit.otlp.decode import DecodeLimits
+from tracefit.otlp.json_records import check_record, read_record
 
 SHAPES = (
     "lines with BOM, CRLF and blanks",
@@ -59,7 +59,7 @@ def test_what_the_usual_reader_accepts_the_careful_one_reads_alike(otlp, data):
         # A field that OTLP does not know is what makes the usual reader stand back.
         unusual = otlp.to_json(record | {"unknown": 1})
         assert read_record(unusual) is None
-        careful = normalise(unusual, _no_reject, 100)
+        careful = check_record(unusual, _no_reject, 100)
         assert sum(len(group.spans) for group in careful.groups) == len(
             record["resourceSpans"][0]["scopeSpans"][0]["spans"]
         )
@@ -88,24 +88,21 @@ def test_a_long_record_that_is_split_holds_the_same_spans(otlp, shape, data):
     wanted = otlp.wanted_of(records)
     content = otlp.SHAPES[shape](records)
     whole = otlp.read(content, **wanted)
-    with pytest.MonkeyPatch.context() as patch:
-        for reader in ("json_records", "protobuf_records"):
-            patch.setattr(f"tracefit.otlp.{reader}._PIECE_BYTES", data.draw(st.integers(1, 300)))
-        split = otlp.read(content, **wanted)
+    split = otlp.read(
+        content, **wanted, decode_limits=DecodeLimits(piece_bytes=data.draw(st.integers(1, 300)))
+    )
     assert split.content == whole.content
     assert [span["source_offset"] for span in split.spans] == [span["source_offset"] for span in whole.spans]
 
 
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
-def test_bad_spans_of_a_record_that_is_split_are_named_as_in_the_whole(otlp, monkeypatch, shape):
+def test_bad_spans_of_a_record_that_is_split_are_named_as_in_the_whole(otlp, shape):
     """By their number in the record, and with its place and length."""
     bad = {5: {"traceId": "0" * 32}, 17: {"spanId": "0" * 16}}
     content = otlp.SHAPES[shape]([otlp.record(*[otlp.span(n + 1, **bad.get(n, {})) for n in range(20)])] * 2)
     whole = otlp.read(content)
     assert [reject.reason.split(":")[0] for reject in whole.rejects] == ["span 5", "span 17"] * 2
-    for reader in ("json_records", "protobuf_records"):
-        monkeypatch.setattr(f"tracefit.otlp.{reader}._PIECE_BYTES", 150)
-    split = otlp.read(content)
+    split = otlp.read(content, decode_limits=DecodeLimits(piece_bytes=150))
     assert split.ids == whole.ids
     places = [[(r.source_offset, r.length, r.reason) for r in found.rejects] for found in (split, whole)]
     assert places[0] == places[1]
@@ -113,27 +110,22 @@ def test_bad_spans_of_a_record_that_is_split_are_named_as_in_the_whole(otlp, mon
 
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
 @pytest.mark.parametrize(("records_bytes", "most"), [(1 << 20, 1), (6_000, 12)])
-def test_pieces_of_a_long_record_share_batches(otlp, monkeypatch, shape, records_bytes, most):
+def test_pieces_of_a_long_record_share_batches(otlp, shape, records_bytes, most):
     """Each batch has a fixed cost, and a record of many small scopes has as many pieces."""
-    monkeypatch.setattr("tracefit.otlp.decode._RECORDS_BYTES", records_bytes)
-    monkeypatch.setattr("tracefit.otlp.decode._BATCH_BYTES", 3_000)
-    for reader in ("json_records", "protobuf_records"):
-        monkeypatch.setattr(f"tracefit.otlp.{reader}._PIECE_BYTES", 500)
+    limits = DecodeLimits(piece_bytes=500, records_bytes=records_bytes, batch_bytes=3_000)
     scopes = [otlp.record(otlp.span(n + 1), scope=f"vllm.{n}")["resourceSpans"][0] for n in range(100)]
-    batches, _ = otlp.decode(otlp.SHAPES[shape]([{"resourceSpans": scopes}]))
+    batches, _ = otlp.decode(otlp.SHAPES[shape]([{"resourceSpans": scopes}]), decode_limits=limits)
     assert sum(batch.spans.height for batch in batches) == 100
     assert len(batches) <= most
 
 
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
 @pytest.mark.parametrize("of_record", [1, 100])
-def test_a_batch_holds_no_more_spans_than_fit_into_memory(otlp, monkeypatch, shape, of_record):
+def test_a_batch_holds_no_more_spans_than_fit_into_memory(otlp, shape, of_record):
     """Short spans take twenty times their bytes when they are decoded."""
-    monkeypatch.setattr("tracefit.otlp.decode._MAX_SPANS", 10)
-    for reader in ("json_records", "protobuf_records"):
-        monkeypatch.setattr(f"tracefit.otlp.{reader}._PIECE_BYTES", 500)
     spans = [otlp.span(n + 1) for n in range(100)]
     records = [otlp.record(*spans[n : n + of_record]) for n in range(0, 100, of_record)]
-    batches, _ = otlp.decode(otlp.SHAPES[shape](records))
+    limits = DecodeLimits(piece_bytes=500, max_spans=10)
+    batches, _ = otlp.decode(otlp.SHAPES[shape](records), decode_limits=limits)
     assert sum(batch.spans.height for batch in batches) == 100
     assert max(batch.spans.height for batch in batches) <= 20

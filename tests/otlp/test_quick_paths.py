@@ -25,8 +25,8 @@ def test_attributes_of_any_length_are_read_column_by_column(sizes):
         for number, text in enumerate(texts)
     ]
     packed = PackedTexts.of(events)
-    found, left = layouts.read_columns(packed, np.arange(len(events)), {"note", "step.id"}, layouts.PROTOBUF)
-    assert left.tolist() == []
+    found = layouts.read_columns(packed, np.arange(len(events)), {"note", "step.id"}, layouts.PROTOBUF)
+    assert found.rows.tolist() == list(range(len(events)))
     assert found.columns["note"].to_list() == texts
     assert found.columns["step.id"].to_list() == list(range(len(texts)))
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tracefit.errors import UsageError
-from tracefit.receive.options import parse_duration, parse_rotation, parse_size
+from tracefit.receive.options import parse_duration, parse_rotation
 from tracefit.synth import SynthOptions, synth
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def call(*arguments):
     [("64MiB", 64 << 20), ("500 kB", 500_000), ("1", 1), ("1.5GiB", 3 << 29), ("10KiB", 10240)],
 )
 def test_sizes(text, size):
-    assert parse_size(text, option="--x") == size
+    assert parse_rotation(text).size_bytes == size
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("5min", 300), ("90s", 90), ("1.5h", 5400), ("10 min", 600)])

@@ -10,8 +10,7 @@ import pytest
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.commands.figure_data import engine_run, model_rows, thinned
 from tracefit.fit.results import Overload, QueuePeriod
-from tracefit.reports.figures import engine_figure, model_figures
-from tracefit.reports.plots import robust_limits
+from tracefit.reports.figures import engine_figure, model_figures, robust_limits
 from tracefit.tables.store import TableStore
 
 

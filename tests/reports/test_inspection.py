@@ -6,7 +6,7 @@ import pytest
 
 from tracefit import inspect
 from tracefit.reports.terminal_results import inspection_text
-from tracefit.reports.text import columns, number
+from tracefit.text import columns, number
 
 
 @pytest.fixture

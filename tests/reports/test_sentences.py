@@ -10,7 +10,7 @@ from tracefit.coefficients.files import read_evaluation
 from tracefit.coefficients.model import Criterion, Verdict
 from tracefit.fit.results import Missing, Overload
 from tracefit.reports.sentences import fraction, lead, least_exact, verdicts
-from tracefit.reports.text import percent
+from tracefit.text import percent
 
 
 @pytest.fixture

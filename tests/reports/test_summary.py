@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from tracefit.reports.terminal_results import ingest_text, run_text, train_text
-from tracefit.reports.text import ScopeLabel, scope_labels
 from tracefit.results.commands import (
     IngestResult,
     LatencySummary,
@@ -16,6 +15,7 @@ from tracefit.results.commands import (
     ScopeSummary,
     TrainResult,
 )
+from tracefit.text import ScopeLabel, scope_labels
 
 RUN = RunSummary("busy", "scope", 1, 1000, 1416, 3, 2, 5, 0, 9536, 1, 1, 6764, 674)
 MODEL = ModelSummary(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
+from tracefit.tables import schema
+
 COUNTS = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens")
 AGREEMENT = ("journey_agrees", "journey_error_reqs", "journey_error_tokens")
 
@@ -157,3 +159,14 @@ def test_counters_that_claim_more_steps_than_can_be_laid_out_are_not_believed(en
     for step in range(0, 30_000_000, 900_000):
         story.summary(step)
     assert engine_tables((story,)).timeline(complete=False).height == 0
+
+
+def test_every_column_of_a_summary_that_the_timeline_declares_is_in_it(engine_tables, story):
+    """A column that is declared in both tables needs nothing else."""
+    own = {"run_id", "server", "epoch", "step_id", "ts_start_ns"}
+    shared = sorted({*schema.STEPS.names} & {*schema.TIMELINE.names} - own)
+    values = {name: number for number, name in enumerate(shared, start=2)} | {"kv_usage_ratio": 0.25}
+    story.summary(1, **values).served("a", 1, 2)
+    for complete in (False, True):
+        assert engine_tables((story,)).rows(*shared, complete=complete)[1] == tuple(map(values.get, shared))
+    assert len(shared) > 9

@@ -17,7 +17,8 @@ import typer
 from tracefit.console import warn
 
 if TYPE_CHECKING:
-    from tracefit.commands.ingest import IngestOptions, ServerOptions
+    from tracefit.commands.ingest import ServerOptions
+    from tracefit.commands.reading import IngestOptions
     from tracefit.commands.train import TrainOptions
     from tracefit.engines.choice import EngineChoice
 
@@ -239,7 +240,7 @@ def keys_of(texts: list[str] | None) -> tuple[str, ...]:
 
 def ingest_options(context: typer.Context) -> IngestOptions:
     """Collect the options that bound reading and choose which part of the traces is kept."""
-    from tracefit.commands.ingest import IngestOptions
+    from tracefit.commands.reading import IngestOptions
 
     given = context.params
     return IngestOptions(

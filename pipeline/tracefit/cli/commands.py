@@ -33,7 +33,7 @@ from tracefit.cli.arguments import (
     train_options,
 )
 from tracefit.cli.program import app
-from tracefit.console import Terminal, one_line_errors
+from tracefit.console import command
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ def run(
 
     Example: `tracefit run runs/ --out out/`
     """
-    terminal = Terminal(quiet=quiet, task=f"run to {out}")
-    with one_line_errors(terminal):
+    with command(f"run to {out}", quiet=quiet) as terminal:
         from tracefit.commands.train import run as run_command
         from tracefit.reports.terminal_results import run_text
 
@@ -99,8 +98,7 @@ def inspect(
 
     Example: `tracefit inspect runs/`
     """
-    terminal = Terminal(quiet=quiet, task="inspect")
-    with one_line_errors(terminal):
+    with command("inspect", quiet=quiet) as terminal:
         from tracefit.commands.inspect import inspect as inspect_command
         from tracefit.reports.terminal_results import inspection_text
 
@@ -132,8 +130,7 @@ def ingest(
 
     Example: `tracefit ingest runs/ --out tables/`
     """
-    terminal = Terminal(quiet=quiet, task=f"ingest to {out}")
-    with one_line_errors(terminal):
+    with command(f"ingest to {out}", quiet=quiet) as terminal:
         from tracefit.commands.ingest import ingest as ingest_command
         from tracefit.commands.ingest import plan_ingest
         from tracefit.reports.terminal_results import ingest_text, plan_text
@@ -208,8 +205,7 @@ def receive(
 
     Example: `tracefit receive --out traces/ --model meta-llama/Llama-3.1-8B-Instruct --gpu H100 --live`
     """
-    terminal = Terminal(quiet=quiet, task=f"receive to {out}")
-    with one_line_errors(terminal):
+    with command(f"receive to {out}", quiet=quiet) as terminal:
         from tracefit.commands.receive import receive as receive_command
         from tracefit.receive.options import ReceiveOptions, parse_duration, parse_rotation
         from tracefit.reports.terminal_results import receive_text
@@ -265,8 +261,7 @@ def train(
 
     Example: `tracefit train tables/ --out models/`
     """
-    terminal = Terminal(quiet=quiet, task=f"train on {tables}")
-    with one_line_errors(terminal):
+    with command(f"train on {tables}", quiet=quiet) as terminal:
         from tracefit.commands.train import train as train_command
         from tracefit.reports.terminal_results import train_text
 
@@ -312,8 +307,7 @@ def report(
 
     Example: `tracefit report out/`
     """
-    terminal = Terminal(quiet=quiet, task=f"report of {folder}")
-    with one_line_errors(terminal):
+    with command(f"report of {folder}", quiet=quiet) as terminal:
         from tracefit.commands.report import parse_slo
         from tracefit.commands.report import report as report_command
         from tracefit.reports.terminal_results import report_text
@@ -344,8 +338,7 @@ def compare(
 
     Example: `tracefit compare models/ new-tables/`
     """
-    terminal = Terminal(quiet=quiet, task=f"compare {first} with {second}")
-    with one_line_errors(terminal):
+    with command(f"compare {first} with {second}", quiet=quiet) as terminal:
         from tracefit.commands.compare import Tolerance
         from tracefit.commands.compare import compare as compare_command
         from tracefit.reports.terminal_results import compare_text
@@ -373,8 +366,7 @@ def verify(
 
     Example: `tracefit verify out/`
     """
-    terminal = Terminal(quiet=quiet, task=f"verify {file}")
-    with one_line_errors(terminal):
+    with command(f"verify {file}", quiet=quiet) as terminal:
         from tracefit.commands.verify import verify as verify_command
         from tracefit.reports.terminal_results import verify_text
 
@@ -400,8 +392,7 @@ def requests(
 
     Example: `tracefit requests out/`
     """
-    terminal = Terminal(quiet=False, task=f"requests of {tables}")
-    with one_line_errors(terminal):
+    with command(f"requests of {tables}") as terminal:
         from tracefit.commands.requests import requests as requests_command
         from tracefit.commands.requests import seconds_csv, seconds_view
         from tracefit.reports.terminal_results import requests_csv, requests_text
@@ -477,8 +468,7 @@ def predict(
 
     Example: `tracefit predict models/ --scope codellama-34b --batch 32`
     """
-    terminal = Terminal(quiet=quiet, task=f"predict with {models[0]}")
-    with one_line_errors(terminal):
+    with command(f"predict with {models[0]}", quiet=quiet) as terminal:
         from tracefit.coefficients.models import load
         from tracefit.commands.locate import choose_scope
 
@@ -524,11 +514,7 @@ def _predict_one(models: Any, scope: str | None, given: dict[str, Any]) -> tuple
 
 
 def _check_description(given: dict[str, Any]) -> None:
-    """Refuse options that the prediction would leave unread.
-
-    Raises:
-        UsageError: Options of a request without its prompt, those of a step beside it, either beside rows, or none at all.
-    """
+    """Refuse options that the prediction would leave unread: those of a request without its prompt, those of a step beside it."""
     of_request = [f"--{name}" for name in _OF_REQUEST if given[name]]
     of_request += ["--output"] if given["output"] != 1 else []
     of_step = [f"--{name.replace('_', '-')}" for name in _OF_STEP if given[name]]
@@ -592,8 +578,7 @@ def export(
 
     Example: `tracefit export out/ --to blis --scope codellama-34b --out blis/`
     """
-    terminal = Terminal(quiet=quiet, task=f"export of {models} to {to}")
-    with one_line_errors(terminal):
+    with command(f"export of {models} to {to}", quiet=quiet) as terminal:
         from tracefit.commands.export import export as export_command
         from tracefit.reports.terminal_results import export_text
 
@@ -624,8 +609,7 @@ def features(
 
     Example: `tracefit features batch`
     """
-    terminal = Terminal(quiet=False, task="features")
-    with one_line_errors(terminal):
+    with command("features") as terminal:
         from tracefit.commands.train import beta_feature_sets
         from tracefit.features.sets import BUILT_IN
         from tracefit.reports.terminal_results import features_text
@@ -691,8 +675,7 @@ def synth(
 
     Example: `tracefit synth --out runs/ --requests 600 --law linear`
     """
-    terminal = Terminal(quiet=quiet, task=f"synth to {out}")
-    with one_line_errors(terminal):
+    with command(f"synth to {out}", quiet=quiet) as terminal:
         from tracefit.commands.generate import generate
         from tracefit.reports.terminal_results import synth_text
         from tracefit.synth import DEFAULT_PHASES, SynthOptions, surge_phases

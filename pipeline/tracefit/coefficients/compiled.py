@@ -25,7 +25,7 @@ from tracefit.errors import UsageError
 from tracefit.features.expressions import evaluate, names_in, parse_formula, to_polars
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     import polars as pl
 
@@ -66,18 +66,6 @@ def main_forms(model: Model) -> dict[str, LinearForm]:
 def terms_of(model: Model) -> list[Term]:
     """Return the terms of all linear forms of a model, including those for consumers without a step clock."""
     return [term for form in linear_forms(model).values() for term in form.terms]
-
-
-def _comparisons(model: Model) -> Iterator[Comparison]:
-    for regime in model.regimes if isinstance(model, RegimesModel) else ():
-        yield from regime.when.any or ()
-        yield from regime.when.all or ()
-
-
-def _formula_texts(model: Model) -> dict[str, str]:
-    """Return name to formula: the model's definitions, and features whose formula is not just their own name."""
-    features = {t.feature: t.formula for t in terms_of(model) if t.formula and t.formula != t.feature}
-    return {**model.definitions, **features}
 
 
 # -- formulas --------------------------------------------------------------------------------------------
@@ -189,19 +177,11 @@ def line_value(form: LinearForm, values: Mapping[str, float | None]) -> float | 
 
 
 def line_expression(form: LinearForm) -> pl.Expr:
-    """Return a linear form as a polars expression, clipped at 0; null where a feature is null."""
+    """Return a linear form as a polars expression, not clipped; null where a feature is null."""
     import polars as pl
 
-    if not form.terms:
-        return pl.lit(max(form.intercept.value, 0.0))
-    return pl.Expr.clip(_sum(form, pl.lit(form.intercept.value), pl.col), lower_bound=0.0)
-
-
-def below_zero_expression(form: LinearForm) -> pl.Expr:
-    """Return where a linear form is clipped, as a polars expression; null where a feature is null."""
-    import polars as pl
-
-    return pl.Expr.lt(_sum(form, pl.lit(form.intercept.value), pl.col), 0.0)
+    total: pl.Expr = _sum(form, pl.lit(form.intercept.value), pl.col)
+    return total
 
 
 def _holds(condition: Condition, values: Mapping[str, float | None]) -> bool:
@@ -246,11 +226,14 @@ class CompiledModel:
         """
         self.model = model
         self.columns = tuple(columns or ())
-        self.formulas = Formulas.parse({**(columns or {}), **_formula_texts(model)}, where=model.name)
-        self.compared = tuple(
-            dict.fromkeys(n for c in _comparisons(model) for n in (c.feature, c.feature2) if n)
-        )
-        self.features = tuple(dict.fromkeys([*(t.feature for t in terms_of(model)), *self.compared]))
+        terms = terms_of(model)
+        # A term whose formula is its own name is a column.
+        own = {t.feature: t.formula for t in terms if t.formula and t.formula != t.feature}
+        self.formulas = Formulas.parse({**(columns or {}), **model.definitions, **own}, where=model.name)
+        conditions = [regime.when for regime in model.regimes] if isinstance(model, RegimesModel) else []
+        compared = [c for when in conditions for c in (*(when.any or ()), *(when.all or ()))]
+        self.compared = tuple(dict.fromkeys(n for c in compared for n in (c.feature, c.feature2) if n))
+        self.features = tuple(dict.fromkeys([*(t.feature for t in terms), *self.compared]))
 
     @property
     def inputs(self) -> set[str]:
@@ -314,21 +297,25 @@ class CompiledModel:
 
     # -- a frame
 
-    def computed(self, rows: pl.DataFrame, also: Iterable[str] = ()) -> pl.DataFrame:
+    def computed(
+        self, rows: pl.DataFrame, also: Iterable[str] = (), features: Iterable[str] | None = None
+    ) -> pl.DataFrame:
         """Return the rows with a column for every feature, as floats.
 
         Args:
             rows: The features, or the columns they are computed from.
             also: Names that are computed too, where they can be.
+            features: Some of the features, where not all are needed.
 
         Raises:
             UsageError: A column is missing, or does not hold numbers.
         """
         import polars as pl
 
-        self.require(self.features, rows.columns)
-        found = self.formulas.frame(rows, [*self.features, *also])
-        names = dict.fromkeys([*self.features, *(n for n in also if n in found.columns)])
+        features = self.features if features is None else tuple(features)
+        self.require(features, rows.columns)
+        found = self.formulas.frame(rows, [*features, *also])
+        names = dict.fromkeys([*features, *(n for n in also if n in found.columns)])
         return found.with_columns(pl.col(n).cast(pl.Float64) for n in names)
 
     def by_regime(self, values: Sequence[pl.Expr]) -> pl.Expr:
@@ -348,7 +335,8 @@ class CompiledModel:
 
         The prediction is null where a feature of the active form is null, or no regime's condition holds.
         """
-        return self.by_regime([line_expression(form) for form in linear_forms(self.model).values()])
+        forms = linear_forms(self.model).values()
+        return self.by_regime([line_expression(form).clip(lower_bound=0.0) for form in forms])
 
     def expression_with_clock(self) -> pl.Expr:
         """Return the model over a training frame: of a boundary model the next known step start counts alone.
@@ -360,7 +348,7 @@ class CompiledModel:
         model = self.model
         if not isinstance(model, BoundaryModel):
             return self.expression()
-        work, residual = line_expression(model.work), pl.col(STEP_RESIDUAL)
+        work, residual = line_expression(model.work).clip(lower_bound=0.0), pl.col(STEP_RESIDUAL)
         waited = pl.when(residual >= work).then((residual + model.offset.value).clip(lower_bound=0.0))
         return pl.when(residual.is_null()).then(work).otherwise(waited)
 
@@ -372,19 +360,13 @@ class CompiledModel:
         return set(self.features)
 
 
-def expected_at_boundary(model: BoundaryModel, work_us: float, cycle_us: float) -> tuple[float, float, float]:
+def expected_at_boundary(
+    model: BoundaryModel, work_us: Any, cycle_us: Any, most: Callable[[Any, Any], Any] = max
+) -> tuple[Any, Any, Any]:
     """Return expected, smallest and largest admission where steps of `cycle_us` run and their starts are not known.
 
-    The boundary comes at any time of a step alike: half a step later on average, a whole one at most.
+    The boundary comes at any time of a step alike: half a step later on average, a whole one at most. All are numbers, or
+    arrays of which `most` takes the larger values.
     """
-    soonest = max(work_us + model.offset.value, 0.0)
+    soonest = most(work_us + model.offset.value, 0.0)
     return soonest + cycle_us / 2, soonest, soonest + cycle_us
-
-
-def expected_expression(model: BoundaryModel, cycle_us: pl.Expr, *, idle: pl.Expr) -> pl.Expr:
-    """Return `expected_at_boundary` as a polars expression; the work alone where the engine is idle."""
-    import polars as pl
-
-    work = line_expression(model.work)
-    soonest = (work + model.offset.value).clip(lower_bound=0.0)
-    return pl.when(idle).then(work).otherwise(soonest + cycle_us / 2)

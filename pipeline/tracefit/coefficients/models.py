@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from tracefit.coefficients.files import read_coefficients
 from tracefit.coefficients.predict import ScopeModels, StepPrediction
 from tracefit.coefficients.requests import OneRequest, RequestPrediction
-from tracefit.coefficients.workload import RequestInput, StepInput
+from tracefit.coefficients.workload import REQUEST_INPUTS, STEP_INPUTS
 from tracefit.errors import UsageError
 from tracefit.inputs.buckets import place_of
 
@@ -99,8 +99,7 @@ class Models:
             UsageError: No scope or several match.
         """
         matching = [s for s in self._by_scope if scope is None or scope in s]
-        exact = [s for s in matching if s == scope]
-        found = exact or matching
+        found = [s for s in matching if s == scope] or matching
         if len(found) != 1:
             what = (
                 "several scopes are there"
@@ -113,14 +112,13 @@ class Models:
                 hint=f"name one with --scope: {', '.join(self._by_scope)}" if self._by_scope else None,
             )
         # Kept, so that each model is compiled once for all predictions.
+        (scope_id,) = found
+        ranges: dict[str, RequestRange] = {
+            r.latency: r for file in self.files for r in file.requests if r.scope_id == scope_id
+        }
+        missing = tuple(m for file in self.files for m in file.not_fitted if m.scope_id == scope_id)
         return self._scopes.setdefault(
-            found[0],
-            ScopeModels(
-                found[0] or None,
-                self._by_scope[found[0]],
-                self._ranges(found[0]),
-                tuple(m for file in self.files for m in file.not_fitted if m.scope_id == found[0]),
-            ),
+            scope_id, ScopeModels(scope_id or None, self._by_scope[scope_id], ranges, missing)
         )
 
     def model(self, name: str, scope: str | None = None) -> Model:
@@ -151,9 +149,6 @@ class Models:
         from tracefit.coefficients.regressor import LatencyRegressor
 
         return LatencyRegressor(self.model(name, scope), features)
-
-    def _ranges(self, scope_id: str) -> dict[str, RequestRange]:
-        return {r.latency: r for file in self.files for r in file.requests if r.scope_id == scope_id}
 
     @overload  # a frame may also be an iterable: the first signature that fits counts
     def predict_step(self, rows: FrameT, *, scope: str | None = None) -> FrameT: ...  # type: ignore[overload-overlap]
@@ -195,7 +190,7 @@ class Models:
             rows: A frame of polars, pandas, pyarrow or another library, columns by name, or one mapping per row; with timeline
                 columns, or with columns named as the arguments below. They come back with `predicted_us`, `low_us`, `high_us`
                 and `out_of_range` too: a frame as one of its own library, anything else, and a lazy frame, as one of polars.
-                A null in a row gives a null prediction.
+                A null in a row gives a null prediction; a column that looks misspelt causes a warning.
             scope: See `scope`.
             batch: Decoding requests.
             context: Mean tokens in their caches.
@@ -211,12 +206,11 @@ class Models:
         """
         chosen = self.scope(scope)
         if rows is not None:
-            from tracefit.coefficients.predict_frames import predict_steps, with_predictions
+            from tracefit.coefficients.predict_frames import with_predictions
 
-            return with_predictions(rows, lambda frame: predict_steps(chosen, frame))
-        return chosen.step(
-            StepInput(batch, context, prefill, prefill_reqs, prefill_done, waiting, features or {})
-        )
+            return with_predictions(chosen, rows, "step")
+        stated = (batch, context, prefill, prefill_reqs, prefill_done, waiting)
+        return chosen.step(dict(zip(STEP_INPUTS, stated, strict=True)), features or {})
 
     @overload  # as of predict_step: a frame may also be an iterable
     def predict_request(self, rows: FrameT, *, scope: str | None = None) -> FrameT: ...  # type: ignore[overload-overlap]
@@ -272,8 +266,8 @@ class Models:
         """
         chosen = self.scope(scope)
         if rows is not None:
-            from tracefit.coefficients.predict_frames import predict_requests, with_predictions
+            from tracefit.coefficients.predict_frames import with_predictions
 
-            return with_predictions(rows, lambda frame: predict_requests(chosen, frame))
-        described = RequestInput(prompt_tokens, output_tokens, queue, batch, context, cached, features or {})
-        return OneRequest(chosen, described).predict()
+            return with_predictions(chosen, rows, "request")
+        stated = (prompt_tokens, output_tokens, queue, batch, context, cached)
+        return OneRequest(chosen, dict(zip(REQUEST_INPUTS, stated, strict=True)), features or {}).predict()

@@ -17,8 +17,8 @@ from tracefit.coefficients.workload import (
     LIMITS,
     REQUEST_COLUMNS,
     STEP_COLUMNS,
-    StepInput,
     server_constants,
+    step_inputs,
     traffic_formulas,
 )
 from tracefit.errors import DataError, UsageError, did_you_mean
@@ -170,6 +170,7 @@ def predict_row(
         UsageError: A feature is not known and nothing stands in for it, or no regime's condition holds.
     """
     model = compiled.model
+    # Without a cycle, an idle engine is known by its batch: no step runs, and the work alone is the admission.
     if isinstance(model, BoundaryModel) and (cycle_us is not None or given.get("batch") == 0):
         found = _predict_form(compiled, "idle_engine", model.work, given, stand_in=False)
         if cycle_us is None:
@@ -213,7 +214,9 @@ def _predict_form(
             )
         if value is not None:
             values[term.feature] = value
-            outside += _outside(model.name, term.feature, term.training_range, value)
+            ends = term.training_range
+            if ends is not None and not ends[0] <= value <= ends[1]:
+                outside.append(Outside(model.name, term.feature, value, value, ends))
     # Features that terms stand for leave their range with them: one line is enough.
     outside = outside or _without_a_term(compiled, given)
     predicted = line_value(form, {n: values.get(n) for n in names})
@@ -236,21 +239,14 @@ def _predict_form(
 
 def _without_a_term(compiled: CompiledModel, given: Mapping[str, float | None]) -> list[Outside]:
     """Return the features without a term that leave what the model was trained on, as far as the input tells."""
-    known = [n for n in compiled.unmodeled if not compiled.formulas.missing([n], given)]
-    values = compiled.formulas.row(given, known)
+    formulas, name = compiled.formulas, compiled.model.name
+    known = {n: ends for n, ends in compiled.unmodeled.items() if not formulas.missing([n], given)}
+    values = formulas.row(given, known)
     return [
-        found._replace(has_term=False)
-        for name in known
-        if (value := values[name]) is not None
-        for found in _outside(compiled.model.name, name, compiled.unmodeled[name], value)
+        Outside(name, n, value, value, ends, has_term=False)
+        for n, ends in known.items()
+        if (value := values[n]) is not None and not ends[0] <= value <= ends[1]
     ]
-
-
-def _outside(model: str, feature: str, ends: tuple[float, float] | None, value: float) -> list[Outside]:
-    """Return a value of a feature if it is outside the training range."""
-    return (
-        [] if ends is None or ends[0] <= value <= ends[1] else [Outside(model, feature, value, value, ends)]
-    )
 
 
 # -- steps and requests of one scope ---------------------------------------------------------------------
@@ -409,47 +405,52 @@ class ScopeModels:
                 texts.append(f"{name} {value:,.0f} changes nothing: no term of {names} depends on it{also}")
         return texts
 
-    def _unsaid(self, described: StepInput) -> list[str]:
-        """Say which parts of a described step change nothing, and that caches without tokens are no guess."""
-        model, features = self.step_model, described.features
-        stated = {name: getattr(described, name) for name in ("batch", "context", "prefill", "waiting")}
-        known = [name for name, value in self._given(described).items() if value is not None]
-        texts = self.changing_nothing(stated, [model], features, known)
-        compiled = self.compiled(model)
-        needs_context = "context" in compiled.formulas.used(compiled.features, features)
-        if described.batch and not described.context and needs_context:
-            texts.append("context 0: not given, as if the batch had no tokens in its caches")
-        return texts
-
-    def predict(self, described: StepInput, *, stand_in: bool = False) -> Prediction:
+    def predict(
+        self, stated: Mapping[str, float | None], features: Mapping[str, float], *, stand_in: bool = False
+    ) -> Prediction:
         """Predict a step's time; see `step`."""
-        return predict_row(self.compiled(self.step_model), self._given(described), stand_in=stand_in)
+        given = self._step_values(stated, features)
+        return predict_row(self.compiled(self.step_model), given, stand_in=stand_in)
 
-    def _given(self, described: StepInput) -> dict[str, float | None]:
+    def _step_values(
+        self, stated: Mapping[str, float | None], features: Mapping[str, float]
+    ) -> dict[str, float | None]:
         settings = self.known_settings(self.compiled(self.step_model))
-        return {**settings, **described.inputs(), **described.features}
+        return {**settings, **step_inputs(stated), **features}
 
-    def step(self, described: StepInput) -> StepPrediction:
+    def step(self, stated: Mapping[str, float | None], features: Mapping[str, float]) -> StepPrediction:
         """Predict a step.
+
+        Args:
+            stated: Values of some of `workload.STEP_INPUTS`.
+            features: Columns or features by name; they win over what follows from the rest.
 
         Raises:
             DataError: The model of step times could not be fitted.
             UsageError: There is none, a feature it needs is not known, or one that is given is not read.
         """
-        self.require_read(described.features, [self.step_model])
-        found = self.predict(described)
+        model = self.step_model
+        self.require_read(features, [model])
+        found = self.predict(stated, features)
         beyond = [
             text
             for names, setting in LIMITS.items()
-            for text in self.beyond(" + ".join(names), sum(getattr(described, n) for n in names), setting)
+            for text in self.beyond(" + ".join(names), sum(stated.get(n) or 0.0 for n in names), setting)
         ]
+        known = [name for name, value in self._step_values(stated, features).items() if value is not None]
+        described = {name: stated.get(name) for name in ("batch", "context", "prefill", "waiting")}
+        assumed = [*found.assumed, *self.changing_nothing(described, [model], features, known)]
+        compiled = self.compiled(model)
+        needs_context = "context" in compiled.formulas.used(compiled.features, features)
+        if described["batch"] and not described["context"] and needs_context:
+            assumed.append("context 0: not given, as if the batch had no tokens in its caches")
         # What the server would not run was not measured either.
         interval = PredictedDuration(found.interval.value_us) if beyond else found.interval
         return StepPrediction(
             self.scope_id,
-            self.step_model.name,
+            model.name,
             interval,
             tuple(found.features.items()),
-            (*found.assumed, *self._unsaid(described)),
+            tuple(assumed),
             (*beyond, *in_lines(found.outside)),
         )

@@ -6,8 +6,10 @@ and writes the frames of pandas, pyarrow and the other libraries it knows; only 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from copy import copy
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import narwhals.stable.v2 as nw
 import numpy as np
@@ -16,19 +18,19 @@ from narwhals.stable.v2.typing import IntoDataFrame, IntoFrame
 
 from tracefit.coefficients.compiled import (
     CompiledModel,
-    below_zero_expression,
-    expected_expression,
+    expected_at_boundary,
+    line_expression,
     linear_forms,
     terms_of,
 )
 from tracefit.coefficients.model import BoundaryModel, RegimesModel
-from tracefit.coefficients.predict import PREDICTED, p90_ape_pct, stand_ins
+from tracefit.coefficients.predict import MAX_NAME_SHOWN, PREDICTED, p90_ape_pct, stand_ins
 from tracefit.coefficients.requests import Arithmetic, RequestComposer, Value, complete
 from tracefit.coefficients.workload import LIMITS, OTHERS, REQUEST_INPUTS, RUNNING, STEP_INPUTS
-from tracefit.errors import UsageError
+from tracefit.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from tracefit.coefficients.model import Model
     from tracefit.coefficients.predict import ScopeModels
@@ -60,20 +62,19 @@ def as_frame(rows: Rows) -> pl.DataFrame:
         raise UsageError(f"cannot be read as rows ({str(error)[:200]})", where="rows") from error
 
 
-def with_predictions(rows: Rows, predict: Callable[[pl.DataFrame], pl.DataFrame]) -> Any:
-    """Return rows with the columns that `predict` adds to them: as a frame of the caller's library, index included.
+def with_predictions(models: ScopeModels, rows: Rows, of: Literal["step", "request"]) -> Any:
+    """Return rows with the columns that `predict_steps` or `predict_requests` adds: as a frame of the caller's library.
 
-    A lazy frame, columns by name and mappings come back as a polars frame.
-
-    Args:
-        rows: The rows.
-        predict: Returns a frame that begins with the columns it gets; what it adds are numbers and text.
+    A lazy frame, columns by name and mappings come back as a polars frame. Columns that look misspelt cause a warning.
 
     Raises:
-        UsageError: They are no rows, or of `predict`.
+        UsageError: They are no rows, or as `predict_steps` and `predict_requests`.
     """
     frame = as_frame(rows)
-    predicted = predict(frame)
+    predicted = predict_steps(models, frame) if of == "step" else predict_requests(models, frame)
+    if misspelt := [text for text, hint in unread_columns(models, of, frame).items() if hint]:
+        # At the line that called `Models.predict_step` or `predict_request`.
+        warnings.warn(f"no model that predicts this reads {', '.join(misspelt)}", stacklevel=3)
     callers = nw.from_native(cast("Any", rows), pass_through=True)
     if not isinstance(callers, nw.DataFrame) or isinstance(rows, pl.DataFrame):
         return predicted
@@ -87,6 +88,30 @@ def with_predictions(rows: Rows, predict: Callable[[pl.DataFrame], pl.DataFrame]
         for column in predicted.get_columns()[frame.width :]
     ]
     return callers.with_columns(*added).to_native()
+
+
+def unread_columns(models: ScopeModels, of: str, frame: pl.DataFrame) -> dict[str, bool]:
+    """Return the columns that leave a prediction as it is, with the name that may have been meant and whether there is one.
+
+    Text labels rows, and rows of a table have columns for other uses: neither is a mistake.
+
+    Args:
+        models: The models of a scope.
+        of: `step`, `request` or the name of a model.
+        frame: What is predicted.
+    """
+    if "run_id" in frame.columns:
+        return {}
+    if of == "request":
+        read = models.read(models.models.values()).union(REQUEST_INPUTS, OTHERS)
+    else:
+        read = models.read([models.step_model if of == "step" else models.require(of)])
+    numbers = [name for name, kind in frame.schema.items() if kind.is_numeric() and name not in read]
+    hints = {name: did_you_mean(name, read) for name in numbers}
+    return {
+        f"{name[:MAX_NAME_SHOWN]} ({hint})" if hint else name[:MAX_NAME_SHOWN]: bool(hint)
+        for name, hint in hints.items()
+    }
 
 
 def _frame(rows: Any) -> pl.DataFrame:
@@ -154,7 +179,7 @@ def _predict(
     # Predicting a frame twice would otherwise silently keep one of the two predictions.
     if clash := [c for c in OUTPUTS if c in rows.columns]:
         raise UsageError(f"the rows have a column {clash[0]} already", hint="rename it")
-    predicted, q = compiled.expression(), _p90(compiled, "prefill_tokens" in computed.columns) / 100
+    predicted, q = compiled.expression(), _p90(compiled, computed.columns) / 100
     outside = _listed([*beyond, _out_of_range(compiled, computed.columns)])
     outputs = {
         "predicted_us": predicted,
@@ -167,7 +192,7 @@ def _predict(
     return rows.hstack(computed.with_columns(**outputs).select(OUTPUTS))
 
 
-def _p90(compiled: CompiledModel, by_prefill: bool) -> pl.Expr:
+def _p90(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
     """Return the held-out 90th percentile of the group each row belongs to, as `predict_row` takes it."""
 
     def of(group: str | None) -> pl.Expr:
@@ -175,16 +200,10 @@ def _p90(compiled: CompiledModel, by_prefill: bool) -> pl.Expr:
 
     if isinstance(compiled.model, RegimesModel | BoundaryModel):
         return compiled.by_regime([of(name) for name in linear_forms(compiled.model)])
-    if not by_prefill:
-        return of(None)
-    prefill = pl.col("prefill_tokens")
-    return (
-        pl.when(prefill.is_null())
-        .then(of(None))
-        .when(prefill > 0)
-        .then(of("mixed"))
-        .otherwise(of("decode_only"))
-    )
+    # A model that knows nothing of prompts was still validated on both kinds of steps.
+    prefill = pl.col("prefill_tokens") if "prefill_tokens" in known else pl.lit(None, pl.Float64)
+    by_prefill = pl.when(prefill > 0).then(of("mixed")).otherwise(of("decode_only"))
+    return pl.when(prefill.is_null()).then(of(None)).otherwise(by_prefill)
 
 
 def _out_of_range(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
@@ -196,7 +215,7 @@ def _out_of_range(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
     of_terms = [
         _names_outside(
             {t.feature: t.training_range for t in form.terms if t.training_range is not None},
-            pl.when(below_zero_expression(form)).then(pl.lit(PREDICTED)),
+            pl.when(line_expression(form) < 0).then(pl.lit(PREDICTED)),
         )
         for form in linear_forms(compiled.model).values()
     ]
@@ -230,7 +249,10 @@ def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
         return predict_rows(model, rows)
     compiled = models.compiled(model)
     described = _described_steps(models, rows)
-    _require_settings(models, compiled, rows, described)
+    # Raised as for one step where a setting of the server is not known: nulls would hide which one it is.
+    unknown = {name for name, value in models.server.items() if value is None and name not in rows.columns}
+    if lacking := sorted(compiled.formulas.inputs(compiled.features, described.columns) & unknown):
+        raise compiled.lacks(lacking, set(described.columns) - unknown)
     limits = {names: models.limit(setting) for names, setting in LIMITS.items()}
     beyond = [
         pl.when(pl.sum_horizontal(pl.col(n).cast(pl.Float64, strict=False) for n in names) > limit).then(
@@ -240,15 +262,6 @@ def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
         if limit is not None
     ]
     return _predict(compiled, rows, described, beyond)
-
-
-def _require_settings(
-    models: ScopeModels, compiled: CompiledModel, rows: pl.DataFrame, described: pl.DataFrame
-) -> None:
-    """Raise what one step raises where a setting of the server is not known: nulls would hide which one it is."""
-    unknown = {name for name, value in models.server.items() if value is None and name not in rows.columns}
-    if lacking := sorted(compiled.formulas.inputs(compiled.features, described.columns) & unknown):
-        raise compiled.lacks(lacking, set(described.columns) - unknown)
 
 
 def _described_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
@@ -371,88 +384,66 @@ class ManyRequests(RequestComposer):
 
     def _evaluate_traffic(self) -> dict[str, Value]:
         names = list(self.models.traffic.nodes)
-        found = self.models.traffic.frame(self._with(self.rows, self.inputs), names)
+        found = self.models.traffic.frame(self._with(self.inputs), names)
         return {name: found[name].fill_null(0.0).fill_nan(0.0).to_numpy() for name in names}
 
-    def _step(
-        self,
-        decoding: Value,
-        context: Value,
-        prefill: Value = 0.0,
-        reqs: Value = None,
-        done: Value = 0.0,
-        rows: pl.DataFrame | None = None,
-    ) -> Value:
-        """Predict a step of every request, or of the requests in `rows`; NaN where it is unknown."""
+    def _step(self, stated: Mapping[str, Value]) -> Value:
+        """Predict a step of every request; NaN where it is unknown."""
         compiled = self.models.compiled(self.models.step_model)
-        described = {"batch": decoding, "context": context, "prefill": prefill, "prefill_done": done}
-        if reqs is not None:
-            described["prefill_reqs"] = reqs
-        given = self._with(self.rows if rows is None else rows, described)
-        steps = _described_steps(
-            self.models, given.select(n for n in given.columns if n in self._own or n in described)
-        )
-        return _predicted_us(compiled, steps)
+        given = self._with(stated)
+        steps = given.select(n for n in given.columns if n in self._own or n in stated)
+        return _predicted(compiled, _described_steps(self.models, steps))
 
     def _prefill(self) -> Value:
-        inputs, traffic = self.inputs, self.traffic
-        budget = np.broadcast_to(inputs["budget"], self.rows.height)
-        left = inputs["prompt_tokens"] - inputs["cached"]
+        budget = np.broadcast_to(self.inputs["budget"], self.rows.height)
+        left = self.inputs["prompt_tokens"] - self.inputs["cached"]
         counts = np.maximum(np.ceil(left / budget), 1.0)
         if counts.sum() > MAX_PREFILL_STEPS:
             raise UsageError(f"the prompts take more than {MAX_PREFILL_STEPS:,} steps together")
-        # One row per step: `of` is the request it belongs to, `chunk` its number.
+        # One row per step: `of` is the request it belongs to, `k` its number.
         of = np.repeat(np.arange(counts.size), counts.astype(np.int64))
-        chunk = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
-        # Without a budget there is one step, and 0 times infinity is no number.
-        done = np.where(chunk == 0, 0.0, budget[of]) * chunk
-        own = np.minimum(budget[of], left[of] - done)
-        us = self._step(
-            inputs["beside"][of],
-            inputs["context"][of],
-            np.minimum(own + traffic["prompt_tokens_per_step"][of], budget[of]),
-            1 + traffic["prompts_per_step"][of],
-            inputs["cached"][of] + done,
-            self.rows[of],
+        k = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
+        steps = copy(self)
+        steps.rows = self.rows[of]
+        steps.inputs, steps.traffic = (
+            {name: np.broadcast_to(value, counts.size)[of] for name, value in values.items()}
+            for values in (self.inputs, self.traffic)
         )
-        return np.bincount(of, weights=us, minlength=counts.size)
+        return np.bincount(of, weights=steps.prompt_step(k), minlength=counts.size)
 
     def _overhead(self, target: Target, inputs: Mapping[str, Value]) -> Value | None:
         model = self.models.models.get(target.model)
         if model is None:
             return None
         compiled = self.models.compiled(model)
-        cycle = inputs["decode_cycle_us"]
+        idle, cycle = self.inputs["batch"] == 0, inputs["decode_cycle_us"]
         # No step runs in an idle engine: what is computed from its time is not known.
-        met = (
-            np.full(self.rows.height, np.nan)
-            if cycle is None
-            else np.where(self.inputs["batch"] > 0, cycle, np.nan)
-        )
-        given = self._with(self.rows, {**inputs, "decode_cycle_us": met})
+        met = np.where(idle, np.nan, np.nan if cycle is None else cycle)
+        given = self._with({**inputs, "decode_cycle_us": met})
         rows = _with_settings(
             self.models, compiled, given.with_columns(pl.col("decode_cycle_us").fill_nan(None))
         )
         if not isinstance(model, BoundaryModel):
-            return _predicted_us(compiled, rows)
-        features = [t.feature for t in model.work.terms]
-        compiled.require(features, rows.columns)
-        expected = expected_expression(model, pl.col("decode_cycle_us"), idle=pl.col("batch") == 0)
-        return (
-            compiled.formulas.frame(rows, features)
-            .select(us=expected)
-            .to_series()
-            .cast(pl.Float64)
-            .to_numpy()
+            return _predicted(compiled, rows)
+        work = _evaluated(
+            compiled.computed(rows, features=[t.feature for t in model.work.terms]),
+            line_expression(model.work).clip(lower_bound=0.0),
         )
+        expected, _, _ = expected_at_boundary(model, work, met, np.maximum)
+        return np.where(idle, work, expected)
 
-    @staticmethod
-    def _with(rows: pl.DataFrame, values: Mapping[str, Value]) -> pl.DataFrame:
+    def _with(self, values: Mapping[str, Value]) -> pl.DataFrame:
         """Return the rows with values as columns."""
-        return rows.with_columns(
-            pl.Series(name, np.broadcast_to(value, rows.height), pl.Float64) for name, value in values.items()
+        return self.rows.with_columns(
+            pl.Series(name, np.broadcast_to(value, self.rows.height), pl.Float64)
+            for name, value in values.items()
         )
 
 
-def _predicted_us(compiled: CompiledModel, rows: pl.DataFrame) -> Value:
-    return _predict(compiled, rows, _with_stand_ins(compiled, rows))["predicted_us"].to_numpy()
+def _predicted(compiled: CompiledModel, rows: pl.DataFrame) -> Value:
+    return _evaluated(compiled.computed(_with_stand_ins(compiled, rows)), compiled.expression())
+
+
+def _evaluated(rows: pl.DataFrame, expression: pl.Expr) -> Value:
+    # `with_columns` gives the prediction of a constant to every row, as `select` alone would not.
+    return rows.with_columns(predicted=expression.cast(pl.Float64))["predicted"].to_numpy()

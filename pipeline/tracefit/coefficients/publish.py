@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -44,11 +45,7 @@ def provenance(options: dict[str, cf.Scalar], files: dict[str, str]) -> cf.Prove
         files: sha256 of the files that options name, by option.
     """
     return cf.Provenance(
-        tool="tracefit",
-        version=__version__,
-        libraries=libraries(),
-        options=options,
-        files=files,
+        tool="tracefit", version=__version__, libraries=libraries(), options=options, files=files
     )
 
 
@@ -71,7 +68,18 @@ def coefficient_files(
         for s in scopes
         if s.scope.scope_id in requests
     }
-    alpha, beta = (_coefficient_file(kind, scopes, made_by, workloads) for kind in get_args(Kind))
+
+    def file(kind: Kind) -> cf.CoefficientFile:
+        fitted = [(s, m) for s in scopes for m in s.models if m.name.startswith(f"{kind}.")]
+        missing = [(s, m) for s in scopes for m in s.missing if m.name.startswith(f"{kind}.")]
+        return cf.CoefficientFile(
+            kind=kind,
+            models=tuple(_model(s, m, workloads.get(s.scope.scope_id)) for s, m in fitted),
+            not_fitted=tuple(cf.NotFitted(scope_id=s.scope.scope_id, **asdict(m)) for s, m in missing),
+            provenance=made_by,
+        )
+
+    alpha, beta = (file(kind) for kind in get_args(Kind))
     # The ranges are those of what `predict` makes of exactly these files.
     models = Models((alpha, beta))
     ranges = [
@@ -86,35 +94,11 @@ def coefficient_files(
     return alpha.model_copy(update={"requests": tuple(ranges)}), beta
 
 
-def _coefficient_file(
-    kind: Kind,
-    scopes: Sequence[FittedScope],
-    made_by: cf.Provenance,
-    workloads: Mapping[str, cf.Workload | None],
-) -> cf.CoefficientFile:
-    prefix = f"{kind}."
-    return cf.CoefficientFile(
-        kind=kind,
-        models=tuple(
-            _model(s, m, workloads.get(s.scope.scope_id))
-            for s in scopes
-            for m in s.models
-            if m.name.startswith(prefix)
-        ),
-        not_fitted=tuple(
-            cf.NotFitted(name=m.name, scope_id=s.scope.scope_id, reason=m.reason, remedy=m.remedy)
-            for s in scopes
-            for m in s.missing
-            if m.name.startswith(prefix)
-        ),
-        provenance=made_by,
-    )
-
-
 def _model(
     scope: FittedScope, model: FittedModel, workload: cf.Workload | None
 ) -> cf.LinearModel | cf.RegimesModel | cf.BoundaryModel:
     fitted, first = model.fitted, model.fitted.regimes[0]
+    # The validation is that of the published form: of a boundary model, with the clock.
     common = {
         "name": model.name,
         "scope_id": scope.scope.scope_id,
@@ -131,7 +115,7 @@ def _model(
     if model.boundary is not None:
         return _boundary(common, model.boundary, first)
     if len(fitted.regimes) == 1:
-        return cf.LinearModel(**common, intercept=_intercept(first), terms=_terms(first))
+        return cf.LinearModel(**common, **_line(first))
     return cf.RegimesModel(form="regimes", **common, regimes=tuple(_regime(part) for part in fitted.regimes))
 
 
@@ -153,7 +137,7 @@ def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegi
         queue="one_at_a_time",
         work=cf.Work(intercept=cf.Number(value=fitted.work_us), terms=terms),
         offset=cf.Number(value=fitted.offset_us),
-        without_clock=cf.Linear(intercept=_intercept(linear), terms=_terms(linear)),
+        without_clock=cf.Linear(**_line(linear)),
         expectation=cf.Expectation(
             intercept=cf.Number(value=fitted.work_us + fitted.expected_wait_us),
             terms=terms,
@@ -163,12 +147,9 @@ def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegi
     )
 
 
-def _intercept(part: FittedRegime) -> cf.Number:
-    return cf.Number(value=part.intercept, ci95=part.intercept_ci95)
-
-
-def _terms(part: FittedRegime) -> tuple[cf.Term, ...]:
-    return tuple(
+def _line(part: FittedRegime) -> dict[str, Any]:
+    """Return the intercept and the terms of a linear form."""
+    terms = tuple(
         cf.Term(
             feature=t.feature.name,
             unit=t.feature.coefficient_unit,
@@ -180,15 +161,13 @@ def _terms(part: FittedRegime) -> tuple[cf.Term, ...]:
         )
         for t in part.terms
     )
+    return {"intercept": cf.Number(value=part.intercept, ci95=part.intercept_ci95), "terms": terms}
 
 
 def _regime(part: FittedRegime) -> cf.Regime:
-    any_of = tuple(
-        cf.Comparison(feature=c.feature, op=c.op, value=c.value, feature2=c.feature2)
-        for c in part.regime.any_of
-    )
+    any_of = tuple(cf.Comparison(**asdict(c)) for c in part.regime.any_of)
     when = cf.Condition(any=any_of) if any_of else cf.Condition(all=())
-    return cf.Regime(name=part.regime.name, when=when, intercept=_intercept(part), terms=_terms(part))
+    return cf.Regime(name=part.regime.name, when=when, **_line(part))
 
 
 def _estimator(fitted: LinearFit, part: FittedRegime) -> cf.Estimator:
@@ -205,14 +184,10 @@ def _estimator(fitted: LinearFit, part: FittedRegime) -> cf.Estimator:
 
 
 def _training(scope: FittedScope, fitted: LinearFit) -> cf.Training:
-    rows = fitted.rows
+    rows, time = fitted.rows, pl.col("ts_ns")
     ranges = (
         rows.group_by("run_id", "server")
-        .agg(
-            pl.col("ts_ns").min().alias("first"),
-            pl.col("holdout_from_ns").first(),
-            pl.col("ts_ns").max().alias("last"),
-        )
+        .agg(pl.col("holdout_from_ns").first(), first_ns=time.min(), last_ns=time.max())
         .drop_nulls()
         .sort("run_id", "server")
     )
@@ -221,11 +196,8 @@ def _training(scope: FittedScope, fitted: LinearFit) -> cf.Training:
         rows=fitted.rows_train,
         rows_used=fitted.rows_used,
         rows_holdout=fitted.rows_holdout,
-        exclusions=_exclusions(fitted.rows),
-        time_range=tuple(
-            cf.TimeRange(run_id=run, server=server, first_ns=first, holdout_from_ns=boundary, last_ns=last)
-            for run, server, first, boundary, last in ranges.iter_rows()
-        ),
+        exclusions=_exclusions(rows),
+        time_range=tuple(cf.TimeRange(**row) for row in ranges.iter_rows(named=True)),
         inputs_sha256=_inputs_hash(scope),
         inputs=run_inputs(scope.tables.runs),
     )
@@ -300,37 +272,38 @@ def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
 def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
     # Files, rejects and duplicates are counted per run; spans and dropped events per server of it.
     per_run = runs.unique("run_id", keep="first", maintain_order=True)
-    events, implausible = Counter[str](), Counter[str]()
     missing: dict[str, set[str]] = {}
-    for text, rules, lacking in per_run.select("events", "implausible", "missing_attributes").iter_rows():
-        events.update(_counts(text))
-        implausible.update(_counts(rules))
-        for event, attributes in json.loads(lacking or "{}").items():
+    for text in per_run["missing_attributes"].drop_nulls():
+        for event, attributes in json.loads(text).items():
             missing.setdefault(event, set()).update(attributes)
+    summed = {
+        name: _sum(per_run, name)
+        for name in ("files", "bytes", "other_spans", "rejects", "dropped_attributes")
+    }
     return cf.IngestEntry(
-        files=_sum(per_run, "files"),
-        bytes=_sum(per_run, "bytes"),
+        **summed,
         spans=_sum(runs, "spans"),
-        other_spans=_sum(per_run, "other_spans"),
-        events=dict(sorted(events.items())),
-        rejects=_sum(per_run, "rejects"),
-        implausible=dict(sorted(implausible.items())),
+        events=_counts(per_run["events"]),
+        implausible=_counts(per_run["implausible"]),
         missing_attributes={event: tuple(sorted(keys)) for event, keys in sorted(missing.items())},
         dropped_events=_sum(runs, "dropped_events"),
-        dropped_attributes=_sum(per_run, "dropped_attributes"),
         duplicates=_sum(per_run, "duplicate_spans"),
         servers=tuple(_server(row) for row in runs.sort("run_id", "server").iter_rows(named=True)),
     )
+
+
+def _counts(texts: pl.Series) -> dict[str, int]:
+    """Add up counts by name, each a JSON text, in name order."""
+    total = Counter[str]()
+    for text in texts.drop_nulls():
+        total.update(json.loads(text))
+    return dict(sorted(total.items()))
 
 
 def _server(row: Mapping[str, Any]) -> cf.ServerEntry:
     first, last = row["first_unix_ns"], row["last_unix_ns"]
     same = {k: row[k] for k in cf.ServerEntry.model_fields if k in row}
     return cf.ServerEntry(**same, seconds=None if first is None or last is None else (last - first) / 1e9)
-
-
-def _counts(text: str | None) -> dict[str, int]:
-    return dict(json.loads(text)) if text else {}
 
 
 def _sum(frame: pl.DataFrame, column: str) -> int:
@@ -356,42 +329,38 @@ def _scope(
         summed_step_time=scope.summed,
         timeline=_timeline(scope),
         exclusions={m.name: _exclusions(m.fitted.rows) for m in scope.models},
-        rows=tuple(_rows(m, run_id, rows) for m in scope.models for run_id, rows in _by_run(m)),
+        rows=tuple(entry for m in scope.models for entry in _rows(m)),
         notes=scope.notes,
     )
 
 
-def _by_run(model: FittedModel) -> Iterator[tuple[str, pl.DataFrame]]:
-    for (run_id,), rows in model.fitted.rows.sort("run_id").group_by("run_id", maintain_order=True):
-        yield str(run_id), rows
-
-
-def _rows(model: FittedModel, run_id: str, rows: pl.DataFrame) -> cf.RowsEntry:
-    kept = rows.filter(pl.col("excluded_reason").is_null())
+def _rows(model: FittedModel) -> Iterator[cf.RowsEntry]:
+    """Yield the use of each run's rows by a model."""
     # A mean over an interval is no step: no error is measured on it, unless single steps are too few.
-    eval_filter, every = model.recipe.options.eval_filter, counted(model.fitted.rows, "holdout")
+    every, eval_filter = counted(model.fitted.rows, "holdout"), model.recipe.options.eval_filter
     are_single = eval_filter is not None and evaluation_rows(every, eval_filter).height < every.height
-    evaluated = kept.filter(eval_filter) if eval_filter is not None and are_single else kept
-    return cf.RowsEntry(
-        model=model.name,
-        run_id=run_id,
-        trained=int((kept["split"] == "train").sum()),
-        held_out=int((evaluated["split"] == "holdout").sum()),
-        left_out=_exclusions(rows),
-    )
+    for (run_id,), rows in model.fitted.rows.sort("run_id").group_by("run_id", maintain_order=True):
+        held = counted(rows, "holdout")
+        yield cf.RowsEntry(
+            model=model.name,
+            run_id=str(run_id),
+            trained=counted(rows, "train").height,
+            held_out=(held.filter(eval_filter) if eval_filter is not None and are_single else held).height,
+            left_out=_exclusions(rows),
+        )
 
 
 def _timeline(scope: FittedScope) -> cf.TimelineEntry:
-    tables, runs = scope.tables, scope.tables.runs
-    timeline = tables.timeline
+    tables, runs, timeline = scope.tables, scope.tables.runs, scope.tables.timeline
+    adjacent, intervals = (timeline.filter(cycle_source=source) for source in ("adjacent", "interval"))
     idle = timeline.filter(pl.col("cycle_us").is_not_null() & pl.col("idle_after"))
     return cf.TimelineEntry(
         epochs=_sum(runs, "epochs"),
         servers=runs.height,
         steps_known=timeline.height,
-        adjacent_cycles=int((timeline["cycle_source"] == "adjacent").sum()),
-        intervals=int((timeline["cycle_source"] == "interval").sum()),
-        interval_steps=_sum(timeline.filter(pl.col("cycle_source") == "interval"), "interval_steps"),
+        adjacent_cycles=adjacent.height,
+        intervals=intervals.height,
+        interval_steps=_sum(intervals, "interval_steps"),
         composition_agreement=mean_of(timeline["journey_agrees"].cast(pl.Float64)),
         composition_errors=_composition_errors(timeline),
         idle_gaps=idle.height,

@@ -24,11 +24,8 @@ from tracefit.coefficients.predict import (
 )
 from tracefit.coefficients.workload import (
     OTHERS,
-    REQUEST_INPUTS,
     RUNNING,
     STEP_INPUTS,
-    RequestInput,
-    StepInput,
     counted,
     others_like,
     prompt_step_groups,
@@ -169,19 +166,32 @@ class RequestComposer(ABC):
         """Return the values of `ScopeModels.traffic`."""
 
     @abstractmethod
-    def _step(self, decoding: Value, context: Value, prefill: Value = 0.0, reqs: Value = None) -> Value:
-        """Predict a step: decoding requests, mean tokens in their caches, prompt tokens and the requests they belong to."""
+    def _step(self, stated: Mapping[str, Value]) -> Value:
+        """Predict a step of which some of `STEP_INPUTS` are stated."""
 
     @abstractmethod
     def _prefill(self) -> Value:
-        """Add up the steps of the prompt, cut by what running requests leave of the token budget.
-
-        Prompts of others that arrive meanwhile share these steps.
-        """
+        """Add up the steps of the prompt (`prompt_step`), cut by what running requests leave of the token budget."""
 
     @abstractmethod
     def _overhead(self, target: targets.Target, inputs: Mapping[str, Value]) -> Value | None:
         """Predict a duration around the steps; null where there is no model of it."""
+
+    def prompt_step(self, k: Value) -> Value:
+        """Predict step `k`, from 0, of the prompt; prompts of others that arrive meanwhile share it."""
+        a, inputs, budget = self.arithmetic, self.inputs, self.inputs["budget"]
+        # Without a budget there is one step, and 0 times infinity is no number.
+        done = a.where(k == 0, 0.0, budget) * k
+        own = a.least(budget, inputs["prompt_tokens"] - inputs["cached"] - done)
+        return self._step(
+            {
+                "batch": inputs["beside"],
+                "context": inputs["context"],
+                "prefill": a.least(own + self.traffic["prompt_tokens_per_step"], budget),
+                "prefill_reqs": 1 + self.traffic["prompts_per_step"],
+                "prefill_done": inputs["cached"] + done,
+            }
+        )
 
     def compose(self) -> Durations:
         """Predict the steps and overheads of the request, and add them up."""
@@ -205,27 +215,29 @@ class RequestComposer(ABC):
         waits: list[Value] = list(overheads.values())
         overheads |= {t.name: self._overhead(t, leaves) for t in after}
         ttft = None if any(wait is None for wait in waits) else sum(waits) + prefill
+        # The first output token comes with the end of the prompt.
         e2e = None if ttft is None else ttft + itl * (inputs["output_tokens"] - 1)
         return Durations(overheads, prefill, itl, ttft, e2e)
 
     def _cycle(self, decoding: Value, context: Value) -> tuple[Value, Value]:
         """Return the mean time of a step, those with prompts of others among them, and of one that an arrival meets."""
         a, traffic = self.arithmetic, self.traffic
-        alone = self._step(decoding, context)
+        step = {"batch": decoding, "context": context}
+        alone = self._step(step)
         share = traffic["prompt_step_share"]
         if not a.anywhere(share > 0):
             return alone, alone
+
+        def with_prompts(group: str, suffix: object = "") -> Value:
+            tokens, reqs = (traffic[f"{group}_{what}{suffix}"] for what in ("tokens", "reqs"))
+            return self._step({**step, "prefill": tokens, "prefill_reqs": reqs})
+
         groups = range(prompt_step_groups(self.models.workload))
-        mixed = [
-            self._step(
-                decoding, context, traffic[f"prompt_step_tokens_{k}"], traffic[f"prompt_step_reqs_{k}"]
-            )
-            for k in groups
-        ]
+        mixed = [with_prompts("prompt_step", f"_{k}") for k in groups]
         mean = (1 - share) * alone + share * sum(mixed) / len(mixed)
         # An arrival meets a step in proportion to its time: E[c^2] / E[c], of steps with the mean prompt and without.
         of_mean = traffic["mean_prompt_share"]
-        with_mean = self._step(decoding, context, traffic["mean_prompt_tokens"], traffic["mean_prompt_reqs"])
+        with_mean = with_prompts("mean_prompt")
         met = a.ratio(
             (1 - of_mean) * alone**2 + of_mean * with_mean**2, (1 - of_mean) * alone + of_mean * with_mean
         )
@@ -273,71 +285,80 @@ class RequestPrediction:
 class OneRequest(RequestComposer):
     """One prediction of a request, and what it collects on the way: assumptions, and inputs out of range."""
 
-    def __init__(self, models: ScopeModels, described: RequestInput) -> None:
+    def __init__(
+        self, models: ScopeModels, stated: Mapping[str, float | None], features: Mapping[str, float]
+    ) -> None:
         """Complete the description.
+
+        Args:
+            models: Models of one scope.
+            stated: Values of `REQUEST_INPUTS`; null where nothing is stated.
+            features: Columns or features by name, those of `OTHERS` too; they win over what follows from the rest.
 
         Raises:
             UsageError: A count is negative, there is no output, or how many requests run is not known.
         """
-        self.described = described
+        self.stated, self.features = stated, features
         self.assumed, self.out_of_range, self.outside = list[str](), list[str](), list[Outside]()
         self._intervals: dict[str, PredictedDuration] = {}
         self.prefill_steps = 1
         super().__init__(models, NUMBERS, self._completed(models))
 
     def _completed(self, models: ScopeModels) -> dict[str, float]:
-        d, mean = self.described, models.workload
+        stated, features, mean = self.stated, self.features, models.workload
+        prompt, output, queue, cached = (
+            stated[name] or 0.0 for name in ("prompt_tokens", "output_tokens", "queue", "cached")
+        )
         around = {target.model for target in (*targets.parts_of("ttft"), *targets.parts_of("client"))}
         read_by = [models.step_model, *(m for name, m in models.models.items() if name in around)]
-        models.require_read(d.features, read_by, OTHERS)
-        if d.output_tokens < 1:
+        models.require_read(features, read_by, OTHERS)
+        if output < 1:
             raise UsageError("a request generates at least 1 output token", where="output")
-        if not 0 <= d.cached < d.prompt_tokens:
+        if not 0 <= cached < prompt:
             raise UsageError("fewer tokens are cached than the prompt has, and it has some", where="cached")
-        stated = {name: value for name, value in d.features.items() if name in OTHERS}
-        given = {name: getattr(d, name) for name in REQUEST_INPUTS} | stated
-        found = complete(NUMBERS, given, models.server, mean)
-        if d.batch is None and math.isnan(found["batch"]):
+        others = {name: value for name, value in features.items() if name in OTHERS}
+        found = complete(NUMBERS, {**stated, **others}, models.server, mean)
+        if stated["batch"] is None and math.isnan(found["batch"]):
             raise UsageError(
                 "how many requests run beside a queue is not known", where="batch", hint="give --batch"
             )
         settings = (name for name, value in models.server.items() if value is not None)
-        names = {*found, *STEP_INPUTS, *d.features, *settings}
-        self.assumed += models.changing_nothing({"context": d.context}, read_by, d.features, names)
-        batch, context = found["batch"], found["context"]
-        tokens = d.prompt_tokens + d.output_tokens
-        self.out_of_range += models.beyond("prompt + output", tokens, "max_model_len")
-        self.out_of_range += models.beyond("batch", d.batch, "max_num_seqs")
-        self.out_of_range += models.beyond("context", d.context, "max_model_len")
-        if d.batch is None:
-            what = "nothing else runs" if d.queue == 0 else "as many as slots and KV blocks hold"
+        names = {*found, *STEP_INPUTS, *features, *settings}
+        given = {"context": stated["context"]}
+        self.assumed += models.changing_nothing(given, read_by, features, names)
+        self.out_of_range += models.beyond("prompt + output", prompt + output, "max_model_len")
+        self.out_of_range += models.beyond("batch", stated["batch"], "max_num_seqs")
+        self.out_of_range += models.beyond("context", stated["context"], "max_model_len")
+        batch = found["batch"]
+        if stated["batch"] is None:
+            what = "nothing else runs" if queue == 0 else "as many as slots and KV blocks hold"
             self.assumed.append(f"batch {batch:.0f}: {what}")
-        if batch or d.queue:
+        if batch or queue:
             like = "this request" if mean is None else f"the mean of {mean.requests:,} requests trained on"
             lengths = f"prompt {found['others_prompt']:.0f}, output {found['others_output']:.0f}"
             known = math.isfinite(found["steps_of_others"])
             arrive = "as many arrive as finish" if known else "none of them arrives while it runs"
             self.assumed.append(f"the others are like {like}: {lengths}; {arrive}")
-        if d.context is None and batch:
-            measured = running_like(mean) is not None and not stated
+        if stated["context"] is None and batch:
+            measured = running_like(mean) is not None and not others
             where = (
                 "the mean of running requests in training" if measured else "halfway through their outputs"
             )
-            self.assumed.append(f"context {context:.0f} of the others: {where}")
+            self.assumed.append(f"context {found['context']:.0f} of the others: {where}")
         # `steps_of_others` is no count: it is infinite where nothing is known of the others.
         return {n: value if n == "steps_of_others" else counted(n, value) for n, value in found.items()}
 
     def predict(self) -> RequestPrediction:
         """Compose the prediction."""
-        found = self.compose()
+        found, queue = self.compose(), self.stated["queue"]
         if self.models.setting("async_scheduling") is True and self.inputs["batch"]:
             self.assumed.append("scheduling runs a step ahead: the prompt waits one cycle more")
-        if "queue_wait" in self._intervals and self.described.queue and not self._wait_knows_queue():
+        if "queue_wait" in self._intervals and queue and not self._wait_knows_queue():
             self.out_of_range.append(
                 "alpha.queue_wait: nothing in it depends on the queue, no request waited in training"
             )
         wait = self._intervals.get("queue_wait")
-        if wait is not None and self.described.queue:
+        if wait is not None and queue:
             # Its errors are those on the work that was ahead; here that is assumed, of requests like the mean.
             wait = PredictedDuration(wait.value_us)
         return RequestPrediction(
@@ -360,33 +381,17 @@ class OneRequest(RequestComposer):
         found = formulas.row(self.inputs, formulas.nodes)
         return {name: found[name] or 0.0 for name in formulas.nodes}
 
-    def _step(
-        self,
-        decoding: float,
-        context: float,
-        prefill: float = 0.0,
-        reqs: float | None = None,
-        done: float = 0.0,
-    ) -> float:
-        described = StepInput(decoding, context, prefill, reqs, done, features=self.described.features)
-        found = self.models.predict(described, stand_in=True)
+    def _step(self, stated: Mapping[str, float]) -> float:
+        found = self.models.predict(stated, self.features, stand_in=True)
         self._note(found)
         return found.interval.value_us
 
     def _prefill(self) -> float:
-        inputs, budget = self.inputs, self.inputs["budget"]
-        left = inputs["prompt_tokens"] - inputs["cached"]
+        left, budget = self.inputs["prompt_tokens"] - self.inputs["cached"], self.inputs["budget"]
         self.prefill_steps = math.ceil(left / budget) if budget < math.inf else 1
         if self.prefill_steps > MAX_PREFILL_STEPS:
             raise UsageError(f"the prompt takes more than {MAX_PREFILL_STEPS:,} steps", where="prompt")
-        others, reqs = self.traffic["prompt_tokens_per_step"], 1 + self.traffic["prompts_per_step"]
-        total, done = 0.0, inputs["cached"]
-        for i in range(self.prefill_steps):
-            tokens = min(budget, left - i * budget) if i else min(budget, left)
-            shared = min(tokens + others, budget)
-            total += self._step(inputs["beside"], inputs["context"], shared, reqs, done)
-            done += tokens
-        return total
+        return float(sum(map(self.prompt_step, range(self.prefill_steps))))
 
     def _overhead(self, target: targets.Target, inputs: Mapping[str, float | None]) -> float | None:
         model = self.models.models.get(target.model)
@@ -394,7 +399,7 @@ class OneRequest(RequestComposer):
             self.assumed.append(f"no model {target.model}: left out with what needs it")
             return None
         compiled = self.models.compiled(model)
-        given = {**self.models.known_settings(compiled), **inputs, **self.described.features}
+        given = {**self.models.known_settings(compiled), **inputs, **self.features}
         found = predict_row(compiled, given, stand_in=True, cycle_us=inputs["decode_cycle_us"])
         self._note(found)
         self._intervals[target.name] = found.interval

@@ -6,7 +6,6 @@ a block on average.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
@@ -98,6 +97,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "max_tokens": "output_tokens",
     "cached_prompt_tokens": "cached",
     "prefix_hit_ratio": "cached / prompt_tokens",
+    # An arrival meets the running requests; prompts among their steps are in `_TRAFFIC`.
     "num_prefill_reqs": "0",
     "num_decode_reqs": "batch",
     "prefill_tokens": "0",
@@ -130,61 +130,19 @@ The `batch` that runs beside it later says how many run now, unless `running_dep
 """
 
 
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """A step: who decodes, and what is prefilled beside it.
+def step_inputs(stated: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return the values of `STEP_INPUTS` of a described step: 0 where nothing is stated.
 
-    Attributes:
-        batch: Decoding requests, one token each.
-        context: Mean tokens in the cache of a decoding request.
-        prefill: Prompt tokens computed in this step.
-        prefill_reqs: Requests they belong to; one if there are any and it is not given.
-        prefill_done: Tokens of those prompts computed before.
-        waiting: Requests in the queue.
-        features: Columns or features by name; they win over what follows from the rest.
+    Raises:
+        UsageError: A count is negative.
     """
-
-    batch: float = 0.0
-    context: float = 0.0
-    prefill: float = 0.0
-    prefill_reqs: float | None = None
-    prefill_done: float = 0.0
-    waiting: float = 0.0
-    features: Mapping[str, float] = field(default_factory=dict)
-
-    def inputs(self) -> dict[str, float | None]:
-        """Values of `STEP_INPUTS`.
-
-        Raises:
-            UsageError: A count is negative.
-        """
-        # A step with prompt tokens prefills one request at least.
-        implied = {"prefill_reqs": min(self.prefill, 1.0)} if self.prefill_reqs is None else {}
-        return {name: counted(name, implied.get(name, getattr(self, name))) for name in STEP_INPUTS}
-
-
-@dataclass(frozen=True, slots=True)
-class RequestInput:
-    """A request and what it finds when it arrives.
-
-    Attributes:
-        prompt_tokens: Its prompt.
-        output_tokens: Tokens it will generate, at least 1.
-        queue: Requests waiting ahead of it.
-        batch: Requests that run beside it while it decodes, on average; not given, none with an empty queue and
-            otherwise as many as slots and KV blocks hold.
-        context: Mean tokens in the cache of those; as running requests had in training if not given.
-        cached: Tokens of the prompt found in the prefix cache.
-        features: Columns or features by name, those of `OTHERS` too; they win over what follows from the rest.
-    """
-
-    prompt_tokens: float
-    output_tokens: float
-    queue: float = 0.0
-    batch: float | None = None
-    context: float | None = None
-    cached: float = 0.0
-    features: Mapping[str, float] = field(default_factory=dict)
+    given = {name: stated.get(name) for name in STEP_INPUTS}
+    # A step with prompt tokens prefills one request at least.
+    implied = {"prefill_reqs": min(given["prefill"] or 0.0, 1.0)}
+    return {
+        name: counted(name, implied.get(name, 0.0) if value is None else value)
+        for name, value in given.items()
+    }
 
 
 def others_like(mean: Workload | None) -> dict[str, float] | None:

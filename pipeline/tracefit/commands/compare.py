@@ -224,5 +224,5 @@ def _nulls(model: Model, lacking: list[str]) -> list[pl.Expr]:
 
 
 def _all_new(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return every row but idle gaps and epoch boundaries: the old file was trained on none of them."""
+    # All but idle gaps and epoch boundaries, on which the old file was not trained either.
     return rows.filter(~pl.col("excluded_reason").is_in(splits.ALWAYS).fill_null(value=False))

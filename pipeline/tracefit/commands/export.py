@@ -68,11 +68,7 @@ def export(
 
 
 def _consumer(to: str, version: str | None) -> tuple[Consumer, tuple[int, ...] | None]:
-    """Return a consumer by name, and its version as numbers.
-
-    Raises:
-        UsageError: The consumer is not known, the version is not valid, or the consumer has one form only.
-    """
+    """Return a consumer by name, and its version as numbers."""
     known = consumers.known()
     if to not in known:
         raise UsageError(f"consumer {to} is not known", hint=known_names(to, known))

@@ -93,14 +93,7 @@ def scope_rows(
     points: int,
     slo_ms: Mapping[str, float] = SLO_MS,
 ) -> ScopeRows:
-    """Prepare the figures of one scope.
-
-    Args:
-        scope: Its evaluation.
-        models: Its models.
-        store: Tables with its runs.
-        points: Most points per series, taken evenly in time.
-        slo_ms: Latency to the longest it should take.
+    """Prepare the figures of one scope; `points` is the most per series, taken evenly in time.
 
     Raises:
         UsageError: A run of the scope has no tables.
@@ -147,12 +140,9 @@ def scope_rows(
 
 
 def with_batches(steps: pl.DataFrame, batches: pl.DataFrame, *, lag_steps: int = 0) -> pl.DataFrame:
-    """Add to rows of `beta_training` the batch that executed; null for an interval of several steps.
+    """Add to rows of `beta_training` the batch that executed, by columns of `timeline`; null for an interval of several steps.
 
-    Args:
-        steps: The rows.
-        batches: `_STEP` and `_BATCH_COLUMNS` of the `timeline` table.
-        lag_steps: Steps that scheduling runs ahead of execution: with 1 the batch of the step before executes.
+    With `lag_steps` 1 the batch of the step before executes: scheduling runs that far ahead.
     """
     single = pl.when(pl.col("source") != "interval").then(pl.col("step_id"))
     new = [c for c in _BATCH_COLUMNS if c not in steps.columns]
@@ -165,16 +155,7 @@ def with_batches(steps: pl.DataFrame, batches: pl.DataFrame, *, lag_steps: int =
 
 
 def model_rows(model: Model, rows: pl.DataFrame, *, points: int) -> ModelRows | None:
-    """Evaluate a model on its training frame.
-
-    Args:
-        model: The model.
-        rows: Its training frame, of every split; rows that were left out are marked in `excluded_reason`.
-        points: Most points per series.
-
-    Returns:
-        Null where the frame lacks a feature of the model or has no held-out row.
-    """
+    """Evaluate a model on its training frame, of every split; null where that lacks a feature of it or has no held-out row."""
     compiled = CompiledModel(model)
     if not compiled.columns_with_clock <= set(rows.columns):
         return None
@@ -365,12 +346,7 @@ def measured_latencies(requests: pl.DataFrame) -> dict[str, dict[int, float]]:
 def latencies_over_load(
     requests: pl.DataFrame, slo_ms: Mapping[str, float] = SLO_MS
 ) -> dict[str, LatencyOverLoad]:
-    """Return each latency of each run over the requests in flight when a request arrived.
-
-    Args:
-        requests: Rows of the `requests` table.
-        slo_ms: Latency to the longest it should take.
-    """
+    """Return each latency of each run over the requests in flight when a request arrived, from the `requests` table."""
     began = pl.coalesce("arrival_ns", "queued_ns")
     ended = pl.coalesce("finished_ns", "aborted_ns", "departed_ns")
     rows = requests.with_columns(began=began, ended=ended).drop_nulls("began")
@@ -475,7 +451,7 @@ def engine_run(
     server: str,
     overload: Overload | None = None,
 ) -> EngineRun | None:
-    """Summarize one engine over its run.
+    """Summarize one engine over its run; null where fewer than two steps are known.
 
     Args:
         timeline: The server's rows of the `timeline` table, the columns `TIMELINE_COLUMNS` at least.
@@ -483,9 +459,6 @@ def engine_run(
         run_id: The run.
         server: The server.
         overload: The overload of the run in the evaluation, if there was one.
-
-    Returns:
-        Null where fewer than two steps are known.
     """
     known = timeline.drop_nulls(["ts_start_ns", "running_depth"]).sort("ts_start_ns")
     if known.height < 2:
@@ -632,14 +605,9 @@ COMPOSITION = {
 
 
 def step_breakdown(model: LinearModel, steps: pl.DataFrame) -> Breakdown | None:
-    """Return what step times consist of by the terms of their model, short steps first.
+    """Return what step times consist of by the terms of their model, short steps first; null where no step has all it needs.
 
-    Args:
-        model: The model of step times.
-        steps: Steps with `measured_ms`, the model's features, and the `timeline` columns of the batch that executed.
-
-    Returns:
-        Null where no step has everything that is needed.
+    `steps` have `measured_ms`, the model's features, and the `timeline` columns of the batch that executed.
     """
     compiled = CompiledModel(model)
     largest = {t.feature: _largest_of(compiled.formulas.nodes.get(t.feature)) for t in model.terms}
@@ -658,14 +626,7 @@ def step_breakdown(model: LinearModel, steps: pl.DataFrame) -> Breakdown | None:
 
 
 def first_token_breakdown(requests: pl.DataFrame) -> Breakdown | None:
-    """Return what the measured TTFT consists of, requests with the shortest first.
-
-    Args:
-        requests: Rows of the `requests` table.
-
-    Returns:
-        Null where no request has all of its parts.
-    """
+    """Return what the measured TTFT consists of, shortest first; null where no request has all of its parts."""
     parts = {"admission": "admission_us", "queue": "queue_wait_us", "prefill": "prefill_us"}
     return _grouped(
         requests,

@@ -10,13 +10,14 @@ import hashlib
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from tracefit._version import __version__
 from tracefit.commands.reading import (
+    IngestOptions,
     KnownFiles,
     Reading,
     RunReading,
@@ -48,15 +49,12 @@ if TYPE_CHECKING:
     from tracefit.engines.build import BuiltRun
     from tracefit.engines.decode import Decoded, Task
     from tracefit.engines.local import TaskEngine
-    from tracefit.inputs.blocks import ReadLimits
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
     from tracefit.kv.recordings import KvRows
     from tracefit.progress import Progress
     from tracefit.server.context import RunContext
-    from tracefit.tables.build import BuildLimits
     from tracefit.tables.manifest import ReadFile
-    from tracefit.tables.rows import RowOptions
     from tracefit.tables.store import TableStore
 
 _BUILT_APART = 4
@@ -100,37 +98,6 @@ class RunAtWork:
         return sum(file.size for file in self.source.trace_files)
 
 
-@dataclass(frozen=True, slots=True)
-class _Decode:
-    """What a job decodes: tasks of one run or several."""
-
-    tasks: tuple[tuple[RunAtWork, Task], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Build:
-    """What a job builds."""
-
-    runs: tuple[RunAtWork, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FleetOptions:
-    """How the runs of one ingest are read.
-
-    Attributes:
-        rows: Which part of a span is kept.
-        limits: Bounds on reading one file.
-        bytes_per_worker: Bytes that are worth another process.
-        build: How much of a run is in memory while its tables are built.
-    """
-
-    rows: RowOptions
-    limits: ReadLimits
-    bytes_per_worker: int
-    build: BuildLimits
-
-
 class Fleet:
     """The runs of one ingest. The caller holds the folder's lock."""
 
@@ -140,7 +107,7 @@ class Fleet:
         store: TableStore,
         scratch: Path,
         engine: TaskEngine,
-        options: FleetOptions,
+        options: IngestOptions,
         progress: Progress,
     ) -> None:
         self._runs = runs
@@ -159,7 +126,7 @@ class Fleet:
         new = [file for run in runs for file in self._new_files(run)]
         engine.limit(max(sum(map(work_bytes, new)) // options.bytes_per_worker, 1))
         by_path = engine.workers > 1 and not engine.carries_bytes
-        self._how = Reading(options.rows, options.limits, self._place, by_path, progress)
+        self._how = Reading(options, self._place, by_path, progress)
         self._unread = deque(sorted(runs, key=lambda run: -run.size_bytes))
         self._open: RunAtWork | None = None
         self._next: tuple[RunAtWork, Task] | None = None
@@ -192,19 +159,22 @@ class Fleet:
 
     def _work_off(self) -> None:
         for job, handle in run_jobs(self._engine, self._next_job):
-            self._receive(job, self._engine.result(handle))
+            # A job knows what takes its result: decoded blocks, or the tables of runs.
+            job.work(self._engine.result(handle))
             # Its blocks are in memory as long as it has a name, and the next ones are about to be read.
             del job, handle
             if time.monotonic() >= self._publish_from:
                 self._publish()
         self._publish()
 
-    def _receive(self, job: Job, result: Any) -> None:
-        if isinstance(job.work, _Decode):
-            for (run, task), decoded in zip(job.work.tasks, result, strict=True):
-                self._take(run, task, decoded)
-            return
-        for run, built in zip(job.work.runs, result, strict=True):
+    def _take_decoded(self, tasks: Sequence[tuple[RunAtWork, Task]], result: Sequence[Decoded]) -> None:
+        for (run, task), decoded in zip(tasks, result, strict=True):
+            if run.failed is None and run.reading is not None:
+                run.reading.take(task, decoded)
+                self._look_at(run)
+
+    def _take_built(self, runs: Sequence[RunAtWork], result: Sequence[BuiltRun | DataError]) -> None:
+        for run, built in zip(runs, result, strict=True):
             if isinstance(built, DataError):
                 self._end(run, built)
             else:
@@ -218,7 +188,8 @@ class Fleet:
             tasks = self._bundle()
             if tasks:
                 argument = tuple(task for _, task in tasks)
-                return Job(decode_tasks, argument, argument[0].items[0].source_file, _Decode(tasks))
+                name = argument[0].items[0].source_file
+                return Job(decode_tasks, argument, name, partial(self._take_decoded, tasks))
         return self._build_job() if self._ready else None
 
     def _bundle(self) -> tuple[tuple[RunAtWork, Task], ...]:
@@ -266,7 +237,7 @@ class Fleet:
             build_runs,
             tuple(map(self._run_task, runs)),
             runs[0].source.name,
-            _Build(tuple(runs)),
+            partial(self._take_built, runs),
             is_last=size >= _BUILT_APART * self._options.bytes_per_worker
             and self._ended + len(self._built) + len(runs) == len(self._runs),
         )
@@ -295,28 +266,23 @@ class Fleet:
             source.trace_files, KnownFiles.of(run.known, self._options_hash, self._there), self._how
         )
 
-    def _take(self, run: RunAtWork, task: Task, decoded: Decoded) -> None:
-        if run.failed is None and run.reading is not None:
-            run.reading.take(task, decoded)
-            self._look_at(run)
-
     def _look_at(self, run: RunAtWork) -> None:
         """Have a run built when its files are read, unless it stays as it is."""
         if run.failed is not None or run.reading is None or not run.reading.is_complete:
             return
-        read = run.reading.files()
+        files, all_known = run.reading.files()
         run.reading = None
-        run.columns = _run_columns(read.files, run.context)
+        run.columns = _run_columns(files, run.context)
         kv_hashes = sorted(map(content_hash_of, run.source.kv_files))
         # Everything that the tables follow from: where it has changed they are built anew, from the staged parts where files are known.
         facts = (__version__, self._options_hash, sorted(run.columns.items()), kv_hashes)
         built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
         known = run.known
-        if known and known.built_from == built_from and read.all_known and "kv_events" in known.tables:
+        if known and known.built_from == built_from and all_known and "kv_events" in known.tables:
             self._end(run)
             return
         run.entry = IngestedRun(
-            source=run.source.folder, options=self._options_hash, built_from=built_from, files=read.files
+            source=run.source.folder, options=self._options_hash, built_from=built_from, files=files
         )
         self._ready.append(run)
 

@@ -23,14 +23,7 @@ def generate(
     compress: Literal["gz", "zst"] | None = None,
     progress: Progress | None = None,
 ) -> SynthResult:
-    """Generate one run and write it below `out`, with its truth.
-
-    Args:
-        out: Folder in which the run folder is made; one per format.
-        options: The run.
-        formats: `json` (lines), `protobuf` (framed).
-        compress: Compression of the trace files.
-        progress: Receives reports on the progress.
+    """Generate one run and write it below `out`, with its truth: a folder per format, `json` (lines) or `protobuf` (framed).
 
     Raises:
         UsageError: An option is out of range, or the folder cannot be written.

@@ -11,23 +11,20 @@ from typing import TYPE_CHECKING, Literal
 
 import polars as pl
 
-from tracefit.commands.fleet import Fleet, FleetOptions, RunAtWork
-from tracefit.commands.reading import KnownFiles, options_hash, resolve_run_id
+from tracefit.commands.fleet import Fleet, RunAtWork
+from tracefit.commands.reading import IngestOptions, KnownFiles, options_hash, resolve_run_id
 from tracefit.commands.scopes import write_timelines
 from tracefit.engines.build import is_small
 from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
 from tracefit.errors import UsageError, did_you_mean
-from tracefit.inputs.blocks import BLOCK_BYTES, ReadLimits, inspect_file
+from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.commands import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
-from tracefit.tables import dialects
-from tracefit.tables.build import BuildLimits
 from tracefit.tables.disk import disk_errors
-from tracefit.tables.rows import RowOptions
 from tracefit.tables.staging import staged_parts
 from tracefit.tables.store import TableStore
 
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
 
     from tracefit.engines.local import TaskEngine
     from tracefit.inputs.files import TraceFile
+    from tracefit.tables.rows import RowOptions
 
 _MOST_REASONS = 6
 
@@ -70,43 +68,6 @@ class ServerOptions:
         for key in self.settings:
             _require_no_typo(key)
         return settings_from(self.settings, where="--set")
-
-
-@dataclass(frozen=True, slots=True)
-class IngestOptions:
-    """Which part of the traces is kept. Traces are private data: text of users is not kept, except on request.
-
-    Attributes:
-        all_spans: Keep spans of other services and scopes too, in the `spans` table alone.
-        keep_attributes: Keys of span attributes to keep beside the usual ones (ids, counts, routes, the model, sampling
-            parameters).
-        show_values: Show the beginning of a rejected record as it is, not only its structure and keys.
-        max_document: Bytes of the longest record; it is held whole.
-        max_rejects: Bad records of a file after which reading it stops.
-        block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
-        bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
-        build: How much of a run is in memory while its tables are built.
-    """
-
-    all_spans: bool = False
-    keep_attributes: tuple[str, ...] = ()
-    show_values: bool = False
-    max_document: int = 256 << 20
-    max_rejects: int = 100_000
-    block_bytes: int = BLOCK_BYTES
-    bytes_per_worker: int = 64 << 20
-    build: BuildLimits = field(default_factory=BuildLimits)
-
-    @property
-    def limits(self) -> ReadLimits:
-        """Bounds on reading one file."""
-        return ReadLimits(self.max_document, self.max_rejects, self.block_bytes)
-
-    @property
-    def rows(self) -> RowOptions:
-        """The options for the rows of the tables."""
-        attributes = tuple(sorted({*dialects.SPAN_ATTRIBUTES, *self.keep_attributes}))
-        return RowOptions(attributes, self.all_spans, self.show_values, self.max_rejects)
 
 
 def ingest(
@@ -151,7 +112,7 @@ def ingest(
             out,
             server or ServerOptions(),
             progress,
-            options=options or IngestOptions(),
+            options=options,
             engine=open_engine(engine, workers),
         )
 
@@ -163,19 +124,10 @@ def ingest_inputs(
     progress: Progress | None,
     *,
     engine: AbstractContextManager[TaskEngine],
-    options: IngestOptions = IngestOptions(),
+    options: IngestOptions | None = None,
 ) -> IngestResult:
-    """Write the tables of known runs, in the same order. See `ingest`.
-
-    Args:
-        inputs: The runs.
-        out: The tables folder.
-        server: What is known about the server beyond the run's files.
-        progress: Receives reports on the progress.
-        engine: Where the work runs; opened here.
-        options: Which part of the traces is kept.
-    """
-    progress = KeptWarnings(progress)
+    """Write the tables of known runs, in the same order; see `ingest`. `engine` is opened here."""
+    progress, options = KeptWarnings(progress), options or IngestOptions()
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
     contexts = [_context(source, server) for source in inputs.runs]
@@ -190,9 +142,8 @@ def ingest_inputs(
         # What an interrupted ingest left: the lock says that nobody writes it any more.
         store.place.remove_scratch()
         runs = [RunAtWork(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
-        how = FleetOptions(options.rows, options.limits, options.bytes_per_worker, options.build)
         with store.swept(), store.place.scratch() as scratch:
-            Fleet(runs, store, scratch, workplace, how, progress).bring_up_to_date()
+            Fleet(runs, store, scratch, workplace, options, progress).bring_up_to_date()
     # Each run stands alone; of a single one, its error is the command's.
     failed = [run.failed for run in runs if run.failed is not None]
     if len(failed) == len(runs):
@@ -311,11 +262,6 @@ def plan_ingest(
     paths: str | Path | Iterable[str | Path], out: str | Path, *, options: IngestOptions | None = None
 ) -> IngestPlan:
     """Return which files `ingest` would read from the same paths into the same folder. Nothing is written.
-
-    Args:
-        paths: As for `ingest`.
-        out: The tables folder; it need not exist.
-        options: As for `ingest`.
 
     Raises:
         UsageError: A path is wrong or cannot be read.

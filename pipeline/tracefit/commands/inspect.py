@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, TypeAlias
 
 import polars as pl
 
@@ -21,7 +21,7 @@ from tracefit.fit.fitted import COVERED_SHARE
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import open_inputs
-from tracefit.progress import KeptWarnings, Progress
+from tracefit.progress import NullProgress, Progress
 from tracefit.results.commands import (
     Allowance,
     FileShape,
@@ -40,7 +40,7 @@ from tracefit.tables.store import TableStore
 from tracefit.timeline import clock_disagreements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from pathlib import Path
 
     from tracefit.features.targets import Target
@@ -68,7 +68,7 @@ def inspect(
         DataError: A run holds no vLLM spans at all.
     """
     paths = as_list(paths)
-    progress = KeptWarnings(progress)
+    progress = progress or NullProgress()
     tables = _tables_of(paths)
     if tables is not None:
         store = TableStore(tables).require()
@@ -101,11 +101,6 @@ def _tables_of(paths: list[str | Path]) -> Path | None:
 
 
 def _file_shape(file: TraceFile) -> FileShape:
-    """Describe a file by its first bytes.
-
-    Raises:
-        UsageError: The file cannot be read.
-    """
     contents = inspect_file(file)
     return FileShape(file.name.rpartition("/")[2], file.size, contents.compression or "none", str(contents))
 
@@ -120,11 +115,9 @@ def _read(inputs: Inputs, result: IngestResult) -> list[RunSource]:
 
 
 def _scopes(spans: pl.DataFrame) -> tuple[ScopeSpans, ...]:
-    counts = spans.group_by("scope", "name").len().sort("scope", "name")
-    found: dict[tuple[str, str | None], int] = {}
-    for scope, name, count in counts.iter_rows():
-        key = (scope, dialect_of(scope, name))
-        found[key] = found.get(key, 0) + count
+    found: Counter[tuple[str, str | None]] = Counter()
+    for scope, name, count in spans.group_by("scope", "name").len().sort("scope", "name").iter_rows():
+        found[scope, dialect_of(scope, name)] += count
     return tuple(ScopeSpans(scope, count, dialect) for (scope, dialect), count in found.items())
 
 
@@ -133,7 +126,7 @@ def _inspect_tables(
 ) -> Inspection:
     facts: list[RunFacts] = []
     contexts: dict[str, RunContext] = {}
-    evidence: dict[str, list[Evidence]] = {}
+    evidence: defaultdict[str, Evidence] = defaultdict(Counter)
     for run_id in store.runs():
         progress.stage(f"inspecting {run_id}")
         rows = store.read("runs", [run_id])
@@ -143,16 +136,12 @@ def _inspect_tables(
         scope_id = scope_of(context).scope_id
         facts.append(_run_facts(store, run_id, scope_id, rows, files.get(run_id, ())))
         contexts.setdefault(scope_id, context)
-        evidence.setdefault(scope_id, []).append(gather(store, run_id))
+        evidence[scope_id].update(_evidence(store, run_id))
     scopes = tuple(
         ScopeInspection(
             scope_id,
             tuple(f.run_id for f in facts if f.scope_id == scope_id),
-            allowances(
-                total(evidence[scope_id]),
-                has_model_config=contexts[scope_id].architecture is not None,
-                has_gpu=contexts[scope_id].gpu is not None,
-            ),
+            _allowances(evidence[scope_id], contexts[scope_id]),
         )
         for scope_id in sorted(evidence)
     )
@@ -175,7 +164,7 @@ def _run_facts(
         services=tuple(spans["service_name"].drop_nulls().unique().sort()),
         scopes=_scopes(spans),
         other_spans=first["other_spans"],
-        servers=tuple(_server_facts(rows)),
+        servers=tuple(ServerFacts(**row) for row in rows.select(ServerFacts.__slots__).iter_rows(named=True)),
         events=json.loads(first["events"]),
         rejects=first["rejects"],
         implausible=json.loads(first["implausible"] or "{}"),
@@ -185,11 +174,6 @@ def _run_facts(
     )
 
 
-def _server_facts(rows: pl.DataFrame) -> list[ServerFacts]:
-    names = list(ServerFacts.__slots__)
-    return [ServerFacts(**row) for row in rows.select(names).iter_rows(named=True)]
-
-
 def _clock_check(disagreements: pl.DataFrame) -> Check:
     of, bad = (int(disagreements[c].sum() or 0) for c in ("events", "disagreeing"))
     detail = f"{bad:,} stamped outside the step they name" if bad else ""
@@ -197,60 +181,15 @@ def _clock_check(disagreements: pl.DataFrame) -> Check:
 
 
 # -- evidence for models ---------------------------------------------------------------------------------
+#
+# Counts by name, so that those of several runs of one scope add up: facts of the timeline and of the requests, and for each
+# target the rows that training would use and hold out.
+
+Evidence: TypeAlias = "Counter[str]"
+_STEP_TIME = "step time"
 
 
-@dataclass(frozen=True, slots=True)
-class RowCounts:
-    """Rows of one target that training would use and hold out."""
-
-    train: int = 0
-    holdout: int = 0
-
-    @property
-    def suffice(self) -> bool:
-        """Whether these rows are enough to fit a model."""
-        return self.train >= MIN_TRAIN_ROWS and self.holdout >= MIN_HOLDOUT_ROWS
-
-    def __add__(self, other: RowCounts) -> RowCounts:
-        """Add rows of another run of the same scope."""
-        return RowCounts(self.train + other.train, self.holdout + other.holdout)
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Counts of one run, or of several of one scope: they add up."""
-
-    steps: int = 0
-    adjacent: int = 0
-    intervals: int = 0
-    idle: int = 0
-    step_rows: RowCounts = RowCounts()
-    busy_us: float = 0.0
-    covered_us: float = 0.0
-    compared_steps: int = 0
-    agreeing_steps: int = 0
-    steps_with_context: int = 0
-    timeline_steps: int = 0
-    requests: int = 0
-    complete_runs: int = 0
-    runs: int = 0
-    waits: Mapping[str, RowCounts] = field(default_factory=dict)
-    """Rows of each target of requests, by its name."""
-    latencies: int = 0
-    snapshots: int = 0
-    requests_with_cache: int = 0
-
-    def __add__(self, other: Evidence) -> Evidence:
-        """Add the counts of another run."""
-        counts = [f.name for f in fields(self) if f.name != "waits"]
-        names = self.waits.keys() | other.waits.keys()
-        waits = {
-            name: self.waits.get(name, RowCounts()) + other.waits.get(name, RowCounts()) for name in names
-        }
-        return Evidence(**{name: getattr(self, name) + getattr(other, name) for name in counts}, waits=waits)
-
-
-def gather(store: TableStore, run_id: str) -> Evidence:
+def _evidence(store: TableStore, run_id: str) -> Evidence:
     """Count the evidence in the tables of one run."""
     steps, timeline = store.read("steps", [run_id]), store.read("timeline", [run_id])
     requests, journeys = store.read("requests", [run_id]), store.read("journey_events", [run_id])
@@ -258,14 +197,13 @@ def gather(store: TableStore, run_id: str) -> Evidence:
     adjacent = timeline.filter((pl.col("cycle_source") == "adjacent") & ~pl.col("idle_after"))
     cycles = timeline.filter(pl.col("cycle_us").is_not_null())
     compared = timeline["journey_agrees"].drop_nulls()
-    return Evidence(
+    found = Counter(
         steps=steps.height,
         adjacent=adjacent.height,
         intervals=cycles.filter((pl.col("cycle_source") == "interval") & ~pl.col("idle_after")).height,
         idle=int(cycles["idle_after"].sum() or 0),
-        step_rows=_rows(cycles, "ts_start_ns", "step_id", counters, idle=pl.col("idle_after")),
-        busy_us=float(adjacent["cycle_us"].sum() or 0.0),
-        covered_us=float(adjacent["duration_us"].sum() or 0.0),
+        busy_ns=round(1000 * (adjacent["cycle_us"].sum() or 0)),
+        covered_ns=round(1000 * (adjacent["duration_us"].sum() or 0)),
         compared_steps=compared.len(),
         agreeing_steps=int(compared.sum() or 0),
         steps_with_context=timeline["context_tokens"].count(),
@@ -277,60 +215,63 @@ def gather(store: TableStore, run_id: str) -> Evidence:
         latencies=requests.select(pl.all_horizontal(pl.col("ttft_us", "e2e_us").is_not_null()).sum()).item(),
         snapshots=store.read("request_snapshots", [run_id]).height,
         requests_with_cache=requests["cached_prompt_tokens"].count(),
-        waits={target.name: _waits(requests, target, counters) for target in targets.TARGETS},
     )
+    found.update(_rows(_STEP_TIME, cycles, "ts_start_ns", "step_id", counters, idle=pl.col("idle_after")))
+    for t in targets.TARGETS:
+        known = requests.filter(pl.col(t.column).is_not_null() & pl.col(t.begins).is_not_null())
+        found.update(_rows(t.name, known, t.begins, t.step, counters, idle=pl.lit(value=False)))
+    return found
 
 
-def _waits(requests: pl.DataFrame, target: Target, counters: pl.DataFrame) -> RowCounts:
-    known = requests.filter(pl.col(target.column).is_not_null() & pl.col(target.begins).is_not_null())
-    return _rows(known, target.begins, target.step, counters, idle=pl.lit(value=False))
-
-
-def _rows(frame: pl.DataFrame, time: str, step: str, counters: pl.DataFrame, *, idle: pl.Expr) -> RowCounts:
-    """Split rows as training does, and count the rows it would use."""
+def _rows(
+    target: str, frame: pl.DataFrame, time: str, step: str, counters: pl.DataFrame, *, idle: pl.Expr
+) -> Evidence:
+    """Split the rows of a target as training does, and count those it would use."""
     reason = pl.when(idle).then(pl.lit(splits.IDLE_GAP)).otherwise(pl.lit(None, pl.String))
     marked = frame.with_columns(ts_ns=pl.col(time), excluded_reason=reason)
     # The same split and marks as in training: the counts are those that a fit would see.
     split = splits.mark_warm_up(splits.split_by_time(marked), counters, step)
-    return RowCounts(*(splits.counted(split, part).height for part in ("train", "holdout")))
+    return Counter({f"{target}, {part}": splits.counted(split, part).height for part in ("train", "holdout")})
 
 
-def allowances(evidence: Evidence, *, has_model_config: bool, has_gpu: bool) -> tuple[Allowance, ...]:
+def _suffice(e: Evidence, target: str) -> bool:
+    return e[f"{target}, train"] >= MIN_TRAIN_ROWS and e[f"{target}, holdout"] >= MIN_HOLDOUT_ROWS
+
+
+def _allowances(e: Evidence, context: RunContext) -> tuple[Allowance, ...]:
     """Return which models the counts of one scope allow, in reading order."""
     return (
-        _step_time(evidence),
-        _durations(evidence),
-        _composition(evidence),
-        _context(evidence),
-        _queue_state(evidence),
-        *(_wait(evidence, target) for target in targets.TARGETS),
-        _latency(evidence),
-        _prefix_hits(evidence),
-        _hardware(has_model_config=has_model_config, has_gpu=has_gpu),
+        _step_time(e),
+        _durations(e),
+        _composition(e),
+        _context(e),
+        _queue_state(e),
+        *(_wait(e, target) for target in targets.TARGETS),
+        _latency(e),
+        _prefix_hits(e),
+        _hardware(context),
     )
-
-
-def total(parts: Iterable[Evidence]) -> Evidence:
-    """Add up the counts of several runs."""
-    return sum(parts, Evidence())
 
 
 def _step_time(e: Evidence) -> Allowance:
-    found = _list(
-        (e.adjacent, "adjacent pairs"), (e.intervals, "intervals between known starts"), (e.idle, "idle gaps")
-    )
-    if e.step_rows.suffice:
-        return Allowance("step time", "yes", f"{found}; {_split(e.step_rows)}", trains=True)
-    if not e.timeline_steps:
-        return Allowance("step time", "no", f"no step is known; start the server with {STEP_FLAGS}")
-    return Allowance("step time", "no", f"{found or 'no two known starts'}; {_too_few(e.step_rows)}")
+    kinds = {
+        "adjacent": "adjacent pairs",
+        "intervals": "intervals between known starts",
+        "idle": "idle gaps",
+    }
+    found = ", ".join(f"{e[kind]:,} {what}" for kind, what in kinds.items() if e[kind])
+    if _suffice(e, _STEP_TIME):
+        return Allowance(_STEP_TIME, "yes", f"{found}; {_split(e, _STEP_TIME)}", trains=True)
+    if not e["timeline_steps"]:
+        return Allowance(_STEP_TIME, "no", f"no step is known; start the server with {STEP_FLAGS}")
+    return Allowance(_STEP_TIME, "no", f"{found or 'no two known starts'}; {_too_few(e, _STEP_TIME)}")
 
 
 def _durations(e: Evidence) -> Allowance:
     name = "step.duration_us"
-    if not e.busy_us or not e.covered_us:
+    if not e["busy_ns"] or not e["covered_ns"]:
         return Allowance(name, "no", "no consecutive steps with a duration to compare with the step clock")
-    share = e.covered_us / e.busy_us
+    share = e["covered_ns"] / e["busy_ns"]
     if share >= COVERED_SHARE:
         return Allowance(name, "yes", f"covers {100 * share:.1f} % of busy time: it is the step time")
     reason = f"covers {100 * share:.1f} % of busy time: it is the time inside schedule(), not the step"
@@ -339,86 +280,78 @@ def _durations(e: Evidence) -> Allowance:
 
 def _composition(e: Evidence) -> Allowance:
     name = "batch composition"
-    if e.complete_runs and e.complete_runs == e.runs:
-        agree = f"; {_share(e.agreeing_steps, e.compared_steps)} of sampled steps agree with their summary"
-        said = agree if e.compared_steps else ""
+    if e["complete_runs"] and e["complete_runs"] == e["runs"]:
+        agree = (
+            f"; {_share(e['agreeing_steps'], e['compared_steps'])} of sampled steps agree with their summary"
+        )
+        said = agree if e["compared_steps"] else ""
         return Allowance(name, "yes", f"every step, from complete journeys{said}")
-    if e.steps:
-        return Allowance(name, "limited", f"of the {e.steps:,} sampled steps, from their summaries")
+    if e["steps"]:
+        return Allowance(name, "limited", f"of the {e['steps']:,} sampled steps, from their summaries")
     return Allowance(name, "no", f"neither step summaries nor complete journeys; start with {JOURNEY_FLAGS}")
 
 
 def _context(e: Evidence) -> Allowance:
     name = "context tokens"
-    if not e.steps_with_context:
+    if not e["steps_with_context"]:
         flags = f"{JOURNEY_FLAGS}, or {SNAPSHOT_FLAG}"
         return Allowance(
             name, "no", f"no complete journeys and no whole sets of snapshots; start with {flags}"
         )
-    verdict: Allowed = "yes" if e.steps_with_context == e.timeline_steps else "limited"
-    return Allowance(name, verdict, f"known on {_share(e.steps_with_context, e.timeline_steps)} of steps")
+    verdict: Allowed = "yes" if e["steps_with_context"] == e["timeline_steps"] else "limited"
+    return Allowance(
+        name, verdict, f"known on {_share(e['steps_with_context'], e['timeline_steps'])} of steps"
+    )
 
 
 def _queue_state(e: Evidence) -> Allowance:
-    if e.complete_runs and e.complete_runs == e.runs:
+    if e["complete_runs"] and e["complete_runs"] == e["runs"]:
         return Allowance("queue state", "yes", "exact, from complete journeys")
-    if e.steps:
-        return Allowance("queue state", "limited", f"that of the latest of {e.steps:,} sampled steps")
+    if e["steps"]:
+        return Allowance("queue state", "limited", f"that of the latest of {e['steps']:,} sampled steps")
     return Allowance("queue state", "no", f"no step events and no complete journeys; start with {STEP_FLAGS}")
 
 
 def _wait(e: Evidence, target: Target) -> Allowance:
-    rows, name = e.waits.get(target.name, RowCounts()), target.title
-    if rows.suffice:
-        return Allowance(name, "yes", _split(rows, "requests"), trains=True)
-    if not e.requests:
-        return Allowance(name, "no", f"no journeys; start the server with {JOURNEY_FLAGS}")
-    return Allowance(name, "no", _too_few(rows, "requests with both events"))
+    if _suffice(e, target.name):
+        return Allowance(target.title, "yes", _split(e, target.name, "requests"), trains=True)
+    if not e["requests"]:
+        return Allowance(target.title, "no", f"no journeys; start the server with {JOURNEY_FLAGS}")
+    return Allowance(target.title, "no", _too_few(e, target.name, "requests with both events"))
 
 
 def _latency(e: Evidence) -> Allowance:
     name = "TTFT, ITL and E2E"
-    if e.latencies:
-        return Allowance(name, "yes", f"measured on {e.latencies:,} of {e.requests:,} requests")
+    if e["latencies"]:
+        return Allowance(name, "yes", f"measured on {e['latencies']:,} of {e['requests']:,} requests")
     return Allowance(name, "no", "no request with ARRIVED, FIRST_TOKEN and FINISHED")
 
 
 def _prefix_hits(e: Evidence) -> Allowance:
-    if e.requests_with_cache:
-        return Allowance("prefix hits", "yes", f"known of {e.requests_with_cache:,} requests")
-    if e.snapshots:
+    if e["requests_with_cache"]:
+        return Allowance("prefix hits", "yes", f"known of {e['requests_with_cache']:,} requests")
+    if e["snapshots"]:
         return Allowance(
-            "prefix hits", "no", f"{e.snapshots:,} snapshots, none with request.effective_prompt_len"
+            "prefix hits", "no", f"{e['snapshots']:,} snapshots, none with request.effective_prompt_len"
         )
     return Allowance("prefix hits", "no", "no snapshots")
 
 
-def _hardware(*, has_model_config: bool, has_gpu: bool) -> Allowance:
-    name = "roofline features"
-    missing = [
-        text
-        for known, text in (
-            (has_model_config, "config.json (--model-config)"),
-            (has_gpu, "a GPU (--gpu)"),
-        )
-        if not known
-    ]
+def _hardware(context: RunContext) -> Allowance:
+    needed = {"config.json (--model-config)": context.architecture, "a GPU (--gpu)": context.gpu}
+    missing = [text for text, known in needed.items() if known is None]
     if missing:
-        return Allowance(name, "no", f"without {' and '.join(missing)}")
-    return Allowance(name, "yes", "config.json and GPU are known")
+        return Allowance("roofline features", "no", f"without {' and '.join(missing)}")
+    return Allowance("roofline features", "yes", "config.json and GPU are known")
 
 
-def _split(rows: RowCounts, what: str = "rows") -> str:
-    return f"{rows.train:,} {what} to train on, {rows.holdout:,} held out"
+def _split(e: Evidence, target: str, what: str = "rows") -> str:
+    return f"{e[f'{target}, train']:,} {what} to train on, {e[f'{target}, holdout']:,} held out"
 
 
-def _too_few(rows: RowCounts, what: str = "rows") -> str:
-    return f"{_split(rows, what)}: at least {MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
+def _too_few(e: Evidence, target: str, what: str = "rows") -> str:
+    return f"{_split(e, target, what)}: at least {MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed"
 
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "none"
-
-
-def _list(*counts: tuple[int, str]) -> str:
-    return ", ".join(f"{n:,} {what}" for n, what in counts if n)

@@ -99,12 +99,7 @@ def scan(folder: str | Path, table: str, *, run: str | None = None) -> pl.LazyFr
 
 
 def choose_scope(models: Models, scope: str | None, run: str | None) -> str | None:
-    """Return the id of the scope that was trained on a run; `scope` as it is if no run is given.
-
-    Args:
-        models: Loaded coefficient files.
-        scope: A scope id, or a part of one.
-        run: Name of a run.
+    """Return the id of the scope that was trained on a run; `scope`, an id or a part of one, as it is if no run is given.
 
     Raises:
         UsageError: No scope was trained on the run, or the scope that was is another one.

@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.models import Models, load
-from tracefit.coefficients.predict import MAX_NAME_SHOWN
-from tracefit.coefficients.workload import OTHERS, REQUEST_INPUTS
 from tracefit.commands.locate import choose_scope
-from tracefit.errors import UsageError, did_you_mean
+from tracefit.errors import UsageError
 from tracefit.progress import NullProgress
 from tracefit.tables.disk import write_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     import polars as pl
 
-    from tracefit.coefficients.predict import ScopeModels
     from tracefit.coefficients.predict_frames import Rows
     from tracefit.progress import Progress
     from tracefit.results.commands import RowPredictions
@@ -52,21 +49,25 @@ def predict(
     """
     models = models if isinstance(models, Models) else load(models)
     # A single prediction needs neither a frame library nor what the results of other commands are made of.
-    from tracefit.coefficients.predict_frames import as_frame
+    from tracefit.coefficients.predict_frames import (
+        as_frame,
+        predict_requests,
+        predict_rows,
+        predict_steps,
+        unread_columns,
+    )
     from tracefit.results.commands import RowPredictions
 
-    scope = choose_scope(models, scope, run)
+    chosen = models.scope(choose_scope(models, scope, run))
     frame = _read(Path(rows)) if isinstance(rows, str | Path) else as_frame(rows)
     if of == "step":
-        predicted = models.predict_step(frame, scope=scope)
+        predicted = predict_steps(chosen, frame)
     elif of == "request":
-        predicted = models.predict_request(frame, scope=scope)
+        predicted = predict_requests(chosen, frame)
     else:
-        from tracefit.coefficients.predict_frames import predict_rows
-
-        predicted = predict_rows(models.model(of, scope), frame)
+        predicted = predict_rows(chosen.require(of), frame)
     where = str(rows) if isinstance(rows, str | Path) else "rows"
-    if unread := _unread(models.scope(scope), of, frame):
+    if unread := unread_columns(chosen, of, frame):
         (progress or NullProgress()).warn(f"{where}: no model that predicts this reads {', '.join(unread)}")
     # A request is composed of many steps, each with a range of its own.
     outside = predicted.height - predicted["out_of_range"].null_count() if of != "request" else None
@@ -78,24 +79,7 @@ def predict(
     )
 
 
-def _unread(models: ScopeModels, of: str, frame: pl.DataFrame) -> list[str]:
-    """Return the columns that leave a prediction as it is, each with the name that may have been meant.
-
-    Text labels rows, and rows of a table have columns for other uses: neither is a mistake.
-    """
-    if "run_id" in frame.columns:
-        return []
-    if of == "request":
-        read = models.read(models.models.values()).union(REQUEST_INPUTS, OTHERS)
-    else:
-        read = models.read([models.step_model if of == "step" else models.require(of)])
-    numbers = (name for name, kind in frame.schema.items() if kind.is_numeric() and name not in read)
-    hints = ((name, did_you_mean(name, read)) for name in numbers)
-    return [f"{name[:MAX_NAME_SHOWN]} ({hint})" if hint else name[:MAX_NAME_SHOWN] for name, hint in hints]
-
-
 def _plain(row: dict[str, object]) -> dict[str, object]:
-    """Return a row of numbers, texts and nulls alone, as JSON has them."""
     return {name: _scalar(value) for name, value in row.items()}
 
 
@@ -108,17 +92,13 @@ def _scalar(value: object) -> object:
 def _read(path: Path) -> pl.DataFrame:
     import polars as pl
 
-    readers: dict[str, Callable[[], pl.DataFrame]] = {
-        ".csv": lambda: pl.read_csv(path, infer_schema_length=None),
-        ".parquet": lambda: pl.read_parquet(path),
-        ".ndjson": lambda: pl.read_ndjson(path, infer_schema_length=None),
-        ".jsonl": lambda: pl.read_ndjson(path, infer_schema_length=None),
-    }
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise UsageError("is no .csv, .parquet, .ndjson or .jsonl file", where=str(path))
+    kind = _kind(path)
     try:
-        return reader()
+        if kind == "parquet":
+            return pl.read_parquet(path)
+        # All rows say what the columns are: a number may be whole in the first hundred.
+        read = pl.read_csv if kind == "csv" else pl.read_ndjson
+        return read(path, infer_schema_length=None)
     except OSError as error:
         raise UsageError(f"cannot be read ({error.strerror or 'no such file'})", where=str(path)) from error
     except pl.exceptions.PolarsError as error:
@@ -128,18 +108,17 @@ def _read(path: Path) -> pl.DataFrame:
 
 
 def _write(frame: pl.DataFrame, path: Path) -> None:
-    writers: dict[str, Callable[[BytesIO], object]] = {
-        ".csv": frame.write_csv,
-        ".parquet": frame.write_parquet,
-        ".ndjson": frame.write_ndjson,
-        ".jsonl": frame.write_ndjson,
-    }
-    writer = writers.get(path.suffix.lower())
-    if writer is None:
-        raise UsageError("is no .csv, .parquet, .ndjson or .jsonl file", where=str(path))
     content = BytesIO()
-    writer(content)
+    getattr(frame, f"write_{_kind(path)}")(content)
     write_files({path: content.getvalue()})
+
+
+def _kind(path: Path) -> str:
+    kind = path.suffix.lower().removeprefix(".")
+    kind = "ndjson" if kind == "jsonl" else kind
+    if kind not in ("csv", "parquet", "ndjson"):
+        raise UsageError("is no .csv, .parquet, .ndjson or .jsonl file", where=str(path))
+    return kind
 
 
 def parse_features(texts: Iterable[str]) -> dict[str, float]:

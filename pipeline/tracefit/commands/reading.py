@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
@@ -16,11 +16,14 @@ import msgspec
 
 from tracefit._version import __version__
 from tracefit.engines.decode import Decoded, Task, decode_task
-from tracefit.inputs.blocks import Block, ReadLimits, read_blocks
+from tracefit.inputs.blocks import BLOCK_BYTES, Block, ReadLimits, read_blocks
 from tracefit.inputs.discovery import refuse_other_signal
 from tracefit.inputs.files import ContentHash, content_hash_of, fetch
 from tracefit.inputs.rejects import Reject
+from tracefit.tables import dialects
+from tracefit.tables.build import BuildLimits
 from tracefit.tables.manifest import IngestedRun, Manifest, ReadFile, StagedPart
+from tracefit.tables.rows import RowOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,21 +32,9 @@ if TYPE_CHECKING:
     from tracefit.inputs.files import TraceFile
     from tracefit.progress import Progress
     from tracefit.tables.places import Place
-    from tracefit.tables.rows import RowOptions
-
-FETCHED_BYTES = 1 << 30
-"""Bytes of files of buckets that lie on disk together, unless one alone is larger."""
 
 EXPANSION = 10
 """Decompressed bytes of a compressed one, about."""
-
-
-@dataclass(frozen=True, slots=True)
-class FilesRead:
-    """The manifest entries of a run's files, in the order of their names, and whether they are unchanged."""
-
-    files: tuple[ReadFile, ...]
-    all_known: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +92,56 @@ class KnownFiles:
 
 
 @dataclass(frozen=True, slots=True)
+class IngestOptions:
+    """Which part of the traces is kept. Traces are private data: text of users is not kept, except on request.
+
+    Attributes:
+        all_spans: Keep spans of other services and scopes too, in the `spans` table alone.
+        keep_attributes: Keys of span attributes to keep beside the usual ones (ids, counts, routes, the model, sampling
+            parameters).
+        show_values: Show the beginning of a rejected record as it is, not only its structure and keys.
+        max_document: Bytes of the longest record; it is held whole.
+        max_rejects: Bad records of a file after which reading it stops.
+        block_bytes: Bytes of a file that are decoded at once; with more, a worker takes more memory.
+        bytes_per_worker: Bytes that are worth another process: it takes about as long to start as to decode 64 MiB.
+        fetched_bytes: Bytes of files of buckets that lie on disk together, unless one alone is larger.
+        build: How much of a run is in memory while its tables are built.
+    """
+
+    all_spans: bool = False
+    keep_attributes: tuple[str, ...] = ()
+    show_values: bool = False
+    max_document: int = 256 << 20
+    max_rejects: int = 100_000
+    block_bytes: int = BLOCK_BYTES
+    bytes_per_worker: int = 64 << 20
+    fetched_bytes: int = 1 << 30
+    build: BuildLimits = field(default_factory=BuildLimits)
+
+    @property
+    def limits(self) -> ReadLimits:
+        """Bounds on reading one file."""
+        return ReadLimits(self.max_document, self.max_rejects, self.block_bytes)
+
+    @property
+    def rows(self) -> RowOptions:
+        """The options for the rows of the tables."""
+        attributes = tuple(sorted({*dialects.SPAN_ATTRIBUTES, *self.keep_attributes}))
+        return RowOptions(attributes, self.all_spans, self.show_values, self.max_rejects)
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     """How trace files are read; the same for the files of all runs.
 
     Attributes:
-        options: Which part of a span is kept.
-        limits: Bounds on reading one file.
+        options: What is kept of the traces, and bounds.
         place: Where the tables are; copies of files in buckets lie in its scratch folder for a while.
         by_path: Whether blocks of local files come as ranges, which another process of this machine reads.
         progress: Receives the bytes read, and warnings about files that are not read to their end.
     """
 
-    options: RowOptions
-    limits: ReadLimits
+    options: IngestOptions
     place: Place
     by_path: bool
     progress: Progress
@@ -167,8 +195,8 @@ class RunReading:
         """Whether every task was given out and has its result."""
         return self._all_given and not self._given
 
-    def files(self) -> FilesRead:
-        """Return the files, when the reading is complete.
+    def files(self) -> tuple[tuple[ReadFile, ...], bool]:
+        """Return the manifest entries of the files in the order of their names, and whether they are as they were before.
 
         Raises:
             UsageError: A file cannot be read.
@@ -180,7 +208,7 @@ class RunReading:
         read = [*self._unchanged, *map(self._entry, self._read)]
         ordered = tuple(sorted(read, key=lambda file: file.path))
         before = tuple(sorted(self._known.files.values(), key=lambda file: file.path))
-        return FilesRead(ordered, all_known=ordered == before)
+        return ordered, ordered == before
 
     def _entry(self, file: TraceFile) -> ReadFile:
         found = self._hashes[file.name]
@@ -206,7 +234,7 @@ class RunReading:
             self._hashes[file.name] = ContentHash()
         self._begin(local)
         yield from self._tasks_of(local, self._how.progress.read, by_path=self._how.by_path)
-        for group in _in_groups(remote):
+        for group in _in_groups(remote, self._how.options.fetched_bytes):
             # The copies are gone when the last block is read, not when it is decoded: blocks carry their bytes.
             with self._how.place.scratch() as scratch:
                 new = []
@@ -228,7 +256,7 @@ class RunReading:
             self._rejects[file.name] = 0
 
     def _count(self, task: Task, decoded: Decoded) -> None:
-        limit = self._how.limits.max_rejects
+        limit = self._how.options.limits.max_rejects
         for item, parts in zip(task.items, decoded, strict=True):
             name = item.source_file
             # Rows after the last listed reject do not count.
@@ -248,7 +276,7 @@ class RunReading:
         """Yield tasks; small blocks share one, because each task has a fixed cost."""
         items: list[Block | Reject] = []
         size, encoding = 0, None
-        most = self._how.limits.block_bytes
+        most = self._how.options.limits.block_bytes
         for item in self._items(files, on_read, by_path=by_path):
             if isinstance(item, Block):
                 if items and (size + item.size > most or encoding not in (None, item.encoding)):
@@ -260,12 +288,12 @@ class RunReading:
             yield self._task(items)
 
     def _task(self, items: Sequence[Block | Reject]) -> Task:
-        return Task(tuple(items), self._how.options, self._how.place)
+        return Task(tuple(items), self._how.options.rows, self._how.place)
 
     def _items(
         self, files: Sequence[TraceFile], on_read: Callable[[int], object], *, by_path: bool
     ) -> Iterator[Block | Reject]:
-        limits = self._how.limits
+        limits = self._how.options.limits
         for file in files:
             found = self._hashes[file.name]
             blocks = read_blocks(
@@ -283,11 +311,11 @@ class RunReading:
                 yield replace(item, source_file=file.name)
 
 
-def _in_groups(files: Sequence[TraceFile]) -> Iterator[list[TraceFile]]:
-    """Yield files in groups of `FETCHED_BYTES` at most, which lie on disk together; a larger file comes alone."""
+def _in_groups(files: Sequence[TraceFile], size_bytes: int) -> Iterator[list[TraceFile]]:
+    """Yield files in groups of so many bytes at most; a larger file comes alone."""
     group: list[TraceFile] = []
     for file in files:
-        if group and sum(each.size for each in group) + file.size > FETCHED_BYTES:
+        if group and sum(each.size for each in group) + file.size > size_bytes:
             yield group
             group = []
         group.append(file)
@@ -346,7 +374,6 @@ def _has_files_of(run: IngestedRun, source: RunSource, hashes: Callable[[], set[
 
 
 def _begins_as(file: TraceFile, known: ReadFile) -> bool:
-    """Return whether a file begins with the content of a known one."""
     digest, left = hashlib.sha256(), known.size_bytes
     with file.open() as raw:
         while left and (piece := raw.read(min(left, 1 << 20))):

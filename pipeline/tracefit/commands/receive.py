@@ -88,11 +88,7 @@ def receive(
 
 
 def _configs(server: ServerOptions) -> dict[str, bytes]:
-    """Return the configuration files of a run: the known facts, and lines to fill in.
-
-    Raises:
-        UsageError: A file or a setting is wrong, or contradicts another.
-    """
+    """Return the configuration files of a run: the known facts, and lines to fill in."""
     # As `run` will read it: better refused now than when the traces are there.
     read_context(server.run_config, server.model_config, server.stated, gpu=server.gpu)
     given = merge(read_settings(server.run_config) if server.run_config else ServerSettings(), server.stated)

@@ -12,7 +12,7 @@ from tracefit.commands.figure_data import SLO_MS, scope_rows
 from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
-from tracefit.reports.content import TracedTime, all_figures, build_report, scope_parts
+from tracefit.reports.content import all_figures, build_report, scope_parts
 from tracefit.reports.document import markdown_text, plain
 from tracefit.reports.sentences import verdicts
 from tracefit.results.commands import ReportResult
@@ -156,19 +156,7 @@ def _fits(made: Report, page_bytes: int) -> bool:
 
 @draw_with
 def draw(evaluation: Path, models: Path, tables: Path, figure: str, scope: str | None) -> PlotlyFigure:
-    """Draw one figure of the report.
-
-    Args:
-        evaluation: evaluation.json.
-        models: Folder of alpha.json and beta.json.
-        tables: The tables.
-        figure: Its name.
-        scope: A part of the id of a scope, or the name of a run; may be left out where there is one scope.
-
-    Raises:
-        UsageError: There is no such figure or scope.
-        TracefitError: plotly is not installed.
-    """
+    """Draw one figure of the report; see `TrainResult.plot`."""
     try:
         from tracefit.reports.page import plotly_figure
     except ImportError:
@@ -228,11 +216,11 @@ def _models_of(scope: ScopeEvaluation, models: Sequence[Model]) -> list[Model]:
     return [m for m in models if m.scope_id == scope.scope_id and m.name in scope.models]
 
 
-def _traced(evaluation: Evaluation, store: TableStore) -> TracedTime | None:
+def _traced(evaluation: Evaluation, store: TableStore) -> tuple[int, int] | None:
     """Return when the traces were recorded; null where their tables are elsewhere."""
     run_ids = sorted({r for s in evaluation.scopes for r in s.runs} & set(store.runs()))
     runs = store.read("runs", run_ids) if run_ids else None
     if runs is None or not runs["first_unix_ns"].is_not_null().any():
         return None
     first, last = runs.select(pl.col("first_unix_ns").min(), pl.col("last_unix_ns").max()).row(0)
-    return TracedTime(first, last)
+    return first, last

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 def write_timelines(store: TableStore, run_ids: Iterable[str], engine: TaskEngine | None = None) -> None:
-    """Build the `timeline` of the runs without one.
-
-    Args:
-        store: The tables.
-        run_ids: The runs.
-        engine: Where they are built; in this process if not given.
+    """Build the `timeline` of the runs without one, in this process if no engine is given.
 
     Raises:
         UsageError: The folder cannot be written.
@@ -72,16 +67,13 @@ MOST_RUNS = 500
 
 
 def sample_runs(runs: pl.DataFrame, members: Sequence[str], *, most_rows: int, most_runs: int) -> list[str]:
-    """Return the runs of a scope to train on: all, or as many as the bounds allow, evenly in the order of their beginning.
+    """Return the runs of a scope to train on, in the order of `members`: all, or evenly in the order of their beginning.
 
     Args:
         runs: Rows of the `runs` table.
         members: The runs of the scope.
         most_rows: Most steps and events of the runs returned; a single run may have more.
         most_runs: Most runs.
-
-    Returns:
-        The runs, in the order of `members`.
     """
     own = runs.filter(pl.col("run_id").is_in(list(members)))
     # Steps that were not sampled are rows of the timeline too.

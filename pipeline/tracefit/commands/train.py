@@ -12,7 +12,7 @@ import polars as pl
 from tracefit.coefficients import publish
 from tracefit.coefficients.files import as_published, to_json
 from tracefit.coefficients.verdicts import THRESHOLDS, Threshold
-from tracefit.commands.ingest import IngestOptions, ServerOptions, ingest
+from tracefit.commands.ingest import ServerOptions, ingest
 from tracefit.commands.locate import find_tables
 from tracefit.commands.report import report_of, report_texts
 from tracefit.commands.scopes import (
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tracefit.coefficients.model import Evaluation
+    from tracefit.commands.reading import IngestOptions
     from tracefit.engines.local import TaskEngine
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.results import Latency, Missing, Overload
@@ -207,14 +208,9 @@ def fit_runs(
     progress: Progress,
     engine: TaskEngine | None = None,
 ) -> list[FittedScope]:
-    """Fit every scope of some runs.
+    """Fit every scope of some runs, rows of the `runs` table, in this process.
 
-    Args:
-        store: The tables.
-        runs: Rows of the `runs` table.
-        options: How to train.
-        progress: Receives reports on the progress.
-        engine: Where the frames of each run are made; in this process if not given. Fits are made here.
+    `engine` makes the frames of each run; this process too if not given.
     """
     engine = engine or LocalEngine(1)
     write_timelines(store, runs["run_id"].unique(maintain_order=True), engine)

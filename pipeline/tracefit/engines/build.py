@@ -118,7 +118,10 @@ def build_run(task: RunTask) -> BuiltRun:
 
 
 class _Tables:
-    """Tables of a run that others are made from. They stay in memory while they are small: not read back, and written once."""
+    """The tables of a run, as they are made.
+
+    Those that others are made from stay in memory while they are small: they are not read back, and written once.
+    """
 
     USED_AGAIN = ("steps", "journey_events", "request_snapshots", "requests", "runs", "rejects")
 
@@ -128,71 +131,58 @@ class _Tables:
         self._held: dict[str, list[pl.DataFrame]] = {}
         self._rows = 0
 
-    @property
-    def are_small(self) -> bool:
-        """Whether all of them are in memory."""
-        return self._rows <= self._most_rows
-
     def write(self, name: str, rows: pl.DataFrame) -> None:
         """Take the next rows of a table; beyond `small_run_rows`, all are written, and what follows as it comes."""
-        if name not in self.USED_AGAIN or not self.are_small:
+        if name not in self.USED_AGAIN or self._rows > self._most_rows:
             self._writer.write(name, rows)
             return
         self._held.setdefault(name, []).append(rows)
         self._rows += rows.height
-        if not self.are_small:
+        if self._rows > self._most_rows:
             for held, parts in self._held.items():
                 for part in parts:
                     self._writer.write(held, part)
             self._held.clear()
 
-    def whole(self) -> dict[str, pl.DataFrame]:
-        """Return the tables in memory."""
-        return {name: pl.concat(parts) for name, parts in self._held.items()}
+    def read(self, name: str) -> pl.DataFrame:
+        """Return a whole table."""
+        return pl.concat(self._held[name]) if name in self._held else read_part(self._writer.close()[name])
+
+    def replace(self, tables: Mapping[str, pl.DataFrame]) -> None:
+        """Take whole tables, in place of those that are there."""
+        for name, rows in tables.items():
+            if self._rows > self._most_rows:
+                self._writer.write(name, rows)
+            else:
+                self._held[name] = [rows]
+
+    def close(self) -> dict[str, Path]:
+        """Write what is in memory; return the file of each table."""
+        for name in self._held:
+            self._writer.write(name, self.read(name))
+        return self._writer.close()
 
 
 def _build(task: RunTask, folder: Path) -> BuiltRun:
     with RunWriter(folder) as writer:
-        first = _Tables(writer, task.memory_limits.small_run_rows)
+        tables = _Tables(writer, task.memory_limits.small_run_rows)
         counts = build_tables(
             task.files,
             run_id=task.run_id,
             place=task.place,
             scratch=folder,
-            write=first.write,
+            write=tables.write,
             run_columns=task.columns,
             limits=task.limits,
             memory_limits=task.memory_limits,
         )
         _require_spans(task.name, counts)
-        if first.are_small:
-            tables = first.whole()
-            # After the tables of the traces: KV events are matched with their steps and requests.
-            tables |= _kv_tables(task, tables.__getitem__)
-            if is_small(tables["runs"], task.memory_limits):
-                tables |= timeline_of(tables.__getitem__, task.context)
-            for name, rows in tables.items():
-                writer.write(name, rows)
-            return BuiltRun(writer.close(), {}, tables["runs"])
-        parts = writer.close()
-
-    def read(name: str) -> pl.DataFrame:
-        return read_part(parts[name])
-
-    def add(tables: Mapping[str, pl.DataFrame]) -> None:
-        with RunWriter(folder) as writer:
-            for name, rows in tables.items():
-                writer.write(name, rows)
-            for name, part in writer.close().items():
-                if name in parts and parts[name] != part:
-                    parts[name].unlink()
-                parts[name] = part
-
-    add(_kv_tables(task, read))
-    runs = read("runs")
-    if is_small(runs, task.memory_limits):
-        add(timeline_of(read, task.context))
-    return BuiltRun(parts, {}, runs)
+        # After the tables of the traces: KV events are matched with their steps and requests.
+        tables.replace(_kv_tables(task, tables.read))
+        runs = tables.read("runs")
+        if is_small(runs, task.memory_limits):
+            tables.replace(timeline_of(tables.read, task.context))
+        return BuiltRun(tables.close(), {}, runs)
 
 
 def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:

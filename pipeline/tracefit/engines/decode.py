@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 from tracefit.inputs.blocks import Block, load
 from tracefit.inputs.rejects import Reject
-from tracefit.otlp.decode import decode_blocks, empty_batch, reject_frame
+from tracefit.otlp.decode import decode_blocks
 from tracefit.tables.manifest import StagedPart
 from tracefit.tables.rows import RowOptions, rows_of
 from tracefit.tables.staging import write_staged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tracefit.otlp.decode import SpanBatch
     from tracefit.tables.places import Place
 
 
@@ -56,21 +53,13 @@ def decode_task(task: Task) -> Decoded:
         OSError: A part cannot be written.
     """
     parts: list[list[StagedPart]] = [[] for _ in task.items]
-    for batch in _batches(task):
+    rejects = [(number, item) for number, item in enumerate(task.items) if isinstance(item, Reject)]
+    blocks = [(number, item, load(item)) for number, item in enumerate(task.items) if isinstance(item, Block)]
+    for batch in decode_blocks(blocks, task.options.wanted, rejects=rejects):
         rows = rows_of(batch, task.options)
         name = write_staged(rows, task.place)
-        for file, spans, other_spans, rejects in rows.counts.iter_rows():
+        for file, spans, other_spans, bad in rows.counts.iter_rows():
             parts[file].append(
-                StagedPart(name=name, file=file, spans=spans, other_spans=other_spans, rejects=rejects)
+                StagedPart(name=name, file=file, spans=spans, other_spans=other_spans, rejects=bad)
             )
     return tuple(map(tuple, parts))
-
-
-def _batches(task: Task) -> Iterator[SpanBatch]:
-    found = [(number, item) for number, item in enumerate(task.items) if isinstance(item, Reject)]
-    blocks = [(number, item, load(item)) for number, item in enumerate(task.items) if isinstance(item, Block)]
-    for batch in decode_blocks(blocks, task.options.wanted):
-        yield batch if not found else batch.with_rejects(reject_frame(found))
-        found = []
-    if found:
-        yield empty_batch(task.options.wanted).with_rejects(reject_frame(found))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import polars as pl
 
@@ -119,17 +120,10 @@ def _concat(frames: list[pl.DataFrame]) -> pl.DataFrame:
     return pl.DataFrame(found.get_columns())
 
 
-@dataclass(frozen=True, slots=True)
-class _Share(Generic[R]):
-    """Runs of one job, and what is done with each."""
-
-    function: Callable[[TableStore, str], R]
-    store: TableStore
-    run_ids: tuple[str, ...]
-
-
-def _do(runs: _Share[R]) -> tuple[R, ...]:
-    return tuple(runs.function(runs.store, run_id) for run_id in runs.run_ids)
+def _of_each(
+    function: Callable[[TableStore, str], R], store: TableStore, run_ids: Sequence[str]
+) -> tuple[R, ...]:
+    return tuple(function(store, run_id) for run_id in run_ids)
 
 
 def each_run(
@@ -152,8 +146,9 @@ def each_run(
             run_id, size = waiting.popleft()
             chosen.append(run_id)
             left -= size
-        runs = _Share(function, store.pinned(chosen), tuple(chosen))
-        return Job(_do, runs, chosen[0], runs.run_ids) if chosen else None
+        if not chosen:
+            return None
+        return Job(partial(_of_each, function, store.pinned(chosen)), chosen, name=chosen[0], work=chosen)
 
     for job, handle in run_jobs(engine, next_job):
         yield from zip(job.work, engine.result(handle), strict=True)

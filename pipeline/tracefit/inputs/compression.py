@@ -16,13 +16,13 @@ import tempfile
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Protocol, cast
+from typing import IO, TYPE_CHECKING, BinaryIO, Literal, NamedTuple, cast
 
 import pyarrow as pa
 
 from tracefit.inputs import otlp_wire as wire
 from tracefit.inputs.files import read_fully
-from tracefit.inputs.framing import end_of_run
+from tracefit.inputs.framing import LENGTH_BYTES, end_of_run
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -66,7 +66,6 @@ MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
 _TEXT_BYTES, _PIECE_BYTES = 4096, 64 << 10
 _TRIAL_BYTES, _MAX_TRIALS = 16 << 10, 16
 _BYTEWISE_STEPS, _STEP_BYTES = 1 << 20, 4096
-_LENGTH_BYTES = 4
 _WINDOW_BYTES = 256 << 10
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 # The magic numbers of gzip (with the deflate method and no reserved flag) and of a zstd frame whose header has its
@@ -157,7 +156,7 @@ def compression_of(head: bytes) -> Compression | None:
         return "gzip"
     if head.startswith(_ZSTD_MAGIC) or _SKIPPABLE_FRAME.match(head):
         return "zstd"
-    return "framed zstd" if head.startswith(_ZSTD_MAGIC, _LENGTH_BYTES) else None
+    return "framed zstd" if head.startswith(_ZSTD_MAGIC, LENGTH_BYTES) else None
 
 
 class _Kept(io.RawIOBase):
@@ -196,18 +195,6 @@ class _DamageError(Exception):
         self.is_final = is_final
 
 
-class _Decompressor(Protocol):
-    """The decompressor of one unit, with the interface of zstd's."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int = -1) -> bytes: ...
-
-
 class _GzipDecoder:
     """zlib's decompressor with the interface of zstd's."""
 
@@ -230,7 +217,7 @@ class _GzipDecoder:
         return self._inflate.decompress(self._inflate.unconsumed_tail + data, max(max_length, 0))
 
 
-def _decoder(kind: Compression) -> _Decompressor:
+def _decoder(kind: Compression) -> _GzipDecoder | zstd.ZstdDecompressor:
     return _GzipDecoder() if kind == "gzip" else zstd.ZstdDecompressor(options=_ZSTD_OPTIONS)
 
 
@@ -245,7 +232,7 @@ class _FileReader:
         self._guesses_left = MAX_GUESSES
         self._reread = 0
         self._steps_left = _BYTEWISE_STEPS
-        self._expanded = self._compressed = 0
+        self._expanded = self._compressed = self._unit_end = 0
         self._in_frames = False  # length-prefixed zstd has occurred
         self._is_binary = False  # these records are protobuf
         self._is_stored = True  # all bytes yielded so far are the file's own, at the same offset
@@ -282,20 +269,20 @@ class _FileReader:
 
     def _unit(self, kind: Compression, start: int) -> Generator[Piece, None, int]:
         """Yield the content of a unit; return where it ends."""
-        end = yield from self._decoded(kind, start)
+        yield from self._decoded(kind, start)
         # Tape blocks are padded with zeros; framed protobuf begins with zeros too, but no unit or end follows them.
-        zeros = end
+        zeros = self._unit_end
         while kind == "gzip" and (piece := self._bytes(zeros, _PIECE_BYTES)):
             zeros += len(piece) - len(piece.lstrip(b"\0"))
             if piece.strip(b"\0"):
                 break
         rest = self._bytes(zeros, 8)
-        return zeros if not rest or compression_of(rest) else end
+        return zeros if not rest or compression_of(rest) else self._unit_end
 
     def _decoded(
         self, kind: Compression, start: int, *, careful_from: int | None = None, skip: int = 0
-    ) -> Generator[Piece, None, int]:
-        """Yield the content of one unit after its first `skip` bytes; return where the unit ends.
+    ) -> Iterator[Piece]:
+        """Yield the content of one unit after its first `skip` bytes; then `_unit_end` is where it ends.
 
         The library drops the output of the call that meets a corrupt byte. To save that output, the unit is then
         decompressed once more, and from the piece with the corrupt byte on (`careful_from`) byte by byte.
@@ -304,7 +291,10 @@ class _FileReader:
         piece_start = position = start
         while not decoder.eof:
             if careful_from is not None:
-                size = self._careful_size(careful_from - position)
+                size = min(careful_from - position, _PIECE_BYTES)
+                if size <= 0:  # byte by byte, as long as that is affordable
+                    self._steps_left -= 1
+                    size = 1 if self._steps_left > 0 else _STEP_BYTES
             needs_input = decoder.needs_input
             piece = self._bytes(position, size) if needs_input else b""
             if piece:
@@ -325,16 +315,8 @@ class _FileReader:
                 chunk, skip = chunk[skip:], max(skip - len(chunk), 0)
             if chunk:
                 yield Piece(chunk, is_stored=False)
-        end = position - len(decoder.unused_data)
-        self._compressed += end - start
-        return end
-
-    def _careful_size(self, left: int) -> int:
-        """Return how many bytes to decompress at once, `left` bytes before the corrupt piece."""
-        if left > 0:
-            return min(left, _PIECE_BYTES)
-        self._steps_left -= 1
-        return 1 if self._steps_left > 0 else _STEP_BYTES
+        self._unit_end = position - len(decoder.unused_data)
+        self._compressed += self._unit_end - start
 
     def _count_expansion(self, size: int, consumed: int) -> None:
         self._expanded += size
@@ -346,7 +328,7 @@ class _FileReader:
     def _framed(self, start: int) -> Generator[Piece | Gap, None, int]:
         """Yield the one record after a length, as a line of JSON or as length-prefixed protobuf; return its end."""
         self._in_frames = True
-        if self._bytes(start + _LENGTH_BYTES - 1, 1) < bytes([_SHORTEST_FRAME]):
+        if self._bytes(start + LENGTH_BYTES - 1, 1) < bytes([_SHORTEST_FRAME]):
             data = self._bytes(start, _PIECE_BYTES)
             if size := end_of_run(_TOO_SHORT_FRAME, data, 0, len(data)):
                 yield Gap("zstd data is cut", data[:size].count(_ZSTD_MAGIC))
@@ -357,22 +339,15 @@ class _FileReader:
             return stop_of_small
         parts: list[bytes] = []
         size = 0
+        most = self._bounds.max_record_bytes
         # The length is not needed, and one that lies costs nothing: a frame says where it ends.
-        decoding = self._decoded("zstd", start + _LENGTH_BYTES)
-        while True:
-            try:
-                part = next(decoding).data
-            except StopIteration as stop:
-                end = cast("int", stop.value)
-                break
-            size += len(part)
-            if size > self._bounds.max_record_bytes:
-                raise _DamageError(
-                    f"record too large: more than {self._bounds.max_record_bytes >> 20} MiB", start
-                )
-            parts.append(part)
+        for part in self._decoded("zstd", start + LENGTH_BYTES):
+            size += len(part.data)
+            if size > most:
+                raise _DamageError(f"record too large: more than {most >> 20} MiB", start)
+            parts.append(part.data)
         yield Piece(self._canonical(b"".join(parts)), is_stored=False)
-        return end
+        return self._unit_end
 
     def _small_records(self, start: int) -> tuple[list[bytes], int]:
         """Return consecutive small records, and where they end.
@@ -383,8 +358,8 @@ class _FileReader:
         frames: list[bytes] = []
         ends = [0]
         try:
-            while data.startswith(_ZSTD_MAGIC, position + _LENGTH_BYTES):
-                begin = position + _LENGTH_BYTES
+            while data.startswith(_ZSTD_MAGIC, position + LENGTH_BYTES):
+                begin = position + LENGTH_BYTES
                 stop = begin + int.from_bytes(data[position:begin], "big")
                 size = zstd.get_frame_info(data[begin:stop]).decompressed_size if stop <= len(data) else None
                 if size is None or ends[-1] + size > self._bounds.chunk_bytes:
@@ -408,7 +383,7 @@ class _FileReader:
         if not record:
             return b""
         if self._is_binary:
-            return len(record).to_bytes(_LENGTH_BYTES, "big") + record
+            return len(record).to_bytes(LENGTH_BYTES, "big") + record
         # White space in JSON: a record over several lines becomes one line.
         return record.replace(b"\n", b" ") + b"\n"
 
@@ -418,19 +393,19 @@ class _FileReader:
         """Return where reading continues after a damaged unit (-1: nowhere), and the gap to report."""
         if kind == "framed zstd" and not damage.is_final:
             # The length leads to the next record most of the time; if it does, nothing has to be guessed.
-            size = int.from_bytes(self._bytes(start, _LENGTH_BYTES), "big")
-            behind = start + _LENGTH_BYTES + size
+            size = int.from_bytes(self._bytes(start, LENGTH_BYTES), "big")
+            behind = start + LENGTH_BYTES + size
             if (
                 size <= self._bounds.max_record_bytes
                 and compression_of(self._bytes(behind, 8)) == "framed zstd"
             ):
                 # A length that lies can lead to a record too, over whole ones.
-                inside = start + _LENGTH_BYTES + 1
+                inside = start + LENGTH_BYTES + 1
                 found = self._unit_in(self._bytes(inside, behind - inside), inside, _UNIT_START)
                 return found if 0 <= found < behind else behind, Gap(damage.reason)
         # Where the unit seems to end does not count: if it was cut, that is inside another one.
         self._reread += max(damage.position - start, 0)
-        skipped = _LENGTH_BYTES + 1 if kind == "framed zstd" else 1
+        skipped = LENGTH_BYTES + 1 if kind == "framed zstd" else 1
         found = -1 if damage.is_final else self._next_unit(start + skipped)
         if found < 0:
             return -1, Gap(damage.reason)
@@ -464,7 +439,7 @@ class _FileReader:
                 if _is_text(self._bytes(position, _TEXT_BYTES)[1:]):
                     return position
             elif self._can_decode(kind, position):
-                begin = position - _LENGTH_BYTES
+                begin = position - LENGTH_BYTES
                 is_framed = kind == "zstd" and begin >= 0 and (self._in_frames or self._is_framed(begin))
                 return begin if is_framed else position
         return -1
@@ -490,10 +465,10 @@ class _FileReader:
 
     def _is_framed(self, position: int) -> bool:
         """Return whether a position holds a length followed by a zstd frame of exactly that length."""
-        size = int.from_bytes(self._bytes(position, _LENGTH_BYTES), "big")
+        size = int.from_bytes(self._bytes(position, LENGTH_BYTES), "big")
         if not _SHORTEST_FRAME <= size <= self._bounds.max_record_bytes:
             return False
-        frame = self._bytes(position + _LENGTH_BYTES, size)
+        frame = self._bytes(position + LENGTH_BYTES, size)
         self._reread += len(frame)
         try:
             return zstd.get_frame_size(frame) == size
@@ -506,7 +481,7 @@ class _FileReader:
         """Yield uncompressed bytes up to the next unit or the end; return where they end."""
         head = self._bytes(start, _TEXT_BYTES)
         is_text = _is_text(head)
-        if not (is_text or _is_protobuf(head, 0) or _is_protobuf(head, _LENGTH_BYTES)):
+        if not (is_text or _is_protobuf(head, 0) or _is_protobuf(head, LENGTH_BYTES)):
             # Neither JSON nor protobuf: junk before a unit, or a unit that has lost its first bytes.
             found = self._next_unit(start + 1)
             if found >= 0:

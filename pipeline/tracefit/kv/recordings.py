@@ -16,6 +16,7 @@ import msgpack  # type: ignore[import-untyped]  # it has no types
 import polars as pl
 
 from tracefit.inputs.compression import USUAL, Expansion, Gap, pieces
+from tracefit.inputs.framing import BOM, LENGTH_BYTES
 from tracefit.inputs.rejects import Reject, excerpt
 from tracefit.kv.batches import ROW_COLUMNS, Batch, BlockAges, Encoding, WholeBatch, decode_batch, event_rows
 
@@ -27,7 +28,6 @@ MAX_REJECTS = 100_000
 MAX_BATCH_BYTES = 32 << 20
 """A longer line or message is not held; decoded, a hostile one takes ten times as much."""
 
-_BOM = b"\xef\xbb\xbf"
 _LINE_END = re.compile(rb"\n+")
 _BATCH_IN_LINE = re.compile(rb"\[\s*\d{9,10}(?:\.\d*)?\s*,\s*\[")
 """What a batch begins with, its unix time and its events; no event has such a thing in it."""
@@ -35,7 +35,6 @@ _BATCH_IN_LINE = re.compile(rb"\[\s*\d{9,10}(?:\.\d*)?\s*,\s*\[")
 _MESSAGE_START = re.compile(rb"(?=[\x92-\x9f]\xcb\x41[\xd0-\xdf])")
 """An array whose first element is a float64 from 2**30 to 2**31: a batch with its unix time, from 2004 to 2038."""
 _START_BYTES = 4
-_LENGTH_BYTES = 4
 _CHUNK_ROWS = 1 << 16
 
 
@@ -135,7 +134,7 @@ def read_recording(
 
 
 def _is_text(head: bytes) -> bool:
-    begin = head.removeprefix(_BOM).lstrip()[:1]
+    begin = head.removeprefix(BOM).lstrip()[:1]
     return begin in (b"[", b"{", b"") or not (b"\0" in head or b"\xcb\x41" in head)
 
 
@@ -170,10 +169,10 @@ def _read_lines(name: str, chunks: Iterable[bytes], offset: int, most_bytes: int
         if len(content) < size:
             yield Reject(name, offset, size, "record too large")
             continue
-        line = content.rstrip().removeprefix(_BOM)
+        line = content.rstrip().removeprefix(BOM)
         if not line:
             continue
-        start = offset + (len(_BOM) if content.startswith(_BOM) else 0)
+        start = offset + (len(BOM) if content.startswith(BOM) else 0)
         batch = decode_batch(line, "json")
         if not isinstance(batch, str):
             yield RecordedBatch(start, "json", batch)
@@ -217,7 +216,7 @@ def _read_messages(name: str, chunks: Iterable[bytes], offset: int, most_bytes: 
             held = content
             continue
         # The length of the next message may follow a message.
-        if end - begin not in (0, _LENGTH_BYTES):
+        if end - begin not in (0, LENGTH_BYTES):
             yield reject(begin, end - begin, batch)
     if held:
         yield reject(offset, size, "record cut")

@@ -7,9 +7,9 @@ down to the event; one builder makes columns of both.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import polars as pl
@@ -18,17 +18,18 @@ import pyarrow as pa
 from tracefit.inputs.framing import Damage, next_record, records
 from tracefit.inputs.rejects import Reject, excerpt
 from tracefit.otlp import json_records, layouts
-from tracefit.otlp.json_normaliser import MakeReject, normalise
 from tracefit.otlp.model import (
     KINDS,
     STATUS_CODES,
     CheckedRecord,
     Events,
     FieldError,
+    MakeReject,
     Pairs,
     Span,
     SpanGroup,
     UnreadableRecordsError,
+    UnreadScope,
     scalar_text,
 )
 from tracefit.otlp.packed import PackedTexts
@@ -88,17 +89,29 @@ REJECT_COLUMNS: dict[str, Any] = {
 COUNT_COLUMNS: dict[str, Any] = {"span_row": pl.UInt32, "name": pl.String, "count": pl.Int64}
 
 _KINDS = (None, *KINDS[1:])
-_RECORDS_BYTES = 32 << 20
-"""Bytes of records whose spans are built together; columns take several times as much while they are made."""
+_MOST_SHARED_BYTES = 64 << 10
+"""Bytes of resource and scope of a record that is split: each piece repeats them."""
 
-_BATCH_BYTES = 4 << 20
-"""Bytes of pieces of a very long record that make a batch at least: a record of many small scopes has as many pieces."""
 
-_MAX_RECORDS = 1 << 16
-"""Records and damage held at a time: a file of tiny ones has millions."""
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    """Bounds on what is held decoded at a time; they do not change what is read.
 
-_MAX_SPANS = 1 << 16
-"""Spans after which a batch is built: decoded, short ones take twenty times their bytes."""
+    Attributes:
+        piece_bytes: Bytes of spans of a piece of a long record; None is what the encoding needs.
+        records_bytes: Bytes of records whose spans are built together; columns take several times as much while they are
+            made.
+        batch_bytes: Bytes of pieces of a very long record that make a batch at least: a record of many small scopes has as
+            many pieces, and each batch has a fixed cost.
+        max_records: Records and damage: a file of tiny ones has millions.
+        max_spans: Spans after which a batch is built: decoded, short ones take twenty times their bytes.
+    """
+
+    piece_bytes: int | None = None
+    records_bytes: int = 32 << 20
+    batch_bytes: int = 4 << 20
+    max_records: int = 1 << 16
+    max_spans: int = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +149,6 @@ class SpanBatch:
     event_counts: pl.DataFrame
     rejects: pl.DataFrame
 
-    def with_rejects(self, rejects: pl.DataFrame) -> SpanBatch:
-        """Return the batch with more rejects, which come first."""
-        return replace(self, rejects=pl.concat([rejects, self.rejects]))
-
 
 class _Record(NamedTuple):
     """A record with its origin: the number of its block, its offset in the decompressed file, and its shape.
@@ -155,55 +164,55 @@ class _Record(NamedTuple):
     first_span: int = 0
 
 
-class _Encoding(NamedTuple):
-    """The functions that differ between JSON and protobuf."""
+class _Reader(Protocol):
+    """The modules that read JSON and protobuf."""
 
+    @property
+    def PIECE_BYTES(self) -> int: ...  # noqa: N802 - a constant of the module
+    def unread_scopes(self, payload: bytes) -> list[UnreadScope] | None: ...
+    def record_of(self, resource: bytes, scope: bytes, spans: Sequence[bytes]) -> bytes: ...
+    def read_record(self, payload: bytes) -> list[SpanGroup] | None: ...
+    def check_record(
+        self, payload: bytes, reject: MakeReject, max_rejects: int, first_span: int = 0
+    ) -> CheckedRecord: ...
+    def event_columns(self, events: list[Any]) -> Events: ...
+    def read_pairs(self, attributes: bytes) -> Pairs: ...
+
+
+class _Encoding(NamedTuple):
     name: Encoding
+    reader: _Reader
     syntax: layouts.Syntax
-    split: Callable[[bytes], Iterator[tuple[int, bytes]] | None]
-    read: Callable[[bytes], list[SpanGroup] | None]
-    check: Callable[[bytes, MakeReject, int, int], CheckedRecord]
-    events: Callable[[list[Any]], Events]
-    pairs: Callable[[bytes], Pairs]
 
 
 def _encoding(name: Encoding) -> _Encoding:
     if name == "json":
-        return _Encoding(
-            name,
-            layouts.JSON,
-            json_records.split_record,
-            json_records.read_record,
-            normalise,
-            json_records.event_columns,
-            json_records.read_pairs,
-        )
+        return _Encoding(name, json_records, layouts.JSON)
     from tracefit.otlp import protobuf_records  # noqa: PLC0415 - JSON is read without protobuf's library
 
-    return _Encoding(
-        name,
-        layouts.PROTOBUF,
-        protobuf_records.split_record,
-        protobuf_records.read_record,
-        protobuf_records.check_record,
-        protobuf_records.event_columns,
-        protobuf_records.read_pairs,
-    )
+    return _Encoding(name, protobuf_records, layouts.PROTOBUF)
 
 
-def decode_blocks(blocks: Sequence[tuple[int, Block, bytes]], wanted: Wanted) -> Iterator[SpanBatch]:
+def decode_blocks(
+    blocks: Sequence[tuple[int, Block, bytes]],
+    wanted: Wanted,
+    limits: DecodeLimits = DecodeLimits(),
+    *,
+    rejects: Sequence[tuple[int, Reject]] = (),
+) -> Iterator[SpanBatch]:
     """Decode blocks of one encoding together.
 
     Args:
         blocks: Each block with its number (column `file` of the frames) and its bytes.
         wanted: Which data become columns.
+        limits: Bounds on what is held at a time.
+        rejects: Rejects of the bytes around the blocks, numbered likewise; they come in the first batch.
 
     Yields:
         Batches of spans: one, or more where the records are long.
     """
-    if not blocks:
-        return
-    decoder = _BatchDecoder(_encoding(blocks[0][1].encoding), wanted)
+    encoding = _encoding(blocks[0][1].encoding if blocks else "json")
+    decoder = _BatchDecoder(encoding, wanted, limits, rejects)
     for file, block, payload in blocks:
         for item in records(payload, block.shape):
             if decoder.rejected[file] >= wanted.max_rejects:
@@ -215,12 +224,19 @@ def decode_blocks(blocks: Sequence[tuple[int, Block, bytes]], wanted: Wanted) ->
 class _BatchDecoder:
     """Collects records until there are enough to make frames of: each frame has a fixed cost."""
 
-    def __init__(self, encoding: _Encoding, wanted: Wanted) -> None:
+    def __init__(
+        self,
+        encoding: _Encoding,
+        wanted: Wanted,
+        limits: DecodeLimits,
+        rejects: Sequence[tuple[int, Reject]],
+    ) -> None:
         self.rejected: Counter[int] = Counter()
         self._encoding = encoding
         self._wanted = wanted
+        self._limits = limits
         self._held: list[_Record] = []
-        self._damage: list[tuple[int, Reject]] = []
+        self._damage = list(rejects)
         self._size = 0
 
     def add(self, file: int, block: Block, payload: bytes, item: Record | Damage) -> Iterator[SpanBatch]:
@@ -235,18 +251,48 @@ class _BatchDecoder:
                 yield from self.flush()
             return
         whole = _Record(file, offset, item.payload, block.shape, len(item.payload))
-        pieces = self._encoding.split(item.payload)
-        beside = len(item.payload) if pieces else 0  # the whole record is in memory beside its pieces
-        for first_span, piece in pieces or [(0, item.payload)]:
+        scopes = self._scopes_to_split(item.payload)
+        beside = len(item.payload) if scopes else 0  # the whole record is in memory beside its pieces
+        for first_span, piece in self._pieces(scopes) if scopes else [(0, item.payload)]:
             self._held.append(whole._replace(payload=piece, first_span=first_span))
             self._size += len(piece)
-            is_large = self._size >= _BATCH_BYTES and self._size + beside >= _RECORDS_BYTES
-            if is_large or self._is_full:
+            is_batch = self._size >= self._limits.batch_bytes
+            if self._is_full or (is_batch and self._size + beside >= self._limits.records_bytes):
                 yield from self.flush()
 
     @property
     def _is_full(self) -> bool:
-        return self._size >= _RECORDS_BYTES or len(self._held) + len(self._damage) >= _MAX_RECORDS
+        held = len(self._held) + len(self._damage)
+        return self._size >= self._limits.records_bytes or held >= self._limits.max_records
+
+    @property
+    def _piece_bytes(self) -> int:
+        return self._limits.piece_bytes or self._encoding.reader.PIECE_BYTES
+
+    def _scopes_to_split(self, payload: bytes) -> list[UnreadScope] | None:
+        """Return the scopes of a record that is read in pieces, so that not all of its spans are in memory decoded at once.
+
+        A short one is read whole, and so is one whose upper levels are not as exporters write them.
+        """
+        if len(payload) <= 2 * self._piece_bytes:
+            return None
+        scopes = self._encoding.reader.unread_scopes(payload)
+        is_shared = any(
+            len(resource) + len(scope) > _MOST_SHARED_BYTES for resource, scope, _ in scopes or ()
+        )
+        return None if is_shared else scopes
+
+    def _pieces(self, scopes: list[UnreadScope]) -> Iterator[tuple[int, bytes]]:
+        """Yield records of some spans of a scope each, with the number of their first span."""
+        number = 0
+        for resource, scope, spans in scopes:
+            first = size = 0
+            for place, span in enumerate(spans, start=1):
+                size += len(span)
+                if size >= self._piece_bytes or place == len(spans):
+                    yield number + first, self._encoding.reader.record_of(resource, scope, spans[first:place])
+                    first, size = place, 0
+            number += len(spans)
 
     def flush(self) -> Iterator[SpanBatch]:
         """Decode the collected records; those with odd attributes are read once more by the careful reader."""
@@ -267,7 +313,7 @@ class _BatchDecoder:
                     continue
                 break
             self.rejected.update(file for file, _ in found)
-            yield SpanBatch(*frames, reject_frame([*damage, *found]))
+            yield SpanBatch(*frames, _reject_frame([*damage, *found]))
             start, damage = stop, []
 
     def _read(
@@ -280,7 +326,7 @@ class _BatchDecoder:
         spans = 0
         for number in range(start, len(held)):
             record = held[number]
-            usual = None if number in with_care else self._encoding.read(record.payload)
+            usual = None if number in with_care else self._encoding.reader.read_record(record.payload)
             if usual is None:
                 left = self._wanted.max_rejects - rejected[record.file]
                 checked = self._check(record, left) if left > 0 else CheckedRecord([], [])
@@ -289,14 +335,14 @@ class _BatchDecoder:
                 usual = checked.groups
             groups += [(number, group) for group in usual]
             spans += sum(len(group.spans) for group in usual)
-            if spans >= _MAX_SPANS:
+            if spans >= self._limits.max_spans:
                 return groups, rejects, number + 1
         return groups, rejects, len(held)
 
     def _check(self, record: _Record, max_rejects: int) -> CheckedRecord:
         """Read a record carefully; if it is unreadable, read the records inside, which a wrong length has swallowed."""
         reject = _reject_maker(record, self._encoding, self._wanted)
-        checked = self._encoding.check(record.payload, reject, max_rejects, record.first_span)
+        checked = self._encoding.reader.check_record(record.payload, reject, max_rejects, record.first_span)
         inside = next_record(record.payload, record.shape, 1) if checked.is_unreadable else -1
         if inside < 0 or max_rejects <= 1:
             return checked
@@ -308,7 +354,9 @@ class _BatchDecoder:
                 continue
             inner = _Record(record.file, offset, item.payload, record.shape, len(item.payload))
             maker = _reject_maker(inner, self._encoding, self._wanted)
-            found = self._encoding.check(item.payload, maker, max(max_rejects - len(rejects), 1), 0)
+            found = self._encoding.reader.check_record(
+                item.payload, maker, max(max_rejects - len(rejects), 1), 0
+            )
             groups += found.groups
             rejects += found.rejects
         return CheckedRecord(groups, rejects)
@@ -341,7 +389,7 @@ def _build(
         np.array([number for number, _ in groups], np.int64), [len(g.spans) for _, g in groups]
     )
     span_row = np.repeat(np.arange(len(spans), dtype=np.uint32), [len(span.events) for span in spans])
-    events = encoding.events(list(chain.from_iterable([span.events for span in spans])))
+    events = encoding.reader.event_columns(list(chain.from_iterable([span.events for span in spans])))
     dropped = np.array([span.dropped_attributes for span in spans], np.int64)
     if events.dropped.any():
         dropped += np.bincount(span_row, events.dropped, len(spans)).astype(np.int64)
@@ -352,21 +400,18 @@ def _build(
     for name, keys in wanted.events.items():
         if name in names:
             rows = np.flatnonzero(codes == names[name])
-            found, bad = _read_attributes(events.texts, rows, keys, encoding, events.odd)
+            found, bad = _read_attributes(events.texts, rows, keys, encoding, _to_types(keys), events.odd)
             unreadable |= set(number[span_row[bad]].tolist())
-            # Rows of bad events are missing here; then the error below discards these frames.
-            if found:
-                frames[name] = _in_order([(r, _event_frame(r, c, keys, events, span_row)) for r, c in found])
+            if len(found):
+                place = found["row"].to_numpy()
+                known = pl.DataFrame({"span_row": span_row[place], "unix_ns": events.unix_ns[place]})
+                frames[name] = known.hstack(found.drop("row"))
     attributes, bad = _span_attributes(spans, groups, encoding, wanted)
     unreadable |= set(number[bad].tolist())
-    if unreadable:
+    if unreadable:  # then rows are missing in these frames
         raise UnreadableRecordsError(unreadable)
     frame = _span_frame(spans, groups, number, held, dropped)
     return frame.hstack(attributes), frames, _event_counts(names, codes, span_row)
-
-
-_AttributeColumns = tuple["NDArray[np.int64]", dict[str, pl.Series]]
-"""Rows of spans or events that were read together, and a column for each wanted attribute that they have."""
 
 
 def _read_attributes(
@@ -374,8 +419,9 @@ def _read_attributes(
     rows: NDArray[np.int64],
     keys: Collection[str],
     encoding: _Encoding,
+    convert: Callable[[pl.Series], pl.Series],
     known: Mapping[int, Pairs],
-) -> tuple[list[_AttributeColumns], list[int]]:
+) -> tuple[pl.DataFrame, list[int]]:
     """Read the attributes of some spans or events: by column where a layout matches, else one by one.
 
     Args:
@@ -383,38 +429,35 @@ def _read_attributes(
         rows: The rows to read, ascending.
         keys: Attributes that become columns.
         encoding: The encoding of the texts.
+        convert: Gives a column, which has the name of its key, its type.
         known: Attributes that were read before, by row.
 
     Returns:
-        The columns, for two groups of rows at most, and the rows that cannot be read.
+        A frame of those that can be read, in order: `row`, and a column per key that some have. The rows of the others.
     """
-    if known:
-        is_known = np.isin(rows, np.array(sorted(known), np.int64))
-        found, rest = layouts.read_columns(texts, rows[~is_known], keys, encoding.syntax)
-        rest = np.sort(np.concatenate([rest, rows[is_known]]))
-    else:
-        found, rest = layouts.read_columns(texts, rows, keys, encoding.syntax)
+    unknown = rows[~np.isin(rows, list(known))] if known else rows
+    found = layouts.read_columns(texts, unknown, keys, encoding.syntax)
+    rest = np.setdiff1d(rows, found.rows, assume_unique=True)
     pairs: list[dict[str, Any]] = []
     bad: list[int] = []
     for row in rest.tolist():
         try:
-            read = known.get(row) or encoding.pairs(texts.data[texts.starts[row] : texts.ends[row]])
+            read = known.get(row) or encoding.reader.read_pairs(
+                texts.data[texts.starts[row] : texts.ends[row]]
+            )
         except FieldError:
             bad.append(row)
         else:
             pairs.append(dict(read))  # the last counts if a key occurs twice
-    parts: list[_AttributeColumns] = [(found.rows, found.columns)] if len(found.rows) else []
-    if pairs:
-        parts.append((rest[~np.isin(rest, bad)] if bad else rest, _columns_of(pairs, keys)))
-    return parts, bad
-
-
-def _in_order(parts: Sequence[tuple[NDArray[np.int64], pl.DataFrame]]) -> pl.DataFrame:
-    """Concatenate frames in the order of their rows."""
-    if len(parts) == 1:
-        return parts[0][1]
-    frame = pl.concat([frame for _, frame in parts], how="diagonal")
-    return frame[np.argsort(np.concatenate([rows for rows, _ in parts]))]
+    parts = [(found.rows, found.columns), (rest[~np.isin(rest, bad)], _columns_of(pairs, keys))]
+    frames = [
+        pl.DataFrame({"row": some, **{key: convert(column) for key, column in columns.items()}})
+        for some, columns in parts
+        if len(some)
+    ]
+    if len(frames) > 1:
+        return pl.concat(frames, how="diagonal").sort("row"), bad
+    return frames[0] if frames else pl.DataFrame(schema={"row": pl.Int64}), bad
 
 
 def _columns_of(pairs: list[dict[str, Any]], keys: Collection[str]) -> dict[str, pl.Series]:
@@ -424,78 +467,54 @@ def _columns_of(pairs: list[dict[str, Any]], keys: Collection[str]) -> dict[str,
         values = [each.get(key) for each in pairs]
         kinds = {type(value) for value in values} - {type(None)}
         if kinds:
-            columns[key] = pl.Series(
-                key, values if len(kinds) == 1 else [scalar_text(value) for value in values]
-            )
+            texts = values if len(kinds) == 1 else [scalar_text(value) for value in values]
+            columns[key] = pl.Series(key, texts)
     return columns
 
 
-def _event_frame(
-    rows: NDArray[np.int64],
-    found: dict[str, pl.Series],
-    keys: Mapping[str, pl.DataType],
-    events: Events,
-    span_row: NDArray[np.uint32],
-) -> pl.DataFrame:
-    columns = {"span_row": span_row[rows], "unix_ns": events.unix_ns[rows]}
-    columns |= {key: as_type(column, keys[key]) for key, column in found.items()}
-    return pl.DataFrame(columns)
+def _to_types(types: Mapping[str, pl.DataType]) -> Callable[[pl.Series], pl.Series]:
+    return lambda column: _as_type(column, types[column.name])
 
 
 def _span_attributes(
     spans: list[Span], groups: _Groups, encoding: _Encoding, wanted: Wanted
 ) -> tuple[pl.DataFrame, list[int]]:
-    """Return the attributes of spans as columns, and the rows of spans that cannot be read."""
+    """Return the attributes of spans: the kept ones as a list of key and value, the wanted ones as text columns; and bad rows."""
     texts = PackedTexts.of([span.attributes for span in spans])
     # By scope, because one exporter writes its spans alike; not by name, as every step span has a name of its own.
     scopes = {scope: code for code, scope in enumerate({group.origin.scope: None for _, group in groups})}
     codes = np.array([scopes[group.origin.scope] for _, group in groups], np.int64)
     scope_of = np.repeat(codes, [len(group.spans) for _, group in groups])
     keys = wanted.kept_keys.union(wanted.span_keys)
-    nothing = pl.DataFrame(
-        schema={"attributes": ATTRIBUTE_LIST, **dict.fromkeys(wanted.span_keys, pl.String)}
-    )
-    parts = [(np.zeros(0, np.int64), nothing)]
+    frames = [pl.DataFrame(schema={"row": pl.Int64, **dict.fromkeys(wanted.span_keys, pl.String)})]
     bad: list[int] = []
     for scope in range(len(scopes)):
-        found, unreadable = _read_attributes(texts, np.flatnonzero(scope_of == scope), keys, encoding, {})
-        parts += [(rows, _attribute_frame(columns, len(rows), wanted)) for rows, columns in found]
+        rows = np.flatnonzero(scope_of == scope)
+        frame, unreadable = _read_attributes(texts, rows, keys, encoding, layouts.as_text, {})
+        frames.append(frame)
         bad += unreadable
-    return _in_order(parts), bad
+    found = pl.concat(frames, how="diagonal").sort("row")
+    kept = _key_value_lists(found.select(sorted(wanted.kept_keys.intersection(found.columns))), len(found))
+    return found.select(kept.alias("attributes"), *wanted.span_keys), bad
 
 
-def _attribute_frame(found: dict[str, pl.Series], count: int, wanted: Wanted) -> pl.DataFrame:
-    """Return the wanted attributes of spans as text columns, and the kept ones as a list of key and value."""
-    texts = {key: _as_text(column) for key, column in found.items()}
-    kept = {key: texts[key] for key in sorted(wanted.kept_keys.intersection(texts))}
-    columns = {key: texts[key] for key in wanted.span_keys if key in texts}
-    return pl.DataFrame({"attributes": _key_value_lists(kept, count), **columns})
-
-
-def _key_value_lists(columns: dict[str, pl.Series], count: int) -> pl.Series:
-    """Return a list of key and value for each row, without the values that are null.
+def _key_value_lists(frame: pl.DataFrame, count: int) -> pl.Series:
+    """Return a list of key and value for each of `count` rows, without the values that are null.
 
     Arrow's lists are made of offsets, which takes a tenth of the time of polars' expressions for lists.
     """
-    if not columns:
+    if not frame.width:
         return pl.Series([[]], dtype=ATTRIBUTE_LIST).new_from_index(0, count)
-    is_there = np.column_stack([column.is_not_null().to_numpy() for column in columns.values()])
+    is_there = np.column_stack([column.is_not_null().to_numpy() for column in frame])
     rows, keys = np.nonzero(is_there)  # row by row, the keys of each in order
-    values = pl.concat(list(columns.values())).gather(keys * count + rows)
-    names = pl.Series(list(columns), dtype=pl.String).gather(keys)
+    values = pl.concat(list(frame)).gather(keys * count + rows)
+    names = pl.Series(frame.columns, dtype=pl.String).gather(keys)
     pairs = pa.StructArray.from_arrays([names.to_arrow(), values.to_arrow()], ["key", "value"])
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum(is_there.sum(axis=1), out=offsets[1:])
     starts = pa.Array.from_buffers(pa.int64(), count + 1, [None, pa.py_buffer(offsets)])
     lists = pa.LargeListArray.from_arrays(starts, pairs)
     return pl.DataFrame(pa.RecordBatch.from_arrays([lists], ["lists"])).to_series()
-
-
-def _as_text(column: pl.Series) -> pl.Series:
-    if column.dtype == pl.Float64:
-        known = column.unique()  # each number is formatted once: Python's shortest form, not that of polars
-        return column.replace_strict(known, [scalar_text(value) for value in known], return_dtype=pl.String)
-    return column.cast(pl.String)
 
 
 def _span_frame(
@@ -541,7 +560,8 @@ def _span_frame(
 def _event_counts(
     names: dict[str, int], codes: NDArray[np.int64], span_row: NDArray[np.uint32]
 ) -> pl.DataFrame:
-    # Row and name in one number, so that one sort groups them. `np.unique` would import `numpy.ma`, which takes as long as decoding a few megabytes.
+    # Row and name in one number, so that one sort groups them. `np.unique` would import `numpy.ma`, which takes as long as
+    # decoding a few megabytes.
     pairs = np.sort(span_row.astype(np.int64) * max(len(names), 1) + codes)
     starts = np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1])) if len(pairs) else pairs
     counts = np.diff(np.append(starts, len(pairs)))
@@ -550,7 +570,7 @@ def _event_counts(
     return pl.DataFrame({"span_row": rows, "name": texts.gather(code), "count": counts}, schema=COUNT_COLUMNS)
 
 
-def as_type(column: pl.Series, dtype: pl.DataType) -> pl.Series:
+def _as_type(column: pl.Series, dtype: pl.DataType) -> pl.Series:
     """Return values converted to the type of their column, null if they cannot be.
 
     Exporters differ in how they write a number: 7, 7.0 and "7" are the same.
@@ -571,15 +591,6 @@ def as_type(column: pl.Series, dtype: pl.DataType) -> pl.Series:
     return column.cast(dtype, strict=False)
 
 
-def empty_batch(wanted: Wanted) -> SpanBatch:
-    """Return a batch without rows, with all columns."""
-    spans = pl.DataFrame(
-        schema={**SPAN_COLUMNS, "attributes": ATTRIBUTE_LIST, **dict.fromkeys(wanted.span_keys, pl.String)}
-    )
-    return SpanBatch(spans, {}, pl.DataFrame(schema=COUNT_COLUMNS), pl.DataFrame(schema=REJECT_COLUMNS))
-
-
-def reject_frame(rejects: Sequence[tuple[int, Reject]]) -> pl.DataFrame:
-    """Return rejects, each with the number of its block, as rows with `REJECT_COLUMNS`."""
+def _reject_frame(rejects: Sequence[tuple[int, Reject]]) -> pl.DataFrame:
     rows = [(file, r.source_offset, r.length, r.reason, r.excerpt, r.count) for file, r in rejects]
     return pl.DataFrame(rows, schema=REJECT_COLUMNS, orient="row")

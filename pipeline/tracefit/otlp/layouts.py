@@ -18,6 +18,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.inputs.otlp_wire import read_varint
+from tracefit.otlp.model import scalar_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -112,9 +113,7 @@ class _Piece(NamedTuple):
     is_constant: bool
 
 
-def read_columns(
-    texts: PackedTexts, rows: Positions, wanted: Collection[str], syntax: Syntax
-) -> tuple[Columns, Positions]:
+def read_columns(texts: PackedTexts, rows: Positions, wanted: Collection[str], syntax: Syntax) -> Columns:
     """Read the attributes of events.
 
     Args:
@@ -124,8 +123,7 @@ def read_columns(
         syntax: The syntax of the attributes.
 
     Returns:
-        The events that could be read, and the rows of those that could not. A value that an event lacks is null; a column
-        with values of several kinds is text.
+        The events that could be read. A value that an event lacks is null; a column with values of several kinds is text.
     """
     pieces: dict[str, list[_Piece]] = {}
     done: list[Positions] = [rows[:0]]
@@ -139,9 +137,9 @@ def read_columns(
     for key, found in pieces.items():
         column = _column(texts, read, found)
         if column is None:  # not UTF-8: the parser finds out where
-            return Columns(rows[:0], {}), rows
+            return Columns(rows[:0], {})
         columns[key] = column.alias(key)
-    return Columns(read, columns), rows if not len(read) else np.setdiff1d(rows, read, assume_unique=True)
+    return Columns(read, columns)
 
 
 class _LayoutReader:
@@ -252,16 +250,12 @@ def _column(texts: PackedTexts, rows: Positions, pieces: Sequence[_Piece]) -> pl
     kinds = {piece.attribute.kind for piece in pieces}
     # Pieces of one kind become a column together, because each column has a fixed cost.
     groups = [[piece] for piece in pieces] if len(kinds) > 1 else [pieces]
-    series: list[pl.Series] = []
-    for group in groups:
-        column = _column_of_a_kind(texts, group)
-        if column is None:
-            return None
-        series.append(column)
-    if len(kinds) > 1:
-        series = [_as_text(each) for each in series]
-    column = series[0] if len(series) == 1 else pl.concat(series)
-    own = np.concatenate([piece.rows for group in groups for piece in group])
+    found = [_column_of_a_kind(texts, group) for group in groups]
+    series = [each for each in found if each is not None]
+    if len(series) < len(found):
+        return None
+    column = pl.concat(map(as_text, series)) if len(kinds) > 1 else series[0]
+    own = np.concatenate([piece.rows for piece in pieces])
     if len(own) == len(rows) and (own == rows).all():
         return column  # every event has the attribute, in order: the usual case
     place = np.full(len(rows), -1, np.int64)
@@ -285,10 +279,12 @@ def _column_of_a_kind(texts: PackedTexts, pieces: Sequence[_Piece]) -> pl.Series
     return _doubles(text) if attribute.kind == "double" and text is not None else text
 
 
-def _as_text(column: pl.Series) -> pl.Series:
-    if column.dtype == pl.Float64:
-        return pl.Series([repr(value) for value in column.to_list()], dtype=pl.String)
-    return column.cast(pl.String)
+def as_text(column: pl.Series) -> pl.Series:
+    """Return the values of attributes as text."""
+    if column.dtype != pl.Float64:
+        return column.cast(pl.String)
+    known = column.unique()  # each number is formatted once: Python's shortest form, not that of polars
+    return column.replace_strict(known, [scalar_text(value) for value in known], return_dtype=pl.String)
 
 
 def _doubles(text: pl.Series) -> pl.Series | None:
@@ -385,11 +381,8 @@ def _skip_strings(texts: PackedTexts, positions: Positions) -> Values:
 _JSON_READERS: dict[tuple[bytes, bool], tuple[Kind, _Read, _Read | None]] = {
     (b"int", True): ("int", _read_ints, None),
     (b"int", False): ("int", _read_ints, None),
-    (b"double", False): (
-        "double",
-        _read_ints,
-        None,
-    ),  # by `_read_doubles`, which needs to know what ends them
+    # By `_read_doubles`, which needs to know what ends them.
+    (b"double", False): ("double", _read_ints, None),
     (b"bool", False): ("bool", _read_bools, None),
     (b"string", True): ("string", _read_strings, _skip_strings),
     (b"bytes", True): ("bytes", _read_strings, _skip_strings),

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -54,6 +54,20 @@ class UnreadableRecordsError(TracefitError):
     def __init__(self, records: set[int]) -> None:
         super().__init__("attributes cannot be read")
         self.records = records
+
+
+UnreadScope = tuple[bytes | msgspec.Raw, bytes | msgspec.Raw, "Sequence[bytes | msgspec.Raw]"]
+"""The resource, the scope and the spans of a scope of a long record, all of them undecoded."""
+
+
+class MakeReject(Protocol):
+    """Makes the reject of a byte range of a record."""
+
+    def __call__(
+        self, reason: str, start: int = 0, end: int | None = None, shown: bytes | None = None
+    ) -> Reject:
+        """Return a reject of the bytes from `start` to `end`; its excerpt shows `shown`, or all of them."""
+        ...
 
 
 class Span(msgspec.Struct, frozen=True):

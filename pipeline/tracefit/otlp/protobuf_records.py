@@ -10,7 +10,6 @@ from __future__ import annotations
 from base64 import b64encode
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
@@ -20,12 +19,14 @@ from tracefit.otlp.model import (
     CheckedRecord,
     Events,
     FieldError,
+    MakeReject,
     Origin,
     Pairs,
     Plain,
     Scalar,
     Span,
     SpanGroup,
+    UnreadScope,
     check_depth,
     finite,
     nested_text,
@@ -33,10 +34,9 @@ from tracefit.otlp.model import (
 from tracefit.otlp.packed import PackedTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Sequence
 
     from tracefit.inputs.rejects import Reject
-    from tracefit.otlp.json_normaliser import MakeReject
 
 _PACKAGE = "tracefit.otlp.trimmed"
 _Proto = descriptor_pb2.FieldDescriptorProto
@@ -99,11 +99,8 @@ _CLASSES = _message_classes()
 _TracesData, Event = _CLASSES["TracesData"], _CLASSES["Event"]
 _UnreadTraces = _CLASSES["UnreadTraces"]
 
-_PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
 """Bytes of spans of a piece of a long record: those of thirty bytes each take twenty times as much when decoded."""
-
-_MOST_SHARED_BYTES = 64 << 10
-"""Bytes of resource and scope of a record that is split: each piece repeats them."""
 
 _MANY_EVENTS, _SHORTEST_EVENT = 100_000, 12
 """An event with its time takes eleven bytes. Decoded, empty events take many times their length in memory."""
@@ -111,38 +108,25 @@ _MANY_EVENTS, _SHORTEST_EVENT = 100_000, 12
 _SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
 
 
-def split_record(payload: bytes) -> Iterator[tuple[int, bytes]] | None:
-    """Split a long record into shorter ones, so that not all of its spans are in memory decoded at once.
-
-    Returns:
-        Records, each with the number of its first span; None if the record is read whole: a short one, or one whose upper
-        levels are not as exporters write them.
-    """
-    if len(payload) <= 2 * _PIECE_BYTES:
-        return None
+def unread_scopes(payload: bytes) -> list[UnreadScope] | None:
+    """Return the scopes of a record, their spans still encoded; None if its upper levels are not as exporters write them."""
     try:
         resources = _UnreadTraces.FromString(payload).resource_spans
     except DecodeError:
         return None
-    shared = (sum(map(len, (*r.resource, *group.scope))) for r in resources for group in r.scope_spans)
-    return None if max(shared, default=0) > _MOST_SHARED_BYTES else _pieces(resources)
+    # A message that comes in several parts is these parts end to end.
+    return [
+        (b"".join(each.resource), b"".join(group.scope), group.spans)
+        for each in resources
+        for group in each.scope_spans
+    ]
 
 
-def _pieces(resources: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
-    number = 0
-    for each in resources:
-        for group in each.scope_spans:
-            piece = _UnreadTraces()
-            scope = piece.resource_spans.add(resource=each.resource).scope_spans.add(scope=group.scope)
-            size = 0
-            for place, span in enumerate(group.spans, start=1):
-                scope.spans.append(span)
-                size += len(span)
-                if size >= _PIECE_BYTES or place == len(group.spans):
-                    yield number, piece.SerializeToString()
-                    number += len(scope.spans)
-                    del scope.spans[:]
-                    size = 0
+def record_of(resource: bytes, scope: bytes, spans: Sequence[bytes]) -> bytes:
+    """Return a record of unread spans of one scope."""
+    scope_spans = {"scope": [scope], "spans": spans}
+    record = _UnreadTraces(resource_spans=[{"resource": [resource], "scope_spans": [scope_spans]}])
+    return record.SerializeToString()  # type: ignore[no-any-return]  # a class made at run time
 
 
 def read_record(payload: bytes) -> list[SpanGroup] | None:
@@ -173,8 +157,7 @@ def check_record(payload: bytes, reject: MakeReject, max_rejects: int, first_spa
         first_span: The number of its first span, by which rejects name spans.
 
     Returns:
-        The good spans, their events rewritten as exporters write them, and a reject for each bad span; a single reject if
-        the message cannot be parsed.
+        The good spans, and a reject for each bad one; a single reject if the message cannot be parsed.
     """
     groups: list[SpanGroup] = []
     rejects: list[Reject] = []
@@ -229,11 +212,11 @@ def _span(message: Any) -> Span:
 
 
 def _checked_span(message: Any) -> Span:
-    """Return a span with attributes and events rewritten as exporters write them; nested values become text."""
     span = _span(message)
-    attributes = write_event(0, "", read_pairs(bytes(span.attributes)), 0)
-    events = [write_event(*read_event(event)) for event in span.events]
-    return msgspec.structs.replace(span, attributes=attributes, events=events)
+    read_pairs(bytes(span.attributes))
+    for event in span.events:
+        _read_event(event)
+    return span
 
 
 _ATTRIBUTE_HEADS = [bytes([0x1A, size]) for size in range(0x80)]
@@ -256,7 +239,7 @@ def _id(value: bytes, name: str) -> str:
     return value.hex()
 
 
-def read_event(event: bytes) -> tuple[int, str, Pairs, int]:
+def _read_event(event: bytes) -> tuple[int, str, Pairs, int]:
     """Return the time, name, attributes and number of dropped attributes of an event.
 
     Raises:
@@ -272,39 +255,13 @@ def read_event(event: bytes) -> tuple[int, str, Pairs, int]:
     return message.time_unix_nano, message.name, pairs, message.dropped_attributes_count
 
 
-def write_event(unix_ns: int, name: str, pairs: Pairs, dropped: int) -> bytes:
-    """Return an event as exporters write it, with nested attributes as text."""
-    attributes = [_write_pair(key, value) for key, value in pairs]
-    message = Event(
-        time_unix_nano=unix_ns, name=name, attributes=attributes, dropped_attributes_count=dropped
-    )
-    written: bytes = message.SerializeToString()
-    return written
-
-
-def _write_pair(key: str, value: Scalar) -> bytes:
-    # The official schema: imported only for unusual records, because loading it takes time.
-    from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue  # noqa: PLC0415
-
-    content = AnyValue()
-    if isinstance(value, bool):
-        content.bool_value = value
-    elif isinstance(value, int):
-        content.int_value = value
-    elif isinstance(value, float):
-        content.double_value = value
-    elif value is not None:
-        content.string_value = value
-    return KeyValue(key=key, value=content).SerializeToString()
-
-
 def read_pairs(attributes: bytes) -> Pairs:
     """Return keys and values of attributes in the wire format of an event's attributes.
 
     Raises:
         FieldError: An attribute is no message, or nested too deep.
     """
-    return read_event(attributes)[2]
+    return _read_event(attributes)[2]
 
 
 def _pair(attribute: bytes) -> tuple[str, Scalar]:
@@ -384,7 +341,7 @@ def event_columns(events: list[bytes]) -> Events:
     )
     for place in np.flatnonzero(~usual).tolist():
         try:
-            unix_ns[place], columns.names[place], pairs, columns.dropped[place] = read_event(events[place])
+            unix_ns[place], columns.names[place], pairs, columns.dropped[place] = _read_event(events[place])
         except FieldError:
             columns.bad.append(place)
         else:

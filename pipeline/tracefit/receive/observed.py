@@ -21,7 +21,7 @@ from rich.table import Table
 from tracefit.tables import dialects
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _RECENT = 1000
 """Times that medians are taken of."""
@@ -54,8 +54,8 @@ class Observed:
         requests: Requests of the server that finished.
         dropped_events: Events that senders say their SDK dropped.
         largest_span: Most events of a step span, dropped ones included.
-        ttft_s: Last times from arrival to the first token, in seconds.
-        cycle_us: Last times from the start of a step to the start of the next one while requests ran, in microseconds.
+        ttft_s: Last times from arrival to the first token.
+        cycle_ms: Last times from the start of a step to the start of the next one while requests ran.
     """
 
     spans: int = 0
@@ -67,7 +67,7 @@ class Observed:
     dropped_events: int = 0
     largest_span: int = 0
     ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    cycle_us: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    cycle_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _open_requests: OrderedDict[bytes, tuple[str, int]] = field(default_factory=OrderedDict)
     _history: deque[tuple[float, int, int]] = field(default_factory=deque)
     _warned: set[str] = field(default_factory=set)
@@ -121,12 +121,9 @@ class Observed:
             step, start = numbers.get("step.id", 0), numbers.get("step.ts_start_ns", 0)
             # Start to start while requests run or wait, as in the timeline; an idle engine waits for requests, not for a step.
             if before is not None and step == before[0] + 1 and before[2]:
-                self.cycle_us.append((start - before[1]) / 1e3)
-            before = (
-                step,
-                start,
-                numbers.get("queue.running_depth", 0) + numbers.get("queue.waiting_depth", 0),
-            )
+                self.cycle_ms.append((start - before[1]) / 1e6)
+            depth = numbers.get("queue.running_depth", 0) + numbers.get("queue.waiting_depth", 0)
+            before = step, start, depth
 
     def rates(self) -> tuple[float, float]:
         """Return spans and steps per second, of the last ten seconds."""
@@ -138,16 +135,6 @@ class Observed:
         seconds = now - then
         return ((self.spans - spans) / seconds, (self.steps - steps) / seconds) if seconds else (0.0, 0.0)
 
-    @property
-    def median_ttft_s(self) -> float | None:
-        """Median of the last times to the first token."""
-        return statistics.median(self.ttft_s) if self.ttft_s else None
-
-    @property
-    def median_cycle_us(self) -> float | None:
-        """Median of the last step times."""
-        return statistics.median(self.cycle_us) if self.cycle_us else None
-
     def new_warnings(self) -> list[str]:
         """Return what the traces lack, each once: the server can still be started with the right flags."""
         fresh = [(kind, text) for kind, text in self._missing() if kind not in self._warned]
@@ -158,29 +145,17 @@ class Observed:
         if self.dropped_events:
             # The next power of two: the largest span so far need not be the largest to come.
             needed = 1 << max(self.largest_span - 1, _DEFAULT_SPAN_EVENTS).bit_length()
-            yield (
-                "dropped",
-                (
-                    f"the server's SDK has dropped {self.dropped_events:,} events: a step span has up to {self.largest_span:,} "
-                    f"of them; start the server with OTEL_SPAN_EVENT_COUNT_LIMIT={needed}"
-                ),
+            text = (
+                f"the server's SDK has dropped {self.dropped_events:,} events: a step span has up to {self.largest_span:,} "
+                f"of them; start the server with OTEL_SPAN_EVENT_COUNT_LIMIT={needed}"
             )
+            yield "dropped", text
         if self.requests >= _ENOUGH_REQUESTS and not self.step_spans:
-            yield (
-                "steps",
-                (
-                    f"{self.requests:,} requests and no step: start the server with --step-tracing-enabled "
-                    "--step-tracing-sample-rate 0.1"
-                ),
-            )
+            flags = "--step-tracing-enabled --step-tracing-sample-rate 0.1"
+            yield "steps", f"{self.requests:,} requests and no step: start the server with {flags}"
         if self.step_spans and self.steps >= 10 * _ENOUGH_REQUESTS and not self.requests:
-            yield (
-                "journeys",
-                (
-                    f"{self.steps:,} steps and no request: start the server with --enable-journey-tracing "
-                    "--journey-tracing-sample-rate 1.0"
-                ),
-            )
+            flags = "--enable-journey-tracing --journey-tracing-sample-rate 1.0"
+            yield "journeys", f"{self.steps:,} steps and no request: start the server with {flags}"
 
 
 async def show_live(observed: Observed, console: Console | None = None) -> None:
@@ -191,16 +166,20 @@ async def show_live(observed: Observed, console: Console | None = None) -> None:
             await asyncio.sleep(_REFRESH_S)
 
 
+def _median(times: Iterable[float], shown: str) -> str:
+    known = list(times)
+    return shown.format(statistics.median(known)) if known else "-"
+
+
 def live_table(observed: Observed) -> Table:
     """Return the view of this moment."""
     spans_per_s, steps_per_s = observed.rates()
-    ttft, cycle = observed.median_ttft_s, observed.median_cycle_us
     rows = {
         "spans": f"{observed.spans:,} ({spans_per_s:,.0f}/s)",
         "steps": f"{observed.steps:,} ({steps_per_s:,.0f}/s)",
         "requests": f"{observed.requests:,}",
-        "TTFT, median": "-" if ttft is None else f"{ttft:,.3f} s",
-        "step time, median": "-" if cycle is None else f"{cycle / 1e3:,.2f} ms",
+        "TTFT, median": _median(observed.ttft_s, "{:,.3f} s"),
+        "step time, median": _median(observed.cycle_ms, "{:,.2f} ms"),
         "events dropped by the sender": f"{observed.dropped_events:,}",
         "requests refused": f"{observed.refused:,}",
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
@@ -17,16 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-_SIZE_UNITS = {
-    "": 1,
-    "B": 1,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-}
+_SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _TIME_UNITS = {"S": 1.0, "MIN": 60.0, "H": 3600.0}
 _AMOUNT = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)")
 _MIN_TOKEN_BYTES, _MAX_TOKEN_BYTES = 16, 4096  # 16 hexadecimal digits are 64 bits; headers hold 16 KiB
@@ -153,18 +145,6 @@ def _read_token(path: Path) -> bytes:
     return token
 
 
-def parse_size(text: str, *, option: str) -> int:
-    """Read `64MiB`, `500 kB` or a number of bytes.
-
-    Raises:
-        UsageError: It is not a size above zero.
-    """
-    size = int(_amount(text, _SIZE_UNITS))
-    if size < 1:
-        raise UsageError(f"{option} {text}: not a size", hint="for example 64MiB")
-    return size
-
-
 def parse_duration(text: str, *, option: str) -> float:
     """Read `90s`, `5min` or `1h`, in seconds.
 
@@ -189,11 +169,13 @@ def parse_rotation(text: str) -> Rotation:
     Raises:
         UsageError: One of them is neither.
     """
-    size, seconds = Rotation().size_bytes, Rotation().seconds
+    rotation = Rotation()
     for part in text.split(","):
         match = _AMOUNT.fullmatch(part.strip())
         if match and match[2].upper() in _TIME_UNITS:
-            seconds = parse_duration(part, option="--rotate")
+            rotation = replace(rotation, seconds=parse_duration(part, option="--rotate"))
         else:
-            size = parse_size(part, option="--rotate")
-    return Rotation(size, seconds)
+            rotation = replace(rotation, size_bytes=int(_amount(part, _SIZE_UNITS)))
+        if rotation.size_bytes < 1:
+            raise UsageError(f"--rotate {part}: not a size", hint="for example 64MiB")
+    return rotation

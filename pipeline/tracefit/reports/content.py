@@ -34,13 +34,13 @@ from tracefit.reports.figures import (
     runs_figure,
 )
 from tracefit.reports.sentences import lead, least_exact, step_entry, verdicts
-from tracefit.reports.text import (
-    ERRORS,
+from tracefit.results.figures import LATENCIES
+from tracefit.server.settings import without_attribute
+from tracefit.text import (
     ScopeLabel,
     count,
     exact,
     mape_misleads,
-    metrics,
     number,
     percent,
     plural,
@@ -49,8 +49,6 @@ from tracefit.reports.text import (
     sentence,
     share,
 )
-from tracefit.results.figures import LATENCIES
-from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,6 +74,15 @@ if TYPE_CHECKING:
     )
     from tracefit.reports.document import ReportPart, Table
     from tracefit.results.figures import ScopeRows
+
+ERRORS = ("n", "median APE %", "P90 %", "P99 %", "MAPE %", "bias %", "MAE us")
+
+
+def metrics(m: Metrics) -> tuple[str, ...]:
+    """Write errors under the heads of `ERRORS`."""
+    percentages = (m.mdape_pct, m.p90_ape_pct, m.p99_ape_pct, m.mape_pct, m.bias_pct)
+    return (count(m.n), *(percent(v) for v in percentages), number(m.mae))
+
 
 _HOLDOUT_NOTE = (
     "Measured on the hold-out, the last 30 % of each run in time, which no model was fitted on. The baseline is a constant "
@@ -116,14 +123,6 @@ _TERMS = (
 
 
 @dataclass(frozen=True, slots=True)
-class TracedTime:
-    """First and last time of the traces, in Unix nanoseconds."""
-
-    from_unix_ns: int
-    to_unix_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class ScopeParts:
     """One scope of the report: its evaluation, its models by name, and the rows of its figures; null without tables."""
 
@@ -140,16 +139,12 @@ def build_report(
     beta: CoefficientFile,
     rows: Mapping[str, ScopeRows] | None,
     *,
-    traced: TracedTime | None = None,
+    traced: tuple[int, int] | None = None,
 ) -> Report:
     """Build the whole report.
 
-    Args:
-        evaluation: The evaluation.
-        alpha: Its alpha file.
-        beta: Its beta file.
-        rows: Scope id to the rows for its figures, of the scopes that are drawn; null without tables.
-        traced: When the traces were recorded.
+    `rows` holds those of the scopes that are drawn, by scope id, and is null without tables; `traced` is the first and the last
+    time of the traces in Unix nanoseconds.
     """
     scopes = scope_parts(evaluation, alpha, beta, rows)
     data: list[ReportPart] = [
@@ -215,7 +210,7 @@ def _title(one: ScopeParts) -> str:
     return f"{model} on {facts.gpu}" if facts and facts.gpu else model
 
 
-def _subject(evaluation: Evaluation, traced: TracedTime | None) -> str:
+def _subject(evaluation: Evaluation, traced: tuple[int, int] | None) -> str:
     servers = evaluation.ingest.servers
     counts = (
         plural(len({s.run_id for s in servers}), "run"),
@@ -223,7 +218,7 @@ def _subject(evaluation: Evaluation, traced: TracedTime | None) -> str:
         plural(sum(s.requests for s in servers), "request"),
         plural(sum(s.steps for s in servers), "traced step"),
     )
-    when = f" Traced {_moment(traced.from_unix_ns)} to {_moment(traced.to_unix_ns)} UTC." if traced else ""
+    when = f" Traced {' to '.join(map(_moment, traced))} UTC." if traced else ""
     return f"Latency models of a vLLM server, fitted on its traces: {', '.join(counts)}.{when}"
 
 
@@ -317,7 +312,10 @@ def _scope(one: ScopeParts, *, several: bool = False) -> list[ReportPart]:
     elif one.rows is not None and one.rows.more_engines:
         total = count(len(one.rows.engines) + one.rows.more_engines)
         parts.append(f"{len(one.rows.engines)} of {total} engines are drawn, overloaded ones first.")
-    lost = tuple(f"**{m.name}** was not fitted: {m.reason}{_remedy(m.remedy)}" for m in scope.not_fitted)
+    lost = [
+        f"**{m.name}** was not fitted: {m.reason}" + (f"; {m.remedy}" if m.remedy else "")
+        for m in scope.not_fitted
+    ]
     errors: list[ReportPart] = [_THRESHOLDS_NOTE, _errors(scope), *_bullets((*_misleading(scope), *lost))]
     if scope.summed_step_time is not None:
         errors.append(summed_line(scope.summed_step_time))
@@ -414,10 +412,6 @@ def _overload(one: Overload) -> str:
         else "it is left out of training (`--include-overloaded` keeps it)"
     )
     return f"**Run `{one.run_id}` was overloaded** ({'; '.join(one.reasons)}): {fate}."
-
-
-def _remedy(remedy: str | None) -> str:
-    return f"; {remedy}" if remedy else ""
 
 
 _ERRORS = ("model", *ERRORS, "baseline MAE", "reference MAE")
@@ -676,9 +670,7 @@ def latency_parts(scope: ScopeEvaluation) -> list[ReportPart]:
     if left_out:
         title = "Requests without a teacher-forced prediction in the hold-out"
         parts.append(table(("latency", "requests"), left_out, folded=title))
-    parts += _by_run(scope)
-    parts += _by_phase(scope)
-    return parts
+    return [*parts, *_by_group(scope)]
 
 
 def summed_line(entry: SummedTime) -> str:
@@ -692,7 +684,6 @@ def summed_line(entry: SummedTime) -> str:
 
 
 def _drift(entry: SummedTime) -> str:
-    """Describe a sum that is off by more than chance, with the change of speed at equal batches."""
     if not entry.drifting:
         return ""
     if entry.speed_change_pct is None:
@@ -727,36 +718,25 @@ def _rows(scope: ScopeEvaluation) -> Iterator[tuple[str, ...]]:
             yield (LATENCIES.get(name, name), label, *metrics(getattr(entry, way)))
 
 
+_BY_PHASE = "By workload phase (an interval of a run with one arrival rate)"
 _GROUP_HEAD = ("latency", *ERRORS, "averages only MAPE %", "baseline MAPE %")
 
 
-def _by_run(scope: ScopeEvaluation) -> list[ReportPart]:
-    rows = [
-        (f"`{run}`", *_group(LATENCIES.get(name, name), errors))
-        for name in LATENCIES
-        for run, errors in scope.latency[name].by_run.items()
-    ]
+def _by_group(scope: ScopeEvaluation) -> Iterator[Table]:
+    """Yield the errors by run and by workload phase, where there is any of these."""
+    found = {name: scope.latency[name] for name in LATENCIES}
+    runs = [(f"`{run}`", *_group(name, e)) for name, f in found.items() for run, e in f.by_run.items()]
+    phases = [(_phase(e), *_group(name, e)) for name, f in found.items() for e in f.by_phase]
     # The errors of a single run are those of the first table.
-    if len(scope.runs) == 1 or not rows:
-        return []
-    return [table(("run", *_GROUP_HEAD), rows, folded="By run, teacher-forced")]
+    if runs and len(scope.runs) > 1:
+        yield table(("run", *_GROUP_HEAD), runs, folded="By run, teacher-forced")
+    if phases:
+        yield table(("phase", *_GROUP_HEAD), phases, folded=f"{_BY_PHASE}, teacher-forced")
 
 
-def _by_phase(scope: ScopeEvaluation) -> list[ReportPart]:
-    rows = [
-        (_phase(phase), *_group(LATENCIES.get(name, name), phase))
-        for name in LATENCIES
-        for phase in scope.latency[name].by_phase
-    ]
-    if not rows:
-        return []
-    title = "By workload phase (an interval of a run with one arrival rate), teacher-forced"
-    return [table(("phase", *_GROUP_HEAD), rows, folded=title)]
-
-
-def _group(title: str, errors: LatencyErrors) -> tuple[str, ...]:
+def _group(latency: str, errors: LatencyErrors) -> tuple[str, ...]:
     others = (errors.averages_only.mape_pct, errors.baseline.mape_pct)
-    return (title, *metrics(errors.teacher_forced), *(percent(v) for v in others))
+    return (LATENCIES[latency], *metrics(errors.teacher_forced), *(percent(v) for v in others))
 
 
 def step_phase_parts(phases: Sequence[StepPhase]) -> list[ReportPart]:
@@ -764,8 +744,7 @@ def step_phase_parts(phases: Sequence[StepPhase]) -> list[ReportPart]:
     if len(phases) < 2:
         return []
     rows = [(_phase(p), *metrics(p.holdout), percent(p.baseline.mape_pct)) for p in phases]
-    title = "By workload phase (an interval of a run with one arrival rate)"
-    return [table(("phase", *ERRORS, "baseline MAPE %"), rows, folded=title)]
+    return [table(("phase", *ERRORS, "baseline MAPE %"), rows, folded=_BY_PHASE)]
 
 
 def _phase(phase: Phase) -> str:
@@ -781,13 +760,7 @@ TROUBLE = 30.0
 
 
 def model_parts(entry: Validation, model: Model, left_out: dict[str, int]) -> list[ReportPart]:
-    """Return the section on one model, without its figures.
-
-    Args:
-        entry: Its validation.
-        model: The model.
-        left_out: Rows left out of its fit, by reason.
-    """
+    """Return the section on one model, without its figures; `left_out` counts rows left out of its fit, by reason."""
     parts: list[ReportPart] = []
     if model.target is not None:
         t = model.target

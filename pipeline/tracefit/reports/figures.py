@@ -1,47 +1,30 @@
 """Figures of the report, each with a sentence that says what to look for and its numbers in a few rows.
 
 Everything they show comes from the published evaluation, the model files and `results.figures`; nothing is computed here
-but units, the limits of an axis, and the few rows under a curve of many points. They are made of the pieces in `plots`.
+but units, the limits of an axis, and the few rows under a curve of many points.
+
+Traces and layouts are dictionaries in the terms of plotly: whoever writes Markdown or JSON needs no plotly, and `page` makes the
+figures of the library of them. Colours of the page come from a template, one for light and one for dark.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import re
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from tracefit.coefficients.model import RegimesModel
+from tracefit.errors import printable
 from tracefit.reports.document import Figure, Table, Trace
-from tracefit.reports.plots import (
-    AMBER,
-    BLUE,
-    COLOURS,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    PURPLE,
-    TEAL,
-    anchor,
-    axis_of,
-    domain,
-    dots,
-    layout,
-    limited,
-    line,
-    log_axis,
-    mark,
-    name_text,
-    rounded,
-    shaded,
-    spread_axis,
-)
-from tracefit.reports.text import count, number, percent, plural
 from tracefit.results.figures import LATENCIES, US_PER_MS, ShadedRegion
+from tracefit.text import count, number, percent, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tracefit.coefficients.model import Model, ScopeEvaluation
-    from tracefit.fit.results import Distribution, ErrorOverLoad
+    from tracefit.fit.results import ErrorOverLoad
+    from tracefit.reports.document import Trace
     from tracefit.results.figures import (
         Bin,
         Breakdown,
@@ -50,8 +33,256 @@ if TYPE_CHECKING:
         LatencyOverLoad,
         ModelRows,
         OverTime,
+        Points,
         ScopeRows,
     )
+
+# Colours: at least 3:1 against white and against the dark page, so that one palette serves both.
+BLUE, ORANGE, GREEN, PURPLE = "#3987d6", "#d9730d", "#2f9e63", "#9a6bd6"
+PINK, TEAL, AMBER, GREY = "#d1558f", "#1a9ba8", "#b08500", "#7d8590"
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, PINK, TEAL, AMBER, GREY)
+
+# Translucent: regions overlap, and the data are drawn on top of them.
+SHADES = {
+    "training range": "rgba(125,133,144,0.14)",
+    "hold-out": "rgba(125,133,144,0.14)",
+    "warm-up": "rgba(57,135,214,0.20)",
+    "idle": "rgba(125,133,144,0.34)",
+    "queue never empty": "rgba(217,145,13,0.22)",
+    "overload": "rgba(214,57,57,0.26)",
+}
+
+# -- templates: what a page or a notebook adds to every figure ---------------------------------------------
+
+
+def _template(*, ink: str, soft: str, grid: str, paper: str) -> Trace:
+    axis = {
+        "gridcolor": grid,
+        "linecolor": grid,
+        "zerolinecolor": soft,
+        "zerolinewidth": 1,
+        "tickcolor": grid,
+        # Labels hold names from traces, of any length.
+        "automargin": True,
+        "title": {"standoff": 10, "font": {"size": 13}},
+        "tickfont": {"color": soft},
+    }
+    return {
+        "layout": {
+            "font": {
+                "family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",
+                "size": 12.5,
+                "color": ink,
+            },
+            # Transparent: the page shows its own colour, light or dark.
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "colorway": list(COLOURS),
+            "xaxis": axis | {"zeroline": False},
+            "yaxis": axis,
+            "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
+            "margin": {"l": 8, "r": 12, "t": 12, "b": 8},
+            "hoverlabel": {"bgcolor": paper, "bordercolor": grid, "font": {"color": ink}, "align": "left"},
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": soft, "activecolor": ink},
+            "bargap": 0.18,
+        }
+    }
+
+
+TEMPLATES = {
+    "light": _template(ink="#1b1f24", soft="#57606a", grid="#dfe4ea", paper="#ffffff"),
+    "dark": _template(ink="#e6edf3", soft="#9aa6b2", grid="#2c343e", paper="#1b2129"),
+}
+CONFIG: Trace = {
+    "responsive": True,
+    "displaylogo": False,
+    "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
+}
+
+
+def name_text(name: str) -> str:
+    """Return a name that plotly shows as it is: in its texts `<a href=…>` would be a link."""
+    return printable(name).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def anchor(text: str) -> str:
+    """Return a text as a name in a page: letters, digits and dashes."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()
+
+
+def rounded(values: Iterable[float | None]) -> list[float | None]:
+    """Round to what a screen shows: five digits keep a page of thousands of points small."""
+    return [None if v is None else float(f"{v:.5g}") for v in values]
+
+
+def line(
+    name: str,
+    x: Iterable[float | None],
+    y: Iterable[float | None],
+    colour: str,
+    *,
+    dash: str = "solid",
+    **more: object,
+) -> Trace:
+    """Draw values as a line; `more` is in plotly's terms."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name_text(name),
+        "x": rounded(x),
+        "y": rounded(y),
+        "line": {"width": 2, "color": colour, "dash": dash},
+        **more,
+    }
+
+
+def dots(points: Points, colour: str, *, symbol: str = "circle", opacity: float = 0.55) -> Trace:
+    """Draw rows as points; what is known of each row shows on hover."""
+    known = {name: values for name, values in points.facts.items() if any(v is not None for v in values)}
+    # Rounded here, not by the page: a number that is not known is a dash.
+    facts = [["-" if v is None else float(f"{v:.4g}") for v in values] for values in known.values()]
+    lines = [f"{name_text(name)}: %{{customdata[{k}]}}" for k, name in enumerate(known)]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name_text(points.name),
+        "x": rounded(points.x),
+        "y": rounded(points.y),
+        "marker": {"color": colour, "size": 5, "opacity": opacity, "symbol": symbol},
+        "customdata": list(zip(*facts, strict=True)),
+        "hovertemplate": "<br>".join(lines) + "<extra></extra>",
+    }
+
+
+def shaded(regions: Iterable[ShadedRegion]) -> list[Trace]:
+    """Shade intervals of the x axis; each kind is in the legend once."""
+    # In the order of `SHADES`: of regions that overlap, the one that matters most is drawn last.
+    listed: set[str] = set()
+    shapes = []
+    for one in sorted(regions, key=lambda r: list(SHADES).index(r.kind)):
+        shapes.append(
+            {
+                "type": "rect",
+                "xref": "x",
+                "yref": "paper",
+                "x0": one.start,
+                "x1": one.end,
+                "y0": 0,
+                "y1": 1,
+                "layer": "below",
+                "line": {"width": 0},
+                "fillcolor": SHADES[one.kind],
+                "name": one.kind,
+                "legendgroup": one.kind,
+                "showlegend": one.kind not in listed,
+            }
+        )
+        listed.add(one.kind)
+    return shapes
+
+
+def mark(
+    name: str,
+    axis: str,
+    value: float,
+    *,
+    colour: str = "#d63939",
+    on: str = "paper",
+) -> Trace:
+    """Draw a line across the figure at a value of one axis."""
+    other = "y" if axis == "x" else "x"
+    # A time is one time in all panels of a figure; a value belongs to the axis of one panel (`on`).
+    return {
+        "type": "line",
+        f"{axis}ref": axis if axis == "x" else on,
+        f"{other}ref": "paper",
+        f"{axis}0": value,
+        f"{axis}1": value,
+        f"{other}0": 0,
+        f"{other}1": 1,
+        "line": {"color": colour, "width": 1.5, "dash": "longdashdot"},
+        "name": name,
+        "showlegend": True,
+    }
+
+
+def axis_of(title: str, **more: object) -> Trace:
+    """Return an axis with a title; `more` is in plotly's terms."""
+    return {"title": {"text": title}, **more}
+
+
+_SKEWED = 20.0
+"""Times the median from which on a largest value would squeeze all others against the axis."""
+
+
+def spread_axis(title: str, values: Sequence[float]) -> Trace:
+    """Return a logarithmic axis where a few large values would squeeze all others, else a linear one."""
+    ordered = sorted(values)
+    # A zero has no place on a logarithmic axis.
+    skewed = ordered and ordered[0] > 0 and ordered[-1] > _SKEWED * ordered[len(ordered) // 2]
+    return log_axis(title, values) if skewed else axis_of(title)
+
+
+def log_axis(title: str, values: Sequence[float], **more: object) -> Trace:
+    """Return a logarithmic axis with labels at powers of ten, and between them where there are few."""
+    positive = [v for v in values if v > 0]
+    # Within few decades labels at powers of ten alone would be one or none: "D2" adds those at 2 and 5.
+    decades = math.log10(max(positive) / min(positive)) if positive else 0.0
+    return axis_of(title, type="log", dtick=1 if decades > 1.5 else "D2", tickformat=",~r", **more)
+
+
+_TAIL = 0.01
+"""Share of the points at either end that need not fit on a robust axis."""
+
+_ENOUGH = 20
+"""Fewest points for robust limits: of fewer, every point counts."""
+
+
+def robust_limits(values: Iterable[float]) -> tuple[float, float] | None:
+    """Return limits of an axis that a few outliers do not widen; null where every value fits well.
+
+    They hold the middle 98 % of the values and half of its width to either side.
+    """
+    ordered = sorted(values)
+    if len(ordered) < _ENOUGH:
+        return None
+    cut = int(_TAIL * len(ordered))
+    low, high = ordered[cut], ordered[-1 - cut]
+    room = (high - low) / 2
+    if ordered[0] >= low - room and ordered[-1] <= high + room:
+        return None
+    return max(ordered[0], low - room), min(ordered[-1], high + room)
+
+
+def limited(values: Sequence[float], *, from_zero: bool = False) -> tuple[Trace, str]:
+    """Return the range of a y axis that a few outliers do not widen, and a note on what lies beyond it."""
+    limits = robust_limits(values)
+    if limits is None:
+        return ({"rangemode": "tozero"} if from_zero else {}), ""
+    low, high = (min(0.0, limits[0]) if from_zero else limits[0]), limits[1]
+    outside = sum(not low <= y <= high for y in values)
+    note = f"{plural(outside, 'point')} {'lies' if outside == 1 else 'lie'} beyond the axis."
+    return {"range": rounded((low, high))}, note
+
+
+def domain(place: int, panels: int, gap: float = 0.06) -> list[float]:
+    """Return the share of the height that a panel takes, the first one on top."""
+    # So many panels with a gap between each two fill the figure: panels * (height - gap) + (panels - 1) * gap = 1.
+    height = (1 + gap) / panels
+    top = 1 - place * height
+    # Rounded: differences of floats would put 17 digits of each into the page.
+    return [max(0.0, round(top - height + gap, 4)), round(top, 4)]
+
+
+class Words(TypedDict):
+    """What a figure is called and says: see `Figure`."""
+
+    name: str
+    kind: str
+    title: str
+    look: str
+    note: str
+
 
 _MEASURED, _PREDICTED = BLUE, ORANGE
 _PART_COLOURS = {
@@ -93,18 +324,8 @@ def over_time_figure(scope_id: str, found: OverTime) -> Figure:
     """Draw measured and predicted step times over time; single steps show what they computed."""
     limits, note = limited([y for y in (*found.rows.y, *found.measured) if y is not None], from_zero=True)
     several = len(found.runs) > 1
-    names = [
-        {
-            "text": name_text(run),
-            "x": at,
-            "xref": "x",
-            "y": 1,
-            "yref": "paper",
-            "xanchor": "left",
-            "showarrow": False,
-        }
-        for run, at in (found.runs if several else ())
-    ]
+    place: Trace = {"xref": "x", "y": 1, "yref": "paper", "xanchor": "left", "showarrow": False}
+    names = [{"text": name_text(run), "x": at, **place} for run, at in (found.runs if several else ())]
     x = "seconds, runs one after the other" if several else "seconds into the run"
     hover = "%{y:.3~f} ms<extra>%{fullData.name}</extra>"
     return Figure(
@@ -123,8 +344,12 @@ def over_time_figure(scope_id: str, found: OverTime) -> Figure:
                 "predicted", found.at_s, found.predicted, _PREDICTED, connectgaps=False, hovertemplate=hover
             ),
         ),
-        layout=layout(x, "step time, ms", shapes=shaded(found.holdout), annotations=names)
-        | {"yaxis": axis_of("step time, ms", **limits)},
+        layout={
+            "xaxis": axis_of(x),
+            "yaxis": axis_of("step time, ms", **limits),
+            "shapes": shaded(found.holdout),
+            "annotations": names,
+        },
         wide=True,
         height=380,
     )
@@ -188,10 +413,11 @@ def load_figure(scope_id: str, found: ErrorOverLoad | None) -> Figure | None:
             line(name, at, values, colour, mode="lines+markers", customdata=spans, hovertemplate=hover)
             for name, colour, values in shown
         ),
-        layout=layout(
-            _LOADS[found.load], "error, %", shapes=shaded([ShadedRegion("training range", low, high)])
-        )
-        | {"xaxis": axis_of(_LOADS[found.load], rangemode="tozero")},
+        layout={
+            "xaxis": axis_of(_LOADS[found.load], rangemode="tozero"),
+            "yaxis": axis_of("error, %"),
+            "shapes": shaded([ShadedRegion("training range", low, high)]),
+        },
     )
 
 
@@ -199,14 +425,14 @@ def breakdown_figure(scope_id: str, found: Breakdown) -> Figure:
     """Draw what held-out steps consist of, short steps first."""
     return _stacked(
         found,
+        "step",
+        "predicted step time, ms",
         name=anchor(f"{scope_id}-step-breakdown"),
         kind="step-breakdown",
         title="What a step costs",
         look="Look for the part that grows towards the long steps: that is what to change to make them shorter.",
         note="*Every step* is what even the smallest step costs: launches, and reading the weights unless they are a part of "
         "their own.",
-        what="step",
-        y="predicted step time, ms",
     )
 
 
@@ -214,20 +440,18 @@ def first_token_figure(scope_id: str, found: Breakdown) -> Figure:
     """Draw what the measured TTFT consists of, requests with the shortest first."""
     return _stacked(
         found,
+        "request",
+        "measured TTFT, ms",
         name=anchor(f"{scope_id}-first-token"),
         kind="first-token",
         title="Where TTFT goes",
         look="Look for what the slow requests have that the fast ones do not: a queue asks for more servers, a prefill for "
         "shorter prompts or larger steps.",
         note="*Admission* is arrival to the queue, *queue* to the first step, *prefill* to the first token.",
-        what="request",
-        y="measured TTFT, ms",
     )
 
 
-def _stacked(
-    found: Breakdown, *, name: str, kind: str, title: str, look: str, note: str, what: str, y: str
-) -> Figure:
+def _stacked(found: Breakdown, what: str, y: str, **words: Unpack[Words]) -> Figure:
     width = 100 / len(found.rows)
     at = [width * (k + 0.5) for k in range(len(found.rows))]
     groups = [f"{width * k:.0f} to {width * (k + 1):.0f} %" for k in range(len(found.rows))]
@@ -255,12 +479,7 @@ def _stacked(
     measured: tuple[Trace, ...] = ()
     # Parts of a step are predicted, so that the measurement beside them shows what they miss; those of TTFT are measured.
     if what == "step":
-        diamond = {
-            "symbol": "diamond",
-            "size": 8,
-            "color": "#fff",
-            "line": {"color": "#1b1f24", "width": 1.5},
-        }
+        outline = {"color": "#1b1f24", "width": 1.5}
         measured = (
             {
                 "type": "scatter",
@@ -268,7 +487,7 @@ def _stacked(
                 "name": "measured",
                 "x": at,
                 "y": rounded(found.measured),
-                "marker": diamond,
+                "marker": {"symbol": "diamond", "size": 8, "color": "#fff", "line": outline},
                 "hovertemplate": "measured: %{y:.3~f} ms<extra></extra>",
             },
         )
@@ -284,17 +503,13 @@ def _stacked(
     x = f"{what}s from the shortest to the longest, %"
     axis = axis_of(x, range=[0, 100], showgrid=False)
     return Figure(
-        name=name,
-        kind=kind,
-        title=title,
-        look=look,
-        note=note,
+        **words,
         summary=Table(
             (f"{what}s by length", f"{what}s", *(f"{p}, ms" for p in found.parts), "measured, ms"), rows
         ),
         traces=(*bars, *measured),
         # Relative: a part below zero, such as a negative intercept, hangs below the axis.
-        layout=layout(x, y, barmode="relative") | {"xaxis": axis},
+        layout={"xaxis": axis, "yaxis": axis_of(y), "barmode": "relative"},
     )
 
 
@@ -304,14 +519,34 @@ def _stacked(
 def model_figures(model: Model, rows: ModelRows) -> tuple[Figure, ...]:
     """Draw the rows of one model for an expert: predictions, and residuals over time and over its strongest features."""
     name = anchor(f"{model.scope_id}-{model.name}")
-    return (
-        predicted_figure(model, rows),
-        _residuals_over_time(name, model.name, rows),
-        *(_residuals_over(name, model.name, f, cloud) for f, cloud in rows.over_features.items()),
+    overlaid = f" The runs of {rows.servers} servers overlay each other." if rows.servers > 1 else ""
+    over_time = _residuals(
+        rows.over_time,
+        "seconds into the run",
+        rows.holdout,
+        name=f"{name}-time",
+        kind=f"{model.name}-residuals",
+        title=f"{model.name}: residuals over time",
+        look="Look for a drift or a step: then the server changed, and the end of the run is not like its beginning.",
+        note=f"{_how_many(rows.over_time)}{overlaid}",
     )
+    over_features = (
+        _residuals(
+            cloud,
+            feature,
+            name=f"{name}-over-{anchor(feature)}",
+            kind=f"{model.name}-residuals-{feature}",
+            title=f"{model.name}: residuals against {feature}",
+            look=f"Look for a bend in the medians: then the effect of {feature} is not linear, and predictions at its ends are "
+            "biased.",
+            note="Held-out rows.",
+        )
+        for feature, cloud in rows.over_features.items()
+    )
+    return (_predicted_figure(model, rows), over_time, *over_features)
 
 
-def predicted_figure(model: Model, rows: ModelRows) -> Figure:
+def _predicted_figure(model: Model, rows: ModelRows) -> Figure:
     """Draw predicted against measured durations of held-out rows."""
     look = "Look for a cloud that leaves the line at one end: the model misses a bend there."
     if isinstance(model, RegimesModel):
@@ -338,8 +573,7 @@ def predicted_figure(model: Model, rows: ModelRows) -> Figure:
         note=f"Held out. {_how_many(rows.predicted)}{zeros}",
         summary=_bin_table(rows.predicted.bins, "measured, ms", "predicted, ms"),
         traces=(*_clouds(rows.predicted), diagonal),
-        layout=layout("measured, ms", "predicted, ms")
-        | {"xaxis": axis("measured, ms"), "yaxis": axis("predicted, ms")},
+        layout={"xaxis": axis("measured, ms"), "yaxis": axis("predicted, ms")},
     )
 
 
@@ -350,61 +584,20 @@ def _clouds(cloud: Cloud) -> tuple[Trace, ...]:
     )
 
 
-def _residuals_over_time(name: str, model_name: str, rows: ModelRows) -> Figure:
-    overlaid = f" The runs of {rows.servers} servers overlay each other." if rows.servers > 1 else ""
-    return _residuals(
-        rows.over_time,
-        x="seconds into the run",
-        name=f"{name}-time",
-        kind=f"{model_name}-residuals",
-        title=f"{model_name}: residuals over time",
-        look="Look for a drift or a step: then the server changed, and the end of the run is not like its beginning.",
-        note=f"{_how_many(rows.over_time)}{overlaid}",
-        regions=rows.holdout,
-    )
-
-
-def _residuals_over(name: str, model_name: str, feature: str, cloud: Cloud) -> Figure:
-    """Draw residuals against one of the terms that move the prediction most."""
-    return _residuals(
-        cloud,
-        x=feature,
-        name=f"{name}-over-{anchor(feature)}",
-        kind=f"{model_name}-residuals-{feature}",
-        title=f"{model_name}: residuals against {feature}",
-        look=f"Look for a bend in the medians: then the effect of {feature} is not linear, and predictions at its ends are "
-        "biased.",
-        note="Held-out rows.",
-    )
-
-
-def _residuals(
-    cloud: Cloud,
-    *,
-    x: str,
-    name: str,
-    kind: str,
-    title: str,
-    look: str,
-    note: str,
-    regions: Iterable[ShadedRegion] = (),
-) -> Figure:
+def _residuals(cloud: Cloud, x: str, regions: Iterable[ShadedRegion] = (), **words: Unpack[Words]) -> Figure:
     limits, beyond = limited([y for p in cloud.points for y in p.y])
     medians = line(
         "median of each eighth", [b.middle for b in cloud.bins], [b.median for b in cloud.bins], PINK
     )
+    words["note"] = f"{words['note']} {beyond}".rstrip()
     return Figure(
-        name=name,
-        kind=kind,
-        title=title,
-        look=look,
-        note=f"{note} {beyond}".rstrip(),
+        **words,
         summary=_bin_table(cloud.bins, x, "residual, ms"),
         traces=(*_clouds(cloud), medians),
-        layout=layout(x, "measured - predicted, ms", shapes=shaded(regions))
-        | {
+        layout={
             "xaxis": spread_axis(name_text(x), [v for p in cloud.points for v in p.x]),
             "yaxis": axis_of("measured - predicted, ms", zeroline=True, **limits),
+            "shapes": shaded(regions),
         },
     )
 
@@ -424,84 +617,80 @@ def _objective(slo_ms: float | None, largest: float) -> str:
 def distribution_figures(scope: ScopeEvaluation, rows: ScopeRows | None) -> tuple[Figure, ...]:
     """Draw distributions of request latencies: measured beside predicted, or measured alone where none is predicted.
 
-    Args:
-        scope: The scope's evaluation.
-        rows: What its tables hold; null without tables.
+    `rows` is null without tables.
     """
     figures = []
     for key, label in LATENCIES.items():
         entry = scope.latency.get(key)
         objective = rows.over_load.get(key) if rows is not None else None
         slo_ms = objective.slo_ms if objective else None
-        if entry is not None and entry.distribution is not None:
-            figures.append(_compared(entry.distribution, key, scope.scope_id, slo_ms))
-        elif rows is not None and key in rows.latencies_ms:
-            at_ms = rows.latencies_ms[key]
-            curves = {"measured": tuple(at_ms.values())}
-            look = "Look for a long flat end: these requests waited, and a mean hides them."
-            note = f"Share of requests with at most this {label}; no model predicts it here."
+        name = anchor(f"{scope.scope_id}-{key}-cdf")
+        if entry is not None and (found := entry.distribution) is not None:
+            ways = {
+                "measured": found.measured,
+                "predicted, measured batches": found.teacher_forced,
+                "predicted from averages": found.averages_only,
+            }
             figures.append(
                 _distribution(
-                    curves, tuple(at_ms), key, scope.scope_id, slo_ms, (f"{label} as measured", look, note)
+                    {way: tuple(q / US_PER_MS for q in us) for way, us in ways.items() if us},
+                    found.percents,
+                    slo_ms,
+                    name=name,
+                    kind=key,
+                    title=f"{label}, predicted and measured",
+                    look="Look for where a predicted curve leaves the measured one: with measured batches, step times are wrong "
+                    "there; from averages, waits and batches that an average does not show.",
+                    note=f"Share of {count(found.requests)} held-out requests with at most this {label}.",
+                )
+            )
+        elif rows is not None and key in rows.latencies_ms:
+            at_ms = rows.latencies_ms[key]
+            figures.append(
+                _distribution(
+                    {"measured": tuple(at_ms.values())},
+                    tuple(at_ms),
+                    slo_ms,
+                    name=name,
+                    kind=key,
+                    title=f"{label} as measured",
+                    look="Look for a long flat end: these requests waited, and a mean hides them.",
+                    note=f"Share of requests with at most this {label}; no model predicts it here.",
                 )
             )
     return tuple(figures)
 
 
-def _compared(found: Distribution, key: str, scope_id: str, slo_ms: float | None) -> Figure:
-    label = LATENCIES[key]
-    ways = {
-        "measured": found.measured,
-        "predicted, measured batches": found.teacher_forced,
-        "predicted from averages": found.averages_only,
-    }
-    curves = {name: tuple(q / US_PER_MS for q in quantiles) for name, quantiles in ways.items() if quantiles}
-    look = (
-        "Look for where a predicted curve leaves the measured one: with measured batches, step times are wrong there; from "
-        "averages, waits and batches that an average does not show."
-    )
-    note = f"Share of {count(found.requests)} held-out requests with at most this {label}."
-    title = f"{label}, predicted and measured"
-    return _distribution(curves, found.percents, key, scope_id, slo_ms, (title, look, note))
-
-
 def _distribution(
     curves: Mapping[str, tuple[float, ...]],
     percents: tuple[int, ...],
-    key: str,
-    scope_id: str,
     slo_ms: float | None,
-    words: tuple[str, str, str],
+    **words: Unpack[Words],
 ) -> Figure:
-    title, look, note = words
     styles = {"measured": (_MEASURED, "solid"), "predicted, measured batches": (_PREDICTED, "dash")}
+    hover = "%{y} % within %{x:,.4~r} ms<extra>%{fullData.name}</extra>"
     traces = []
     for name, values in curves.items():
         colour, dash = styles.get(name, (GREEN, "dot"))
         # A logarithmic axis has no place for a zero.
-        drawn = [(q, p) for q, p in zip(values, percents, strict=True) if q > 0]
-        hover = "%{y} % within %{x:,.4~r} ms<extra>%{fullData.name}</extra>"
-        xs, ys = [q for q, _ in drawn], [float(p) for _, p in drawn]
+        drawn = [(q, float(p)) for q, p in zip(values, percents, strict=True) if q > 0]
+        xs, ys = ([point[i] for point in drawn] for i in (0, 1))
         traces.append(line(name, xs, ys, colour, dash=dash, hovertemplate=hover))
-    objective = _objective(slo_ms, max((max(v) for v in curves.values()), default=0.0))
+    every = [v for values in curves.values() for v in values]
+    objective = _objective(slo_ms, max(every, default=0.0))
     written = [(k, p) for k, p in enumerate(percents) if p in _WRITTEN_PERCENTS]
-    x = f"{LATENCIES[key]}, ms"
     return Figure(
-        name=anchor(f"{scope_id}-{key}-cdf"),
-        kind=key,
-        title=title,
-        look=look,
-        note=note,
+        **words,
         summary=Table(
             ("of requests", *(f"{name}, ms" for name in curves)),
             tuple((f"P{p}", *(number(values[k]) for values in curves.values())) for k, p in written),
         ),
         traces=tuple(traces),
-        layout=layout(x, "requests, %", shapes=[mark(objective, "x", slo_ms)] if objective and slo_ms else [])
-        | {
-            "xaxis": log_axis(x, [v for values in curves.values() for v in values]),
+        layout={
+            "xaxis": log_axis(f"{LATENCIES[words['kind']]}, ms", every),
             # Beyond 100: a line along the edge would be cut in half.
             "yaxis": axis_of("requests, %", range=[0, 102]),
+            "shapes": [mark(objective, "x", slo_ms)] if objective and slo_ms else [],
         },
     )
 
@@ -617,7 +806,7 @@ def runs_figure(scope_id: str, rows: ScopeRows) -> Figure | None:
             )
             for (run, bins), colour in zip(rows.step_times.items(), COLOURS, strict=False)
         ),
-        layout=layout("requests in the batch", "median step time, ms"),
+        layout={"xaxis": axis_of("requests in the batch"), "yaxis": axis_of("median step time, ms")},
     )
 
 

@@ -21,7 +21,7 @@ from plotly.graph_objects import Figure as PlotlyFigure
 from plotly.offline import get_plotlyjs
 
 from tracefit.reports.document import Section, Table, plain
-from tracefit.reports.plots import CONFIG, TEMPLATES, name_text
+from tracefit.reports.figures import CONFIG, TEMPLATES, name_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

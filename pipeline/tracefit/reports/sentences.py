@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tracefit.reports.document import UseVerdict, Verdicts
-from tracefit.reports.text import count, percent, sentence
+from tracefit.text import count, percent, sentence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -147,11 +147,7 @@ def _sentence(one: Criterion) -> str:
 
 
 def least_exact(scopes: Sequence[tuple[str, ScopeEvaluation]]) -> str:
-    """Say in one sentence how exact the step times of several scopes are.
-
-    Args:
-        scopes: Name of each scope, and its evaluation.
-    """
+    """Say in one sentence how exact the step times of several scopes are, each given by name and evaluation."""
     known = [
         (entry.holdout.mdape_pct, name)
         for name, scope in scopes

@@ -8,12 +8,13 @@ from __future__ import annotations
 import csv
 import io
 import textwrap
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from tracefit.errors import printable, spreadsheet_safe
-from tracefit.reports.text import (
+from tracefit.server.settings import without_attribute
+from tracefit.text import (
     WIDTH,
     ScopeLabel,
     columns,
@@ -25,7 +26,6 @@ from tracefit.reports.text import (
     scope_labels,
     share,
 )
-from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         IngestPlan,
         IngestResult,
         Inspection,
-        LatencySummary,
         ModelSummary,
         Quantiles,
         ReceiveResult,
@@ -67,6 +66,10 @@ def _wrapped(text: str, indent: str = "") -> str:
     )
 
 
+def _noted(text: str) -> str:
+    return indented(_wrapped(text, "  "))
+
+
 # Ingesting and training
 
 
@@ -77,16 +80,10 @@ def ingest_text(result: IngestResult) -> str:
 
 def _runs(result: IngestResult) -> str:
     head = ("run", "spans", "steps", "requests", "rejects", "dropped events", "duplicates")
-    rows = [
-        (
-            r.run_id,
-            *(
-                count(n)
-                for n in (r.spans, r.steps, r.requests, r.rejects, r.dropped_events, r.duplicate_spans)
-            ),
-        )
-        for r in result.runs
+    counts = [
+        (r.spans, r.steps, r.requests, r.rejects, r.dropped_events, r.duplicate_spans) for r in result.runs
     ]
+    rows = [(r.run_id, *map(count, numbers)) for r, numbers in zip(result.runs, counts, strict=True)]
     return columns(head, rows)
 
 
@@ -134,31 +131,31 @@ def run_text(result: RunResult) -> str:
 
 def _scopes(result: TrainResult) -> list[str]:
     labels = scope_labels({s.scope_id: (s.runs, s.settings) for s in result.scopes})
+    head = ("model", "median error", "P90", "MAE us", "baseline us", "held out")
     lines: list[str] = []
     for scope_id in dict.fromkeys([*labels, *(m.scope_id for m in result.fitted)]):
+        label = labels.get(scope_id, ScopeLabel(scope_id))
+        lines += [f"scope {label.name}", *([f"  {_wrapped(label.detail, '  ')}"] if label.detail else [])]
         fitted = [m for m in result.fitted if m.scope_id == scope_id]
-        latencies = [x for x in result.latencies if x.scope_id == scope_id]
-        head = ("model", "median error", "P90", "MAE us", "baseline us", "held out")
-        lines.append(_scope_line(labels.get(scope_id, ScopeLabel(scope_id))))
         lines.append(indented(columns(head, [_model_row(m) for m in fitted])))
-        lines += [indented(_wrapped(text, "  ")) for text in _misleading(fitted)]
-        if latencies:
-            lines.append(
-                indented(
-                    _wrapped(f"median errors with measured waits and batches: {_latencies(latencies)}", "  ")
-                )
+        lines += [
+            _noted(
+                f"{m.name}: the mean error of {_percent(m.holdout_mape_pct)} misleads: a few rows dominate it"
             )
-        verdicts = result.verdicts.get(scope_id, {})
-        if verdicts:
-            lines.append(
-                indented(_wrapped(", ".join(f"{use}: {answer}" for use, answer in verdicts.items()), "  "))
-            )
+            for m in fitted
+            if mape_misleads(m.holdout_mape_pct, m.holdout_mdape_pct)
+        ]
+        errors = [
+            f"{x.name.upper()} {_percent(x.teacher_forced_mdape_pct)} (from averages {_percent(x.averages_only_mdape_pct)})"
+            for x in result.latencies
+            if x.scope_id == scope_id
+        ]
+        if errors:
+            lines.append(_noted(f"median errors with measured waits and batches: {'; '.join(errors)}"))
+        if verdicts := result.verdicts.get(scope_id, {}):
+            lines.append(_noted(", ".join(f"{use}: {answer}" for use, answer in verdicts.items())))
         lines.append("")
     return lines
-
-
-def _scope_line(label: ScopeLabel) -> str:
-    return f"scope {label.name}" + (f"\n  {_wrapped(label.detail, '  ')}" if label.detail else "")
 
 
 def _model_row(m: ModelSummary) -> tuple[str, ...]:
@@ -168,21 +165,6 @@ def _model_row(m: ModelSummary) -> tuple[str, ...]:
 
 def _percent(value: float | None) -> str:
     return number(value) if value is None else f"{number(value)} %"
-
-
-def _misleading(fitted: Iterable[ModelSummary]) -> list[str]:
-    return [
-        f"{m.name}: the mean error of {_percent(m.holdout_mape_pct)} misleads: a few rows dominate it"
-        for m in fitted
-        if mape_misleads(m.holdout_mape_pct, m.holdout_mdape_pct)
-    ]
-
-
-def _latencies(found: Iterable[LatencySummary]) -> str:
-    return "; ".join(
-        f"{x.name.upper()} {_percent(x.teacher_forced_mdape_pct)} (from averages {_percent(x.averages_only_mdape_pct)})"
-        for x in found
-    )
 
 
 def features_text(sets: Sequence[FeatureSet]) -> str:
@@ -231,7 +213,10 @@ def inspection_text(found: Inspection) -> str:
 def _run(run: RunFacts) -> str:
     facts = [
         ("size", f"{run.bytes / 1e6:,.1f} MB"),
-        *((("file", f"{f.name}: {f.shape}{_packed(f.compression)}")) for f in run.files),
+        *(
+            ("file", f"{f.name}: {f.shape}" + (f", {f.compression}" if f.compression != "none" else ""))
+            for f in run.files
+        ),
         ("service", ", ".join(run.services) or "not named"),
         *(("scope", f"{s.scope}, {s.spans:,} spans, dialect {s.dialect}") for s in run.scopes),
         *([("scope", f"others, {run.other_spans:,} spans, left out")] if run.other_spans else []),
@@ -250,17 +235,10 @@ def _run(run: RunFacts) -> str:
             indented(columns(("event", "count"), [(n, f"{c:,}") for n, c in run.events.items()])),
             "",
             indented(columns(("check", "holds"), checks)),
-            *(indented(_wrapped(f"{c.name}: {c.detail}", "  ")) for c in run.checks if c.of and c.detail),
-            *(
-                indented(_wrapped(without_attribute(*lacking), "  "))
-                for lacking in run.missing_attributes.items()
-            ),
+            *(_noted(f"{c.name}: {c.detail}") for c in run.checks if c.of and c.detail),
+            *(_noted(without_attribute(*lacking)) for lacking in run.missing_attributes.items()),
         ]
     )
-
-
-def _packed(compression: str) -> str:
-    return "" if compression == "none" else f", {compression}"
 
 
 def _server(s: ServerFacts) -> str:
@@ -272,13 +250,8 @@ def _server(s: ServerFacts) -> str:
         )
     counts = f"{plural(s.epochs, 'epoch')}, {plural(s.requests, 'request')}, {plural(s.steps, 'step')}"
     rates = f"steps {share(s.step_sampling)}, journeys {share(s.journey_sampling)}, snapshots {share(s.snapshot_sampling)}"
-    return "\n".join(
-        [
-            f"server {s.server}: {time}",
-            f"  {counts}, {plural(s.dropped_events, 'dropped event')}",
-            f"  sampled: {rates}",
-        ]
-    )
+    dropped = plural(s.dropped_events, "dropped event")
+    return f"server {s.server}: {time}\n  {counts}, {dropped}\n  sampled: {rates}"
 
 
 def _allowed(scope: ScopeInspection) -> str:
@@ -295,19 +268,6 @@ def _allowed(scope: ScopeInspection) -> str:
 
 _METRICS = ("ttft", "itl", "e2e", "queue")
 _POINTS = ("p50", "p90", "p99")
-_FACTS = (
-    "by",
-    "name",
-    "requests",
-    "failed",
-    "in_flight",
-    "preemptions",
-    "prompt_tokens",
-    "output_tokens",
-    "seconds",
-    "requests_per_s",
-    "output_tokens_per_s",
-)
 
 
 def requests_text(summary: RequestSummary) -> str:
@@ -323,7 +283,7 @@ def requests_text(summary: RequestSummary) -> str:
         columns(
             ("", "n", "mean ms", *(f"{p} ms" for p in _POINTS)),
             [
-                _quantile_row(metric.upper() if metric != "queue" else "in queue", getattr(total, metric))
+                (metric.upper() if metric != "queue" else "in queue", *_quantile_row(getattr(total, metric)))
                 for metric in _METRICS
             ],
         )
@@ -331,7 +291,10 @@ def requests_text(summary: RequestSummary) -> str:
         "by phase\n"
         + columns(
             ("phase", "share %", "n", "mean ms", *(f"{p} ms" for p in _POINTS)),
-            [_with_share(_quantile_row(p.phase, p.seconds), p.share) for p in summary.phases],
+            [
+                (p.phase, number(None if p.share is None else 100 * p.share), *_quantile_row(p.seconds))
+                for p in summary.phases
+            ],
         ),
         "by run\n" + _groups(summary.runs),
     ]
@@ -345,9 +308,10 @@ def requests_csv(summary: RequestSummary) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     points = ("n", "mean", *_POINTS)
-    writer.writerow([*_FACTS, *(f"{m}_{p}" for m in _METRICS for p in points)])
+    plain = [f.name for f in fields(summary.total) if f.name not in _METRICS]
+    writer.writerow([*plain, *(f"{m}_{p}" for m in _METRICS for p in points)])
     for group in summary.groups:
-        facts = [spreadsheet_safe(getattr(group, name)) for name in _FACTS]
+        facts = [spreadsheet_safe(getattr(group, name)) for name in plain]
         writer.writerow([*facts, *(getattr(getattr(group, m), p) for m in _METRICS for p in points)])
     return text.getvalue()
 
@@ -381,12 +345,8 @@ def _points_ms(q: Quantiles) -> tuple[str, str]:
     return _milliseconds(q.p50), _milliseconds(q.p99)
 
 
-def _quantile_row(name: str, q: Quantiles) -> tuple[str, ...]:
-    return (name, f"{q.n:,}", *(_milliseconds(value) for value in (q.mean, q.p50, q.p90, q.p99)))
-
-
-def _with_share(row: tuple[str, ...], of_total: float | None) -> tuple[str, ...]:
-    return (row[0], number(None if of_total is None else 100 * of_total), *row[1:])
+def _quantile_row(q: Quantiles) -> tuple[str, ...]:
+    return (f"{q.n:,}", *(_milliseconds(value) for value in (q.mean, q.p50, q.p90, q.p99)))
 
 
 def _milliseconds(seconds: float | None) -> str:

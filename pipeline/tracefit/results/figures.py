@@ -29,14 +29,7 @@ class ShadedRegion:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Rows of one kind that are drawn: `x` and `y` of equal length.
-
-    Attributes:
-        name: The kind.
-        x: Values along the x axis.
-        y: Values along the y axis.
-        facts: What a reader sees of a row besides, such as the composition of a step: name to one value per row.
-    """
+    """Rows of one kind that are drawn; `facts` is what a reader sees of each besides, such as the composition of a step."""
 
     # Tuples, not frames: a report is built, compared and written without polars.
     name: str
@@ -47,14 +40,13 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Rows whose x lies between `low` and `high`, with the median, P10 and P90 of their y."""
+    """Rows whose x lies between `low` and `high`, the median of their x, and median, P10 and P90 of their y."""
 
     # Of equal size, not of equal width: the highest values of x would be a row or two.
     rows: int
     low: float
     high: float
     middle: float
-    """Median of x."""
     median: float
     p10: float
     p90: float
@@ -62,12 +54,10 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Cloud:
-    """One quantity over another: some rows as points, all rows in groups of equal size along x."""
+    """One quantity over another: some of `rows` rows as points, all of them in groups of equal size along x."""
 
     points: tuple[Points, ...]
     rows: int
-    """Rows the points were taken from."""
-
     bins: tuple[Bin, ...]
 
 
@@ -95,13 +85,9 @@ class OverTime:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """What durations consist of: rows in groups of equal size from short to long, and the mean of each part in ms.
+    """What durations consist of: rows in groups of equal size from short to long, and the means of each group.
 
-    Attributes:
-        parts: Name of a part to its mean in each group.
-        measured: Mean of the whole duration in each group.
-        rows: Rows of each group.
-        facts: What the rows of a group are like: name to its mean in each group.
+    `parts` is each part in ms by its name, `measured` the whole, `facts` what the rows are like by name.
     """
 
     # Means, not medians: those of the parts add up to that of the whole.
@@ -122,7 +108,7 @@ class ModelRows:
         over_time: Measured less predicted over time, of all rows.
         holdout: Where the hold-out lies; empty where several servers' runs overlay each other.
         servers: Servers whose runs overlay each other.
-        over_features: The same over the features that move the prediction most, of held-out rows.
+        over_features: Measured less predicted over the features that move the prediction most, of held-out rows.
         timeline: Measured and predicted over time.
         breakdown: What the held-out durations consist of, by the terms of the model; null for a model with a boundary.
     """
@@ -140,14 +126,9 @@ class ModelRows:
 
 @dataclass(frozen=True, slots=True)
 class EngineQuantity:
-    """One quantity of an engine over its run.
+    """One quantity of an engine (`running`, `waiting`, `tokens`, `kv_pct` or `cycle_ms`) over equal intervals of its run.
 
-    Attributes:
-        key: Its name, one of `running`, `waiting`, `tokens`, `kv_pct` and `cycle_ms`.
-        at_s: Times.
-        values: Its mean (of `cycle_ms` the median) over equal intervals of time.
-        before_holdout: Mean of the values before the hold-out; null without any.
-        in_holdout: Mean of the values in the hold-out.
+    Values are means, of `cycle_ms` medians; the means before and in the hold-out are null without any.
     """
 
     key: str
@@ -172,13 +153,10 @@ class EngineRun:
 
 @dataclass(frozen=True, slots=True)
 class LatencyOverLoad:
-    """A measured latency over the requests in flight when a request arrived.
+    """A measured latency over the requests in flight when a request arrived, run by run.
 
-    Attributes:
-        runs: Run to its requests in groups of equal size by load.
-        requests: Requests of all runs.
-        slo_ms: The longest it should take (its service level objective); null without one.
-        within_pct: Share of the requests that took no longer; null without an objective.
+    `slo_ms` is the longest it should take (its service level objective), `within_pct` the share of the `requests` requests that
+    took no longer; both are null without an objective.
     """
 
     runs: dict[str, tuple[Bin, ...]]
@@ -194,8 +172,7 @@ class ScopeRows:
     Attributes:
         models: Model name to its rows.
         latencies_ms: Latency (`ttft`, `itl`, `e2e`) to the measured percentiles: percent to value.
-        engines: Engines, overloaded ones first.
-        more_engines: Engines that are left out.
+        engines: Engines, overloaded ones first; `more_engines` are left out.
         over_load: Latency to its values over the load.
         step_times: Run to the times in ms of its steps over the requests in the batch.
         more_runs: Runs that are left out of these two.

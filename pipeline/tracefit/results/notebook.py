@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tracefit.errors import TracefitError
+from tracefit.text import count, number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from plotly.graph_objects import Figure
 
@@ -28,14 +29,8 @@ class Shown:
         return "\n".join(_tables(type(self).__name__, self))
 
 
-class Drawing(Protocol):
-    """Draws a figure of models that were trained."""
-
-    def __call__(
-        self, evaluation: Path, models: Path, tables: Path, figure: str, scope: str | None
-    ) -> Figure:
-        """Return the figure of that name."""
-
+Drawing: TypeAlias = "Callable[[Path, Path, Path, str, str | None], Figure]"
+"""Draws a figure of models that were trained: of evaluation.json, the models, the tables, by name, of a scope."""
 
 # A list of one at most: importing a name that is bound again later would keep the old value.
 _drawings: list[Drawing] = []
@@ -90,9 +85,9 @@ def _cell(value: object) -> str | None:
         case bool() | str() | Path():
             return str(value)
         case int():
-            return f"{value:,}"
+            return count(value)
         case float():
-            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+            return number(value)
         case tuple() | list() if all(isinstance(one, str | Path) for one in value):
             return ", ".join(map(str, value))
         case _:

@@ -29,10 +29,10 @@ from tracefit.tables.requests import (
     request_spans,
     sift_numbers,
 )
-from tracefit.tables.resolve import Facts, resolve
+from tracefit.tables.resolve import ResolvedPart, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import RunTally
-from tracefit.tables.staging import RunPart, parts_of, read_staged, staged_bytes
+from tracefit.tables.staging import parts_of, read_staged, staged_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,18 +68,11 @@ _ODD_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class IngestCounts:
-    """Counts of an ingest for its report: nothing is lost without a number here."""
+    """What the files of a run hold; the `runs` table has all counts: nothing is lost without a number there."""
 
-    spans: int = 0
-    other_spans: int = 0
-    duplicate_spans: int = 0
-    dropped_attributes: int = 0
-    rejects: int = 0
-    clock_corrected_events: int = 0
-    """API events on another clock than the engine core's, corrected by way of the wall clock."""
-    events: tuple[tuple[str, int], ...] = ()
-    implausible: tuple[tuple[str, int], ...] = ()
-    """Rules that rows broke, each with how many did; see `schema.TableSchema.sift`."""
+    spans: int
+    other_spans: int
+    rejects: int
 
 
 def build_tables(
@@ -113,11 +106,10 @@ def build_tables(
     run, spans_read = _sorted_rows(files, run_id, place, space, limits, memory_limits.window_bytes)
     memory.give_back()
     other_spans = sum(part.other_spans for file in files for part in file.parts)
-    if not run.counts["spans"]:
-        return IngestCounts(other_spans=other_spans, rejects=run.counts["rejects"])
-    counts = run.sum_up(other_spans=other_spans, spans_read=spans_read)
-    run.finish(counts, write, run_columns)
-    return counts
+    if run.counts["spans"]:
+        counts = {"other_spans": other_spans, "duplicate_spans": spans_read - run.counts["spans"]}
+        run.finish(write, {**run_columns, **counts})
+    return IngestCounts(run.counts["spans"], other_spans, run.counts["rejects"])
 
 
 def _sorted_rows(
@@ -132,21 +124,14 @@ def _sorted_rows(
 
     A function of its own, so that the facts of each span are freed before the tables are written.
     """
-    staged = parts_of(files)
-    resolved = resolve(place, staged)
-    parts = [_ResolvedPart(part, known) for part, known in zip(staged, resolved.parts, strict=True)]
+    parts, clocks = resolve(place, parts_of(files))
     groups = _grouped(place, parts, window_bytes)
-    # What is one window is read once: it would be in memory anyway.
-    held = [_Window.of(place, groups[0], keeps=True)] if len(groups) == 1 else None
-
-    def windows() -> Iterable[_Window]:
-        return held or (_Window.of(place, group) for group in groups)
-
-    starts, sieve = _epoch_starts(windows(), space, _Sieve(limits, resolved.clocks))
+    windows = (_Window.of(place, group) for group in groups)
+    starts, sieve = _epoch_starts(windows, space, _Sieve(limits, clocks))
     run = _Run(run_id, space, starts, sieve)
-    for window in windows():
-        run.add(window)
-    return run, sum(known.spans_read for known in resolved.parts)
+    for group in groups:
+        run.add(_Window.of(place, group))
+    return run, sum(part.spans_read for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,76 +190,49 @@ class _Sieve:
 
 
 @dataclass(frozen=True, slots=True)
-class _ResolvedPart:
-    """A staged part, and the facts of its spans."""
-
-    staged: RunPart
-    facts: Facts
-
-
-@dataclass(frozen=True, slots=True)
 class _Window:
     """Staged parts that are read together; row numbers continue from part to part."""
 
     place: Place
-    parts: Sequence[tuple[_ResolvedPart, int]]
+    parts: Sequence[tuple[ResolvedPart, int]]
     """Each part with the number of its first row."""
     facts: pl.DataFrame
     """server, core_zero, server_zero of each row; of spans that do not count, the server is null."""
-    kept: dict[str, pl.DataFrame] | None
-    """What the first pass has read of the spans that count, until the second one reads it; null if that reads it again."""
 
     @classmethod
-    def of(cls, place: Place, parts: Sequence[_ResolvedPart], *, keeps: bool = False) -> _Window:
+    def of(cls, place: Place, parts: Sequence[ResolvedPart]) -> _Window:
         """Return a window of parts; only here do server names become text, to save memory until then."""
-        firsts = [0, *accumulate(part.facts.rows for part in parts[:-1])]
+        firsts = [0, *accumulate(part.rows for part in parts[:-1])]
         numbered = list(zip(parts, firsts, strict=True))
-        counted = pl.concat([_moved(part.facts.spans, first) for part, first in numbered])
-        every = pl.DataFrame({"row": np.arange(sum(part.facts.rows for part in parts), dtype=np.uint32)})
+        counted = pl.concat([_moved(part.spans, first) for part, first in numbered])
+        every = pl.DataFrame({"row": np.arange(sum(part.rows for part in parts), dtype=np.uint32)})
         facts = every.join(counted, on="row", how="left", maintain_order="left").drop("row")
-        return cls(
-            place, numbered, facts.with_columns(pl.col("server").cast(pl.String)), {} if keeps else None
-        )
+        return cls(place, numbered, facts.with_columns(pl.col("server").cast(pl.String)))
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of all spans, counted or not; a file number is replaced by the name of the file."""
         frames = []
-        for part, first in self.parts:
-            rows = read_staged(self.place, part.staged.name, kind, columns)
+        for resolved, first in self.parts:
+            rows = read_staged(self.place, resolved.part.name, kind, columns)
             if "row" in rows.columns:
                 rows = _moved(rows, first)
             if "file" in rows.columns:
-                rows = part.staged.of_files(rows, "source_file")
+                rows = resolved.part.of_files(rows, "source_file")
             frames.append(rows)
         return pl.concat(frames)
 
     def read(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of the spans that count, with their facts."""
-        if self.kept is None:
-            return self._with_facts(self.every(kind, columns))
-        rows = self.kept.pop(kind, None)
-        rows = self._with_facts(self.every(kind)) if rows is None else rows
-        if columns is None:  # as the second pass reads, which is the last
-            return rows
-        self.kept[kind] = rows
-        return rows[[*columns, *self.facts.columns]]
-
-    def _with_facts(self, rows: pl.DataFrame) -> pl.DataFrame:
+        rows = self.every(kind, columns)
         # Facts are gathered by the number of the row: a join takes several times as long.
         found = rows.drop("server", strict=False).hstack(self.facts[rows["row"]])
         return found.drop_nulls("server") if found["server"].has_nulls() else found
-
-    def sifted(
-        self, sieve: _Sieve, kind: str, table: str, columns: Sequence[str] | None = None
-    ) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """Return the rows of the spans that count, sifted by the rules of their table, and the broken rules."""
-        return sieve.sift(table, self.read(kind, columns))
 
     def journeys(
         self, sieve: _Sieve, columns: Sequence[str] | None = None
     ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, int]:
         """Return journey events on the engine's clock, rows without one, broken rules, and the number of corrected events."""
-        rows, broken = self.sifted(sieve, "journeys", "journey_events", columns)
+        rows, broken = sieve.sift("journey_events", self.read("journeys", columns))
         # A layer that stamps only wall-clock time can still be put on the engine's clock: their difference is constant.
         rows = rows.with_columns(ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - pl.col("server_zero")))
         placed = rows.filter(pl.col("ts_ns").is_not_null())
@@ -287,13 +245,13 @@ def _moved(rows: pl.DataFrame, first: int) -> pl.DataFrame:
     return rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32)) if first else rows
 
 
-def _grouped(place: Place, parts: Sequence[_ResolvedPart], window_bytes: int) -> list[list[_ResolvedPart]]:
+def _grouped(place: Place, parts: Sequence[ResolvedPart], window_bytes: int) -> list[list[ResolvedPart]]:
     """Return consecutive parts that make a window; small ones share one, because each frame has a fixed cost."""
-    groups: list[list[_ResolvedPart]] = []
+    groups: list[list[ResolvedPart]] = []
     size = 0
-    sizes = staged_bytes(place, (part.staged.name for part in parts))
+    sizes = staged_bytes(place, (part.part.name for part in parts))
     for part, stored in zip(parts, sizes, strict=True):
-        own = max(stored, part.facts.rows * _BYTES_PER_SPAN)
+        own = max(stored, part.rows * _BYTES_PER_SPAN)
         if not groups or size + own > window_bytes:
             groups.append([])
             size = 0
@@ -311,7 +269,7 @@ def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -
     counted = _LimitCount(sieve.limits)
     for window in windows:
         columns = ("row", "unix_ns", "ts_start_ns", "step_id", *counted.columns("steps"))
-        steps, _ = window.sifted(free, "steps", "steps", columns)
+        steps, _ = free.sift("steps", window.read("steps", columns))
         columns = ("row", "unix_ns", "ts_ns", "step_id", "layer", *counted.columns("journey_events"))
         journeys, _, _, _ = window.journeys(free, columns)
         marks.add(marks_of(steps, journeys))
@@ -375,14 +333,14 @@ class _Run:
         other_spans = window.every("other_scope_spans")
         self.counts["other"] += other_spans.height
         self._take("spans", other_spans)
-        steps, odd_steps = window.sifted(self.sieve, "steps", "steps")
+        steps, odd_steps = self.sieve.sift("steps", window.read("steps"))
         self._take("steps", in_epoch(steps, self.starts, "ts_start_ns"))
-        snapshots, odd_snapshots = window.sifted(self.sieve, "snapshots", "request_snapshots")
+        snapshots, odd_snapshots = self.sieve.sift("request_snapshots", window.read("snapshots"))
         snapshots = in_epoch(snapshots, self.starts, None)
         self._take("request_snapshots", snapshots)
         self.cached.append(cached_prompt_tokens(snapshots))
         journeys, lost, odd_journeys, moved = window.journeys(self.sieve)
-        self.counts["moved"] += moved
+        self.counts["clock_corrected_events"] += moved
         self._add_journeys(in_epoch(journeys, self.starts, "ts_ns"), spans)
         self._add_rejects(window, spans, lost, pl.concat([odd_spans, odd_steps, odd_snapshots, odd_journeys]))
 
@@ -424,22 +382,8 @@ class _Run:
             self.sorts[name] = self.space.sort(key, order)
         return self.sorts[name]
 
-    def sum_up(self, *, other_spans: int, spans_read: int) -> IngestCounts:
-        """Return the counts, after the last window was added."""
-        return IngestCounts(
-            spans=self.counts["spans"],
-            other_spans=other_spans,
-            duplicate_spans=spans_read - self.counts["spans"],
-            dropped_attributes=self.counts["dropped_attributes"],
-            rejects=self.counts["rejects"],
-            clock_corrected_events=self.counts["moved"],
-            events=tuple(sorted(self.events.items())),
-            implausible=tuple(sorted(self.implausible.items())),
-        )
-
     def finish(
         self,
-        counts: IngestCounts,
         write: Callable[[str, pl.DataFrame], None],
         run_columns: Mapping[str, str | int | None],
     ) -> None:
@@ -447,21 +391,20 @@ class _Run:
         tally = RunTally(self.run_id)
         self._finish_requests()
         for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
-            if not self._sort(name).rows:
-                write(name, schema.TABLES[name].empty())
-            for window in self._sort(name).windows():
+            # At least one, so that a table without rows is there too.
+            for window in (
+                self._sort(name).windows() if self._sort(name).rows else [schema.TABLES[name].empty()]
+            ):
                 rows = _without_repeats(window) if name == "spans" and self.counts["other"] else window
                 tally.add(name, rows)
                 write(name, rows)
             del self.sorts[name]
         counted: dict[str, str | int | None] = {
-            "other_spans": counts.other_spans,
-            "duplicate_spans": counts.duplicate_spans,
-            "rejects": counts.rejects,
-            "dropped_attributes": counts.dropped_attributes,
-            "clock_corrected_events": counts.clock_corrected_events,
-            "events": json.dumps(dict(counts.events)),
-            "implausible": json.dumps(dict(counts.implausible)),
+            "rejects": self.counts["rejects"],
+            "dropped_attributes": self.counts["dropped_attributes"],
+            "clock_corrected_events": self.counts["clock_corrected_events"],
+            "events": json.dumps(self.events, sort_keys=True),
+            "implausible": json.dumps(self.implausible, sort_keys=True),
             "missing_attributes": json.dumps(tally.missing_attributes()),
         }
         write("runs", tally.rows({**run_columns, **counted}))

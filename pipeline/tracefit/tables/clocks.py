@@ -14,6 +14,9 @@ import polars as pl
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+CLOCK_FACTS = ("zero", "first_ns", "last_ns", "first_step", "last_step")
+"""Facts of a span's events: wall clock less engine clock, and the range of its step summaries; null where it has none."""
+
 SAME_CLOCK_NS = 1_000_000_000
 """Zeros closer than this are one clock: within a boot, wall and monotonic clock agree to microseconds."""
 
@@ -40,7 +43,7 @@ def without_lone_clocks(spans: pl.DataFrame) -> pl.DataFrame:
     """Null the clock columns of spans that are alone on a clock: one absurd time is not a second host.
 
     Args:
-        spans: server, zero (wall clock less engine clock), first_ns, last_ns, first_step, last_step.
+        spans: server, and `CLOCK_FACTS`.
     """
     jump = pl.col("zero").sort().diff() > SAME_CLOCK_NS
     if not spans.select(jump.any()).item():
@@ -54,8 +57,7 @@ def without_lone_clocks(spans: pl.DataFrame) -> pl.DataFrame:
         pl.col("spans_on_clock") == 1, pl.col("spans_on_clock") < pl.col("spans_of_server") * LONE_SHARE
     )
     is_lone = pl.int_range(pl.len(), dtype=pl.UInt32).is_in(lone["place"].implode())
-    columns = ("zero", "first_ns", "last_ns", "first_step", "last_step")
-    return spans.with_columns(pl.when(~is_lone).then(name).alias(name) for name in columns)
+    return spans.with_columns(pl.when(~is_lone).then(name).alias(name) for name in CLOCK_FACTS)
 
 
 def clocks_of(spans: pl.DataFrame) -> pl.DataFrame:
@@ -127,8 +129,7 @@ def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
     follow each other in time are one server, restarted. Engines of one host that trace no steps stay together.
 
     Args:
-        spans: span_row, server, start_unix_ns, end_unix_ns of the engines' spans, and facts of their events: zero (wall
-            clock less engine clock), first_ns, last_ns, first_step, last_step of their step summaries.
+        spans: span_row, server, start_unix_ns, end_unix_ns of the engines' spans, and `CLOCK_FACTS`.
         marks_of: Gives the events of some spans (span_row): span_row, ts_ns, unix_ns, step (the counter if the event
             marks the start of a step, one more if it marks the end), is_summary. Called where counters interleave.
 

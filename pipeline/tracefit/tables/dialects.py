@@ -37,7 +37,8 @@ class Spelling:
         event: Event of the span; None for the span itself.
         attribute: Attribute key; `EVENT_NAME` for the event as such, None for the span's own times.
         table: Table the value goes to.
-        column: Column it goes to, or the event's name in the tables.
+        column: Column it goes to, or the event's name in the tables. Of `requests`, what the API said of its tokens is
+            `api_prompt_tokens`, `api_completion_tokens` and `api_max_tokens`: the table's own columns follow from these.
         take: How the value is read.
         factor: Multiplier of the value.
     """

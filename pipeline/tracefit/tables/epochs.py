@@ -73,7 +73,7 @@ class EpochScanner:
         """Read the next marks of all servers: columns as in `MARKS`, sorted by clock."""
         for (name,), marks in window.group_by("server", maintain_order=True):
             server = self._servers.setdefault(str(name), _Server())
-            server.feed(_CounterMarks(*(marks[c].to_numpy() for c in ("clock", "step_id", "exact"))))
+            server.feed(marks.drop("server"))
 
     def starts(self) -> pl.DataFrame:
         """Return one row per server and epoch: its number and `clock`, the time of its first known event."""
@@ -88,9 +88,9 @@ class EpochScanner:
     def strays(self) -> pl.DataFrame:
         """Return the marks that stray, as in `STRAYS`; complete once `starts` was called."""
         found = [
-            pl.DataFrame({"server": name, "clock": clock, "step_id": step}, schema_overrides=STRAYS)
+            marks.select(pl.lit(name).alias("server"), "clock", "step_id")
             for name, server in self._servers.items()
-            for clock, step in ((marks.clock, marks.step) for marks in server.strays)
+            for marks in server.strays
         ]
         return pl.concat([pl.DataFrame(schema=STRAYS), *found])
 
@@ -98,32 +98,6 @@ class EpochScanner:
         """Return the lowest and the highest accepted step of every server, as in `BOUNDS`."""
         found = [(name, s.least, s.most) for name, s in self._servers.items() if s.epoch_starts]
         return pl.DataFrame(found, schema=BOUNDS, orient="row")
-
-
-@dataclass(frozen=True, slots=True)
-class _CounterMarks:
-    """Marks of one server as arrays of shape (n,), in the order of their clock."""
-
-    clock: NDArray[np.int64]
-    step: NDArray[np.int64]
-    exact: NDArray[np.bool_]
-
-    @classmethod
-    def none(cls) -> _CounterMarks:
-        return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
-
-    def __len__(self) -> int:
-        return len(self.clock)
-
-    def at(self, index: slice | NDArray[np.bool_]) -> _CounterMarks:
-        return _CounterMarks(self.clock[index], self.step[index], self.exact[index])
-
-    def followed_by(self, after: _CounterMarks) -> _CounterMarks:
-        return _CounterMarks(
-            np.concatenate([self.clock, after.clock]),
-            np.concatenate([self.step, after.step]),
-            np.concatenate([self.exact, after.exact]),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,39 +134,37 @@ class _Server:
     epoch_starts: set[int] = field(default_factory=set)
     least: int = np.iinfo(np.int64).max
     most: int = 0
-    strays: list[_CounterMarks] = field(default_factory=list)
+    strays: list[pl.DataFrame] = field(default_factory=list)
     last: _Last = field(default_factory=_Last)
-    waiting: _CounterMarks = field(default_factory=_CounterMarks.none)
+    waiting: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=MARKS).drop("server"))
     scanned: int = 0
 
-    def feed(self, marks: _CounterMarks) -> None:
-        self.waiting = self.waiting.followed_by(marks)
+    def feed(self, marks: pl.DataFrame) -> None:
+        self.waiting = pl.concat([self.waiting, marks])
         # The last few wait: they are compared with marks that are not here yet.
-        self._scan_waiting(stop=max(len(self.waiting) - _NEIGHBOURS, self.scanned))
+        self._scan_waiting(stop=max(self.waiting.height - _NEIGHBOURS, self.scanned))
 
     def starts(self) -> list[int]:
         """Return the clocks at which epochs begin, the first one included."""
-        if len(self.waiting):
-            self._scan_waiting(stop=len(self.waiting))
-            self.waiting, self.scanned = _CounterMarks.none(), 0
+        self._scan_waiting(stop=self.waiting.height)
+        self.waiting, self.scanned = self.waiting.clear(), 0
         return sorted(self.epoch_starts)
 
     def _scan_waiting(self, *, stop: int) -> None:
         """Scan the waiting marks up to `stop`, and keep those that the marks after it are compared with."""
-        new = slice(self.scanned, stop)
-        is_stray = _is_stray(self.waiting)[new]
-        marks = self.waiting.at(new)
+        is_stray = pl.Series(_is_stray(self.waiting), dtype=pl.Boolean)[self.scanned : stop]
+        marks = self.waiting[self.scanned : stop]
         first_kept = max(stop - _NEIGHBOURS, 0)
-        self.waiting, self.scanned = self.waiting.at(slice(first_kept, None)), stop - first_kept
+        self.waiting, self.scanned = self.waiting[first_kept:], stop - first_kept
         if is_stray.any():
-            self.strays.append(marks.at(is_stray))
-            marks = marks.at(~is_stray)
-        if len(marks):
+            self.strays.append(marks.filter(is_stray))
+            marks = marks.filter(~is_stray)
+        if marks.height:
             self._accept(marks)
 
-    def _accept(self, marks: _CounterMarks) -> None:
+    def _accept(self, marks: pl.DataFrame) -> None:
         """Find the epochs that begin among marks, none of which is a stray."""
-        clock, step = marks.clock, marks.step
+        clock, step, exact = (marks[c].to_numpy() for c in ("clock", "step_id", "exact"))
         self.least, self.most = min(self.least, int(step.min())), max(self.most, int(step.max()))
         if not self.epoch_starts:
             self.epoch_starts.add(int(clock[0]))
@@ -201,27 +173,16 @@ class _Server:
         is_jump = previous.astype(np.float64) - step > STEP_JITTER
         last_jump = np.maximum.accumulate(np.where(is_jump, clock, self.last.jump_clock))
         self.epoch_starts.update(clock[is_jump].tolist())
-        summaries = marks.at(marks.exact)
-        self._compare_summaries(summaries, last_jump[marks.exact])
-        self.last = _Last(
-            int(step[-1]),
-            int(last_jump[-1]),
-            int(summaries.step[-1]) if len(summaries) else self.last.summary_step,
-            int(summaries.clock[-1]) if len(summaries) else self.last.summary_clock,
-        )
-
-    def _compare_summaries(self, summaries: _CounterMarks, last_jump: NDArray[np.int64]) -> None:
-        """Find backward jumps between summaries that no large jump in between has already marked.
-
-        Summaries come in the order of their steps, so that any jump backwards is a restart, however small.
-        """
-        steps_before = np.concatenate([[self.last.summary_step], summaries.step])[:-1]
-        clocks_before = np.concatenate([[self.last.summary_clock], summaries.clock])[:-1]
-        is_back = (steps_before >= summaries.step) & (last_jump <= clocks_before)
-        self.epoch_starts.update(summaries.clock[is_back].tolist())
+        # Summaries come in the order of their steps: of two, any jump backwards is a restart, however small, unless a
+        # large one in between has marked it already.
+        steps = np.concatenate([[self.last.summary_step], step[exact]])
+        clocks = np.concatenate([[self.last.summary_clock], clock[exact]])
+        is_back = (steps[:-1] >= steps[1:]) & (last_jump[exact] <= clocks[:-1])
+        self.epoch_starts.update(clocks[1:][is_back].tolist())
+        self.last = _Last(int(step[-1]), int(last_jump[-1]), int(steps[-1]), int(clocks[-1]))
 
 
-def _is_stray(marks: _CounterMarks) -> NDArray[np.bool_]:
+def _is_stray(marks: pl.DataFrame) -> NDArray[np.bool_]:
     """Find marks that nearly no neighbour supports and that no counter could have come from or gone to.
 
     A counter can fall to nothing at a restart, but climb only as fast as steps end. So the last mark before a restart
@@ -251,11 +212,11 @@ class _Comparison:
     is_impossible: NDArray[np.bool_]
 
 
-def _compare(marks: _CounterMarks, *, is_before: bool) -> _Comparison:
-    clock, step = marks.clock.astype(np.float64), marks.step.astype(np.float64)
-    neighbours = np.zeros(len(marks), np.int64)
-    supporters = np.zeros(len(marks), np.int64)
-    is_impossible = np.ones(len(marks), np.bool_)
+def _compare(marks: pl.DataFrame, *, is_before: bool) -> _Comparison:
+    # As floats: the difference of two absurd steps may be beyond 64 bits.
+    clock, step = (marks[c].to_numpy().astype(np.float64) for c in ("clock", "step_id"))
+    neighbours, supporters = np.zeros((2, marks.height), np.int64)
+    is_impossible = np.ones(marks.height, np.bool_)
     for distance in range(1, _NEIGHBOURS + 1):
         earlier, later = slice(None, -distance), slice(distance, None)
         here = later if is_before else earlier

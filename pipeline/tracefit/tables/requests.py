@@ -1,14 +1,11 @@
 """Build the `requests` table: one row per request, joined over the API and the core layer, with its durations.
 
 `core_requests` and `api_requests` aggregate the events of each layer, and `join_requests` joins them by trace and parent.
-`requests_from_spans` reads requests of spans without events, by the rules of `dialects`: attributes of stock vLLM, phases
+`_requests_from_spans` reads requests of spans without events, by the rules of `dialects`: attributes of stock vLLM, phases
 of the proposed lifecycle spans. Durations and rates follow vLLM's request metrics; `schema.REQUESTS` documents them.
 """
 
 from __future__ import annotations
-
-from functools import reduce
-from operator import and_, or_
 
 import polars as pl
 
@@ -64,12 +61,12 @@ def join_requests(
     )
     hits = cached.drop("step_id")
     with_cache = both.join(hits, on=["server", "epoch", "core_request_id"], how="left")
-    rows = with_state(with_durations(with_cache)).with_columns(dialect=pl.lit(dialects.JOURNEY))
+    rows = _with_state(_with_durations(with_cache)).with_columns(dialect=pl.lit(dialects.JOURNEY))
     if described.height:
-        rows = add_requests_from_spans(rows, requests_from_spans(described)).with_columns(
+        rows = _add_requests_from_spans(rows, _requests_from_spans(described)).with_columns(
             run_id=pl.lit(run_id)
         )
-    return with_rates(schema.REQUESTS.shape(rows))
+    return _with_rates(schema.REQUESTS.shape(rows))
 
 
 def core_requests(journeys: pl.DataFrame) -> pl.DataFrame:
@@ -119,7 +116,7 @@ def _requeue_waits(core: pl.DataFrame) -> pl.DataFrame:
         after_first_token=(pl.col("event") == "FIRST_TOKEN").cum_sum().over("row") > 0,
     ).filter(pl.col("event") != "FIRST_TOKEN")
     resumed = pl.col("event").shift(-1).over("row") == "SCHEDULED"
-    wait = as_us(pl.col("ts_ns").shift(-1).over("row") - pl.col("ts_ns"))
+    wait = _as_us(pl.col("ts_ns").shift(-1).over("row") - pl.col("ts_ns"))
     waits = turns.with_columns(wait_us=pl.when(resumed).then(wait)).filter(pl.col("event") == "PREEMPTED")
     late = pl.col("after_first_token")
     return waits.group_by("row").agg(
@@ -189,22 +186,7 @@ _FROM_API = {
 _TEXT = ("request_id", "route", "model")
 _DURATIONS = tuple(c.name for c in schema.REQUESTS.columns if c.unit == "us")
 
-_KEY = ["trace_id", "owner"]
 _IDS = (*ENGINE, "trace_id")
-
-
-_SPAN = (
-    "trace_id",
-    "span_id",
-    "parent_span_id",
-    "scope",
-    "name",
-    "server",
-    "start_unix_ns",
-    "end_unix_ns",
-    "server_zero",
-)
-
 
 _MOST_US = 7 * 24 * 3_600_000_000
 """The longest time that a request takes or waits: a week."""
@@ -246,26 +228,24 @@ def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
-    """Return the spans that describe requests without events, with the columns that `requests_from_spans` needs.
+    """Return the spans that describe requests without events, with the columns that `_requests_from_spans` needs.
 
     Args:
         spans: Rows of spans that count, with the columns `dialects.SPAN_KEYS`, server and server_zero.
     """
-    return spans.filter(reduce(or_, map(_matches, _KINDS))).select(*_SPAN, *dialects.SPAN_KEYS)
+    ids = ("trace_id", "span_id", "parent_span_id", "scope", "name", "server", "server_zero")
+    return spans.filter(pl.any_horizontal(map(_matches, _KINDS))).select(
+        *ids, "start_unix_ns", "end_unix_ns", *dialects.SPAN_KEYS
+    )
 
 
-def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per request that spans describe.
+def _requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per request that spans describe: trace_id, owner, parent_span_id, server, dialect, and facts of it.
 
-    A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. Wall-clock times are
-    put on the engine's clock where journeys show their difference; elsewhere the wall clock takes its place.
-
-    Args:
-        spans: What `request_spans` gives, of all spans of some traces.
-
-    Returns:
-        trace_id, owner (id of the span that stands for the request), parent_span_id of that span, server, dialect, and
-        columns of the `requests` table: times in ns, durations in us.
+    A stock `llm_request` span is a request; a phase belongs to the request that is its parent span. The owner is the span
+    that stands for the request, and the parent is that of this span. Facts are columns of the `requests` table, times in
+    ns and durations in us. Wall-clock times are put on the engine's clock where journeys show their difference; elsewhere
+    the wall clock takes its place.
     """
     phase = pl.col("name").is_in(dialects.PHASE_SPANS)
     times = [pl.col(c) - pl.col("server_zero").fill_null(0) for c in ("start_unix_ns", "end_unix_ns")]
@@ -277,7 +257,7 @@ def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
     columns: dict[str, list[pl.Expr]] = {}
     for rule in REQUEST_RULES:
         columns.setdefault(rule.column, []).append(_value(rule))
-    grouped = own.group_by(_KEY, maintain_order=True).agg(
+    grouped = own.group_by("trace_id", "owner", maintain_order=True).agg(
         pl.col("server").first(),
         # Where a span of the whole request and spans of its phases describe it, the former names its dialect.
         pl.coalesce(pl.col("dialect").filter(~phase).first(), pl.col("dialect").first()).alias("dialect"),
@@ -289,12 +269,12 @@ def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
 
 def _matches(rule: Spelling) -> pl.Expr:
     scope = pl.col("scope").str.starts_with("vllm") if rule.scope is None else pl.col("scope") == rule.scope
-    return reduce(and_, [scope, *([pl.col("name") == rule.span] if rule.span else [])]).fill_null(value=False)
+    return (scope & (pl.col("name") == rule.span) if rule.span else scope).fill_null(value=False)
 
 
 def _value(rule: Spelling) -> pl.Expr:
     matching = _matches(rule)
-    durations = as_us(pl.col("end_unix_ns") - pl.col("start_unix_ns")).filter(matching)
+    durations = _as_us(pl.col("end_unix_ns") - pl.col("start_unix_ns")).filter(matching)
     if rule.take == "value":
         found = pl.col(rule.attribute or "").filter(matching).drop_nulls().first()
         return found if rule.column in _TEXT else found.cast(pl.Float64, strict=False) * rule.factor
@@ -319,28 +299,22 @@ def _completed(rows: pl.DataFrame) -> pl.DataFrame:
     ).drop(*_FROM_API.values())
 
 
-def add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) -> pl.DataFrame:
+def _add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) -> pl.DataFrame:
     """Add the requests described by spans to those described by events.
 
     A request described by both stays one row, with values of events first and of spans in the gaps. They are the same
     request if the span is the request's own, or its child.
-
-    Args:
-        requests: Rows with the ids `span_id_api`, `span_id`, `parent_span_id`, and durations.
-        described: As `requests_from_spans` returns them.
-
-    Returns:
-        Rows of the `requests` table, with all columns of `requests`.
     """
     rows, described = requests.with_row_index("_row"), described.with_row_index("_span")
     pairs = _pairs(rows, described)
     facts = [c for c in described.columns if c in schema.REQUESTS.names and c not in (*_IDS, "dialect")]
-    span_facts = described.select("_span", *(pl.col(c).alias(f"{c}_span") for c in facts))
-    joined = rows.join(pairs, on="_row", how="left", maintain_order="left")
-    joined = joined.join(span_facts, on="_span", how="left", maintain_order="left")
-    filled = joined.with_columns(
-        pl.coalesce([n for n in (c, f"{c}_span") if n in joined.columns]).alias(c) for c in facts
-    ).drop("_row", "_span", *(f"{c}_span" for c in facts))
+    both = rows.join(pairs, on="_row", how="left", maintain_order="left").join(
+        described.select("_span", *facts), on="_span", how="left", suffix="_of_span", maintain_order="left"
+    )
+    # What events do not say of a request has come with its name; what they do, beside it.
+    filled = both.with_columns(
+        pl.coalesce(c, f"{c}_of_span").alias(c) for c in facts if f"{c}_of_span" in both.columns
+    ).select(pl.exclude("_row", "_span", r"^.*_of_span$"))
     return pl.concat([filled, _alone(described.join(pairs, on="_span", how="anti"))], how="diagonal_relaxed")
 
 
@@ -363,7 +337,7 @@ def _alone(described: pl.DataFrame) -> pl.DataFrame:
     wanted: dict[str, pl.DataType] = {c.name: c.polars for c in schema.REQUESTS.columns}
     wanted |= dict.fromkeys(("preempted_events", "requeue_before_us", "requeue_after_us"), pl.Float64())
     missing = [pl.lit(None, wanted[c]).alias(c) for c in wanted if c not in described.columns]
-    rows = with_durations(described.with_columns(*missing, *(pl.col(c).alias(f"{c}_given") for c in given)))
+    rows = _with_durations(described.with_columns(*missing, *(pl.col(c).alias(f"{c}_given") for c in given)))
     rows = rows.with_columns(pl.coalesce(f"{c}_given", c).alias(c) for c in given)
     # Where phases are given as durations alone their times are counted back from the first token: good enough to order
     # requests by, and to split them, but the difference to the arrival holds the way back from the engine too.
@@ -401,28 +375,25 @@ _LIVE_STATES = {
 """State of an unfinished request, by its last event of the engine core."""
 
 
-def divided(values: pl.Expr, number: float) -> pl.Expr:
+def _divided(values: pl.Expr, number: float) -> pl.Expr:
     """Return values divided by a number, equal to the last digit in frames of any length."""
     # By a column: polars divides a long frame by a constant through its reciprocal, which can be off in the last digit.
     return values / (values * 0 + number)
 
 
-def as_us(ns: pl.Expr) -> pl.Expr:
+def _as_us(ns: pl.Expr) -> pl.Expr:
     """Return nanoseconds as microseconds."""
-    return divided(ns, 1e3)
+    return _divided(ns, 1e3)
 
 
 def _us(end: str, start: str) -> pl.Expr:
-    return as_us(pl.col(end) - pl.col(start))
+    return _as_us(pl.col(end) - pl.col(start))
 
 
-def with_state(requests: pl.DataFrame) -> pl.DataFrame:
+def _with_state(requests: pl.DataFrame) -> pl.DataFrame:
     """Add `state`, from the finish status, else the last event of the core, else the end of the API span.
 
     The state of a request with only an API span, which ended without an error, is unknown: null.
-
-    Args:
-        requests: finish_status, last_event (of the core), arrival_ns, departed_ns, aborted_ns.
     """
     api = (
         pl.when(pl.col("aborted_ns").is_not_null())
@@ -436,7 +407,7 @@ def with_state(requests: pl.DataFrame) -> pl.DataFrame:
     return requests.with_columns(state=pl.coalesce(finished, live, from_api))
 
 
-def with_durations(requests: pl.DataFrame) -> pl.DataFrame:
+def _with_durations(requests: pl.DataFrame) -> pl.DataFrame:
     """Add the durations of requests, in us; null if one of the two times is.
 
     Source of the formulas: the request metrics of vLLM. The wait after a preemption belongs to neither prefill nor
@@ -470,7 +441,7 @@ def with_durations(requests: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def with_rates(requests: pl.DataFrame) -> pl.DataFrame:
+def _with_rates(requests: pl.DataFrame) -> pl.DataFrame:
     """Add times per token, throughput and shares of the latency to rows with durations.
 
     An inference time in the trace is kept; a computed one ends with the last token.
@@ -480,7 +451,7 @@ def with_rates(requests: pl.DataFrame) -> pl.DataFrame:
     return requests.with_columns(
         inference_us=pl.coalesce("inference_us", _us("last_token_ns", "first_scheduled_ns")),
         tpot_us=_us("last_token_ns", "first_token_ns") / later,
-        tokens_per_s=pl.col("output_tokens") / divided(e2e, 1e6),
+        tokens_per_s=pl.col("output_tokens") / _divided(e2e, 1e6),
         queue_ratio=pl.col("time_in_queue_us") / e2e,
         execute_ratio=pl.col("model_execute_us") / e2e,
     )

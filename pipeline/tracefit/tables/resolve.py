@@ -12,70 +12,44 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.tables import dialects
-from tracefit.tables.clocks import clocks_of, split_engines, without_lone_clocks
+from tracefit.tables.clocks import CLOCK_FACTS, clocks_of, split_engines, without_lone_clocks
 from tracefit.tables.staging import read_staged
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tracefit.tables.places import Place
     from tracefit.tables.staging import RunPart
 
-_NARROW = (
-    "file",
-    "row",
-    "trace_id",
-    "span_id",
-    "parent_span_id",
-    "scope",
-    "server",
-    "start_unix_ns",
-    "end_unix_ns",
-    "zero",
-    "first_ns",
-    "last_ns",
-    "first_step",
-    "last_step",
-)
-_ENGINE = ("span_row", "server", "start_unix_ns", "end_unix_ns", *_NARROW[9:])
+_ENGINE = ("server", "start_unix_ns", "end_unix_ns", *CLOCK_FACTS)
+_NARROW = ("file", "row", "trace_id", "span_id", "parent_span_id", "scope", *_ENGINE)
 _IDS = ["trace_high", "trace_low", "span"]
 _SCOPES = pl.Enum(dialects.VLLM_SCOPES)
 _HEX_DIGITS_OF_64_BITS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts of the spans of one part that count.
+class ResolvedPart:
+    """A staged part, and facts of its spans that count.
 
     Attributes:
+        part: The part.
         spans: row, server, core_zero (wall clock less engine clock of the core spans in the trace), server_zero (the
             same, of the server).
         spans_read: Spans of the run's files in the part, duplicates included.
         rows: All spans of the part.
     """
 
+    part: RunPart
     spans: pl.DataFrame
     spans_read: int
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """The result of looking at all spans of a run.
-
-    Attributes:
-        parts: Facts of each part.
-        clocks: server, low, high: ranges of wall clock less engine clock that its spans agree on.
-    """
-
-    parts: list[Facts]
-    clocks: pl.DataFrame
-
-
 CLOCKS = {"server": pl.String, "low": pl.Int64, "high": pl.Int64}
 
 
-def resolve(place: Place, parts: Sequence[RunPart]) -> Resolved:
+def resolve(place: Place, parts: Sequence[RunPart]) -> tuple[list[ResolvedPart], pl.DataFrame]:
     """Return the spans of a run that count, with their servers, and the clocks of the servers.
 
     A span is identified by (trace_id, span_id): if it was read twice, the first one counts.
@@ -85,10 +59,11 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> Resolved:
         parts: The run's parts.
 
     Returns:
-        Facts of each part, and the clocks of the servers.
+        Facts of each part, and the ranges of wall clock less engine clock that each server's spans agree on: server, low,
+        high.
     """
     if not parts:
-        return Resolved([], pl.DataFrame(schema=CLOCKS))
+        return [], pl.DataFrame(schema=CLOCKS)
     every, rows = [], []
     for number, part in enumerate(parts):
         staged = read_staged(place, part.name, "spans", _NARROW)
@@ -101,12 +76,24 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> Resolved:
     spans = spans.drop("place")
     read = dict(spans.group_by("part").len().iter_rows())
     spans = without_lone_clocks(_without_repeats(spans)).with_row_index("span_row")
-    spans = _with_server(spans, _EventMarks(place, [part.name for part in parts], spans))
+
+    def marks_of(wanted: pl.DataFrame) -> pl.DataFrame:
+        """Return clock and step counter of the events of some spans; read only where counters interleave."""
+        places = spans.select("span_row", "part", "row").join(wanted, on="span_row", how="semi")
+        marks = []
+        for (number,), rows in places.group_by("part", maintain_order=True):
+            events = _events_of(place, parts[int(str(number))].name)
+            marks.append(rows.select("span_row", "row").join(events, on="row", how="inner").drop("row"))
+        return pl.concat(marks)
+
+    spans = _with_server(spans, marks_of)
     facts, clocks = _facts(spans), clocks_of(spans)
     by_part = facts.partition_by("part", as_dict=True, maintain_order=True, include_key=False)
     none = facts.clear().drop("part")
-    found = [Facts(by_part.get((part,), none), read.get(part, 0), rows[part]) for part in range(len(parts))]
-    return Resolved(found, clocks)
+    return [
+        ResolvedPart(part, by_part.get((number,), none), read.get(number, 0), rows[number])
+        for number, part in enumerate(parts)
+    ], clocks
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
@@ -142,7 +129,7 @@ def _narrow(spans: pl.DataFrame, part: int) -> pl.DataFrame:
         _number(pl.col("parent_span_id")).alias("parent"),
         pl.col("scope").cast(_SCOPES, strict=False),
         pl.col("server").cast(pl.Categorical),
-        *_NARROW[7:],
+        *_ENGINE[1:],
     )
 
 
@@ -150,7 +137,7 @@ def _number(digits: pl.Expr) -> pl.Expr:
     return digits.str.to_integer(base=16, dtype=pl.UInt64)
 
 
-def _with_server(spans: pl.DataFrame, marks: _EventMarks) -> pl.DataFrame:
+def _with_server(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
     """Name each span's server.
 
     The API process and the engine core are two processes and, with newer SDKs, two service.instance.ids: an API
@@ -159,7 +146,7 @@ def _with_server(spans: pl.DataFrame, marks: _EventMarks) -> pl.DataFrame:
     """
     # API spans are no engines: they take part in no split, and inherit a name below.
     is_api = pl.col("scope").is_in(dialects.FRONT_SCOPES).fill_null(value=False)
-    apart = split_engines(spans.select("scope", *_ENGINE).filter(~is_api), marks.of)
+    apart = split_engines(spans.select("scope", "span_row", *_ENGINE).filter(~is_api), marks_of)
     if apart.height:
         apart = apart.with_columns(pl.col("server").cast(pl.Categorical))
         spans = spans.join(apart, on="span_row", how="left", suffix="_apart", maintain_order="left")
@@ -177,24 +164,6 @@ def _with_server(spans: pl.DataFrame, marks: _EventMarks) -> pl.DataFrame:
     engine = spans.select(_IDS).join(parents, on=_IDS, how="left", maintain_order="left")["engine"]
     inherited = pl.coalesce(engine, only, "server")
     return spans.with_columns(server=pl.when(is_api).then(inherited).otherwise("server"))
-
-
-@dataclass(frozen=True, slots=True)
-class _EventMarks:
-    """Clock and step counter of the engines' events, for `split_engines`; read only where counters interleave."""
-
-    place: Place
-    parts: Sequence[str]
-    spans: pl.DataFrame
-
-    def of(self, wanted: pl.DataFrame) -> pl.DataFrame:
-        """Return the events of spans (span_row)."""
-        places = self.spans.select("span_row", "part", "row").join(wanted, on="span_row", how="semi")
-        marks = []
-        for (part,), rows in places.group_by("part", maintain_order=True):
-            events = _events_of(self.place, self.parts[int(str(part))])
-            marks.append(rows.select("span_row", "row").join(events, on="row", how="inner").drop("row"))
-        return pl.concat(marks)
 
 
 def _events_of(place: Place, part: str) -> pl.DataFrame:

@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.tables import dialects, schema
-from tracefit.tables.clocks import SAME_CLOCK_NS
+from tracefit.tables.clocks import CLOCK_FACTS, SAME_CLOCK_NS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -91,9 +91,6 @@ class SpanRows:
     def frames(self) -> dict[str, pl.DataFrame]:
         """Return the frames by name."""
         return {name: getattr(self, name) for name in FRAMES}
-
-
-_CLOCK = ("zero", "first_ns", "last_ns", "first_step", "last_step")
 
 
 @cache
@@ -202,7 +199,7 @@ def _clocks(journeys: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
             last_step=pl.col("step_id").max(),
         )
     )
-    return zeros.join(counters, on="row", how="left").select("row", *_CLOCK)
+    return zeros.join(counters, on="row", how="left").select("row", *CLOCK_FACTS)
 
 
 def _is_possible(name: str, table: schema.TableSchema) -> pl.Expr:

@@ -405,7 +405,10 @@ def put_parts(place: Place, run_id: str, parts: Mapping[str, Path]) -> dict[str,
 
 
 class RunWriter:
-    """Writes the tables of one run one after the other, each as one Parquet file, as their rows arrive."""
+    """Writes the tables of one run one after the other, each as one Parquet file, as their rows arrive.
+
+    A table that is written again replaces the one before.
+    """
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -433,9 +436,14 @@ class RunWriter:
         return self._parts
 
     def _finish(self) -> None:
-        if self._open is not None:
-            self._parts[self._open.table.name] = self._open.close()
-            self._open = None
+        if self._open is None:
+            return
+        name, part = self._open.table.name, self._open.close()
+        # Named after their contents: one that is written again unchanged has the name of the one before.
+        if self._parts.get(name, part) != part:
+            self._parts[name].unlink()
+        self._parts[name] = part
+        self._open = None
 
 
 class _TableFileWriter:

@@ -18,17 +18,15 @@ from tracefit.timeline.composition import EngineLimits, compose
 from tracefit.timeline.engines import StepAxis, bincount_at, position, step_axis
 from tracefit.timeline.segments import core_events, running_segments, waiting_segments
 
-_COUNTS = (
-    "num_prefill_reqs",
-    "num_decode_reqs",
-    "prefill_tokens",
-    "decode_tokens",
-    "running_depth",
-    "waiting_depth",
+_SUMMARY = tuple(
+    name
+    for name in schema.TIMELINE.names
+    if name in set(schema.STEPS.names) - {*ENGINE, "step_id", "ts_start_ns"}
 )
-_AFTER = ("kv_blocks_freed", "running_after", "remaining_after", "prefill_left_after")
-_CONTEXTS = ("context_tokens", "prefill_context_tokens", "waiting_tokens")
-_SUMMARY = (*_COUNTS, "num_preempted", "kv_usage_ratio", "kv_blocks_total", "duration_us")
+"""What a summary says of its step, and the timeline says after it. The start is worked out of more than summaries."""
+
+_COMPARED = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens")
+"""What both summaries and journeys say, and must agree in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,28 +126,24 @@ def _with_summaries(rows: pl.DataFrame, evidence: _Evidence) -> pl.DataFrame:
     joined = joined.join(shown, on="position", how="left", maintain_order="left")
     have = set(joined.columns)
 
+    source = pl.when("has_summary").then(pl.lit("summary"))
+    inferred = [name.removeprefix("journey.") for name in joined.columns if name.startswith("journey.")]
+    if not inferred:
+        return joined.with_columns(composition_source=source)
     # A summary comes first; the journeys fill in where there is none.
-    def either(name: str) -> pl.Expr:
-        options = [pl.col(c) for c in (name, f"journey.{name}") if c in have]
-        return pl.coalesce(options).alias(name) if options else pl.lit(None, pl.Int64).alias(name)
-
-    inferred = pl.lit("journey") if "journey.running_depth" in have else pl.lit(None, pl.String)
-    joined = joined.with_columns([*_agreement(), _shared_blocks()] if "journey.running_depth" in have else [])
-    source = pl.when("has_summary").then(pl.lit("summary")).otherwise(inferred)
-    return joined.with_columns(
-        *(either(name) for name in (*_COUNTS, *_CONTEXTS, *_AFTER, "kv_blocks_used", "num_preempted")),
-        composition_source=source,
+    return joined.with_columns(*_agreement(), _shared_blocks()).with_columns(
+        *(pl.coalesce(c for c in (name, f"journey.{name}") if c in have).alias(name) for name in inferred),
+        composition_source=source.otherwise(pl.lit("journey")),
     )
 
 
 def _agreement() -> list[pl.Expr]:
     """Return columns that compare the journeys' composition with the summaries' where both are known."""
-    compared = _COUNTS[:4]
 
     def error(*names: str) -> pl.Expr:
         return pl.sum_horizontal((pl.col(f"journey.{n}") - pl.col(n) for n in names), ignore_nulls=False)
 
-    equal = pl.all_horizontal(pl.col(f"journey.{n}") == pl.col(n) for n in compared)
+    equal = pl.all_horizontal(pl.col(f"journey.{n}") == pl.col(n) for n in _COMPARED)
     return [
         equal.alias("journey_agrees"),
         error("num_prefill_reqs", "num_decode_reqs").alias("journey_error_reqs"),

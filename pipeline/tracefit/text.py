@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from tracefit.fit.results import Metrics
-
 
 UNKNOWN = "-"
 WIDTH = 80
@@ -76,15 +74,6 @@ def reasons(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {count(n)}" for name, n in counts.items())
 
 
-ERRORS = ("n", "median APE %", "P90 %", "P99 %", "MAPE %", "bias %", "MAE us")
-
-
-def metrics(m: Metrics) -> tuple[str, ...]:
-    """Write errors under the heads of `ERRORS`."""
-    percentages = (m.mdape_pct, m.p90_ape_pct, m.p99_ape_pct, m.mape_pct, m.bias_pct)
-    return (count(m.n), *(percent(v) for v in percentages), number(m.mae))
-
-
 def mape_misleads(mape_pct: float | None, mdape_pct: float | None) -> bool:
     """Return whether a few rows with large relative errors dominate the mean: it is far above the median error."""
     # A mean below 10 % misleads nobody; tenfold the median, it is the mean of a handful of rows.
@@ -132,11 +121,7 @@ class ScopeLabel:
 
 
 def scope_labels(scopes: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]) -> dict[str, ScopeLabel]:
-    """Return a label for each of several scopes, unique among them.
-
-    Args:
-        scopes: Scope id to its runs and its settings.
-    """
+    """Return a label for each of several scopes, unique among them; each is given by id, its runs and its settings."""
     # The hash of settings tells apart what a reader cannot: where it has to, the settings themselves are named too.
     shared = Counter(_without_hash(scope_id) for scope_id in scopes)
     labels = {}
