@@ -492,7 +492,6 @@ def gpu() -> Gpu:
         memory_gb=1.0,
         memory_bandwidth_gb_s=1.0,
         link_gb_s=2.0,
-        sources={},
     )
 
 

@@ -205,16 +205,8 @@ def test_a_row_is_evaluated_without_polars_and_numpy(small):
     assert done.stdout.strip() == "[]"
 
 
-def test_definitions_that_build_on_each_other_cost_as_much_as_there_are(grows_linearly):
-    """Eight times as many take about eight times as long, not sixty-four times."""
-    rows = pl.DataFrame({"a": [1.0, 2.0]})
-
-    def chain(count):
-        names = [f"d{n}" for n in range(count)]
-        formulas = Formulas.parse(
-            {name: f"{before} + 1" for name, before in zip(names, ["a", *names], strict=False)}, where="chain"
-        )
-        assert formulas.frame(rows, names[-1:])[names[-1]].to_list() == [1 + count, 2 + count]
-        return lambda: formulas.frame(rows, names[-1:])
-
-    grows_linearly(chain, 100)
+def test_a_long_chain_of_definitions_is_computed():
+    """Each is computed from its own inputs alone: as columns of one growing frame, 900 took 22 s."""
+    chain = Formulas.parse({f"d{n}": f"d{n - 1} + 1" if n else "a" for n in range(900)}, where="chain")
+    found = chain.frame(pl.DataFrame({"a": [1.0, 2.0]}), ["d899"])
+    assert found["d899"].to_list() == [900, 901]
