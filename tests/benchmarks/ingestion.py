@@ -62,21 +62,13 @@ _PEAK_MIB = 600
 
 @dataclass(frozen=True)
 class Sitting:
-    """One file and what reading it took.
+    """One file and what reading it took."""
 
-    Attributes:
-        kind: Encoding.
-        size: Wanted size.
-        written: The file.
-        layout: Its layout.
-        rounds: What each case took, by round.
-    """
-
-    kind: Kind
-    size: str
-    written: Written
-    layout: Layout
-    rounds: dict[str, list[Measured]]
+    kind: Kind  # encoding
+    size: str  # wanted size
+    written: Written  # the file
+    layout: Layout  # its layout
+    rounds: dict[str, list[Measured]]  # what each case took, by round
 
     def median(self, case: str, what: str) -> float:
         """Return the median of `cpu_s`, `wall_s` or `peak_mib` of a case."""

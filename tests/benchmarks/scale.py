@@ -48,27 +48,16 @@ MB, TB = 1e6, 1e12
 
 @dataclass(frozen=True)
 class Constants:
-    """What the work takes on one core of this machine, in seconds.
+    """What the work takes on one core of this machine, in seconds."""
 
-    Attributes:
-        decode_byte: Decoding, for a byte.
-        decode_run: Decoding, for a run on top.
-        build_byte: Building, for a byte of the traces.
-        build_run: Building, for a run on top.
-        driver_byte: The process that reads and publishes, for a byte.
-        driver_run: The same for a run, without the manifest.
-        manifest_run: Writing the manifest, for each run in it.
-        job: Handing a job to another process and taking its result.
-    """
-
-    decode_byte: float
-    decode_run: float
-    build_byte: float
-    build_run: float
-    driver_byte: float
-    driver_run: float
-    manifest_run: float
-    job: float
+    decode_byte: float  # decoding, for a byte
+    decode_run: float  # decoding, for a run on top
+    build_byte: float  # building, for a byte of the traces
+    build_run: float  # building, for a run on top
+    driver_byte: float  # the process that reads and publishes, for a byte
+    driver_run: float  # the same for a run, without the manifest
+    manifest_run: float  # writing the manifest, for each run in it
+    job: float  # handing a job to another process and taking its result
 
 
 # -- measured --------------------------------------------------------------------------------------------

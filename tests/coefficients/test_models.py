@@ -1,4 +1,4 @@
-"""Questions to coefficient files, answered by hand: a server of 8 slots, 100 tokens a step and 100 blocks of 10 tokens.
+"""Predictions of coefficient files, by hand: a server of 8 slots, 100 tokens a step and 100 blocks of 10 tokens.
 
 A step takes 1,000 us + 10 per prefill token + 50 per decoding request + 0.5 per context token + 100 times the share of
 prefill tokens.
@@ -44,7 +44,7 @@ def test_errors_beyond_the_value_itself_leave_the_range_open(small, parts):
     assert (prediction.low_us, prediction.high_us) == (pytest.approx(600), None)
 
 
-def test_a_question_outside_the_training_range_is_answered_and_said(small):
+def test_an_input_outside_the_training_range_is_predicted_and_said(small):
     prediction = tracefit.load(small).predict_step(batch=7, prefill=61)
     assert len(prediction.out_of_range) == 2
     assert "prefill_tokens 61 is outside 0 to 60" in prediction.out_of_range[0]
@@ -52,7 +52,7 @@ def test_a_question_outside_the_training_range_is_answered_and_said(small):
 
 
 def test_what_a_model_has_no_term_for_has_a_training_range_all_the_same(tmp_path, parts):
-    """Trained on prompts of up to 27 tokens a step, which told nothing: 90 are no reason for confidence."""
+    """Trained on prompts of up to 27 tokens a step, which say nothing of others: 90 are no reason for confidence."""
     flat = {
         **parts["step"],
         "terms": [parts["step"]["terms"][1]],
@@ -142,9 +142,11 @@ def test_what_changes_nothing_is_said_and_what_would_check_it(small, parts):
         assert (checked.assumed, len(checked.out_of_range)) == ((), outside)
     assert models.predict_step(batch=4).assumed == ()
     (small / "alpha.json").unlink()
-    asked = {"prompt_tokens": 10, "output_tokens": 5, "batch": 4, "context": 300}
-    assert line in tracefit.load(small).predict_request(**asked).assumed
-    assert line not in tracefit.load(small).predict_request(**asked, features={"num_gpu_blocks": 900}).assumed
+    inputs = {"prompt_tokens": 10, "output_tokens": 5, "batch": 4, "context": 300}
+    assert line in tracefit.load(small).predict_request(**inputs).assumed
+    assert (
+        line not in tracefit.load(small).predict_request(**inputs, features={"num_gpu_blocks": 900}).assumed
+    )
 
 
 def test_a_line_below_zero_is_no_prediction_of_nothing(small, parts):
@@ -265,17 +267,17 @@ def _range(latency, low, high):
 
 def test_prompts_of_others_lengthen_the_steps_of_a_request(busy):
     """2 others of 10 output tokens: a fifth of the steps carries a prompt of 60, 12 tokens a step on average."""
-    told = busy.predict_request(prompt_tokens=50, output_tokens=11, batch=2, context=100)
+    prediction = busy.predict_request(prompt_tokens=50, output_tokens=11, batch=2, context=100)
     alone = 1000 + 50 * 3 + 0.5 * 255.5
     mixed = alone + 10 * 60 + 100 * 60 / 63
-    assert told.itl.value_us == pytest.approx(0.8 * alone + 0.2 * mixed)
+    assert prediction.itl.value_us == pytest.approx(0.8 * alone + 0.2 * mixed)
     # Its own prompt shares its step with 12 tokens of others.
-    assert told.prefill.value_us == pytest.approx(1000 + 50 * 2 + 0.5 * 200 + 10 * 62 + 100 * 62 / 64)
+    assert prediction.prefill.value_us == pytest.approx(1000 + 50 * 2 + 0.5 * 200 + 10 * 62 + 100 * 62 / 64)
     # It meets a step in proportion to how long it is: E[c^2] / E[c], half of which is left.
     short, long = 1200, 1200 + 600 + 100 * 60 / 62
     met = (0.8 * short**2 + 0.2 * long**2) / (0.8 * short + 0.2 * long)
-    assert told.admission.value_us == pytest.approx(380 + met / 2)
-    assert any("prompt 60, output 10; as many arrive as finish" in text for text in told.assumed)
+    assert prediction.admission.value_us == pytest.approx(380 + met / 2)
+    assert any("prompt 60, output 10; as many arrive as finish" in text for text in prediction.assumed)
 
 
 @pytest.fixture
@@ -298,22 +300,22 @@ def bursty(small, parts):
 
 def test_prompts_of_others_come_in_steps_like_those_of_training(bursty):
     """2 others of 10 output tokens: 12 tokens a step, so a fifth of the steps has 30 or 90, one as often as the other."""
-    told = bursty.predict_request(prompt_tokens=50, output_tokens=11, batch=2, context=100)
+    prediction = bursty.predict_request(prompt_tokens=50, output_tokens=11, batch=2, context=100)
     alone = 1000 + 50 * 3 + 0.5 * 255.5
     few, many = (alone + 10 * n + 100 * n / (n + 3) for n in (30, 90))
-    assert told.itl.value_us == pytest.approx(0.8 * alone + 0.1 * few + 0.1 * many)
+    assert prediction.itl.value_us == pytest.approx(0.8 * alone + 0.1 * few + 0.1 * many)
     # What it meets on arrival is that of the mean prompt, a step of 60 in five.
     short, long = 1200, 1200 + 600 + 100 * 60 / 62
     met = (0.8 * short**2 + 0.2 * long**2) / (0.8 * short + 0.2 * long)
-    assert told.admission.value_us == pytest.approx(380 + met / 2)
+    assert prediction.admission.value_us == pytest.approx(380 + met / 2)
 
 
 def test_more_prompts_than_the_steps_of_training_held_crowd_every_step(bursty):
     """7 others of 2 output tokens: 3.5 prompts or 210 tokens a step, 3.5 times those of training; a step has room for 93."""
-    told = bursty.predict_request(
+    prediction = bursty.predict_request(
         prompt_tokens=50, output_tokens=11, batch=7, context=100, features={"others_output": 2}
     )
-    assert told.itl.value_us == pytest.approx(
+    assert prediction.itl.value_us == pytest.approx(
         1000 + 50 * 8 + 0.5 * (700 + 55.5) + 10 * 93 + 100 * 93 / (93 + 8)
     )
 
@@ -339,33 +341,38 @@ def test_rows_meet_the_same_steps_with_prompts(bursty):
             "others_output": [None, 2.0, 40.0],
         }
     )
-    for row, found in zip(rows.to_dicts(), bursty.predict_request(rows).to_dicts(), strict=True):
-        features = {"others_output": value} if (value := row.pop("others_output")) else {}
-        one = bursty.predict_request(**row, features=features)
-        for name in ("admission", "queue_wait", "prefill", "itl", "departure"):
-            assert getattr(one, name).value_us == pytest.approx(found[f"{name}_us"]), (row, name)
+    assert_rows_are_as_single_requests(bursty, rows)
+
+
+def assert_rows_are_as_single_requests(models, rows):
+    parts = ("admission", "queue_wait", "prefill", "itl", "departure", "ttft", "e2e")
+    for row, found in zip(rows.to_dicts(), models.predict_request(rows).to_dicts(), strict=True):
+        features = {n: row.pop(n) for n in ("others_output",) if n in row}
+        one = models.predict_request(**row, features={n: v for n, v in features.items() if v is not None})
+        for part in parts:
+            assert found[f"{part}_us"] == pytest.approx(getattr(one, part).value_us), (row, part)
 
 
 def test_those_ahead_are_like_the_requests_trained_on(busy):
     """3 ahead with 20 tokens allowed each: 5,000 + 100 * 60, though the request itself is far longer."""
-    told = busy.predict_request(prompt_tokens=90, output_tokens=500, queue=3, batch=8)
-    assert told.queue_wait.value_us == 11_000
+    prediction = busy.predict_request(prompt_tokens=90, output_tokens=500, queue=3, batch=8)
+    assert prediction.queue_wait.value_us == 11_000
 
 
 def test_lengths_of_others_can_be_stated(small):
-    asked = {"prompt_tokens": 50, "output_tokens": 11, "batch": 2, "context": 100}
+    inputs = {"prompt_tokens": 50, "output_tokens": 11, "batch": 2, "context": 100}
     models = tracefit.load(small)
-    stated = models.predict_request(**asked, features={"others_prompt": 60, "others_output": 10})
-    assert stated.itl.value_us > models.predict_request(**asked).itl.value_us
+    stated = models.predict_request(**inputs, features={"others_prompt": 60, "others_output": 10})
+    assert stated.itl.value_us > models.predict_request(**inputs).itl.value_us
 
 
 def test_a_composed_latency_has_the_range_measured_on_requests(busy):
-    told = busy.predict_request(prompt_tokens=40, output_tokens=11, batch=2, context=100)
-    assert told.itl.low_us == pytest.approx(0.8 * told.itl.value_us)
-    assert told.itl.high_us == pytest.approx(1.5 * told.itl.value_us)
-    assert (told.ttft.low_us, told.ttft.high_us) == (None, None), "none was published"
-    assert told.prefill.low_us is None, "intervals of steps do not add up"
-    assert told.ranges == (
+    prediction = busy.predict_request(prompt_tokens=40, output_tokens=11, batch=2, context=100)
+    assert prediction.itl.low_us == pytest.approx(0.8 * prediction.itl.value_us)
+    assert prediction.itl.high_us == pytest.approx(1.5 * prediction.itl.value_us)
+    assert (prediction.ttft.low_us, prediction.ttft.high_us) == (None, None), "none was published"
+    assert prediction.prefill.low_us is None, "intervals of steps do not add up"
+    assert prediction.ranges == (
         "TTFT: no range, 60 % of the held-out requests lie in it",
         "ITL: 90 % of 50 held-out requests lie in it",
         "E2E: no range, for the files hold none of requests",
@@ -373,9 +380,9 @@ def test_a_composed_latency_has_the_range_measured_on_requests(busy):
 
 
 def test_outside_the_training_range_there_is_no_range(busy):
-    told = busy.predict_request(prompt_tokens=90, output_tokens=11)
-    assert any("prefill_tokens 90" in text for text in told.out_of_range)
-    assert (told.itl.low_us, told.itl.high_us) == (None, None)
+    prediction = busy.predict_request(prompt_tokens=90, output_tokens=11)
+    assert any("prefill_tokens 90" in text for text in prediction.out_of_range)
+    assert (prediction.itl.low_us, prediction.itl.high_us) == (None, None)
     step = busy.predict_step(batch=2, prefill=90)
     assert (step.step.low_us, step.step.high_us) == (None, None)
     assert busy.predict_step(batch=2, prefill=50).step.low_us is not None
@@ -392,12 +399,7 @@ def test_rows_of_requests_meet_the_same_prompts_of_others(busy):
             "others_output": [None, None, 4.0, None],
         }
     )
-    together = busy.predict_request(rows)
-    for row, found in zip(rows.to_dicts(), together.to_dicts(), strict=True):
-        features = {"others_output": row.pop("others_output")}
-        one = busy.predict_request(**row, features={k: v for k, v in features.items() if v is not None})
-        for name in ("admission", "queue_wait", "prefill", "itl", "departure", "ttft", "e2e"):
-            assert getattr(one, name).value_us == pytest.approx(found[f"{name}_us"]), (row, name)
+    assert_rows_are_as_single_requests(busy, rows)
 
 
 def test_a_long_prompt_takes_the_steps_that_the_token_budget_leaves_it(small):
@@ -442,7 +444,7 @@ def test_a_step_ahead_makes_the_prompt_wait_a_cycle_more(small, parts):
     assert any("a step ahead" in text for text in prediction.assumed)
 
 
-def test_a_feature_that_nothing_tells_has_the_middle_of_its_range_and_says_so(small, parts):
+def test_a_feature_that_follows_from_nothing_has_the_middle_of_its_range_and_says_so(small, parts):
     term = {"feature": "arrival_rate_per_s", "unit": "us", "value": 2.0, "training_range": [10, 30]}
     wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": [term]}
     (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", wait)))
@@ -519,7 +521,7 @@ def test_files_that_are_not_there_or_say_the_same_twice_are_refused(small, tmp_p
         tracefit.load(small, small / "beta.json")
 
 
-def test_frames_give_what_single_questions_give(small):
+def test_frames_give_what_single_predictions_give(small):
     models = tracefit.load(small)
     inputs = [
         {"prompt_tokens": p, "output_tokens": o, "queue": q, "cached": c, "batch": b}
@@ -529,17 +531,13 @@ def test_frames_give_what_single_questions_give(small):
         for c in (0, 10)
         for b in (None, 3)
     ]
-    rows = models.predict_request(pl.DataFrame(inputs))
-    for question, row in zip(inputs, rows.iter_rows(named=True), strict=True):
-        prediction = models.predict_request(**question)
-        for part in ("admission", "queue_wait", "prefill", "itl", "departure", "ttft", "e2e"):
-            assert row[f"{part}_us"] == pytest.approx(getattr(prediction, part).value_us), (question, part)
+    assert_rows_are_as_single_requests(models, pl.DataFrame(inputs))
     steps = [{"batch": b, "context": c, "prefill": p} for b in (0, 4, 9) for c in (0, 30) for p in (0, 70)]
     rows = models.predict_step(pl.DataFrame(steps))
-    for question, row in zip(steps, rows.iter_rows(named=True), strict=True):
-        prediction = models.predict_step(**question)
+    for step, row in zip(steps, rows.iter_rows(named=True), strict=True):
+        prediction = models.predict_step(**step)
         found = (prediction.step.value_us, prediction.step.low_us, prediction.step.high_us)
-        assert (row["predicted_us"], row["low_us"], row["high_us"]) == pytest.approx(found), question
+        assert (row["predicted_us"], row["low_us"], row["high_us"]) == pytest.approx(found), step
         assert (row["out_of_range"] is None) == (not prediction.out_of_range)
 
 

@@ -67,13 +67,6 @@ def test_traces_of_other_programs_alone_hold_nothing(tmp_path, traces, files_in)
     assert files_in(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n"])
-def test_a_trace_file_that_is_empty_holds_nothing(tmp_path, content):
-    (tmp_path / "traces.json").write_bytes(content)
-    error = _refused(DataError, [tmp_path / "traces.json"], tmp_path / "tables")
-    assert "holds no spans" in error
-
-
 def test_three_requests_are_too_few(tmp_path, traces, files_in):
     for number in (1, 2, 3):
         traces.request(number, 20_000 * number, step=6 * number)

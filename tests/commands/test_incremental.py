@@ -190,7 +190,7 @@ def test_the_number_of_workers_does_not_matter(tmp_path, lines, fresh, contents,
 def test_a_worker_imports_nothing_from_the_working_folder(tmp_path, lines, fresh, contents, monkeypatch):
     """A `polars.py` beside the traces is whatever someone put there."""
     folder = _write(tmp_path / "run" / "traces.json", lines)
-    for name in ("polars", "yaml", "msgspec", "numpy", "tracefit"):
+    for name in ("polars", "yaml", "msgspec", "numpy", "pickle", "socket", "tracefit"):
         (folder / f"{name}.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend("")

@@ -140,14 +140,6 @@ def test_journeys_without_an_api_layer_train_the_queue_wait_alone(tmp_path, trac
 
 
 @pytest.mark.slow
-def test_journeys_alone_train_alpha(tmp_path, traces, job):
-    result = job(traces.load(steps=0))
-    alpha = {m.name for m in result.trained.fitted if m.name.startswith("alpha.")}
-    assert alpha == {"alpha.queue_wait", "alpha.admission", "alpha.departure"}
-    assert result.exit_code == 0
-
-
-@pytest.mark.slow
 def test_too_few_consecutive_steps_say_which_flag_to_raise(tmp_path, traces, job):
     trace = traces.load(steps=120)
     events = trace.records[0]["scopeSpans"][0]["spans"][0]["events"]

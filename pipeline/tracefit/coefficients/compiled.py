@@ -25,7 +25,7 @@ from tracefit.errors import UsageError
 from tracefit.features.expressions import evaluate, names_in, parse_formula, to_polars
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     import polars as pl
 
@@ -66,18 +66,6 @@ def main_forms(model: Model) -> dict[str, LinearForm]:
 def terms_of(model: Model) -> list[Term]:
     """Return the terms of all linear forms of a model, including those for consumers without a step clock."""
     return [term for form in linear_forms(model).values() for term in form.terms]
-
-
-def _comparisons(model: Model) -> Iterator[Comparison]:
-    for regime in model.regimes if isinstance(model, RegimesModel) else ():
-        yield from regime.when.any or ()
-        yield from regime.when.all or ()
-
-
-def _formula_texts(model: Model) -> dict[str, str]:
-    """Return name to formula: the model's definitions, and features whose formula is not just their own name."""
-    features = {t.feature: t.formula for t in terms_of(model) if t.formula and t.formula != t.feature}
-    return {**model.definitions, **features}
 
 
 # -- formulas --------------------------------------------------------------------------------------------
@@ -189,19 +177,11 @@ def line_value(form: LinearForm, values: Mapping[str, float | None]) -> float | 
 
 
 def line_expression(form: LinearForm) -> pl.Expr:
-    """Return a linear form as a polars expression, clipped at 0; null where a feature is null."""
+    """Return a linear form as a polars expression, not clipped; null where a feature is null."""
     import polars as pl
 
-    if not form.terms:
-        return pl.lit(max(form.intercept.value, 0.0))
-    return pl.Expr.clip(_sum(form, pl.lit(form.intercept.value), pl.col), lower_bound=0.0)
-
-
-def below_zero_expression(form: LinearForm) -> pl.Expr:
-    """Return where a linear form is clipped, as a polars expression; null where a feature is null."""
-    import polars as pl
-
-    return pl.Expr.lt(_sum(form, pl.lit(form.intercept.value), pl.col), 0.0)
+    total: pl.Expr = _sum(form, pl.lit(form.intercept.value), pl.col)
+    return total
 
 
 def _holds(condition: Condition, values: Mapping[str, float | None]) -> bool:
@@ -246,11 +226,14 @@ class CompiledModel:
         """
         self.model = model
         self.columns = tuple(columns or ())
-        self.formulas = Formulas.parse({**(columns or {}), **_formula_texts(model)}, where=model.name)
-        self.compared = tuple(
-            dict.fromkeys(n for c in _comparisons(model) for n in (c.feature, c.feature2) if n)
-        )
-        self.features = tuple(dict.fromkeys([*(t.feature for t in terms_of(model)), *self.compared]))
+        terms = terms_of(model)
+        # A term whose formula is its own name is a column.
+        own = {t.feature: t.formula for t in terms if t.formula and t.formula != t.feature}
+        self.formulas = Formulas.parse({**(columns or {}), **model.definitions, **own}, where=model.name)
+        conditions = [regime.when for regime in model.regimes] if isinstance(model, RegimesModel) else []
+        compared = [c for when in conditions for c in (*(when.any or ()), *(when.all or ()))]
+        self.compared = tuple(dict.fromkeys(n for c in compared for n in (c.feature, c.feature2) if n))
+        self.features = tuple(dict.fromkeys([*(t.feature for t in terms), *self.compared]))
 
     @property
     def inputs(self) -> set[str]:
@@ -352,7 +335,8 @@ class CompiledModel:
 
         The prediction is null where a feature of the active form is null, or no regime's condition holds.
         """
-        return self.by_regime([line_expression(form) for form in linear_forms(self.model).values()])
+        forms = linear_forms(self.model).values()
+        return self.by_regime([line_expression(form).clip(lower_bound=0.0) for form in forms])
 
     def expression_with_clock(self) -> pl.Expr:
         """Return the model over a training frame: of a boundary model the next known step start counts alone.
@@ -364,7 +348,7 @@ class CompiledModel:
         model = self.model
         if not isinstance(model, BoundaryModel):
             return self.expression()
-        work, residual = line_expression(model.work), pl.col(STEP_RESIDUAL)
+        work, residual = line_expression(model.work).clip(lower_bound=0.0), pl.col(STEP_RESIDUAL)
         waited = pl.when(residual >= work).then((residual + model.offset.value).clip(lower_bound=0.0))
         return pl.when(residual.is_null()).then(work).otherwise(waited)
 

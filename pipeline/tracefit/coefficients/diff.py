@@ -84,7 +84,15 @@ class PredictionDiff:
 def coefficient_diffs(first: Model, second: Model) -> list[CoefficientDiff]:
     """Compare two models coefficient by coefficient; linear forms are matched by name."""
     left, right = _numbers(first), _numbers(second)
-    return [_coefficient_diff(*key, left.get(key), right.get(key)) for key in dict.fromkeys([*left, *right])]
+    found = []
+    for key in dict.fromkeys([*left, *right]):
+        # Intervals that do not meet are a change beyond chance; those that do may still hide a small one.
+        (one, a), (other, b) = (
+            (None, None) if x is None else (x.value, x.ci95) for x in (left.get(key), right.get(key))
+        )
+        apart = None if a is None or b is None else a[1] < b[0] or b[1] < a[0]
+        found.append(CoefficientDiff(*key, one, a, other, b, apart))
+    return found
 
 
 def _numbers(model: Model) -> dict[tuple[str, str, str], Number | Term]:
@@ -95,16 +103,6 @@ def _numbers(model: Model) -> dict[tuple[str, str, str], Number | Term]:
     if isinstance(model, BoundaryModel):
         found["work", "offset", "us"] = model.offset
     return found
-
-
-def _coefficient_diff(
-    part: str, term: str, unit: str, first: Number | Term | None, second: Number | Term | None
-) -> CoefficientDiff:
-    # Intervals that do not meet are a change beyond chance; those that do may still hide a small one.
-    a, b = (x.ci95 if x is not None else None for x in (first, second))
-    apart = None if a is None or b is None else a[1] < b[0] or b[1] < a[0]
-    one, other = (None if x is None else x.value for x in (first, second))
-    return CoefficientDiff(part, term, unit, one, a, other, b, apart)
 
 
 def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff], list[str]]:

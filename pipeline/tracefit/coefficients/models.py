@@ -99,8 +99,7 @@ class Models:
             UsageError: No scope or several match.
         """
         matching = [s for s in self._by_scope if scope is None or scope in s]
-        exact = [s for s in matching if s == scope]
-        found = exact or matching
+        found = [s for s in matching if s == scope] or matching
         if len(found) != 1:
             what = (
                 "several scopes are there"
@@ -113,14 +112,13 @@ class Models:
                 hint=f"name one with --scope: {', '.join(self._by_scope)}" if self._by_scope else None,
             )
         # Kept, so that each model is compiled once for all predictions.
+        (scope_id,) = found
+        ranges: dict[str, RequestRange] = {
+            r.latency: r for file in self.files for r in file.requests if r.scope_id == scope_id
+        }
+        missing = tuple(m for file in self.files for m in file.not_fitted if m.scope_id == scope_id)
         return self._scopes.setdefault(
-            found[0],
-            ScopeModels(
-                found[0] or None,
-                self._by_scope[found[0]],
-                self._ranges(found[0]),
-                tuple(m for file in self.files for m in file.not_fitted if m.scope_id == found[0]),
-            ),
+            scope_id, ScopeModels(scope_id or None, self._by_scope[scope_id], ranges, missing)
         )
 
     def model(self, name: str, scope: str | None = None) -> Model:
@@ -151,9 +149,6 @@ class Models:
         from tracefit.coefficients.regressor import LatencyRegressor
 
         return LatencyRegressor(self.model(name, scope), features)
-
-    def _ranges(self, scope_id: str) -> dict[str, RequestRange]:
-        return {r.latency: r for file in self.files for r in file.requests if r.scope_id == scope_id}
 
     @overload  # a frame may also be an iterable: the first signature that fits counts
     def predict_step(self, rows: FrameT, *, scope: str | None = None) -> FrameT: ...  # type: ignore[overload-overlap]

@@ -170,6 +170,7 @@ def predict_row(
         UsageError: A feature is not known and nothing stands in for it, or no regime's condition holds.
     """
     model = compiled.model
+    # Without a cycle, an idle engine is known by its batch: no step runs, and the work alone is the admission.
     if isinstance(model, BoundaryModel) and (cycle_us is not None or given.get("batch") == 0):
         found = _predict_form(compiled, "idle_engine", model.work, given, stand_in=False)
         if cycle_us is None:
@@ -213,7 +214,9 @@ def _predict_form(
             )
         if value is not None:
             values[term.feature] = value
-            outside += _outside(model.name, term.feature, term.training_range, value)
+            ends = term.training_range
+            if ends is not None and not ends[0] <= value <= ends[1]:
+                outside.append(Outside(model.name, term.feature, value, value, ends))
     # Features that terms stand for leave their range with them: one line is enough.
     outside = outside or _without_a_term(compiled, given)
     predicted = line_value(form, {n: values.get(n) for n in names})
@@ -236,21 +239,14 @@ def _predict_form(
 
 def _without_a_term(compiled: CompiledModel, given: Mapping[str, float | None]) -> list[Outside]:
     """Return the features without a term that leave what the model was trained on, as far as the input tells."""
-    known = [n for n in compiled.unmodeled if not compiled.formulas.missing([n], given)]
-    values = compiled.formulas.row(given, known)
+    formulas, name = compiled.formulas, compiled.model.name
+    known = {n: ends for n, ends in compiled.unmodeled.items() if not formulas.missing([n], given)}
+    values = formulas.row(given, known)
     return [
-        found._replace(has_term=False)
-        for name in known
-        if (value := values[name]) is not None
-        for found in _outside(compiled.model.name, name, compiled.unmodeled[name], value)
+        Outside(name, n, value, value, ends, has_term=False)
+        for n, ends in known.items()
+        if (value := values[n]) is not None and not ends[0] <= value <= ends[1]
     ]
-
-
-def _outside(model: str, feature: str, ends: tuple[float, float] | None, value: float) -> list[Outside]:
-    """Return a value of a feature if it is outside the training range."""
-    return (
-        [] if ends is None or ends[0] <= value <= ends[1] else [Outside(model, feature, value, value, ends)]
-    )
 
 
 # -- steps and requests of one scope ---------------------------------------------------------------------

@@ -18,7 +18,6 @@ from narwhals.stable.v2.typing import IntoDataFrame, IntoFrame
 
 from tracefit.coefficients.compiled import (
     CompiledModel,
-    below_zero_expression,
     expected_at_boundary,
     line_expression,
     linear_forms,
@@ -180,7 +179,7 @@ def _predict(
     # Predicting a frame twice would otherwise silently keep one of the two predictions.
     if clash := [c for c in OUTPUTS if c in rows.columns]:
         raise UsageError(f"the rows have a column {clash[0]} already", hint="rename it")
-    predicted, q = compiled.expression(), _p90(compiled, "prefill_tokens" in computed.columns) / 100
+    predicted, q = compiled.expression(), _p90(compiled, computed.columns) / 100
     outside = _listed([*beyond, _out_of_range(compiled, computed.columns)])
     outputs = {
         "predicted_us": predicted,
@@ -193,7 +192,7 @@ def _predict(
     return rows.hstack(computed.with_columns(**outputs).select(OUTPUTS))
 
 
-def _p90(compiled: CompiledModel, by_prefill: bool) -> pl.Expr:
+def _p90(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
     """Return the held-out 90th percentile of the group each row belongs to, as `predict_row` takes it."""
 
     def of(group: str | None) -> pl.Expr:
@@ -201,16 +200,10 @@ def _p90(compiled: CompiledModel, by_prefill: bool) -> pl.Expr:
 
     if isinstance(compiled.model, RegimesModel | BoundaryModel):
         return compiled.by_regime([of(name) for name in linear_forms(compiled.model)])
-    if not by_prefill:
-        return of(None)
-    prefill = pl.col("prefill_tokens")
-    return (
-        pl.when(prefill.is_null())
-        .then(of(None))
-        .when(prefill > 0)
-        .then(of("mixed"))
-        .otherwise(of("decode_only"))
-    )
+    # A model that knows nothing of prompts was still validated on both kinds of steps.
+    prefill = pl.col("prefill_tokens") if "prefill_tokens" in known else pl.lit(None, pl.Float64)
+    by_prefill = pl.when(prefill > 0).then(of("mixed")).otherwise(of("decode_only"))
+    return pl.when(prefill.is_null()).then(of(None)).otherwise(by_prefill)
 
 
 def _out_of_range(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
@@ -222,7 +215,7 @@ def _out_of_range(compiled: CompiledModel, known: Collection[str]) -> pl.Expr:
     of_terms = [
         _names_outside(
             {t.feature: t.training_range for t in form.terms if t.training_range is not None},
-            pl.when(below_zero_expression(form)).then(pl.lit(PREDICTED)),
+            pl.when(line_expression(form) < 0).then(pl.lit(PREDICTED)),
         )
         for form in linear_forms(compiled.model).values()
     ]
@@ -256,7 +249,10 @@ def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
         return predict_rows(model, rows)
     compiled = models.compiled(model)
     described = _described_steps(models, rows)
-    _require_settings(models, compiled, rows, described)
+    # Raised as for one step where a setting of the server is not known: nulls would hide which one it is.
+    unknown = {name for name, value in models.server.items() if value is None and name not in rows.columns}
+    if lacking := sorted(compiled.formulas.inputs(compiled.features, described.columns) & unknown):
+        raise compiled.lacks(lacking, set(described.columns) - unknown)
     limits = {names: models.limit(setting) for names, setting in LIMITS.items()}
     beyond = [
         pl.when(pl.sum_horizontal(pl.col(n).cast(pl.Float64, strict=False) for n in names) > limit).then(
@@ -266,15 +262,6 @@ def predict_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
         if limit is not None
     ]
     return _predict(compiled, rows, described, beyond)
-
-
-def _require_settings(
-    models: ScopeModels, compiled: CompiledModel, rows: pl.DataFrame, described: pl.DataFrame
-) -> None:
-    """Raise what one step raises where a setting of the server is not known: nulls would hide which one it is."""
-    unknown = {name for name, value in models.server.items() if value is None and name not in rows.columns}
-    if lacking := sorted(compiled.formulas.inputs(compiled.features, described.columns) & unknown):
-        raise compiled.lacks(lacking, set(described.columns) - unknown)
 
 
 def _described_steps(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
@@ -440,7 +427,7 @@ class ManyRequests(RequestComposer):
             return _predicted(compiled, rows)
         work = _evaluated(
             compiled.computed(rows, features=[t.feature for t in model.work.terms]),
-            line_expression(model.work),
+            line_expression(model.work).clip(lower_bound=0.0),
         )
         expected, _, _ = expected_at_boundary(model, work, met, np.maximum)
         return np.where(idle, work, expected)

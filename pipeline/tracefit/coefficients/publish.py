@@ -98,6 +98,7 @@ def _model(
     scope: FittedScope, model: FittedModel, workload: cf.Workload | None
 ) -> cf.LinearModel | cf.RegimesModel | cf.BoundaryModel:
     fitted, first = model.fitted, model.fitted.regimes[0]
+    # The validation is that of the published form: of a boundary model, with the clock.
     common = {
         "name": model.name,
         "scope_id": scope.scope.scope_id,

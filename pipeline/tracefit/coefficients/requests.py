@@ -215,6 +215,7 @@ class RequestComposer(ABC):
         waits: list[Value] = list(overheads.values())
         overheads |= {t.name: self._overhead(t, leaves) for t in after}
         ttft = None if any(wait is None for wait in waits) else sum(waits) + prefill
+        # The first output token comes with the end of the prompt.
         e2e = None if ttft is None else ttft + itl * (inputs["output_tokens"] - 1)
         return Durations(overheads, prefill, itl, ttft, e2e)
 

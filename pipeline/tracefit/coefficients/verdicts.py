@@ -7,6 +7,7 @@ worse, or a model that is not there, forbids it. A use is as good as the worst o
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from tracefit.coefficients.model import STEP_MODELS, Criterion, Verdict
@@ -59,50 +60,36 @@ def _wait_skill(entry: Validation) -> float | None:
     return entry.skill if entry.classifier is None or _has_queued(entry) else None
 
 
-_WAIT = (target_named("queue_wait").model,)
-_ADMISSION = (target_named("admission").model,)
+_of_steps = partial(Measure, STEP_MODELS)
+_of_waits = partial(Measure, (target_named("queue_wait").model,))
+_of_admission = partial(Measure, (target_named("admission").model,))
 MEASURES: dict[str, Measure] = {
-    "step_mape_pct": Measure(
-        STEP_MODELS, "mean error of step times", " %", False, lambda e: e.holdout.mape_pct
+    "step_mape_pct": _of_steps("mean error of step times", " %", False, lambda e: e.holdout.mape_pct),
+    "step_p90_ape_pct": _of_steps(
+        "90th percentile of the errors of step times", " %", False, lambda e: e.holdout.p90_ape_pct
     ),
-    "step_p90_ape_pct": Measure(
-        STEP_MODELS,
-        "90th percentile of the errors of step times",
-        " %",
-        False,
-        lambda e: e.holdout.p90_ape_pct,
+    "step_bias_pct": _of_steps("bias of the summed step times", " %", False, _absolute_bias_pct),
+    "step_skill": _of_steps(
+        "share of the baseline's error that the step model removes:", "", True, lambda e: e.skill
     ),
-    "step_bias_pct": Measure(STEP_MODELS, "bias of the summed step times", " %", False, _absolute_bias_pct),
-    "step_skill": Measure(
-        STEP_MODELS,
-        "share of the baseline's error that the step model removes:",
-        "",
-        True,
-        lambda e: e.skill,
+    "step_extrapolated_pct": _of_steps(
+        "held-out steps outside the training range:", " %", False, _extrapolated_pct
     ),
-    "step_extrapolated_pct": Measure(
-        STEP_MODELS, "held-out steps outside the training range:", " %", False, _extrapolated_pct
-    ),
-    "step_prefill_reach_pct": Measure(
-        STEP_MODELS,
+    "step_prefill_reach_pct": _of_steps(
         "prompt tokens of the fullest training step, as a share of a step's token budget:",
         " %",
         True,
         lambda e: e.prefill_reach_pct,
         needed=False,
     ),
-    "queue_wait_skill": Measure(
-        _WAIT,
-        "share of the baseline's error that the queue-wait model removes:",
-        "",
-        True,
-        _wait_skill,
+    "queue_wait_skill": _of_waits(
+        "share of the baseline's error that the queue-wait model removes:", "", True, _wait_skill
     ),
-    "queue_regime_accuracy": Measure(
-        _WAIT, "balanced accuracy of predicting which requests wait for room:", "", True, _regime_accuracy
+    "queue_regime_accuracy": _of_waits(
+        "balanced accuracy of predicting which requests wait for room:", "", True, _regime_accuracy
     ),
-    "admission_mdape_pct": Measure(
-        _ADMISSION, "median error of admission", " %", False, lambda e: e.holdout.mdape_pct
+    "admission_mdape_pct": _of_admission(
+        "median error of admission", " %", False, lambda e: e.holdout.mdape_pct
     ),
 }
 
@@ -175,31 +162,30 @@ def _verdict(criteria: tuple[Criterion, ...]) -> Verdict:
 def _criterion(models: Mapping[str, Validation], threshold: Threshold) -> Criterion:
     """Compare one measure with its threshold."""
     measure = MEASURES[threshold.measure]
-
-    def criterion(answer: Answer, reason: str, value: float | None = None) -> Criterion:
-        return Criterion(
-            measure=threshold.measure,
-            value=value,
-            yes=threshold.yes,
-            with_limits=threshold.with_limits,
-            higher_is_better=measure.higher_is_better,
-            answer=answer,
-            reason=reason,
-        )
-
-    name = next((m for m in measure.models if m in models), None)
-    if name is None:
-        return criterion("no", f"{measure.models[0]} is not fitted")
-    value = measure.of(models[name])
-    if value is None:
+    entry = next((models[m] for m in measure.models if m in models), None)
+    value = None if entry is None else measure.of(entry)
+    answer: Answer
+    if entry is None:
+        answer, reason = "no", f"{measure.models[0]} is not fitted"
+    elif value is None:
         # The hold-out has no such rows: the model is neither confirmed nor refuted.
-        return criterion("with limits", f"{measure.what.removesuffix(':')}: not known from this hold-out")
-    answer = _answer(value, threshold, higher_is_better=measure.higher_is_better)
-    bound = threshold.with_limits if answer == "no" else threshold.yes
-    required = f"at {'least' if measure.higher_is_better else 'most'} {bound:g}{measure.unit}"
-    # The verdict stands: it says itself on how little it rests.
-    few = f" from {rows} rows only" if (rows := models[name].holdout.n) < FEW_ROWS else ""
-    return criterion(answer, f"{measure.what} {value:.3g}{measure.unit}{few} ({required} required)", value)
+        answer, reason = "with limits", f"{measure.what.removesuffix(':')}: not known from this hold-out"
+    else:
+        answer = _answer(value, threshold, higher_is_better=measure.higher_is_better)
+        bound = threshold.with_limits if answer == "no" else threshold.yes
+        required = f"at {'least' if measure.higher_is_better else 'most'} {bound:g}{measure.unit} required"
+        # The verdict stands: it says itself on how little it rests.
+        few = f" from {entry.holdout.n} rows only" if entry.holdout.n < FEW_ROWS else ""
+        reason = f"{measure.what} {value:.3g}{measure.unit}{few} ({required})"
+    return Criterion(
+        measure=threshold.measure,
+        value=value,
+        yes=threshold.yes,
+        with_limits=threshold.with_limits,
+        higher_is_better=measure.higher_is_better,
+        answer=answer,
+        reason=reason,
+    )
 
 
 def _answer(value: float, threshold: Threshold, *, higher_is_better: bool) -> Answer:

@@ -97,6 +97,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "max_tokens": "output_tokens",
     "cached_prompt_tokens": "cached",
     "prefix_hit_ratio": "cached / prompt_tokens",
+    # An arrival meets the running requests; prompts among their steps are in `_TRAFFIC`.
     "num_prefill_reqs": "0",
     "num_decode_reqs": "batch",
     "prefill_tokens": "0",

@@ -288,6 +288,12 @@ def scope_options(options: TrainOptions) -> ScopeOptions:
     """Return the options of training that the fits need."""
     if options.positive and options.any_sign:
         raise UsageError("--positive and --any-sign contradict each other", hint="give one of them")
+    # Before a fit of minutes: they are read at its end.
+    if not all(isinstance(threshold, Threshold) for threshold in options.thresholds):
+        raise UsageError(
+            "TrainOptions.thresholds are not all of type Threshold",
+            hint='for example tracefit.coefficients.verdicts.override(["simulation.step_mape_pct=12:30"])',
+        )
     return ScopeOptions(
         options.beta_target,
         positive=options.positive,

@@ -179,14 +179,15 @@ def train_and_holdout(
     return train, held
 
 
-def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
-    """Add the number of running requests when each request was first scheduled and, on average, while it decoded.
+def timed_requests(source: Source, target: str) -> pl.DataFrame:
+    """Return the requests whose duration `target` is known, split by time, with the load they ran under.
 
     Returns:
-        The `requests` table with uncached_tokens, running_start, running_decode and ts_ns; null where not known.
+        The `requests` table with `y` in us, ts_ns (first scheduled), uncached_tokens, and the running requests when each was
+        first scheduled (running_start) and, on average, while it decoded (running_decode); null where not known.
     """
     # Cumulative sums over an engine's steps: the mean over a request's decode is a difference of two of them.
-    steps = tables.timeline.filter(pl.col("running_depth").is_not_null()).sort(*ENGINE, "step_id")
+    steps = source.tables.timeline.filter(pl.col("running_depth").is_not_null()).sort(*ENGINE, "step_id")
     running = pl.col("running_depth").cast(pl.Float64)
     steps = steps.select(
         *ENGINE,
@@ -195,11 +196,12 @@ def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
         total=running.cum_sum().over(ENGINE),
         count=pl.int_range(1, pl.len() + 1).over(ENGINE).cast(pl.Float64),
     ).sort("step_id")
-    rows = tables.requests.with_columns(
+    computed = pl.col("prompt_tokens") - pl.col("cached_prompt_tokens").fill_null(0)
+    rows = source.tables.requests.with_columns(
+        y=pl.col(target).cast(pl.Float64),
         ts_ns=pl.col("first_scheduled_ns"),
-        uncached_tokens=(pl.col("prompt_tokens") - pl.col("cached_prompt_tokens").fill_null(0)).cast(
-            pl.Float64
-        ),
+        uncached_tokens=computed.cast(pl.Float64),
+        excluded_reason=pl.lit(None, pl.String),
     )
     at_steps = {"start": "first_scheduled_step", "first": "first_token_step", "end": "finished_step"}
     for name, step in at_steps.items():
@@ -208,16 +210,10 @@ def requests_under_load(tables: ScopeTables) -> pl.DataFrame:
             at, left_on=step, right_on="step_id", by=ENGINE, check_sortedness=False
         )
         rows = joined.drop("step_id")
-    steps_between = pl.col("count_end") - pl.col("count_first")
-    mean = (pl.col("total_end") - pl.col("total_first")) / steps_between
-    return rows.with_columns(running_decode=pl.when(steps_between > 0).then(mean))
-
-
-def timed_requests(source: Source, target: str) -> pl.DataFrame:
-    """Return the requests under load whose duration `target` is known, with it as `y` in us, split by time."""
-    rows = requests_under_load(source.tables).filter((pl.col(target) > 0) & pl.col("ts_ns").is_not_null())
-    rows = rows.with_columns(y=pl.col(target).cast(pl.Float64), excluded_reason=pl.lit(None, pl.String))
-    return split_by_time(rows)
+    between = pl.col("count_end") - pl.col("count_first")
+    mean = (pl.col("total_end") - pl.col("total_first")) / between
+    rows = rows.with_columns(running_decode=pl.when(between > 0).then(mean))
+    return split_by_time(rows.filter((pl.col("y") > 0) & pl.col("ts_ns").is_not_null()))
 
 
 def number(value: float) -> str:

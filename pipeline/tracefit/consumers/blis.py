@@ -266,7 +266,8 @@ def to_blis_registry(source: Source) -> Export:
     cite = f"tracefit {__version__}, scope {source.scope.scope_id}, traces sha256 {inputs}"
     step = found.errors[0]
     values = [*zip(_BETA_ENTRIES, found.beta, strict=True), *zip(_ALPHA_ENTRIES, found.alpha, strict=True)]
-    said = f"Held-out step time of the set: {_percent(step.mape_pct)} mean absolute percentage error on {step.n} steps."
+    error = "unknown" if step.mape_pct is None else f"{step.mape_pct:.3g} %"
+    said = f"Held-out step time of the set: {error} mean absolute percentage error on {step.n} steps."
     entries = [_entry(name, units, value, scope, cite, said) for (name, units), value in values]
     name = f"tracefit-{source.scope.scope_id}"
     notes = (*found.notes, _KERNEL_SETS, "the use line is for a clone of blis-registry")
@@ -276,26 +277,18 @@ def to_blis_registry(source: Source) -> Export:
 
 
 def _entry(name: str, units: str, value: float, scope: str, cite: str, said: str) -> str:
-    source = f"      sources: [{{kind: model, cite: {_quoted(cite)}, role: primary}}]"
     # Its rules: a value of zero is "not charged", and every other one names how and from what it was derived.
     if value:
-        provenance = [
-            "      method: measured",
-            "      fitted: true",
-            f"      rationale: {_quoted(said)}",
-            source,
-        ]
+        method, source = (
+            "measured",
+            f"sources: [{{kind: model, cite: {_quoted(cite)}, role: primary}}]\n      ",
+        )
     else:
-        zero = "The fit on these traces puts it at zero, or cannot tell it from the constant of a step."
-        provenance = ["      method: not_charged", "      fitted: false", f"      rationale: {_quoted(zero)}"]
-    return "\n".join(
-        [
-            f"  - {name}:",
-            f"      value: {number(value)}",
-            f"      units: {units}",
-            *provenance,
-            f"      scope: {scope}",
-        ]
+        method, source = "not_charged", ""
+        said = "The fit on these traces puts it at zero, or cannot tell it from the constant of a step."
+    return (
+        f"  - {name}:\n      value: {number(value)}\n      units: {units}\n      method: {method}\n"
+        f"      fitted: {str(bool(value)).lower()}\n      rationale: {_quoted(said)}\n      {source}scope: {scope}"
     )
 
 
@@ -303,7 +296,3 @@ def _quoted(text: str) -> str:
     """Return a text as a YAML string; characters that cannot be in one become `?`."""
     safe = "".join(c if c.isprintable() and c not in '"\\' else "?" for c in text)
     return f'"{safe}"'
-
-
-def _percent(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3g} %"

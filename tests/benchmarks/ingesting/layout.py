@@ -97,57 +97,33 @@ class Extra:
 
 @dataclass(frozen=True)
 class Layout:
-    """Everything about a file that is not the run itself.
+    """Everything about a file that is not the run itself."""
 
-    Attributes:
-        seed: What it was drawn from.
-        spelling: A name in `SPELLINGS`.
-        has_api_prefix: Whether API events are called `api.ARRIVED` or `ARRIVED`.
-        clock: Core events carry seconds and `ns`, seconds and `zero` nanoseconds, or `seconds` alone.
-        prompt_share: Share of snapshots with `request.effective_prompt_len`.
-        keeps_order: Whether attributes stand in the emitter's order, unknown ones behind.
-        extras: Unknown attributes per kind of event, and per `resource`, `scope` and name of a span.
-        resource: Attributes of the resource; `{process}` in one is filled in.
-        mixes_processes: Whether a record can hold spans of both processes.
-        spans_per_record: Median number of spans of a record.
-        record_spread: Sigma of the logarithm of that number.
-        record_bytes: Length at which a record is closed, whatever it holds.
-        orders: JSON: order of the keys of each kind of object, where it is not the Collector's.
-        separators: JSON: what stands between items and behind a key.
-        quotes_integers: JSON: whether `intValue` is a string.
-        quotes_times: JSON: whether times are strings.
-        names_enums: JSON: whether `kind` and status codes are names.
-        whole_doubles: JSON: whether a whole double has a fraction (`1.0`).
-        upper_ids: JSON: whether ids are in upper case.
-        is_ascii: JSON: whether other letters are escaped.
-        writes_empty: JSON: whether empty lists, strings and zeros are written.
-        has_event_zeros: JSON: whether events say that they dropped no attribute.
-        run: Options of the generator that make the run.
-    """
-
-    seed: int
-    spelling: str
-    has_api_prefix: bool
-    clock: str
-    prompt_share: float
-    keeps_order: bool
+    seed: int  # what it was drawn from
+    spelling: str  # a name in `SPELLINGS`
+    has_api_prefix: bool  # whether API events are called `api.ARRIVED` or `ARRIVED`
+    clock: str  # core events carry seconds and `ns`, seconds and `zero` nanoseconds, or `seconds` alone
+    prompt_share: float  # share of snapshots with `request.effective_prompt_len`
+    keeps_order: bool  # whether attributes stand in the emitter's order, unknown ones behind
+    # Unknown attributes per kind of event, and per `resource`, `scope` and name of a span.
     extras: dict[str, tuple[Extra, ...]]
-    resource: tuple[tuple[str, Value], ...]
-    mixes_processes: bool
-    spans_per_record: float
-    record_spread: float
-    record_bytes: int
+    resource: tuple[tuple[str, Value], ...]  # attributes of the resource; `{process}` in one is filled in
+    mixes_processes: bool  # whether a record can hold spans of both processes
+    spans_per_record: float  # median number of spans of a record
+    record_spread: float  # sigma of the logarithm of that number
+    record_bytes: int  # length at which a record is closed, whatever it holds
+    # JSON: order of the keys of each kind of object, where it is not the Collector's.
     orders: dict[str, tuple[str, ...]]
-    separators: tuple[str, str]
-    quotes_integers: bool
-    quotes_times: bool
-    names_enums: bool
-    whole_doubles: bool
-    upper_ids: bool
-    is_ascii: bool
-    writes_empty: bool
-    has_event_zeros: bool
-    run: dict[str, Any] = field(repr=False)
+    separators: tuple[str, str]  # JSON: what stands between items and behind a key
+    quotes_integers: bool  # JSON: whether `intValue` is a string
+    quotes_times: bool  # JSON: whether times are strings
+    names_enums: bool  # JSON: whether `kind` and status codes are names
+    whole_doubles: bool  # JSON: whether a whole double has a fraction (`1.0`)
+    upper_ids: bool  # JSON: whether ids are in upper case
+    is_ascii: bool  # JSON: whether other letters are escaped
+    writes_empty: bool  # JSON: whether empty lists, strings and zeros are written
+    has_event_zeros: bool  # JSON: whether events say that they dropped no attribute
+    run: dict[str, Any] = field(repr=False)  # options of the generator that make the run
     _ranks: dict[tuple[str, str], float] = field(default_factory=dict, repr=False, compare=False)
 
     def key(self, key: str) -> str:

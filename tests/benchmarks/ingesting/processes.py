@@ -20,19 +20,12 @@ _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 class Measured(NamedTuple):
-    """What a process and its children took.
+    """What a process and its children took."""
 
-    Attributes:
-        cpu_s: User and system time of all of them.
-        wall_s: From start to end.
-        peak_mib: Most memory they had at one time.
-        output: What the process wrote to stdout.
-    """
-
-    cpu_s: float
-    wall_s: float
-    peak_mib: float
-    output: str
+    cpu_s: float  # user and system time of all of them
+    wall_s: float  # from start to end
+    peak_mib: float  # most memory they had at one time
+    output: str  # what the process wrote to stdout
 
 
 def measure(command: Sequence[str], *, accepted: Sequence[int] = (0,)) -> Measured:

@@ -90,22 +90,16 @@ _SHIFTS = {
 
 @dataclass
 class Written:
-    """A trace file and what is in it.
+    """A trace file and what is in it."""
 
-    Attributes:
-        path: The file.
-        size: Its length in bytes.
-        records: Its records.
-        rows: Rows it must make, by table.
-        columns: Attribute keys it holds, by family of events, as it spells them: key to `int`, `float` or `str`.
-    """
-
-    path: Path
-    size: int = 0
-    records: int = 0
+    path: Path  # the file
+    size: int = 0  # its length in bytes
+    records: int = 0  # its records
+    # Rows it must make, by table.
     rows: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("spans", "journey_events", "steps", "request_snapshots"), 0)
     )
+    # Attribute keys it holds, by family of events, as it spells them: key to `int`, `float` or `str`.
     columns: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
