@@ -330,24 +330,6 @@ def grows_linearly():
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """Return a function that lists the arguments of each call of a function of a module or class, from now on."""
-
-    def count(module, name):
-        made = []
-        function = getattr(module, name)
-
-        def counted(*args, **options):
-            made.append(args)
-            return function(*args, **options)
-
-        monkeypatch.setattr(module, name, counted)
-        return made
-
-    return count
-
-
-@pytest.fixture
 def tracefit(monkeypatch, capsys):
     """Return a function that runs the entry point: exit code, stdout, stderr."""
 
@@ -510,7 +492,6 @@ def gpu() -> Gpu:
         memory_gb=1.0,
         memory_bandwidth_gb_s=1.0,
         link_gb_s=2.0,
-        sources={},
     )
 
 

@@ -17,10 +17,12 @@ def same(bucket, trained, tracefit):
     bucket.copy_of(trained, "out")
 
     def compare(*arguments):
-        near = tracefit(*(str(a).replace(OUT, str(trained)) for a in arguments))
-        far = tracefit(*arguments)
-        assert [part.replace(OUT, str(trained)) if isinstance(part, str) else part for part in far] == [*near]
-        return far
+        local = tracefit(*(str(a).replace(OUT, str(trained)) for a in arguments))
+        remote = tracefit(*arguments)
+        assert [part.replace(OUT, str(trained)) if isinstance(part, str) else part for part in remote] == [
+            *local
+        ]
+        return remote
 
     return compare
 
@@ -61,9 +63,9 @@ def test_a_report_is_drawn_in_the_bucket(same, bucket):
 def test_a_whole_job_leaves_the_same_in_a_bucket(tmp_path, bucket, tracefit, new_traces):
     folder = new_traces().load().write(tmp_path / "busy")
     options = ("--fast", "--features", "batch")
-    near = tracefit("run", folder, "--out", tmp_path / "out", *options)
-    far = tracefit("run", folder, "--out", OUT, *options)
-    assert [str(part).replace(OUT, str(tmp_path / "out")) for part in far] == [str(part) for part in near]
+    local = tracefit("run", folder, "--out", tmp_path / "out", *options)
+    remote = tracefit("run", folder, "--out", OUT, *options)
+    assert [str(part).replace(OUT, str(tmp_path / "out")) for part in remote] == [str(part) for part in local]
     for path in (tmp_path / "out").glob("**/*.*"):
         name = path.relative_to(tmp_path / "out").as_posix()
         if not name.startswith("tables/"):

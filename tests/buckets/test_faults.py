@@ -154,7 +154,7 @@ def test_a_bucket_that_may_only_be_read_stays_as_it_is(bucket, run, new_traces, 
     ingest([new_traces().request(1, 0, step=1).write(tmp_path / "first")], TABLES)
     before = bucket.named("tables")
     bucket.trouble = lambda method, key: "403" if method == "PUT" and key.endswith(name) else None
-    with pytest.raises(UsageError, match="cannot be read or written") as told:
+    with pytest.raises(UsageError, match="cannot be read or written") as caught:
         ingest([run], TABLES)
-    assert told.value.exit_code == 2
+    assert caught.value.exit_code == 2
     assert bucket.named("tables") == bucket.parts("tables") == before

@@ -39,16 +39,16 @@ def small(tmp_path, new_traces):
 
 
 def test_a_bucket_has_the_parts_of_a_folder_and_nothing_else(tmp_path, bucket, run):
-    far, near = ingest([run], TABLES), ingest([run], tmp_path / "tables")
-    assert (str(far.tables), far.runs) == (TABLES, near.runs)
-    parts = {p.relative_to(near.tables).as_posix() for p in near.tables.rglob("part-*.parquet")}
+    remote, local = ingest([run], TABLES), ingest([run], tmp_path / "tables")
+    assert (str(remote.tables), remote.runs) == (TABLES, local.runs)
+    parts = {p.relative_to(local.tables).as_posix() for p in local.tables.rglob("part-*.parquet")}
     assert bucket.parts("a/tables") == parts == bucket.named("a/tables")
     # What was staged is read from the copies on disk.
     assert not [key for method, key in bucket.asked if method == "GET" and ".stage/" in key]
     for name in INGEST_TABLES:
-        assert TableStore(TABLES).read(name).equals(TableStore(near.tables).read(name))
+        assert TableStore(TABLES).read(name).equals(TableStore(local.tables).read(name))
     for name in ("requests", "runs"):
-        assert scan(TABLES, name).collect().equals(scan(near.tables, name).collect())
+        assert scan(TABLES, name).collect().equals(scan(local.tables, name).collect())
     assert set(TableStore(TABLES).read("steps", columns=["step_id"]).columns) == {"step_id"}
 
 
@@ -158,9 +158,9 @@ def test_two_writers_of_one_run_are_one_and_one_line(bucket, small, monkeypatch)
     monkeypatch.setattr(TableStore, "commit", late)
     with pytest.raises(
         UsageError, match=f"^{TABLES}: run run-2 was changed by another process meanwhile"
-    ) as told:
+    ) as caught:
         ingest([mine], TABLES)
-    assert told.value.exit_code == 2
+    assert caught.value.exit_code == 2
     rows = TableStore(TABLES).read("requests")
     assert rows.select("run_id", "request_id").rows() == [("run", "cmpl-1"), ("run-2", "cmpl-3")]
     assert first < bucket.parts("a/tables") == bucket.named("a/tables")
@@ -206,9 +206,9 @@ def test_a_path_in_a_bucket_stays_one(monkeypatch):
 
 @pytest.mark.parametrize("url", ["s3://KEY:SECRET@b/x", "s3://b/x?region=eu-west-1", "s3://"])
 def test_secrets_and_options_stay_out_of_the_name(url):
-    with pytest.raises(UsageError, match="from the environment: AWS_ACCESS_KEY_ID") as told:
+    with pytest.raises(UsageError, match="from the environment: AWS_ACCESS_KEY_ID") as caught:
         TableStore(url)
-    assert "KEY:" not in str(told.value)
+    assert "KEY:" not in str(caught.value)
 
 
 def test_a_file_url_is_a_folder(tmp_path, small):

@@ -135,8 +135,8 @@ def test_every_byte_is_read_once_and_gives_the_tables_of_local_files(
     assert set(spans["source_file"]) == {f"s3://bucket/prod/traces-{n}.json" for n in range(3)}
     ingest([Path(bucket.root, "prod")], tmp_path / "local", workers=1)
     assert _same(_tables(tmp_path / "tables"), _tables(tmp_path / "local"))
-    far, near = (TableStore(tmp_path / out).manifest().runs["prod"].files for out in ("tables", "local"))
-    assert [file.sha256 for file in far] == [file.sha256 for file in near]
+    remote, local = (TableStore(tmp_path / out).manifest().runs["prod"].files for out in ("tables", "local"))
+    assert [file.sha256 for file in remote] == [file.sha256 for file in local]
     assert not list((tmp_path / "tables").glob(".writing-*"))
 
 

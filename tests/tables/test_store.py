@@ -91,7 +91,7 @@ def test_other_contents_of_the_same_name_get_a_number_and_a_warning(tmp_path, sa
     assert TableStore(tmp_path / "tables").read("requests")["request_id"].to_list() == ["cmpl-1", "cmpl-2"]
 
 
-def test_namesakes_of_one_call_are_numbered_and_warned_about_too(tmp_path, same_name_runs):
+def test_runs_of_one_name_in_one_call_are_numbered_and_warned_about_too(tmp_path, same_name_runs):
     result = ingest(same_name_runs, tmp_path / "tables")
     assert [r.run_id for r in result.runs] == ["run", "run-2"]
     assert "run-2" in result.warnings[0]

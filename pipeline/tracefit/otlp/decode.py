@@ -35,7 +35,7 @@ from tracefit.otlp.model import (
 from tracefit.otlp.packed import PackedTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -400,21 +400,18 @@ def _build(
     for name, keys in wanted.events.items():
         if name in names:
             rows = np.flatnonzero(codes == names[name])
-            found, bad = _read_attributes(events.texts, rows, keys, encoding, events.odd)
+            found, bad = _read_attributes(events.texts, rows, keys, encoding, _to_types(keys), events.odd)
             unreadable |= set(number[span_row[bad]].tolist())
-            # Rows of bad events are missing here; then the error below discards these frames.
-            if found:
-                frames[name] = _in_order([(r, _event_frame(r, c, keys, events, span_row)) for r, c in found])
+            if len(found):
+                place = found["row"].to_numpy()
+                known = pl.DataFrame({"span_row": span_row[place], "unix_ns": events.unix_ns[place]})
+                frames[name] = known.hstack(found.drop("row"))
     attributes, bad = _span_attributes(spans, groups, encoding, wanted)
     unreadable |= set(number[bad].tolist())
-    if unreadable:
+    if unreadable:  # then rows are missing in these frames
         raise UnreadableRecordsError(unreadable)
     frame = _span_frame(spans, groups, number, held, dropped)
     return frame.hstack(attributes), frames, _event_counts(names, codes, span_row)
-
-
-_AttributeColumns = tuple["NDArray[np.int64]", dict[str, pl.Series]]
-"""Rows of spans or events that were read together, and a column for each wanted attribute that they have."""
 
 
 def _read_attributes(
@@ -422,8 +419,9 @@ def _read_attributes(
     rows: NDArray[np.int64],
     keys: Collection[str],
     encoding: _Encoding,
+    convert: Callable[[pl.Series], pl.Series],
     known: Mapping[int, Pairs],
-) -> tuple[list[_AttributeColumns], list[int]]:
+) -> tuple[pl.DataFrame, list[int]]:
     """Read the attributes of some spans or events: by column where a layout matches, else one by one.
 
     Args:
@@ -431,10 +429,11 @@ def _read_attributes(
         rows: The rows to read, ascending.
         keys: Attributes that become columns.
         encoding: The encoding of the texts.
+        convert: Gives a column, which has the name of its key, its type.
         known: Attributes that were read before, by row.
 
     Returns:
-        The columns, for two groups of rows at most, and the rows that cannot be read.
+        A frame of those that can be read, in order: `row`, and a column per key that some have. The rows of the others.
     """
     unknown = rows[~np.isin(rows, list(known))] if known else rows
     found = layouts.read_columns(texts, unknown, keys, encoding.syntax)
@@ -450,18 +449,15 @@ def _read_attributes(
             bad.append(row)
         else:
             pairs.append(dict(read))  # the last counts if a key occurs twice
-    parts: list[_AttributeColumns] = [(found.rows, found.columns)] if len(found.rows) else []
-    if pairs:
-        parts.append((rest[~np.isin(rest, bad)] if bad else rest, _columns_of(pairs, keys)))
-    return parts, bad
-
-
-def _in_order(parts: Sequence[tuple[NDArray[np.int64], pl.DataFrame]]) -> pl.DataFrame:
-    """Concatenate frames in the order of their rows."""
-    if len(parts) == 1:
-        return parts[0][1]
-    frame = pl.concat([frame for _, frame in parts], how="diagonal")
-    return frame[np.argsort(np.concatenate([rows for rows, _ in parts]))]
+    parts = [(found.rows, found.columns), (rest[~np.isin(rest, bad)], _columns_of(pairs, keys))]
+    frames = [
+        pl.DataFrame({"row": some, **{key: convert(column) for key, column in columns.items()}})
+        for some, columns in parts
+        if len(some)
+    ]
+    if len(frames) > 1:
+        return pl.concat(frames, how="diagonal").sort("row"), bad
+    return frames[0] if frames else pl.DataFrame(schema={"row": pl.Int64}), bad
 
 
 def _columns_of(pairs: list[dict[str, Any]], keys: Collection[str]) -> dict[str, pl.Series]:
@@ -471,65 +467,48 @@ def _columns_of(pairs: list[dict[str, Any]], keys: Collection[str]) -> dict[str,
         values = [each.get(key) for each in pairs]
         kinds = {type(value) for value in values} - {type(None)}
         if kinds:
-            columns[key] = pl.Series(
-                key, values if len(kinds) == 1 else [scalar_text(value) for value in values]
-            )
+            texts = values if len(kinds) == 1 else [scalar_text(value) for value in values]
+            columns[key] = pl.Series(key, texts)
     return columns
 
 
-def _event_frame(
-    rows: NDArray[np.int64],
-    found: dict[str, pl.Series],
-    keys: Mapping[str, pl.DataType],
-    events: Events,
-    span_row: NDArray[np.uint32],
-) -> pl.DataFrame:
-    columns = {"span_row": span_row[rows], "unix_ns": events.unix_ns[rows]}
-    columns |= {key: as_type(column, keys[key]) for key, column in found.items()}
-    return pl.DataFrame(columns)
+def _to_types(types: Mapping[str, pl.DataType]) -> Callable[[pl.Series], pl.Series]:
+    return lambda column: _as_type(column, types[column.name])
 
 
 def _span_attributes(
     spans: list[Span], groups: _Groups, encoding: _Encoding, wanted: Wanted
 ) -> tuple[pl.DataFrame, list[int]]:
-    """Return the attributes of spans as columns, and the rows of spans that cannot be read."""
+    """Return the attributes of spans: the kept ones as a list of key and value, the wanted ones as text columns; and bad rows."""
     texts = PackedTexts.of([span.attributes for span in spans])
     # By scope, because one exporter writes its spans alike; not by name, as every step span has a name of its own.
     scopes = {scope: code for code, scope in enumerate({group.origin.scope: None for _, group in groups})}
     codes = np.array([scopes[group.origin.scope] for _, group in groups], np.int64)
     scope_of = np.repeat(codes, [len(group.spans) for _, group in groups])
     keys = wanted.kept_keys.union(wanted.span_keys)
-    nothing = pl.DataFrame(
-        schema={"attributes": ATTRIBUTE_LIST, **dict.fromkeys(wanted.span_keys, pl.String)}
-    )
-    parts = [(np.zeros(0, np.int64), nothing)]
+    frames = [pl.DataFrame(schema={"row": pl.Int64, **dict.fromkeys(wanted.span_keys, pl.String)})]
     bad: list[int] = []
     for scope in range(len(scopes)):
-        found, unreadable = _read_attributes(texts, np.flatnonzero(scope_of == scope), keys, encoding, {})
-        parts += [(rows, _attribute_frame(columns, len(rows), wanted)) for rows, columns in found]
+        rows = np.flatnonzero(scope_of == scope)
+        frame, unreadable = _read_attributes(texts, rows, keys, encoding, layouts.as_text, {})
+        frames.append(frame)
         bad += unreadable
-    return _in_order(parts), bad
+    found = pl.concat(frames, how="diagonal").sort("row")
+    kept = _key_value_lists(found.select(sorted(wanted.kept_keys.intersection(found.columns))), len(found))
+    return found.select(kept.alias("attributes"), *wanted.span_keys), bad
 
 
-def _attribute_frame(found: dict[str, pl.Series], count: int, wanted: Wanted) -> pl.DataFrame:
-    """Return the wanted attributes of spans as text columns, and the kept ones as a list of key and value."""
-    texts = {key: layouts.as_text(column) for key, column in found.items()}
-    kept = {key: texts[key] for key in sorted(wanted.kept_keys.intersection(texts))}
-    columns = {key: texts[key] for key in wanted.span_keys if key in texts}
-    return pl.DataFrame({"attributes": _key_value_lists(kept, count), **columns})
-
-
-def _key_value_lists(columns: dict[str, pl.Series], count: int) -> pl.Series:
-    """Return a list of key and value for each row, without the values that are null.
+def _key_value_lists(frame: pl.DataFrame, count: int) -> pl.Series:
+    """Return a list of key and value for each of `count` rows, without the values that are null.
 
     Arrow's lists are made of offsets, which takes a tenth of the time of polars' expressions for lists.
     """
-    if not columns:
+    if not frame.width:
         return pl.Series([[]], dtype=ATTRIBUTE_LIST).new_from_index(0, count)
-    is_there = np.column_stack([column.is_not_null().to_numpy() for column in columns.values()])
+    is_there = np.column_stack([column.is_not_null().to_numpy() for column in frame])
     rows, keys = np.nonzero(is_there)  # row by row, the keys of each in order
-    values = pl.concat(list(columns.values())).gather(keys * count + rows)
-    names = pl.Series(list(columns), dtype=pl.String).gather(keys)
+    values = pl.concat(list(frame)).gather(keys * count + rows)
+    names = pl.Series(frame.columns, dtype=pl.String).gather(keys)
     pairs = pa.StructArray.from_arrays([names.to_arrow(), values.to_arrow()], ["key", "value"])
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum(is_there.sum(axis=1), out=offsets[1:])
@@ -581,7 +560,8 @@ def _span_frame(
 def _event_counts(
     names: dict[str, int], codes: NDArray[np.int64], span_row: NDArray[np.uint32]
 ) -> pl.DataFrame:
-    # Row and name in one number, so that one sort groups them. `np.unique` would import `numpy.ma`, which takes as long as decoding a few megabytes.
+    # Row and name in one number, so that one sort groups them. `np.unique` would import `numpy.ma`, which takes as long as
+    # decoding a few megabytes.
     pairs = np.sort(span_row.astype(np.int64) * max(len(names), 1) + codes)
     starts = np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1])) if len(pairs) else pairs
     counts = np.diff(np.append(starts, len(pairs)))
@@ -590,7 +570,7 @@ def _event_counts(
     return pl.DataFrame({"span_row": rows, "name": texts.gather(code), "count": counts}, schema=COUNT_COLUMNS)
 
 
-def as_type(column: pl.Series, dtype: pl.DataType) -> pl.Series:
+def _as_type(column: pl.Series, dtype: pl.DataType) -> pl.Series:
     """Return values converted to the type of their column, null if they cannot be.
 
     Exporters differ in how they write a number: 7, 7.0 and "7" are the same.

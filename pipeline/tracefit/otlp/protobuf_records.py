@@ -10,7 +10,6 @@ from __future__ import annotations
 from base64 import b64encode
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
@@ -158,8 +157,7 @@ def check_record(payload: bytes, reject: MakeReject, max_rejects: int, first_spa
         first_span: The number of its first span, by which rejects name spans.
 
     Returns:
-        The good spans, their events rewritten as exporters write them, and a reject for each bad span; a single reject if
-        the message cannot be parsed.
+        The good spans, and a reject for each bad one; a single reject if the message cannot be parsed.
     """
     groups: list[SpanGroup] = []
     rejects: list[Reject] = []
@@ -214,11 +212,11 @@ def _span(message: Any) -> Span:
 
 
 def _checked_span(message: Any) -> Span:
-    """Return a span with attributes and events rewritten as exporters write them; nested values become text."""
     span = _span(message)
-    attributes = write_event(0, "", read_pairs(bytes(span.attributes)), 0)
-    events = [write_event(*read_event(event)) for event in span.events]
-    return msgspec.structs.replace(span, attributes=attributes, events=events)
+    read_pairs(bytes(span.attributes))
+    for event in span.events:
+        _read_event(event)
+    return span
 
 
 _ATTRIBUTE_HEADS = [bytes([0x1A, size]) for size in range(0x80)]
@@ -241,12 +239,8 @@ def _id(value: bytes, name: str) -> str:
     return value.hex()
 
 
-def read_event(event: bytes) -> tuple[int, str, Pairs, int]:
-    """Return the time, name, attributes and number of dropped attributes of an event.
-
-    Raises:
-        FieldError: It is not valid.
-    """
+def _read_event(event: bytes) -> tuple[int, str, Pairs, int]:
+    """Return the time, name, attributes and number of dropped attributes of an event; FieldError if it is not valid."""
     try:
         message = Event.FromString(event)
     except DecodeError as error:
@@ -257,38 +251,13 @@ def read_event(event: bytes) -> tuple[int, str, Pairs, int]:
     return message.time_unix_nano, message.name, pairs, message.dropped_attributes_count
 
 
-def write_event(unix_ns: int, name: str, pairs: Pairs, dropped: int) -> bytes:
-    """Return an event as exporters write it, with nested attributes as text."""
-    attributes = [_write_pair(key, value) for key, value in pairs]
-    message = Event(
-        time_unix_nano=unix_ns, name=name, attributes=attributes, dropped_attributes_count=dropped
-    )
-    return message.SerializeToString()  # type: ignore[no-any-return]  # a class made at run time
-
-
-def _write_pair(key: str, value: Scalar) -> bytes:
-    # The official schema: imported only for unusual records, because loading it takes time.
-    from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue  # noqa: PLC0415
-
-    content = AnyValue()
-    if isinstance(value, bool):
-        content.bool_value = value
-    elif isinstance(value, int):
-        content.int_value = value
-    elif isinstance(value, float):
-        content.double_value = value
-    elif value is not None:
-        content.string_value = value
-    return KeyValue(key=key, value=content).SerializeToString()
-
-
 def read_pairs(attributes: bytes) -> Pairs:
     """Return keys and values of attributes in the wire format of an event's attributes.
 
     Raises:
         FieldError: An attribute is no message, or nested too deep.
     """
-    return read_event(attributes)[2]
+    return _read_event(attributes)[2]
 
 
 def _pair(attribute: bytes) -> tuple[str, Scalar]:
@@ -368,7 +337,7 @@ def event_columns(events: list[bytes]) -> Events:
     )
     for place in np.flatnonzero(~usual).tolist():
         try:
-            unix_ns[place], columns.names[place], pairs, columns.dropped[place] = read_event(events[place])
+            unix_ns[place], columns.names[place], pairs, columns.dropped[place] = _read_event(events[place])
         except FieldError:
             columns.bad.append(place)
         else:

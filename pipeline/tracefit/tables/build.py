@@ -391,9 +391,10 @@ class _Run:
         tally = RunTally(self.run_id)
         self._finish_requests()
         for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
-            if not self._sort(name).rows:
-                write(name, schema.TABLES[name].empty())
-            for window in self._sort(name).windows():
+            # At least one, so that a table without rows is there too.
+            for window in (
+                self._sort(name).windows() if self._sort(name).rows else [schema.TABLES[name].empty()]
+            ):
                 rows = _without_repeats(window) if name == "spans" and self.counts["other"] else window
                 tally.add(name, rows)
                 write(name, rows)

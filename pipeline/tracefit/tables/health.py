@@ -14,9 +14,6 @@ from tracefit.tables.schema import ENGINE
 CUT_OFF = ("aborted", "error", "ignored")
 """Finish statuses of requests that need not have produced a token."""
 
-_SPAN = ["trace_id", "span_id"]
-_STEP = [*ENGINE, "step_id"]
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -41,15 +38,49 @@ def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.Data
         One check per rule, in reading order; a rule without rows has `of` 0.
     """
     core = requests.filter(pl.col("core_request_id").is_not_null())
+    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
+    complete = {
+        "without QUEUED": pl.col("queued_ns").is_null(),
+        "without SCHEDULED": pl.col("first_scheduled_ns").is_null() & ~cut_off,
+        "without FIRST_TOKEN": pl.col("first_token_ns").is_null() & ~cut_off,
+        "without FINISHED": pl.col("finished_ns").is_null(),
+    }
+    both_layers = {
+        "without an API span": pl.col("arrival_ns").is_null(),
+        "without an engine span": pl.col("core_request_id").is_null(),
+    }
+    # All times but DEPARTED: in a burst the API process may stamp it before the engine stamps FINISHED.
+    time_order = {
+        "QUEUED before ARRIVED": pl.col("queued_ns") < pl.col("arrival_ns"),
+        "SCHEDULED before QUEUED": pl.col("first_scheduled_ns") < pl.col("queued_ns"),
+        "FIRST_TOKEN before SCHEDULED": pl.col("first_token_ns") < pl.col("first_scheduled_ns"),
+        "FINISHED before FIRST_TOKEN": pl.col("finished_ns") < pl.col("first_token_ns"),
+    }
+    step_order = {
+        "SCHEDULED in a step before QUEUED": pl.col("first_scheduled_step") < pl.col("queued_step"),
+        "FIRST_TOKEN in a step before SCHEDULED": pl.col("first_token_step") < pl.col("first_scheduled_step"),
+        "FINISHED in a step before FIRST_TOKEN": pl.col("finished_step") < pl.col("first_token_step"),
+    }
+    # From FIRST_TOKEN to FINISHED, of a request without preemption or abort.
+    undisturbed = core.filter(
+        ~cut_off & (pl.col("num_preemptions").fill_null(0) == 0) & (pl.col("output_tokens") > 0)
+    ).drop_nulls(["first_token_step", "finished_step"])
+    decode_steps = pl.col("finished_step") - pl.col("first_token_step")
+    ordered = steps.sort(*ENGINE, "step_id")
+    start_before = pl.col("ts_start_ns").shift(1).over(ENGINE)
+    counted = steps.drop_nulls(["scheduled_tokens", "prefill_tokens", "decode_tokens"])
+    tokens = pl.col("prefill_tokens") + pl.col("decode_tokens")
     return (
-        _complete(core),
-        _both_layers(requests),
-        _time_order(requests),
-        _step_order(core),
-        _one_token_per_step(core),
+        _check("complete lifecycles", core, complete),
+        _check("both layers", requests, both_layers),
+        _check("time order", requests, time_order),
+        _check("step order", core, step_order),
+        _check("one token per step", undisturbed, {"otherwise": decode_steps != pl.col("output_tokens") - 1}),
         _preemptions(journeys),
-        _steps_in_order(steps),
-        _tokens_add_up(steps),
+        _check(
+            "step starts in order", ordered, {"before the step before": pl.col("ts_start_ns") < start_before}
+        ),
+        _check("tokens of a step add up", counted, {"otherwise": tokens != pl.col("scheduled_tokens")}),
     )
 
 
@@ -62,66 +93,12 @@ def _check(name: str, frame: pl.DataFrame, faults: dict[str, pl.Expr]) -> Check:
     return Check(name, frame.height - bad, frame.height, detail)
 
 
-def _complete(core: pl.DataFrame) -> Check:
-    """Expect all events of a finished request, and the first and last event of one that was cut off."""
-    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
-    missing = {
-        "without QUEUED": pl.col("queued_ns").is_null(),
-        "without SCHEDULED": pl.col("first_scheduled_ns").is_null() & ~cut_off,
-        "without FIRST_TOKEN": pl.col("first_token_ns").is_null() & ~cut_off,
-        "without FINISHED": pl.col("finished_ns").is_null(),
-    }
-    return _check("complete lifecycles", core, missing)
-
-
-def _both_layers(requests: pl.DataFrame) -> Check:
-    alone = {
-        "without an API span": pl.col("arrival_ns").is_null(),
-        "without an engine span": pl.col("core_request_id").is_null(),
-    }
-    return _check("both layers", requests, alone)
-
-
-def _after(later: str, earlier: str) -> pl.Expr:
-    return pl.col(later) < pl.col(earlier)
-
-
-def _time_order(requests: pl.DataFrame) -> Check:
-    """Compare all times but DEPARTED: in a burst the API process may stamp it before the engine stamps FINISHED."""
-    backwards = {
-        "QUEUED before ARRIVED": _after("queued_ns", "arrival_ns"),
-        "SCHEDULED before QUEUED": _after("first_scheduled_ns", "queued_ns"),
-        "FIRST_TOKEN before SCHEDULED": _after("first_token_ns", "first_scheduled_ns"),
-        "FINISHED before FIRST_TOKEN": _after("finished_ns", "first_token_ns"),
-    }
-    return _check("time order", requests, backwards)
-
-
-def _step_order(core: pl.DataFrame) -> Check:
-    backwards = {
-        "SCHEDULED in a step before QUEUED": _after("first_scheduled_step", "queued_step"),
-        "FIRST_TOKEN in a step before SCHEDULED": _after("first_token_step", "first_scheduled_step"),
-        "FINISHED in a step before FIRST_TOKEN": _after("finished_step", "first_token_step"),
-    }
-    return _check("step order", core, backwards)
-
-
-def _one_token_per_step(core: pl.DataFrame) -> Check:
-    """Expect one token per step, from FIRST_TOKEN to FINISHED, of a request without preemption or abort."""
-    cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
-    undisturbed = core.filter(
-        ~cut_off & (pl.col("num_preemptions").fill_null(0) == 0) & (pl.col("output_tokens") > 0)
-    ).drop_nulls(["first_token_step", "finished_step"])
-    steps = pl.col("finished_step") - pl.col("first_token_step")
-    return _check("one token per step", undisturbed, {"otherwise": steps != pl.col("output_tokens") - 1})
-
-
 def _preemptions(journeys: pl.DataFrame) -> Check:
     """Expect a RESUME or the request's end after every PREEMPTED, and a PREEMPTED before every RESUME."""
     turns = journeys.filter(
         (pl.col("layer") == "core") & pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"])
-    ).sort(*_SPAN, "ts_ns")
-    following, preceding = (pl.col("event").shift(k).over(_SPAN) for k in (-1, 1))
+    ).sort("trace_id", "span_id", "ts_ns")
+    following, preceding = (pl.col("event").shift(k).over("trace_id", "span_id") for k in (-1, 1))
     preempted = pl.col("event") == "PREEMPTED"
     resumed = (pl.col("event") == "SCHEDULED") & (pl.col("schedule_kind") == "RESUME")
     marked = turns.with_columns(following=following, preceding=preceding).filter(preempted | resumed)
@@ -131,17 +108,3 @@ def _preemptions(journeys: pl.DataFrame) -> Check:
         "resumed without a preemption": resumed & (pl.col("preceding") != "PREEMPTED").fill_null(value=True),
     }
     return _check("preemption pairing", marked, unpaired)
-
-
-def _steps_in_order(steps: pl.DataFrame) -> Check:
-    earlier = pl.col("ts_start_ns").shift(1).over(ENGINE)
-    ordered = steps.sort(_STEP)
-    return _check(
-        "step starts in order", ordered, {"before the step before": pl.col("ts_start_ns") < earlier}
-    )
-
-
-def _tokens_add_up(steps: pl.DataFrame) -> Check:
-    known = steps.drop_nulls(["scheduled_tokens", "prefill_tokens", "decode_tokens"])
-    total = pl.col("prefill_tokens") + pl.col("decode_tokens")
-    return _check("tokens of a step add up", known, {"otherwise": total != pl.col("scheduled_tokens")})

@@ -7,7 +7,6 @@ requests were traced. `find_overlaps` finds runs that were ingested under two na
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -30,8 +29,8 @@ COMPLETE_SHARE = 0.97
 class RunTally:
     """Adds up the tables of a run, window by window, for its rows in `runs`.
 
-    The windows of a table come sorted and without another table between; `requests` and `request_snapshots` come before
-    `steps`.
+    The windows of a table come sorted and without another table between, an empty one where it has no rows. `requests` and
+    `request_snapshots` come before `steps`.
     """
 
     run_id: str
@@ -41,7 +40,7 @@ class RunTally:
 
     def add(self, table: str, window: pl.DataFrame) -> None:
         """Add the next rows of a table."""
-        if table in _EVENTS_OF:
+        if table in _EVENTS_OF and window.height:
             self._count_values(table, window)
         if table == "rejects":
             self._incomplete.update(window["reason"].unique().to_list())
@@ -118,15 +117,14 @@ class RunTally:
         self._parts.setdefault(name, []).append(part)
 
     def _kept(self, name: str) -> pl.DataFrame:
-        return pl.concat([_nothing()[name], *self._parts.get(name, [])])
+        return pl.concat(self._parts[name])
 
     def _add_steps(self, window: pl.DataFrame) -> None:
         self._keep("counters", _counters(window))
         if "running" not in self._parts:
-            self._parts["running"] = [_running(self._kept("edges"))]
-            self._parts.pop("edges", None)
+            self._keep("running", _running(pl.concat(self._parts.pop("edges"))))
         steps = window.select(*_NARROW_STEP, "num_decode_reqs")
-        self._keep("steps", _step_counts(steps, self._parts["running"][0], self._kept("rich")))
+        self._keep("steps", _step_counts(steps, self._kept("running"), self._kept("rich")))
 
     def _epochs(self) -> pl.DataFrame:
         spans = self._kept("counters").group_by(_SERVER, "epoch")
@@ -194,7 +192,6 @@ _NARROW_ENGINE = (pl.col(_SERVER).cast(pl.Categorical), pl.col("epoch").cast(pl.
 """Compact types, for frames that hold every request or step of a run."""
 _NARROW_STEP = (*_NARROW_ENGINE, pl.col("step_id"))
 _MEANS = ("prompt_tokens", "max_tokens", "output_tokens")
-_NO_STEPS, _NO_JOURNEYS = schema.STEPS.empty(), schema.JOURNEY_EVENTS.empty()
 _SPANS = [
     pl.len().alias("spans"),
     pl.col("dropped_events").sum(),
@@ -268,21 +265,6 @@ def _naming_steps(journeys: pl.DataFrame) -> pl.DataFrame:
 def _counters(named: pl.DataFrame) -> pl.DataFrame:
     step = pl.col("step_id")
     return named.group_by("run_id", *_ENGINE).agg(first_step=step.min(), last_step=step.max())
-
-
-@cache
-def _nothing() -> dict[str, pl.DataFrame]:
-    """Return the sums of a run without rows, with all columns."""
-    edges = _edges(schema.REQUESTS.empty())
-    rich = schema.REQUEST_SNAPSHOTS.empty().select(_NARROW_STEP)
-    return {
-        "spans": schema.SPANS.empty().group_by(_SERVER).agg(_SPANS),
-        "counters": step_counters(_NO_STEPS, _NO_JOURNEYS),
-        "rich": rich,
-        "requests": schema.REQUESTS.empty().group_by(_SERVER).agg(_LOAD),
-        "edges": edges,
-        "steps": _step_counts(_NO_STEPS.select(*_NARROW_STEP, "num_decode_reqs"), _running(edges), rich),
-    }
 
 
 _SPAN_IDS = ("trace_id", "span_id", "start_unix_ns", "end_unix_ns")
