@@ -41,6 +41,7 @@ def join_requests(
     Returns:
         Rows of the `requests` table, in no order; times in ns on the engine's clock, durations in us.
     """
+    # Full: a sampled trace may have one layer alone.
     joined = core.join(
         api,
         left_on=["trace_id", "parent_span_id"],
@@ -52,6 +53,7 @@ def join_requests(
     both = joined.with_columns(
         pl.coalesce(name, f"{name}_api").alias(name) for name in ("trace_id", "server", "epoch")
     ).with_columns(
+        # The API's id is the one that clients know; the core's has a suffix.
         request_id=pl.coalesce("request_id_api", "request_id"),
         core_request_id=pl.col("request_id"),
         prompt_tokens=pl.coalesce("prompt_tokens", "api_prompt_tokens"),

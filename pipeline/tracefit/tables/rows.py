@@ -122,6 +122,7 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> SpanRows:
         server=pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER)),
         status_message=_or_other(pl.col("status_message")),
     ).drop("service_instance_id", "host_name")
+    # Rows are numbered among the spans that are read: the events of other services go with their spans.
     known = spans.select(dialects.is_known()).to_series()
     row = known.cum_sum().cast(pl.Int64) - 1
     place = pl.DataFrame(
@@ -261,6 +262,7 @@ def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
     if not parts:
         nothing = _table_of(None, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
         return nothing.with_columns(layer=pl.lit(""), event=pl.lit(""), ts_ns=pl.lit(0, pl.Int64))
+    # An event's name counts in the scope that it belongs to alone: others may use the word too.
     every = pl.concat(parts, how="diagonal").filter(pl.col("span_scope") == pl.col("own_scope"))
     columns = _columns_of(every, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
     return every.select(*columns, "layer", "event", ts_ns=_ts_ns(every))
