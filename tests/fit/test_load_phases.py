@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import polars as pl
 import pytest
 
-from tracefit.fit.load import find_phases, phase_of
+from tracefit.fit.load import ServerPhases, find_phases
 
 
 def _arrivals(*periods):
@@ -44,7 +45,8 @@ def test_few_requests_are_one_phase_and_none_are_none():
 def test_requests_fall_into_the_phase_that_began_before_them():
     phases = _found(_arrivals((60, 2), (30, 9)))
     cut = phases[1].from_s
-    assert phase_of(np.array([0.0, 30.0, cut, cut + 1, 90.0]), phases).tolist() == [0, 0, 1, 1, 1]
+    at_ns = pl.Series([0.0, 30.0, cut, cut + 1, 90.0]) * 1e9 + 5
+    assert ServerPhases(5, phases).numbers(at_ns).to_list() == [0, 0, 1, 1, 1]
 
 
 def test_a_run_that_changes_all_the_time_has_sixteen_phases_at_most():

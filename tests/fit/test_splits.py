@@ -75,7 +75,18 @@ def test_warm_up_is_one_percent_of_the_steps_or_twenty(first, last, until):
     counters = pl.DataFrame(
         {"run_id": "r", "server": "s", "epoch": 0, "first_step": [first], "last_step": [last]}
     )
-    assert splits.warm_up_ends(counters)["warm_up_until"].to_list() == [until]
+    rows = pl.DataFrame(
+        {
+            "run_id": "r",
+            "server": "s",
+            "epoch": 0,
+            "split": "train",
+            "step_id": [until - 1, until],
+            "excluded_reason": pl.Series([None, None], dtype=pl.String),
+        }
+    )
+    marked = splits.mark_warm_up(rows, counters, "step_id")
+    assert marked["excluded_reason"].to_list() == ["warm_up", None]
 
 
 def test_an_outlier_is_far_in_spreads_and_by_a_factor():

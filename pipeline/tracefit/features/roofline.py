@@ -105,7 +105,6 @@ UNIT_HARDWARE = Gpu(
     compute_tflops_fp16=1.0,
     memory_gb=1.0,
     memory_bandwidth_gb_s=1.0,
-    sources={},
     confidence="given",
 )
 """Hardware on which a microsecond is 10^6 FLOPs, or 10^3 bytes: its times are amounts of work."""

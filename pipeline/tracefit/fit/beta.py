@@ -38,7 +38,7 @@ from tracefit.fit.holdout import (
     with_load,
 )
 from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
-from tracefit.fit.select import FOLDS, PENALTIES, choose_penalty
+from tracefit.fit.select import PENALTIES
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import STEP_FLAGS
@@ -236,9 +236,8 @@ def _choose_set(rows: pl.DataFrame, sets: Sequence[FeatureSet], options: FitOpti
         return _ChosenSet(sets[0], _only(rows, variants[0][0], sets))
     # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
     common_rows = mark_outliers(rows, variants[0][0].columns, options)
-    how = replace(options, drop_outliers=False)
-    tuned = [_best_of(common_rows, tried, how) for tried in variants]
-    found = [try_features(common_rows, one.features.name, one.columns, how) for one in tuned]
+    tuned = [_best_of(common_rows, tried, options) for tried in variants]
+    found = [try_features(common_rows, one.features.name, one.columns, options) for one in tuned]
     tried = choose([c for c in found if c is not None]) if any(found) else ()
     name = next((c.name for c in tried if c.chosen), sets[0].name)
     winner = next(one for one in tuned if one.features.name == name)
@@ -280,17 +279,12 @@ def try_features(
     rows: pl.DataFrame, name: str, features: Sequence[Feature], options: FitOptions
 ) -> Candidate | None:
     """Measure a linear model of some features on the training rows; null where rows or features are too few."""
-    design = training_design(rows, features, options)
+    design = training_design(rows, features)
     if design is None:
         return None
     used, data = design
-    positive = options.signs.of(data.columns)
-    folds = data.folds(FOLDS)
-    choice = choose_penalty(
-        data.x, data.y, folds, data.weights, options.penalties, positive=positive, counts=data.counts
-    )
-    load = matrix(used, [LOAD])[:, 0]
-    return Candidate(name, len(data.columns), choice.score, error_beyond(data, load, options))
+    beyond = error_beyond(data, matrix(used, [LOAD])[:, 0], options)
+    return Candidate(name, len(data.columns), data.choose_penalty(options).score, beyond)
 
 
 def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -198,28 +198,19 @@ APART_S = 1.0
 
 
 def api_waits(rows: pl.DataFrame, work_us: Vector) -> Vector:
-    """Return how long each request waits for the API process of its server, in us, shape (n,).
-
-    `rows` are all admission rows of their servers (run_id, server, and ts_ns of ARRIVED), in any order; `work_us` is shape (n,).
-    """
-    numbered = rows.select(*SERVER, "ts_ns").with_row_index("row")
-    waits = np.zeros(rows.height)
-    for _, requests in numbered.sort("ts_ns", maintain_order=True).group_by(SERVER):
-        indices = requests["row"].to_numpy()
-        # Microseconds since the first arrival: nanoseconds of the epoch lose their last digits in floating point.
-        since_us = ((requests["ts_ns"] - requests["ts_ns"].min()) / 1e3).to_numpy()
-        waits[indices] = _waits(since_us, work_us[indices])
-    return waits
-
-
-def _waits(arrivals_us: Vector, work_us: Vector) -> Vector:
-    """Return the waits of sorted arrivals for a process that serves one request at a time (Lindley 1952).
+    """Return how long each request waits for the API process of its server, in us, shape (n,) (Lindley 1952).
 
     Work on request i starts at s_i = max(a_i, s_{i-1} + w_{i-1}) = W_i + max over j <= i of (a_j - W_j), where W_i is the
-    sum of the work on all requests before i.
+    sum of the work on all requests before i. `rows` are all admission rows of their servers (run_id, server, and ts_ns of
+    ARRIVED), in any order; `work_us` is shape (n,).
     """
-    before = np.cumsum(work_us) - work_us
-    return np.asarray(before + np.maximum.accumulate(arrivals_us - before) - arrivals_us)
+    # Microseconds since the first arrival: nanoseconds of the epoch lose their last digits in floating point.
+    since = (pl.col("ts_ns") - pl.col("ts_ns").min().over(SERVER)) / 1e3
+    before = pl.col("work").cum_sum().over(SERVER) - pl.col("work")
+    ordered = rows.select(*SERVER, "ts_ns", work=pl.Series(work_us)).with_row_index("row")
+    ordered = ordered.sort("ts_ns", maintain_order=True).with_columns(since=since, before=before)
+    starts = pl.col("before") + (pl.col("since") - pl.col("before")).cum_max().over(SERVER)
+    return ordered.with_columns(wait=starts - pl.col("since")).sort("row")["wait"].to_numpy()
 
 
 def mark_bursts(rows: pl.DataFrame) -> pl.DataFrame:

@@ -31,7 +31,7 @@ from tracefit.fit.fitted import (
 )
 from tracefit.fit.load import phases_of_servers, with_phases
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, StepPhase, SummedTime
-from tracefit.fit.select import FOLDS, choose_penalty, max_inflations, time_blocks, usable_features
+from tracefit.fit.select import time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
 from tracefit.fit.train import Design, design_of, estimator_of
 from tracefit.fit.validation import measure, reference
@@ -268,13 +268,11 @@ def error_beyond(data: Design, load: Vector, options: FitOptions) -> float | Non
 
 def _fitted_below(data: Design, lower: Flags, options: FitOptions) -> Callable[[Matrix], Vector]:
     """Fit the `lower` rows and return a function that predicts features of shape (n, n_features), clipped at 0."""
-    names, limits = [c.name for c in data.columns], max_inflations(data.columns)
-    kept, _ = usable_features(data.x[lower], names, limits)
-    x, y, weights = np.asfortranarray(data.x[lower][:, kept]), data.y[lower], data.weights[lower]
-    positive = options.signs.of([data.columns[k] for k in kept])
-    folds, counts = data.folds(FOLDS)[lower], data.counts[lower]
-    choice = choose_penalty(x, y, folds, weights, options.penalties, positive=positive, counts=counts)
-    model = RobustLinear(choice.penalty, choice.strength, positive=positive).fit(x, y, weights)
+    kept, _ = usable_features(data.x[lower], [c.name for c in data.columns])
+    below = data.part(lower, kept)
+    choice, positive = below.choose_penalty(options), options.signs.of(below.columns)
+    model = RobustLinear(choice.penalty, choice.strength, positive=positive)
+    model.fit(below.x, below.y, below.weights)
     return lambda features: np.asarray(np.maximum(model.predict(features[:, kept]), 0.0))
 
 

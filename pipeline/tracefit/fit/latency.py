@@ -292,27 +292,30 @@ def _mean_step(prompts: pl.DataFrame) -> pl.DataFrame:
 
 # -- all requests of a scope -----------------------------------------------------------------------------
 
-MEASURED = {
-    "ttft": "ttft_us",
-    "itl": "itl_us",
-    "e2e": "e2e_us",
-    "client": "client_us",
-    "prefill": "prefill_us",
-    "execution": "execution_us",
-}
-"""Latency to its measured column: the time between stamps of the server's own events."""
 
-_DEFINITIONS = {
-    "ttft": "FIRST_TOKEN - ARRIVED",
-    "itl": "(FINISHED - FIRST_TOKEN) / (output tokens - 1)",
-    "e2e": "FINISHED - ARRIVED = TTFT + (output tokens - 1) * ITL",
-    "client": "DEPARTED - ARRIVED = E2E + departure",
-    "prefill": "FIRST_TOKEN - first SCHEDULED, without waits after a preemption",
-    "execution": "FINISHED - first SCHEDULED, without waits after a preemption: the steps the request was in",
-}
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A latency as it is measured: the time between stamps of the server's own events."""
 
-_WHOLE = ("itl", "e2e", "client", "execution")
-"""Latencies that a request which was cut off does not have."""
+    column: str
+    definition: str
+    is_whole: bool = True
+    """Whether a request that was cut off does not have it."""
+
+
+_MEASURED = {
+    "ttft": _Measured("ttft_us", "FIRST_TOKEN - ARRIVED", is_whole=False),
+    "itl": _Measured("itl_us", "(FINISHED - FIRST_TOKEN) / (output tokens - 1)"),
+    "e2e": _Measured("e2e_us", "FINISHED - ARRIVED = TTFT + (output tokens - 1) * ITL"),
+    "client": _Measured("client_us", "DEPARTED - ARRIVED = E2E + departure"),
+    "prefill": _Measured(
+        "prefill_us", "FIRST_TOKEN - first SCHEDULED, without waits after a preemption", is_whole=False
+    ),
+    "execution": _Measured(
+        "execution_us",
+        "FINISHED - first SCHEDULED, without waits after a preemption: the steps the request was in",
+    ),
+}
 
 
 def compose_latencies(
@@ -487,59 +490,52 @@ def _expected(model: FittedModel | None, rows: pl.DataFrame, run: str) -> pl.Ser
     return float(predict_regimes(model.fitted.regimes, used).mean()) if used.height else None
 
 
-_FORCED = ("forced", "refit")
-"""Predictions with traced batches and waits; they differ in the step times alone."""
-
-
 def _composed(rows: pl.DataFrame) -> pl.DataFrame:
     """Add the prediction of every latency by every way: forced_ttft, refit_ttft, mean_ttft, ..."""
     decoded = pl.col("output_tokens") - 1
     several = pl.when(decoded > 0)
-    mean_decode = several.then(decoded * pl.col("mean_itl_us")).when(decoded == 0).then(0.0)
-    before, after = targets.parts_of("ttft"), targets.parts_of("client")
-    waits = [*(pl.col(f"forced_{t.name}_us") for t in before), pl.col("forced_requeue_before_us")]
-    waited = reduce(operator.add, waits)
-    rows = rows.with_columns(
-        execution_us=pl.col("prefill_us") + pl.col("decode_us"),
-        mean_ttft=pl.sum_horizontal(
-            *(f"mean_{t.name}_us" for t in before), "mean_prefill_us", ignore_nulls=False
-        ),
-        mean_itl=several.then("mean_itl_us"),
-        mean_prefill=pl.col("mean_prefill_us"),
-        mean_execution=pl.col("mean_prefill_us") + mean_decode,
-    )
-    for way in _FORCED:
-        prefill, decode = pl.col(f"{way}_prefill_us"), pl.col(f"{way}_decode_us")
-        until_last = decode + pl.col("forced_requeue_after_us")
+    rows = rows.with_columns(execution_us=pl.col("prefill_us") + pl.col("decode_us"))
+    # Only the step times are refitted: the overheads of `refit` are those of the models as trained.
+    for way, overheads in {"forced": "forced", "refit": "forced", "mean": "mean"}.items():
+        before, after = (
+            [pl.col(f"{overheads}_{target.name}_us") for target in targets.parts_of(latency)]
+            for latency in ("ttft", "client")
+        )
+        prefill = pl.col(f"{way}_prefill_us")
+        if way == "mean":
+            itl = several.then("mean_itl_us")
+            decode: pl.Expr = several.then(decoded * pl.col("mean_itl_us")).when(decoded == 0).then(0.0)
+            until_last = decode
+        else:
+            before.append(pl.col("forced_requeue_before_us"))
+            decode = pl.col(f"{way}_decode_us")
+            until_last = decode + pl.col("forced_requeue_after_us")
+            itl = several.then(until_last / decoded)
+        ttft = reduce(operator.add, before) + prefill
+        e2e = ttft + until_last
         composed = {
-            "ttft": waited + prefill,
-            "itl": several.then(until_last / decoded),
+            "ttft": ttft,
+            "itl": itl,
             "prefill": prefill,
             "execution": prefill + decode,
-            "e2e": waited + prefill + until_last,
+            "e2e": e2e,
+            "client": reduce(operator.add, after, e2e),
         }
         rows = rows.with_columns(latency.alias(f"{way}_{name}") for name, latency in composed.items())
-    rows = rows.with_columns(mean_e2e=pl.col("mean_ttft") + mean_decode)
-    # Only the step times are refitted: the overheads of `refit` are those of the models as trained.
-    overheads = {way: "mean" if way == "mean" else "forced" for way in (*_FORCED, "mean")}
-    return rows.with_columns(
-        reduce(operator.add, [pl.col(f"{way}_e2e"), *(pl.col(f"{source}_{t.name}_us") for t in after)]).alias(
-            f"{way}_client"
-        )
-        for way, source in overheads.items()
-    )
+    return rows
 
 
 def _measured(rows: pl.DataFrame) -> dict[str, Latency]:
     phases = phases_of_servers(rows)
     with_phase = with_phases(rows.sort(SERVER, maintain_order=True), "at_ns", phases)
-    return {name: _latency(with_phase, name, phases) for name in MEASURED}
+    return {name: _latency(with_phase, name, phases) for name in _MEASURED}
 
 
 def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], ServerPhases]) -> Latency:
-    actual = pl.col(MEASURED[name])
+    measured = _MEASURED[name]
+    actual = pl.col(measured.column)
     cut_off = pl.col("finish_status").is_in(CUT_OFF).fill_null(value=False)
-    rows = rows.with_columns(actual=pl.when(~cut_off).then(actual) if name in _WHOLE else actual)
+    rows = rows.with_columns(actual=pl.when(~cut_off).then(actual) if measured.is_whole else actual)
     median = rows.filter(pl.col("split") == "train")["actual"].median()
     level = float(median) if isinstance(median, int | float) else None
     partly = int((rows["split"] == "partly").sum())
@@ -547,7 +543,7 @@ def _latency(rows: pl.DataFrame, name: str, phases: Mapping[tuple[str, str], Ser
     evaluated = held.filter(pl.col("actual").is_not_null()).sort(*SERVER, "at_ns")
     return Latency(
         *_errors(evaluated, name, level),
-        definition=_DEFINITIONS[name],
+        definition=measured.definition,
         by_run={
             str(run): LatencyErrors(*_errors(rows, name, level))
             for (run,), rows in _groups(evaluated, ["run_id"])
@@ -582,7 +578,7 @@ def _left_out(held: pl.DataFrame, name: str) -> dict[str, int]:
     """Count held-out requests without a teacher-forced prediction, each under the first reason that applies."""
     never = pl.lit(value=False)
     reason = (
-        pl.when(pl.col("finish_status").is_in(CUT_OFF) if name in _WHOLE else never)
+        pl.when(pl.col("finish_status").is_in(CUT_OFF) if _MEASURED[name].is_whole else never)
         .then(pl.lit("cut_off"))
         .when(pl.col("output_tokens") == 1 if name == "itl" else never)
         .then(pl.lit("one_token"))

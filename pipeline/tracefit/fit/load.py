@@ -22,7 +22,7 @@ from tracefit.tables.schema import SERVER
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tracefit.statistics import Integers, Vector
+    from tracefit.statistics import Vector
 
 
 # -- phases ----------------------------------------------------------------------------------------------
@@ -45,7 +45,10 @@ class ServerPhases:
     def numbers(self, at_ns: pl.Series) -> pl.Series:
         """Return the index of the phase at each time; null where the time is null, 0 before the first arrival."""
         seconds = ((at_ns - self.first_ns) / 1e9).fill_null(0.0).to_numpy()
-        indices = pl.Series(phase_of(seconds, self.phases), dtype=pl.Int64)
+        starts = [phase.from_s for phase in self.phases]
+        indices = pl.Series(
+            np.clip(np.searchsorted(starts, seconds, side="right") - 1, 0, None), dtype=pl.Int64
+        )
         return pl.select(pl.when(at_ns.is_not_null()).then(indices)).to_series()
 
 
@@ -91,12 +94,6 @@ def find_phases(arrivals_s: Vector, run_id: str, server: str) -> tuple[Phase, ..
         count = last - first + (last == ends[-1])
         found.append(Phase(run_id, server, begin, end, rate, count))
     return tuple(found)
-
-
-def phase_of(arrivals_s: Vector, phases: tuple[Phase, ...]) -> Integers:
-    """Return the index of the phase each arrival falls in; shape (n,)."""
-    starts = np.array([p.from_s for p in phases])
-    return np.asarray(np.clip(np.searchsorted(starts, arrivals_s, side="right") - 1, 0, None))
 
 
 def _cuts(arrivals_s: Vector, first: int, last: int, deep: int) -> list[int]:

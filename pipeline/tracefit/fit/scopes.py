@@ -22,7 +22,7 @@ from tracefit.fit import splits
 from tracefit.fit.alpha import fit_target
 from tracefit.fit.beta import StepTimes, beta_options, duration_cover, fit_step_times
 from tracefit.fit.boundary import fit_boundary
-from tracefit.fit.fitted import NON_NEGATIVE, FittedModel, FittedScope, LinearFit, TooFewRows
+from tracefit.fit.fitted import NON_NEGATIVE, FittedBoundary, FittedModel, FittedScope, LinearFit, TooFewRows
 from tracefit.fit.holdout import summed_holdout
 from tracefit.fit.latency import compose_latencies
 from tracefit.fit.results import AcrossResult, ComposedLatencies, LeftOutErrors, LeftOutKind, Missing
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tracefit.fit.fitted import ScopeOptions, ScopeTables
-    from tracefit.fit.results import Metrics, Validation
+    from tracefit.fit.results import Metrics
     from tracefit.server.context import ModelScope
 
 
@@ -151,20 +151,18 @@ def _runs_of(scope: FittedScope) -> Iterator[LeftOutErrors]:
             fitted = fit_regimes(rows, list(model.recipe.regimes), model.recipe.options)
             if isinstance(fitted, LinearFit):
                 boundary = fit_boundary(fitted, scope.tables.timeline) if model.boundary else None
+                scope_id, others = scope.scope.scope_id, tuple(r for r in runs if r != run)
                 yield LeftOutErrors(
-                    "run",
-                    run,
-                    model.name,
-                    scope.scope.scope_id,
-                    model.feature_set,
-                    tuple(r for r in runs if r != run),
-                    fitted.rows_used,
-                    *_measured((boundary or fitted).validation),
+                    "run", run, model.name, scope_id, model.feature_set, others, *_measured(fitted, boundary)
                 )
 
 
-def _measured(v: Validation) -> tuple[Metrics, Metrics, Metrics | None, float | None, float | None]:
-    return v.holdout, v.baseline, v.gradient_boosting, v.skill, v.interval_coverage_pct
+def _measured(
+    fitted: LinearFit, boundary: FittedBoundary | None = None
+) -> tuple[int, Metrics, Metrics, Metrics | None, float | None, float | None]:
+    """Return the last fields of `LeftOutErrors`, from `rows_used` on."""
+    v = (boundary or fitted).validation
+    return fitted.rows_used, v.holdout, v.baseline, v.gradient_boosting, v.skill, v.interval_coverage_pct
 
 
 def _leave_out(rows: pl.DataFrame, left_out: pl.Expr) -> pl.DataFrame:
@@ -228,18 +226,8 @@ def _leave_groups(
             continue
         if len(training_frames) == 1:
             notes.append(f"{title}, {name}: {_ONE_SCOPE}")
-        found.append(
-            LeftOutErrors(
-                kind,
-                name,
-                CYCLE_TIME.model,
-                None,
-                POOLED.name,
-                trained_on,
-                fitted.rows_used,
-                *_measured(fitted.validation),
-            )
-        )
+        beta = CYCLE_TIME.model
+        found.append(LeftOutErrors(kind, name, beta, None, POOLED.name, trained_on, *_measured(fitted)))
     return found, notes
 
 
@@ -254,14 +242,13 @@ def _separable_features(frames: Sequence[pl.DataFrame]) -> list[Feature]:
     spare = max(len(frames) - 2, 1 if len(frames) == 2 else 0)
     offered = []
     for feature in POOLED.features:
-        fixed = 2 * sum(_is_fixed(frame[feature.name]) for frame in frames) > len(frames)
-        if fixed and spare <= 0:
-            continue
-        spare -= fixed
-        offered.append(feature)
+        # Nine rows in ten are alike: a step without tokens has no weights to read.
+        alike = [
+            f[feature.name].quantile(0.05, "nearest") == f[feature.name].quantile(0.95, "nearest")
+            for f in frames
+        ]
+        is_fixed = 2 * sum(alike) > len(frames)
+        if not is_fixed or spare > 0:
+            spare -= is_fixed
+            offered.append(feature)
     return offered
-
-
-def _is_fixed(values: pl.Series) -> bool:
-    """Return whether nine rows in ten are alike: a step without tokens has no weights to read."""
-    return values.quantile(0.05, "nearest") == values.quantile(0.95, "nearest")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import polars as pl
 
 from tracefit.features.sets import PRODUCTS
 from tracefit.fit.estimators import Penalty, Positive, RobustLinear, line, moments
@@ -18,7 +19,6 @@ from tracefit.fit.results import Collinearity, OmittedFeature, PenaltyChoice
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.features.sets import Feature
     from tracefit.statistics import Integers, Matrix, Vector
 
 
@@ -27,6 +27,8 @@ MAX_VIF = 10.0
 
 MAX_PRODUCT_VIF = 100.0
 """The limit for a product of features. A square always correlates with its root; cross-validation decides on products."""
+
+_PRODUCTS = frozenset(feature.name for feature in PRODUCTS)
 
 
 PENALTIES: tuple[tuple[Penalty, float], ...] = (
@@ -53,15 +55,7 @@ HARM_FACTOR = 1.1
 """Features are misleading above this multiple of a constant's error; useless ones raise it by a few percent only."""
 
 
-def max_inflations(features: Sequence[Feature]) -> list[float]:
-    """Return the variance inflation against the features before it above which each feature is left out."""
-    products = {f.name for f in PRODUCTS}
-    return [MAX_PRODUCT_VIF if f.name in products else MAX_VIF for f in features]
-
-
-def usable_features(
-    x: Matrix, names: list[str], limits: list[float] | None = None
-) -> tuple[list[int], list[OmittedFeature]]:
+def usable_features(x: Matrix, names: Sequence[str]) -> tuple[list[int], list[OmittedFeature]]:
     """Return the features, in the order declared, that are known, vary and are not a mix of the features before them.
 
     A feature is a mix of the kept ones when its variance inflation against them exceeds its limit: 1 / (1 - R^2) > limit,
@@ -86,7 +80,7 @@ def usable_features(
             residual -= basis @ (residual @ basis)
             # 1 - R^2: the share of the feature's variance that the kept features leave unexplained.
             unexplained = float(residual @ residual)
-            if unexplained * (limits[index] if limits else MAX_VIF) >= 1:
+            if unexplained * (MAX_PRODUCT_VIF if name in _PRODUCTS else MAX_VIF) >= 1:
                 vectors[:, len(kept) + 1] = residual / np.linalg.norm(residual)
                 units[:, len(kept)] = unit
                 kept.append(index)
@@ -142,13 +136,9 @@ def collinearity(x: Matrix, names: Sequence[str], regime: str) -> Collinearity:
 
 def time_blocks(run: Integers, time: Integers, count: int) -> Integers:
     """Cut each run's rows into `count` contiguous blocks of time; block i of every run has number i."""
-    block = np.zeros(len(run), dtype=np.int64)
-    for number in np.unique(run):
-        rows = np.flatnonzero(run == number)
-        # The rank in time: argsort is the permutation, its argsort the position of each row in it.
-        rank = np.argsort(np.argsort(time[rows], kind="stable"), kind="stable")
-        block[rows] = rank * count // len(rows)
-    return block
+    rank = pl.col("time").rank("ordinal").over("run").cast(pl.Int64) - 1
+    rows = pl.DataFrame({"run": run, "time": time})
+    return rows.select(rank * count // pl.len().over("run")).to_series().to_numpy()
 
 
 def choose_penalty(

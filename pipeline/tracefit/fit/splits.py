@@ -75,16 +75,6 @@ def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr) -> pl.DataFrame:
     return rows.with_columns(excluded_reason=pl.when(free).then(pl.lit(reason)).otherwise("excluded_reason"))
 
 
-def warm_up_ends(counters: pl.DataFrame) -> pl.DataFrame:
-    """Return the first step id after warm-up of each epoch: 1 % of the epoch's steps or 20, whichever is more.
-
-    Rows are run_id, server, epoch, first_step, last_step.
-    """
-    steps = pl.col("last_step") - pl.col("first_step") + 1
-    length = pl.max_horizontal((steps * WARM_UP_SHARE).ceil().cast(pl.Int64), pl.lit(WARM_UP_STEPS))
-    return counters.select(*SERVER, "epoch", warm_up_until=pl.col("first_step") + length)
-
-
 def step_frame(
     tables: ScopeTables,
     timeline: pl.DataFrame,
@@ -108,8 +98,16 @@ def request_frame(
 
 
 def mark_warm_up(rows: pl.DataFrame, counters: pl.DataFrame, step: str) -> pl.DataFrame:
-    """Mark training rows of an epoch's warm-up; `step` is the column with the step a row began in."""
-    ends = warm_up_ends(counters)
+    """Mark training rows of an epoch's warm-up, 1 % of its steps or 20, whichever is more.
+
+    Args:
+        rows: A frame that is split.
+        counters: run_id, server, epoch, first_step, last_step.
+        step: Column with the step a row began in.
+    """
+    steps = pl.col("last_step") - pl.col("first_step") + 1
+    length = pl.max_horizontal((steps * WARM_UP_SHARE).ceil().cast(pl.Int64), pl.lit(WARM_UP_STEPS))
+    ends = counters.select(*SERVER, "epoch", warm_up_until=pl.col("first_step") + length)
     joined = rows.join(ends, on=[*SERVER, "epoch"], how="left", maintain_order="left")
     return mark(joined, WARM_UP, pl.col(step) < pl.col("warm_up_until"))
 

@@ -30,21 +30,20 @@ from tracefit.fit.fitted import (
     target_of,
     which,
 )
-from tracefit.fit.results import NO_INTERVAL, LearningPoint, OmittedFeature
+from tracefit.fit.results import NO_INTERVAL, LearningPoint, OmittedFeature, PenaltyChoice
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
     choose_penalty,
     collinearity,
     is_worse_than_constant,
-    max_inflations,
     out_of_fold,
     time_blocks,
     usable_features,
 )
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
 from tracefit.fit.validation import equation_errors, measure, prediction_interval, validate
-from tracefit.statistics import Integers, Matrix, robust_sd
+from tracefit.statistics import Flags, Integers, Matrix, robust_sd
 from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
@@ -75,12 +74,8 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
     A regime with too few training rows is not fitted; its rows fall to the next one.
     """
     features = list({f.name: f for regime in regimes for f in regime.features}.values())
-    rows, known, unknown = _drop_unknown(rows, features)
-    used = counted(rows, "train")
-    if options.drop_outliers and used.height >= MIN_TRAIN_ROWS:
-        rows = _mark_outliers(rows, known)
-        used = counted(rows, "train")
-    holdout = counted(rows, "holdout")
+    rows, known, unknown = _prepared(rows, features, options)
+    used, holdout = counted(rows, "train"), counted(rows, "holdout")
     # Held-out rows keep their outliers, so that an interval must know of those of the training.
     outlying = rows.filter((pl.col("split") == "train") & (pl.col("excluded_reason") == splits.OUTLIER))
     fitted, designs = _fit_each(used, outlying, regimes, {f.name for f in known}, unknown, options)
@@ -104,20 +99,14 @@ def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptio
     )
 
 
-def training_design(
-    rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions
-) -> tuple[pl.DataFrame, Design] | None:
-    """Return the training rows that `fit_linear` would use, as a frame and as arrays; null where rows or features are too few.
+def training_design(rows: pl.DataFrame, features: Sequence[Feature]) -> tuple[pl.DataFrame, Design] | None:
+    """Return the training rows of a fit of these features, as a frame and as arrays; null where rows or features are too few.
 
-    At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame.
+    At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame. Outliers are those that the frame marks.
     """
     rows, known, _ = _drop_unknown(rows, features)
     used = counted(rows, "train")
     used = used.gather_every(max(1, -(-used.height // ENOUGH_ROWS)))
-    if used.height < MIN_TRAIN_ROWS:
-        return None
-    if options.drop_outliers:
-        used = counted(_mark_outliers(used, known), "train")
     if used.height < MIN_TRAIN_ROWS:
         return None
     data, _ = design_of(used, known)
@@ -125,11 +114,18 @@ def training_design(
 
 
 def mark_outliers(rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions) -> pl.DataFrame:
-    """Mark the training rows that a fit of these features would leave out as outliers."""
-    filled, known, _ = _drop_unknown(rows, features)
-    if not options.drop_outliers or counted(filled, "train").height < MIN_TRAIN_ROWS:
-        return rows
-    return rows.with_columns(_mark_outliers(filled, known)["excluded_reason"])
+    """Mark the training rows that a fit of these features would leave out, as unknown or as outliers."""
+    return rows.with_columns(_prepared(rows, features, options)[0]["excluded_reason"])
+
+
+def _prepared(
+    rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions
+) -> tuple[pl.DataFrame, list[Feature], list[OmittedFeature]]:
+    """Return what `_drop_unknown` returns, with outliers marked where there are enough rows to tell them."""
+    rows, known, unknown = _drop_unknown(rows, features)
+    if options.drop_outliers and counted(rows, "train").height >= MIN_TRAIN_ROWS:
+        rows = _mark_outliers(rows, known)
+    return rows, known, unknown
 
 
 def _fit_each(
@@ -181,15 +177,13 @@ def _fit_one(
     `outlying` are its rows that are left out as outliers: its prediction interval covers them.
     """
     data, left = design_of(used, features)
-    positive, folds = options.signs.of(data.columns), data.folds(FOLDS)
-    choice = choose_penalty(
-        data.x, data.y, folds, data.weights, options.penalties, positive=positive, counts=data.counts
-    )
-    if is_worse_than_constant(data.x, data.y, folds, data.weights, choice, data.counts):
+    choice = data.choose_penalty(options)
+    if is_worse_than_constant(data.x, data.y, data.folds, data.weights, choice, data.counts):
         reason = "predicts left-out blocks of time worse than a constant"
         misleading = [OmittedFeature(c.name, reason) for c in data.columns]
         fitted, design = _fit_one(used, outlying, regime, [], options)
         return replace(fitted, features_left_out=(*left, *misleading, *fitted.features_left_out)), design
+    positive = options.signs.of(data.columns)
     model = RobustLinear(choice.penalty, choice.strength, positive=positive)
     rows = model.fit_rows(data.x, data.y, data.weights)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
@@ -219,7 +213,7 @@ def _fit_one(
         # coefficients they cannot.
         return _fit_one(used, outlying, regime, features, replace(options, signs=NON_NEGATIVE))
     # In-sample errors would make the interval too narrow.
-    predicted = out_of_fold(data.x, data.y, folds, data.weights, choice, positive=positive)
+    predicted = out_of_fold(data.x, data.y, data.folds, data.weights, choice, positive=positive)
     interval = _interval(fitted, used, predicted, outlying, options.eval_filter)
     return replace(fitted, prediction_interval=interval), data
 
@@ -272,7 +266,7 @@ def _mark_outliers(rows: pl.DataFrame, features: Sequence[Feature]) -> pl.DataFr
     is_used = (rows["split"] == "train") & rows["excluded_reason"].is_null()
     used, names = rows.filter(is_used), [f.name for f in features]
     x = matrix(used, names)
-    kept, _ = usable_features(x, names, max_inflations(features))
+    kept, _ = usable_features(x, names)
     flags = is_used.to_numpy().copy()
     flags[flags] = outliers(x[:, kept], target_of(used))
     return splits.mark(rows, splits.OUTLIER, pl.lit(pl.Series("far", flags)))
@@ -344,6 +338,8 @@ class Design:
     counts: Vector
     run: Integers
     time: Integers
+    folds: Integers
+    """For cross-validation: contiguous in every run's time."""
 
     def blocks(self) -> Integers:
         """Blocks of time for intervals, numbered over all runs; shape (n,)."""
@@ -351,9 +347,25 @@ class Design:
         count = min(max(rows // BLOCK_ROWS, FEWEST_BLOCKS), MOST_BLOCKS)
         return time_blocks(self.run, self.time, count) + self.run * count
 
-    def folds(self, count: int) -> Integers:
-        """Folds for cross-validation: contiguous in every run's time; shape (n,)."""
-        return time_blocks(self.run, self.time, count)
+    def part(self, rows: Flags, columns: list[int]) -> Design:
+        """Return some rows of some columns."""
+        return Design(
+            columns=[self.columns[k] for k in columns],
+            x=np.asfortranarray(self.x[rows][:, columns]),
+            y=self.y[rows],
+            weights=self.weights[rows],
+            counts=self.counts[rows],
+            run=self.run[rows],
+            time=self.time[rows],
+            folds=self.folds[rows],
+        )
+
+    def choose_penalty(self, options: FitOptions) -> PenaltyChoice:
+        """Choose penalty and strength by cross-validation over the folds."""
+        positive = options.signs.of(self.columns)
+        return choose_penalty(
+            self.x, self.y, self.folds, self.weights, options.penalties, positive=positive, counts=self.counts
+        )
 
     def latest(self, share: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Return which rows are in the last `share` of their run in time, to a permille; shape (n,)."""
@@ -371,7 +383,7 @@ def design_of(used: pl.DataFrame, features: Sequence[Feature]) -> tuple[Design, 
     """
     names = [f.name for f in features]
     everything, y = matrix(used, names), target_of(used)
-    kept, left = usable_features(everything, names, max_inflations(features))
+    kept, left = usable_features(everything, names)
     x = np.asfortranarray(everything[:, kept])
     counts = weights = np.ones(len(y))
     if "interval_steps" in used.columns:
@@ -382,7 +394,9 @@ def design_of(used: pl.DataFrame, features: Sequence[Feature]) -> tuple[Design, 
         scale = matrix(used, ["row_scale_us"])[:, 0] ** 2
         counts, weights = counts / scale, weights / scale
     run = used.select(pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
-    return Design([features[k] for k in kept], x, y, weights, counts, run, used["ts_ns"].to_numpy()), left
+    time = used["ts_ns"].to_numpy()
+    folds = time_blocks(run, time, FOLDS)
+    return Design([features[k] for k in kept], x, y, weights, counts, run, time, folds), left
 
 
 _SURE = 2.0

@@ -123,7 +123,7 @@ def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
         known = find_gpu(gpu.name)
     except UsageError:
         return gpu
-    # The column holds facts alone: a GPU of the catalogue gets its sources and its confidence back, an altered one does not.
+    # The column holds facts alone: a GPU of the catalogue gets its confidence back, an altered one does not.
     return known if known.facts() == {**gpu.facts(), "gpu_confidence": known.confidence} else gpu
 
 

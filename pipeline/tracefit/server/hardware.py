@@ -69,11 +69,9 @@ class Gpu(GpuValues):
     """One GPU: its values and how far to trust them.
 
     Attributes:
-        sources: Where each value comes from, by field name.
         confidence: `high` for datasheet values, `low` where sources disagree, `given` for a user's own.
     """
 
-    sources: Mapping[str, str]
     confidence: Confidence = "high"
 
     @property
@@ -112,13 +110,8 @@ _VALUE_FIELDS = tuple(field.name for field in fields(GpuValues) if field.name !=
 _SHAPE = TypeAdapter(GpuValues)
 
 
-_SOURCES = {
-    "sheet": "vendor datasheet, dense rate",
-    "both": "vendor datasheet, dense rate, agreeing with serving simulators' tables",
-    "tables": "serving simulators' tables, which disagree with the datasheet",
-}
-
-# Name, source, TFLOPS at fp16 and fp8, memory in GB and GB/s, link in GB/s, multiprocessors, aliases; - is none. The bare name is what
+# Sources: sheet is the vendor's datasheet (dense rates), both that and the tables of serving simulators, which agree with it,
+# tables these alone, which disagree with the datasheet. Columns: name, source, TFLOPS at fp16 and fp8, memory in GB and GB/s, link in GB/s, multiprocessors, aliases; - is none. The bare name is what
 # the field means by it: the SXM board, and of the A100 the 80 GB one; other aliases are spellings of drivers and clouds.
 _TABLE = """\
 H100-SXM        both    989.5    1979   80  3350   900  132  H100 H100-80GB H100-SXM5 H100-80GB-HBM3 H100-SXM-80GB H100-SXM5-80GB
@@ -144,15 +137,9 @@ def _entry(row: str) -> tuple[Gpu, list[str]]:
     """Return the GPU of a row of the table, and its aliases."""
     name, source, *cells = row.split()
     # As JSON: a whole number stays whole, as it is published.
-    values = [None if cell == "-" else json.loads(cell) for cell in cells[: len(_VALUE_FIELDS)]]
-    known = {key: value for key, value in zip(_VALUE_FIELDS, values, strict=True) if value is not None}
-    gpu = Gpu(
-        name=name,
-        **known,
-        sources=dict.fromkeys(known, _SOURCES[source]),
-        confidence="low" if source == "tables" else "high",
-    )
-    return gpu, cells[len(_VALUE_FIELDS) :]
+    values, aliases = cells[: len(_VALUE_FIELDS)], cells[len(_VALUE_FIELDS) :]
+    known = {k: json.loads(cell) for k, cell in zip(_VALUE_FIELDS, values, strict=True) if cell != "-"}
+    return Gpu(name=name, **known, confidence="low" if source == "tables" else "high"), aliases
 
 
 _ENTRIES = tuple(map(_entry, _TABLE.splitlines()))
@@ -219,8 +206,7 @@ def parse_gpu(text: bytes | str, *, where: str, fallback_name: str = "custom") -
     if not document.keys() & set(_VALUE_FIELDS):
         fallback_name, document = _only_entry(document, where=where)
     values = validated(_SHAPE, {"name": fallback_name, **document}, where=where)
-    stated = {key: "given by the user" for key in _VALUE_FIELDS if document.get(key) is not None}
-    return Gpu(**asdict(values), sources=stated, confidence="given")
+    return Gpu(**asdict(values), confidence="given")
 
 
 def _only_entry(document: Document, *, where: str) -> tuple[str, Document]:
