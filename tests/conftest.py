@@ -229,6 +229,27 @@ class Traces:
             "vllm.scheduler.step", "scheduler_steps_1", ids, list(events), server=server, dropped=dropped
         )
 
+    @property
+    def spans(self) -> list[dict[str, Any]]:
+        """The spans added so far, one in each record."""
+        return [record["scopeSpans"][0]["spans"][0] for record in self.records]
+
+    def events(self, name="") -> list[dict[str, Any]]:
+        """Return the events of a name, or all, in the order they were added."""
+        return [event for span in self.spans for event in span["events"] if name in ("", event["name"])]
+
+    @staticmethod
+    def change(events, how, *keys) -> None:
+        """Replace the numbers of attributes with these keys by what `how` makes of each; None takes it away."""
+        for event in events:
+            for attribute in [a for a in event["attributes"] if a["key"] in keys]:
+                ((kind, value),) = attribute["value"].items()
+                changed = how(int(value) if kind == "intValue" else value)
+                if changed is None:
+                    event["attributes"].remove(attribute)
+                else:
+                    attribute["value"] = _value(changed)
+
     def lines(self) -> list[str]:
         """Return the records as OTLP JSON lines."""
         return [json.dumps({"resourceSpans": [record]}) for record in self.records]
