@@ -173,8 +173,8 @@ def test_column_wins_over_a_constant_of_the_same_name():
 
 
 def test_unknown_name_is_one_line_with_the_known_ones():
+    frame = pl.DataFrame(schema={"prefill_tokens": pl.Int64, "y": pl.Float64})
     with pytest.raises(UsageError) as caught:
-        frame = pl.DataFrame(schema={"prefill_tokens": pl.Int64, "y": pl.Float64})
         add_features(frame, one(("x", "prefil_tokens * layers")), {"layers": 2.0})
 
     assert str(caught.value) == (
