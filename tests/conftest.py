@@ -229,6 +229,27 @@ class Traces:
             "vllm.scheduler.step", "scheduler_steps_1", ids, list(events), server=server, dropped=dropped
         )
 
+    @property
+    def spans(self) -> list[dict[str, Any]]:
+        """The spans added so far, one in each record."""
+        return [record["scopeSpans"][0]["spans"][0] for record in self.records]
+
+    def events(self, name="") -> list[dict[str, Any]]:
+        """Return the events of a name, or all, in the order they were added."""
+        return [event for span in self.spans for event in span["events"] if name in ("", event["name"])]
+
+    @staticmethod
+    def change(events, how, *keys) -> None:
+        """Replace the numbers of attributes with these keys by what `how` makes of each; None takes it away."""
+        for event in events:
+            for attribute in [a for a in event["attributes"] if a["key"] in keys]:
+                ((kind, value),) = attribute["value"].items()
+                changed = how(int(value) if kind == "intValue" else value)
+                if changed is None:
+                    event["attributes"].remove(attribute)
+                else:
+                    attribute["value"] = _value(changed)
+
     def lines(self) -> list[str]:
         """Return the records as OTLP JSON lines."""
         return [json.dumps({"resourceSpans": [record]}) for record in self.records]
@@ -327,24 +348,6 @@ def grows_linearly():
         assert costs[1] < 40 * max(costs[0], 0.001), f"{costs[0]:.4f} s, then {costs[1]:.4f} s"
 
     return check
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Return a function that lists the arguments of each call of a function of a module or class, from now on."""
-
-    def count(module, name):
-        made = []
-        function = getattr(module, name)
-
-        def counted(*args, **options):
-            made.append(args)
-            return function(*args, **options)
-
-        monkeypatch.setattr(module, name, counted)
-        return made
-
-    return count
 
 
 @pytest.fixture

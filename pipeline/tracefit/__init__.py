@@ -88,6 +88,7 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'tracefit' has no attribute {name!r}")
 
 
+# For the completion of notebooks: without it they would list what is imported already alone.
 def __dir__() -> list[str]:
     """List what the package offers, imported already or not."""
     return sorted(__all__)

@@ -45,6 +45,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class _Stderr(logging.Handler):
     """Writes one line per record to the current stderr, which may have been replaced since the start."""
 
+    # The traceback of an error stands below its line, as it would in a log file.
     def emit(self, record: logging.LogRecord) -> None:
         trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
         _on_stderr(f"{record.levelname.lower()}: {record.getMessage()}\n{trace}")

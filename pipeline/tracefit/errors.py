@@ -94,6 +94,7 @@ def printable(text: str) -> str:
 
 def spreadsheet_safe(value: object) -> object:
     """Return what a cell of a CSV file can hold without a spreadsheet taking it for a formula."""
+    # A quote before it makes it a text in every spreadsheet.
     is_formula = isinstance(value, str) and value[:1] in tuple("=+-@\t\r")
     return f"'{value}" if is_formula else value
 

@@ -24,6 +24,7 @@ SETTINGS = {
 _MANY_OBJECTS = 50_000
 """New objects after which the collector looks for cycles: imports and spans make very many, and no cycles to speak of."""
 
+# M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 

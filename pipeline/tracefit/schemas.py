@@ -78,6 +78,7 @@ def schema_texts() -> dict[str, str]:
 
 
 def _json_schema(name: str, model: type[BaseModel | msgspec.Struct]) -> dict[str, Any]:
+    # The manifest is a struct of msgspec, the other files are models of pydantic.
     if issubclass(model, msgspec.Struct):
         schema = msgspec.json.schema(model)
     else:

@@ -39,21 +39,6 @@ RULES = {
 }
 
 
-def _events(trace, name):
-    spans = [span for record in trace.records for span in record["scopeSpans"][0]["spans"]]
-    return [e for span in spans for e in span["events"] if e["name"] == name]
-
-
-def _middle(trace, name):
-    events = _events(trace, name)
-    return events[len(events) // 2]
-
-
-def _set(event, key, change):
-    attribute = next(a for a in event["attributes"] if a["key"] == key)
-    attribute["value"] = {"intValue": str(change(int(attribute["value"]["intValue"])))}
-
-
 def _errors(out):
     models = json.loads((out / "evaluation.json").read_text())["scopes"][0]["models"]
     return {name: m["holdout"]["mae"] for name, m in models.items()}
@@ -67,7 +52,8 @@ def test_one_implausible_value_fires_a_rule_and_the_models_are_as_without_it(
 ):
     event, key, change = ODD[name]
     trace = new_traces().load()
-    _set(_middle(trace, event), key, change)
+    events = trace.events(event)
+    trace.change([events[len(events) // 2]], change, key)
     code, _, stderr = tracefit("run", trace.write(tmp_path / "busy"), "--out", tmp_path / "out", "--fast")
     assert code == 3
     assert "1 implausible value" in stderr
@@ -87,8 +73,7 @@ def test_one_implausible_value_fires_a_rule_and_the_models_are_as_without_it(
 def test_a_limit_that_the_run_itself_contradicts_bounds_nothing(tmp_path, traces, tracefit):
     """The configuration says 2,048 tokens a step; one step in ten has more."""
     trace = traces.load()
-    for event in _events(trace, "step.BATCH_SUMMARY")[::10]:
-        _set(event, "batch.prefill_tokens", lambda _: 4000)
+    trace.change(trace.events("step.BATCH_SUMMARY")[::10], lambda _: 4000, "batch.prefill_tokens")
     code, _, stderr = tracefit("ingest", trace.write(tmp_path / "run"), "--out", tmp_path / "tables")
     assert (code, stderr) == (0, "")
     assert TableStore(tmp_path / "tables").read("runs")["implausible"].to_list() == ["{}"]

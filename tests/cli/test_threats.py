@@ -224,8 +224,7 @@ def test_an_id_is_no_formula_to_a_spreadsheet(tmp_path, tracefit, traces):
 def test_what_an_error_quotes_of_a_prompt_is_kept_nowhere(tmp_path, tracefit, traces):
     quoted = "patient Jane Doe"
     traces.api(1, {"ARRIVED": 0, "ABORTED": 10}).api(2, {"ARRIVED": 0, "ABORTED": 10})
-    spans = [record["scopeSpans"][0]["spans"][0] for record in traces.records]
-    for span, reason in zip(spans, (f"error in prompt: {quoted}", "client_disconnect"), strict=True):
+    for span, reason in zip(traces.spans, (f"error in prompt: {quoted}", "client_disconnect"), strict=True):
         span["status"] = {"code": 2, "message": reason}
         span["events"][1]["attributes"].append({"key": "reason", "value": {"stringValue": reason}})
     folder, tables = traces.write(tmp_path / "run"), tmp_path / "tables"

@@ -202,11 +202,11 @@ def test_model_sizes_are_written_as_people_say_them(parameters, text):
 def test_clocks_that_disagree_are_counted_in_the_evaluation(tmp_path, traces, quick):
     """The API process of one host, an hour ahead, and two SCHEDULED events half a second before their step."""
     traces.load(steps=240, requests=100)
-    spans = [r["scopeSpans"][0]["spans"][0] for r in traces.records]
-    api = [e for s in spans if s["name"] == "llm_request" for e in s["events"]]
-    scheduled = [e for s in spans for e in s["events"] if e["name"] == "journey.SCHEDULED"]
-    _move(api, 3600)
-    _move(scheduled[:2], -0.5)
+    api = [e for span in traces.spans if span["name"] == "llm_request" for e in span["events"]]
+    traces.change(api, lambda at_s: at_s + 3600, "event.ts.monotonic")
+    scheduled = traces.events("journey.SCHEDULED")[:2]
+    traces.change(scheduled, lambda at_s: at_s - 0.5, "ts.monotonic")
+    traces.change(scheduled, lambda at_ns: at_ns - 500_000_000, "ts.monotonic_ns")
     run([traces.write(tmp_path / "run")], tmp_path / "out", options=quick)
     evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     timeline = evaluation["scopes"][0]["timeline"]
@@ -214,13 +214,3 @@ def test_clocks_that_disagree_are_counted_in_the_evaluation(tmp_path, traces, qu
     assert timeline["clock_checked_events"] == 300
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| events that disagree with the step clock | 2 of 300 |" in report
-
-
-def _move(events, by_s):
-    for event in events:
-        for attribute in event["attributes"]:
-            key, value = attribute["key"], attribute["value"]
-            if key == "ts.monotonic_ns":
-                value["intValue"] = str(int(value["intValue"]) + round(by_s * 10**9))
-            elif key in ("ts.monotonic", "event.ts.monotonic"):
-                value["doubleValue"] += by_s

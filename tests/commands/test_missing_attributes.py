@@ -11,14 +11,6 @@ from tracefit import run
 GROUPED = ("beta.cycle_time", "alpha.queue_wait")
 
 
-def _strip(trace, event, attribute, *, which=slice(None)):
-    """Take an attribute from some of the events of a name, in the order they were added."""
-    spans = [span for record in trace.records for span in record["scopeSpans"][0]["spans"]]
-    for one in [e for span in spans for e in span["events"] if e["name"] == event][which]:
-        one["attributes"] = [a for a in one["attributes"] if a["key"] != attribute]
-    return trace
-
-
 def _scope(trace, folder, how):
     run([trace.write(folder / "run")], folder / "out", options=how)
     return json.loads((folder / "out" / "evaluation.json").read_text())["scopes"][0]
@@ -36,8 +28,9 @@ def test_a_held_out_row_that_is_of_no_known_group_is_in_none(
     tmp_path, traces, quick, model, event, attribute
 ):
     """Step durations that are the step times: each row is a step, and its own batch says what kind it is."""
-    late = slice(-10, -9)
-    models = _scope(_strip(traces.load(covered=1.0), event, attribute, which=late), tmp_path, quick)["models"]
+    traces.load(covered=1.0)
+    traces.change(traces.events(event)[-10:-9], lambda _: None, attribute)
+    models = _scope(traces, tmp_path, quick)["models"]
     assert set(models) == {"beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure"}
     grouped = {n: sum(group["n"] for group in models[n]["by_group"].values()) for n in GROUPED}
     assert grouped == {n: models[n]["holdout"]["n"] - (n == model) for n in GROUPED}
@@ -48,7 +41,8 @@ def test_steps_without_what_tells_them_apart_are_as_long_as_most(tmp_path, trace
     starts = [3000 * step + 97_000 * (step // 9) for step in range(270)]
     slow = [step % 9 == 8 for step in range(270)]
     traces.steps(*(traces.summary(s, starts[s], decode_tokens=99 if slow[s] else 1) for s in range(270)))
-    scope = _scope(_strip(traces, "step.BATCH_SUMMARY", "batch.decode_tokens"), tmp_path, quick)
+    traces.change(traces.events("step.BATCH_SUMMARY"), lambda _: None, "batch.decode_tokens")
+    scope = _scope(traces, tmp_path, quick)
     assert set(scope["models"]) == {"beta.cycle_time"}
     assert scope["models"]["beta.cycle_time"]["holdout"]["mdape_pct"] == pytest.approx(0)
     assert [m["name"] for m in scope["not_fitted"]] == [

@@ -81,7 +81,7 @@ class _Warnings(NullProgress):
 
 def test_the_sampling_is_stated(tmp_path, new_traces, quick):
     for number in range(4):
-        new_traces().load(steps=120, requests=60, seed=number).write(tmp_path / "runs" / f"r{number}")
+        new_traces().load(steps=80, requests=45, seed=number).write(tmp_path / "runs" / f"r{number}")
     ingest([tmp_path / "runs"], tmp_path / "tables")
     # Each claims nine hundred thousand steps: two of them are as many rows as fit into memory.
     store = TableStore(tmp_path / "tables")

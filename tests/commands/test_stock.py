@@ -32,7 +32,7 @@ def stock(traces, tmp_path):
             "gen_ai.latency.time_in_model_inference": 0.32,
         }
         traces.span("vllm.llm_engine", "llm_request", (number, number, 0), [], attributes=facts)
-        span = traces.records[-1]["scopeSpans"][0]["spans"][0]
+        span = traces.spans[-1]
         span["startTimeUnixNano"] = str(BOOT_NS + number * 100_000_000)
         span["endTimeUnixNano"] = str(BOOT_NS + number * 100_000_000 + round((wait + 0.323) * 1e9))
     return traces.write(tmp_path / "stock")

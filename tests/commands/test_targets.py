@@ -54,7 +54,7 @@ def test_the_target_is_chosen_by_the_busy_time_that_durations_cover(
 @pytest.mark.slow
 def test_durations_that_are_step_times_are_used_for_every_sampled_step(tmp_path, traces, job):
     trace = traces.load(steps=400, requests=0, covered=0.95)
-    events = trace.records[0]["scopeSpans"][0]["spans"][0]["events"]
+    events = trace.spans[0]["events"]
     events[:] = [event for n, event in enumerate(events) if n % 4 < 2]
     job(trace)
     assert TableStore(tmp_path / "out" / "tables").read("beta_training").height == 200
@@ -76,8 +76,7 @@ def test_the_report_says_why_the_clock_with_both_medians(tmp_path, traces, job):
 @pytest.mark.slow
 def test_steps_without_any_duration_use_the_clock(tmp_path, traces, job):
     trace = traces.load(steps=120, requests=0)
-    for event in trace.records[0]["scopeSpans"][0]["spans"][0]["events"]:
-        event["attributes"] = [a for a in event["attributes"] if a["key"] != "step.duration_us"]
+    trace.change(trace.events(), lambda _: None, "step.duration_us")
     job(trace)
     assert _beta(tmp_path)["target"]["source"] == "step_clock"
 
@@ -100,12 +99,8 @@ def test_the_law_is_found_in_step_with_execution(tmp_path, traces, job, lag):
 @pytest.mark.slow
 def test_idle_gaps_are_in_neither_part(tmp_path, traces, job):
     trace = traces.load(steps=240, requests=0)
-    events = trace.records[0]["scopeSpans"][0]["spans"][0]["events"]
-    for event in (events[99], events[229]):
-        event["attributes"] = [
-            {"key": a["key"], "value": {"intValue": "0"}} if a["key"].startswith("queue.") else a
-            for a in event["attributes"]
-        ]
+    idle = [trace.events()[n] for n in (99, 229)]
+    trace.change(idle, lambda _: 0, "queue.running_depth", "queue.waiting_depth")
     job(trace)
     rows = TableStore(tmp_path / "out" / "tables").read("beta_training")
     assert rows.filter(excluded_reason="idle_gap").select("step_id", "split").rows() == [
@@ -142,7 +137,7 @@ def test_journeys_without_an_api_layer_train_the_queue_wait_alone(tmp_path, trac
 @pytest.mark.slow
 def test_too_few_consecutive_steps_say_which_flag_to_raise(tmp_path, traces, job):
     trace = traces.load(steps=120)
-    events = trace.records[0]["scopeSpans"][0]["spans"][0]["events"]
+    events = trace.spans[0]["events"]
     events[:] = events[::3]
     with (trace.write(tmp_path / "run") / "exp-config.yaml").open("a") as config:
         config.write("journey_tracing_sample_rate: 0.1\n")

@@ -439,7 +439,7 @@ def test_the_dynamo_mocker_by_its_own_interpolation(made, steps, tmp_path):
 def test_the_grid_of_steps_without_prompts_has_an_extent():
     """An axis of one value has cells of no width: the mocker divides by it."""
     nothing = pl.DataFrame({"prefill_tokens": [0, 0], "num_decode_reqs": [0, 1], "context_tokens": [0, 1]})
-    for axis in dynamo._axes(nothing):
+    for axis in dynamo.axes(nothing):
         assert np.all(np.diff(axis) > 0)
 
 
@@ -453,6 +453,11 @@ def test_csv_holds_every_number(made, tmp_path):
     admission = [r for r in rows if r["model"] == "alpha.admission"]
     assert {r["part"] for r in admission} == {"work", "without_clock"}
     assert _error(result, "beta.cycle_time").mape_pct == beta["validation"]["holdout"]["mape_pct"]
+
+
+def test_a_folder_may_end_in_a_slash(made, tmp_path):
+    result = export(made / "models", "csv", f"{tmp_path}/x/")
+    assert result.usage.endswith(f" {tmp_path}/x/coefficients.csv")
 
 
 @pytest.mark.parametrize("to", ["vidur", "LLMServingSim", "aiconfigurator"])

@@ -36,12 +36,6 @@ OF_SPANS = (
 EVERYWHERE = sorted({key for _, key in _attributes()} | set(OF_SPANS))
 
 
-@pytest.fixture(scope="session")
-def root(tmp_path_factory):
-    """Return the folder of the runs as they were generated."""
-    return tmp_path_factory.mktemp("bases")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("event", "key"), _attributes())
 def test_a_run_without_an_attribute_goes_through_every_command(odd, root, tmp_path, event, key):

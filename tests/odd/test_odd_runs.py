@@ -17,12 +17,6 @@ RUNS = int(os.environ.get("ODD_RUNS", "20"))
 FIRST = int(os.environ.get("ODD_FIRST", "0"))
 
 
-@pytest.fixture(scope="session")
-def root(tmp_path_factory):
-    """Return the folder of the runs as they were generated."""
-    return tmp_path_factory.mktemp("bases")
-
-
 def _shaped(odd):
     # Half of the runs are ordinary ones before they are damaged: of the others some allow no model at all.
     return st.sampled_from(["busy"] * len(odd.shapes) + list(odd.shapes))

@@ -115,8 +115,7 @@ class EngineTables:
     stories: tuple[Story, ...]
 
     def _table(self, table, rows) -> pl.DataFrame:
-        types = {c.name: c.polars for c in table.columns}
-        return table.conform(pl.DataFrame([{"run_id": "run"} | row for row in rows], schema=types))
+        return table.conform(pl.DataFrame([{"run_id": "run"} | row for row in rows], schema=table.types))
 
     @property
     def journeys(self) -> pl.DataFrame:

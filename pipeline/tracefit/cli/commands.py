@@ -230,6 +230,7 @@ def receive(
         )
         result = receive_command(
             out,
+            # Before the settings of --set, which win over it.
             server=server_options(context, *([f"model={model}"] if model else [])),
             options=options,
             live=live,
@@ -474,6 +475,7 @@ def predict(
 
         loaded = load(*models)
         chosen = choose_scope(loaded, scope, run)
+        # typer has no way to say which options belong together.
         _check_description(context_.params)
         if rows is not None:
             from tracefit.commands.predict import predict as predict_rows
@@ -537,6 +539,7 @@ def _check_description(given: dict[str, Any]) -> None:
         )
 
 
+# For the completion of a shell: consumers are imported when a user presses TAB, not when the program starts.
 def _consumer_names() -> list[str]:
     from tracefit.consumers import known
 
@@ -588,6 +591,7 @@ def export(
         terminal.show(result, export_text(result), as_json=json)
 
 
+# A run must not hold a span twice: `both` writes two run folders.
 _FORMATS: dict[str, tuple[Literal["json", "protobuf"], ...]] = {
     "json": ("json",),
     "protobuf": ("protobuf",),
@@ -680,6 +684,7 @@ def synth(
         from tracefit.reports.terminal_results import synth_text
         from tracefit.synth import DEFAULT_PHASES, SynthOptions, surge_phases
 
+        # Without --surge the load is light, bursts, and is heavy: a queue builds up and empties.
         options = SynthOptions(
             name=name,
             seed=seed,

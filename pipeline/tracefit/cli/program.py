@@ -24,6 +24,7 @@ PREFIX = "TRACEFIT_"
 EVERYWHERE = ("config", "log_level")
 """Options of the program that every command takes too, so they are accepted on either side of its name."""
 
+# A file that asks for help or the version would end every command, and one that names another file may name itself.
 _NOT_SETTABLE = {"help", "version", "config", "install_completion", "show_completion"}
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from tracefit.features import targets
+from tracefit.features.expressions import MAX_FORMULA_CHARS
 from tracefit.fit.results import (
     Latency,
     LeftOutErrors,
@@ -30,6 +31,7 @@ from tracefit.fit.results import (
 class Strict(BaseModel):
     """A part of a published file: immutable, finite numbers, no unknown keys."""
 
+    # By name too: `schema` is `schema_` here, for pydantic's models have a method of that name.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
 
@@ -215,8 +217,8 @@ class Evaluation(Strict):
 # -- coefficient files ----------------------------------------------------------------------------------
 
 
+# A file may come from anyone: what it can hold is bounded.
 MAX_TERMS = 1000
-MAX_FORMULA_CHARS = 400
 _ROUNDING = 1e-8
 """A written value and its written interval may differ by their last digit."""
 
@@ -508,6 +510,7 @@ class BoundaryModel(_ModelBase):
     expectation: Expectation | None = None
 
 
+# Distinguished by `form`: the errors of a damaged model are those of its own form alone.
 Model = Annotated[LinearModel | RegimesModel | BoundaryModel, Field(discriminator="form")]
 LinearForm = LinearModel | Linear | Work | Regime
 """Any type with an intercept and a sum of terms."""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from tracefit.coefficients.compiled import CompiledModel, Formulas, expected_at_boundary, line_value
 from tracefit.coefficients.model import STEP_MODELS, BoundaryModel
 from tracefit.coefficients.workload import (
+    DEFAULT_BLOCK_SIZE,
     LIMITS,
     REQUEST_COLUMNS,
     STEP_COLUMNS,
-    server_constants,
     step_inputs,
     traffic_formulas,
 )
@@ -68,6 +68,7 @@ def p90_ape_pct(model: Model, group: str | None) -> float | None:
     """Return the 90th percentile of the held-out errors, of the group of rows like the input where it is large enough."""
     if model.validation is None:
         return None
+    # A regime, say, that few held-out rows met says less of its own errors than all rows do.
     of_group = model.validation.by_group.get(group) if group else None
     enough = of_group is not None and of_group.n >= INTERVAL_ROWS
     found = of_group if of_group is not None and enough else model.validation.holdout
@@ -306,13 +307,15 @@ class ScopeModels:
             )
         return self.require(found)
 
-    @property
+    @cached_property
     def server(self) -> dict[str, float | None]:
-        """Settings of the server by name, null where not known."""
-        scope = next((m.scope for m in self.models.values() if m.scope is not None), None)
-        return server_constants(scope)
+        """Settings of the server that formulas of workloads use, by name, null where not known."""
+        names = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "block_size")
+        values = {n: None if (v := self.limit(n)) is None else float(v) for n in names}
+        # Without a block size vLLM takes its own default; of the other settings none can be guessed.
+        return {**values, "block_size": values["block_size"] or DEFAULT_BLOCK_SIZE}
 
-    @property
+    @cached_property
     def workload(self) -> Workload | None:
         """The mean request the models were trained on; null where the files do not state it."""
         return next((m.scope.workload for m in self.models.values() if m.scope and m.scope.workload), None)
@@ -369,7 +372,7 @@ class ScopeModels:
     def limit(self, setting: str) -> float | None:
         """Return a setting of the server that is a number, null where it is not known."""
         value = self.setting(setting)
-        return value if isinstance(value, int | float) else None
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def changing_nothing(
         self,

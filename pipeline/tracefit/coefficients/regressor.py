@@ -104,7 +104,8 @@ class LatencyRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # 
                 f"X has {checked.shape[1]} features, but {type(self).__name__} is expecting {len(names)} features as "
                 f"input: {', '.join(names)}"
             )
-        number = pl.DataFrame({"row": np.arange(len(checked))})  # a frame without a column would have no rows
+        # A frame without a column would have no rows.
+        number = pl.DataFrame({"row": np.arange(len(checked))})
         return number.with_columns(pl.Series(n, checked[:, i]) for i, n in enumerate(names))
 
     def __sklearn_is_fitted__(self) -> bool:

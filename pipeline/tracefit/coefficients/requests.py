@@ -86,7 +86,7 @@ def complete(
     Args:
         a: Arithmetic of the values.
         given: Values of `REQUEST_INPUTS` and of some of `OTHERS`.
-        server: Settings by name, see `workload.server_constants`.
+        server: Settings by name, see `ScopeModels.server`.
         mean: The mean request the models were trained on; the others are like it, or like the request itself without it.
     """
     prompt, output = given["prompt_tokens"], given["output_tokens"]

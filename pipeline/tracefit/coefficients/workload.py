@@ -13,7 +13,7 @@ from tracefit.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.coefficients.model import ScopeFacts, Workload
+    from tracefit.coefficients.model import Workload
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -175,17 +175,3 @@ def counted(name: str, value: float) -> float:
     if not 0 <= value < 1e12:
         raise UsageError(f"{value:g} is no count", where=name)
     return float(value)
-
-
-def server_constants(scope: ScopeFacts | None) -> dict[str, float | None]:
-    """Return the server's settings that workloads depend on, from a coefficient file's scope."""
-    settings = scope.settings if scope else {}
-    # Without a block size vLLM takes its own default; of the other settings none can be guessed.
-    names = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "block_size")
-    values: dict[str, float | None] = {name: _number(settings.get(name)) for name in names}
-    values["block_size"] = values["block_size"] or DEFAULT_BLOCK_SIZE
-    return values
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

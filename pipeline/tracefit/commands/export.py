@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tracefit.fit.fitted import ScopeTables
     from tracefit.server.context import ModelScope
 
+# A number of millions of digits takes minutes to convert.
 _MOST_DIGITS = 6
 _BELOW_STEPS = "its tables are per operator, finer than a trace of steps can resolve"
 _REFUSED = dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), _BELOW_STEPS)

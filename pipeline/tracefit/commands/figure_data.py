@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.model import Model, ScopeEvaluation
     from tracefit.features.expressions import Node
     from tracefit.fit.results import Overload
+    from tracefit.results.figures import RegionKind
     from tracefit.tables.store import TableStore
 
 MOST_ENGINES = 4
@@ -119,10 +120,9 @@ def scope_rows(
     rows_of: dict[str, ModelRows] = {}
     for model in models:
         target = pl.col("target") == model.name.removeprefix("alpha.")
-        rows = model_rows(
-            model, steps if model.name.startswith("beta.") else waits.filter(target), points=points
-        )
-        if rows is not None:
+        frame = steps if model.name.startswith("beta.") else waits.filter(target)
+        # Tables hold the training frames of the last training alone: those of other models lack their features.
+        if (rows := model_rows(model, frame, points=points)) is not None:
             rows_of[model.name] = rows
     engines, more = _engines(scope, store, steps)
     shown = runs[:MOST_RUNS]
@@ -167,14 +167,13 @@ def model_rows(model: Model, rows: pl.DataFrame, *, points: int) -> ModelRows | 
     is_step = set(_BATCH_COLUMNS) <= set(held.columns)
     several = kept.select("run_id", "server").n_unique()
     ends = held.group_by("run_id", "server").agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
-    holdout = [ShadedRegion("hold-out", start, end) for *_, start, end in ends.iter_rows()]
     parts = (("training rows", kept.filter(pl.col("split") == "train")), ("held-out rows", held))
     return ModelRows(
         predicted=predicted,
         wide_range=wide_range,
         without_place=without_place,
         over_time=_cloud(parts, kept, "at_s", "residual_ms", points),
-        holdout=tuple(holdout) if several == 1 else (),
+        holdout=_regions("hold-out", ends) if several == 1 else (),
         servers=several,
         over_features={
             feature: _cloud((("held-out rows", known),), known, feature, "residual_ms", points)
@@ -267,7 +266,7 @@ def _timeline(kept: pl.DataFrame, points: int) -> OverTime:
         predicted=tuple(bins["predicted_ms"]),
         rows=_points("single rows", rows, "at_s", "measured_ms", points),
         runs=tuple(named.select("name", "begins").iter_rows()),
-        holdout=tuple(ShadedRegion("hold-out", start, end) for _, start, end in ends.iter_rows()),
+        holdout=_regions("hold-out", ends),
     )
 
 
@@ -286,10 +285,8 @@ def _cloud(
     parts: Sequence[tuple[str, pl.DataFrame]], rows: pl.DataFrame, x: str, y: str, points: int
 ) -> Cloud:
     shown = [(name, part) for name, part in parts if part.height]
-    drawn = []
-    for name, part in shown:
-        drawn.append(_points(name, part.sort("ts_ns"), x, y, points))
-    return Cloud(tuple(drawn), sum(part.height for _, part in shown), _bins(rows, x, y))
+    drawn = tuple(_points(name, part.sort("ts_ns"), x, y, points) for name, part in shown)
+    return Cloud(drawn, sum(part.height for _, part in shown), _bins(rows, x, y))
 
 
 def _points(name: str, rows: pl.DataFrame, x: str, y: str, points: int) -> Points:
@@ -530,7 +527,7 @@ def _queues(bins: pl.DataFrame, overloaded: tuple[ShadedRegion, ...]) -> tuple[S
     group = (pl.col("bin").diff().fill_null(1) > 1).cum_sum()
     joined = queued.with_columns(group=group).group_by("group", maintain_order=True)
     ends = joined.agg(pl.col("start").min(), pl.col("end").max()).select("start", "end")
-    return tuple(ShadedRegion("queue never empty", start, end) for start, end in ends.iter_rows())
+    return _regions("queue never empty", ends)
 
 
 def _idle(known: pl.DataFrame, seconds: float) -> tuple[ShadedRegion, ...]:
@@ -538,17 +535,19 @@ def _idle(known: pl.DataFrame, seconds: float) -> tuple[ShadedRegion, ...]:
     gaps = known.filter(pl.col("idle_after") & (length > SHORTEST_IDLE_SHARE * seconds))
     ends = gaps.select(start="at_s", end=pl.col("at_s") + length, length=length)
     longest = ends.sort("length", descending=True).head(MOST_IDLE_GAPS).sort("start")
-    return tuple(ShadedRegion("idle", start, end) for start, end, _ in longest.iter_rows())
+    return _regions("idle", longest)
 
 
 def _warm_up(training: pl.DataFrame, start_ns: int) -> tuple[ShadedRegion, ...]:
     left_out = training.filter(pl.col("excluded_reason") == "warm_up")
-    if not left_out.height:
-        return ()
     ends = left_out.group_by("epoch").agg(a=pl.col("ts_ns").min(), b=pl.col("ts_ns").max()).sort("epoch")
     return tuple(
         ShadedRegion("warm-up", (a - start_ns) / 1e9, (b - start_ns) / 1e9) for _, a, b in ends.iter_rows()
     )
+
+
+def _regions(kind: RegionKind, ends: pl.DataFrame) -> tuple[ShadedRegion, ...]:
+    return tuple(ShadedRegion(kind, a, b) for a, b in ends.select("start", "end").iter_rows())
 
 
 def _holdout_from(training: pl.DataFrame, start_ns: int) -> float | None:

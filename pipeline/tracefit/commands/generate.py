@@ -31,5 +31,6 @@ def generate(
     (progress or NullProgress()).stage(f"generating {options.name}")
     run = synth(options)
     first = write_run(run, Path(out), formats=formats, compress=compress)
+    # Of both formats the run folder of protobuf stands beside the other: one folder would hold every span twice.
     twins = [first.with_name(f"{first.name}-proto")] if len(set(formats)) > 1 else []
     return SynthResult((first, *twins), requests=run.truth_requests.height, steps=run.truth_steps.height)

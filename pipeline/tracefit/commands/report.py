@@ -79,6 +79,7 @@ def report(
     place = place_of(out or folder)
     texts = report_texts(made, place, progress)
     write_files(texts)
+    # A terminal shows no marks of Markdown, and a program has no use for them.
     reasons = {s.scope_id: {v.use: plain(v.sentence) for v in verdicts(s).uses} for s in evaluation.scopes}
     return ReportResult(tuple(texts), evaluation.answers, reasons, plain(made.lead))
 
@@ -150,6 +151,7 @@ def _warn_of_other_frames(
 
 
 def _fits(made: Report, page_bytes: int) -> bool:
+    # Drawn to know its size, which depends on the numbers of every figure.
     html_page = _page_writer()
     return html_page is None or len(html_page(made).encode()) <= page_bytes
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from tracefit.commands.reading import IngestOptions
     from tracefit.engines.local import TaskEngine
     from tracefit.fit.fitted import FittedModel, FittedScope
-    from tracefit.fit.results import Latency, Missing, Overload
+    from tracefit.fit.results import Latency, Overload
 
 
 _NAMED_RUNS = 3
@@ -124,8 +124,13 @@ def train(
         )
     # Two servers that write to one collector file, or a file copied into a second folder, give the same spans twice.
     runs = runs.filter(~pl.col("run_id").is_in([one.run_id for one in overlaps]))
-    for text in _without_configuration(runs):
-        progress.warn(text)
+    # Their features are fewer, and their settings are vLLM's defaults.
+    bare = runs.filter(pl.all_horizontal(pl.col("model_config", "gpu", "model").is_null()))
+    if bare.height:
+        progress.warn(
+            f"{', '.join(bare['run_id'].unique().sort())}: no server configuration was found, so hardware and model features "
+            "are left out and settings are assumed; name it with --run-config (or --model-config) and --gpu"
+        )
     with open_engine(engine, workers) as workplace:
         workplace.check(store.root.absolute() / "runs" if store.place.has_lock else None)
         workplace.limit(max(1, int(runs.unique("run_id", keep="first")["bytes"].sum()) // BYTES_PER_JOB))
@@ -184,7 +189,11 @@ def _result(
         report=report / "report.md",
         fitted=tuple(_summary(s, m) for s in scopes for m in s.models),
         verdicts=evaluation.answers,
-        not_fitted=tuple(_what_is_missing(s, m) for s in scopes for m in s.missing),
+        not_fitted=tuple(
+            f"{m.name} ({s.scope.scope_id}): {m.reason}" + (f"; {m.remedy}" if m.remedy else "")
+            for s in scopes
+            for m in s.missing
+        ),
         latencies=tuple(
             _latency_summary(s, name, latency)
             for s in scopes
@@ -196,7 +205,14 @@ def _result(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]
             or evaluation.ingest.implausible
         ),
-        scopes=tuple(_scope_summary(s) for s in scopes),
+        scopes=tuple(
+            ScopeSummary(
+                s.scope.scope_id,
+                tuple(sorted(s.tables.runs["run_id"].unique())),
+                {name: str(value) for name, value in s.scope.context.settings.values().items()},
+            )
+            for s in scopes
+        ),
         tables=tables,
     )
 
@@ -304,17 +320,6 @@ def _some(run_ids: list[str]) -> str:
     return ", ".join(run_ids[:_NAMED_RUNS]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _without_configuration(runs: pl.DataFrame) -> list[str]:
-    """Warn of runs whose server is unknown: their features are fewer, and settings are vLLM's defaults."""
-    missing = runs.filter(pl.all_horizontal(pl.col("model_config", "gpu", "model").is_null()))
-    names = ", ".join(missing["run_id"].unique().sort())
-    text = (
-        f"{names}: no server configuration was found, so hardware and model features are left out and settings are "
-        "assumed; name it with --run-config (or --model-config) and --gpu"
-    )
-    return [text] if names else []
-
-
 def _require_models(scopes: list[FittedScope], where: str) -> None:
     if any(s.models for s in scopes):
         return
@@ -323,16 +328,6 @@ def _require_models(scopes: list[FittedScope], where: str) -> None:
     raise DataError(
         f"nothing can be fitted: {'; '.join(reasons)}", where=where, hint="; ".join(remedies) or None
     )
-
-
-def _what_is_missing(scope: FittedScope, missing: Missing) -> str:
-    text = f"{missing.name} ({scope.scope.scope_id}): {missing.reason}"
-    return f"{text}; {missing.remedy}" if missing.remedy else text
-
-
-def _scope_summary(scope: FittedScope) -> ScopeSummary:
-    settings = {name: str(value) for name, value in scope.scope.context.settings.values().items()}
-    return ScopeSummary(scope.scope.scope_id, tuple(sorted(scope.tables.runs["run_id"].unique())), settings)
 
 
 def _summary(scope: FittedScope, model: FittedModel) -> ModelSummary:

@@ -6,14 +6,15 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.model import BoundaryModel, LinearModel, RegimesModel
+from tracefit.coefficients.compiled import linear_forms
+from tracefit.coefficients.model import BoundaryModel, Regime
 from tracefit.consumers.base import OUT, Export, HeldOut, Source, consumer
 from tracefit.errors import spreadsheet_safe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tracefit.coefficients.model import Condition, Interval, LinearForm, Model, Number, Term
+    from tracefit.coefficients.model import Condition, Interval, Model, Number, Term
 
 _HEAD = (
     "scope_id",
@@ -52,22 +53,16 @@ def to_csv(source: Source) -> Export:
 
 
 def _rows(model: Model) -> Iterator[tuple[str, str, list[object]]]:
-    if isinstance(model, LinearModel):
-        yield from _form("line", "", model)
-    elif isinstance(model, RegimesModel):
-        for regime in model.regimes:
-            yield from _form(regime.name, _condition(regime.when), regime)
-    elif isinstance(model, BoundaryModel):
-        yield from _form("work", "step starts known", model.work)
+    """Yield the linear form, its condition and the other cells of every number of a model."""
+    clock = {"work": "step starts known", "without_clock": "step starts unknown"}
+    for name, form in linear_forms(model).items():
+        condition = _condition(form.when) if isinstance(form, Regime) else clock.get(name, "")
+        yield name, condition, _number("intercept", "us", form.intercept)
+        for term in form.terms:
+            yield name, condition, _number(term.feature, term.unit, term, term.training_range, term.formula)
         # The offset is added behind the boundary: it is no term of the work.
-        yield "work", "step starts known", _number("offset", "us", model.offset)
-        yield from _form("without_clock", "step starts unknown", model.without_clock)
-
-
-def _form(name: str, condition: str, form: LinearForm) -> Iterator[tuple[str, str, list[object]]]:
-    yield name, condition, _number("intercept", "us", form.intercept)
-    for term in form.terms:
-        yield name, condition, _number(term.feature, term.unit, term, term.training_range, term.formula)
+        if isinstance(model, BoundaryModel) and form is model.work:
+            yield name, condition, _number("offset", "us", model.offset)
 
 
 def _number(

@@ -98,7 +98,7 @@ def _server_flags(source: Source) -> str:
 
 def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str, Vector | Matrix]:
     """Evaluate the model on the range of the training steps; `constant_ms` is subtracted from prefill."""
-    isl, active, context = _axes(train)
+    isl, active, context = axes(train)
     batch = active[:, None] / context[None, :]
     points = pl.DataFrame({"batch": batch.ravel(), "context": np.broadcast_to(context, batch.shape).ravel()})
     itl = _predicted_ms(source, points)
@@ -112,7 +112,7 @@ def _grids(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[str,
     }
 
 
-def _axes(train: pl.DataFrame) -> tuple[Vector, Vector, Vector]:
+def axes(train: pl.DataFrame) -> tuple[Vector, Vector, Vector]:
     """Return prompt tokens, tokens in the caches of a batch and those of one request, over the range of the training steps.
 
     Each rises strictly, whatever the steps: the mocker divides by the width of a cell.

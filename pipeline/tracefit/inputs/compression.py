@@ -88,13 +88,8 @@ _TOO_SHORT_FRAME = re.compile(
 )
 """Length-prefixed zstd too short to be a frame; a hostile file can hold millions of them, which are skipped together."""
 
-_UNIT_NAMES: dict[Compression, str] = {
-    "gzip": "gzip member",
-    "zstd": "zstd frame",
-    "framed zstd": "zstd frame",
-}
-# A larger window than 128 MiB is memory that a hostile header asks for.
 _CODEC = pa.Codec("zstd")
+# A larger window than 128 MiB is memory that a hostile header asks for.
 _ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 27}
 
 
@@ -200,21 +195,15 @@ class _GzipDecoder:
 
     def __init__(self) -> None:
         self._inflate = zlib.decompressobj(31)  # zlib's number for a gzip header and trailer, nothing else
+        self.eof = False
+        self.needs_input = True
+        self.unused_data = b""
 
-    @property
-    def eof(self) -> bool:
-        return self._inflate.eof
-
-    @property
-    def needs_input(self) -> bool:
-        return not (self._inflate.unconsumed_tail or self._inflate.eof)
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._inflate.unused_data
-
-    def decompress(self, data: bytes, max_length: int = -1) -> bytes:
-        return self._inflate.decompress(self._inflate.unconsumed_tail + data, max(max_length, 0))
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        content = self._inflate.decompress(self._inflate.unconsumed_tail + data, max_length)
+        self.eof, self.unused_data = self._inflate.eof, self._inflate.unused_data
+        self.needs_input = not (self._inflate.unconsumed_tail or self.eof)
+        return content
 
 
 def _decoder(kind: Compression) -> _GzipDecoder | zstd.ZstdDecompressor:
@@ -445,9 +434,8 @@ class _FileReader:
         return -1
 
     def _name_at(self, position: int) -> str:
-        """Return the name of the unit at a position, for the message of a gap."""
         kind = compression_of(self._bytes(position, 8))
-        return _UNIT_NAMES[kind] if kind else "JSON"
+        return "gzip member" if kind == "gzip" else "zstd frame" if kind else "JSON"
 
     def _can_decode(self, kind: Compression, position: int) -> bool:
         """Return whether decompressing at a position yields any content."""

@@ -308,11 +308,7 @@ def _find(path: str, filesystem_of: FileSystemOf) -> list[TraceFile | Folder]:
 
 
 def _is_pipe(path: str) -> bool:
-    """Return whether a path is a pipe, which can be read only once.
-
-    Raises:
-        UsageError: If it is a device or a socket.
-    """
+    """Return whether a path is a pipe, which can be read only once; refuse a device or a socket."""
     try:
         mode = Path(path).stat().st_mode
     except (OSError, ValueError):

@@ -145,7 +145,7 @@ _DERIVED = (
     *("event", "unix_ns", "data_parallel_rank", "batch_step", "transfer_id"),
     *("block_count", "lifetime_us", "source_file", "source_offset"),
 )
-_TYPES = {column.name: column.polars for column in schema.KV_EVENTS.columns}
+_TYPES = schema.KV_EVENTS.types
 ROW_COLUMNS = {name: _TYPES.get(name, pl.Int64()) for name in (*_DERIVED, *_COPIED)}
 """Columns of rows: `own_step` is the step an event names, `batch_step` that of its batch."""
 

@@ -154,6 +154,7 @@ class _TracesData(_Struct, frozen=True):
     resource_spans: list[_ResourceSpans]
 
 
+# A record whose spans stay JSON text.
 class _UnreadScopeSpans(_Struct, frozen=True):
     spans: list[Raw] = []
     scope: Raw = _NOTHING
@@ -167,8 +168,6 @@ class _UnreadResourceSpans(_Struct, frozen=True):
 
 
 class _UnreadTraces(_Struct, frozen=True):
-    """A record whose spans stay JSON text."""
-
     resource_spans: list[_UnreadResourceSpans]
 
 
@@ -259,9 +258,7 @@ def read_record(payload: bytes) -> list[SpanGroup] | None:
 def _read_span(raw: Raw) -> Span:
     """Decode one span as exporters write it, the attributes of its events included.
 
-    Raises:
-        FieldError: An id or an attribute is not valid.
-        DecodeError: Any other field is not valid; also UnicodeDecodeError and RecursionError.
+    A FieldError names an id or an attribute that is not valid; for any other field it is one of `_DECODE_ERRORS`.
     """
     span = _SPANS.decode(raw)
     for attributes in (span.attributes, *(event.attributes for event in span.events)):
@@ -279,11 +276,7 @@ def _groups(resource: _Resource, scope_spans: list[_ScopeSpans]) -> list[SpanGro
 
 
 def _checked(spans: list[_Span]) -> list[Span]:
-    """Return checked spans, their ids in lower case.
-
-    Raises:
-        FieldError: An id is not hex or all zero, or an enum has an unknown name.
-    """
+    """Return spans whose ids and enums are right, the ids in lower case; FieldError if one is not."""
     traces, ids = [span.trace_id for span in spans], [span.span_id for span in spans]
     parents = [span.parent_span_id for span in spans if span.parent_span_id]
     sizes_fit = set(map(len, traces)) == {32} and {*map(len, ids), *map(len, parents), 16} == {16}
@@ -365,7 +358,8 @@ def read_pairs(attributes: bytes | Raw) -> Pairs:
 
 
 # The careful reader. The upper levels of a record are split without parsing the levels below: a record can be long, and its
-# spans are then parsed one by one, so that a bad one costs itself alone.
+# spans are then parsed one by one, so that a bad one costs itself alone. What is not valid raises a FieldError, which becomes
+# the reject of the item it is in.
 
 _Json = dict[str, Any]
 
@@ -522,11 +516,7 @@ def _object_end(text: bytes, start: int, stop: int) -> int:
 
 
 def _whole(text: bytes) -> Raw:
-    """Return a text as one JSON value, still unparsed.
-
-    Raises:
-        FieldError: The text is not one JSON value.
-    """
+    """Return a text as one JSON value, still unparsed."""
     try:
         if not text.isascii():  # msgspec does not check the UTF-8 of a raw value
             text.decode()
@@ -540,11 +530,7 @@ def _whole(text: bytes) -> Raw:
 
 
 def _read_any_span(raw: Raw) -> Span:
-    """Read one span in any spelling.
-
-    Raises:
-        FieldError: A field is not valid.
-    """
+    """Read one span in any spelling."""
     # Most spans of a damaged record are good: the typed reader is several times as fast.
     try:
         return _read_span(raw)
@@ -576,11 +562,7 @@ def _usual_of(raw: Raw | None, struct: type[msgspec.Struct], name: str) -> _Json
 
 
 def _usual(tree: Any, struct: type[msgspec.Struct], name: str) -> _Json:
-    """Return an object as exporters spell it: the fields of its struct alone, in lowerCamelCase, without nulls.
-
-    Raises:
-        FieldError: It, or something inside, is not of the form of its struct.
-    """
+    """Return an object as exporters spell it: the fields of its struct alone, in lowerCamelCase, without nulls."""
     if not isinstance(tree, dict):
         raise FieldError(f"{name} is not an object")
     found: _Json = {}
@@ -640,11 +622,7 @@ def _hex_id(span: _Json, name: str) -> str:
 
 
 def _from_base64(encoded: str, name: str) -> bytes:
-    """Decode base64 of either alphabet, padded or not.
-
-    Raises:
-        FieldError: It is not base64.
-    """
+    """Decode base64 of either alphabet, padded or not."""
     decode = urlsafe_b64decode if "-" in encoded or "_" in encoded else b64decode
     try:
         return decode(encoded + "=" * (-len(encoded) % 4))

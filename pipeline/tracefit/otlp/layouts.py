@@ -73,7 +73,6 @@ class Attribute:
         behind: The text after the value, up to the next attribute or the end of the event.
         any_byte: Offsets in `before` that may hold any byte (sizes, in protobuf).
         is_text: Whether the reader returns positions of texts, not values.
-        first: The value of the first event, if all events may have the same.
     """
 
     key: str
@@ -84,7 +83,6 @@ class Attribute:
     behind: bytes = b""
     any_byte: tuple[int, ...] = ()
     is_text: bool = False
-    first: bytes | None = None
 
 
 class Syntax(NamedTuple):
@@ -105,12 +103,11 @@ class Columns(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Values of one attribute in some of the events; `is_constant` if all of them are `attribute.first`."""
+    """Values of one attribute in some of the events."""
 
     rows: Positions
     attribute: Attribute
     values: Values
-    is_constant: bool
 
 
 def read_columns(texts: PackedTexts, rows: Positions, wanted: Collection[str], syntax: Syntax) -> Columns:
@@ -201,15 +198,17 @@ class _LayoutReader:
         fits = self._texts.equal(self._at, attribute.before, attribute.any_byte)
         every = bool(fits.all())
         rows, at = (self._rows, self._at) if every else (self._rows[fits], self._at[fits])
-        values, is_constant = self._read(attribute, at + len(attribute.before))
+        is_wanted = attribute.key in self._wanted
+        read = attribute.read if is_wanted or attribute.skip is None else attribute.skip
+        values = read(self._texts, at + len(attribute.before))
         valid, is_last, after = self._behind(attribute, values, self._texts.ends[rows])
         if not valid.all():
             every = False
             fits[fits] = valid  # narrows the matching events to those whose value could be read
             rows, is_last, after = rows[valid], is_last[valid], after[valid]
             values = Values(values.stops[valid], valid[valid], values.content[valid], values.sizes[valid])
-        if attribute.key in self._wanted and len(rows):
-            self.pieces.append(_Piece(rows, attribute, values, is_constant))
+        if is_wanted and len(rows):
+            self.pieces.append(_Piece(rows, attribute, values))
         if every:
             self._at = after
             self._finish(is_last)
@@ -219,19 +218,6 @@ class _LayoutReader:
             fits[fits] = is_last
             self._finish(fits)
         return rows
-
-    def _read(self, attribute: Attribute, at: Positions) -> tuple[Values, bool]:
-        """Return the values of an attribute, and whether all are equal to the first."""
-        is_wanted = attribute.key in self._wanted
-        if attribute.first is not None:
-            # Types, phases and the like are often equal in all events of a name, which one comparison shows.
-            same = self._texts.equal(at, attribute.first + attribute.behind)
-            if same.all():
-                return Values(
-                    at + len(attribute.first), same, at, np.full(len(at), len(attribute.first))
-                ), True
-        read = attribute.read if is_wanted or attribute.skip is None else attribute.skip
-        return read(self._texts, at), False
 
     def _behind(self, attribute: Attribute, values: Values, ends: Positions) -> tuple[Mask, Mask, Positions]:
         """Check the text after values; return which are valid, which are the last, and where the next attribute begins."""
@@ -271,11 +257,7 @@ def _column_of_a_kind(texts: PackedTexts, pieces: Sequence[_Piece]) -> pl.Series
     attribute = pieces[0].attribute
     if not attribute.is_text:
         return pl.Series(content)
-    if all(piece.is_constant and piece.attribute.first == attribute.first for piece in pieces):
-        text = texts.strings(content[:1], pieces[0].values.sizes[:1])
-        text = None if text is None else text.new_from_index(0, len(content))
-    else:
-        text = texts.strings(content, np.concatenate([piece.values.sizes for piece in pieces]))
+    text = texts.strings(content, np.concatenate([piece.values.sizes for piece in pieces]))
     return _doubles(text) if attribute.kind == "double" and text is not None else text
 
 
@@ -320,7 +302,6 @@ def _json_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
         return None
     kind, read, skip = how
     before, behind = text[start : found.start(value)], text[found.end(value) : found.end()]
-    is_string = read is _read_strings
     return Attribute(
         key=key.decode(),
         kind=kind,
@@ -328,8 +309,7 @@ def _json_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
         read=partial(_read_doubles, end=behind[:1]) if kind == "double" else read,
         skip=skip,
         behind=behind,
-        is_text=is_string or kind == "double",
-        first=found[value] if is_string and b"\\" not in found[value] else None,
+        is_text=kind in ("double", "string", "bytes"),
     )
 
 

@@ -34,7 +34,7 @@ from tracefit.otlp.model import (
 from tracefit.otlp.packed import PackedTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from tracefit.inputs.rejects import Reject
 
@@ -202,7 +202,8 @@ def _span(message: Any) -> Span:
         message.kind,
         start,
         end,
-        _attributes(message.attributes),
+        # End to end, in the wire format of the attributes of an event.
+        Event(attributes=message.attributes).SerializeToString(),
         list(message.events),
         message.dropped_attributes_count,
         message.dropped_events_count,
@@ -219,18 +220,6 @@ def _checked_span(message: Any) -> Span:
     return span
 
 
-_ATTRIBUTE_HEADS = [bytes([0x1A, size]) for size in range(0x80)]
-"""Tag and size before an attribute in an event, by size; all sizes of one byte."""
-
-
-def _attributes(attributes: Iterable[bytes]) -> bytes:
-    """Return the attributes of a span end to end, in the wire format of an event's attributes."""
-    try:
-        return b"".join([_ATTRIBUTE_HEADS[len(each)] + each for each in attributes])
-    except IndexError:  # sizes of two bytes and more
-        return Event(attributes=attributes).SerializeToString()  # type: ignore[no-any-return]  # a class made at run time
-
-
 def _id(value: bytes, name: str) -> str:
     if len(value) != ID_BYTES[name]:
         raise FieldError(f"{name} is not {ID_BYTES[name]} bytes")
@@ -240,11 +229,7 @@ def _id(value: bytes, name: str) -> str:
 
 
 def _read_event(event: bytes) -> tuple[int, str, Pairs, int]:
-    """Return the time, name, attributes and number of dropped attributes of an event.
-
-    Raises:
-        FieldError: It is not valid.
-    """
+    """Return the time, name, attributes and number of dropped attributes of an event; FieldError if it is not valid."""
     try:
         message = Event.FromString(event)
     except DecodeError as error:

@@ -34,9 +34,8 @@ _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 _ACKNOWLEDGED = ExportTraceServiceResponse().SerializeToString()
 _IDENTITY_AND_GZIP = 0b101  # bits of grpc_compression_algorithm; the one between them is deflate
 
-logging.getLogger("grpc._cython.cygrpc").addHandler(
-    logging.NullHandler()
-)  # clients that hang up, with a traceback
+# It reports clients that hang up, with a traceback.
+logging.getLogger("grpc._cython.cygrpc").addHandler(logging.NullHandler())
 
 
 class GrpcServer:

@@ -29,10 +29,8 @@ Encoding = Literal["protobuf", "json"]
 TRACES_ALONE = "tracefit receives traces alone; set OTEL_METRICS_EXPORTER=none and OTEL_LOGS_EXPORTER=none"
 TOKEN_NEEDED = "a token is needed, as `authorization: Bearer …`"  # noqa: S105 - a message
 
-RETRY_BUSY_S, RETRY_DISK_S = (
-    1,
-    5,
-)  # a place is free again in a moment; a disk that is full or slow takes longer
+# A place is free again in a moment; a disk that is full or slow takes longer.
+RETRY_BUSY_S, RETRY_DISK_S = 1, 5
 _GZIP_MAGIC = b"\x1f\x8b"
 
 

@@ -102,14 +102,14 @@ class ReceiveOptions:
         """
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("--tls-cert and --tls-key go together", hint="give both, or neither")
-        if not (self.tls_cert or self.insecure or is_loopback(self.host)):
+        if not (self.tls_cert or self.insecure or _is_loopback(self.host)):
             raise UsageError(
                 f"--host {self.host}: other machines could send and read along without encryption",
                 hint="give --tls-cert and --tls-key, or say --insecure",
             )
 
 
-def is_loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     """Return whether an address is reached from this machine alone; a name other than localhost may not be."""
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -124,20 +124,16 @@ class TraceStore:
     def _file_of(self, sender: Sender) -> _OpenFile:
         now = time.monotonic()
         file = self._open.get(sender)
-        if file is not None and not self._is_full(file, now):
-            self._open.move_to_end(sender)
-            return file
         if file is not None:
+            is_large = file.durable_bytes >= self._rotation.size_bytes
+            if not (is_large or now - file.opened_at >= self._rotation.seconds):
+                self._open.move_to_end(sender)
+                return file
             os.close(self._open.pop(sender).descriptor)
         elif len(self._open) >= _OPEN_FILES:
             os.close(self._open.popitem(last=False)[1].descriptor)
         self._open[sender] = self._new_file(self._folder_of(sender), now)
         return self._open[sender]
-
-    def _is_full(self, file: _OpenFile, now: float) -> bool:
-        return (
-            file.durable_bytes >= self._rotation.size_bytes or now - file.opened_at >= self._rotation.seconds
-        )
 
     def _folder_of(self, sender: Sender) -> Path:
         folder = self._folders.get(sender)
@@ -164,22 +160,13 @@ class TraceStore:
 
 def _framed(payloads: Iterable[bytes]) -> Iterator[bytes]:
     """Yield records of joined messages; protobuf reads messages one behind another as one."""
-    for record in _joined(payloads):
+    left = deque(payloads)
+    while left:
+        record = bytearray(left.popleft())
+        while left and len(record) + len(left[0]) <= _RECORD_BYTES:
+            record += left.popleft()
         frame = zstd.compress(record, level=_ZSTD_LEVEL)
         yield len(frame).to_bytes(LENGTH_BYTES, "big") + frame
-
-
-def _joined(payloads: Iterable[bytes]) -> Iterator[bytes]:
-    group: list[bytes] = []
-    size = 0
-    for payload in payloads:
-        if group and size + len(payload) > _RECORD_BYTES:
-            yield b"".join(group)
-            group, size = [], 0
-        group.append(payload)
-        size += len(payload)
-    if group:
-        yield b"".join(group)
 
 
 def _make_folder(folder: Path, root: Path) -> None:

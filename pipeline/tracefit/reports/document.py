@@ -132,15 +132,15 @@ class Report:
 
     def figures(self) -> Iterator[Figure]:
         """Yield every figure, in reading order."""
-        yield from _figures(self.parts)
+        return (part for part in every_part(self.parts) if isinstance(part, Figure))
 
 
-def _figures(parts: Iterable[ReportPart]) -> Iterator[Figure]:
+def every_part(parts: Iterable[ReportPart]) -> Iterator[ReportPart]:
+    """Yield all parts in reading order, each section before its own."""
     for part in parts:
-        if isinstance(part, Figure):
-            yield part
-        elif isinstance(part, Section):
-            yield from _figures(part.parts)
+        yield part
+        if isinstance(part, Section):
+            yield from every_part(part.parts)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, folded: str | None = None) -> Table:

@@ -20,8 +20,8 @@ from markupsafe import Markup, escape
 from plotly.graph_objects import Figure as PlotlyFigure
 from plotly.offline import get_plotlyjs
 
-from tracefit.reports.document import Section, Table, plain
-from tracefit.reports.figures import CONFIG, TEMPLATES, name_text
+from tracefit.reports.document import Section, every_part, plain
+from tracefit.reports.figures import CONFIG, TEMPLATES, anchor, name_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -53,7 +53,7 @@ def html_page(report: Report) -> str:
         inline=inline,
         kind=lambda part: type(part).__name__,
         plain=plain,
-        wordy=_is_wordy,
+        wordy=lambda table: any(len(cell) > _LONG for row in table.rows for cell in row),
     )
     texts = files("tracefit.reports") / "templates"
     style, script = ((texts / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
@@ -108,22 +108,11 @@ def _policy(*scripts: str) -> str:
 def _anchors(parts: Iterable[ReportPart]) -> Iterator[tuple[int, str]]:
     """Yield a unique anchor for every section: (its identity, its anchor)."""
     uses: Counter[str] = Counter()
-    for section in _sections(parts):
-        name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
+    for section in (part for part in every_part(parts) if isinstance(part, Section)):
+        name = anchor(section.title) or "section"
         uses[name] += 1
         # By identity: sections of two scopes may be equal in all they hold.
         yield id(section), f"section-{name}" if uses[name] == 1 else f"section-{name}-{uses[name]}"
-
-
-def _sections(parts: Iterable[ReportPart]) -> Iterator[Section]:
-    for part in parts:
-        if isinstance(part, Section):
-            yield part
-            yield from _sections(part.parts)
-
-
-def _is_wordy(table: Table) -> bool:
-    return any(len(cell) > _LONG for row in table.rows for cell in row)
 
 
 def inline(text: str) -> Markup:

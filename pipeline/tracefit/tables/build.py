@@ -319,11 +319,13 @@ class _Run:
     events: Counter[str] = field(default_factory=Counter)
     implausible: Counter[str] = field(default_factory=Counter)
     sorts: dict[str, ExternalSort] = field(default_factory=dict)
+    # Of each window, for the snapshots of a request may be in another window than its spans.
     cached: list[pl.DataFrame] = field(default_factory=list)
     layer_columns: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, window: _Window) -> None:
         """Add the rows of a window to the sorts of all tables."""
+        # The table of spans has no rules; what requests take of their attributes is bounded here.
         spans, odd_spans = sift_numbers(window.read("spans"))
         self.counts["spans"] += spans.height
         self.counts["dropped_attributes"] += int(spans["dropped_attributes"].sum() or 0)
@@ -348,6 +350,7 @@ class _Run:
         ids = spans.select("row", "trace_id", "span_id", "parent_span_id", "request_id")
         journeys = journeys.join(ids, on="row", how="left", maintain_order="left")
         self._take("journey_events", journeys)
+        # Of three kinds, in one sort by trace: those of one trace come out together, to be joined.
         api_spans = spans.filter(pl.col("scope").is_in(dialects.API_SCOPES))
         layers = {
             "core": core_requests(journeys),
@@ -367,6 +370,7 @@ class _Run:
         found = found.with_columns(excerpt=pl.lit(""), count=pl.lit(1, pl.Int64))
         rejects = pl.concat([window.every("rejects"), found], how="diagonal")
         self.implausible.update(dict(odd["reason"].value_counts().iter_rows()))
+        # What a rule has left out was read: it is listed, and counted apart.
         self.counts["rejects"] += int(rejects["count"].sum()) - odd.height
         self._take("rejects", rejects)
 

@@ -53,6 +53,7 @@ def without_lone_clocks(spans: pl.DataFrame) -> pl.DataFrame:
     sizes = clocks.with_columns(
         spans_on_clock=pl.len().over("server", "clock"), spans_of_server=pl.len().over("server")
     ).sort("place")
+    # Of a server with few spans, one span may well be a host: there it stays.
     lone = sizes.filter(
         pl.col("spans_on_clock") == 1, pl.col("spans_on_clock") < pl.col("spans_of_server") * LONE_SHARE
     )
@@ -153,6 +154,7 @@ def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
     by_server = [
         rows.with_columns(_slots(rows)) for _, rows in lifetimes.group_by("server", maintain_order=True)
     ]
+    # One slot is one server, however often it was restarted: it keeps its name.
     shared = [rows for rows in by_server if rows["slot"].n_unique() > 1]
     if not shared:
         return unchanged

@@ -121,6 +121,7 @@ class Disk:
     def leftovers(self, folder: str) -> list[str]:
         """Return the files below a folder, and folders without any: no other writer is at work."""
         top = self._path(folder)
+        # Empty folders too, as a crash leaves them.
         found = [path for path in top.rglob("*") if not path.is_dir() or not any(path.iterdir())]
         return [path.relative_to(self.root).as_posix() for path in found]
 
@@ -194,6 +195,7 @@ def _link(path: Path) -> UsageError:
 
 def _open_regular(path: Path) -> io.BufferedReader:
     """Open a file for reading; it is refused if it is a link, a pipe or a device, which would never end."""
+    # Opening a pipe would wait for a writer; with NONBLOCK it does not, and is refused below.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

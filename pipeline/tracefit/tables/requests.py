@@ -41,6 +41,7 @@ def join_requests(
     Returns:
         Rows of the `requests` table, in no order; times in ns on the engine's clock, durations in us.
     """
+    # Full: a sampled trace may have one layer alone.
     joined = core.join(
         api,
         left_on=["trace_id", "parent_span_id"],
@@ -52,6 +53,7 @@ def join_requests(
     both = joined.with_columns(
         pl.coalesce(name, f"{name}_api").alias(name) for name in ("trace_id", "server", "epoch")
     ).with_columns(
+        # The API's id is the one that clients know; the core's has a suffix.
         request_id=pl.coalesce("request_id_api", "request_id"),
         core_request_id=pl.col("request_id"),
         prompt_tokens=pl.coalesce("prompt_tokens", "api_prompt_tokens"),
@@ -334,8 +336,9 @@ def _ids(frame: pl.DataFrame, row: str, names: tuple[str, ...]) -> pl.DataFrame:
 def _alone(described: pl.DataFrame) -> pl.DataFrame:
     """Complete the rows of requests without events."""
     given = [c for c in described.columns if c in (*_DURATIONS, "last_token_ns")]
-    wanted: dict[str, pl.DataType] = {c.name: c.polars for c in schema.REQUESTS.columns}
-    wanted |= dict.fromkeys(("preempted_events", "requeue_before_us", "requeue_after_us"), pl.Float64())
+    wanted = schema.REQUESTS.types | dict.fromkeys(
+        ("preempted_events", "requeue_before_us", "requeue_after_us"), pl.Float64()
+    )
     missing = [pl.lit(None, wanted[c]).alias(c) for c in wanted if c not in described.columns]
     rows = _with_durations(described.with_columns(*missing, *(pl.col(c).alias(f"{c}_given") for c in given)))
     rows = rows.with_columns(pl.coalesce(f"{c}_given", c).alias(c) for c in given)

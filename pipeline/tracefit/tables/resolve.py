@@ -71,6 +71,7 @@ def resolve(place: Place, parts: Sequence[RunPart]) -> tuple[list[ResolvedPart],
         every.append(_narrow(part.of_files(staged, "place"), number))
     spans = pl.concat(every)
     del every, staged  # the largest frames of this function: free them before the joins below
+    # A part that several files share has rows of all of them: of two equal spans the one of the first file counts.
     if not spans["place"].is_sorted():
         spans = spans.sort("place", maintain_order=True)
     spans = spans.drop("place")
@@ -106,6 +107,7 @@ def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
 
 def _facts(spans: pl.DataFrame) -> pl.DataFrame:
     cores = spans.select(*_IDS[:2], "scope", "zero").filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
+    # A median: a span with an absurd time must not move the clock of its trace.
     zeros = cores.group_by(_IDS[:2]).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
     return spans.select(
         "part",
@@ -134,6 +136,7 @@ def _narrow(spans: pl.DataFrame, part: int) -> pl.DataFrame:
 
 
 def _number(digits: pl.Expr) -> pl.Expr:
+    # Ids are lower-case hex by now; a parent that is missing stays null.
     return digits.str.to_integer(base=16, dtype=pl.UInt64)
 
 

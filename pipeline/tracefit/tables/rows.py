@@ -31,6 +31,10 @@ INCOMPLETE = {"steps": NO_STEP, "request_snapshots": NO_SNAPSHOT}
 NO_CLOCK = "journey event without a time on the engine's clock"
 
 
+_NO_EVENTS = pl.DataFrame(schema={"row": pl.UInt32, "unix_ns": pl.Int64, "span_scope": pl.String})
+"""In place of events that a batch has none of: their attributes are null."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowOptions:
     """Which part of the input is kept.
@@ -107,7 +111,7 @@ def _event_types() -> dict[str, dict[str, pl.DataType]]:
 
 
 def _types(keys: Mapping[str, tuple[str, ...]], table: schema.TableSchema) -> dict[str, pl.DataType]:
-    types = {column.name: column.polars for column in table.columns}
+    types = table.types
     return {key: types[name] for name, spellings in keys.items() for key in spellings}
 
 
@@ -122,6 +126,7 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> SpanRows:
         server=pl.coalesce("service_instance_id", "host_name", "service_name", pl.lit(UNKNOWN_SERVER)),
         status_message=_or_other(pl.col("status_message")),
     ).drop("service_instance_id", "host_name")
+    # Rows are numbered among the spans that are read: the events of other services go with their spans.
     known = spans.select(dialects.is_known()).to_series()
     row = known.cum_sum().cast(pl.Int64) - 1
     place = pl.DataFrame(
@@ -132,11 +137,11 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> SpanRows:
     del spans  # its texts may be long: two copies of them are enough
     events = {name: _placed(frame, place) for name, frame in batch.events.items()}
     journeys = _journeys(events)
-    steps = _table_of(events.get(dialects.STEP_EVENT), dialects.STEP_KEYS, schema.STEPS)
-    snapshots = _table_of(
-        events.get(dialects.SNAPSHOT_EVENT), dialects.SNAPSHOT_KEYS, schema.REQUEST_SNAPSHOTS
-    )
+    steps = events.get(dialects.STEP_EVENT, _NO_EVENTS)
+    steps = steps.select(_columns_of(steps, dialects.STEP_KEYS, schema.STEPS))
     steps, no_step = _split_complete(steps, ("step_id", "ts_start_ns"), NO_STEP)
+    snapshots = events.get(dialects.SNAPSHOT_EVENT, _NO_EVENTS)
+    snapshots = snapshots.select(_columns_of(snapshots, dialects.SNAPSHOT_KEYS, schema.REQUEST_SNAPSHOTS))
     snapshots, no_snapshot = _split_complete(snapshots, ("step_id", "request_id"), NO_SNAPSHOT)
     return SpanRows(
         spans=vllm_spans.drop("span_row")
@@ -214,22 +219,11 @@ def _first(frame: pl.DataFrame, spellings: Iterable[str], dtype: pl.DataType) ->
     return pl.coalesce(present) if present else pl.lit(None, dtype)
 
 
-def _table_of(
-    frame: pl.DataFrame | None, keys: Mapping[str, tuple[str, ...]], table: schema.TableSchema
-) -> pl.DataFrame:
-    """Return attribute columns as table columns, with row and `unix_ns`."""
-    types = {column.name: column.polars for column in table.columns}
-    if frame is None:
-        return pl.DataFrame(
-            schema={"row": pl.UInt32(), "unix_ns": pl.Int64(), **{name: types[name] for name in keys}}
-        )
-    return frame.select(_columns_of(frame, keys, table))
-
-
 def _columns_of(
     frame: pl.DataFrame, keys: Mapping[str, tuple[str, ...]], table: schema.TableSchema
 ) -> list[pl.Expr]:
-    types = {column.name: column.polars for column in table.columns}
+    """Return attribute columns as table columns, with row and `unix_ns`."""
+    types = table.types
     return [
         pl.col("row"),
         pl.when(pl.col("unix_ns") > 0).then("unix_ns").alias("unix_ns"),
@@ -257,10 +251,8 @@ def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
         for kind in dialects.JOURNEY_EVENTS
         for spelled in kind.spellings
         if spelled in events
-    ]
-    if not parts:
-        nothing = _table_of(None, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
-        return nothing.with_columns(layer=pl.lit(""), event=pl.lit(""), ts_ns=pl.lit(0, pl.Int64))
+    ] or [_NO_EVENTS.with_columns(pl.lit("").alias(c) for c in ("own_scope", "layer", "event"))]
+    # An event's name counts in the scope that it belongs to alone: others may use the word too.
     every = pl.concat(parts, how="diagonal").filter(pl.col("span_scope") == pl.col("own_scope"))
     columns = _columns_of(every, dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
     return every.select(*columns, "layer", "event", ts_ns=_ts_ns(every))
@@ -278,10 +270,8 @@ def _split_complete(
     frame: pl.DataFrame, needed: tuple[str, ...], reason: str
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the rows that have every needed column, and the others as rejects."""
-    whole = frame.drop_nulls(needed)
-    is_bad = pl.any_horizontal(pl.col(needed).is_null())
-    bad = frame.filter(is_bad) if whole.height < frame.height else frame.clear()
-    return whole, bad.select("row", reason=pl.lit(reason))
+    bad = frame.filter(pl.any_horizontal(pl.col(needed).is_null()))
+    return frame.drop_nulls(needed), bad.select("row", reason=pl.lit(reason))
 
 
 FRAMES = tuple(f.name for f in fields(SpanRows) if f.name != "counts")

@@ -114,6 +114,11 @@ class TableSchema:
         return [column.name for column in self.columns]
 
     @property
+    def types(self) -> dict[str, pl.DataType]:
+        """Column name to its type in a polars frame."""
+        return {column.name: column.polars for column in self.columns}
+
+    @property
     def order(self) -> list[str]:
         """Columns that rows are sorted by, nulls last.
 
@@ -198,7 +203,7 @@ class TableSchema:
 
     def empty(self) -> pl.DataFrame:
         """Return a frame of no rows."""
-        return pl.DataFrame(schema={c.name: c.polars for c in self.columns})
+        return pl.DataFrame(schema=self.types)
 
 
 @lru_cache(maxsize=64)

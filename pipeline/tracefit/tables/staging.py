@@ -35,6 +35,7 @@ def write_staged(rows: SpanRows, place: Place) -> str:
         OSError: It cannot be written.
         UsageError: The bucket cannot be written.
     """
+    # Random: two decodings of a file may be there at once, and only one is named by the manifest.
     part = uuid.uuid4().hex
     files = {}
     with place.scratch() as scratch:

@@ -107,6 +107,7 @@ class TableStore:
                     for name, frame in frames.items():
                         writer.write(name, frame)
                     parts = writer.close()
+                # Other tables of the run stay as they are.
                 before = known.get(run_id)
                 after = before or IngestedRun()
                 tables = {**after.tables, **put_parts(self.place, run_id, parts)}
@@ -215,12 +216,9 @@ class TableStore:
             yield
         except BaseException:
             if self.place.has_lock:
-                self.sweep()
+                self._remove_unnamed([STAGE_NAME])
             raise
-        self.sweep()
-
-    def sweep(self) -> None:
-        """Remove what no manifest names: staged parts, and in a bucket old parts of tables too. The lock is held."""
+        # In a bucket, parts of tables too: a writer that died there has left them under their names.
         self._remove_unnamed([STAGE_NAME if self.place.has_lock else ""])
 
     def _remove_unnamed(self, folders: Iterable[str]) -> None:
@@ -458,14 +456,16 @@ class _TableFileWriter:
 
     def write(self, rows: pl.DataFrame) -> None:
         for start in range(0, rows.height or 1, PIECE_ROWS):
+            # A frame of no rows too: the file of an empty table has its columns.
             self._waiting.append(_to_arrow(rows.slice(start, PIECE_ROWS), self.table))
             if sum(piece.num_rows for piece in self._waiting) > ROW_GROUP_ROWS:
+                # A piece is smaller than a group: what is over is never more than one piece.
                 group = pa.concat_tables(self._waiting)
                 self._write_group(group.slice(0, ROW_GROUP_ROWS))
                 self._waiting = [group.slice(ROW_GROUP_ROWS)]
             elif sum(piece.nbytes for piece in self._waiting) > ROW_GROUP_BYTES:
                 self._write_group(pa.concat_tables(self._waiting))
-                self._waiting = [self._waiting[-1].slice(0, 0)]
+                self._waiting = [self._waiting[-1].slice(0, 0)]  # columns without rows, for `close`
 
     def close(self) -> Path:
         """Finish the file and wait until the disk has it; return it under the name of its content."""
@@ -481,6 +481,7 @@ class _TableFileWriter:
 
     def _write_group(self, rows: pa.Table) -> None:
         if self._writer is None:
+            # Ids and names repeat; a dictionary of times or features would be as long as they are.
             strings = [c.name for c in self.table.columns if c.kind == "string"]
             self._writer = pq.ParquetWriter(
                 pa.PythonFile(self.stream, mode="w"),
