@@ -25,6 +25,7 @@ CASES = {
     "chunks": SynthOptions(seed=55, prompt_tokens=LONG, max_num_batched_tokens=256, rate_per_s=5.0),
     "full slots": SynthOptions(seed=56, rate_per_s=40.0, max_num_seqs=16),
 }
+PREEMPTED = {"preempted": SynthOptions(seed=43, num_blocks=400)}
 
 
 @dataclass
@@ -47,7 +48,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory):
 
     @cache
     def made(name: str) -> Case:
-        options = replace(CASES[name], requests=250, step_sampling=0.1)
+        options = replace((CASES | PREEMPTED)[name], requests=250, step_sampling=0.1)
         run, folder = synth(options), tmp_path_factory.mktemp("engines")
         tracefit.ingest([write_run(run, folder / "runs")], folder / "tables")
         store = TableStore(folder / "tables")
@@ -93,6 +94,9 @@ def test_their_starts_are_within_half_a_millisecond(case) -> None:
     assert clock_disagreements(timeline, journeys)["disagreeing"].sum() == 0
 
 
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in PREEMPTED)], indirect=True
+)
 def test_the_queue_is_exact(case) -> None:
     limits = EngineLimits(case.options.max_num_batched_tokens, case.options.max_num_seqs)
     found = queue_state(case.store.read("journey_events"), case.store.read("timeline"), limits)
@@ -105,4 +109,5 @@ def test_the_queue_is_exact(case) -> None:
     )
     exact = pl.all_horizontal((pl.col(a) == pl.col(b)).fill_null(value=False) for a, b in pairs)
     assert both.height == case.requests.height
+    assert (case.requests["num_preemptions"].sum() > 0) == (case.options.num_blocks == 400)
     assert both.select(exact.mean()).item() >= 0.99

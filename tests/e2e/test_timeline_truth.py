@@ -1,4 +1,4 @@
-"""The timeline against the generator's own: starts, composition, queue state, and what training makes of few steps."""
+"""The timeline against the generator's own: composition from journeys alone, and what training makes of few steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import polars as pl
 import pytest
 
 import tracefit
-from tracefit.synth import SynthOptions, SynthRun, synth, write_run
+from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
-from tracefit.timeline import EngineLimits, build_timeline, queue_state
+from tracefit.timeline import EngineLimits, build_timeline
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,58 +20,20 @@ LIMITS = EngineLimits(max_num_batched_tokens=2_048, max_num_seqs=64)
 COUNTS = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens")
 
 
-def _ingested(run: SynthRun, folder: Path) -> TableStore:
-    tracefit.ingest([write_run(run, folder / "runs")], folder / "tables")
-    return TableStore(folder / "tables")
-
-
 @pytest.mark.parametrize(
     ("num_blocks", "least"), [pytest.param(4_097, 0.995, marks=pytest.mark.slow), (400, 0.97)]
 )
 def test_composition_follows_from_the_journeys_alone(tmp_path: Path, num_blocks: int, least: float) -> None:
     run = synth(SynthOptions(seed=41, requests=500, num_blocks=num_blocks))
     assert (run.truth_steps["num_preempted"].sum() > 0) == (num_blocks == 400)
-    store = _ingested(run, tmp_path)
+    tracefit.ingest([write_run(run, tmp_path / "runs")], tmp_path / "tables")
+    store = TableStore(tmp_path / "tables")
     steps, snapshots, journeys = (store.read(n) for n in ("steps", "request_snapshots", "journey_events"))
     inferred = build_timeline(steps.clear(), snapshots, journeys, LIMITS, journeys_complete=True)
     both = run.truth_steps.join(inferred, on=["epoch", "step_id"], how="inner", suffix="_told")
     assert both.height >= run.truth_steps.height - 1
     agrees = pl.all_horizontal(pl.col(c) == pl.col(f"{c}_told") for c in (*COUNTS, "context_tokens"))
     assert both.select(agrees.mean()).item() >= least
-
-
-def test_hidden_steps_start_where_their_scheduled_events_put_them(tmp_path: Path) -> None:
-    run = synth(SynthOptions(seed=42, requests=500, step_sampling=0.1))
-    store = _ingested(run, tmp_path)
-    timeline, journeys = store.read("timeline"), store.read("journey_events")
-    hidden = run.truth_steps.filter(~pl.col("is_sampled")).join(
-        timeline, on=["epoch", "step_id"], how="inner"
-    )
-    scheduled = journeys.filter(pl.col("event") == "SCHEDULED")
-    anchored = hidden.join(scheduled, on=["epoch", "step_id"], how="semi")
-    assert anchored.height > 300
-    error_us = (anchored["ts_start_ns"] - anchored["start_ns"]).abs() / 1e3
-    assert (error_us <= 500).fill_null(value=False).mean() >= 0.99
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_blocks", [4_097, 400])
-def test_the_queue_each_request_found_is_exact(tmp_path: Path, num_blocks: int) -> None:
-    run = synth(SynthOptions(seed=43, requests=500, num_blocks=num_blocks, step_sampling=0.1))
-    store = _ingested(run, tmp_path)
-    found = queue_state(store.read("journey_events"), store.read("timeline"), LIMITS)
-    both = run.truth_requests.join(found, left_on="core_request_id", right_on="request_id", how="inner")
-    assert both.height == run.truth_requests.height
-    pairs = {
-        "requests_ahead": "waiting_ahead",
-        "tokens_ahead": "tokens_ahead_right",
-        "running_reqs": "running_reqs_right",
-        "blocks_free": "kv_blocks_free",
-    }
-    for truth, told in pairs.items():
-        assert both.select((pl.col(truth) == pl.col(told)).fill_null(value=False).mean()).item() >= 0.99, (
-            truth
-        )
 
 
 @pytest.mark.slow

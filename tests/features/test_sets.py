@@ -17,7 +17,6 @@ from tracefit.features.sets import (
     Feature,
     FeatureSet,
     add_features,
-    compile_set,
     find_feature_set,
     parse_feature_set,
     read_feature_set,
@@ -174,8 +173,9 @@ def test_column_wins_over_a_constant_of_the_same_name():
 
 
 def test_unknown_name_is_one_line_with_the_known_ones():
+    frame = pl.DataFrame(schema={"prefill_tokens": pl.Int64, "y": pl.Float64})
     with pytest.raises(UsageError) as caught:
-        compile_set(one(("x", "prefil_tokens * layers")), {"layers": 2.0}, columns=["prefill_tokens", "y"])
+        add_features(frame, one(("x", "prefil_tokens * layers")), {"layers": 2.0})
 
     assert str(caught.value) == (
         "feature x of set mine: needs prefil_tokens, which is not known; did you mean prefill_tokens? "

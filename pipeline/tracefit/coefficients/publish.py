@@ -337,7 +337,7 @@ def _scope(
 def _rows(model: FittedModel) -> Iterator[cf.RowsEntry]:
     """Yield the use of each run's rows by a model."""
     # A mean over an interval is no step: no error is measured on it, unless single steps are too few.
-    every, eval_filter = counted(model.fitted.rows, "holdout"), model.recipe.options.eval_filter
+    every, eval_filter = counted(model.fitted.rows, "holdout"), model.options.eval_filter
     are_single = eval_filter is not None and evaluation_rows(every, eval_filter).height < every.height
     for (run_id,), rows in model.fitted.rows.sort("run_id").group_by("run_id", maintain_order=True):
         held = counted(rows, "holdout")

@@ -28,7 +28,7 @@ from tracefit.server.documents import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     import polars as pl
@@ -151,51 +151,31 @@ def add_features(
     Args:
         frame: One row per step or request.
         features: The features to add; a column of the same name is replaced by its own values as Float64.
-        constants: Values that are the same for every row, by name; null where not known.
+        constants: Values that are the same for every row, by name; null where not known. A column of the same name wins.
 
     Raises:
         UsageError: A formula needs a name that is neither a column nor a constant, or a column that is not of numbers,
             or a feature has the name of a column that it is not.
     """
-    for feature in features.features:
-        where = _where(feature, features)
-        # A column of texts would cast to nulls in silence: the rows would all lack the feature.
-        for name in sorted(names_in(_parsed(feature.formula, where)) & set(frame.columns)):
-            kind = frame.schema[name]
-            if not (kind.is_numeric() or str(kind) in {"Boolean", "Null"}):
-                raise UsageError(f"{name} is a column of {kind}, not of numbers", where=where)
-    return frame.with_columns(compile_set(features, constants, columns=frame.columns))
-
-
-def compile_set(
-    features: FeatureSet, constants: Mapping[str, float | None], *, columns: Collection[str]
-) -> list[pl.Expr]:
-    """Compile a set to polars expressions, one per feature, named and of type Float64.
-
-    A column wins over a constant of the same name.
-
-    Raises:
-        UsageError: As `add_features`.
-    """
-    fixed = {name: value for name, value in constants.items() if name not in columns}
-    known = {*columns, *fixed}
+    schema = frame.schema
+    fixed = {name: value for name, value in constants.items() if name not in schema}
     compiled = []
     for feature in features.features:
-        where = _where(feature, features)
+        where = f"feature {feature.name} of set {features.name}"
         node = _parsed(feature.formula, where)
-        for name in sorted(names_in(node) - known):
-            close = known_names(name, sorted(known), most=_SUGGESTIONS)
-            raise UsageError(f"needs {excerpt(name)}, which is not known", where=where, hint=close)
-        if feature.name in columns and node != Name(feature.name):
-            raise UsageError(
-                "has the name of a column and other values", where=where, hint="rename the feature"
-            )
+        for name in sorted(names_in(node)):
+            if name not in schema and name not in fixed:
+                close = known_names(name, sorted({*schema, *fixed}), most=_SUGGESTIONS)
+                raise UsageError(f"needs {excerpt(name)}, which is not known", where=where, hint=close)
+            kind = schema.get(name)
+            # A column of texts would cast to nulls in silence: the rows would all lack the feature.
+            if kind is not None and not (kind.is_numeric() or str(kind) in {"Boolean", "Null"}):
+                raise UsageError(f"{name} is a column of {kind}, not of numbers", where=where)
+        if feature.name in schema and node != Name(feature.name):
+            fault = "has the name of a column and other values"
+            raise UsageError(fault, where=where, hint="rename the feature")
         compiled.append(to_polars(node, fixed).alias(feature.name))
-    return compiled
-
-
-def _where(feature: Feature, features: FeatureSet) -> str:
-    return f"feature {feature.name} of set {features.name}"
+    return frame.with_columns(compiled)
 
 
 # Sets are compiled for every scope, split and search step: their formulas stay the same.

@@ -20,7 +20,6 @@ from tracefit.fit.fitted import (
     BetaTarget,
     FitOptions,
     FittedModel,
-    Recipe,
     RegimeRows,
     ScopeOptions,
     ScopeTables,
@@ -123,8 +122,8 @@ def fit_step_times(
     rows, load = with_load(step_frame(tables, timeline, _offered(sets), constants, choice.source))
     how = beta_options(options)
     chosen = _choose_set(rows, sets, how)
-    recipe = Recipe((RegimeRows("all", (), chosen.features.features),), how)
-    result = fit_regimes(chosen.rows, list(recipe.regimes), how)
+    regimes = [RegimeRows("all", (), chosen.features.features)]
+    result = fit_regimes(chosen.rows, regimes, how)
     if isinstance(result, TooFewRows):
         few = f"of {tables.sampled_steps} sampled steps few are consecutive"
         remedy = f"raise --step-tracing-sample-rate: {few}"
@@ -143,7 +142,8 @@ def fit_step_times(
         source.source,
         result,
         chosen.features.name,
-        recipe,
+        tuple(regimes),
+        how,
         replace(
             result.validation,
             by_phase=errors_by_phase(result, tables.requests, how.eval_filter),

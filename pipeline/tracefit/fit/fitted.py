@@ -323,14 +323,6 @@ class FittedBoundary:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """The settings of a fit, for fitting the same model on other rows."""
-
-    regimes: tuple[RegimeRows, ...]
-    options: FitOptions
-
-
-@dataclass(frozen=True, slots=True)
 class FittedModel:
     """A fitted model under its published name."""
 
@@ -340,7 +332,9 @@ class FittedModel:
     source: str
     fitted: LinearFit
     feature_set: str
-    recipe: Recipe
+    regimes: tuple[RegimeRows, ...]
+    """With `options`, all that a fit of the same model on other rows needs."""
+    options: FitOptions
     validation: Validation
     """Of the model in its published form."""
     notes: tuple[str, ...] = ()

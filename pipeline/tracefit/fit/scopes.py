@@ -148,7 +148,7 @@ def _runs_of(scope: FittedScope) -> Iterator[LeftOutErrors]:
         runs = sorted(model.fitted.rows["run_id"].unique())
         for run in runs if len(runs) > 1 else ():
             rows = _leave_out(model.fitted.rows, pl.col("run_id") == run)
-            fitted = fit_regimes(rows, list(model.recipe.regimes), model.recipe.options)
+            fitted = fit_regimes(rows, list(model.regimes), model.options)
             if isinstance(fitted, LinearFit):
                 boundary = fit_boundary(fitted, scope.tables.timeline) if model.boundary else None
                 scope_id, others = scope.scope.scope_id, tuple(r for r in runs if r != run)

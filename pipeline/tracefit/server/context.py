@@ -77,13 +77,7 @@ def read_context(
 
 
 def _gpu(name: str, *, where: str | None) -> Gpu:
-    if name.lower().endswith(".json"):
-        return read_gpu(Path(name))
-    try:
-        return find_gpu(name)
-    except UsageError as error:
-        # The catalogue does not know which flag or file named the GPU.
-        raise UsageError(error.what, where=where, hint=error.hint) from error
+    return read_gpu(Path(name)) if name.lower().endswith(".json") else find_gpu(name, where=where)
 
 
 def _assemble(settings: ServerSettings, text: str | None, where: str, gpu: Gpu | None) -> RunContext:

@@ -160,7 +160,7 @@ _NAMES: Mapping[str, Gpu] = {_key(name): gpu for gpu, aliases in _ENTRIES for na
 """GPUs by their folded names and aliases."""
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str, *, where: str | None = None) -> Gpu:
     """Return a GPU of the catalogue by its name, a common alias, or the driver's name.
 
     Letter case, spaces and dashes do not matter, and the maker's name may lead: `H100`, `h100 sxm`,
@@ -177,6 +177,7 @@ def find_gpu(name: str) -> Gpu:
     suggestion = f"did you mean {' or '.join(meant)}? " if meant else ""
     raise UsageError(
         f"GPU {excerpt(name)!r} is not known",
+        where=where,
         hint=f"{suggestion}known: {', '.join(CATALOGUE)}; or give a JSON file that describes it",
     )
 
