@@ -9,14 +9,15 @@ import pytest
 
 from tracefit.tables.store import TableStore
 
-SHARED = """
-import functools
-import tracefit.commands.ingest as ingest
-ingest.IngestOptions = functools.partial(ingest.IngestOptions, block_bytes=20_000, bytes_per_worker=1)
-from tracefit.cli import main
-main()
+SCRIPT = """
+import resource
+import tracefit
+tables = tracefit.ingest(
+    ".", "../tables", workers=2, options=tracefit.IngestOptions(block_bytes=20_000, bytes_per_worker=1)
+)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime > 0)
 """
-"""The command, of files as small as a test's shared out to workers."""
+"""An ingest in which files as small as a test's are shared out to workers."""
 
 
 @pytest.mark.slow
@@ -26,13 +27,12 @@ def test_workers_import_nothing_from_the_working_folder(tmp_path, traces):
         marker = tmp_path / f"ran-{module}"
         (run / f"{module}.py").write_text(f"open({str(marker)!r}, 'w').close()\nraise SystemExit(9)\n")
     # A script in a folder of its own, as the console script is: of that alone the path begins with its folder.
-    script = tmp_path / "bin" / "tracefit-of-small-files"
+    script = tmp_path / "bin" / "script.py"
     script.parent.mkdir()
-    script.write_text(SHARED)
-    command = [sys.executable, script, "ingest", ".", "--out", tmp_path / "tables"]
+    script.write_text(SCRIPT)
     done = subprocess.run(
-        [*command, "--workers", "2"], cwd=run, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, script], cwd=run, capture_output=True, text=True, check=False, timeout=120
     )
     assert [p.name for p in tmp_path.glob("ran-*")] == []
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", ""), "workers took part"
     assert TableStore(tmp_path / "tables").read("requests").height == 30
