@@ -187,21 +187,6 @@ def test_the_number_of_workers_does_not_matter(tmp_path, lines, fresh, contents,
 
 
 @pytest.mark.slow
-def test_a_worker_imports_nothing_from_the_working_folder(tmp_path, lines, fresh, contents, monkeypatch):
-    """A `polars.py` beside the traces is whatever someone put there."""
-    folder = _write(tmp_path / "run" / "traces.json", lines)
-    for name in ("polars", "yaml", "msgspec", "numpy", "pickle", "socket", "tracefit"):
-        (folder / f"{name}.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend("")
-    ingest(
-        [folder / "traces.json"], tmp_path / "tables", workers=2, options=IngestOptions(bytes_per_worker=1)
-    )
-    assert not (tmp_path / "ran").exists()
-    assert contents(tmp_path / "tables") == fresh
-
-
-@pytest.mark.slow
 def test_the_environment_is_as_it_was_after_workers_ran(tmp_path, lines):
     before = dict(os.environ)
     ingest(
