@@ -17,6 +17,7 @@ from tracefit.features.sets import Feature, FeatureSet
 from tracefit.features.targets import CYCLE_TIME, DURATION
 from tracefit.fit.fitted import (
     COVERED_SHARE,
+    PENALTIES,
     BetaTarget,
     FitOptions,
     FittedModel,
@@ -37,7 +38,6 @@ from tracefit.fit.holdout import (
     with_load,
 )
 from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
-from tracefit.fit.select import PENALTIES
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import STEP_FLAGS

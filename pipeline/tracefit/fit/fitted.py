@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
-from tracefit.fit.select import PENALTIES
 from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
@@ -46,6 +45,13 @@ BetaTarget = Literal["auto", "clock", "duration"]
 
 COVERED_SHARE = 0.8
 """Where `step.duration_us` covers at least this share of busy time, durations are the step times."""
+
+PENALTIES: tuple[tuple[Penalty, float], ...] = (
+    *(("ridge", s) for s in (1e-8, 1e-4, 1e-3, 1e-2)),
+    *(("lasso", s) for s in (1e-3, 1e-2, 3e-2)),
+    *(("elastic_net", s) for s in (1e-3, 1e-2)),
+)
+"""Penalties and strengths that are compared, in order of preference."""
 
 
 @dataclass(frozen=True, slots=True)

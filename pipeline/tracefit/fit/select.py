@@ -14,6 +14,7 @@ import polars as pl
 
 from tracefit.features.sets import PRODUCTS
 from tracefit.fit.estimators import Penalty, Positive, RobustLinear, line, moments
+from tracefit.fit.fitted import PENALTIES
 from tracefit.fit.results import Collinearity, OmittedFeature, PenaltyChoice
 
 if TYPE_CHECKING:
@@ -29,14 +30,6 @@ MAX_PRODUCT_VIF = 100.0
 """The limit for a product of features. A square always correlates with its root; cross-validation decides on products."""
 
 _PRODUCTS = frozenset(feature.name for feature in PRODUCTS)
-
-
-PENALTIES: tuple[tuple[Penalty, float], ...] = (
-    *(("ridge", s) for s in (1e-8, 1e-4, 1e-3, 1e-2)),
-    *(("lasso", s) for s in (1e-3, 1e-2, 3e-2)),
-    *(("elastic_net", s) for s in (1e-3, 1e-2)),
-)
-"""Penalties and strengths that are compared, in order of preference."""
 
 MIN_VARIED_ROWS = 20
 """A feature that differs from its most common value on fewer rows is left out: its coefficient would describe those rows."""
