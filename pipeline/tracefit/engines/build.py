@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tracefit.tables.places import Place
     from tracefit.timeline import EngineLimits
 
+# What vLLM takes on GPUs where nobody sets another.
 DEFAULT_BLOCK_SIZE = 16
 
 
@@ -86,6 +87,7 @@ def build_runs(tasks: tuple[RunTask, ...]) -> tuple[BuiltRun | DataError, ...]:
         UsageError: A recording cannot be read.
         OSError: A table cannot be written.
     """
+    # An error is a result here: raised, it would take the finished runs of the job with it.
     found: list[BuiltRun | DataError] = []
     for task in tasks:
         try:

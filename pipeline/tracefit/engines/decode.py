@@ -52,6 +52,7 @@ def decode_task(task: Task) -> Decoded:
         UsageError: A file cannot be read any more.
         OSError: A part cannot be written.
     """
+    # A part of small files holds rows of several items: each gets an entry of its own, with its counts.
     parts: list[list[StagedPart]] = [[] for _ in task.items]
     rejects = [(number, item) for number, item in enumerate(task.items) if isinstance(item, Reject)]
     blocks = [(number, item, load(item)) for number, item in enumerate(task.items) if isinstance(item, Block)]

@@ -59,6 +59,7 @@ class RayEngine:
         self._where = address or "Ray on this machine"
         self._is_own = not ray.is_initialized()
         self.carries_bytes = not (self._is_own and address is None)
+        # A program that has started Ray keeps its own: a second start in one process is an error.
         if self._is_own:
             self._connect(address, workers or available_cores())
         self._nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -102,9 +103,10 @@ class RayEngine:
         """Leave the cluster as it is: its workers are there anyway."""
 
     def check(self, folder: Path | None) -> None:
-        """Make sure that every node has this version of tracefit and sees a folder; see `tasks.TaskEngine`."""
+        """Make sure that every node has this version of tracefit and sees a folder; see `local.TaskEngine`."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On  # noqa: PLC0415
 
+        # On each node by name: where Ray itself would put the jobs, a node without tracefit could be missed.
         asked = {
             node["NodeManagerAddress"]: self._call.options(
                 **_on_cores(1) | {"num_cpus": 0}, scheduling_strategy=On(node["NodeID"], soft=False)
@@ -156,7 +158,7 @@ class RayEngine:
         return True
 
     def result(self, handle: _RayJob) -> Any:
-        """Return what a job came to; see `tasks.TaskEngine`."""
+        """Return what a job came to; see `local.TaskEngine`."""
         value, error = handle.ended
         if error is not None:
             raise error

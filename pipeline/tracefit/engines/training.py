@@ -137,6 +137,7 @@ def each_run(
     """
     sizes = store.read("runs", list(run_ids), ["run_id", "bytes"]).unique("run_id", keep="first")
     waiting = deque(sizes.sort("run_id").iter_rows())
+    # By count too: of small runs one job would take all, and the other workers none.
     share = -(-len(waiting) // engine.workers)
 
     def next_job() -> Job | None:
@@ -148,6 +149,7 @@ def each_run(
             left -= size
         if not chosen:
             return None
+        # Pinned: the job reads the parts that the manifest names now, whatever is published meanwhile.
         return Job(partial(_of_each, function, store.pinned(chosen)), chosen, name=chosen[0], work=chosen)
 
     for job, handle in run_jobs(engine, next_job):
