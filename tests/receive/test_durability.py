@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import stat
 import subprocess
 import threading
 from datetime import UTC, datetime
@@ -359,6 +360,23 @@ def test_a_configuration_that_is_there_stays(lib, tmp_path):
     (tmp_path / "vllm" / "exp-config.yaml").write_text("model: mine\n")
     store_at(tmp_path).commit([part(lib, 1)])
     assert (tmp_path / "vllm" / "exp-config.yaml").read_text() == "model: mine\n"
+
+
+def test_a_configuration_is_in_place_only_once_the_disk_has_it(lib, tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def fails_for_files(descriptor):
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails_for_files)
+    store = store_at(tmp_path)
+    assert SENDER in store.commit([part(lib, 1)])
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert store.commit([part(lib, 1)]) == {}
+    assert (tmp_path / "vllm" / "exp-config.yaml").read_text() == "model: m\n"
 
 
 def test_a_file_that_is_there_is_never_written_again(lib, tmp_path, monkeypatch):

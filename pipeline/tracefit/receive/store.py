@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.inputs.folders import CONFIG_NAMES, clean_run_id
 from tracefit.inputs.framing import LENGTH_BYTES
+from tracefit.tables.disk import sync_folder, write_whole
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -142,7 +143,9 @@ class TraceStore:
             folder = run / folder_name(sender.instance) if sender.instance else run
             _make_folder(folder, self.root)
             for name, content in self._configs.items():
-                _place(run / name, content)
+                # A user or an earlier start may have put one there.
+                if not (run / name).exists():
+                    write_whole(run / name, content)
             self._folders[sender] = folder
         return folder
 
@@ -153,7 +156,7 @@ class TraceStore:
             with contextlib.suppress(FileExistsError):
                 # Exclusive: a file that is there is another receiver's. Not for everyone: request ids are in it.
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o640)
-                _sync_folder(folder)  # without it the name may be gone after a crash, with all records
+                sync_folder(folder)  # without it the name may be gone after a crash, with all records
                 self.files.append(path)
                 return _OpenFile(path, descriptor, now)
 
@@ -173,24 +176,6 @@ def _make_folder(folder: Path, root: Path) -> None:
     """Make a folder below the root such that it survives a crash."""
     folder.mkdir(parents=True, exist_ok=True)
     for made in (folder, *folder.parents):
-        _sync_folder(made.parent)
+        sync_folder(made.parent)
         if made == root:
             break
-
-
-def _place(path: Path, content: bytes) -> None:
-    """Write a configuration file, unless the user or an earlier start has put one there."""
-    if path.exists():
-        return
-    # Renamed when it is whole: commands may read the folder at any time.
-    draft = path.with_name(f".{path.name}.new")
-    draft.write_bytes(content)
-    draft.rename(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -101,8 +101,12 @@ def _draft(scratch: Path, path: Path, data: bytes) -> Path:
 
 def _put_in_place(draft: Path, path: Path) -> None:
     draft.replace(path)
-    # Without this the renaming may be lost in a power cut.
-    handle = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in a folder: without it, files made or renamed there may be lost in a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

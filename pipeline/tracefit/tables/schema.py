@@ -22,10 +22,10 @@ SERVER = ["run_id", "server"]
 ENGINE = [*SERVER, "epoch"]
 """One engine: step ids count up from 0 within it, and start again with the next epoch."""
 
-Kind = Literal["string", "int64", "float64", "bool", "map", "json"]
+ColumnKind = Literal["string", "int64", "float64", "bool", "map", "json"]
 
 _ATTRIBUTE_LIST = pl.List(pl.Struct({"key": pl.String, "value": pl.String}))
-_POLARS: dict[Kind, pl.DataType] = {
+_POLARS: dict[ColumnKind, pl.DataType] = {
     "string": pl.String(),
     "int64": pl.Int64(),
     "float64": pl.Float64(),
@@ -51,7 +51,7 @@ class Column:
     """
 
     name: str
-    kind: Kind
+    kind: ColumnKind
     doc: str
     unit: str | None = None
     nullable: bool = True
