@@ -27,7 +27,7 @@ from tracefit import run as run_all
 from tracefit.commands.export import ExportResult, export
 from tracefit.consumers.blis_fit import BAR_PCT
 from tracefit.synth import SynthOptions, synth, write_run
-from tracefit.synth.laws import GPUS, MODELS, Model, RooflineLaw
+from tracefit.synth.laws import GPUS, MODELS, RooflineLaw, ServedModel
 from tracefit.synth.options import LoadPhase
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +77,7 @@ class Generated:
     """A run to generate; the law is a roofline of `model`, which the generator need not know by name."""
 
     options: SynthOptions
-    model: Model
+    model: ServedModel
     reason: str | None = None
     """Why it is not expected to meet what is asked."""
 

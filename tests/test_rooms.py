@@ -84,11 +84,18 @@ def test_no_import_runs_in_a_circle(room):
         pytest.fail(" <- ".join(error.args[1]))
 
 
-def test_no_class_name_stands_for_two_things():
-    named = Counter(
-        node.name
-        for path in MODULES.values()
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    )
+def _named(path):
+    """Return the classes and the public type aliases of a module: what annotations can say of it."""
+    body = ast.parse(path.read_text()).body
+    for node in [n for top in body for n in (top.body if isinstance(top, ast.If) else [top])]:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        for target in node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]:
+            # CONSTANTS are written another way.
+            if isinstance(target, ast.Name) and target.id[0].isupper() and not target.id.isupper():
+                yield target.id
+
+
+def test_no_class_or_alias_stands_for_two_things():
+    named = Counter(name for path in MODULES.values() for name in _named(path))
     assert [name for name, count in named.items() if count > 1] == []

@@ -35,7 +35,7 @@ from tracefit.results.commands import (
     VerifyResult,
 )
 from tracefit.tables.manifest import Manifest
-from tracefit.tables.schema import TABLES, Kind, TableSchema
+from tracefit.tables.schema import TABLES, ColumnKind, TableSchema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,7 +122,7 @@ def _dataclasses(kind: Any) -> Iterator[type]:
         yield from _dataclasses(part)
 
 
-_JSON_TYPES: dict[Kind, str] = {
+_JSON_TYPES: dict[ColumnKind, str] = {
     "string": "string",
     "int64": "integer",
     "float64": "number",

@@ -13,9 +13,9 @@ import numpy as np
 import polars as pl
 
 from tracefit.coefficients.compiled import CompiledModel, linear_forms
-from tracefit.coefficients.model import (  # the schema of what compare prints needs Interval when it runs
+from tracefit.coefficients.model import (  # the schema of what compare prints needs Bounds when it runs
     BoundaryModel,
-    Interval,
+    Bounds,
     LinearForm,
     LinearModel,
 )
@@ -52,9 +52,9 @@ class CoefficientDiff:
     term: str
     unit: str
     first: float | None
-    first_ci95: Interval | None
+    first_ci95: Bounds | None
     second: float | None
-    second_ci95: Interval | None
+    second_ci95: Bounds | None
     apart: bool | None
 
 
@@ -78,7 +78,7 @@ class PredictionDiff:
     mean_us: float
     low_us: float
     high_us: float
-    ranges: dict[str, Interval]
+    ranges: dict[str, Bounds]
 
 
 def coefficient_diffs(first: Model, second: Model) -> list[CoefficientDiff]:
@@ -135,7 +135,7 @@ def _line(model: Model, form: LinearForm) -> LinearModel:
 
 
 def _prediction_diff(name: str, first: LinearModel, second: LinearModel) -> PredictionDiff | str:
-    ranges: dict[str, Interval] = {}
+    ranges: dict[str, Bounds] = {}
     for term in (*first.terms, *second.terms):
         if term.training_range is not None:
             low, high = ranges.get(term.feature, term.training_range)
@@ -166,7 +166,7 @@ def _prediction_diff(name: str, first: LinearModel, second: LinearModel) -> Pred
     )
 
 
-def _points(columns: set[str], ranges: Mapping[str, Interval]) -> pl.DataFrame:
+def _points(columns: set[str], ranges: Mapping[str, Bounds]) -> pl.DataFrame:
     """Return points distributed over the ranges, with the ends of every single column; the same points every time."""
     rng = np.random.default_rng(0)
     free = sorted(c for c in columns if c in ranges)

@@ -24,6 +24,7 @@ from tracefit.fit.results import (
     SummedTime,
     Validation,
 )
+from tracefit.server.documents import Scalar
 
 # -- the evaluation -------------------------------------------------------------------------------------
 
@@ -222,9 +223,8 @@ MAX_TERMS = 1000
 _ROUNDING = 1e-8
 """A written value and its written interval may differ by their last digit."""
 
-Operator = Literal["<", "<=", ">", ">=", "=="]
-Scalar = str | int | float | bool | None
-Interval = tuple[float, float]
+Relation = Literal["<", "<=", ">", ">=", "=="]
+Bounds = tuple[float, float]
 Formula = Annotated[str, Field(max_length=MAX_FORMULA_CHARS)]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$", max_length=200)]
 
@@ -244,7 +244,7 @@ class Number(Strict):
     """A fitted number in the target's unit."""
 
     value: float
-    ci95: Interval | None = Field(default=None, description="95 % interval; contains the value")
+    ci95: Bounds | None = Field(default=None, description="95 % interval; contains the value")
 
     @model_validator(mode="after")
     def _is_in_its_interval(self) -> Self:
@@ -258,11 +258,11 @@ class Term(Strict):
     feature: Identifier
     unit: str = Field(description="unit of the value, e.g. us/token")
     value: float
-    ci95: Interval | None = None
+    ci95: Bounds | None = None
     sign: Literal["non_negative"] | None = Field(
         default=None, description="what physics says of the value: no load can make it negative"
     )
-    training_range: Interval | None = Field(
+    training_range: Bounds | None = Field(
         default=None, description="smallest and largest value in the training rows"
     )
     formula: str | None = Field(
@@ -279,7 +279,7 @@ class Term(Strict):
         return self
 
 
-def _check_interval(value: float, ci95: Interval | None) -> None:
+def _check_interval(value: float, ci95: Bounds | None) -> None:
     if ci95 is None:
         return
     # Both were rounded to `files.DIGITS` digits, each by itself.
@@ -309,7 +309,7 @@ class Comparison(Strict):
     """A feature compared with a number or with another feature."""
 
     feature: Identifier
-    op: Operator
+    op: Relation
     value: float | None = None
     feature2: Identifier | None = None
 

@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedRegime, FittedScope, LinearFit
     from tracefit.fit.results import AcrossResult
     from tracefit.server.context import ModelScope
+    from tracefit.server.documents import Scalar
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
 
-Kind = Literal["alpha", "beta"]
+FileKind = Literal["alpha", "beta"]
 
 
-def provenance(options: dict[str, cf.Scalar], files: dict[str, str]) -> cf.Provenance:
+def provenance(options: dict[str, Scalar], files: dict[str, str]) -> cf.Provenance:
     """Return which program makes the files, with which libraries and options.
 
     Args:
@@ -70,7 +71,7 @@ def coefficient_files(
         if s.scope.scope_id in requests
     }
 
-    def file(kind: Kind) -> cf.CoefficientFile:
+    def file(kind: FileKind) -> cf.CoefficientFile:
         fitted = [(s, m) for s in scopes for m in s.models if m.name.startswith(f"{kind}.")]
         missing = [(s, m) for s in scopes for m in s.missing if m.name.startswith(f"{kind}.")]
         return cf.CoefficientFile(
@@ -80,7 +81,7 @@ def coefficient_files(
             provenance=made_by,
         )
 
-    alpha, beta = (file(kind) for kind in get_args(Kind))
+    alpha, beta = (file(kind) for kind in get_args(FileKind))
     # The ranges are those of what `predict` makes of exactly these files.
     models = Models((alpha, beta))
     ranges = [

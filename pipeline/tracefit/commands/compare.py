@@ -24,7 +24,7 @@ from tracefit.fit.boundary import admission_with_clock, api_waits
 from tracefit.fit.fitted import target_of
 from tracefit.fit.splits import MIN_TRAIN_ROWS, request_frame, step_frame
 from tracefit.fit.validation import measure
-from tracefit.results.commands import CompareResult, Drift, ModelComparison, Verdict
+from tracefit.results.commands import CompareResult, Drift, DriftVerdict, ModelComparison
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
@@ -141,7 +141,9 @@ def _drift(one: Path, tables: Path, old: Models, wanted: list[str], tolerance: T
             hint=f"here are: {', '.join(here)}",
         )
     verdicts = {d.verdict for d in found}
-    verdict: Verdict = "drifted" if "drifted" in verdicts else "good" if "good" in verdicts else "unknown"
+    verdict: DriftVerdict = (
+        "drifted" if "drifted" in verdicts else "good" if "good" in verdicts else "unknown"
+    )
     return CompareResult(one, tables, drift=tuple(found), verdict=verdict, notes=tuple(notes))
 
 
@@ -161,7 +163,7 @@ def _drift_of(model: Model, scope: ModelScope, tables: ScopeTables, tolerance: T
     now: Metrics = measure(target_of(rows)[known], predicted[known])
     # A median error of 0.5 % may triple by chance: the slack lets models that are nearly exact keep their verdict.
     limit = None if base[0] is None else max(tolerance.factor * base[0], base[0] + tolerance.slack_pct)
-    verdict: Verdict = "unknown"
+    verdict: DriftVerdict = "unknown"
     reason = None
     if now.n < MIN_TRAIN_ROWS:
         reason = f"{now.n} rows are fewer than {MIN_TRAIN_ROWS}"

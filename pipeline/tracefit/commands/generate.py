@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.commands import SynthResult
@@ -12,7 +12,7 @@ from tracefit.synth import SynthOptions, synth, write_run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Format = Literal["json", "protobuf"]
+    from tracefit.synth.run import Format, TraceSuffix
 
 
 def generate(
@@ -20,7 +20,7 @@ def generate(
     options: SynthOptions,
     *,
     formats: Sequence[Format] = ("json",),
-    compress: Literal["gz", "zst"] | None = None,
+    compress: TraceSuffix | None = None,
     progress: Progress | None = None,
 ) -> SynthResult:
     """Generate one run and write it below `out`, with its truth: a folder per format, `json` (lines) or `protobuf` (framed).

@@ -14,7 +14,7 @@ from tracefit.errors import spreadsheet_safe
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tracefit.coefficients.model import Condition, Interval, Model, Number, Term
+    from tracefit.coefficients.model import Bounds, Condition, Model, Number, Term
 
 _HEAD = (
     "scope_id",
@@ -69,7 +69,7 @@ def _number(
     name: str,
     unit: str,
     found: Number | Term,
-    training_range: Interval | None = None,
+    training_range: Bounds | None = None,
     formula: str | None = None,
 ) -> list[object]:
     ends = (found.ci95, training_range)

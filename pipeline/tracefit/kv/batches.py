@@ -16,7 +16,7 @@ from tracefit.tables import schema
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Encoding = Literal["json", "msgpack"]
+MessageEncoding = Literal["json", "msgpack"]
 Hash = int | bytes
 """Builds write block hashes as numbers of 64 bits, or as bytes (base64 in JSON)."""
 
@@ -96,11 +96,11 @@ class _Name(msgspec.Struct, array_like=True):
     name: str
 
 
-_DECODE: dict[Encoding, Any] = {"json": msgspec.json.decode, "msgpack": msgspec.msgpack.decode}
+_DECODE: dict[MessageEncoding, Any] = {"json": msgspec.json.decode, "msgpack": msgspec.msgpack.decode}
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def decode_batch(payload: bytes, encoding: Encoding) -> Batch | str:
+def decode_batch(payload: bytes, encoding: MessageEncoding) -> Batch | str:
     """Return the batch in a payload, or the reason for its rejection."""
     decode = _DECODE[encoding]
     try:
@@ -115,7 +115,7 @@ def decode_batch(payload: bytes, encoding: Encoding) -> Batch | str:
     return batch
 
 
-def _decode_event(raw: msgspec.Raw, encoding: Encoding) -> Any:
+def _decode_event(raw: msgspec.Raw, encoding: MessageEncoding) -> Any:
     """Return an event, or the reason for its rejection as text."""
     decode = _DECODE[encoding]
     try:
@@ -151,7 +151,7 @@ ROW_COLUMNS = {name: _TYPES.get(name, pl.Int64()) for name in (*_DERIVED, *_COPI
 
 
 def event_rows(
-    batch: Batch, encoding: Encoding, source_file: str, source_offset: int, ages: BlockAges
+    batch: Batch, encoding: MessageEncoding, source_file: str, source_offset: int, ages: BlockAges
 ) -> Iterator[tuple[Any, ...] | Reject]:
     """Yield the values of `ROW_COLUMNS` for each event of a batch, and a reject for each that cannot be read."""
     rank, unix_ns = batch.data_parallel_rank, round(batch.ts * 1e9)

@@ -18,7 +18,15 @@ import polars as pl
 from tracefit.inputs.compression import USUAL, Expansion, Gap, pieces
 from tracefit.inputs.framing import BOM, LENGTH_BYTES
 from tracefit.inputs.rejects import Reject, excerpt
-from tracefit.kv.batches import ROW_COLUMNS, Batch, BlockAges, Encoding, WholeBatch, decode_batch, event_rows
+from tracefit.kv.batches import (
+    ROW_COLUMNS,
+    Batch,
+    BlockAges,
+    MessageEncoding,
+    WholeBatch,
+    decode_batch,
+    event_rows,
+)
 
 if TYPE_CHECKING:
     from tracefit.inputs.files import TraceFile
@@ -42,7 +50,7 @@ class RecordedBatch(NamedTuple):
     """A batch, and the offset of its record in the decompressed file."""
 
     offset: int
-    encoding: Encoding
+    encoding: MessageEncoding
     batch: Batch
 
 

@@ -25,6 +25,7 @@ from tracefit.otlp.model import (
     INT64_MAX,
     KINDS,
     STATUS_CODES,
+    AttributeValue,
     CheckedRecord,
     Events,
     FieldError,
@@ -32,7 +33,6 @@ from tracefit.otlp.model import (
     Origin,
     Pairs,
     Plain,
-    Scalar,
     Span,
     SpanGroup,
     UnreadScope,
@@ -76,7 +76,7 @@ class _Value(_Struct, frozen=True):
     kvlist_value: Raw = _UNSET
     bytes_value: Raw = _UNSET
 
-    def scalar(self) -> Scalar:
+    def scalar(self) -> AttributeValue:
         """Return the value that is set; the first, if a record sets several, which OTLP does not allow."""
         for value in (self.int_value, self.double_value, self.bool_value, self.string_value):
             if value is not None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     _Read = Callable[[PackedTexts, Positions], "Values"]
 
-Kind = Literal["int", "double", "bool", "string", "bytes"]
+ValueKind = Literal["int", "double", "bool", "string", "bytes"]
 
 FEW_EVENTS = 24
 """Fewer events than this are parsed one by one in less time than it takes to set up arrays."""
@@ -76,7 +76,7 @@ class Attribute:
     """
 
     key: str
-    kind: Kind
+    kind: ValueKind
     before: bytes
     read: _Read
     skip: _Read | None = None
@@ -358,7 +358,7 @@ def _skip_strings(texts: PackedTexts, positions: Positions) -> Values:
     return Values(stops, stops >= positions, positions, stops)
 
 
-_JSON_READERS: dict[tuple[bytes, bool], tuple[Kind, _Read, _Read | None]] = {
+_JSON_READERS: dict[tuple[bytes, bool], tuple[ValueKind, _Read, _Read | None]] = {
     (b"int", True): ("int", _read_ints, None),
     (b"int", False): ("int", _read_ints, None),
     # By `_read_doubles`, which needs to know what ends them.
@@ -463,7 +463,7 @@ def _read_fixed(texts: PackedTexts, positions: Positions) -> Values:
     return Values(positions + 8, np.ones(len(positions), np.bool_), content, positions)
 
 
-_PROTOBUF_READERS: dict[int, tuple[Kind, _Read]] = {
+_PROTOBUF_READERS: dict[int, tuple[ValueKind, _Read]] = {
     _STRING_TAG: ("string", _read_varints),
     _BOOL_TAG: ("bool", _read_flags),
     _INT_TAG: ("int", _read_varints),

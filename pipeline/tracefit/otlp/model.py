@@ -34,13 +34,13 @@ STATUS_CODES = ("UNSET", "OK", "ERROR")
 
 ID_BYTES = {"traceId": 16, "spanId": 8, "parentSpanId": 8}
 
-Scalar = int | float | bool | str | None
+AttributeValue = int | float | bool | str | None
 """An attribute's value: one of four scalar kinds; a nested value is JSON text (a str), an empty one None."""
 
-Pairs = list[tuple[str, Scalar]]
+Pairs = list[tuple[str, AttributeValue]]
 """Attributes in wire order."""
 
-Plain = Scalar | list["Plain"] | dict[str, "Plain"]
+Plain = AttributeValue | list["Plain"] | dict[str, "Plain"]
 """A nested attribute value, with bytes as base64 text, and numbers that JSON lacks as strings."""
 
 
@@ -101,7 +101,7 @@ class Origin:
     scope: str | None = None
 
     @classmethod
-    def of(cls, resource: Iterable[tuple[str, Scalar]], scope: str) -> Origin:
+    def of(cls, resource: Iterable[tuple[str, AttributeValue]], scope: str) -> Origin:
         """Return the origin for resource attributes and a scope's name; a value that is not a string is unset."""
         named = {key: value or None for key, value in resource if isinstance(value, str)}
         host = named.get("host.name") or named.get("host.id")
@@ -159,7 +159,7 @@ def enum_number(value: int | str, prefix: str, names: tuple[str, ...]) -> int:
     return names.index(value.removeprefix(prefix))
 
 
-def scalar_text(value: Scalar) -> str | None:
+def scalar_text(value: AttributeValue) -> str | None:
     """Return a string as it is, a number or boolean as JSON text, and None for an empty value."""
     if value is None or isinstance(value, str):
         return value

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from tracefit.otlp.model import (
     ID_BYTES,
+    AttributeValue,
     CheckedRecord,
     Events,
     FieldError,
@@ -23,7 +24,6 @@ from tracefit.otlp.model import (
     Origin,
     Pairs,
     Plain,
-    Scalar,
     Span,
     SpanGroup,
     UnreadScope,
@@ -249,7 +249,7 @@ def read_pairs(attributes: bytes) -> Pairs:
     return _read_event(attributes)[2]
 
 
-def _pair(attribute: bytes) -> tuple[str, Scalar]:
+def _pair(attribute: bytes) -> tuple[str, AttributeValue]:
     from opentelemetry.proto.common.v1.common_pb2 import KeyValue  # noqa: PLC0415
 
     try:
@@ -259,10 +259,10 @@ def _pair(attribute: bytes) -> tuple[str, Scalar]:
     return message.key, _scalar(message.value)
 
 
-def _scalar(value: Any) -> Scalar:
+def _scalar(value: Any) -> AttributeValue:
     kind = value.WhichOneof("value")
     if kind in _SCALAR_KINDS:
-        scalar: Scalar = getattr(value, kind)
+        scalar: AttributeValue = getattr(value, kind)
         return scalar
     nested = _container(value, kind, 1)
     return nested if isinstance(nested, str) or nested is None else nested_text(nested)
@@ -275,7 +275,7 @@ def _plain(value: Any, depth: int) -> Plain:
     if kind == "double_value":
         return finite(value.double_value)
     if kind in _SCALAR_KINDS:
-        scalar: Scalar = getattr(value, kind)
+        scalar: AttributeValue = getattr(value, kind)
         return scalar
     return _container(value, kind, depth)
 

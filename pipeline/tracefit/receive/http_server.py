@@ -22,10 +22,10 @@ from tracefit.receive.spans import RequestError
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from tracefit.receive.intake import Encoding, Intake
+    from tracefit.receive.intake import BodyEncoding, Intake
     from tracefit.receive.options import ReceiveOptions, Token
 
-_ENCODINGS: dict[str, Encoding] = {"application/x-protobuf": "protobuf", "application/json": "json"}
+_ENCODINGS: dict[str, BodyEncoding] = {"application/x-protobuf": "protobuf", "application/json": "json"}
 _OTHER_SIGNALS = ("/v1/logs", "/v1/metrics")
 # Written as it is: a connection beyond the limit gets no object that could answer.
 _TOO_MANY = (
@@ -164,7 +164,9 @@ class _Connection:
         await self._send(answer, encoding or "protobuf")
         return self._http.states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE} and not self._is_closing
 
-    async def _take(self, request: h11.Request, headers: dict[str, bytes], encoding: Encoding | None) -> None:
+    async def _take(
+        self, request: h11.Request, headers: dict[str, bytes], encoding: BodyEncoding | None
+    ) -> None:
         # h11 has a limit for headers it waits for, none for those that came at once.
         if sum(len(name) + len(value) for name, value in headers.items()) > self._intake.limits.header_bytes:
             raise _RefusalError(431, "headers too long")
@@ -218,7 +220,7 @@ class _Connection:
             return h11.ConnectionClosed()
         return event
 
-    async def _send(self, refusal: _RefusalError | None, encoding: Encoding) -> None:
+    async def _send(self, refusal: _RefusalError | None, encoding: BodyEncoding) -> None:
         """Answer: done, or a refusal as OTLP wants it, a google.rpc.Status."""
         message: Message = ExportTraceServiceResponse()
         if refusal is not None:

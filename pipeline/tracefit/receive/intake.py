@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tracefit.receive.spans import PrivacyFilter, Sender, SenderSpans
     from tracefit.receive.store import TraceStore
 
-Encoding = Literal["protobuf", "json"]
+BodyEncoding = Literal["protobuf", "json"]
 
 TRACES_ALONE = "tracefit receives traces alone; set OTEL_METRICS_EXPORTER=none and OTEL_LOGS_EXPORTER=none"
 TOKEN_NEEDED = "a token is needed, as `authorization: Bearer …`"  # noqa: S105 - a message
@@ -72,7 +72,7 @@ class Intake:
     async def take(
         self,
         read: Callable[[], Awaitable[bytes]],
-        encoding: Encoding = "protobuf",
+        encoding: BodyEncoding = "protobuf",
         *,
         is_gzip: bool | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class Intake:
         finally:
             self._places.release()
 
-    def _decode(self, body: bytes, encoding: Encoding, *, is_gzip: bool | None) -> list[SenderSpans]:
+    def _decode(self, body: bytes, encoding: BodyEncoding, *, is_gzip: bool | None) -> list[SenderSpans]:
         # No protobuf message begins like gzip: its first byte would be a field of a wire type that does not exist.
         if is_gzip or (is_gzip is None and body.startswith(_GZIP_MAGIC)):
             body = gunzip(body, limit_bytes=self.limits.message_bytes)

@@ -274,7 +274,7 @@ def domain(place: int, panels: int, gap: float = 0.06) -> list[float]:
     return [max(0.0, round(top - height + gap, 4)), round(top, 4)]
 
 
-class Words(TypedDict):
+class FigureWords(TypedDict):
     """What a figure is called and says: see `Figure`."""
 
     name: str
@@ -451,7 +451,7 @@ def first_token_figure(scope_id: str, found: Breakdown) -> Figure:
     )
 
 
-def _stacked(found: Breakdown, what: str, y: str, **words: Unpack[Words]) -> Figure:
+def _stacked(found: Breakdown, what: str, y: str, **words: Unpack[FigureWords]) -> Figure:
     width = 100 / len(found.rows)
     at = [width * (k + 0.5) for k in range(len(found.rows))]
     groups = [f"{width * k:.0f} to {width * (k + 1):.0f} %" for k in range(len(found.rows))]
@@ -584,7 +584,9 @@ def _clouds(cloud: Cloud) -> tuple[Trace, ...]:
     )
 
 
-def _residuals(cloud: Cloud, x: str, regions: Iterable[ShadedRegion] = (), **words: Unpack[Words]) -> Figure:
+def _residuals(
+    cloud: Cloud, x: str, regions: Iterable[ShadedRegion] = (), **words: Unpack[FigureWords]
+) -> Figure:
     limits, beyond = limited([y for p in cloud.points for y in p.y])
     medians = line(
         "median of each eighth", [b.middle for b in cloud.bins], [b.median for b in cloud.bins], PINK
@@ -665,7 +667,7 @@ def _distribution(
     curves: Mapping[str, tuple[float, ...]],
     percents: tuple[int, ...],
     slo_ms: float | None,
-    **words: Unpack[Words],
+    **words: Unpack[FigureWords],
 ) -> Figure:
     styles = {"measured": (_MEASURED, "solid"), "predicted, measured batches": (_PREDICTED, "dash")}
     hover = "%{y} % within %{x:,.4~r} ms<extra>%{fullData.name}</extra>"

@@ -435,7 +435,7 @@ class SynthResult(Shown):
 
 # -- compare --------------------------------------------------------------------------------------------
 
-Verdict = Literal["good", "drifted", "unknown"]
+DriftVerdict = Literal["good", "drifted", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +476,7 @@ class Drift:
     now_bias_pct: float | None
     limit_pct: float | None
     # Three answers: too few rows neither confirm a file nor refute it.
-    verdict: Verdict
+    verdict: DriftVerdict
     reason: str | None = None
 
 
@@ -497,7 +497,7 @@ class CompareResult(Shown):
     second: Path
     models: tuple[ModelComparison, ...] = ()
     drift: tuple[Drift, ...] = ()
-    verdict: Verdict | None = None
+    verdict: DriftVerdict | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from tracefit.server.documents import Document
 
 
-Source = Literal["given", "read", "assumed"]
+SettingSource = Literal["given", "read", "assumed"]
 """given: by the user for this call. read: in the run's own files. assumed: vLLM's default."""
 
 # Bounds are far above what servers have: what is beyond is a wrong unit or damage.
 Ranks = Annotated[WholeNumber, Field(ge=1, le=65_536)] | None
-Count = Annotated[WholeNumber, Field(ge=1, le=2**40)] | None
+OptionalCount = Annotated[WholeNumber, Field(ge=1, le=2**40)] | None
 Share = Annotated[FiniteNumber, Field(gt=0, le=1)] | None
 Rate = Annotated[FiniteNumber, Field(ge=0, le=1)] | None
 Flag: TypeAlias = bool | None
-Name = Text | None
+OptionalText = Text | None
 
 
 class ServerSettings(BaseModel):
@@ -83,29 +83,29 @@ class ServerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    model: Name = None
-    gpu: Name = None
+    model: OptionalText = None
+    gpu: OptionalText = None
     tensor_parallel: Ranks = None
     pipeline_parallel: Ranks = None
     data_parallel: Ranks = None
     enable_expert_parallel: Flag = None
-    max_model_len: Count = None
-    max_num_batched_tokens: Count = None
-    max_num_seqs: Count = None
+    max_model_len: OptionalCount = None
+    max_num_batched_tokens: OptionalCount = None
+    max_num_seqs: OptionalCount = None
     gpu_memory_utilization: Share = None
     enable_chunked_prefill: Flag = None
     enable_prefix_caching: Flag = None
     enforce_eager: Flag = None
-    block_size: Count = None
-    num_gpu_blocks: Count = None
-    dtype: Name = None
-    quantization: Name = None
-    kv_cache_dtype: Name = None
+    block_size: OptionalCount = None
+    num_gpu_blocks: OptionalCount = None
+    dtype: OptionalText = None
+    quantization: OptionalText = None
+    kv_cache_dtype: OptionalText = None
     async_scheduling: Flag = None
     journey_tracing_sample_rate: Rate = None
     step_tracing_sample_rate: Rate = None
     step_tracing_rich_subsample_rate: Rate = None
-    sources: Mapping[str, Source] = {}
+    sources: Mapping[str, SettingSource] = {}
     other: Mapping[str, Scalar] = {}
 
     def values(self) -> dict[str, Scalar]:
@@ -126,7 +126,7 @@ SETTINGS: tuple[str, ...] = tuple(n for n in ServerSettings.model_fields if n no
 FLAGS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name].annotation == Flag)
 """Settings that are true or false."""
 
-TEXTS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name].annotation == Name)
+TEXTS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name].annotation == OptionalText)
 """Settings that are text."""
 
 _SHAPE = TypeAdapter(ServerSettings)
@@ -192,7 +192,10 @@ def canonical_name(key: str) -> str:
 
 
 def settings_from(
-    values: Mapping[str, object] | Iterable[tuple[str, object]], *, where: str, source: Source = "given"
+    values: Mapping[str, object] | Iterable[tuple[str, object]],
+    *,
+    where: str,
+    source: SettingSource = "given",
 ) -> ServerSettings:
     """Make settings of named values, under any spelling.
 

@@ -14,8 +14,8 @@ from tracefit.synth.laws import (
     AdmissionLaw,
     Composition,
     LinearLaw,
-    Model,
     RooflineLaw,
+    ServedModel,
 )
 from tracefit.synth.options import DEFAULT_PHASES, LengthMix, LoadPhase, SynthOptions, surge_phases
 from tracefit.synth.run import REQUEST_COLUMNS, STEP_COLUMNS, SynthRun, synth, write_run
@@ -36,10 +36,10 @@ __all__ = [
     "LengthMix",
     "LinearLaw",
     "LoadPhase",
-    "Model",
     "Request",
     "RooflineLaw",
     "Scheduler",
+    "ServedModel",
     "SpanKind",
     "SynthOptions",
     "SynthRun",

@@ -44,7 +44,7 @@ GPUS: Mapping[str, LawGpu] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ServedModel:
     """An architecture, with the facts its `config.json` states."""
 
     name: str  # under which the generator knows it
@@ -125,10 +125,10 @@ class Model:
         return config
 
 
-MODELS: Mapping[str, Model] = {
+MODELS: Mapping[str, ServedModel] = {
     model.name: model
     for model in (
-        Model(
+        ServedModel(
             name="tiny",
             served_name="tracefit/tiny-mistral",
             architecture="MistralForCausalLM",
@@ -141,7 +141,7 @@ MODELS: Mapping[str, Model] = {
             head_dim=64,
             vocab_size=8_192,
         ),
-        Model(
+        ServedModel(
             name="llama-8b",
             served_name="meta-llama/Llama-3.1-8B-Instruct",
             architecture="LlamaForCausalLM",
@@ -155,7 +155,7 @@ MODELS: Mapping[str, Model] = {
             vocab_size=128_256,
             max_position_embeddings=131_072,
         ),
-        Model(
+        ServedModel(
             name="llama-70b",
             served_name="meta-llama/Llama-2-70b-hf",
             architecture="LlamaForCausalLM",
@@ -169,7 +169,7 @@ MODELS: Mapping[str, Model] = {
             vocab_size=32_000,
             max_position_embeddings=4_096,
         ),
-        Model(
+        ServedModel(
             name="qwen-moe-30b",
             served_name="Qwen/Qwen3-30B-A3B",
             architecture="Qwen3MoeForCausalLM",
@@ -282,7 +282,7 @@ class LinearLaw:
 class RooflineLaw:
     """Step time as the larger of compute and memory time plus overheads; no linear model holds it exactly."""
 
-    model: Model
+    model: ServedModel
     gpu: LawGpu
     tp: int = 1  # tensor parallel size; work and weights are split evenly
     compute_efficiency: float = 0.55  # share of the peak FLOP rate that is reached

@@ -12,8 +12,8 @@ from tracefit.synth.laws import (
     AdmissionLaw,
     DepartureLaw,
     LinearLaw,
-    Model,
     RooflineLaw,
+    ServedModel,
     StepLaw,
     lookup,
 )
@@ -124,7 +124,7 @@ class SynthOptions:
     instance_ids: InstanceIds = "auto"
 
     @property
-    def architecture(self) -> Model:
+    def architecture(self) -> ServedModel:
         """The model that is served."""
         return lookup(MODELS, self.model, option="model")
 

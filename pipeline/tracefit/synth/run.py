@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tracefit.synth.spans import ExportBatch, GeneratedSpan
 
 Format: TypeAlias = Literal["json", "protobuf"]
-Compression: TypeAlias = Literal["gz", "zst"]
+TraceSuffix: TypeAlias = Literal["gz", "zst"]
 
 _GZIP_LEVEL = 6  # gzip's own default
 
@@ -80,7 +80,7 @@ def synth(options: SynthOptions) -> SynthRun:
 
 
 def write_run(
-    run: SynthRun, out: Path, *, formats: Sequence[Format] = ("json",), compress: Compression | None = None
+    run: SynthRun, out: Path, *, formats: Sequence[Format] = ("json",), compress: TraceSuffix | None = None
 ) -> Path:
     """Write a run folder `out/<name>`: trace, server config, model config, and the truth beside it.
 
@@ -112,7 +112,7 @@ def write_run(
     return folders[0]
 
 
-def _trace(run: SynthRun, kind: Format, compress: Compression | None) -> bytes:
+def _trace(run: SynthRun, kind: Format, compress: TraceSuffix | None) -> bytes:
     data = json_lines(run.batches) if kind == "json" else framed_protobuf(run.batches)
     if compress is None:
         return data

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from tracefit.synth.scheduler import JourneyPoint, Request, Scheduled
     from tracefit.synth.simulation import EpochLog, StepLog
 
-Value: TypeAlias = str | int | float
+SpanValue: TypeAlias = str | int | float
 """A scalar attribute value; its Python type is its kind on the wire."""
-Attributes: TypeAlias = Mapping[str, Value]
+Attributes: TypeAlias = Mapping[str, SpanValue]
 """Attributes in order."""
 
 
@@ -145,7 +145,7 @@ class Emitter:
         is_failed = request.is_aborted and (request.is_chat or not request.is_streaming)
         error = "Client disconnected" if is_failed else ""
         events, dropped = self._kept(list(self._api_events(request, error)))
-        attributes: dict[str, Value] = {
+        attributes: dict[str, SpanValue] = {
             "gen_ai.request.id": request.api_id,
             "http.route": "/v1/chat/completions" if request.is_chat else "/v1/completions",
             "gen_ai.response.model": self._options.architecture.served_name,
@@ -210,7 +210,7 @@ class Emitter:
         )
 
     def _journey_event(self, request: Request, point: JourneyPoint) -> GeneratedEvent:
-        attributes: dict[str, Value] = {
+        attributes: dict[str, SpanValue] = {
             "event.type": point.event,
             "ts.monotonic": point.ts_ns / 1e9,
             "ts.monotonic_ns": point.ts_ns,
@@ -428,7 +428,7 @@ def _attributes_json(attributes: Attributes) -> str:
 
 
 @cache
-def _template(keys: tuple[str, ...], kinds: tuple[type[Value], ...]) -> str:
+def _template(keys: tuple[str, ...], kinds: tuple[type[SpanValue], ...]) -> str:
     """Return the text of attributes with these keys and kinds, a slot for each value."""
     pairs = zip(keys, kinds, strict=True)
     return "[" + ",".join(_SLOTS[kind] % _text(key).replace("%", "%%") for key, kind in pairs) + "]"
@@ -488,7 +488,7 @@ def _pairs(attributes: Attributes) -> list[common_pb2.KeyValue]:
     return [common_pb2.KeyValue(key=key, value=_any_value(value)) for key, value in attributes.items()]
 
 
-def _any_value(value: Value) -> common_pb2.AnyValue:
+def _any_value(value: SpanValue) -> common_pb2.AnyValue:
     if isinstance(value, str):
         return common_pb2.AnyValue(string_value=value)
     if isinstance(value, int):

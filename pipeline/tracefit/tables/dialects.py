@@ -17,7 +17,7 @@ import polars as pl
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-Target = Literal["journey_events", "steps", "request_snapshots", "requests"]
+RecordTable = Literal["journey_events", "steps", "request_snapshots", "requests"]
 Take = Literal["value", "start", "end", "duration", "later_durations"]
 """How to read a value: of an attribute; or from the matching spans of a request: the start of the first, the end of the
 last, the sum of their durations, or that sum without the first."""
@@ -48,7 +48,7 @@ class Spelling:
     span: str | None
     event: str | None
     attribute: str | None
-    table: Target
+    table: RecordTable
     column: str
     take: Take = "value"
     factor: float = 1.0
@@ -155,7 +155,7 @@ _CLOCK_KEYS = {
 """Spellings of a journey event's time, by their factor: whole nanoseconds, and seconds."""
 
 
-def _journey(scope: str, event: str, table: Target, keys: dict[str, tuple[str, ...]]) -> list[Spelling]:
+def _journey(scope: str, event: str, table: RecordTable, keys: dict[str, tuple[str, ...]]) -> list[Spelling]:
     return [
         Spelling("journey", scope, None, event, key, table, column)
         for column, spellings in keys.items()

@@ -25,10 +25,10 @@ ENGINE = [*SERVER, "epoch"]
 REQUEST = [*ENGINE, "trace_id", "core_request_id"]
 """One request of an engine: with n > 1 choices, a trace has several."""
 
-Kind = Literal["string", "int64", "float64", "bool", "map", "json"]
+ColumnKind = Literal["string", "int64", "float64", "bool", "map", "json"]
 
 _ATTRIBUTE_LIST = pl.List(pl.Struct({"key": pl.String, "value": pl.String}))
-_POLARS: dict[Kind, pl.DataType] = {
+_POLARS: dict[ColumnKind, pl.DataType] = {
     "string": pl.String(),
     "int64": pl.Int64(),
     "float64": pl.Float64(),
@@ -54,7 +54,7 @@ class Column:
     """
 
     name: str
-    kind: Kind
+    kind: ColumnKind
     doc: str
     unit: str | None = None
     nullable: bool = True
