@@ -210,3 +210,27 @@ def test_a_long_chain_of_definitions_is_computed():
     chain = Formulas.parse({f"d{n}": f"d{n - 1} + 1" if n else "a" for n in range(900)}, where="chain")
     found = chain.frame(pl.DataFrame({"a": [1.0, 2.0]}), ["d899"])
     assert found["d899"].to_list() == [900, 901]
+
+
+@both
+@pytest.mark.parametrize("op", ["<", "<=", ">", ">=", "=="])
+def test_nan_is_unknown_a_comparison_with_it_does_not_hold(predict, op):
+    """polars by itself takes NaN for larger than every number."""
+    nan = float("nan")
+    assert predict(_regimes({"any": [{"feature": "x", "op": op, "value": 0}]}), {"x": nan}) == 197
+    assert predict(_regimes({"all": [{"feature": "x", "op": op, "feature2": "x"}]}), {"x": nan}) == 197
+
+
+def test_a_sum_with_nan_is_unknown():
+    assert _frame(_line(1.0, a=1.0), {"a": float("nan")}) is None
+    with pytest.raises(UsageError, match="needs a"):
+        _row(_line(1.0, a=1.0), {"a": float("nan")})
+    assert _frame(_line(1.0, {"b": "1 ** a"}, b=1.0), {"a": float("nan")}) is None
+
+
+@both
+@pytest.mark.parametrize(("side", "x"), [("any", 5), ("all", -5)])
+def test_a_name_that_is_missing_is_an_error_whichever_comparison_decides(predict, side, x):
+    tests = [{"feature": name, "op": ">", "value": 0} for name in "xz"]
+    with pytest.raises(UsageError, match="needs z"):
+        predict(_regimes({side: tests}), {"x": x})

@@ -5,16 +5,20 @@ conditions and the boundary rule are written here once, over "the value of a nam
 for a frame. The contract is the same for both:
 
 - An empty `any` is false, an empty `all` is true.
-- A feature that is known by name but not by value (null) is unknown: a comparison with it does not hold, a sum with it
-  is unknown too.
-- A feature that is neither given nor computable is an error that names what is missing. A row needs the features of the
-  linear form that is active for it, a frame those of all forms.
+- A feature that is known by name but not by value (null or NaN) is unknown: a comparison with it does not hold, a sum
+  with it is unknown too.
+- A feature that is neither given nor computable is an error that names what is missing, also where another comparison
+  of the same condition decides.
+
+In one thing they differ: a row needs the features of all conditions and of the linear form that is active for it, a frame
+those of all forms.
 
 polars is imported only where a frame is evaluated: a single row is evaluated without it.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -124,7 +128,7 @@ class Formulas:
         """Compute names of one row; all of them must be computable."""
         # Only what these names need: a published model defines dozens of names, of which one row uses a few.
         used = self.used(names, given)
-        values = {n: None if (v := given[n]) is None else float(v) for n in used if n in given}
+        values = {n: _known(given[n]) for n in used if n in given}
         for name, node in self.nodes.items():
             if name in used and name not in given:
                 values[name] = evaluate(node, values)
@@ -156,6 +160,11 @@ class Formulas:
                 found[name] = value if needed else value.new_from_index(0, rows.height)
                 columns.add(name)
         return rows.with_columns(found.values())
+
+
+def _known(value: float | None) -> float | None:
+    """Return a value of a row as a float; NaN is null, as in a frame."""
+    return None if value is None or math.isnan(value) else float(value)
 
 
 # -- sums, conditions and the boundary rule --------------------------------------------------------------
@@ -300,7 +309,7 @@ class CompiledModel:
     def computed(
         self, rows: pl.DataFrame, also: Iterable[str] = (), features: Iterable[str] | None = None
     ) -> pl.DataFrame:
-        """Return the rows with a column for every feature, as floats.
+        """Return the rows with a column for every feature, as floats; NaN is null.
 
         Args:
             rows: The features, or the columns they are computed from.
@@ -314,6 +323,11 @@ class CompiledModel:
 
         features = self.features if features is None else tuple(features)
         self.require(features, rows.columns)
+        # To polars NaN is larger than every number: a comparison with it would hold.
+        given = self.formulas.used([*features, *also], rows.columns)
+        rows = rows.with_columns(
+            pl.col(n).fill_nan(None) for n, kind in rows.schema.items() if n in given and kind.is_float()
+        )
         found = self.formulas.frame(rows, [*features, *also])
         names = dict.fromkeys([*features, *(n for n in also if n in found.columns)])
         return found.with_columns(pl.col(n).cast(pl.Float64) for n in names)

@@ -223,7 +223,7 @@ def _predict_form(
     predicted = line_value(form, {n: values.get(n) for n in names})
     if predicted is None:
         without_value = [n for n in names if n not in values]
-        known = [n for n, v in given.items() if v is not None]
+        known = [n for n, v in given.items() if v is not None and not math.isnan(v)]
         if lacking := sorted(formulas.inputs(without_value, given) - set(known)):
             raise compiled.lacks(lacking, known)
         raise UsageError(
