@@ -17,6 +17,9 @@ Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 """Types of arrays; docstrings of functions that take or return arrays state their shapes."""
 
+PERCENTS: tuple[int, ...] = (*range(0, 100, 5), 99, 100)
+"""Percentiles that distributions of latencies are published and drawn at."""
+
 _SD_PER_MAD = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution: 1 / Phi^-1(3/4)."""
 

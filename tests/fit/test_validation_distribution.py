@@ -5,7 +5,8 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from tracefit.fit.validation import PERCENTS, distribution
+from tracefit.fit.validation import distribution
+from tracefit.statistics import PERCENTS
 
 
 def _at(quantiles, percent):

@@ -18,6 +18,9 @@ from tracefit.server.documents import parse_json_object, read_bytes
 if TYPE_CHECKING:
     from pathlib import Path
 
+COEFFICIENT_FILES = ("alpha.json", "beta.json")
+"""Files of a models folder: the models of requests and those of steps."""
+
 MAX_FILE_BYTES = 16 * 1024 * 1024
 """Largest file in bytes: thousands of models fit, and even the worst such JSON still fits in memory once parsed."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from tracefit.coefficients.files import read_coefficients
+from tracefit.coefficients.files import COEFFICIENT_FILES, read_coefficients
 from tracefit.coefficients.predict import ScopeModels, StepPrediction
 from tracefit.coefficients.requests import OneRequest, RequestPrediction
 from tracefit.coefficients.workload import REQUEST_INPUTS, STEP_INPUTS
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from tracefit.coefficients.model import CoefficientFile, Model, RequestRange
     from tracefit.coefficients.predict_frames import FrameT, Rows
     from tracefit.coefficients.regressor import LatencyRegressor
-
-_FILES = ("alpha.json", "beta.json")
 
 
 def load(*paths: str | Path | Iterable[str | Path]) -> Models:
@@ -49,10 +47,12 @@ def _files(path: Path) -> list[Path]:
         return [path]
     # A folder that `tracefit run` wrote holds them in `models/`.
     folders = (path, path / "models")
-    found = next((f for f in ([d / n for n in _FILES if (d / n).exists()] for d in folders) if f), [])
+    found = next(
+        (f for f in ([d / n for n in COEFFICIENT_FILES if (d / n).exists()] for d in folders) if f), []
+    )
     if not found:
         raise UsageError(
-            f"holds neither {' nor '.join(_FILES)}",
+            f"holds neither {' nor '.join(COEFFICIENT_FILES)}",
             where=str(path),
             hint="`tracefit run RUNS --out OUT` or `tracefit train TABLES` makes them",
         )

@@ -24,6 +24,7 @@ from tracefit.features.training import definitions
 from tracefit.fit.latency import split_requests, trained_steps
 from tracefit.fit.splits import counted, evaluation_rows
 from tracefit.statistics import mean_of
+from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -191,10 +192,10 @@ def _estimator(fitted: LinearFit, part: FittedRegime) -> cf.Estimator:
 def _training(scope: FittedScope, fitted: LinearFit) -> cf.Training:
     rows, time = fitted.rows, pl.col("ts_ns")
     ranges = (
-        rows.group_by("run_id", "server")
+        rows.group_by(SERVER)
         .agg(pl.col("holdout_from_ns").first(), first_ns=time.min(), last_ns=time.max())
         .drop_nulls()
-        .sort("run_id", "server")
+        .sort(SERVER)
     )
     return cf.Training(
         runs=tuple(sorted(rows["run_id"].unique())),
@@ -293,7 +294,7 @@ def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
         missing_attributes={event: tuple(sorted(keys)) for event, keys in sorted(missing.items())},
         dropped_events=_sum(runs, "dropped_events"),
         duplicates=_sum(per_run, "duplicate_spans"),
-        servers=tuple(_server(row) for row in runs.sort("run_id", "server").iter_rows(named=True)),
+        servers=tuple(_server(row) for row in runs.sort(SERVER).iter_rows(named=True)),
     )
 
 

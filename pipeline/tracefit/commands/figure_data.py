@@ -29,8 +29,9 @@ from tracefit.results.figures import (
     ScopeRows,
     ShadedRegion,
 )
-from tracefit.statistics import mean_of
+from tracefit.statistics import PERCENTS, mean_of
 from tracefit.tables.health import CUT_OFF
+from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 MOST_ENGINES = 4
 """Engines drawn per scope; the tables have all of them."""
 
-PERCENTS = (*range(0, 100, 5), 99, 100)
 MOST_RUNS = 6
 """Runs overlaid in one figure."""
 
@@ -76,7 +76,7 @@ _BATCH_COLUMNS = (
 )
 """What a step computes."""
 
-_STEP = ("run_id", "server", "epoch", "step_id")
+_STEP = (*ENGINE, "step_id")
 _ROW_COLUMNS = frozenset({*_STEP, "scope_id", "target", "source", "ts_ns", "y", "split", "excluded_reason"})
 """What figures need of training rows beside the features of the models."""
 
@@ -165,8 +165,8 @@ def model_rows(model: Model, rows: pl.DataFrame, *, points: int) -> ModelRows | 
         return None
     predicted, wide_range, without_place = _predicted(model, held, points)
     is_step = set(_BATCH_COLUMNS) <= set(held.columns)
-    several = kept.select("run_id", "server").n_unique()
-    ends = held.group_by("run_id", "server").agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
+    several = kept.select(SERVER).n_unique()
+    ends = held.group_by(SERVER).agg(start=pl.col("at_s").min(), end=pl.col("at_s").max())
     parts = (("training rows", kept.filter(pl.col("split") == "train")), ("held-out rows", held))
     return ModelRows(
         predicted=predicted,
@@ -193,7 +193,7 @@ def _with_predictions(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFra
         # A mean over an interval is no step: the errors of the report are those on single steps, if there are enough.
         single = kept.filter(pl.col("source") != "interval")
         kept = single if single.filter(pl.col("split") == "holdout").height >= FEW_ROWS else kept
-    start = pl.col("ts_ns").min().over("run_id", "server")
+    start = pl.col("ts_ns").min().over(SERVER)
     needed = {*_STEP, *_BATCH_COLUMNS, "ts_ns", "split", *compiled.columns_with_clock}
     kept = kept.select(
         *(c for c in kept.columns if c in needed),
@@ -231,16 +231,12 @@ _BETWEEN_RUNS = 0.02
 
 def _timeline(kept: pl.DataFrame, points: int) -> OverTime:
     """Return measured and predicted over time, the runs of several servers one after the other."""
-    engines = (
-        kept.group_by("run_id", "server", maintain_order=True)
-        .agg(seconds=pl.col("at_s").max())
-        .head(MOST_RUNS)
-    )
+    engines = kept.group_by(SERVER, maintain_order=True).agg(seconds=pl.col("at_s").max()).head(MOST_RUNS)
     total = float(engines["seconds"].sum()) or 1.0
     begins = pl.col("seconds").cum_sum().shift(1, fill_value=0.0)
     engines = engines.with_columns(begins=begins + _BETWEEN_RUNS * total * pl.int_range(pl.len()))
     rows = (
-        kept.join(engines, on=["run_id", "server"], how="inner", maintain_order="left")
+        kept.join(engines, on=SERVER, how="inner", maintain_order="left")
         .with_columns(at_s=pl.col("at_s") + pl.col("begins"))
         .sort("at_s")
     )
@@ -349,7 +345,7 @@ def latencies_over_load(
     rows = requests.with_columns(began=began, ended=ended).drop_nulls("began")
     parts = [
         part.with_columns(in_flight=_in_flight(part).cast(pl.Float64))
-        for _, part in rows.group_by("run_id", "server", maintain_order=True)
+        for _, part in rows.group_by(SERVER, maintain_order=True)
     ]
     if not parts:
         return {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tracefit.coefficients.files import COEFFICIENT_FILES
 from tracefit.errors import UsageError, did_you_mean, known_names
 from tracefit.inputs.buckets import BucketPath, place_of
 
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     import polars as pl
 
     from tracefit.coefficients.models import Models
-
-
-COEFFICIENT_FILES = ("alpha.json", "beta.json")
 
 
 def as_list(paths: str | Path | Iterable[str | Path]) -> list[str | Path]:

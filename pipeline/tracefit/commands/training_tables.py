@@ -132,7 +132,7 @@ def _alpha(scope: FittedScope) -> pl.DataFrame | None:
         return None
     context = scope.scope.context
     size = model_size(context.architecture.parameters) if context.architecture else None
-    waits = scope.alpha_rows.filter(pl.col("target") == "queue_wait").sort("run_id", "server", "ts_ns")
+    waits = scope.alpha_rows.filter(pl.col("target") == "queue_wait").sort(*schema.SERVER, "ts_ns")
     return waits.select(
         **_ALPHA,
         model_size=pl.lit(size, pl.String),
@@ -150,7 +150,7 @@ def _beta(scope: FittedScope) -> pl.DataFrame | None:
         kind = "moe" if context.architecture.is_moe else "dense"
     # The rows of the fit have the features that were offered, which need not be these.
     rows = step_frame(scope.tables, scope.tables.timeline, _BATCH, {}, scope.choice.source)
-    return rows.sort("run_id", "server", "ts_ns").select(
+    return rows.sort(*schema.SERVER, "ts_ns").select(
         step_duration_us="y",
         **_BETA,
         model_type=pl.lit(kind, pl.String),

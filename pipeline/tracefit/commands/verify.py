@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from tracefit._version import __version__
 from tracefit.coefficients import publish
-from tracefit.coefficients.files import read_coefficients, read_plain, to_json
+from tracefit.coefficients.files import COEFFICIENT_FILES, read_coefficients, read_plain, to_json
 from tracefit.coefficients.model import CoefficientFile
-from tracefit.commands.locate import COEFFICIENT_FILES, find_models, find_tables, tables_of
+from tracefit.commands.locate import find_models, find_tables, tables_of
 from tracefit.commands.train import TrainOptions, fit_runs
 from tracefit.errors import DataError, TracefitError, UsageError
 from tracefit.progress import NullProgress, Progress

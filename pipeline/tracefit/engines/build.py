@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from tracefit.tables.places import Place
     from tracefit.timeline import EngineLimits
 
-# What vLLM takes on GPUs where nobody sets another.
-DEFAULT_BLOCK_SIZE = 16
-
 
 @dataclass(frozen=True, slots=True)
 class RunTask:
@@ -232,7 +229,7 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
 
 def engine_limits(context: RunContext) -> EngineLimits:
     """Return the known limits of the server's scheduler."""
-    from tracefit.timeline import EngineLimits  # noqa: PLC0415
+    from tracefit.timeline.composition import DEFAULT_BLOCK_SIZE, EngineLimits  # noqa: PLC0415
 
     s = context.settings
     return EngineLimits(

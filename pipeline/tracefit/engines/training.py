@@ -19,7 +19,7 @@ from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
 from tracefit.server.context import context_from_json
 from tracefit.tables.runs import step_counters
-from tracefit.tables.schema import ENGINE
+from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.timeline import clock_disagreements, execution_lags, queue_state, requeue_waits
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         counters=step_counters(steps.select(*ENGINE, "step_id"), journeys),
         clock_checks=clock_disagreements(timeline, journeys),
         # A server whose journeys do not show the lag is taken to schedule in step with execution.
-        lags={key: found.get(key, 0) for key in runs.select("run_id", "server").iter_rows()},
+        lags={key: found.get(key, 0) for key in runs.select(SERVER).iter_rows()},
         requeue_waits=requeue_waits(journeys),
     )
     return RunFrames(tables, overloads[0] if overloads else None)

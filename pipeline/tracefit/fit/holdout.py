@@ -33,7 +33,7 @@ from tracefit.fit.load import phases_of_servers, with_phases
 from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, StepPhase, SummedTime
 from tracefit.fit.select import time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
-from tracefit.fit.train import Design, design_of, estimator_of
+from tracefit.fit.train import MAX_UNKNOWN_SHARE, Design, design_of, estimator_of
 from tracefit.fit.validation import measure, reference
 from tracefit.tables.schema import SERVER
 
@@ -228,7 +228,6 @@ LOAD_FEATURES = (
 LOWER_SHARE = 0.5
 """Share of the rows, by load, that a model is fitted on; it is evaluated on the rest."""
 
-MAX_UNKNOWN_SHARE = 0.05
 BINS = 12
 
 

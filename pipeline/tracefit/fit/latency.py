@@ -33,7 +33,7 @@ from tracefit.fit.splits import counted
 from tracefit.fit.validation import distribution, measure
 from tracefit.statistics import mean_of
 from tracefit.tables.health import CUT_OFF
-from tracefit.tables.schema import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from tracefit.statistics import Vector
 
 # -- one request from its steps --------------------------------------------------------------------------
-
-REQUEST = [*ENGINE, "trace_id", "core_request_id"]
 
 
 def teacher_forced(

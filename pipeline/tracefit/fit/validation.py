@@ -31,6 +31,7 @@ from tracefit.fit.results import (
     PredictionInterval,
     Validation,
 )
+from tracefit.statistics import PERCENTS
 
 if TYPE_CHECKING:
     from tracefit.fit.fitted import FitOptions
@@ -69,9 +70,6 @@ def skill(model: Metrics, baseline: Metrics) -> float | None:
     if model.mae is None or not baseline.mae:
         return None
     return 1 - model.mae / baseline.mae
-
-
-PERCENTS: tuple[int, ...] = (*range(0, 100, 5), 99, 100)
 
 
 def distribution(

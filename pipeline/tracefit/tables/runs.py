@@ -186,7 +186,7 @@ def _expected(table: str, event: str) -> list[str]:
     return [c for c in of_event if c in _ONE_EVENT] if of_api else of_event
 
 
-_ENGINE = [_SERVER, "epoch"]
+_ENGINE = schema.ENGINE[1:]  # within the one run that is tallied
 _STEP = [*_ENGINE, "step_id"]
 _NARROW_ENGINE = (pl.col(_SERVER).cast(pl.Categorical), pl.col("epoch").cast(pl.UInt32))
 """Compact types, for frames that hold every request or step of a run."""
@@ -253,7 +253,7 @@ def _step_counts(steps: pl.DataFrame, running: pl.DataFrame, rich: pl.DataFrame)
 
 def step_counters(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     """Return the first and last step of every epoch: (run_id, server, epoch, first_step, last_step)."""
-    columns = ["run_id", *_STEP]
+    columns = [*schema.ENGINE, "step_id"]
     return _counters(pl.concat([steps[columns], _naming_steps(journeys)[columns]]))
 
 
@@ -264,7 +264,7 @@ def _naming_steps(journeys: pl.DataFrame) -> pl.DataFrame:
 
 def _counters(named: pl.DataFrame) -> pl.DataFrame:
     step = pl.col("step_id")
-    return named.group_by("run_id", *_ENGINE).agg(first_step=step.min(), last_step=step.max())
+    return named.group_by(schema.ENGINE).agg(first_step=step.min(), last_step=step.max())
 
 
 _SPAN_IDS = ("trace_id", "span_id", "start_unix_ns", "end_unix_ns")

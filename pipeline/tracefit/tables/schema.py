@@ -22,6 +22,9 @@ SERVER = ["run_id", "server"]
 ENGINE = [*SERVER, "epoch"]
 """One engine: step ids count up from 0 within it, and start again with the next epoch."""
 
+REQUEST = [*ENGINE, "trace_id", "core_request_id"]
+"""One request of an engine: with n > 1 choices, a trace has several."""
+
 ColumnKind = Literal["string", "int64", "float64", "bool", "map", "json"]
 
 _ATTRIBUTE_LIST = pl.List(pl.Struct({"key": pl.String, "value": pl.String}))

@@ -19,7 +19,8 @@ from tracefit.timeline.engines import Floats, Ints, StepAxis, bincount_at, posit
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-DEFAULT_BLOCK_SIZE = 16  # vLLM's
+# What vLLM takes on GPUs where nobody sets another. A description of a step for `predict` has its own: it does without polars.
+DEFAULT_BLOCK_SIZE = 16
 _WINDOW = 16
 """Steps that are searched first for the chunks of a prompt."""
 

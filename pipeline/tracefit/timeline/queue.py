@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.tables.schema import ENGINE
-from tracefit.timeline.segments import REQUEST, core_events
+from tracefit.timeline.segments import CORE_SPAN, core_events
 
 if TYPE_CHECKING:
     from tracefit.timeline.composition import EngineLimits
@@ -54,7 +54,7 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
     # Of the next step's budget: a token for each that runs, prompts in progress, and those ahead.
     taken = running + left + pl.col("tokens_ahead")
     return found.select(
-        *REQUEST,
+        *CORE_SPAN,
         "request_id",
         *_AHEAD,
         running_reqs=running,
@@ -101,6 +101,6 @@ def _waiting_ahead(journeys: pl.DataFrame, block_size: int) -> pl.DataFrame:
             blocks_ahead=ahead(pl.col("own_blocks")),
         )
         .filter(pl.col("event") == "QUEUED")
-        .unique(REQUEST, keep="first", maintain_order=True)
-        .select(*REQUEST, "request_id", "step_id", "own_blocks", *_AHEAD)
+        .unique(CORE_SPAN, keep="first", maintain_order=True)
+        .select(*CORE_SPAN, "request_id", "step_id", "own_blocks", *_AHEAD)
     )

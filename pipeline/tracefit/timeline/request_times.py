@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.tables.schema import ENGINE, SERVER
+from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 from tracefit.timeline.anchors import execution_lags
 
-_REQUEST = [*ENGINE, "trace_id", "core_request_id"]
 _TIMES = ("steps", "steps_timed", "scheduler_us", "model_execute_us")
 
 
@@ -36,8 +35,8 @@ def with_step_times(
     times = _step_times(_stays(journeys), timeline, execution_lags(timeline, journeys))
     gaps = _token_gaps(requests, timeline, snapshots)
     found = (*_TIMES, "itl_p99_us")
-    joined = requests.join(times, on=_REQUEST, how="left", suffix="_found", maintain_order="left")
-    joined = joined.join(gaps, on=_REQUEST, how="left", suffix="_found", maintain_order="left")
+    joined = requests.join(times, on=REQUEST, how="left", suffix="_found", maintain_order="left")
+    joined = joined.join(gaps, on=REQUEST, how="left", suffix="_found", maintain_order="left")
     whole = pl.col("finished_ns").is_not_null()
     filled = joined.with_columns(pl.coalesce(c, pl.when(whole).then(f"{c}_found")).alias(c) for c in found)
     share = pl.col("model_execute_us") / pl.when(pl.col("e2e_us") > 0).then("e2e_us")
@@ -51,10 +50,10 @@ def _stays(journeys: pl.DataFrame) -> pl.DataFrame:
         & pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"])
         & pl.col("step_id").is_not_null()
     )
-    turns = turns.rename({"request_id": "core_request_id"}).sort(*_REQUEST, "ts_ns", "step_id")
+    turns = turns.rename({"request_id": "core_request_id"}).sort(*REQUEST, "ts_ns", "step_id")
 
     def following(name: str) -> pl.Expr:
-        return pl.col(name).shift(-1).over(_REQUEST)
+        return pl.col(name).shift(-1).over(REQUEST)
 
     preempted = following("event") == "PREEMPTED"
     stays = turns.with_columns(
@@ -64,7 +63,7 @@ def _stays(journeys: pl.DataFrame) -> pl.DataFrame:
     ).filter(pl.col("event") == "SCHEDULED")
     # A request that was scheduled and preempted by the same step was in none.
     return stays.select(
-        *_REQUEST,
+        *REQUEST,
         "end_event",
         "last_step",
         "end_ns",
@@ -105,7 +104,7 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
         total=pl.col("total_until").fill_null(0) - pl.col("total_from").fill_null(0),
         engine_us=(pl.coalesce("end_ns", "ends_ns") - begin) / 1e3,
     )
-    sums = rows.group_by(_REQUEST).agg(
+    sums = rows.group_by(REQUEST).agg(
         steps=_whole_sum("steps"),
         known=pl.col("known").sum(),
         total=pl.col("total").sum(),
@@ -117,7 +116,7 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
     # Ahead of execution, scheduling costs a request no time: nothing is taken off.
     taken = pl.when(pl.col("lag") > 0).then(pl.when(timed).then(0.0)).otherwise(scheduler)
     return sums.select(
-        *_REQUEST,
+        *REQUEST,
         "steps",
         steps_timed=pl.when(pl.col("steps") > 0).then(pl.col("known") / pl.col("steps")),
         scheduler_us=scheduler,
@@ -136,25 +135,25 @@ def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.Da
     """
     several = pl.col("last_token_ns").is_not_null() & (pl.col("output_tokens") > 1)
     ends = requests.filter(several & pl.col("first_token_ns").is_not_null())
-    facts = ends.select(*_REQUEST, "first_token_ns", "last_token_ns", "output_tokens")
+    facts = ends.select(*REQUEST, "first_token_ns", "last_token_ns", "output_tokens")
     starts = timeline.select(*ENGINE, "step_id", ts_ns="ts_start_ns").drop_nulls("ts_ns")
     counted = snapshots.select(*ENGINE, "step_id", core_request_id="request_id", tokens="num_output_tokens")
     counted = counted.join(starts, on=[*ENGINE, "step_id"]).join(facts, on=[*ENGINE, "core_request_id"])
     counted = counted.filter(pl.col("tokens").is_between(2, pl.col("output_tokens") - 1))
     edges = [
-        facts.select(*_REQUEST, "output_tokens", tokens=tokens, ts_ns=ts)
+        facts.select(*REQUEST, "output_tokens", tokens=tokens, ts_ns=ts)
         for tokens, ts in (
             (pl.lit(1, pl.Int64), "first_token_ns"),
             (pl.col("output_tokens"), "last_token_ns"),
         )
     ]
     points = pl.concat([counted.select(edges[0].columns), *edges])
-    out = points.group_by(*_REQUEST, "output_tokens", "tokens").agg(pl.col("ts_ns").min()).sort("tokens")
+    out = points.group_by(*REQUEST, "output_tokens", "tokens").agg(pl.col("ts_ns").min()).sort("tokens")
     gap = pl.col("ts_ns").diff().slice(1) / 1e3
-    whole = out.group_by(_REQUEST, maintain_order=True).agg(
+    whole = out.group_by(REQUEST, maintain_order=True).agg(
         known=pl.len(),
         output_tokens=pl.col("output_tokens").first(),
         itl_p99_us=gap.quantile(0.99, interpolation="linear"),
     )
     # A token that no snapshot shows would make two gaps one.
-    return whole.filter(pl.col("known") == pl.col("output_tokens")).select(*_REQUEST, "itl_p99_us")
+    return whole.filter(pl.col("known") == pl.col("output_tokens")).select(*REQUEST, "itl_p99_us")

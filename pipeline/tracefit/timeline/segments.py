@@ -9,7 +9,8 @@ import polars as pl
 
 from tracefit.tables.schema import ENGINE
 
-REQUEST = [*ENGINE, "trace_id", "span_id"]
+CORE_SPAN = [*ENGINE, "trace_id", "span_id"]
+"""The events of one request: of several that a trace holds (n > 1), each has a core span of its own."""
 
 _ORDER = ["QUEUED", "PREEMPTED", "SCHEDULED", "FIRST_TOKEN", "FINISHED"]
 """Core events, in the order in which those with the same stamp happened."""
@@ -20,7 +21,7 @@ def core_events(journeys: pl.DataFrame) -> pl.DataFrame:
     core = journeys.filter((pl.col("layer") == "core") & pl.col("event").is_in(_ORDER))
     ranks = dict(zip(_ORDER, range(len(_ORDER)), strict=True))
     rank = pl.col("event").replace_strict(ranks, return_dtype=pl.Int8)
-    numbered = core.with_columns(request=pl.struct(REQUEST).rank("dense"), _rank=rank)
+    numbered = core.with_columns(request=pl.struct(CORE_SPAN).rank("dense"), _rank=rank)
     return numbered.sort("request", "ts_ns", "_rank").drop("_rank")
 
 
