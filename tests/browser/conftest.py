@@ -15,7 +15,7 @@ DEADLINE_S = 60.0
 
 
 class Browser:
-    """One page of a headless browser; `events` are what it told since the page was opened."""
+    """One page of a headless browser; `events` are what it sent since the page was opened."""
 
     def __init__(self, command: str, profile: str) -> None:
         to_browser, self._out = os.pipe()
@@ -97,7 +97,7 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, condition
 
-    def told(self, method):
+    def events_of(self, method):
         """Return the parameters of events of one kind."""
         return [e["params"] for e in self.events if e.get("method") == method]
 

@@ -68,14 +68,14 @@ def test_it_opens_without_an_error(page):
     _draw_all(page)
     assert page.ask("document.title") == "meta-llama/Llama-2-7b-hf | tracefit report"
     assert page.ask(DRAWN) == page.ask(PLOTS) > 10
-    assert page.told("Runtime.exceptionThrown") == []
-    assert [e for e in page.told("Log.entryAdded") if e["entry"]["level"] in ("error", "warning")] == []
-    assert [e for e in page.told("Runtime.consoleAPICalled") if e["type"] in ("error", "warning")] == []
+    assert page.events_of("Runtime.exceptionThrown") == []
+    assert [e for e in page.events_of("Log.entryAdded") if e["entry"]["level"] in ("error", "warning")] == []
+    assert [e for e in page.events_of("Runtime.consoleAPICalled") if e["type"] in ("error", "warning")] == []
 
 
 def test_no_request_leaves_the_page(page, trained):
     _draw_all(page)
-    asked = {e["request"]["url"] for e in page.told("Network.requestWillBeSent")}
+    asked = {e["request"]["url"] for e in page.events_of("Network.requestWillBeSent")}
     assert {u for u in asked if not u.startswith(("data:", "blob:"))} == {(trained / "report.html").as_uri()}
 
 

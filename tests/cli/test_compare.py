@@ -131,9 +131,9 @@ def test_an_old_file_is_good_on_more_of_the_same(tracefit, trained, tmp_path, ne
 def test_training_data_never_drifts_from_what_was_trained_on_it(tracefit, trained):
     """Of requests of which some met a burst: the mean error is made of those, and differs from part to part."""
     code, out, _ = tracefit("compare", trained / "models", trained / "tables", "--json")
-    told = json.loads(out)
-    assert (code, told["verdict"]) == (0, "good")
-    assert {d["verdict"] for d in told["drift"]} == {"good"}
+    comparison = json.loads(out)
+    assert (code, comparison["verdict"]) == (0, "good")
+    assert {d["verdict"] for d in comparison["drift"]} == {"good"}
 
 
 @pytest.mark.slow

@@ -183,13 +183,13 @@ def test_names_of_servers_and_requests_reach_no_terminal_and_no_page_as_code(
     assert "onerror" in report
     assert "<img" not in report
     assert "](javascript" not in report
-    told = [
+    messages = [
         tracefit("inspect", tmp_path / "out" / "tables"),
         tracefit("requests", tmp_path / "out" / "tables", "--each"),
         tracefit("report", tmp_path / "out"),
     ]
-    assert "\\x1b[31m" in told[0][1]
-    for text in (report, *(part for one in told for part in one[1:])):
+    assert "\\x1b[31m" in messages[0][1]
+    for text in (report, *(part for one in messages for part in one[1:])):
         assert not {"\x1b", "\x07"} & set(text)
 
 

@@ -46,10 +46,10 @@ def test_the_worked_example_is_what_it_says(example):
         by_hand += product
     assert by_hand == pytest.approx(float(result), abs=1e-3)
     assert sum(map(float, products.split(" + "))) == pytest.approx(float(result), abs=1e-3)
-    told = tracefit.load(example).predict_step(batch=32, prefill=512)
-    assert told.step.value_us == pytest.approx(float(result), abs=1e-9)
-    assert told.out_of_range == ()
-    assert dict(told.features)["prefill_share"] == pytest.approx(0.941176, abs=1e-6)
+    prediction = tracefit.load(example).predict_step(batch=32, prefill=512)
+    assert prediction.step.value_us == pytest.approx(float(result), abs=1e-9)
+    assert prediction.out_of_range == ()
+    assert dict(prediction.features)["prefill_share"] == pytest.approx(0.941176, abs=1e-6)
 
 
 def test_the_numbers_of_the_drift_check_are_the_codes():

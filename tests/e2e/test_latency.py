@@ -73,8 +73,8 @@ def test_teacher_forced_errors_follow_from_the_published_files(trained):
         ttft += (starts[first] - r["queued_ns"]) / 1e3
         ttft += sum(steps[k][1] for k in range(first, token + 1))
         itl = sum(steps[k][1] for k in range(token + 1, last + 1)) / (r["output_tokens"] - 1)
-        told = {"ttft": ttft, "itl": itl, "e2e": ttft + (r["output_tokens"] - 1) * itl}
-        for name, value in told.items():
+        composed = {"ttft": ttft, "itl": itl, "e2e": ttft + (r["output_tokens"] - 1) * itl}
+        for name, value in composed.items():
             errors[name].append(100 * abs(value / r[f"{name}_us"] - 1))
             curves[name][0].append(r[f"{name}_us"])
             curves[name][1].append(value)
@@ -147,11 +147,11 @@ def test_planted_step_times_compose_to_the_measured_latencies(planted, options):
     folder = planted(**options)
     latency = _latency(folder)
     for name in ("itl", "e2e"):
-        told = latency[name]["teacher_forced"]
-        assert told["n"] > 40
-        assert told["mape_pct"] < 3
-        assert abs(told["bias_pct"]) < 1.5
-        assert told["mape_pct"] < latency[name]["baseline"]["mape_pct"] / 3
+        errors = latency[name]["teacher_forced"]
+        assert errors["n"] > 40
+        assert errors["mape_pct"] < 3
+        assert abs(errors["bias_pct"]) < 1.5
+        assert errors["mape_pct"] < latency[name]["baseline"]["mape_pct"] / 3
     preempted = _table(folder, "requests")["num_preemptions"].sum()
     assert bool(preempted) == ("num_blocks" in options)
 
@@ -161,10 +161,10 @@ def test_scheduling_a_step_ahead_is_composed_of_the_cycles_its_tokens_came_in(tm
     folder = new_traces().load(lag=1, noise=0.01).write(tmp_path / "ahead")
     tracefit.run([folder], tmp_path / "out", options=quick)
     for name in ("ttft", "itl", "e2e"):
-        told = _latency(tmp_path / "out")[name]["teacher_forced"]
-        assert told["n"] > 10
+        errors = _latency(tmp_path / "out")[name]["teacher_forced"]
+        assert errors["n"] > 10
         # A first token takes two cycles of noise 1 %; a cycle too few or too many would be an error of a third.
-        assert told["mape_pct"] < 3, name
+        assert errors["mape_pct"] < 3, name
 
 
 @pytest.mark.slow
@@ -172,13 +172,13 @@ def test_hindsight_takes_away_what_changed_with_the_hold_out(tmp_path, new_trace
     """The machine takes 0.8 of the time from there on: forecasts are a quarter too long, the same terms fitted there not."""
     folder = new_traces().load(late=0.8).write(tmp_path / "faster")
     tracefit.run([folder], tmp_path / "out", options=quick)
-    told = _latency(tmp_path / "out")["itl"]
-    assert told["refit_on_holdout"]["n"] == told["teacher_forced"]["n"] > 10
-    assert told["teacher_forced"]["mape_pct"] == pytest.approx(25, abs=2)
-    assert told["refit_on_holdout"]["mape_pct"] < 2
+    errors = _latency(tmp_path / "out")["itl"]
+    assert errors["refit_on_holdout"]["n"] == errors["teacher_forced"]["n"] > 10
+    assert errors["teacher_forced"]["mape_pct"] == pytest.approx(25, abs=2)
+    assert errors["refit_on_holdout"]["mape_pct"] < 2
     for name in ("ttft", "e2e", "client"):
-        told = _latency(tmp_path / "out")[name]
-        assert told["refit_on_holdout"]["mape_pct"] < told["teacher_forced"]["mape_pct"] / 3
+        errors = _latency(tmp_path / "out")[name]
+        assert errors["refit_on_holdout"]["mape_pct"] < errors["teacher_forced"]["mape_pct"] / 3
 
 
 @pytest.mark.slow
@@ -186,24 +186,26 @@ def test_hindsight_leaves_what_no_batch_tells(tmp_path, new_traces, quick):
     """Of independent noise on every step no coefficient knows more afterwards."""
     folder = new_traces().load(noise=0.2).write(tmp_path / "noisy")
     tracefit.run([folder], tmp_path / "out", options=quick)
-    told = _latency(tmp_path / "out")["itl"]
-    assert told["teacher_forced"]["mape_pct"] > 5
-    assert told["refit_on_holdout"]["mape_pct"] == pytest.approx(told["teacher_forced"]["mape_pct"], rel=0.2)
+    errors = _latency(tmp_path / "out")["itl"]
+    assert errors["teacher_forced"]["mape_pct"] > 5
+    assert errors["refit_on_holdout"]["mape_pct"] == pytest.approx(
+        errors["teacher_forced"]["mape_pct"], rel=0.2
+    )
 
 
 @pytest.mark.slow
 def test_with_few_steps_sampled_and_all_journeys_the_steps_between_are_composed_too(planted):
-    told = _latency(planted(step_sampling=0.1))["itl"]["teacher_forced"]
-    assert told["n"] > 40
-    assert told["mape_pct"] < 3
+    errors = _latency(planted(step_sampling=0.1))["itl"]["teacher_forced"]
+    assert errors["n"] > 40
+    assert errors["mape_pct"] < 3
 
 
 @pytest.mark.slow
 def test_with_few_journeys_and_few_steps_requests_are_left_out_and_counted(planted):
     latency = _latency(planted(step_sampling=0.3, journey_sampling=0.5))
-    told = latency["itl"]
-    assert told["teacher_forced"]["n"] == 0
-    assert told["left_out"]["steps_not_known"] == told["averages_only"]["n"] > 10
+    errors = latency["itl"]
+    assert errors["teacher_forced"]["n"] == 0
+    assert errors["left_out"]["steps_not_known"] == errors["averages_only"]["n"] > 10
 
 
 @pytest.mark.slow
@@ -218,9 +220,9 @@ def test_averages_are_those_of_the_planted_law(planted):
     law = 7_000 + 150 * decode + 26 * prompt + 400 * prompts
     held = [r for r in _held_out(folder) if r["itl_us"] is not None and r["finish_status"] != "aborted"]
     expected = np.mean([abs(law / r["itl_us"] - 1) for r in held])
-    told = _latency(folder)["itl"]["averages_only"]
-    assert told["n"] == len(held)
-    assert told["mape_pct"] == pytest.approx(100 * expected, abs=0.5)
+    errors = _latency(folder)["itl"]["averages_only"]
+    assert errors["n"] == len(held)
+    assert errors["mape_pct"] == pytest.approx(100 * expected, abs=0.5)
 
 
 @pytest.mark.parametrize("scope", range(2))

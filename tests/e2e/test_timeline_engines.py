@@ -52,8 +52,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory):
         run, folder = synth(options), tmp_path_factory.mktemp("engines")
         tracefit.ingest([write_run(run, folder / "runs")], folder / "tables")
         store = TableStore(folder / "tables")
-        told = store.read("requests").select("server", "core_request_id")
-        pairs = run.truth_requests.rename({"server": "number"}).join(told, on="core_request_id")
+        kept = store.read("requests").select("server", "core_request_id")
+        pairs = run.truth_requests.rename({"server": "number"}).join(kept, on="core_request_id")
         # A server of the truth that the tables do not hold together gets a name that none of them has.
         names = pairs.group_by("number").agg(pl.col("server").unique().sort().str.join(" and "))
         steps, requests = (_named(truth, names) for truth in (run.truth_steps, run.truth_requests))
@@ -75,10 +75,10 @@ def test_every_engine_is_found(case) -> None:
     assert runs["requests"].to_list() == [250] * servers
 
 
-def test_hidden_steps_are_told_exactly(case) -> None:
+def test_hidden_steps_are_inferred_exactly(case) -> None:
     hidden = case.steps.filter(~pl.col("is_sampled"))
-    both = hidden.join(case.store.read("timeline"), on=STEP, how="left", suffix="_told")
-    agrees = pl.all_horizontal(pl.col(c).eq_missing(pl.col(f"{c}_told")) for c in BATCH)
+    both = hidden.join(case.store.read("timeline"), on=STEP, how="left", suffix="_inferred")
+    agrees = pl.all_horizontal(pl.col(c).eq_missing(pl.col(f"{c}_inferred")) for c in BATCH)
     depths = (pl.col("running") == pl.col("running_depth")) & (pl.col("waiting") == pl.col("waiting_depth"))
     assert both.select((agrees & depths.fill_null(value=False)).mean()).item() >= 0.995
 
@@ -100,11 +100,11 @@ def test_their_starts_are_within_half_a_millisecond(case) -> None:
 def test_the_queue_is_exact(case) -> None:
     limits = EngineLimits(case.options.max_num_batched_tokens, case.options.max_num_seqs)
     found = queue_state(case.store.read("journey_events"), case.store.read("timeline"), limits)
-    both = case.requests.join(found, left_on="core_request_id", right_on="request_id", suffix="_told")
+    both = case.requests.join(found, left_on="core_request_id", right_on="request_id", suffix="_inferred")
     pairs = (
         ("requests_ahead", "waiting_ahead"),
-        ("tokens_ahead", "tokens_ahead_told"),
-        ("running_reqs", "running_reqs_told"),
+        ("tokens_ahead", "tokens_ahead_inferred"),
+        ("running_reqs", "running_reqs_inferred"),
         ("blocks_free", "kv_blocks_free"),
     )
     exact = pl.all_horizontal((pl.col(a) == pl.col(b)).fill_null(value=False) for a, b in pairs)

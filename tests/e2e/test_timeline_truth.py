@@ -30,9 +30,9 @@ def test_composition_follows_from_the_journeys_alone(tmp_path: Path, num_blocks:
     store = TableStore(tmp_path / "tables")
     steps, snapshots, journeys = (store.read(n) for n in ("steps", "request_snapshots", "journey_events"))
     inferred = build_timeline(steps.clear(), snapshots, journeys, LIMITS, journeys_complete=True)
-    both = run.truth_steps.join(inferred, on=["epoch", "step_id"], how="inner", suffix="_told")
+    both = run.truth_steps.join(inferred, on=["epoch", "step_id"], how="inner", suffix="_inferred")
     assert both.height >= run.truth_steps.height - 1
-    agrees = pl.all_horizontal(pl.col(c) == pl.col(f"{c}_told") for c in (*COUNTS, "context_tokens"))
+    agrees = pl.all_horizontal(pl.col(c) == pl.col(f"{c}_inferred") for c in (*COUNTS, "context_tokens"))
     assert both.select(agrees.mean()).item() >= least
 
 

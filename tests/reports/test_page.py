@@ -150,10 +150,10 @@ def test_all_that_markdown_tells_is_on_the_page(trained, page):
         if line == "| use | verdict | reason |":
             continue  # the page has cards
         if line.startswith("|"):
-            told = re.split(r"(?<!\\)\|", line)[1:-1]
+            parts = re.split(r"(?<!\\)\|", line)[1:-1]
         else:
-            told = line.split(".** ", 1) if line.startswith("**") else [line.lstrip("#- ").removesuffix(":")]
-        for words in told:
+            parts = line.split(".** ", 1) if line.startswith("**") else [line.lstrip("#- ").removesuffix(":")]
+        for words in parts:
             assert set(words.strip()) <= set("-:") or _words(words) in body
 
 

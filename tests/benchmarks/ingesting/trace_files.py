@@ -296,7 +296,7 @@ def _records(
 ) -> Iterator[tuple[bytes, list[dict[str, int]]]]:
     """Yield records without end, and what rows their spans make."""
     rng = np.random.default_rng(layout.seed)
-    told = [[unit.counts(span) for span in unit.spans] for unit in units]
+    counts = [[unit.counts(span) for span in unit.spans] for unit in units]
     scopes = [[(_PROCESSES.get(span.scope, "core"), span.scope) for span in unit.spans] for unit in units]
     slots = [
         (np.array([s.base for s in one.slots], np.int64), np.array([s.shift for s in one.slots], np.int8))
@@ -308,7 +308,7 @@ def _records(
             base, kinds = slots[number]
             values, texts = copies.next(unit, base, kinds)
             spans = zip(
-                scopes[number], prepared[number].copies(values, kinds, texts), told[number], strict=True
+                scopes[number], prepared[number].copies(values, kinds, texts), counts[number], strict=True
             )
             for group in _cut(layout, rng, spans):
                 yield (
