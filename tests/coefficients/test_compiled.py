@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
@@ -13,7 +15,9 @@ from tracefit.coefficients.compiled import CompiledModel, Formulas
 from tracefit.coefficients.model import Model
 from tracefit.coefficients.predict import predict_row
 from tracefit.coefficients.predict_frames import predict_rows
+from tracefit.consumers.csv import to_csv
 from tracefit.errors import UsageError
+from tracefit.reports import content
 
 
 def _linear(intercept, formulas=None, **terms):
@@ -234,3 +238,26 @@ def test_a_name_that_is_missing_is_an_error_whichever_comparison_decides(predict
     tests = [{"feature": name, "op": ">", "value": 0} for name in "xz"]
     with pytest.raises(UsageError, match="needs z"):
         predict(_regimes({side: tests}), {"x": x})
+
+
+ONE, OTHER = {"feature": "x", "op": ">", "value": 1}, {"feature": "x", "op": "<=", "feature2": "y"}
+
+
+@pytest.mark.parametrize(
+    ("when", "cell", "sentence"),
+    [
+        ({"any": []}, "never", "never"),
+        ({"any": [], "all": [ONE]}, "never", "never"),
+        ({"all": []}, "", "otherwise"),
+        ({"all": [ONE]}, "x > 1.0", "when `x` > 1"),
+        ({"any": [ONE, OTHER]}, "x > 1.0 or x <= y", "when `x` > 1 or `x` <= `y`"),
+        ({"any": [ONE], "all": [OTHER]}, "(x > 1.0) and (x <= y)", "when (`x` > 1) and (`x` <= `y`)"),
+    ],
+)
+def test_a_condition_says_when_it_holds(when, cell, sentence):
+    """In a cell of the CSV export, and in the report."""
+    model = _regimes(when)
+    models = SimpleNamespace(models=SimpleNamespace(scope_id="s", models={"m": model}))
+    rows = csv.DictReader(to_csv(models).files["coefficients.csv"].splitlines())
+    assert next(rows)["condition"] == cell
+    assert content._coefficients(model)[0] == f"Regime *queued*, {sentence}:"

@@ -110,7 +110,7 @@ def test_regimes_are_fitted_apart_and_one_of_too_few_rows_stays():
     )
     regimes = [
         RegimeRows("mixed", (RegimeComparison("prefill", ">", value=0.0),), tuple(FEATURES)),
-        RegimeRows("decode", (), (FEATURES[1],)),
+        RegimeRows("decode", None, (FEATURES[1],)),
     ]
     fitted = fit_regimes(frame, regimes, QUICK)
     assert isinstance(fitted, LinearFit)

@@ -20,7 +20,7 @@ from tracefit.fit.train import fit_regimes
 
 SLOPE = (Feature("ahead", "request", "ahead"),)
 NO_SLOT = (RegimeComparison("slots", "<=", value=0.0),)
-REGIMES = [RegimeRows("queued", NO_SLOT, SLOPE), RegimeRows("free", (), SLOPE)]
+REGIMES = [RegimeRows("queued", NO_SLOT, SLOPE), RegimeRows("free", None, SLOPE)]
 
 
 def _frame(n=400, *, full=0.5, wrong=0):
@@ -73,7 +73,7 @@ def test_a_regime_with_too_few_rows_leaves_them_to_the_next():
 def test_the_only_fitted_regime_predicts_all_rows():
     fitted = _fit(_frame(full=0.97))
     assert [p.regime.name for p in fitted.regimes] == ["queued"]
-    assert fitted.regimes[0].regime.any_of == ()
+    assert fitted.regimes[0].regime.any_of is None
 
 
 def test_the_condition_is_held_against_what_happened():
@@ -115,3 +115,9 @@ def test_too_few_rows_in_all_regimes():
     result = fit_regimes(_frame(30), REGIMES, FitOptions(reference=False, penalties=(("ridge", 1e-10),)))
     assert isinstance(result, TooFewRows)
     assert "30 and 10 are needed" in result.reason
+
+
+def test_no_comparison_holds_for_no_row_and_no_condition_for_every_row():
+    rows = pl.DataFrame({"slots": [0, 1, None]})
+    for any_of, expected in ((), 0), (NO_SLOT, 1), (None, 3):
+        assert rows.filter(RegimeRows("some", any_of, SLOPE).holds()).height == expected

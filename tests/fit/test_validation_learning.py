@@ -53,7 +53,7 @@ def test_every_regime_needs_its_rows():
     features = (Feature("x", "1", "x"),)
     regimes = [
         RegimeRows("rare", (RegimeComparison("rare", ">", value=0.0),), features),
-        RegimeRows("rest", (), features),
+        RegimeRows("rest", None, features),
     ]
     fitted = fit_regimes(frame, regimes, OPTIONS)
     assert isinstance(fitted, LinearFit)

@@ -217,6 +217,24 @@ def holds_expression(condition: Condition) -> pl.Expr:
     return pl.all_horizontal([holds, *(one(c) for c in condition.all or ())])
 
 
+NEVER = "never"
+
+
+def condition_text(
+    condition: Condition, name: Callable[[str], str] = str, number: Callable[[float | None], str] = str
+) -> str:
+    """Write a condition: comparisons joined by `or` and `and`; `never` where none can hold, empty where it always holds."""
+
+    def one(c: Comparison) -> str:
+        return f"{name(c.feature)} {c.op} {name(c.feature2) if c.feature2 else number(c.value)}"
+
+    if condition.any is not None and not condition.any:
+        return NEVER
+    sides = [(condition.any, " or "), (condition.all, " and ")]
+    texts = [joint.join(map(one, comparisons)) for comparisons, joint in sides if comparisons]
+    return " and ".join(f"({t})" for t in texts) if len(texts) > 1 else "".join(texts)
+
+
 # -- the model -------------------------------------------------------------------------------------------
 
 

@@ -123,7 +123,7 @@ def _model(
 
 def _formulas(fitted: LinearFit) -> list[str]:
     """Formulas of a model's terms, and the names its conditions compare."""
-    compared = [c for part in fitted.regimes for c in part.regime.any_of]
+    compared = [c for part in fitted.regimes for c in part.regime.any_of or ()]
     names = [n for c in compared for n in (c.feature, c.feature2) if n]
     return [*(t.feature.formula for t in fitted.terms), *names]
 
@@ -167,8 +167,12 @@ def _line(part: FittedRegime) -> dict[str, Any]:
 
 
 def _regime(part: FittedRegime) -> cf.Regime:
-    any_of = tuple(cf.Comparison(**asdict(c)) for c in part.regime.any_of)
-    when = cf.Condition(any=any_of) if any_of else cf.Condition(all=())
+    any_of = part.regime.any_of
+    when = (
+        cf.Condition(all=())
+        if any_of is None
+        else cf.Condition(any=tuple(cf.Comparison(**asdict(c)) for c in any_of))
+    )
     return cf.Regime(name=part.regime.name, when=when, **_line(part))
 
 

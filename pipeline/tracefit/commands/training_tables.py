@@ -84,7 +84,7 @@ def _training_part(
 def _offered(model: FittedModel) -> list[str]:
     fitted = model.fitted
     compared = [
-        n for part in fitted.regimes for c in part.regime.any_of for n in (c.feature, c.feature2) if n
+        n for part in fitted.regimes for c in part.regime.any_of or () for n in (c.feature, c.feature2) if n
     ]
     return [
         *(t.feature.name for t in fitted.terms),

@@ -6,7 +6,7 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.compiled import linear_forms
+from tracefit.coefficients.compiled import condition_text, linear_forms
 from tracefit.coefficients.model import BoundaryModel, Regime
 from tracefit.consumers.base import OUT, Export, HeldOut, Source, consumer
 from tracefit.errors import spreadsheet_safe
@@ -14,7 +14,7 @@ from tracefit.errors import spreadsheet_safe
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tracefit.coefficients.model import Bounds, Condition, Model, Number, Term
+    from tracefit.coefficients.model import Bounds, Model, Number, Term
 
 _HEAD = (
     "scope_id",
@@ -56,7 +56,7 @@ def _rows(model: Model) -> Iterator[tuple[str, str, list[object]]]:
     """Yield the linear form, its condition and the other cells of every number of a model."""
     clock = {"work": "step starts known", "without_clock": "step starts unknown"}
     for name, form in linear_forms(model).items():
-        condition = _condition(form.when) if isinstance(form, Regime) else clock.get(name, "")
+        condition = condition_text(form.when) if isinstance(form, Regime) else clock.get(name, "")
         yield name, condition, _number("intercept", "us", form.intercept)
         for term in form.terms:
             yield name, condition, _number(term.feature, term.unit, term, term.training_range, term.formula)
@@ -74,14 +74,3 @@ def _number(
 ) -> list[object]:
     ends = (found.ci95, training_range)
     return [name, unit, found.value, *(end for pair in ends for end in pair or ("", "")), formula or ""]
-
-
-def _condition(condition: Condition) -> str:
-    """Write a condition as text: comparisons joined by `and` and `or`."""
-    sides = [(condition.any, " or "), (condition.all, " and ")]
-    texts = [
-        joint.join(f"{c.feature} {c.op} {c.feature2 or c.value}" for c in comparisons)
-        for comparisons, joint in sides
-        if comparisons
-    ]
-    return " and ".join(f"({t})" for t in texts) if len(texts) > 1 else "".join(texts)

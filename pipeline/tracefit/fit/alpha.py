@@ -89,17 +89,17 @@ class Form:
 
 
 def _one_line(offered: tuple[Feature, ...], _exact: bool) -> list[RegimeRows]:
-    return [RegimeRows("all", (), offered)]
+    return [RegimeRows("all", None, offered)]
 
 
 def _queued_or_free(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
     """Return the two regimes of a queue wait: left waiting by a scheduling pass, or taken by the next one."""
     if not exact:
         # The latest sampled step does not show who waits for what, so that both regimes are offered all features.
-        return [RegimeRows("queued", SOMEONE_WAITS, offered), RegimeRows("free", (), offered)]
+        return [RegimeRows("queued", SOMEONE_WAITS, offered), RegimeRows("free", None, offered)]
     queued = tuple(f for f in offered if f.name in QUEUED_FEATURES)
     free = tuple(f for f in offered if f.name in FREE_FEATURES)
-    return [RegimeRows("queued", NO_CAPACITY, queued), RegimeRows("free", (), free)]
+    return [RegimeRows("queued", NO_CAPACITY, queued), RegimeRows("free", None, free)]
 
 
 FORMS: Mapping[FormName, Form] = {

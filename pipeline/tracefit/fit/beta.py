@@ -7,6 +7,7 @@ on the rest of them, so that the hold-out remains unused.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import STEP_FLAGS
+from tracefit.tables.dialects import STEP_EVENT
 from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from tracefit.server.context import ModelScope
 
 
-_SUMMARY = r"step\.BATCH_SUMMARY"
+_SUMMARY = re.escape(STEP_EVENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def fit_step_times(
     rows, load = with_load(step_frame(tables, timeline, _offered(sets), constants, choice.source))
     how = beta_options(options)
     chosen = _choose_set(rows, sets, how)
-    regimes = [RegimeRows("all", (), chosen.features.features)]
+    regimes = [RegimeRows("all", None, chosen.features.features)]
     result = fit_regimes(chosen.rows, regimes, how)
     if isinstance(result, TooFewRows):
         few = f"of {tables.sampled_steps} sampled steps few are consecutive"

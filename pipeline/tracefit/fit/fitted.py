@@ -184,15 +184,18 @@ class RegimeComparison:
 
 @dataclass(frozen=True, slots=True)
 class RegimeRows:
-    """The rows of one linear model: those for which any comparison holds; all remaining rows if there are no comparisons."""
+    """The rows of one linear model: those for which any comparison holds."""
 
     name: str
-    any_of: tuple[RegimeComparison, ...]
+    any_of: tuple[RegimeComparison, ...] | None
+    """None for all rows that the regimes before leave; of no comparison at all none holds, as in a coefficient file."""
     features: tuple[Feature, ...]
 
     def holds(self) -> pl.Expr:
         """Return the condition as an expression over a training frame."""
-        return pl.any_horizontal(c.holds() for c in self.any_of) if self.any_of else pl.lit(value=True)
+        if not self.any_of:
+            return pl.lit(self.any_of is None)
+        return pl.any_horizontal(c.holds() for c in self.any_of)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def fit_linear(
 
     Columns of `rows`: run_id, server, ts_ns, y, split, excluded_reason, and the features, which are in order of preference.
     """
-    return fit_regimes(rows, [RegimeRows("all", (), tuple(features))], options)
+    return fit_regimes(rows, [RegimeRows("all", None, tuple(features))], options)
 
 
 def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions) -> LinearFit | TooFewRows:
@@ -144,7 +144,7 @@ def _fit_each(
         matching = rest.filter(regime.holds())
         if matching.height < MIN_TRAIN_ROWS:
             continue
-        rest = rest.filter(~regime.holds()) if regime.any_of else rest.clear()
+        rest = rest.filter(~regime.holds()) if regime.any_of is not None else rest.clear()
         columns = [f for f in regime.features if f.name in known]
         lacking = [x for x in unknown if x.feature in {f.name for f in regime.features}]
         fitted, design = _fit_one(matching, outlying.filter(regime.holds()), regime, columns, options)
@@ -152,8 +152,8 @@ def _fit_each(
         results.append(replace(fitted, features_left_out=left_out))
         designs.append(design)
     # The last regime must predict all remaining rows, so that it loses the condition it was fitted under.
-    if results and results[-1].regime.any_of:
-        results[-1] = replace(results[-1], regime=replace(results[-1].regime, any_of=()))
+    if results:
+        results[-1] = replace(results[-1], regime=replace(results[-1].regime, any_of=None))
     return results, designs
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.compiled import main_forms
+from tracefit.coefficients.compiled import NEVER, condition_text, main_forms
 from tracefit.coefficients.model import (
     BoundaryModel,
     CoefficientFile,
@@ -853,11 +853,9 @@ def _expectation(expected: Expectation) -> str:
 
 
 def _condition(when: Condition) -> str:
+    text = condition_text(when, lambda name: f"`{name}`", exact)
     # The last regime has no condition of its own: it predicts what the others leave.
-    if not when.any:
-        return "otherwise"
-    tests = (f"`{c.feature}` {c.op} {f'`{c.feature2}`' if c.feature2 else exact(c.value)}" for c in when.any)
-    return "when " + " or ".join(tests)
+    return "otherwise" if not text else text if text == NEVER else f"when {text}"
 
 
 def _terms(intercept: Number, terms: Iterable[Term]) -> Table:
