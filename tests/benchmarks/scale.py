@@ -31,7 +31,8 @@ from ingesting.trace_files import write_trace
 
 from tracefit.commands.ingest import ServerOptions, ingest, ingest_inputs
 from tracefit.engines.decode import decode_tasks
-from tracefit.engines.local import TASKS_PER_WORKER, LocalEngine
+from tracefit.engines.jobs import TASKS_PER_WORKER
+from tracefit.engines.local import LocalEngine
 from tracefit.inputs.blocks import BLOCK_BYTES
 from tracefit.inputs.discovery import open_inputs
 from tracefit.progress import NullProgress

@@ -12,7 +12,8 @@ import pytest
 from tracefit import DataError, EngineChoice, IngestOptions, UsageError, ingest
 from tracefit.commands.ingest import ServerOptions, ingest_inputs
 from tracefit.commands.scopes import write_timelines
-from tracefit.engines.local import LocalEngine, attempt
+from tracefit.engines.jobs import attempt
+from tracefit.engines.local import LocalEngine
 from tracefit.inputs.discovery import open_inputs
 from tracefit.progress import NullProgress
 from tracefit.tables.build import BuildLimits

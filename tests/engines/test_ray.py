@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tracefit import EngineChoice, IngestOptions, TrainOptions, UsageError, ingest, train
-from tracefit.engines.local import Job, WorkerError, run_jobs
+from tracefit.engines.jobs import Job, WorkerError, run_jobs
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
@@ -188,7 +188,7 @@ def test_a_worker_out_of_memory_is_one_line_after_a_few_tries(cluster):
     code = TAKES_MUCH.format(size=5 << 30)
     script = f"""
 from tracefit.engines.ray import RayEngine
-from tracefit.engines.local import Job, run_jobs
+from tracefit.engines.jobs import Job, run_jobs
 with RayEngine(None, 1) as engine:
     jobs = [Job(exec, {code!r}, "traces.json", None)]
     for _, handle in run_jobs(engine, lambda: jobs.pop() if jobs else None):

@@ -1,4 +1,4 @@
-"""The commands: run, inspect, ingest, receive read traces; the others make models or use them.
+"""The commands of `tracefit`: four read traces (run, inspect, ingest, receive), the others make models or use them.
 
 Each collects its options, calls the function of the library with its own name, and shows the result as text or JSON.
 """

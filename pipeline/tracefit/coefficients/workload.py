@@ -1,7 +1,9 @@
-"""Steps and requests as a person describes them, in the columns that models are made of.
+"""Formulas that turn the description of a step or a request into the columns that models read.
 
-Formulas, so that one row in plain Python and a frame in polars are the same arithmetic. A part of a block counts as half
-a block on average.
+A person describes a step by its batch and the tokens in it, a request by its lengths and what it meets; models read the
+columns of tables, such as `kv_blocks_used`. Each column is a formula over the description, so that one row in plain Python
+and a frame in polars are computed alike. A block is the unit in which vLLM hands out its KV cache, `block_size` tokens each:
+the last block of a request is counted as half full.
 """
 
 from __future__ import annotations

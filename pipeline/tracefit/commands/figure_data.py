@@ -1,5 +1,6 @@
-"""Prepare the data of the report's figures: models evaluated on their rows, what durations consist of, engines, latencies.
+"""Prepare what the report's figures show, from the models and the tables of a scope.
 
+Four kinds of figures: models evaluated on their rows, what durations consist of, engines over time, and latencies over load.
 A figure shows some rows, taken evenly in time, and sums up all of them in groups, so that a page stays small.
 """
 

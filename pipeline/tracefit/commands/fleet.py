@@ -28,7 +28,7 @@ from tracefit.commands.reading import (
 )
 from tracefit.engines.build import RunTask, build_runs
 from tracefit.engines.decode import decode_tasks
-from tracefit.engines.local import Job, run_jobs
+from tracefit.engines.jobs import Job, run_jobs
 from tracefit.errors import DataError
 from tracefit.inputs import blocks
 from tracefit.inputs.files import content_hash_of
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from tracefit.engines.build import BuiltRun
     from tracefit.engines.decode import Decoded, Task
-    from tracefit.engines.local import TaskEngine
+    from tracefit.engines.jobs import TaskEngine
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
     from tracefit.kv.recordings import KvRows

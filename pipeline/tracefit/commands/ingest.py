@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from tracefit.engines.local import TaskEngine
+    from tracefit.engines.jobs import TaskEngine
     from tracefit.inputs.files import TraceFile
     from tracefit.tables.rows import RowOptions
 

@@ -14,7 +14,7 @@ from tracefit.server.context import context_from_json, scope_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tracefit.engines.local import TaskEngine
+    from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.fitted import ScopeTables
     from tracefit.server.context import ModelScope
     from tracefit.tables.store import TableStore

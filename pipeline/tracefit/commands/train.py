@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import Evaluation
     from tracefit.commands.reading import IngestOptions
-    from tracefit.engines.local import TaskEngine
+    from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.fitted import FittedModel, FittedScope
     from tracefit.fit.results import Latency, Overload
 

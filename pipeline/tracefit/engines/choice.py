@@ -12,7 +12,7 @@ from tracefit.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tracefit.engines.local import TaskEngine
+    from tracefit.engines.jobs import TaskEngine
 
 
 @dataclass(frozen=True, slots=True)

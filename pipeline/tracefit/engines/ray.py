@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
 from tracefit._version import __version__
-from tracefit.engines.local import TASKS_PER_WORKER, Job, WorkerError, attempt, available_cores
+from tracefit.engines.jobs import TASKS_PER_WORKER, Job, WorkerError, attempt, available_cores
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class RayEngine:
         """Leave the cluster as it is: its workers are there anyway."""
 
     def check(self, folder: Path | None) -> None:
-        """Make sure that every node has this version of tracefit and sees a folder; see `local.TaskEngine`."""
+        """Make sure that every node has this version of tracefit and sees a folder; see `jobs.TaskEngine`."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On  # noqa: PLC0415
 
         # On each node by name: where Ray itself would put the jobs, a node without tracefit could be missed.
@@ -158,7 +158,7 @@ class RayEngine:
         return True
 
     def result(self, handle: _RayJob) -> Any:
-        """Return what a job came to; see `local.TaskEngine`."""
+        """Return what a job came to; see `jobs.TaskEngine`."""
         value, error = handle.ended
         if error is not None:
             raise error

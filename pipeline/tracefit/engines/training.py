@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import polars as pl
 
 from tracefit.engines.build import engine_limits, timeline_of
-from tracefit.engines.local import Job, run_jobs
+from tracefit.engines.jobs import Job, run_jobs
 from tracefit.fit.fitted import ScopeTables
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
@@ -25,7 +25,7 @@ from tracefit.timeline import clock_disagreements, execution_lags, queue_state, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tracefit.engines.local import TaskEngine
+    from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.results import Overload
     from tracefit.server.context import RunContext
     from tracefit.tables.store import TableStore

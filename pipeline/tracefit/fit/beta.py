@@ -7,6 +7,7 @@ on the rest of them, so that the hold-out remains unused.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import STEP_FLAGS
+from tracefit.tables.dialects import STEP_EVENT
 from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from tracefit.server.context import ModelScope
 
 
-_SUMMARY = r"step\.BATCH_SUMMARY"
+_SUMMARY = re.escape(STEP_EVENT)
 
 
 @dataclass(frozen=True, slots=True)

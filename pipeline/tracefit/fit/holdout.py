@@ -1,12 +1,14 @@
-"""Step times beyond the training rows: the hold-out (phases, bias of the sum, drift, refit), and loads above those trained on.
+"""Errors of step times on rows that training did not see: on those of a later time, and on those of a higher load.
 
-The bias of the sum is the error of a simulation of the whole run. The refit separates two kinds of error: an error that
-remains after refitting on the held-out rows cannot be removed by other coefficients, since the batch does not determine it;
-an error that disappears comes from a change after the training part, mostly of the machine's speed.
+Later rows, the hold-out: errors by phase, the bias of the sum, drift, and a refit. The bias of the sum is the error of a
+simulation of the whole run. The refit separates two kinds of error: an error that remains after refitting on the held-out
+rows cannot be removed by other coefficients, since the batch does not determine it; an error that disappears comes from a
+change after the training part, mostly of the machine's speed.
 
-The load of a step is the number of tokens in the caches of its batch, or its requests where the tokens are not known. A
-capacity planner needs to know how a model extrapolates: it is fitted on the lower half of the load and evaluated on the upper
-half, the hold-out error is given per range of load, and features with far larger values in the run than in training are named.
+Higher loads: the load of a step is the number of tokens in the caches of its batch, or its requests where the tokens are not
+known. A capacity planner needs to know how a model extrapolates: it is fitted on the lower half of the load and evaluated on
+the upper half, the hold-out error is given per range of load, and features with far larger values in the run than in training
+are named.
 """
 
 from __future__ import annotations

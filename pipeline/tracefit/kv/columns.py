@@ -1,8 +1,8 @@
-"""Make the `kv_events` table of a run's recordings, and add what it says to the other tables and to the steps used in training.
+"""Make the `kv_events` table from recordings of vLLM's KV cache events, and the columns of other tables that follow from it.
 
 Events come without an engine and often without a step: both are found first, by request, rank and time. The facts of events
-then become columns: of requests (blocks loaded and stored), of the run (hit ratio, lifetimes) and of steps (transfers in
-flight).
+then become columns: of requests (blocks loaded and stored), of the run (hit ratio, lifetimes) and of steps, the ones used in
+training too (transfers in flight).
 """
 
 from __future__ import annotations

@@ -39,7 +39,11 @@ _ENOUGH_REQUESTS = 50
 
 _SPELLED = {spelled: e.event for e in dialects.JOURNEY_EVENTS for spelled in e.spellings}
 _STEP_SCOPES = {s.scope for s in dialects.SPELLINGS if s.event == dialects.STEP_EVENT}
-_STOCK_TTFT = "gen_ai.latency.time_to_first_token"
+_STEP_COLUMNS = {key: column for column, keys in dialects.STEP_KEYS.items() for key in keys}
+_TTFT_FACTORS = {
+    s.attribute: s.factor / 1e6 for s in dialects.REQUEST_RULES if s.column == "ttft_us" and s.attribute
+}
+"""Attributes that hold a time to the first token, to what makes seconds of their values."""
 
 
 @dataclass(slots=True)
@@ -79,7 +83,7 @@ class Observed:
             self._add_core(span)
         elif scope in _STEP_SCOPES:
             self._add_steps(span)
-        elif scope in dialects.FRONT_SCOPES and span.name == "llm_request":
+        elif scope in dialects.FRONT_SCOPES and span.name == dialects.FRONT_SPAN:
             self._add_api(scope, span)
 
     def _add_core(self, span: Any) -> None:
@@ -96,7 +100,9 @@ class Observed:
             return
         self.requests += 1
         attributes = map(KeyValue.FromString, span.attributes)
-        self.ttft_s.extend(a.value.double_value for a in attributes if a.key == _STOCK_TTFT)
+        self.ttft_s.extend(
+            a.value.double_value * _TTFT_FACTORS[a.key] for a in attributes if a.key in _TTFT_FACTORS
+        )
 
     def _match(self, trace_id: bytes, what: Literal["arrival", "first token"], unix_ns: int) -> None:
         """Bring arrival and first token together: two processes export them, in any order."""
@@ -117,12 +123,13 @@ class Observed:
             if event.name != dialects.STEP_EVENT:
                 continue
             self.steps += 1
-            numbers = {a.key: a.value.int_value for a in map(KeyValue.FromString, event.attributes)}
-            step, start = numbers.get("step.id", 0), numbers.get("step.ts_start_ns", 0)
+            attributes = map(KeyValue.FromString, event.attributes)
+            numbers = {_STEP_COLUMNS.get(a.key): a.value.int_value for a in attributes}
+            step, start = numbers.get("step_id", 0), numbers.get("ts_start_ns", 0)
             # Start to start while requests run or wait, as in the timeline; an idle engine waits for requests, not for a step.
             if before is not None and step == before[0] + 1 and before[2]:
                 self.cycle_ms.append((start - before[1]) / 1e6)
-            depth = numbers.get("queue.running_depth", 0) + numbers.get("queue.waiting_depth", 0)
+            depth = numbers.get("running_depth", 0) + numbers.get("waiting_depth", 0)
             before = step, start, depth
 
     def rates(self) -> tuple[float, float]:

@@ -1,9 +1,8 @@
-"""Bounded reading of the small JSON and YAML files a user provides, and validate their content.
+"""Read the small JSON and YAML files that a user provides, within bounds, and validate what they hold.
 
-This is the only module of `server/` and `features/` that opens files. The files come from anywhere, so size, nesting
-and types are checked before a value is used. Shapes are declared as annotated types where they belong (settings, GPU,
-feature set) and applied by `validated`. Every fault is one `UsageError` line: file, key, the fault, and
-the nearest known key where a key is wrong.
+The files come from anywhere, so size, nesting and types are checked before a value is used; no other module of `server/` and
+`features/` opens files. Shapes are declared as annotated types where they belong (settings, GPU, feature set) and applied by
+`validated`. Every fault is one `UsageError` line: file, key, the fault, and the nearest known key where a key is wrong.
 """
 
 from __future__ import annotations

@@ -526,9 +526,9 @@ SNAPSHOT_FLAG = f"--step-tracing-rich-subsample-rate 1.0 {_FORK}"
 
 def without_attribute(event: str, attributes: Sequence[str]) -> str:
     """Say that no event of a name has some attributes, and which flag of which vLLM gives them."""
-    flags = STEP_FLAGS if event.startswith("step.") else JOURNEY_FLAGS
-    if event == "step.REQUEST_SNAPSHOT":
-        flags = SNAPSHOT_FLAG
+    from tracefit.tables.dialects import SNAPSHOT_EVENT, STEP_EVENT  # noqa: PLC0415 - `predict` does without polars
+
+    flags = {STEP_EVENT: STEP_FLAGS, SNAPSHOT_EVENT: SNAPSHOT_FLAG}.get(event, JOURNEY_FLAGS)
     return (
         f"no {event} has a usable {', '.join(attributes)}: what is computed from them is not known; "
         f"vLLM {INSTRUMENTED_VERSION} gives them with {flags}"

@@ -58,6 +58,9 @@ _API_SCOPE = "vllm.api"
 _CORE_SCOPE = "vllm.scheduler"
 _STEP_SCOPE = "vllm.scheduler.step"
 
+FRONT_SPAN = "llm_request"
+"""The span of a request in the process in front of the engine core: the API server, or stock vLLM."""
+
 STEP_EVENT = "step.BATCH_SUMMARY"
 SNAPSHOT_EVENT = "step.REQUEST_SNAPSHOT"
 
@@ -182,18 +185,18 @@ def _journeys(scope: str, events: dict[str, tuple[str, ...]]) -> list[Spelling]:
 
 def _attributes(dialect: str, scope: str) -> list[Spelling]:
     return [
-        Spelling(dialect, scope, "llm_request", None, key, "requests", column)
+        Spelling(dialect, scope, FRONT_SPAN, None, key, "requests", column)
         for column, key in _REQUEST_KEYS.items()
     ]
 
 
 def _stock(scope: str) -> list[Spelling]:
     return [
-        Spelling("stock", scope, "llm_request", None, None, "requests", "arrival_ns", "start"),
+        Spelling("stock", scope, FRONT_SPAN, None, None, "requests", "arrival_ns", "start"),
         *_attributes("stock", scope),
         *(
             Spelling(
-                "stock", scope, "llm_request", None, f"gen_ai.latency.{key}", "requests", column, factor=1e6
+                "stock", scope, FRONT_SPAN, None, f"gen_ai.latency.{key}", "requests", column, factor=1e6
             )
             for column, key in _SECONDS.items()
         ),
@@ -249,7 +252,7 @@ WITHOUT_EVENTS = tuple(name for name in DIALECTS if name not in _WITH_EVENTS)
 REQUEST_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.dialect in WITHOUT_EVENTS)
 """How requests are read of such spans."""
 
-FRONT_SCOPES = _distinct(s.scope for s in SPELLINGS if s.span == "llm_request")
+FRONT_SCOPES = _distinct(s.scope for s in SPELLINGS if s.span == FRONT_SPAN)
 """Scopes of the process in front of the engine core."""
 
 
@@ -267,7 +270,7 @@ def dialect_of(scope: str | None, span: str | None = None) -> str | None:
         span: Name of the span, for dialects that share a scope.
     """
     if span in PHASE_SPANS and (scope or "").startswith("vllm"):
-        return "lifecycle"
+        return next(s.dialect for s in SPELLINGS if s.scope is None and s.span == span)
     return next((s.dialect for s in SPELLINGS if s.scope == scope and scope), None)
 
 

@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 UNKNOWN_SERVER = "unknown"
 OTHER_REASON = "other"
 
-NO_STEP = "step.BATCH_SUMMARY without step.id or step.ts_start_ns"
-NO_SNAPSHOT = "step.REQUEST_SNAPSHOT without step.id or request.id"
+
+def _without(event: str, keys: Mapping[str, tuple[str, ...]], columns: Iterable[str]) -> str:
+    return f"{event} without {' or '.join(keys[column][0] for column in columns)}"
+
+
+_PLACED_BY = {"steps": ("step_id", "ts_start_ns"), "request_snapshots": ("step_id", "request_id")}
+NO_STEP = _without(dialects.STEP_EVENT, dialects.STEP_KEYS, _PLACED_BY["steps"])
+NO_SNAPSHOT = _without(dialects.SNAPSHOT_EVENT, dialects.SNAPSHOT_KEYS, _PLACED_BY["request_snapshots"])
 INCOMPLETE = {"steps": NO_STEP, "request_snapshots": NO_SNAPSHOT}
 """Table of events to the reason of those that lack what places them."""
 NO_CLOCK = "journey event without a time on the engine's clock"
@@ -139,10 +145,10 @@ def rows_of(batch: SpanBatch, options: RowOptions) -> SpanRows:
     journeys = _journeys(events)
     steps = events.get(dialects.STEP_EVENT, _NO_EVENTS)
     steps = steps.select(_columns_of(steps, dialects.STEP_KEYS, schema.STEPS))
-    steps, no_step = _split_complete(steps, ("step_id", "ts_start_ns"), NO_STEP)
+    steps, no_step = _split_complete(steps, _PLACED_BY["steps"], NO_STEP)
     snapshots = events.get(dialects.SNAPSHOT_EVENT, _NO_EVENTS)
     snapshots = snapshots.select(_columns_of(snapshots, dialects.SNAPSHOT_KEYS, schema.REQUEST_SNAPSHOTS))
-    snapshots, no_snapshot = _split_complete(snapshots, ("step_id", "request_id"), NO_SNAPSHOT)
+    snapshots, no_snapshot = _split_complete(snapshots, _PLACED_BY["request_snapshots"], NO_SNAPSHOT)
     return SpanRows(
         spans=vllm_spans.drop("span_row")
         .with_columns(pl.coalesce(keys).alias(name) for name, keys in dialects.REQUEST_ATTRIBUTES.items())

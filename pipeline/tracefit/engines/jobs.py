@@ -1,0 +1,115 @@
+"""What an engine is: jobs go in, results come out in the order in which they end.
+
+An engine decides where the function of a job runs: in this process, in others (`local`), or on other machines (`ray`). The
+functions are the same everywhere: `decode.decode_tasks` and `build.build_runs`, and for training those of `training`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tracefit.errors import DataError, TracefitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+TASKS_PER_WORKER = 2
+"""Jobs that a worker has or that wait for it: each may hold a block's bytes."""
+
+
+class WorkerError(DataError):
+    """A worker died, and what it was at cannot be done."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A call of a function that may run anywhere.
+
+    Attributes:
+        function: A function of a module, without side effects but the files it writes.
+        argument: Its argument; it can be pickled.
+        name: The input it works on, for the line of an error.
+        work: What the caller knows it by; it stays in this process.
+        is_last: Whether no other job is left to run beside it, so that it may have the cores of several.
+    """
+
+    function: Callable[[Any], Any]
+    argument: Any
+    name: str
+    work: Any
+    is_last: bool = False
+
+
+class TaskEngine(Protocol):
+    """Where jobs run."""
+
+    workers: int
+    """Jobs that run at the same time, at most."""
+
+    @property
+    def ahead(self) -> int:
+        """Jobs that have begun or wait for a worker, at most."""
+
+    @property
+    def carries_bytes(self) -> bool:
+        """Whether workers may be without the files that this process reads: blocks carry their bytes then."""
+
+    def limit(self, workers: int) -> None:
+        """Use no more workers than this many, if they are started for this command alone."""
+
+    def check(self, folder: Path | None) -> None:
+        """Make sure that workers have this version of tracefit, and this folder if there is one.
+
+        Raises:
+            UsageError: They have not.
+        """
+
+    def submit(self, job: Job) -> Any:
+        """Begin a job; return a handle for `wait` and `result`."""
+
+    def wait(self, handles: Sequence[Any]) -> list[Any]:
+        """Return the handles of jobs that have ended; there is one at least."""
+
+    def result(self, handle: Any) -> Any:
+        """Return what the function of an ended job returned.
+
+        Raises:
+            WorkerError: The worker died.
+            TracefitError: The function raised it.
+            OSError: The function raised it.
+        """
+
+
+def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | None]:
+    """Call a function; return its result or the error it raised on purpose, which is no failure of the worker."""
+    try:
+        return function(argument), None
+    except (TracefitError, OSError) as error:
+        return None, error
+
+
+def run_jobs(engine: TaskEngine, next_job: Callable[[], Job | None]) -> Iterator[tuple[Job, Any]]:
+    """Run jobs; yield each when it has ended, with the handle of its result.
+
+    Args:
+        engine: Where they run.
+        next_job: Returns the next job, or null if there is none until another job has ended.
+    """
+    pending: dict[Any, Job] = {}
+    while True:
+        while len(pending) < engine.ahead and (job := next_job()) is not None:
+            pending[engine.submit(job)] = job
+        if not pending:
+            return
+        job = None  # what has a name here is not freed
+        for handle in engine.wait(list(pending)):
+            yield pending.pop(handle), handle
+        del handle
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
