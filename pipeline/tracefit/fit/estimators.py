@@ -16,7 +16,8 @@ from scipy.special import stdtrit
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import Lasso
-from sklearn.utils._param_validation import Interval, StrOptions
+from sklearn.utils._param_validation import Interval as Range
+from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from tracefit.statistics import robust_sd
@@ -244,9 +245,9 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
 
     _parameter_constraints: ClassVar = {
         "penalty": [StrOptions(set(get_args(Penalty)))],
-        "strength": [Interval(Real, 0, None, closed="left")],
-        "huber": [Interval(Real, 0, None, closed="right")],
-        "max_iter": [Interval(Integral, 0, None, closed="left")],
+        "strength": [Range(Real, 0, None, closed="left")],
+        "huber": [Range(Real, 0, None, closed="right")],
+        "max_iter": [Range(Integral, 0, None, closed="left")],
         "positive": [bool, tuple],
     }
 
