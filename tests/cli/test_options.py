@@ -90,6 +90,10 @@ WRONG_FILES = {
     "of another command": ("[train]\nrequests = 3\n", "[train] requests: no such option"),
     "a command that is none": ("[trian]\nfeatures = 'batch'\n", "trian: no such option; did you mean train?"),
     "not TOML": ("requests = \n", "is not TOML"),
+    "brackets without end": ("requests = " + 20_000 * "[", "nested too deeply"),
+    "deep brackets": ("requests = " + 300 * "[" + 300 * "]", "invalid value for '--requests'"),
+    "a number of thousands of digits": ("requests = " + 5_000 * "1", "is not TOML"),
+    "too large": ("# " + 70_000 * "x", "is larger than 65,536 bytes"),
     "the file itself": ("config = 'other.toml'\n", "config: no such option"),
     "a value of another kind": ("[synth]\nrequests = 'many'\n", "invalid value for '--requests'"),
 }
@@ -110,7 +114,7 @@ def test_a_file_that_is_not_there_is_one_line(tracefit, tmp_path):
     code, _, err = tracefit("features", "--config", tmp_path / "none.toml")
     assert (code, err) == (
         2,
-        f"tracefit: {tmp_path / 'none.toml'}: cannot be read (No such file or directory)\n",
+        f"tracefit: {tmp_path / 'none.toml'}: no such file or directory; check the path\n",
     )
 
 

@@ -18,6 +18,7 @@ from tracefit.server.settings import (
     parse_settings,
     read_settings,
     settings_from,
+    settings_from_json,
 )
 
 
@@ -572,3 +573,20 @@ def test_stray_bytes_in_a_log_do_no_harm(tmp_path):
 def test_file_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(UsageError, match=r"absent\.yaml: no such file or directory"):
         read_settings(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"settings": {}, "other": ["abc"]}',
+        '{"settings": {}}',
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "1" * 5000,
+    ],
+)
+def test_settings_of_a_table_that_are_damaged_are_one_error(text):
+    with pytest.raises(UsageError, match="settings column is damaged"):
+        settings_from_json(text, where="runs")

@@ -79,6 +79,10 @@ def _settable(option: TyperOption) -> bool:
     return option.name not in _NOT_SETTABLE
 
 
+_MAX_CONFIG_BYTES = 64 * 1024
+"""Every option of every command fits many times; a dotted key of so many parts still takes under a second."""
+
+
 def use_config(context: typer.Context, path: Path | None) -> Path | None:
     """Take defaults of options from a configuration file: the callback of `--config`.
 
@@ -97,11 +101,15 @@ def use_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    # Not at the top: it brings libraries that a command without a configuration file may not need.
+    from tracefit.server.documents import as_text, read_bytes
+
+    text = as_text(read_bytes(path, limit_bytes=_MAX_CONFIG_BYTES), where=str(path))
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot be read ({error.strerror})", where=str(path)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise UsageError("is nested too deeply", where=str(path)) from None
+    except ValueError as error:  # TOMLDecodeError, and integers of thousands of digits
         raise UsageError(f"is not TOML: {error}", where=str(path)) from error
 
 

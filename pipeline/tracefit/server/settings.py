@@ -14,7 +14,7 @@ import shlex
 import warnings
 from collections.abc import Mapping
 from itertools import takewhile
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -266,12 +266,12 @@ def settings_from_json(text: str, *, where: str) -> ServerSettings:
         UsageError: The text is not of that form.
     """
     try:
-        document = json.loads(text)
+        document: Any = parse_json_object(text, where=where)
         known = document["settings"]
         values = {name: entry["value"] for name, entry in known.items()}
         sources = {name: entry["source"] for name, entry in known.items()}
         other = dict(document["other"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (UsageError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError("settings column is damaged", where=where, hint="ingest the run again") from error
     return validated(_SHAPE, {**values, "sources": sources, "other": other}, where=where)
 
