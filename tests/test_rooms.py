@@ -1,4 +1,4 @@
-"""Rooms of the package know only the rooms to their left, and no import runs in a circle.
+"""Rooms of the package know only the rooms to their left, no import runs in a circle, and files are touched where CONTRIBUTING says.
 
 Every import counts: those inside functions and those for type checkers too.
 """
@@ -6,6 +6,7 @@ Every import counts: those inside functions and those for type checkers too.
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -99,3 +100,54 @@ def _named(path):
 def test_no_class_or_alias_stands_for_two_things():
     named = Counter(name for path in MODULES.values() for name in _named(path))
     assert [name for name, count in named.items() if count > 1] == []
+
+
+# -- where files are read and written --------------------------------------------------------------------
+
+FILE_METHODS = {
+    *("open", "read_text", "read_bytes", "write_text", "write_bytes", "mkdir", "rmdir", "unlink", "touch"),
+    *("iterdir", "rglob", "read_parquet", "scan_parquet", "write_parquet", "sink_parquet"),
+    *("ParquetFile", "ParquetWriter", "read_csv", "scan_csv"),
+}
+NO_FILES = {"os._exit", "os.cpu_count", "os.fspath", "os.sched_getaffinity", "os.strerror"}
+
+
+def _touches_files(call):
+    """Say whether a call reads or writes files, as far as its text shows; to ask whether one is there does not count."""
+    match call.func:
+        case ast.Name(id="open"):
+            return True
+        case ast.Attribute(value=ast.Name(id="os" | "shutil" | "tempfile" as module), attr=name):
+            return f"{module}.{name}" not in NO_FILES
+        case ast.Attribute(attr="replace"):
+            # A path is replaced by a path: texts take two arguments, columns a dictionary.
+            return (
+                len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.Name | ast.BinOp)
+            )
+        case ast.Attribute(attr=name):
+            return name in FILE_METHODS
+    return False
+
+
+def test_files_are_read_and_written_where_contributing_says():
+    text = (PACKAGE.parents[1] / "CONTRIBUTING.md").read_text()
+    (sentence,) = re.findall(r"Files are read and written in (.*?) and nowhere else", text, re.DOTALL)
+    said = set()
+    for named in re.findall(r"`([^`]+\.py)`", sentence):
+        folder, braces, names = named.removesuffix(".py").partition("{")
+        said |= {f"{folder}{name}.py" for name in names.rstrip("}").split(",")} if braces else {named}
+    nodes = ((path, node) for path in MODULES.values() for node in ast.walk(ast.parse(path.read_text())))
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path, node in nodes
+        if isinstance(node, ast.Call) and _touches_files(node)
+    }
+    assert found == said
+    # Under another name the calls would not be seen.
+    imported = {
+        (module, node.module)
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil", "tempfile")
+    }
+    assert imported == set()

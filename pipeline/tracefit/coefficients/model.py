@@ -26,6 +26,12 @@ from tracefit.fit.results import (
 )
 from tracefit.server.documents import Scalar
 
+Answer = Literal["yes", "with limits", "no"]
+"""Whether the models can be used for something."""
+
+FileKind = Literal["alpha", "beta"]
+"""alpha: models of API, queue and departure; beta: models of step times."""
+
 # -- the evaluation -------------------------------------------------------------------------------------
 
 
@@ -96,14 +102,14 @@ class Criterion(Strict):
     yes: float = Field(description="from here on the use is allowed")
     with_limits: float = Field(description="from here on it is allowed with limits")
     higher_is_better: bool
-    answer: Literal["yes", "with limits", "no"]
+    answer: Answer
     reason: str
 
 
 class Verdict(Strict):
     """Verdict on one use of the scope's models: the worst of the criteria."""
 
-    answer: Literal["yes", "with limits", "no"]
+    answer: Answer
     reasons: tuple[str, ...] = Field(description="the criteria that decide")
     criteria: tuple[Criterion, ...]
 
@@ -533,7 +539,7 @@ class CoefficientFile(Strict):
 
     schema_: Literal["tracefit/coefficients"] = Field(default="tracefit/coefficients", alias="schema")
     version: Literal[2] = 2
-    kind: Literal["alpha", "beta"]
+    kind: FileKind
     models: tuple[Model, ...] = Field(max_length=10_000)
     not_fitted: tuple[NotFitted, ...] = ()
     requests: tuple[RequestRange, ...] = Field(

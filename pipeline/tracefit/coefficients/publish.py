@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import polars as pl
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from tracefit.server.documents import Scalar
 
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
-
-FileKind = Literal["alpha", "beta"]
 
 
 def provenance(options: dict[str, Scalar], files: dict[str, str]) -> cf.Provenance:
@@ -71,17 +69,18 @@ def coefficient_files(
         if s.scope.scope_id in requests
     }
 
-    def file(kind: FileKind) -> cf.CoefficientFile:
+    def file(kind: cf.FileKind) -> cf.CoefficientFile:
         fitted = [(s, m) for s in scopes for m in s.models if m.name.startswith(f"{kind}.")]
         missing = [(s, m) for s in scopes for m in s.missing if m.name.startswith(f"{kind}.")]
         return cf.CoefficientFile(
             kind=kind,
             models=tuple(_model(s, m, workloads.get(s.scope.scope_id)) for s, m in fitted),
+            # A file refuses keys that it does not know: a field that `Missing` gains cannot be forgotten here.
             not_fitted=tuple(cf.NotFitted(scope_id=s.scope.scope_id, **asdict(m)) for s, m in missing),
             provenance=made_by,
         )
 
-    alpha, beta = (file(kind) for kind in get_args(FileKind))
+    alpha, beta = (file(kind) for kind in get_args(cf.FileKind))
     # The ranges are those of what `predict` makes of exactly these files.
     models = Models((alpha, beta))
     ranges = [

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from tracefit.coefficients.model import STEP_MODELS, Criterion, Verdict
+from tracefit.coefficients.model import STEP_MODELS, Answer, Criterion, Verdict
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.features.targets import target_named
 from tracefit.fit.splits import FEW_ROWS
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from tracefit.fit.results import Validation
 
-Answer = Literal["yes", "with limits", "no"]
 _RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
 
 

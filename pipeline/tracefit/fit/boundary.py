@@ -1,9 +1,9 @@
 """Fit the admission model that knows when steps start: how long the API process works on a request before it is QUEUED.
 
 Fitted are the API work on a request, constant and per prompt token, and the offset of the stamp from the step start. The work
-does not show in the stamps directly. The API process works on one request after the other, in the order they arrive. The engine core reads the request from its socket
-between two steps: QUEUED is stamped at the first step start at or after the end of the API work, or at that end itself when
-the engine is idle: the step that starts then is the request's own.
+does not show in the stamps directly. The API process works on one request after the other, in the order they arrive. The
+engine core reads the request from its socket between two steps: QUEUED is stamped at the first step start at or after the end
+of the API work, or at that end itself when the engine is idle: the step that starts then is the request's own.
 
 In reading order: the step starts as requests meet them; the API process, how long a request waits for it, and the bursts in
 which requests pile up in front of it, which take no part in the fit; the fit of the work by the boundaries that the training

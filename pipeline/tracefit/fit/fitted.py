@@ -168,7 +168,10 @@ class FittedTerm:
 
 @dataclass(frozen=True, slots=True)
 class RegimeComparison:
-    """A feature compared with a number or with another feature; null compares false."""
+    """A feature compared with a number or with another feature; null compares false.
+
+    A `Comparison` of a coefficient file is made of it, field by field: files may state more than a fit decides by.
+    """
 
     feature: str
     op: Literal["<=", ">"]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias, assert_never
+from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 from tracefit.errors import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from tracefit.coefficients.model import Answer
 
 
 _NUMBER = re.compile(r"[-+<]?[\d,.]+(e[-+]?\d+)?( %)?|-?")
@@ -55,7 +57,7 @@ class UseVerdict:
     """Whether models are good enough for one use, and the reason in a sentence."""
 
     use: str
-    answer: Literal["yes", "with limits", "no"]
+    answer: Answer
     sentence: str
 
 
