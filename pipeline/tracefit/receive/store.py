@@ -83,6 +83,7 @@ class TraceStore:
         by_sender: dict[Sender, list[bytes]] = {}
         for spans in received:
             by_sender.setdefault(spans.sender, []).append(spans.payload)
+        # One sender whose disk is full or folder is gone must not cost the others their spans.
         failed = {}
         for sender, payloads in by_sender.items():
             try:

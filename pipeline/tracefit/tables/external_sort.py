@@ -58,6 +58,7 @@ class SortSpace:
 
     def evict(self) -> None:
         """Spill the largest sorts until the rest fits into `most_held_bytes`."""
+        # The largest first: its blocks are longest, so that the fewest are merged again later.
         while sum(sort.held_bytes for sort in self.sorts) > self.most_held_bytes:
             max(self.sorts, key=lambda sort: sort.held_bytes).spill()
 

@@ -127,5 +127,6 @@ def read_manifest(place: Place) -> tuple[Manifest, Version | None]:
 
 def replace_manifest(place: Place, manifest: Manifest, version: Version | None) -> bool:
     """Replace the manifest of a place in one step, if it is still the one that was read; say whether it was."""
+    # Indented: people read it to see which files a table was made of.
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     return place.replace_if(MANIFEST_NAME, text + b"\n", version)
