@@ -18,7 +18,7 @@ import tracefit
 from tracefit.cli import app
 from tracefit.features.roofline import TERM_FORMULAS
 from tracefit.features.sets import BUILT_IN
-from tracefit.results.commands import TrainResult
+from tracefit.results.models import TrainResult
 from tracefit.tables.schema import TABLES
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 
 import tracefit
 from tracefit.commands.ingest import plan_ingest
-from tracefit.results.commands import RunResult, TrainResult
+from tracefit.results.models import RunResult, TrainResult
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 

@@ -19,21 +19,17 @@ from tracefit.coefficients.model import CoefficientFile, Evaluation
 from tracefit.coefficients.predict import StepPrediction
 from tracefit.coefficients.requests import RequestPrediction
 from tracefit.features.sets import FeatureSet
-from tracefit.results.commands import (
+from tracefit.results.models import (
     CompareResult,
     ExportResult,
-    IngestPlan,
-    IngestResult,
-    Inspection,
-    ReceiveResult,
     ReportResult,
-    RequestSummary,
     RowPredictions,
     RunResult,
     SynthResult,
     TrainResult,
     VerifyResult,
 )
+from tracefit.results.traces import IngestPlan, IngestResult, Inspection, ReceiveResult, RequestSummary
 from tracefit.tables.manifest import Manifest
 from tracefit.tables.schema import TABLES, ColumnKind, TableSchema
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import warnings
 
@@ -18,6 +19,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 from sklearn.utils.validation import check_is_fitted
 
 import tracefit
+from tracefit.coefficients import regressor as module
 
 COLUMNS = ["context_tokens", "decode_tokens", "num_decode_reqs", "prefill_tokens"]
 ROWS = np.array([[120.0, 4, 4, 0], [120, 4, 4, 40], [0, 0, 0, 50]])
@@ -130,3 +132,8 @@ def test_scikit_learns_own_checks_hold(small, parts):
     missed = {name: text for name, text in failed.items() if name not in passed}
     assert missed.keys() <= OF_FITTING, missed
     assert len(passed) > 40
+
+
+def test_the_example_of_the_docstring_holds():
+    found = doctest.testmod(module)
+    assert (found.failed, found.attempted) == (0, 6)

@@ -12,7 +12,7 @@ import pytest
 
 import tracefit
 from tracefit.commands.report import draw
-from tracefit.results.commands import TrainResult
+from tracefit.results.models import TrainResult
 from tracefit.results.notebook import Shown
 
 

@@ -6,15 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tracefit.reports.terminal_results import ingest_text, run_text, train_text
-from tracefit.results.commands import (
-    IngestResult,
-    LatencySummary,
-    ModelSummary,
-    RunResult,
-    RunSummary,
-    ScopeSummary,
-    TrainResult,
-)
+from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
+from tracefit.results.traces import IngestResult, RunSummary
 from tracefit.text import ScopeLabel, scope_labels
 
 RUN = RunSummary("busy", "scope", 1, 1000, 1416, 3, 2, 5, 0, 9536, 1, 1, 6764, 674)

@@ -36,6 +36,20 @@ class LatencyRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # 
         model: The model, from a coefficient file; `Models.as_sklearn` gives it.
         features: Columns of X: features of the model, or columns of the tables that they are computed from. By default these
             columns, in alphabetical order.
+
+    Examples:
+        Steps of 1 ms and 50 us per decode token, predicted for 4 and for 10 tokens:
+
+        >>> from tracefit.coefficients.model import LinearModel, Number, Term
+        >>> per_token = Term(feature="decode_tokens", unit="us/token", value=50)
+        >>> model = LinearModel(
+        ...     name="beta.cycle_time", scope_id="server", intercept=Number(value=1000), terms=(per_token,)
+        ... )
+        >>> regressor = LatencyRegressor(model)
+        >>> regressor.feature_names_in_.tolist()
+        ['decode_tokens']
+        >>> regressor.predict([[4], [10]])
+        array([1200., 1500.])
     """
 
     def __init__(self, model: Model, features: Sequence[str] | None = None) -> None:

@@ -24,7 +24,7 @@ from tracefit.fit.boundary import admission_with_clock, api_waits
 from tracefit.fit.fitted import target_of
 from tracefit.fit.splits import MIN_TRAIN_ROWS, request_frame, step_frame
 from tracefit.fit.validation import measure
-from tracefit.results.commands import CompareResult, Drift, DriftVerdict, ModelComparison
+from tracefit.results.models import CompareResult, Drift, DriftVerdict, ModelComparison
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:

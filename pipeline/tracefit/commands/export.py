@@ -12,7 +12,7 @@ from tracefit.commands.scopes import load_scope, scopes_of
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, known_names
 from tracefit.inputs.buckets import place_of
-from tracefit.results.commands import ExportResult
+from tracefit.results.models import ExportResult
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore
 

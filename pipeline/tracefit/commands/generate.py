@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.progress import NullProgress, Progress
-from tracefit.results.commands import SynthResult
+from tracefit.results.models import SynthResult
 from tracefit.synth import SynthOptions, synth, write_run
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from tracefit.errors import UsageError, did_you_mean
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
 from tracefit.progress import KeptWarnings, Progress
-from tracefit.results.commands import IngestPlan, IngestResult, PlannedFile, RunSummary
+from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of
 from tracefit.server.documents import excerpt, parse_yaml
 from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from

@@ -22,7 +22,7 @@ from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import open_inputs
 from tracefit.progress import NullProgress, Progress
-from tracefit.results.commands import (
+from tracefit.results.traces import (
     Allowance,
     FileShape,
     Inspection,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from tracefit.features.targets import Target
     from tracefit.inputs.discovery import Inputs, RunSource
     from tracefit.inputs.files import TraceFile
-    from tracefit.results.commands import Allowed, IngestResult
+    from tracefit.results.traces import Allowed, IngestResult
     from tracefit.server.context import RunContext
 
 

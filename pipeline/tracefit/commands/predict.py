@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.predict_frames import Rows
     from tracefit.progress import Progress
-    from tracefit.results.commands import RowPredictions
+    from tracefit.results.models import RowPredictions
 
 
 def predict(
@@ -56,7 +56,7 @@ def predict(
         predict_steps,
         unread_columns,
     )
-    from tracefit.results.commands import RowPredictions
+    from tracefit.results.models import RowPredictions
 
     chosen = models.scope(choose_scope(models, scope, run))
     frame = _read(Path(rows)) if isinstance(rows, str | Path) else as_frame(rows)

@@ -20,7 +20,7 @@ from tracefit.receive.observed import Observed, show_live
 from tracefit.receive.options import ReceiveOptions, Token
 from tracefit.receive.spans import PrivacyFilter
 from tracefit.receive.store import TraceStore
-from tracefit.results.commands import ReceivedFrom, ReceiveResult
+from tracefit.results.traces import ReceivedFrom, ReceiveResult
 from tracefit.server.context import read_context
 from tracefit.server.settings import ServerSettings, merge, read_settings
 

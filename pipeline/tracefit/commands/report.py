@@ -15,8 +15,8 @@ from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import all_figures, build_report, scope_parts
 from tracefit.reports.document import markdown_text, plain
 from tracefit.reports.sentences import verdicts
-from tracefit.results.commands import ReportResult
 from tracefit.results.figures import LATENCIES
+from tracefit.results.models import ReportResult
 from tracefit.results.notebook import draw_with
 from tracefit.tables.disk import write_files
 from tracefit.tables.store import TableStore

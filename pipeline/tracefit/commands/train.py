@@ -34,8 +34,8 @@ from tracefit.fit.load import runs_to_fit
 from tracefit.fit.scopes import fit_across, fit_scope
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import KeptWarnings, Progress
-from tracefit.results.commands import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.results.figures import LATENCIES
+from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.server.documents import read_bytes
 from tracefit.tables.disk import write_files
 from tracefit.tables.runs import find_overlaps

@@ -17,7 +17,7 @@ from tracefit.commands.locate import find_models, find_tables, tables_of
 from tracefit.commands.train import TrainOptions, fit_runs
 from tracefit.errors import DataError, TracefitError, UsageError
 from tracefit.progress import NullProgress, Progress
-from tracefit.results.commands import Difference, VerifyResult
+from tracefit.results.models import Difference, VerifyResult
 from tracefit.server.documents import read_bytes
 from tracefit.tables.store import TableStore
 

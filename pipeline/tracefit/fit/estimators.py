@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 from scipy.optimize import nnls
@@ -15,6 +16,8 @@ from scipy.special import stdtrit
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import Lasso
+from sklearn.utils._param_validation import Interval as Range
+from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from tracefit.statistics import robust_sd
@@ -213,14 +216,14 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         penalty: `ridge`, `lasso` or `elastic_net`, see `solve`.
         strength: Relative to the data, so that one grid serves every target: for Ridge a multiple of n on
             standardised features, for Lasso a fraction of the smallest penalty that empties the model.
-        huber: Tuning constant; infinity is ordinary least squares.
-        max_iter: Most rounds of reweighting.
+        huber: Tuning constant, above 0; infinity is ordinary least squares.
+        max_iter: Most rounds of reweighting; 0 is penalised least squares.
         positive: Allow no negative coefficient and no negative intercept; or which of them, the intercept last.
 
     Attributes:
         intercept_: In the unit of y, for raw features.
         coef_: Shape (n_features,), for raw features: `intercept_ + x @ coef_` is the prediction.
-        n_iter_: Rounds of reweighting it took.
+        n_iter_: Rounds of reweighting it took, `max_iter` at most.
         n_features_in_: Features it was fitted on.
 
     Examples:
@@ -239,6 +242,14 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
     References:
         Huber, Robust Statistics (1981), for the weights; Holland and Welsch (1977) for the reweighting.
     """
+
+    _parameter_constraints: ClassVar = {
+        "penalty": [StrOptions(set(get_args(Penalty)))],
+        "strength": [Range(Real, 0, None, closed="left")],
+        "huber": [Range(Real, 0, None, closed="right")],
+        "max_iter": [Range(Integral, 0, None, closed="left")],
+        "positive": [bool, tuple],
+    }
 
     def __init__(
         self,
@@ -264,16 +275,21 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             sample_weight: Inverse variance of each row up to a factor, shape (n,); equal if not given.
 
         Raises:
-            ValueError: There are no rows, or values that are not finite numbers.
+            ValueError: There are no rows, or values that are not finite numbers; or a parameter is not what it may be.
         """
         self.fit_rows(X, y, sample_weight)
         return self
 
     def fit_rows(self, X: Matrix, y: Vector, sample_weight: Vector | None = None) -> RowWeights:  # noqa: N803  # sklearn's contract
         """Fit as `fit` does, and return how much each row counted: confidence intervals need it, predictions do not."""
+        self._validate_params()
         # A model without features is allowed: it is a constant, the baseline that other models are compared with.
         x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_features=0)
         y = np.asarray(y, dtype=float)
+        if not isinstance(self.positive, bool) and len(self.positive) != x.shape[1] + 1:
+            raise ValueError(
+                f"positive has {len(self.positive)} flags, not one per feature and one for the intercept"
+            )
         given = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
         given = given / np.mean(given)
         center, scale = x.mean(axis=0), x.std(axis=0)
@@ -283,7 +299,8 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         origin = -center / scale
         settled = _SETTLED * (np.abs(y).max(initial=0.0) or 1.0)
         bent, fitted = np.ones(len(y)), np.full(len(y), np.inf)
-        for rounds in range(1, self.max_iter + 2):  # noqa: B007  # read after the loop
+        # The first fit is before any reweighting.
+        for rounds in range(self.max_iter + 1):  # noqa: B007  # read after the loop
             weights = given * bent
             summed = moments(z, y, weights)
             intercept, slopes = line(summed, origin, self.penalty, self.strength, positive=self.positive)

@@ -34,27 +34,29 @@ if TYPE_CHECKING:
     from tracefit.coefficients.predict import PredictedDuration, StepPrediction
     from tracefit.coefficients.requests import RequestPrediction
     from tracefit.features.sets import FeatureSet
-    from tracefit.results.commands import (
+    from tracefit.results.models import (
         CompareResult,
         Drift,
         ExportResult,
-        IngestPlan,
-        IngestResult,
-        Inspection,
         ModelSummary,
-        Quantiles,
-        ReceiveResult,
         ReportResult,
-        RequestGroup,
-        RequestSummary,
         RowPredictions,
-        RunFacts,
         RunResult,
-        ScopeInspection,
-        ServerFacts,
         SynthResult,
         TrainResult,
         VerifyResult,
+    )
+    from tracefit.results.traces import (
+        IngestPlan,
+        IngestResult,
+        Inspection,
+        Quantiles,
+        ReceiveResult,
+        RequestGroup,
+        RequestSummary,
+        RunFacts,
+        ScopeInspection,
+        ServerFacts,
     )
 
 

@@ -1,0 +1,292 @@
+"""Results of the commands that read traces or their tables: `ingest`, `inspect`, `receive` and `requests`.
+
+Fields are what `--json` prints and what `schemas/results/` describes; a change of one is a change for the programs that read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tracefit.errors import EXIT_DONE, EXIT_NOTHING, EXIT_QUARANTINE
+from tracefit.results.notebook import Shown
+from tracefit.tables.health import Check
+
+# -- ingest ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One ingested run."""
+
+    run_id: str
+    scope_id: str
+    files: int
+    bytes: int
+    spans: int
+    other_spans: int
+    duplicate_spans: int
+    rejects: int
+    implausible: int
+    dropped_events: int
+    servers: int
+    epochs: int
+    steps: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class IngestResult(Shown):
+    """Where the tables are, and what went into them.
+
+    Attributes:
+        tables: The folder.
+        runs: Runs that were read.
+        warnings: What the user should know.
+        failed: Runs that could not be read, each with the reason.
+    """
+
+    tables: Path
+    runs: tuple[RunSummary, ...]
+    warnings: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 3 when something is in quarantine: runs, rejects, implausible values, dropped events or duplicates."""
+        troubled = any(r.rejects or r.implausible or r.dropped_events or r.duplicate_spans for r in self.runs)
+        return EXIT_QUARANTINE if troubled or self.failed else EXIT_DONE
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One trace file: what it is, and how much of it the tables do not have yet.
+
+    Attributes:
+        run_id: The run it would belong to.
+        file: Its name.
+        shape: Its format and record layout, in words.
+        compression: gzip or zstd; null for none.
+        bytes: Its size.
+        status: `new`, `grown` (or changed), or `known` (nothing to read).
+        bytes_to_read: Bytes that would be decoded.
+    """
+
+    run_id: str
+    file: str
+    shape: str
+    compression: str | None
+    bytes: int
+    # A file whose beginning has changed counts as grown too: either way it is read again.
+    status: Literal["new", "grown", "known"]
+    bytes_to_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class IngestPlan(Shown):
+    """What an ingest would read.
+
+    Attributes:
+        files: Trace files, run by run.
+        left_out: Other files, each with the reason.
+    """
+
+    files: tuple[PlannedFile, ...]
+    left_out: tuple[str, ...] = ()
+
+
+# -- inspect --------------------------------------------------------------------------------------------
+
+Allowed = Literal["yes", "limited", "no"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileShape:
+    """One trace file: its name, size as stored, compression and shape in words."""
+
+    name: str
+    bytes: int
+    compression: str
+    shape: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeSpans:
+    """Spans of one instrumentation scope and their dialect; `lifecycle` spans are recognised by their names."""
+
+    scope: str
+    spans: int
+    dialect: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """One server of a run; sampling rates are estimates, null where the traces do not show them."""
+
+    server: str
+    epochs: int
+    spans: int
+    requests: int
+    steps: int
+    dropped_events: int
+    step_sampling: float | None
+    journey_sampling: float | None
+    snapshot_sampling: float | None
+    first_unix_ns: int | None
+    last_unix_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """One run as it was read; `files` is empty when tables were inspected.
+
+    `implausible` counts what was left out by the rule it broke; `missing_attributes` is event to the attributes that none
+    of these events has a usable value of.
+    """
+
+    run_id: str
+    scope_id: str
+    bytes: int
+    files: tuple[FileShape, ...]
+    services: tuple[str, ...]
+    scopes: tuple[ScopeSpans, ...]
+    other_spans: int
+    servers: tuple[ServerFacts, ...]
+    events: dict[str, int]
+    rejects: int
+    implausible: dict[str, int]
+    missing_attributes: dict[str, list[str]]
+    duplicate_spans: int
+    checks: tuple[Check, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """One thing that the traces may or may not support, and the reason."""
+
+    what: str
+    verdict: Allowed
+    reason: str
+    trains: bool = False
+    """Whether a model is fitted on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeInspection:
+    """What the runs of one scope allow together: models are fitted per scope."""
+
+    scope_id: str
+    runs: tuple[str, ...]
+    allows: tuple[Allowance, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection(Shown):
+    """Everything `inspect` found."""
+
+    runs: tuple[RunFacts, ...]
+    scopes: tuple[ScopeInspection, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 1 when nothing can be trained."""
+        trains = any(a.trains for scope in self.scopes for a in scope.allows)
+        return EXIT_DONE if trains else EXIT_NOTHING
+
+
+# -- receive --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedFrom:
+    """What one server process sent: spans acknowledged, by `service.name` and `service.instance.id` or host."""
+
+    service: str
+    instance: str
+    spans: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveResult:
+    """What was received: every span that is counted is on disk."""
+
+    out: Path
+    files: tuple[Path, ...]
+    bytes: int
+    spans: int
+    exports: int
+    refused: int
+    dropped_events: int
+    received_from: tuple[ReceivedFrom, ...]
+    warnings: tuple[str, ...] = ()
+
+
+# -- requests -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Durations of some requests, in seconds."""
+
+    # Seconds, as vLLM's own metrics have them; the tables hold microseconds.
+    n: int
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestGroup:
+    """Requests of one run, of one window of it, or of all runs.
+
+    Failures are requests that were aborted, ignored or ended in an error; they count for the time to the first token
+    and in the queue, not for the others. Throughput is over the time from the first arrival to the last event.
+    """
+
+    by: str
+    name: str
+    requests: int
+    failed: int
+    in_flight: int
+    preemptions: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float | None
+    requests_per_s: float | None
+    output_tokens_per_s: float | None
+    ttft: Quantiles
+    itl: Quantiles
+    e2e: Quantiles
+    queue: Quantiles
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSummary:
+    """How long requests were in one phase, and its share of all their phases' time."""
+
+    phase: str
+    share: float | None
+    seconds: Quantiles
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary(Shown):
+    """Requests of all runs: in total, by run, by phase and over time."""
+
+    total: RequestGroup
+    states: dict[str, int]
+    runs: tuple[RequestGroup, ...]
+    phases: tuple[PhaseSummary, ...]
+    windows: tuple[RequestGroup, ...]
+
+    @property
+    def groups(self) -> tuple[RequestGroup, ...]:
+        """All groups, the largest first."""
+        return (self.total, *self.runs, *self.windows)
+
+    @property
+    def exit_code(self) -> int:
+        """0: there are requests."""
+        return EXIT_DONE
