@@ -107,7 +107,7 @@ def test_no_class_or_alias_stands_for_two_things():
 FILE_METHODS = {
     *("open", "read_text", "read_bytes", "write_text", "write_bytes", "mkdir", "rmdir", "unlink", "touch"),
     *("iterdir", "rglob", "read_parquet", "scan_parquet", "write_parquet", "sink_parquet"),
-    *("ParquetFile", "ParquetWriter", "read_csv", "scan_csv"),
+    *("ParquetFile", "ParquetWriter", "FileIO", "OSFile", "read_csv", "scan_csv"),
 }
 NO_FILES = {"os._exit", "os.cpu_count", "os.fspath", "os.sched_getaffinity", "os.strerror"}
 

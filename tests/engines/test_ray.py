@@ -33,6 +33,9 @@ HERE = EngineChoice("ray")
 CLIENT_PORT = 9941
 OBJECTS_BYTES = 100 << 20
 
+MANY_BLOCKS = IngestOptions(block_bytes=20_000)
+"""Files are cut into so many blocks that every node gets some."""
+
 
 @pytest.fixture(scope="module")
 def cluster():
@@ -53,17 +56,9 @@ def cluster():
 
 
 @pytest.fixture
-def many_blocks(monkeypatch):
-    """Cut files into so many blocks that every node gets some. Windows of tables stay as they are."""
-    usual = IngestOptions.limits.fget
-    small = property(lambda options: replace(usual(options), block_bytes=20_000))
-    monkeypatch.setattr(IngestOptions, "limits", small)
-
-
-@pytest.fixture
-def expected(tmp_path, fleet, bytes_of, many_blocks):
+def expected(tmp_path, fleet, bytes_of):
     """Return the tables as this process makes them."""
-    ingest([fleet], tmp_path / "expected", workers=1)
+    ingest([fleet], tmp_path / "expected", workers=1, options=MANY_BLOCKS)
     return bytes_of(tmp_path / "expected")
 
 
@@ -75,7 +70,8 @@ def _nothing_left(tables):
 
 def test_ray_started_here_writes_the_same_bytes(tmp_path, fleet, bytes_of, expected):
     # Worth a process each: the last run is built on both cores, by a process of its own.
-    ingest([fleet], tmp_path / "tables", workers=2, engine=HERE, options=IngestOptions(bytes_per_worker=1))
+    options = replace(MANY_BLOCKS, bytes_per_worker=1)
+    ingest([fleet], tmp_path / "tables", workers=2, engine=HERE, options=options)
     assert bytes_of(tmp_path / "tables") == expected
     _nothing_left(tmp_path / "tables")
     assert not ray.is_initialized()
@@ -85,7 +81,7 @@ def test_a_cluster_of_three_nodes_writes_the_same_bytes(
     tmp_path, fleet, bytes_of, expected, cluster, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)  # workers have a working folder of their own
-    result = ingest([fleet], "tables", engine=EngineChoice("ray", cluster.address))
+    result = ingest([fleet], "tables", engine=EngineChoice("ray", cluster.address), options=MANY_BLOCKS)
     assert len(result.runs) == 5
     assert bytes_of(tmp_path / "tables") == expected
 
@@ -139,7 +135,7 @@ def test_a_node_killed_in_the_middle_changes_nothing(tmp_path, fleet, bytes_of, 
     node = cluster.add_node(num_cpus=2, object_store_memory=OBJECTS_BYTES)
     progress = _Kills(cluster, node)
     choice = EngineChoice("ray", cluster.address)
-    ingest([fleet], tmp_path / "tables", engine=choice, progress=progress)
+    ingest([fleet], tmp_path / "tables", engine=choice, progress=progress, options=MANY_BLOCKS)
     assert progress.notes[0] == "0 of 5 runs, 5 workers"
     assert bytes_of(tmp_path / "tables") == expected
     _nothing_left(tmp_path / "tables")
