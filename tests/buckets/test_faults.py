@@ -141,9 +141,9 @@ def test_a_bucket_that_refuses_is_one_line(bucket, tracefit, run, command, troub
     assert bucket.objects == {}
 
 
+@pytest.mark.slow
 def test_an_endpoint_where_nobody_answers_is_one_line(bucket, tracefit, run, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(buckets, "FIRST_ANSWER_S", 0)
     code, said, error = tracefit("ingest", run, "--out", TABLES)
     assert (code, said, error.count("\n")) == (2, "", 1)
     assert "AWS_ENDPOINT_URL in the environment" in error

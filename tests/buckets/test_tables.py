@@ -52,6 +52,12 @@ def test_a_bucket_has_the_parts_of_a_folder_and_nothing_else(tmp_path, bucket, r
     assert set(TableStore(TABLES).read("steps", columns=["step_id"]).columns) == {"step_id"}
 
 
+def test_many_runs_are_published_with_one_manifest(bucket, small):
+    ingest([small(1), small(2), small(3)], TABLES)
+    assert TableStore(TABLES).runs() == ["run1", "run2", "run3"]
+    assert bucket.asked.count(("PUT", "a/tables/manifest.json")) == 1
+
+
 def test_copies_on_disk_are_kept_while_there_is_room(tmp_path, bucket):
     place = Bucket(place_of(TABLES), kept_bytes=6)
     with place.lock(lambda: None, ()) as writing, place.scratch() as scratch:

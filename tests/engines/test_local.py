@@ -159,18 +159,6 @@ def test_progress_counts_runs_and_workers(tmp_path, fleet):
     assert progress.notes == [f"{n} of 5 runs, 1 worker" for n in range(6)]
 
 
-def test_many_runs_are_published_with_few_manifests(tmp_path, fleet, monkeypatch):
-    written, commit = [], TableStore.commit
-
-    def count(store, changes):
-        written.append(sorted(changes))
-        commit(store, changes)
-
-    monkeypatch.setattr(TableStore, "commit", count)
-    ingest([fleet], tmp_path / "tables")
-    assert written == [["a", "b", "c", "d", "e"]]
-
-
 def _fails(argument):
     raise argument
 
