@@ -6,6 +6,7 @@ Files that the tables folder knows are not decoded again. Each run is published 
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -133,16 +134,20 @@ def ingest_inputs(
     contexts = [_context(source, server) for source in inputs.runs]
     # A folder of results holds logs and notes too: only what looks like traces is worth a warning.
     left_out = [f"{left.name}: left out, {left.reason}" for left in inputs.left_out if left.is_notable]
-    # The engine before the folder: without one, nothing is written.
-    with (
-        engine as workplace,
-        disk_errors(store.root),
-        store.lock(lambda: progress.warn(f"{store.root}: another process is writing there; waiting for it")),
-    ):
-        # What an interrupted ingest left: the lock says that nobody writes it any more.
+    # The engine before the folder: without one, nothing is written. The folder is left after the engine: only then have
+    # workers that an interruption stops left what they were writing.
+    with ExitStack() as folder, engine as workplace:
+        folder.enter_context(disk_errors(store.root))
+        folder.enter_context(
+            store.lock(
+                lambda: progress.warn(f"{store.root}: another process is writing there; waiting for it")
+            )
+        )
         store.place.remove_scratch()
+        folder.callback(store.place.remove_scratch)
+        folder.enter_context(store.swept())
         runs = [RunAtWork(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
-        with store.swept(), store.place.scratch() as scratch:
+        with store.place.scratch() as scratch:
             Fleet(runs, store, scratch, workplace, options, progress).bring_up_to_date()
     # Each run stands alone; of a single one, its error is the command's.
     failed = [run.failed for run in runs if run.failed is not None]
