@@ -83,11 +83,9 @@ def _training_part(
 
 def _offered(model: FittedModel) -> list[str]:
     fitted = model.fitted
-    compared = [
-        n for part in fitted.regimes for c in part.regime.any_of or () for n in (c.feature, c.feature2) if n
-    ]
+    compared = [n for part in fitted.regimes for n in part.regime.when.names]
     return [
-        *(t.feature.name for t in fitted.terms),
+        *(t.feature for t in fitted.terms),
         *(x.feature for x in fitted.features_left_out),
         *compared,
     ]

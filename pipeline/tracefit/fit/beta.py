@@ -124,7 +124,7 @@ def fit_step_times(
     rows, load = with_load(step_frame(tables, timeline, _offered(sets), constants, choice.source))
     how = beta_options(options)
     chosen = _choose_set(rows, sets, how)
-    regimes = [RegimeRows("all", None, chosen.features.features)]
+    regimes = [RegimeRows("all", chosen.features.features)]
     result = fit_regimes(chosen.rows, regimes, how)
     if isinstance(result, TooFewRows):
         few = f"of {tables.sampled_steps} sampled steps few are consecutive"
