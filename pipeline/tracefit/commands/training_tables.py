@@ -140,14 +140,14 @@ def _alpha(scope: FittedScope) -> pl.DataFrame | None:
 
 
 def _beta(scope: FittedScope) -> pl.DataFrame | None:
-    if scope.beta_rows is None or scope.choice is None:
+    if scope.beta_rows is None or scope.source.beta_target_source is None:
         return None
     context = scope.scope.context
     kind = None
     if context.architecture is not None:
         kind = "moe" if context.architecture.is_moe else "dense"
     # The rows of the fit have the features that were offered, which need not be these.
-    rows = step_frame(scope.tables, scope.tables.timeline, _BATCH, {}, scope.choice.source)
+    rows = step_frame(scope.tables, scope.tables.timeline, _BATCH, {}, scope.source.beta_target_source)
     return rows.sort(*schema.SERVER, "ts_ns").select(
         step_duration_us="y",
         **_BETA,

@@ -27,15 +27,14 @@ if TYPE_CHECKING:
         Collinearity,
         ComposedLatencies,
         Condition,
-        DurationCover,
         Missing,
         Number,
         OmittedFeature,
         Overload,
         PenaltyChoice,
         PredictionInterval,
+        StepTimeSource,
         SummedTime,
-        TargetChoice,
         Validation,
     )
     from tracefit.server.context import ModelScope
@@ -335,8 +334,7 @@ class FittedScope:
 
     scope: ModelScope
     tables: ScopeTables
-    cover: DurationCover
-    choice: TargetChoice | None
+    source: StepTimeSource
     models: tuple[FittedModel, ...]
     missing: tuple[Missing, ...]
     alpha_rows: pl.DataFrame | None

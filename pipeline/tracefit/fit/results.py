@@ -511,20 +511,17 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True)
-class DurationCover:
-    """Share of the busy time that `step.duration_us` covers, over consecutive sampled steps."""
+class StepTimeSource:
+    """Where beta's target comes from, and the share of busy time that `step.duration_us` covers, over adjacent steps.
 
-    share: float | None
+    The target's source is null for traces without steps.
+    """
+
+    duration_coverage: float | None
     median_cycle_us: float | None
     median_duration_us: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class TargetChoice:
-    """The source of beta's target, and the reason for it."""
-
-    source: Literal["clock", "duration"]
-    reason: str
+    beta_target_source: Literal["clock", "duration"] | None = None
+    beta_target_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
