@@ -28,7 +28,7 @@ from tracefit.commands.reading import (
 )
 from tracefit.engines.build import RunTask, build_runs
 from tracefit.engines.decode import decode_tasks
-from tracefit.engines.jobs import Job, run_jobs
+from tracefit.engines.jobs import Job
 from tracefit.errors import DataError
 from tracefit.inputs import blocks
 from tracefit.inputs.files import content_hash_of
@@ -158,11 +158,11 @@ class Fleet:
             self._work_off()
 
     def _work_off(self) -> None:
-        for job, handle in run_jobs(self._engine, self._next_job):
+        for job, result in self._engine.run(self._next_job):
             # A job knows what takes its result: decoded blocks, or the tables of runs.
-            job.work(self._engine.result(handle))
+            job.work(result)
             # Its blocks are in memory as long as it has a name, and the next ones are about to be read.
-            del job, handle
+            del job, result
             if time.monotonic() >= self._publish_from:
                 self._publish()
         self._publish()

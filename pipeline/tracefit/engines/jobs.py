@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tracefit.errors import DataError, TracefitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 TASKS_PER_WORKER = 2
@@ -50,10 +50,6 @@ class TaskEngine(Protocol):
     """Jobs that run at the same time, at most."""
 
     @property
-    def ahead(self) -> int:
-        """Jobs that have begun or wait for a worker, at most."""
-
-    @property
     def carries_bytes(self) -> bool:
         """Whether workers may be without the files that this process reads: blocks carry their bytes then."""
 
@@ -67,19 +63,16 @@ class TaskEngine(Protocol):
             UsageError: They have not.
         """
 
-    def submit(self, job: Job) -> Any:
-        """Begin a job; return a handle for `wait` and `result`."""
+    def run(self, next_job: Callable[[], Job | None]) -> Iterator[tuple[Job, Any]]:
+        """Run jobs; yield each when it has ended, with what its function returned.
 
-    def wait(self, handles: Sequence[Any]) -> list[Any]:
-        """Return the handles of jobs that have ended; there is one at least."""
-
-    def result(self, handle: Any) -> Any:
-        """Return what the function of an ended job returned.
+        Args:
+            next_job: Returns the next job, or null if there is none until another job has ended.
 
         Raises:
-            WorkerError: The worker died.
-            TracefitError: The function raised it.
-            OSError: The function raised it.
+            WorkerError: A worker died.
+            TracefitError: The function of a job raised it.
+            OSError: The function of a job raised it.
         """
 
 
@@ -89,25 +82,6 @@ def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Excepti
         return function(argument), None
     except (TracefitError, OSError) as error:
         return None, error
-
-
-def run_jobs(engine: TaskEngine, next_job: Callable[[], Job | None]) -> Iterator[tuple[Job, Any]]:
-    """Run jobs; yield each when it has ended, with the handle of its result.
-
-    Args:
-        engine: Where they run.
-        next_job: Returns the next job, or null if there is none until another job has ended.
-    """
-    pending: dict[Any, Job] = {}
-    while True:
-        while len(pending) < engine.ahead and (job := next_job()) is not None:
-            pending[engine.submit(job)] = job
-        if not pending:
-            return
-        job = None  # what has a name here is not freed
-        for handle in engine.wait(list(pending)):
-            yield pending.pop(handle), handle
-        del handle
 
 
 def available_cores() -> int:

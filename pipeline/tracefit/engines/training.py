@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import polars as pl
 
 from tracefit.engines.build import engine_limits, timeline_of
-from tracefit.engines.jobs import Job, run_jobs
+from tracefit.engines.jobs import Job
 from tracefit.fit.fitted import ScopeTables
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
@@ -152,5 +152,5 @@ def each_run(
         # Pinned: the job reads the parts that the manifest names now, whatever is published meanwhile.
         return Job(partial(_of_each, function, store.pinned(chosen)), chosen, name=chosen[0], work=chosen)
 
-    for job, handle in run_jobs(engine, next_job):
-        yield from zip(job.work, engine.result(handle), strict=True)
+    for job, made in engine.run(next_job):
+        yield from zip(job.work, made, strict=True)
