@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tracefit.errors import DataError, TracefitError
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
 TASKS_PER_WORKER = 2
 """Jobs that a worker has or that wait for it: each may hold a block's bytes."""
+
+
+_Item = TypeVar("_Item")
 
 
 class WorkerError(DataError):
@@ -82,6 +86,17 @@ def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Excepti
         return function(argument), None
     except (TracefitError, OSError) as error:
         return None, error
+
+
+def take_together(
+    waiting: deque[_Item], size_bytes: Callable[[_Item], int], *, most: int, most_bytes: int
+) -> list[_Item]:
+    """Take items that are worked on together, because small ones share a fixed cost; a larger one is taken alone."""
+    taken: list[_Item] = []
+    while waiting and len(taken) < most and (not taken or size_bytes(waiting[0]) <= most_bytes):
+        taken.append(waiting.popleft())
+        most_bytes -= size_bytes(taken[-1])
+    return taken
 
 
 def available_cores() -> int:
