@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from tracefit._version import __version__
 from tracefit.commands.reading import (
     IngestOptions,
-    Piece,
+    FilePiece,
     RunReading,
     content_hash,
     known_files,
@@ -170,7 +170,7 @@ class Fleet:
                 self._publish()
         self._publish()
 
-    def _take_decoded(self, pieces: Sequence[tuple[RunAtWork, Piece]], result: Sequence[Decoded]) -> None:
+    def _take_decoded(self, pieces: Sequence[tuple[RunAtWork, FilePiece]], result: Sequence[Decoded]) -> None:
         for (run, piece), parts in zip(pieces, chain.from_iterable(result), strict=True):
             if run.failed is None and run.reading is not None:
                 run.reading.take(piece, parts)
@@ -192,7 +192,7 @@ class Fleet:
 
     def _decode_jobs(self) -> Iterator[Job]:
         """Yield jobs of decoding; small blocks share one, also those of several runs, because each job has a fixed cost."""
-        given: list[tuple[RunAtWork, Piece, Block | Reject]] = []
+        given: list[tuple[RunAtWork, FilePiece, Block | Reject]] = []
         size = 0
         for run, piece, item in self._pieces():
             given.append((run, piece, item))
@@ -204,7 +204,7 @@ class Fleet:
         if given:
             yield self._decode_job(given)
 
-    def _decode_job(self, given: Sequence[tuple[RunAtWork, Piece, Block | Reject]]) -> Job:
+    def _decode_job(self, given: Sequence[tuple[RunAtWork, FilePiece, Block | Reject]]) -> Job:
         runs = [list(of_run) for _, of_run in groupby(given, key=lambda each: id(each[0]))]
         tasks = tuple(
             Task(tuple(item for _, _, item in run), self._options.rows, self._place) for run in runs
@@ -212,7 +212,7 @@ class Fleet:
         pieces = [(run, piece) for run, piece, _ in given]
         return Job(decode_tasks, tasks, given[0][2].source_file, partial(self._take_decoded, pieces))
 
-    def _pieces(self) -> Iterator[tuple[RunAtWork, Piece, Block | Reject]]:
+    def _pieces(self) -> Iterator[tuple[RunAtWork, FilePiece, Block | Reject]]:
         """Yield what is to be decoded of one run after the other."""
         while self._unread:
             run = self._unread.popleft()

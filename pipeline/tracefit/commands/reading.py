@@ -107,7 +107,7 @@ class IngestOptions:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class FilePiece:
     """A block, or a reject between blocks: its place in its file, and its staged parts once it is decoded."""
 
     file: _FileAtWork
@@ -121,7 +121,7 @@ class _FileAtWork:
 
     file: TraceFile
     content: ContentHash | str
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[FilePiece] = field(default_factory=list)
     rejects: int = 0
 
 
@@ -151,7 +151,7 @@ class RunReading:
     _decoding: int = 0
     _all_given: bool = False
 
-    def pieces(self) -> Iterator[tuple[Piece, Block | Reject]]:
+    def pieces(self) -> Iterator[tuple[FilePiece, Block | Reject]]:
         """Yield the pieces of all files that are not known.
 
         Raises:
@@ -185,7 +185,7 @@ class RunReading:
         self._unchanged.append(msgspec.structs.replace(known, modified_ns=modified_ns))
         return True
 
-    def _pieces_of(self, work: _FileAtWork, copy: TraceFile) -> Iterator[tuple[Piece, Block | Reject]]:
+    def _pieces_of(self, work: _FileAtWork, copy: TraceFile) -> Iterator[tuple[FilePiece, Block | Reject]]:
         """Read a file, from its copy if it is in a bucket: the bytes of that were hashed and reported when it was made."""
         self._read.append(work)
         is_hashed = isinstance(work.content, str)
@@ -199,11 +199,13 @@ class RunReading:
         ):
             if work.rejects >= self.options.max_rejects:
                 break
-            work.pieces.append(Piece(work, item.offset if isinstance(item, Block) else item.source_offset))
+            work.pieces.append(
+                FilePiece(work, item.offset if isinstance(item, Block) else item.source_offset)
+            )
             self._decoding += 1
             yield work.pieces[-1], item
 
-    def take(self, piece: Piece, parts: tuple[StagedPart, ...]) -> None:
+    def take(self, piece: FilePiece, parts: tuple[StagedPart, ...]) -> None:
         """Take the staged parts of a piece."""
         piece.parts = parts
         piece.file.rejects += sum(part.rejects for part in parts)
