@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from tracefit._version import __version__
 from tracefit.commands.reading import (
-    IngestOptions,
     FilePiece,
+    IngestOptions,
     RunReading,
     content_hash,
     known_files,
