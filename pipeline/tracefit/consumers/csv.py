@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from tracefit.coefficients.compiled import condition_text, linear_forms
 from tracefit.coefficients.model import BoundaryModel, Regime
-from tracefit.consumers.base import OUT, Export, HeldOut, Source, consumer
+from tracefit.consumers.base import OUT, Export, Source, consumer
 from tracefit.errors import spreadsheet_safe
+from tracefit.results.models import HeldOut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ import polars as pl
 
 from tracefit import memory
 from tracefit.errors import DataError
-from tracefit.server.settings import ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
+from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import BuildLimits, IngestCounts, build_tables
 from tracefit.tables.runs import COMPLETE_SHARE
@@ -229,7 +229,7 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
 
 def engine_limits(context: RunContext) -> EngineLimits:
     """Return the known limits of the server's scheduler."""
-    from tracefit.timeline.composition import DEFAULT_BLOCK_SIZE, EngineLimits  # noqa: PLC0415
+    from tracefit.timeline.composition import EngineLimits  # noqa: PLC0415
 
     s = context.settings
     return EngineLimits(
