@@ -8,6 +8,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from tracefit.features.targets import TARGETS
 from tracefit.tables.store import TableStore
 
 
@@ -55,7 +56,7 @@ def test_ingest_then_train_are_commands_of_their_own(tracefit, tmp_path, folder,
 def test_the_text_names_every_model_and_file(tracefit, tmp_path, folder, quick):
     code, out, err = tracefit("run", folder, "--out", tmp_path / "out", *quick)
     assert (code, err) == (0, "")
-    for name in ("beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure"):
+    for name in ("beta.cycle_time", *(target.model for target in TARGETS)):
         assert name in out
     for file in ("models/alpha.json", "models/beta.json", "evaluation.json", "report.md"):
         assert str(tmp_path / "out" / file) in out

@@ -7,14 +7,10 @@ import gzip
 import pytest
 
 from tracefit import DataError, ingest, inspect, run
+from tracefit.features.targets import TARGETS
 from tracefit.tables.store import TableStore
 
-WAITS = {
-    "beta.cycle_time": "step time",
-    "alpha.queue_wait": "queue wait",
-    "alpha.admission": "admission overhead",
-    "alpha.departure": "departure overhead",
-}
+WAITS = {"beta.cycle_time": "step time"} | {target.model: target.title for target in TARGETS}
 
 
 @pytest.fixture

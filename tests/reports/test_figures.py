@@ -9,6 +9,7 @@ import pytest
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.commands.figure_data import engine_run, model_rows, thinned
+from tracefit.features.targets import TARGETS
 from tracefit.fit.results import Overload, QueuePeriod
 from tracefit.reports.figures import engine_figure, model_figures, robust_limits
 from tracefit.tables.store import TableStore
@@ -88,7 +89,7 @@ def test_many_rows_are_thinned_evenly():
 
 
 def test_every_figure_has_a_caption_and_a_summary(drawn):
-    for name in ("beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure"):
+    for name in ("beta.cycle_time", *(target.model for target in TARGETS)):
         for figure in drawn(name, points=10)[0].values():
             assert figure.look.startswith("Look for")
             assert figure.look.endswith(".")

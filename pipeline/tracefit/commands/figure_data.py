@@ -14,6 +14,7 @@ from tracefit.coefficients.compiled import CompiledModel, main_forms
 from tracefit.coefficients.model import LinearModel, RegimesModel
 from tracefit.errors import UsageError
 from tracefit.features.expressions import Binary, Call, Constant, Name
+from tracefit.features.targets import parts_of
 from tracefit.fit.splits import FEW_ROWS
 from tracefit.results.figures import (
     LATENCIES,
@@ -62,9 +63,6 @@ _REQUEST_COLUMNS = (
     "departed_ns",
     "finish_status",
     "prompt_tokens",
-    "admission_us",
-    "queue_wait_us",
-    "prefill_us",
 )
 _STEP_COLUMNS = ("run_id", "cycle_us", "cycle_source", "idle_after", "running_depth")
 _BATCH_COLUMNS = (
@@ -117,7 +115,8 @@ def scope_rows(
         lag_steps=scope.timeline.execution_lag_steps,
     )
     waits = store.read("alpha_training", runs, columns).filter(own)
-    requests = store.read("requests", runs, [*_REQUEST_COLUMNS, *(f"{name}_us" for name in LATENCIES)])
+    durations = [*(f"{name}_us" for name in LATENCIES), *_first_token_parts().values()]
+    requests = store.read("requests", runs, [*_REQUEST_COLUMNS, *dict.fromkeys(durations)])
     rows_of: dict[str, ModelRows] = {}
     for model in models:
         target = pl.col("target") == model.name.removeprefix("alpha.")
@@ -623,13 +622,17 @@ def step_breakdown(model: LinearModel, steps: pl.DataFrame) -> Breakdown | None:
 
 def first_token_breakdown(requests: pl.DataFrame) -> Breakdown | None:
     """Return what the measured TTFT consists of, shortest first; null where no request has all of its parts."""
-    parts = {"admission": "admission_us", "queue": "queue_wait_us", "prefill": "prefill_us"}
     return _grouped(
         requests,
-        {name: pl.col(column) / US_PER_MS for name, column in parts.items()},
+        {name: pl.col(column) / US_PER_MS for name, column in _first_token_parts().items()},
         pl.col("ttft_us") / US_PER_MS,
         {"prompt tokens": pl.col("prompt_tokens")},
     )
+
+
+def _first_token_parts() -> dict[str, str]:
+    """Return what TTFT consists of: name to column of the `requests` table, in us."""
+    return {target.label: target.column for target in parts_of("ttft")} | {"prefill": "prefill_us"}
 
 
 def _grouped(

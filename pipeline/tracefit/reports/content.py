@@ -18,6 +18,7 @@ from tracefit.coefficients.model import (
     Model,
     RegimesModel,
 )
+from tracefit.features import targets
 from tracefit.fit.results import NEVER, Condition, Number, Term
 from tracefit.reports.document import Bullets, Figure, Report, ReportPart, Section, Table, table
 from tracefit.reports.figures import (
@@ -109,9 +110,10 @@ _TERMS = (
     ("bias", "sum of predictions over sum of measurements, less 100 %"),
     ("baseline", "predicts the training median for every row"),
     ("reference", "gradient boosting on the same features and rows: about the best these features allow"),
-    ("admission", "ARRIVED to QUEUED: work of the API process, and the wait for the next step"),
-    ("queue wait", "QUEUED to SCHEDULED"),
-    ("departure", "FINISHED to DEPARTED"),
+    *(
+        (target.label, f"{target.definition}: {target.contains}" if target.contains else target.definition)
+        for target in targets.around_steps()
+    ),
     ("TTFT, ITL, E2E", "time to the first token, between tokens, and from arrival to the last token"),
     (
         "training range",

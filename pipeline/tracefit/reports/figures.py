@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import cycle
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from tracefit.coefficients.model import RegimesModel
 from tracefit.errors import printable
+from tracefit.features import targets
 from tracefit.reports.document import Figure, Table, Trace
 from tracefit.results.figures import LATENCIES, US_PER_MS, ShadedRegion
 from tracefit.text import count, number, percent, plural
@@ -295,10 +297,11 @@ _PART_COLOURS = {
     "requests": TEAL,
     "waiting requests": PINK,
     "communication": AMBER,
-    "admission": BLUE,
-    "queue": PINK,
     "prefill": ORANGE,
 }
+
+_OVERHEAD_COLOURS = (BLUE, PINK, GREEN, PURPLE, TEAL, AMBER, GREY)
+"""Of the overheads in TTFT, in the order a request goes through them; without that of the prefill."""
 
 
 def _bin_table(bins: Iterable[Bin], x_name: str, y_name: str) -> Table:
@@ -425,6 +428,7 @@ def breakdown_figure(scope_id: str, found: Breakdown) -> Figure:
     """Draw what held-out steps consist of, short steps first."""
     return _stacked(
         found,
+        _PART_COLOURS,
         "step",
         "predicted step time, ms",
         name=anchor(f"{scope_id}-step-breakdown"),
@@ -438,8 +442,12 @@ def breakdown_figure(scope_id: str, found: Breakdown) -> Figure:
 
 def first_token_figure(scope_id: str, found: Breakdown) -> Figure:
     """Draw what the measured TTFT consists of, requests with the shortest first."""
+    overheads = targets.parts_of("ttft")
+    colours = dict(zip((target.label for target in overheads), cycle(_OVERHEAD_COLOURS), strict=False))
+    meanings = [f"*{target.label}* ({target.definition})" for target in overheads]
     return _stacked(
         found,
+        _PART_COLOURS | colours,
         "request",
         "measured TTFT, ms",
         name=anchor(f"{scope_id}-first-token"),
@@ -447,11 +455,13 @@ def first_token_figure(scope_id: str, found: Breakdown) -> Figure:
         title="Where TTFT goes",
         look="Look for what the slow requests have that the fast ones do not: a queue asks for more servers, a prefill for "
         "shorter prompts or larger steps.",
-        note="*Admission* is arrival to the queue, *queue* to the first step, *prefill* to the first token.",
+        note=f"The parts: {', '.join([*meanings, '*prefill* (first SCHEDULED to FIRST_TOKEN)'])}.",
     )
 
 
-def _stacked(found: Breakdown, what: str, y: str, **words: Unpack[FigureWords]) -> Figure:
+def _stacked(
+    found: Breakdown, colours: Mapping[str, str], what: str, y: str, **words: Unpack[FigureWords]
+) -> Figure:
     width = 100 / len(found.rows)
     at = [width * (k + 0.5) for k in range(len(found.rows))]
     groups = [f"{width * k:.0f} to {width * (k + 1):.0f} %" for k in range(len(found.rows))]
@@ -467,7 +477,7 @@ def _stacked(found: Breakdown, what: str, y: str, **words: Unpack[FigureWords]) 
             "x": at,
             "y": rounded(values),
             "width": 0.84 * width,
-            "marker": {"color": _PART_COLOURS.get(part, AMBER)},
+            "marker": {"color": colours.get(part, AMBER)},
             "customdata": [
                 f"{percent(100 * v / whole) if whole else '-'} % of {number(whole)} ms<br>mean of {plural(n, what)}, {group}<br>{fact}"
                 for v, whole, n, group, fact in zip(values, wholes, found.rows, groups, facts, strict=True)

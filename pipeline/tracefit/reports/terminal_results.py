@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from tracefit.errors import printable, spreadsheet_safe
+from tracefit.features import targets
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
     WIDTH,
@@ -204,7 +205,7 @@ def synth_text(result: SynthResult) -> str:
 # Inspecting
 
 
-def inspection_text(found: Inspection) -> str:
+def inspect_text(found: Inspection) -> str:
     """Return what the runs hold, the health of their journeys, and what can be trained."""
     parts = [*(_run(run) for run in found.runs), *(_allowed(scope) for scope in found.scopes)]
     if found.exit_code:
@@ -368,9 +369,12 @@ def step_text(predicted: StepPrediction) -> str:
 
 def request_text(predicted: RequestPrediction) -> str:
     """Return the predicted latencies of a request, interval by interval."""
+    before, after = (
+        [(t.label, predicted.overheads[t.name]) for t in targets.parts_of(latency)]
+        for latency in ("ttft", "client")
+    )
     rows = [
-        ("admission", predicted.admission),
-        ("queue wait", predicted.queue_wait),
+        *before,
         (
             f"prefill ({predicted.prefill_steps:,} step{'s' * (predicted.prefill_steps > 1)})",
             predicted.prefill,
@@ -378,7 +382,7 @@ def request_text(predicted: RequestPrediction) -> str:
         ("TTFT", predicted.ttft),
         ("ITL", predicted.itl),
         ("E2E", predicted.e2e),
-        ("departure, after E2E", predicted.departure),
+        *((f"{label}, after E2E", found) for label, found in after),
     ]
     ranges = [_wrapped(f"range: {text}", "  ") for text in predicted.ranges]
     notes = _notes(predicted.assumed, predicted.out_of_range)
