@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import polars as pl
@@ -87,37 +87,22 @@ MAX_DIFFERENCE = 0.2
 """Largest relative difference between BLIS's step and tracefit's at a full batch that needs no note."""
 
 
-class Weighting(NamedTuple):
-    """Weight of a row in the fit: requests in the step ** requests_power / time ** time_power.
+WEIGHTINGS: Mapping[str, tuple[float, float, float]] = {
+    "equal steps, least squares": (0.0, 0.0, np.inf),
+    "requests^1 / time^0, least squares": (1.0, 0.0, np.inf),
+    "requests^0.5 / time^0.5, Huber": (0.5, 0.5, HUBER),
+    "requests^0.5 / time^0.5, least squares": (0.5, 0.5, np.inf),
+    "requests^1 / time^0.5, Huber": (1.0, 0.5, HUBER),
+    "requests^1 / time^1, least squares": (1.0, 1.0, np.inf),
+}
+"""Weights that a step may have in the fit: powers of its requests and of its time, and where Huber's weights set in.
 
-    Attributes:
-        requests_power: 1 counts a step once per request in it, 0 once.
-        time_power: 2 weighs errors in percent, 0 weighs errors in us.
-        robust: Apply Huber's weights too. Without them tails count in full, which keeps the sum of all steps.
-    """
+Requests^1 counts a step once per request in it, time^2 would weigh errors in percent. Without Huber's weights tails count in
+full, which keeps the sum of all steps.
+"""
 
-    requests_power: float
-    time_power: float
-    robust: bool
-
-    @property
-    def name(self) -> str:
-        """The weighting as a formula."""
-        how = "Huber" if self.robust else "least squares"
-        if not self.requests_power and not self.time_power:
-            return f"equal steps, {how}"
-        return f"requests^{self.requests_power:g} / time^{self.time_power:g}, {how}"
-
-
-WEIGHTINGS = (
-    Weighting(0.0, 0.0, robust=False),
-    Weighting(1.0, 0.0, robust=False),
-    Weighting(0.5, 0.5, robust=True),
-    Weighting(0.5, 0.5, robust=False),
-    Weighting(1.0, 0.5, robust=True),
-    Weighting(1.0, 1.0, robust=False),
-)
-FALLBACK = WEIGHTINGS[2]
+EQUAL_STEPS, *_ = WEIGHTINGS
+FALLBACK = "requests^0.5 / time^0.5, Huber"
 """Weighting where no requests can be replayed: the best one over twenty generated runs of eight models."""
 
 
@@ -141,14 +126,14 @@ def fit_blis(source: Source) -> BlisCoefficients:
     arrival, arrival_error, folded = _arrival(source)
     departure, departure_error = _departure(source)
     steps = _steps(source)
-    fits = {w: _fit(steps, w) for w in WEIGHTINGS}
+    fits = {name: _fit(steps, *weighting) for name, weighting in WEIGHTINGS.items()}
     requests, missing = _requests(source, steps.ends)
     training, alpha = _training(requests), (arrival, *departure)
     replays = partial(_replayed, source, alpha)
     if missing is None and training["counts"].sum() < MIN_REQUESTS:
         missing = f"fewer than {MIN_REQUESTS} training requests to replay"
     if missing:
-        beta, reason = fits[FALLBACK], f"{FALLBACK.name}; {missing}"
+        beta, reason = fits[FALLBACK], f"{FALLBACK}; {missing}"
     else:
         beta, reason = _choose(replays, fits, training)
     beta = np.array([written(v) for v in beta])
@@ -266,13 +251,12 @@ def _steps(source: Source) -> _Steps:
     return _Steps(train, held, x, y, varies, ends)
 
 
-def _fit(steps: _Steps, weighting: Weighting) -> Vector:
+def _fit(steps: _Steps, requests_power: float, time_power: float, huber: float) -> Vector:
     # A step without requests has no weight where requests count, and no infinite one.
     requests = np.maximum(steps.x[:, _REQUESTS], 1e-9)
-    weights = requests**weighting.requests_power / np.maximum(steps.y, 1.0) ** weighting.time_power
+    weights = requests**requests_power / np.maximum(steps.y, 1.0) ** time_power
     # A row of an interval is the mean of several steps.
     weights = weights * steps.train["interval_steps"].to_numpy().astype(float)
-    huber = HUBER if weighting.robust else np.inf
     return fit_nonnegative(steps.x * steps.varies, steps.y, weights / weights.mean(), huber=huber)
 
 
@@ -456,7 +440,7 @@ def _worst(requests: pl.DataFrame) -> float:
     return max(abs(_error_pct(requests, *what)) / bar for what, bar in BAR_PCT.items())
 
 
-def _choose(replays: _Replay, fits: Mapping[Weighting, Vector], training: pl.DataFrame) -> tuple[Vector, str]:
+def _choose(replays: _Replay, fits: Mapping[str, Vector], training: pl.DataFrame) -> tuple[Vector, str]:
     """Choose the weighting with the smallest worst error over the training requests under light and under heavy load.
 
     Returns:
@@ -473,9 +457,9 @@ def _choose(replays: _Replay, fits: Mapping[Weighting, Vector], training: pl.Dat
         any_preempted |= preempted
     best = min(worst, key=lambda w: worst[w])
     reason = (
-        f"{best.name}, of {len(fits)} the closest replay of {training['counts'].sum()} training requests, "
+        f"{best}, of {len(fits)} the closest replay of {training['counts'].sum()} training requests, "
         f"light and heavy load apart: at worst {worst[best]:.2f} times what is asked (TTFT P50 within 10 %, ITL and E2E P50 "
-        f"and P90 within 3 %), equal steps {worst[WEIGHTINGS[0]]:.2f}"
+        f"and P90 within 3 %), equal steps {worst[EQUAL_STEPS]:.2f}"
     )
     if not any_preempted:
         return fits[best], reason
