@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Unpack
 
 import polars as pl
 
-from tracefit.coefficients.compiled import CompiledModel, holds_expression, main_forms
+from tracefit.coefficients.compiled import CompiledModel, main_forms
 from tracefit.coefficients.model import LinearModel, RegimesModel
 from tracefit.errors import UsageError
 from tracefit.features.expressions import Binary, Call, Constant, Name
@@ -320,7 +320,7 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
         predicted_ms=compiled.expression_with_clock() / US_PER_MS,
         measured_ms=pl.col("y") / US_PER_MS,
         at_s=(pl.col("ts_ns") - start) / 1e9,
-        first_regime=holds_expression(model.regimes[0].when)
+        first_regime=model.regimes[0].when.expression()
         if isinstance(model, RegimesModel)
         else pl.lit(value=True),
     )

@@ -10,18 +10,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.compiled import NEVER, condition_text, main_forms
+from tracefit.coefficients.compiled import main_forms
 from tracefit.coefficients.model import (
     BoundaryModel,
     CoefficientFile,
-    Condition,
     Expectation,
     Model,
-    Number,
     RegimesModel,
-    Term,
 )
 from tracefit.features.targets import LATENCIES, around_steps
+from tracefit.fit.results import NEVER, Condition, Number, Term
 from tracefit.reports.document import Bullets, Report, ReportPart, Section, Table, table
 from tracefit.reports.figures import figures_of_evaluation
 from tracefit.reports.sentences import lead, least_exact, step_entry, verdicts
@@ -802,7 +800,7 @@ def _expectation(expected: Expectation) -> str:
 
 
 def _condition(when: Condition) -> str:
-    text = condition_text(when, lambda name: f"`{name}`", exact)
+    text = when.text(lambda name: f"`{name}`", exact)
     # The last regime has no condition of its own: it predicts what the others leave.
     return "otherwise" if not text else text if text == NEVER else f"when {text}"
 

@@ -205,7 +205,7 @@ def synth_text(result: SynthResult) -> str:
 # Inspecting
 
 
-def inspection_text(found: Inspection) -> str:
+def inspect_text(found: Inspection) -> str:
     """Return what the runs hold, the health of their journeys, and what can be trained."""
     parts = [*(_run(run) for run in found.runs), *(_allowed(scope) for scope in found.scopes)]
     if found.exit_code:
