@@ -19,7 +19,8 @@ from tracefit.results.models import CoefficientDiff, PredictionDiff
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.coefficients.model import Bounds, LinearForm, Model, Number, Term
+    from tracefit.coefficients.model import LinearForm, Model
+    from tracefit.fit.results import Bounds, Number, Term
 
 POINTS = 2000
 """Number of points of the shared training range at which two models are compared."""

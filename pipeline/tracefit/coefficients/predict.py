@@ -26,7 +26,8 @@ from tracefit.server.settings import DEFAULT_BLOCK_SIZE
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from tracefit.coefficients.model import LinearForm, Model, NotFitted, RequestRange, Term, Workload
+    from tracefit.coefficients.model import LinearForm, Model, NotFitted, RequestRange, Workload
+    from tracefit.fit.results import Term
 
 PREDICTED = "predicted_us"
 """Name of the prediction itself among what is outside its range: a line below 0 is cut off there."""
