@@ -18,22 +18,11 @@ from tracefit.coefficients.model import (
     Model,
     RegimesModel,
 )
-from tracefit.features import targets
+from tracefit.features.targets import LATENCIES, around_steps
 from tracefit.fit.results import NEVER, Condition, Number, Term
-from tracefit.reports.document import Bullets, Figure, Report, ReportPart, Section, Table, table
-from tracefit.reports.figures import (
-    breakdown_figure,
-    distribution_figures,
-    engine_figure,
-    first_token_figure,
-    latency_load_figure,
-    load_figure,
-    model_figures,
-    over_time_figure,
-    runs_figure,
-)
+from tracefit.reports.document import Bullets, Report, ReportPart, Section, Table, table
+from tracefit.reports.figures import figures_of_evaluation
 from tracefit.reports.sentences import lead, least_exact, step_entry, verdicts
-from tracefit.results.figures import LATENCIES
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
     ScopeLabel,
@@ -72,7 +61,7 @@ if TYPE_CHECKING:
         Validation,
     )
     from tracefit.reports.document import ReportPart, Table
-    from tracefit.results.figures import ScopeRows
+    from tracefit.reports.figures import ScopeFigures
 
 ERRORS = ("n", "median APE %", "P90 %", "P99 %", "MAPE %", "bias %", "MAE us")
 
@@ -112,7 +101,7 @@ _TERMS = (
     ("reference", "gradient boosting on the same features and rows: about the best these features allow"),
     *(
         (target.label, f"{target.definition}: {target.contains}" if target.contains else target.definition)
-        for target in targets.around_steps()
+        for target in around_steps()
     ),
     ("TTFT, ITL, E2E", "time to the first token, between tokens, and from arrival to the last token"),
     (
@@ -124,36 +113,35 @@ _TERMS = (
 
 @dataclass(frozen=True, slots=True)
 class ScopeParts:
-    """One scope of the report: its evaluation, its models by name, and the rows of its figures; null without tables."""
+    """One scope of the report: its evaluation, its models by name, and its figures; null where these are left out."""
 
     scope: ScopeEvaluation
     label: ScopeLabel
     models: dict[str, Model]
-    rows: ScopeRows | None
-    has_figures: bool = True
+    figures: ScopeFigures | None
 
 
 def build_report(
     evaluation: Evaluation,
     alpha: CoefficientFile,
     beta: CoefficientFile,
-    rows: Mapping[str, ScopeRows] | None,
+    figures: Mapping[str, ScopeFigures] | None,
     *,
     traced: tuple[int, int] | None = None,
 ) -> Report:
     """Build the whole report.
 
-    `rows` holds those of the scopes that are drawn, by scope id, and is null without tables; `traced` is the first and the last
-    time of the traces in Unix nanoseconds.
+    `figures` holds those of the scopes that are drawn, by scope id, and is null without tables; `traced` is the first and the
+    last time of the traces in Unix nanoseconds.
     """
-    scopes = scope_parts(evaluation, alpha, beta, rows)
+    scopes = _scope_parts(evaluation, alpha, beta, figures)
     data: list[ReportPart] = [
         Section("Data", tuple(data_parts(evaluation)), folded=True),
         *_across_parts(evaluation),
         Section("Terms", (table(("term", "meaning"), _TERMS),), folded=True),
         *_provenance(alpha, beta),
     ]
-    if rows is None:
+    if figures is None:
         data.insert(
             0, "There were no tables beside the evaluation: figures of rows, requests and runs are left out."
         )
@@ -177,11 +165,11 @@ def build_report(
     return Report(title, exactness, (_overview(scopes), *sections, *data), subject)
 
 
-def scope_parts(
+def _scope_parts(
     evaluation: Evaluation,
     alpha: CoefficientFile,
     beta: CoefficientFile,
-    rows: Mapping[str, ScopeRows] | None,
+    figures: Mapping[str, ScopeFigures] | None,
 ) -> list[ScopeParts]:
     """Return the scopes of an evaluation with their models; see `build_report`."""
     models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
@@ -196,8 +184,7 @@ def scope_parts(
             scope,
             labels[scope.scope_id],
             {name: models[scope.scope_id, name] for name in scope.models},
-            rows.get(scope.scope_id) if rows is not None else None,
-            has_figures=rows is None or scope.scope_id in rows,
+            figures_of_evaluation(scope) if figures is None else figures.get(scope.scope_id),
         )
         for scope in evaluation.scopes
     ]
@@ -291,9 +278,9 @@ def _scope(one: ScopeParts, *, several: bool = False) -> list[ReportPart]:
 
     Of several scopes the verdicts stand side by side before them: there the first figure comes first.
     """
-    scope, models = one.scope, one.models
-    figures = scope_figures(one)
-    first = figures[:1] if several else []
+    scope, models, figures = one.scope, one.models, one.figures
+    drawn = figures.first if figures else ()
+    first = drawn[:1] if several else ()
     parts: list[ReportPart] = (
         [f"Of scopes alike, this one has {one.label.detail}."] if one.label.detail else []
     )
@@ -304,14 +291,13 @@ def _scope(one: ScopeParts, *, several: bool = False) -> list[ReportPart]:
         parts += [_headline_table(scope), note]
     parts += [f"Note: {text}." for text in scope.notes]
     parts += [_overload(o) for o in scope.overloaded]
-    parts += figures[len(first) :]
-    if not one.has_figures:
+    parts += drawn[len(first) :]
+    if figures is None:
         parts.append(
             "Figures of this scope are left out to keep the page small; train on its runs alone to get them."
         )
-    elif one.rows is not None and one.rows.more_engines:
-        total = count(len(one.rows.engines) + one.rows.more_engines)
-        parts.append(f"{len(one.rows.engines)} of {total} engines are drawn, overloaded ones first.")
+    elif figures.note:
+        parts.append(figures.note)
     lost = [
         f"**{m.name}** was not fitted: {m.reason}" + (f"; {m.remedy}" if m.remedy else "")
         for m in scope.not_fitted
@@ -320,54 +306,15 @@ def _scope(one: ScopeParts, *, several: bool = False) -> list[ReportPart]:
     if scope.summed_step_time is not None:
         errors.append(summed_line(scope.summed_step_time))
     parts.append(Section("Errors on the hold-out", tuple(errors), folded=True))
-    latencies = (
-        (*distribution_figures(scope, one.rows), *latency_parts(scope))
-        if one.has_figures
-        else latency_parts(scope)
-    )
-    parts.append(Section("Request latencies", tuple(latencies), folded=True))
+    latencies = (*(figures.latencies if figures else ()), *latency_parts(scope))
+    parts.append(Section("Request latencies", latencies, folded=True))
     # Step times before waits: latencies build on them.
     for name, entry in sorted(scope.models.items(), key=lambda item: not item[0].startswith("beta.")):
         described = model_parts(entry, models[name], scope.exclusions.get(name, {}))
-        rows = one.rows.models.get(name) if one.rows is not None else None
-        drawn = model_figures(models[name], rows) if rows is not None else ()
-        parts.append(Section(f"`{name}`", (*described, *drawn), folded=True))
+        of_rows = figures.models.get(name, ()) if figures else ()
+        parts.append(Section(f"`{name}`", (*described, *of_rows), folded=True))
     server = (*_server_facts(one), *clock_parts(scope.timeline), *_ranges(models))
     return [*parts, Section("Server, step clock and training ranges", server, folded=True)]
-
-
-def scope_figures(one: ScopeParts) -> list[ReportPart]:
-    """Return the figures every reader looks at, in reading order."""
-    if not one.has_figures:
-        return []
-    scope_id, rows = one.scope.scope_id, one.rows
-    entry = step_entry(one.scope)
-    figures: list[Figure | None] = []
-    if rows is not None:
-        steps = next((r for name, r in rows.models.items() if name.startswith("beta.")), None)
-        if steps is not None:
-            figures += [
-                over_time_figure(scope_id, steps.timeline),
-                load_figure(scope_id, entry.error_over_load if entry else None),
-            ]
-            figures += [breakdown_figure(scope_id, steps.breakdown)] if steps.breakdown else []
-        figures += [first_token_figure(scope_id, rows.first_token)] if rows.first_token else []
-        figures += [latency_load_figure(scope_id, rows), runs_figure(scope_id, rows)]
-        figures += [engine_figure(e) for e in rows.engines]
-    # Without tables too: errors over the load are in the evaluation itself.
-    elif entry is not None:
-        figures.append(load_figure(scope_id, entry.error_over_load))
-    return [f for f in figures if f is not None]
-
-
-def all_figures(one: ScopeParts) -> dict[str, Figure]:
-    """Return every figure of a scope by the name that `plot` knows it by."""
-    named: dict[str, Figure] = {}
-    for figure in Report("", parts=tuple(_scope(one))).figures():
-        # Each engine has a figure of one kind: the second one is `timeline-2`.
-        taken = sum(f.kind == figure.kind for f in named.values())
-        named[f"{figure.kind}-{taken + 1}" if taken else figure.kind] = figure
-    return named
 
 
 def _bullets(items: Sequence[str]) -> list[ReportPart]:
