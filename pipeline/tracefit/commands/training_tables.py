@@ -69,16 +69,12 @@ def _training_part(
 ) -> pl.DataFrame:
     """Return the training rows of one run: the columns of the table, and `columns`."""
     table = schema.TABLES[f"{kind}_training"]
-    if frame is None:
-        return table.empty().with_columns(pl.lit(None, dtype).alias(c) for c, dtype in columns.items())
-    part = frame.select(
-        *(c for c in frame.columns if c in table.names),
-        *(
-            (pl.col(c).cast(dtype) if c in frame.columns else pl.lit(None, dtype)).alias(c)
-            for c, dtype in columns.items()
-        ),
-    )
-    return table.conform(part.with_columns(scope_id=pl.lit(scope.scope.scope_id)))
+    rows = table.empty() if frame is None else frame.with_columns(scope_id=pl.lit(scope.scope.scope_id))
+    further = [
+        (pl.col(c).cast(dtype) if c in rows.columns else pl.lit(None, dtype)).alias(c)
+        for c, dtype in columns.items()
+    ]
+    return table.conform(rows.select(*(c for c in rows.columns if c in table.names), *further))
 
 
 def _offered(model: FittedModel) -> list[str]:
