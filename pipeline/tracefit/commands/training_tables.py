@@ -80,11 +80,7 @@ def _training_part(
 def _offered(model: FittedModel) -> list[str]:
     fitted = model.fitted
     compared = [n for part in fitted.regimes for n in part.regime.when.names]
-    return [
-        *(t.feature for t in fitted.terms),
-        *(x.feature for x in fitted.features_left_out),
-        *compared,
-    ]
+    return [*(t.feature for t in fitted.terms), *(x.feature for x in fitted.features_left_out), *compared]
 
 
 _ALPHA: Mapping[str, str | pl.Expr] = {
