@@ -133,7 +133,7 @@ import json, sys
 from pathlib import Path
 from tracefit import ingest, run
 from tracefit.coefficients.files import read_evaluation
-from tracefit.commands.figure_data import scope_rows
+from tracefit.commands.figures import scope_figures
 from tracefit.commands.train import TrainOptions
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
@@ -144,12 +144,12 @@ run([busy], out, options=TrainOptions(fast=True, features="batch"))
 ingest([acme], out / "acme")
 store = TableStore(out / "tables")
 (scope,) = read_evaluation(out / "evaluation.json").scopes
-rows = scope_rows(scope, (), store, points=10)
+figures = scope_figures(scope, (), store, points=10).by_name()
 print(json.dumps({
     "a feature": "ended_twice" in store.read("beta_training").columns,
     "a dialect": TableStore(out / "acme").read("requests").select("prompt_tokens", "ttft_us").rows(),
     "a target": [model["name"] for model in json.loads((out / "models/alpha.json").read_text())["models"]],
-    "its figure": list(rows.first_token.parts),
+    "its figure": [bars["name"] for bars in figures["first-token"].traces],
     "a step column": store.read("timeline")["num_finished"].sum(),
 }))
 """

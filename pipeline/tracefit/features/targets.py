@@ -94,6 +94,9 @@ DURATION = StepTarget("duration", "duration", "step.duration_us as the server st
 STEP_TARGETS = (CYCLE_TIME, DURATION)
 """In order of preference: where files hold both, predictions use the first."""
 
+LATENCIES: dict[str, str] = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
+"""Latencies of requests that users ask for first: their names in files, and as people write them."""
+
 STEP_BEGINS = "first_scheduled_ns"
 """Event of a request at which the first of its steps begins."""
 
