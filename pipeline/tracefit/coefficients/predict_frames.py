@@ -120,19 +120,13 @@ def _frame(rows: Any) -> pl.DataFrame:
         known = known.collect(backend="polars")
     if isinstance(known, nw.DataFrame):
         return known.to_polars()
-    if isinstance(rows, Mapping):
-        return pl.DataFrame({name: _column(values) for name, values in rows.items()})
-    if hasattr(rows, "__arrow_c_stream__"):  # of a library that narwhals does not know
-        return pl.DataFrame(rows)
+    # Of a library that narwhals does not know, or columns by name: a number alone stands for every row.
+    if isinstance(rows, Mapping) or hasattr(rows, "__arrow_c_stream__"):
+        return pl.DataFrame(rows, strict=False)  # counts among fractions
     listed = list(rows)
     if wrong := next((row for row in listed if not isinstance(row, Mapping)), None):
         raise TypeError(f"{type(wrong).__name__} is no mapping of names to values")
     return pl.DataFrame([dict(row) for row in listed], infer_schema_length=None)
-
-
-def _column(values: Any) -> Any:
-    """Return the values of a column; a number alone stands for every row."""
-    return values if isinstance(values, int | float) or hasattr(values, "__array__") else list(values)
 
 
 # -- predictions ----------------------------------------------------------------------------------------
