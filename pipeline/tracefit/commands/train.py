@@ -29,12 +29,12 @@ from tracefit.engines.local import LocalEngine
 from tracefit.engines.training import BYTES_PER_JOB, each_run, frames_of, scope_tables
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import AUTO, FeatureSet, find_feature_set, read_feature_set
+from tracefit.features.targets import LATENCIES
 from tracefit.fit.fitted import BetaTarget, ScopeOptions
 from tracefit.fit.load import runs_to_fit
 from tracefit.fit.scopes import fit_across, fit_scope
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import KeptWarnings, Progress
-from tracefit.results.figures import LATENCIES
 from tracefit.results.models import LatencySummary, ModelSummary, RunResult, ScopeSummary, TrainResult
 from tracefit.server.documents import read_bytes
 from tracefit.tables.disk import write_files

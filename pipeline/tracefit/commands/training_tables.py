@@ -83,11 +83,9 @@ def _training_part(
 
 def _offered(model: FittedModel) -> list[str]:
     fitted = model.fitted
-    compared = [
-        n for part in fitted.regimes for c in part.regime.any_of or () for n in (c.feature, c.feature2) if n
-    ]
+    compared = [n for part in fitted.regimes for n in part.regime.when.names]
     return [
-        *(t.feature.name for t in fitted.terms),
+        *(t.feature for t in fitted.terms),
         *(x.feature for x in fitted.features_left_out),
         *compared,
     ]
@@ -142,14 +140,14 @@ def _alpha(scope: FittedScope) -> pl.DataFrame | None:
 
 
 def _beta(scope: FittedScope) -> pl.DataFrame | None:
-    if scope.beta_rows is None or scope.choice is None:
+    if scope.beta_rows is None or scope.source.beta_target_source is None:
         return None
     context = scope.scope.context
     kind = None
     if context.architecture is not None:
         kind = "moe" if context.architecture.is_moe else "dense"
     # The rows of the fit have the features that were offered, which need not be these.
-    rows = step_frame(scope.tables, scope.tables.timeline, _BATCH, {}, scope.choice.source)
+    rows = step_frame(scope.tables, scope.tables.timeline, _BATCH, {}, scope.source.beta_target_source)
     return rows.sort(*schema.SERVER, "ts_ns").select(
         step_duration_us="y",
         **_BETA,

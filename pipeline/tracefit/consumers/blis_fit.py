@@ -17,7 +17,6 @@ import polars as pl
 from tracefit.coefficients.model import BoundaryModel
 from tracefit.coefficients.predict_frames import predict_steps
 from tracefit.consumers.base import (
-    HeldOut,
     Source,
     held_out,
     kv_blocks,
@@ -41,11 +40,13 @@ from tracefit.fit.boundary import admission_with_clock, api_waits
 from tracefit.fit.estimators import HUBER, fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
+from tracefit.server.settings import DEFAULT_BLOCK_SIZE
 from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from tracefit.results.models import HeldOut
     from tracefit.statistics import Flags, Integers, Vector
 
 _NAMES = list(BLIS_TERMS)
@@ -447,7 +448,7 @@ class _Replays:
         limits = ReplayLimits(
             settings.max_num_seqs or DEFAULT_SLOTS,
             settings.max_num_batched_tokens or DEFAULT_BUDGET,
-            settings.block_size or 16,  # vLLM's default
+            settings.block_size or DEFAULT_BLOCK_SIZE,
             kv_blocks(self.source),
         )
         found, preempted = [], False
