@@ -22,11 +22,11 @@ from tracefit.inputs.rejects import Reject, excerpt
 from tracefit.otlp import json_records, layouts
 from tracefit.otlp.model import (
     AddReject,
+    EncodedScope,
     Events,
     FieldError,
     Origin,
     Pairs,
-    Scope,
     Span,
     TooManyRejectsError,
     kind_name,
@@ -172,7 +172,7 @@ class _Encoding(Protocol):
     SYNTAX: layouts.Syntax
     PIECE_BYTES: int
 
-    def scopes(self, payload: bytes, reject: AddReject) -> Iterator[Scope]: ...
+    def scopes(self, payload: bytes, reject: AddReject) -> Iterator[EncodedScope]: ...
     def read_spans(self, encoded: Sequence[Any]) -> list[Span]: ...
     def read_span(self, encoded: Any) -> Span: ...
     def id_text(self, identifier: Any) -> str: ...

@@ -26,12 +26,12 @@ from tracefit.otlp.model import (
     INT64_MAX,
     AddReject,
     AttributeValue,
+    EncodedScope,
     Events,
     FieldError,
     Origin,
     Pairs,
     Plain,
-    Scope,
     check_depth,
     finite,
     kind_name,
@@ -195,7 +195,7 @@ def _is_mostly_empty(payload: bytes) -> bool:
     )
 
 
-def scopes(payload: bytes, reject: AddReject) -> Iterator[Scope]:
+def scopes(payload: bytes, reject: AddReject) -> Iterator[EncodedScope]:
     """Yield the scopes of one record, or of the records glued together in one line or document; reject everything else."""
     if _is_mostly_empty(payload):
         reject("more objects than spans and events of its length can have")
@@ -309,7 +309,7 @@ _OTHER_SIGNALS = {"resourceLogs": "logs", "resourceMetrics": "metrics"}
 _RECORD_KEYS = {"trace", "batches", "resourceSpans", "resource_spans"}
 
 
-def _read_any_record(text: bytes, reject: AddReject) -> Iterator[Scope]:
+def _read_any_record(text: bytes, reject: AddReject) -> Iterator[EncodedScope]:
     """Yield the scopes of a record in any spelling, or of the whole records in a text that is not whole JSON."""
     try:
         whole = _whole(text)
@@ -357,8 +357,8 @@ def _whole(text: bytes) -> Raw:
 
 
 def _each(
-    place: str, read: Callable[[Raw, AddReject], Iterator[Scope]], items: list[Raw], reject: AddReject
-) -> Iterator[Scope]:
+    place: str, read: Callable[[Raw, AddReject], Iterator[EncodedScope]], items: list[Raw], reject: AddReject
+) -> Iterator[EncodedScope]:
     """Read items, and reject the bad ones."""
     for item in items:
         try:
@@ -367,12 +367,12 @@ def _each(
             reject(f"{place}: {error.what}", shown=bytes(item))
 
 
-def _read_envelopes(raw: Raw, reject: AddReject) -> Iterator[Scope]:
+def _read_envelopes(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
     is_array = bytes(memoryview(raw)[:1]) == b"["
     yield from _each("record", _read_envelope, _list(raw, "it") if is_array else [raw], reject)
 
 
-def _read_envelope(raw: Raw, reject: AddReject) -> Iterator[Scope]:
+def _read_envelope(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
     record = _fields(raw, "it")
     for _ in range(_MAX_ENVELOPES):
         if (inner := _get(record, "trace")) is None:
@@ -388,7 +388,7 @@ def _read_envelope(raw: Raw, reject: AddReject) -> Iterator[Scope]:
         )
 
 
-def _read_resource_spans(raw: Raw, reject: AddReject) -> Iterator[Scope]:
+def _read_resource_spans(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
     item = _fields(raw, "it")
     resource = _usual_of(_get(item, "resource"), _Resource, "resource")
     # The texts alone are read: whatever else the attributes of a resource hold does not cost its spans.
@@ -397,7 +397,7 @@ def _read_resource_spans(raw: Raw, reject: AddReject) -> Iterator[Scope]:
         for each in resource.get("attributes", ())
     ]
 
-    def read_scope_spans(raw: Raw, _: AddReject) -> Iterator[Scope]:
+    def read_scope_spans(raw: Raw, _: AddReject) -> Iterator[EncodedScope]:
         item = _fields(raw, "it")
         scope = _usual_of(_get(item, "scope", "instrumentationLibrary"), _Scope, "scope")
         yield Origin.of(texts, _text(scope, "name")), _list(_get(item, "spans"), "spans")

@@ -89,7 +89,7 @@ class Origin:
         return cls(named.get("service.name"), named.get("service.instance.id"), host, scope or None)
 
 
-Scope = tuple[Origin | None, "Iterable[bytes | msgspec.Raw]"]
+EncodedScope = tuple[Origin | None, "Iterable[bytes | msgspec.Raw]"]
 """The encoded spans of one scope of a record, in order; without an origin they are rejected already."""
 
 

@@ -21,12 +21,12 @@ from tracefit.otlp.model import (
     INT64_MAX,
     AddReject,
     AttributeValue,
+    EncodedScope,
     Events,
     FieldError,
     Origin,
     Pairs,
     Plain,
-    Scope,
     Span,
     check_depth,
     finite,
@@ -54,7 +54,7 @@ _MANY_EVENTS, _SHORTEST_EVENT = 100_000, 12
 _SCALAR_KINDS = ("string_value", "int_value", "double_value", "bool_value")
 
 
-def scopes(payload: bytes, reject: AddReject) -> Iterator[Scope]:
+def scopes(payload: bytes, reject: AddReject) -> Iterator[EncodedScope]:
     """Yield the scopes of a record.
 
     Raises:
