@@ -295,10 +295,7 @@ def scope_options(options: TrainOptions) -> ScopeOptions:
             hint='for example tracefit.coefficients.verdicts.override(["simulation.step_mape_pct=12:30"])',
         )
     return ScopeOptions(
-        options.beta_target,
-        positive=options.positive,
-        any_sign=options.any_sign,
-        reference=not options.fast,
+        options.beta_target, positive=options.positive, any_sign=options.any_sign, reference=not options.fast
     )
 
 
