@@ -156,7 +156,7 @@ class _Record(NamedTuple):
     shape: Shape
 
 
-class _Piece(NamedTuple):
+class _ScopePiece(NamedTuple):
     """Encoded spans of one scope of a record; `first` is the number of the first of them in the record."""
 
     record: _Record
@@ -231,7 +231,7 @@ class _BatchDecoder:
         self._encoding = encoding
         self._wanted = wanted
         self._limits = limits
-        self._held: list[_Piece] = []
+        self._held: list[_ScopePiece] = []
         self._rejects = list(rejects)
         self._size = self._spans = 0
 
@@ -260,7 +260,7 @@ class _BatchDecoder:
         if self.rejected[record.file] >= self._wanted.max_rejects:
             raise TooManyRejectsError("")
 
-    def _pieces(self, record: _Record, fault: str, *, is_inner: bool = False) -> Iterator[_Piece]:
+    def _pieces(self, record: _Record, fault: str, *, is_inner: bool = False) -> Iterator[_ScopePiece]:
         """Yield the spans of each scope of a record; of a long scope, in pieces that can be decoded at once."""
         if fault:
             self._reject(record, fault)
@@ -276,10 +276,10 @@ class _BatchDecoder:
                     size += len(span)
                     number += 1
                     if size >= most and origin:
-                        yield _Piece(record, origin, held, number - len(held))
+                        yield _ScopePiece(record, origin, held, number - len(held))
                         held, size = [], 0
                 if held and origin:
-                    yield _Piece(record, origin, held, number - len(held))
+                    yield _ScopePiece(record, origin, held, number - len(held))
         except FieldError as error:
             # A wrong length can swallow the records behind it.
             inside = -1 if is_inner else next_record(record.payload, record.shape, 1)
@@ -310,7 +310,7 @@ class _BatchDecoder:
         yield SpanBatch(*built, _reject_frame(self._rejects))
         self._held, self._rejects, self._size, self._spans = [], [], 0, 0
 
-    def _read_one_by_one(self, piece: _Piece) -> list[Span]:
+    def _read_one_by_one(self, piece: _ScopePiece) -> list[Span]:
         """Return the spans of a piece that are valid, in any spelling; reject the others."""
         spans: list[Span] = []
         if self.rejected[piece.record.file] >= self._wanted.max_rejects:
@@ -326,7 +326,7 @@ class _BatchDecoder:
 
 
 def _build(
-    held: list[_Piece], decoded: list[list[Span]], encoding: _Encoding, wanted: Wanted
+    held: list[_ScopePiece], decoded: list[list[Span]], encoding: _Encoding, wanted: Wanted
 ) -> tuple[pl.DataFrame, dict[str, pl.DataFrame], pl.DataFrame] | set[int]:
     """Build the frames of some spans; return instead the numbers of the pieces with attributes that cannot be read."""
     spans = list(chain.from_iterable(decoded))
@@ -458,7 +458,7 @@ def _key_value_lists(frame: pl.DataFrame, count: int) -> pl.Series:
 
 def _span_frame(
     spans: list[Span],
-    held: list[_Piece],
+    held: list[_ScopePiece],
     number: NDArray[np.int64],
     encoding: _Encoding,
     dropped: NDArray[np.int64],
