@@ -195,7 +195,7 @@ FIGURES = {
     "step-times": "measured and predicted step times over time",
     "error-by-load": "errors of step times by load, the training range shaded",
     "step-breakdown": "what a step costs, by the terms of the model",
-    "first-token": "where TTFT goes: admission, queue, prefill",
+    "first-token": "where TTFT goes: the overheads before the first step, prefill",
     "latency-by-load": "TTFT, ITL and E2E over the requests in flight",
     "runs": "step times of several runs over the batch",
     "timeline": "an engine over its run; `timeline-2` is the next engine",

@@ -106,13 +106,13 @@ def to_names(source):
         "pipeline/tracefit/features/targets.py": (
             "TARGETS: tuple[Target, ...] = (\n",
             """
-    Target("prefill", "prefill", "prefill time", "first SCHEDULED to FIRST_TOKEN", "prefill_us",
-           "first_scheduled_ns", "first_scheduled_step", "prefill"),
+    Target("execution", "execution", "time in the engine", "first SCHEDULED to FIRST_TOKEN", "prefill_us",
+           "first_scheduled_ns", "first_scheduled_step", "execution", adds_to="ttft"),
 """,
         ),
         "pipeline/tracefit/features/sets.py": (
             "    for feature_set in (",
-            'FeatureSet("prefill", (_column("prompt_tokens", "token", "an example"),)), ',
+            'FeatureSet("execution", (_column("prompt_tokens", "token", "an example"),)), ',
         ),
     },
     "a step column": {
@@ -132,6 +132,8 @@ JOB = """
 import json, sys
 from pathlib import Path
 from tracefit import ingest, run
+from tracefit.coefficients.files import read_evaluation
+from tracefit.commands.figures import scope_figures
 from tracefit.commands.train import TrainOptions
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
@@ -141,10 +143,13 @@ busy = write_run(synth(SynthOptions(requests=150)), out)
 run([busy], out, options=TrainOptions(fast=True, features="batch"))
 ingest([acme], out / "acme")
 store = TableStore(out / "tables")
+(scope,) = read_evaluation(out / "evaluation.json").scopes
+figures = scope_figures(scope, (), store, points=10).by_name()
 print(json.dumps({
     "a feature": "ended_twice" in store.read("beta_training").columns,
     "a dialect": TableStore(out / "acme").read("requests").select("prompt_tokens", "ttft_us").rows(),
     "a target": [model["name"] for model in json.loads((out / "models/alpha.json").read_text())["models"]],
+    "its figure": [bars["name"] for bars in figures["first-token"].traces],
     "a step column": store.read("timeline")["num_finished"].sum(),
 }))
 """
@@ -186,8 +191,12 @@ def test_the_files_named_are_enough_to_add_one_of_each(tmp_path, traces):
     found = json.loads(call("-c", JOB, "acme", "out").splitlines()[-1])
     assert found["a feature"]
     assert found["a dialect"] == [[70, 55_000.0]]
-    assert "alpha.prefill" in found["a target"]
+    assert "alpha.execution" in found["a target"]
+    assert "execution" in found["its figure"]
     assert found["a step column"] > 0
     call("-m", "tracefit.cli", "export", "out", "--to", "names", "--out", "names")
-    assert "alpha.prefill" in (tmp_path / "names/names.txt").read_text()
+    predict = ("-m", "tracefit.cli", "predict", "out", "--prompt", "50", "--output", "9")
+    assert json.loads(call(*predict, "--json"))["overheads"]["execution"]["value_us"] > 0
+    assert re.search(r"^execution +\d", call(*predict), re.MULTILINE)
+    assert "alpha.execution" in (tmp_path / "names/names.txt").read_text()
     assert "ended_twice" in call("-m", "tracefit.cli", "features")

@@ -76,7 +76,7 @@ class Terminal:
     """
 
     def __init__(self, *, quiet: bool, task: str = "") -> None:
-        self._quiet = quiet
+        self.quiet = quiet
         self._task = task
         self._line: tuple[Progress, TaskID] | None = None
         self._bytes = 0
@@ -115,7 +115,7 @@ class Terminal:
 
     def warn(self, text: str) -> None:
         """Print a warning on its own line."""
-        if not self._quiet:
+        if not self.quiet:
             self.close()
             warn(text)
 
@@ -129,7 +129,7 @@ class Terminal:
         self.close()
         if as_json:
             _on_stdout(json.dumps(result, indent=2, default=_plain) + "\n")
-        elif not self._quiet:
+        elif not self.quiet:
             # Ids in traces and names in coefficient files come from elsewhere: a terminal must not obey them.
             lines = text.rstrip().split("\n")
             _on_stdout("".join(f"{printable(line)}\n" for line in lines))
@@ -145,7 +145,7 @@ class Terminal:
     def _show(self) -> None:
         if self._line is None:
             # Only before: rich puts a stream of its own in place of stderr, which is no terminal in older versions.
-            if self._quiet or not sys.stderr.isatty() or _log.isEnabledFor(logging.INFO):
+            if self.quiet or not sys.stderr.isatty() or _log.isEnabledFor(logging.INFO):
                 return
             self._line = _changing_line(self._expected)
         progress, task = self._line
@@ -177,28 +177,18 @@ def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
 
 @contextmanager
 def command(task: str, *, quiet: bool = False) -> Iterator[Terminal]:
-    """Run a command: print every `TracefitError` as one line, any other error too as a last resort, and exit with its code."""
+    """Run a command: any error ends it with one line and an exit code."""
     terminal = Terminal(quiet=quiet, task=task)
     try:
         yield terminal
-    except TracefitError as error:
-        terminal.close()
-        raise typer.Exit(_fail(error)) from error
-    except BrokenPipeError:
-        # The reader of stdout, such as `head`, has enough. Typer would end with exit code 1.
-        _silence(sys.stdout)
-        raise typer.Exit(SIGPIPE) from None
-    except KeyboardInterrupt:
-        terminal.close()
-        _say("interrupted")
-        raise typer.Exit(INTERRUPTED) from None
-    except (typer.Exit, typer.Abort, TyperException, SystemExit, _StdoutError):
+    except (typer.Exit, typer.Abort, TyperException, SystemExit):
         raise
-    except BaseException as error:  # a panic of polars is no Exception
+    # Here, and not in `called` alone: typer would take an interrupt and a closed pipe for itself.
+    except BaseException as error:
         # Rust has written the text of a panic to file descriptor 2 by now. Holding that back until here would also hide
         # why a process was aborted, such as for want of memory.
         terminal.close()
-        raise typer.Exit(_unexpected(error, terminal.doing)) from error
+        raise typer.Exit(_exit_code(error, terminal.doing)) from error
     finally:
         terminal.close()
 
@@ -211,44 +201,41 @@ def called(app: typer.Typer) -> int:
     _open_streams()
     with warnings.catch_warnings():
         warnings.showwarning = _log_warning
-        return _exit_code(app)
-
-
-def _exit_code(app: typer.Typer) -> int:
-    try:
         try:
-            _require_working_folder()
-            code = int(app(standalone_mode=False, prog_name="tracefit") or 0)
-        except TracefitError as error:
-            code = _fail(error)
-        except TyperException as error:
-            if type(error).__name__ == "NoArgsIsHelpError":
-                _on_stdout(error.message)
-            else:
-                _say(usage_line(error))
-            code = error.exit_code
-        except (KeyboardInterrupt, typer.Abort):
-            _say("interrupted")
-            code = INTERRUPTED
-        _on_stdout("")
-    except _StdoutError as error:
-        _silence(sys.stdout)
-        if error.number == errno.EPIPE:
-            return SIGPIPE  # the reader has closed the pipe, as `| head` does
-        return _fail(UsageError(f"cannot be written ({os.strerror(error.number)})", where="standard output"))
-    except Exception as error:  # noqa: BLE001 - the last resort
-        return _unexpected(error, "")
-    finally:
-        set_log_level("warning")
+            return _call(app)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the last resort
+            return _exit_code(error)
+        finally:
+            set_log_level("warning")
+
+
+def _call(app: typer.Typer) -> int:
+    _require_working_folder()
+    try:
+        code = int(app(standalone_mode=False, prog_name="tracefit") or 0)
+    except TyperException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            _on_stdout(error.message)
+        else:
+            _say(usage_line(error))
+        code = error.exit_code
+    _on_stdout("")
     return code
 
 
-class _StdoutError(Exception):
-    """A result cannot be written. It is no OSError, because typer handles those itself."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+def _exit_code(error: BaseException, doing: str = "") -> int:
+    """Report an error in one line, and return the exit code it stands for."""
+    if isinstance(error, TracefitError):
+        _say(error.line())
+        return error.exit_code
+    if isinstance(error, BrokenPipeError):
+        # The reader of stdout, such as `head`, has enough.
+        _silence(sys.stdout)
+        return SIGPIPE
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        _say("interrupted")
+        return INTERRUPTED
+    return _unexpected(error, doing)
 
 
 def _on_stdout(text: str) -> None:
@@ -256,8 +243,12 @@ def _on_stdout(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        raise _StdoutError(error.errno or errno.EIO) from error
+        _silence(sys.stdout)
+        why = os.strerror(error.errno or errno.EIO)
+        raise UsageError(f"cannot be written ({why})", where="standard output") from error
 
 
 def _open_streams() -> None:
@@ -328,11 +319,6 @@ _MOST_TEXT = 300
 """Characters of an unexpected error that are shown: a message may hold a whole table."""
 
 
-def _fail(error: TracefitError) -> int:
-    _say(error.line())
-    return error.exit_code
-
-
 def _say(line: str) -> None:
     _on_stderr(f"tracefit: {line}\n")
 
@@ -378,4 +364,7 @@ def _plain(value: Any) -> Any:
         return plain if code is None else {**plain, "exit_code": code}
     if isinstance(value, Path):
         return str(value)
+    # A frame of up to a million rows: they become dicts only for JSON.
+    if hasattr(value, "to_dicts"):
+        return value.to_dicts()
     raise TypeError(f"{type(value).__name__} is no part of a result")

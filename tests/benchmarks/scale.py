@@ -22,7 +22,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from ingesting.layout import draw_layout
@@ -37,6 +37,11 @@ from tracefit.inputs.blocks import BLOCK_BYTES
 from tracefit.inputs.discovery import open_inputs
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tracefit.engines.jobs import Job
 
 NETWORK_BYTES_S = 1.25e9
 """10 Gbit/s between this machine and the bucket or the workers: assumed, not measured."""
@@ -71,12 +76,13 @@ class _Timed(LocalEngine):
         super().__init__(1)
         self.seconds = {"decode": 0.0, "build": 0.0}
 
-    def wait(self, handles: Any) -> Any:
-        kind = "decode" if handles[0].job.function is decode_tasks else "build"
-        began = time.process_time()
-        ended = super().wait(handles)
-        self.seconds[kind] += time.process_time() - began
-        return ended
+    def run(self, next_job: Callable[[], Job | None]) -> Iterator[tuple[Job, Any]]:
+        while (job := next_job()) is not None:
+            began = time.process_time()
+            result = job.function(job.argument)
+            kind = "decode" if job.function is decode_tasks else "build"
+            self.seconds[kind] += time.process_time() - began
+            yield job, result
 
 
 def _split(folder: Path, out: Path) -> dict[str, float]:

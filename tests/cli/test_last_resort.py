@@ -10,6 +10,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from tracefit.features.targets import TARGETS
+
 COMMANDS = {
     "run": ("numpy.random.default_rng", "run {runs} --out {out} --fast"),
     "ingest": ("polars.DataFrame.with_columns", "ingest {runs} --out {out}/tables"),
@@ -112,6 +114,4 @@ def test_a_fit_that_fails_costs_its_own_model(tracefit, monkeypatch, out):
     assert "alpha.admission" in scope["models"]
     reasons = {missing["name"]: missing["reason"] for missing in scope["not_fitted"]}
     assert reasons["beta.cycle_time"] == "unexpected IndexError (boolean index did not match)"
-    assert reasons.keys() | scope["models"].keys() == {
-        *("beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure")
-    }
+    assert reasons.keys() | scope["models"].keys() == {"beta.cycle_time", *(t.model for t in TARGETS)}

@@ -15,6 +15,7 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from tracefit import IngestOptions, ingest
+from tracefit.features.targets import TARGETS
 from tracefit.tables.store import TableStore
 
 EVIL = "<img src=x onerror=alert(1)>[a](javascript:alert(1))\x1b[31m\x07"
@@ -347,7 +348,7 @@ def null_formulas(tmp_path):
 
     (tmp_path / "odd").mkdir()
     write("beta", "1e308 * 1e308 * prefill_tokens", "cycle_time")
-    write("alpha", "(0 - 1) ** 0.5 * prompt_tokens", "queue_wait", "admission", "departure")
+    write("alpha", "(0 - 1) ** 0.5 * prompt_tokens", *(target.name for target in TARGETS))
     return tmp_path / "odd"
 
 

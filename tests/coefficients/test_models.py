@@ -157,11 +157,11 @@ def test_a_line_below_zero_is_no_prediction_of_nothing(small, parts):
     (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", parts["admission"], wait)))
     models = tracefit.load(small)
     found = models.predict_request(prompt_tokens=50, output_tokens=5, queue=1)
-    assert found.queue_wait.value_us == 0
+    assert found.overheads["queue_wait"].value_us == 0
     line = "alpha.queue_wait: its line gives -500 us here, below 0: the 0 says that it cannot tell, not that there is none"
     assert line in found.out_of_range
     longer = models.predict_request(prompt_tokens=50, output_tokens=15, queue=1)
-    assert longer.queue_wait.value_us == 500
+    assert longer.overheads["queue_wait"].value_us == 500
     assert not [text for text in longer.out_of_range if "queue_wait" in text]
     rows = [
         {"free_slots": 0, "block_demand": 0, "kv_blocks_free": 9, "outputs_ahead": t} for t in (5, 10, 15)
@@ -197,14 +197,14 @@ def test_a_feature_given_by_name_wins(small):
 def test_a_request_on_an_idle_engine(small):
     """Admission is the API's work, 300 + 2 * 50; it waits 70; its prompt is one step; it decodes alone."""
     prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11)
-    assert prediction.admission.value_us == 400
-    assert prediction.queue_wait.value_us == 70
+    assert prediction.overheads["admission"].value_us == 400
+    assert prediction.overheads["queue_wait"].value_us == 70
     assert prediction.prefill.value_us == 1000 + 500 + 100
     # Halfway through its output it has 50 + 5.5 tokens in the cache.
     assert prediction.itl.value_us == 1000 + 50 + 0.5 * 55.5
     assert prediction.ttft.value_us == 400 + 70 + 1600
     assert prediction.e2e.value_us == pytest.approx(2070 + 10 * 1077.75)
-    assert prediction.departure.value_us == 230
+    assert prediction.overheads["departure"].value_us == 230
     assert "batch 0: nothing else runs" in prediction.assumed
 
 
@@ -213,18 +213,24 @@ def test_a_request_that_meets_a_busy_engine_waits_half_a_step_for_the_boundary(s
         prompt_tokens=50, output_tokens=11, batch=2, context=100
     )
     cycle = 1000 + 100 + 0.5 * 200
-    assert prediction.admission.value_us == 400 - 20 + cycle / 2
-    assert (prediction.admission.low_us, prediction.admission.high_us) == (380, 380 + cycle)
-    assert prediction.queue_wait.value_us == 70, "6 slots and 80 blocks are free"
+    assert prediction.overheads["admission"].value_us == 400 - 20 + cycle / 2
+    assert (prediction.overheads["admission"].low_us, prediction.overheads["admission"].high_us) == (
+        380,
+        380 + cycle,
+    )
+    assert prediction.overheads["queue_wait"].value_us == 70, "6 slots and 80 blocks are free"
     assert prediction.itl.value_us == pytest.approx(1000 + 150 + 0.5 * 255.5)
 
 
 def test_a_queue_makes_a_request_wait_for_the_outputs_ahead(small):
     """12 ahead with 11 tokens each: 5,000 + 100 * 132. Slots hold 8, blocks 100 / (5.55 + 0.5) = 16: 8 run."""
     prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11, queue=12)
-    assert prediction.queue_wait.value_us == 18_200
+    assert prediction.overheads["queue_wait"].value_us == 18_200
     # The model's errors are those on the outputs that were ahead, not on 12 times the mean.
-    assert (prediction.queue_wait.low_us, prediction.queue_wait.high_us) == (None, None)
+    assert (prediction.overheads["queue_wait"].low_us, prediction.overheads["queue_wait"].high_us) == (
+        None,
+        None,
+    )
     assert any(text.startswith("batch 8:") for text in prediction.assumed)
     # One of the 8 has to go before it runs: it decodes with 7 others.
     assert prediction.itl.value_us == pytest.approx(1000 + 50 * 8 + 0.5 * 8 * 55.5)
@@ -276,7 +282,7 @@ def test_prompts_of_others_lengthen_the_steps_of_a_request(busy):
     # It meets a step in proportion to how long it is: E[c^2] / E[c], half of which is left.
     short, long = 1200, 1200 + 600 + 100 * 60 / 62
     met = (0.8 * short**2 + 0.2 * long**2) / (0.8 * short + 0.2 * long)
-    assert prediction.admission.value_us == pytest.approx(380 + met / 2)
+    assert prediction.overheads["admission"].value_us == pytest.approx(380 + met / 2)
     assert any("prompt 60, output 10; as many arrive as finish" in text for text in prediction.assumed)
 
 
@@ -307,7 +313,7 @@ def test_prompts_of_others_come_in_steps_like_those_of_training(bursty):
     # What it meets on arrival is that of the mean prompt, a step of 60 in five.
     short, long = 1200, 1200 + 600 + 100 * 60 / 62
     met = (0.8 * short**2 + 0.2 * long**2) / (0.8 * short + 0.2 * long)
-    assert prediction.admission.value_us == pytest.approx(380 + met / 2)
+    assert prediction.overheads["admission"].value_us == pytest.approx(380 + met / 2)
 
 
 def test_more_prompts_than_the_steps_of_training_held_crowd_every_step(bursty):
@@ -345,18 +351,18 @@ def test_rows_meet_the_same_steps_with_prompts(bursty):
 
 
 def assert_rows_are_as_single_requests(models, rows):
-    parts = ("admission", "queue_wait", "prefill", "itl", "departure", "ttft", "e2e")
     for row, found in zip(rows.to_dicts(), models.predict_request(rows).to_dicts(), strict=True):
         features = {n: row.pop(n) for n in ("others_output",) if n in row}
         one = models.predict_request(**row, features={n: v for n, v in features.items() if v is not None})
-        for part in parts:
-            assert found[f"{part}_us"] == pytest.approx(getattr(one, part).value_us), (row, part)
+        parts = one.overheads | {name: getattr(one, name) for name in ("prefill", "itl", "ttft", "e2e")}
+        for part, duration in parts.items():
+            assert found[f"{part}_us"] == pytest.approx(duration.value_us), (row, part)
 
 
 def test_those_ahead_are_like_the_requests_trained_on(busy):
     """3 ahead with 20 tokens allowed each: 5,000 + 100 * 60, though the request itself is far longer."""
     prediction = busy.predict_request(prompt_tokens=90, output_tokens=500, queue=3, batch=8)
-    assert prediction.queue_wait.value_us == 11_000
+    assert prediction.overheads["queue_wait"].value_us == 11_000
 
 
 def test_lengths_of_others_can_be_stated(small):
@@ -419,8 +425,8 @@ def test_cached_prompt_tokens_need_no_prefill(small):
 def test_what_a_file_lacks_is_left_out_and_said(small, parts):
     (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", parts["wait"])))
     prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11)
-    assert (prediction.admission, prediction.ttft, prediction.e2e) == (None, None, None)
-    assert prediction.queue_wait.value_us == 70
+    assert (prediction.overheads["admission"], prediction.ttft, prediction.e2e) == (None, None, None)
+    assert prediction.overheads["queue_wait"].value_us == 70
     assert any("alpha.admission" in text for text in prediction.assumed)
 
 
@@ -449,7 +455,7 @@ def test_a_feature_that_follows_from_nothing_has_the_middle_of_its_range_and_say
     wait = parts["departure"] | {"name": "alpha.queue_wait", "terms": [term]}
     (small / "alpha.json").write_text(json.dumps(parts["document"]("alpha", wait)))
     prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=1)
-    assert prediction.queue_wait.value_us == 200 + 2 * 20
+    assert prediction.overheads["queue_wait"].value_us == 200 + 2 * 20
     assert any("arrival_rate_per_s 20" in text for text in prediction.assumed)
 
 
@@ -577,7 +583,7 @@ def test_a_target_that_adds_to_ttft_is_part_of_it_in_predictions(small, monkeypa
     alpha["models"].append({**admission, "name": "alpha.again"})
     (small / "alpha.json").write_text(json.dumps(alpha))
     again = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=3, batch=2, context=100)
-    assert again.ttft.value_us == pytest.approx(before.ttft.value_us + before.admission.value_us)
+    assert again.ttft.value_us == pytest.approx(before.ttft.value_us + before.overheads["admission"].value_us)
     rows = tracefit.load(small).predict_request(
         pl.DataFrame({"prompt_tokens": [50], "output_tokens": [3], "batch": [2], "context": [100]})
     )

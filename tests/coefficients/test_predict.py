@@ -10,12 +10,13 @@ from tracefit import evaluator
 from tracefit.coefficients.compiled import CompiledModel
 from tracefit.coefficients.files import read_coefficients
 from tracefit.coefficients.predict import predict_row
+from tracefit.features.targets import TARGETS
 from tracefit.tables.store import TableStore
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("beta", "cycle_time"), ("alpha", "queue_wait"), ("alpha", "admission"), ("alpha", "departure")],
+    [("beta", "cycle_time"), *(("alpha", target.name) for target in TARGETS)],
 )
 def test_a_plain_reading_of_the_file_has_the_error_the_evaluation_states(trained, kind, name):
     model = evaluator.load(trained / "models" / f"{kind}.json", f"{kind}.{name}")

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tracefit import TrainOptions, ingest, train
+from tracefit.features.targets import TARGETS
 from tracefit.synth import SynthOptions, synth, write_run
 
 
@@ -33,7 +34,7 @@ def test_a_run_is_predicted_by_the_other_and_on_all_of_its_rows(tmp_path, new_tr
         new_traces().load(decode_us=decode_us, seed=ord(name)).write(tmp_path / "runs" / name)
     evaluation, report = evaluation_of(across=True, features="batch")
     found = {(e["left_out"], e["model"]): e for e in evaluation["across"]}
-    models = {"beta.cycle_time", "alpha.admission", "alpha.queue_wait", "alpha.departure"}
+    models = {"beta.cycle_time", *(target.model for target in TARGETS)}
     assert found.keys() == {(run, model) for run in "ab" for model in models}
     for run, other, bias in (("a", "b", 7500), ("b", "a", -7500)):
         entry = found[run, "beta.cycle_time"]

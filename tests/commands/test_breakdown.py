@@ -7,7 +7,13 @@ import pytest
 
 from tracefit.coefficients.files import read_coefficients
 from tracefit.coefficients.model import LinearModel
-from tracefit.commands.figure_data import first_token_breakdown, model_rows, step_breakdown, with_batches
+from tracefit.commands.figures import (
+    evaluated,
+    first_token_breakdown,
+    step_breakdown,
+    step_times_figure,
+    with_batches,
+)
 from tracefit.tables.store import TableStore
 
 
@@ -42,11 +48,11 @@ def test_terms_of_one_kind_are_one_part():
     )
     steps = _steps(measured_ms=[3.0] * 20, num_decode_reqs_squared=[4.0] * 20)
     found = step_breakdown(model, steps)
-    assert found.parts == {"every step": (1.0,) * 10, "requests": (2.0,) * 10}
-    assert found.measured == (3.0,) * 10
-    assert found.rows == (2,) * 10
-    assert found.facts["requests"] == (2.0,) * 10
-    assert found.facts["context tokens"] == (100.0,) * 10
+    assert found.parts == {"every step": [1.0] * 10, "requests": [2.0] * 10}
+    assert found.measured == [3.0] * 10
+    assert found.rows == [2] * 10
+    assert found.facts["requests"] == [2.0] * 10
+    assert found.facts["context tokens"] == [100.0] * 10
 
 
 def test_the_larger_of_two_sums_is_split_into_its_addends():
@@ -75,26 +81,25 @@ def test_a_step_of_which_a_term_is_not_known_is_left_out():
     model = _model({"feature": "context_tokens", "value": 10.0})
     found = step_breakdown(model, _steps(measured_ms=[2.0] * 11, context_tokens=[None, *[100] * 10]))
     assert sum(found.rows) == 10
-    assert found.parts["context"] == (1.0,) * 10
+    assert found.parts["context"] == [1.0] * 10
 
 
 def test_a_formula_of_another_form_stays_whole():
     model = _model({"feature": "mine", "value": 500.0, "formula": "max(prefill_tokens * decode_tokens, 3)"})
     found = step_breakdown(model, _steps(measured_ms=[2.5] * 10, mine=[3.0] * 10))
-    assert found.parts == {"every step": (1.0,) * 10, "mine": (1.5,) * 10}
+    assert found.parts == {"every step": [1.0] * 10, "mine": [1.5] * 10}
 
 
 def test_parts_add_up_to_the_predictions_of_the_model(trained):
     (model,) = read_coefficients(trained / "models/beta.json").models
     store = TableStore(trained / "tables")
     rows = with_batches(store.read("beta_training"), store.read("timeline"))
-    found = model_rows(model, rows, points=1000)
-    (held,) = found.predicted.points
-    predicted = sum(held.y) / len(held.y)
-    sums = [sum(values) for values in zip(*found.breakdown.parts.values(), strict=True)]
-    weighted = sum(s * n for s, n in zip(sums, found.breakdown.rows, strict=True)) / sum(found.breakdown.rows)
-    assert weighted == pytest.approx(predicted, rel=1e-6)
-    assert list(found.breakdown.measured) == sorted(found.breakdown.measured), "short steps first"
+    held = evaluated(model, rows).filter(split="holdout")
+    found = step_breakdown(model, held)
+    sums = [sum(values) for values in zip(*found.parts.values(), strict=True)]
+    weighted = sum(s * n for s, n in zip(sums, found.rows, strict=True)) / sum(found.rows)
+    assert weighted == pytest.approx(held["predicted_ms"].mean(), rel=1e-6)
+    assert found.measured == sorted(found.measured), "short steps first"
 
 
 def test_the_batch_of_a_step_is_the_one_that_executed():
@@ -126,11 +131,11 @@ def test_ttft_is_admission_queue_and_prefill():
     rows = _requests(20, queue_wait_us=queue, ttft_us=[3e3 + q for q in queue])
     found = first_token_breakdown(rows)
     assert found.parts == {
-        "admission": (1.0,) * 10,
-        "queue": (0.0,) * 9 + (20.0,),
-        "prefill": (2.0,) * 10,
+        "admission": [1.0] * 10,
+        "queue wait": [0.0] * 9 + [20.0],
+        "prefill": [2.0] * 10,
     }
-    assert found.measured == (3.0,) * 9 + (23.0,)
+    assert found.measured == [3.0] * 9 + [23.0]
 
 
 def test_requests_that_lack_a_part_are_left_out():
@@ -144,13 +149,14 @@ def test_time_goes_on_through_several_runs(trained):
     (model,) = read_coefficients(trained / "models/beta.json").models
     rows = TableStore(trained / "tables").read("beta_training")
     twice = pl.concat([rows, rows.with_columns(run_id=pl.lit("second"))])
-    found = model_rows(model, twice, points=1000).timeline
-    (_, first), (name, second) = found.runs
+    figure = step_times_figure("s", evaluated(model, twice), points=1000)
+    first, second = figure.layout["annotations"]
+    points, measured, predicted = figure.traces
     kept = rows.filter(pl.col("excluded_reason").is_null())
     seconds = (kept["ts_ns"].max() - kept["ts_ns"].min()) / 1e9
-    assert (first, name) == (0.0, "second")
-    assert second == pytest.approx(seconds * 1.04), "2 % of both runs' time lie between them"
-    assert list(found.at_s) == sorted(found.at_s)
-    assert found.measured.count(None) == found.predicted.count(None) == 1
-    assert len(found.holdout) == 2
-    assert max(found.rows.x) == pytest.approx(second + seconds)
+    assert (first["x"], second["text"]) == (0.0, "second")
+    assert second["x"] == pytest.approx(seconds * 1.04), "2 % of both runs' time lie between them"
+    assert measured["x"] == sorted(measured["x"])
+    assert measured["y"].count(None) == predicted["y"].count(None) == 1
+    assert len(figure.layout["shapes"]) == 2
+    assert max(points["x"]) == pytest.approx(second["x"] + seconds, rel=1e-4)

@@ -191,8 +191,8 @@ def test_two_ingests_at_once_lose_nothing(tmp_path, new_traces, contents):
 class _Deadly(LocalEngine):
     """Workers that die of every job."""
 
-    def submit(self, job):
-        return super().submit(replace(job, function=os._exit, argument=1))
+    def run(self, next_job):
+        return super().run(lambda: (job := next_job()) and replace(job, function=os._exit, argument=1))
 
 
 def test_a_worker_that_dies_is_one_line(tmp_path, traces, small_pieces):

@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 
 from tracefit import ingest, run, train
+from tracefit.features.targets import TARGETS
 from tracefit.tables.schema import TABLES
 from tracefit.tables.store import TableStore
 
@@ -104,7 +105,7 @@ def test_a_folder_that_was_used_before_trains_on_the_named_run_alone(tmp_path, t
 def test_every_request_and_target_is_a_training_row(trained):
     rows = TableStore(trained / "tables").read("alpha_training")
     counts = dict(rows.group_by("target").len().iter_rows())
-    assert counts == {"queue_wait": 90, "admission": 90, "departure": 90}
+    assert counts == {target.name: 90 for target in TARGETS}
     assert set(rows["split"]) == {"train", "holdout"}
     wait = rows.filter(target="queue_wait")
     assert wait["y"].to_list() == pytest.approx([200.0] * 90, abs=0.01)

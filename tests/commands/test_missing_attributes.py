@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tracefit import run
+from tracefit.features.targets import TARGETS
 
 GROUPED = ("beta.cycle_time", "alpha.queue_wait")
 
@@ -31,7 +32,7 @@ def test_a_held_out_row_that_is_of_no_known_group_is_in_none(
     traces.load(covered=1.0)
     traces.change(traces.events(event)[-10:-9], lambda _: None, attribute)
     models = _scope(traces, tmp_path, quick)["models"]
-    assert set(models) == {"beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure"}
+    assert set(models) == {"beta.cycle_time", *(target.model for target in TARGETS)}
     grouped = {n: sum(group["n"] for group in models[n]["by_group"].values()) for n in GROUPED}
     assert grouped == {n: models[n]["holdout"]["n"] - (n == model) for n in GROUPED}
 
@@ -45,9 +46,5 @@ def test_steps_without_what_tells_them_apart_are_as_long_as_most(tmp_path, trace
     scope = _scope(traces, tmp_path, quick)
     assert set(scope["models"]) == {"beta.cycle_time"}
     assert scope["models"]["beta.cycle_time"]["holdout"]["mdape_pct"] == pytest.approx(0)
-    assert [m["name"] for m in scope["not_fitted"]] == [
-        "alpha.queue_wait",
-        "alpha.admission",
-        "alpha.departure",
-    ]
+    assert [m["name"] for m in scope["not_fitted"]] == [target.model for target in TARGETS]
     assert all("no journeys" in m["reason"] for m in scope["not_fitted"])

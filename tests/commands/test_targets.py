@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 
 from tracefit import run
+from tracefit.features.targets import TARGETS
 from tracefit.reports.terminal_results import run_text
 from tracefit.tables.store import TableStore
 
@@ -115,11 +116,7 @@ def test_steps_alone_train_beta_and_say_which_flag_gives_alpha(tmp_path, traces,
     assert result.exit_code == 0
     alpha = json.loads((tmp_path / "out" / "models" / "alpha.json").read_text())
     assert alpha["models"] == []
-    assert [m["name"] for m in alpha["not_fitted"]] == [
-        "alpha.queue_wait",
-        "alpha.admission",
-        "alpha.departure",
-    ]
+    assert [m["name"] for m in alpha["not_fitted"]] == [target.model for target in TARGETS]
     for said in (run_text(result), (tmp_path / "out" / "report.md").read_text()):
         assert "alpha.queue_wait" in said
         assert "--enable-journey-tracing" in said

@@ -37,25 +37,18 @@ class _Recorded(LocalEngine):
     def __init__(self, workers=1, *, ended_last_first=False):
         super().__init__(workers)
         self.jobs = []
-        self.ahead = 4 if ended_last_first else 1
-        self._turn = -1 if ended_last_first else 0
-        self._waiting = []
+        self._most, self._turn = (4, -1) if ended_last_first else (1, 0)
 
-    ahead = 1
-
-    def submit(self, job):
-        self.jobs.append(job)
-        handle = object()
-        self._waiting.append((handle, job))
-        return handle
-
-    def wait(self, handles):
-        handle, job = self._waiting.pop(self._turn)
-        self._ended = {handle: job.function(job.argument)}
-        return [handle]
-
-    def result(self, handle):
-        return self._ended[handle]
+    def run(self, next_job):
+        waiting = []
+        while True:
+            while len(waiting) < self._most and (job := next_job()) is not None:
+                self.jobs.append(job)
+                waiting.append(job)
+            if not waiting:
+                return
+            job = waiting.pop(self._turn)
+            yield job, job.function(job.argument)
 
 
 def _recorded(folder, out, options=EVERY_BYTE, **how):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tracefit import EngineChoice, IngestOptions, TrainOptions, UsageError, ingest, train
-from tracefit.engines.jobs import Job, WorkerError, run_jobs
+from tracefit.engines.jobs import Job, WorkerError
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
@@ -154,8 +154,8 @@ else:
 
 def _result_of(engine, code):
     jobs = [Job(exec, code, "traces.json", None)]
-    ((_, handle),) = run_jobs(engine, lambda: jobs.pop() if jobs else None)
-    return engine.result(handle)
+    ((_, result),) = engine.run(lambda: jobs.pop() if jobs else None)
+    return result
 
 
 def test_a_worker_killed_once_is_replaced(tmp_path, cluster):
@@ -184,14 +184,13 @@ def test_a_worker_out_of_memory_is_one_line_after_a_few_tries(cluster):
     code = TAKES_MUCH.format(size=5 << 30)
     script = f"""
 from tracefit.engines.ray import RayEngine
-from tracefit.engines.jobs import Job, run_jobs
+from tracefit.engines.jobs import Job
 with RayEngine(None, 1) as engine:
     jobs = [Job(exec, {code!r}, "traces.json", None)]
-    for _, handle in run_jobs(engine, lambda: jobs.pop() if jobs else None):
-        try:
-            engine.result(handle)
-        except Exception as error:
-            print(error.line())
+    try:
+        list(engine.run(lambda: jobs.pop() if jobs else None))
+    except Exception as error:
+        print(error.line())
 """
     given = {"RAY_memory_usage_threshold": f"{limit:.3f}", "RAY_memory_monitor_refresh_ms": "100"}
     done = subprocess.run(

@@ -61,11 +61,10 @@ def test_workers_get_small_runs_together_and_each_gets_some(tables):
     jobs = []
 
     class Recorded(LocalEngine):
-        def submit(self, job):
-            jobs.append(job.work)
-            return super().submit(job)
-
-        ahead = 1
+        def run(self, next_job):
+            while (job := next_job()) is not None:
+                jobs.append(job.work)
+                yield job, job.function(job.argument)
 
     store = TableStore(tables)
     for workers, expected in ((1, [5]), (2, [3, 2]), (9, [1] * 5)):

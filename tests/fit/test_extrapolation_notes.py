@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import polars as pl
 
-from tracefit.features.sets import Feature
-from tracefit.fit.fitted import FittedTerm
 from tracefit.fit.holdout import beyond_training
+from tracefit.fit.results import Term
 
 
 def _term(name, low, high):
-    return FittedTerm(Feature(name, "1", name), -33.0, None, (low, high))
+    return Term(feature=name, unit="us/token", value=-33.0, training_range=(low, high))
 
 
 def test_a_feature_that_steps_have_far_more_of_is_named():

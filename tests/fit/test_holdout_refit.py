@@ -13,11 +13,11 @@ from tracefit.fit.fitted import (
     NON_NEGATIVE,
     FitOptions,
     LinearFit,
-    RegimeComparison,
     RegimeRows,
     predict_regimes,
 )
 from tracefit.fit.holdout import refit_on_holdout
+from tracefit.fit.results import Comparison, Condition
 from tracefit.fit.train import fit_linear, fit_regimes
 
 FEATURES = [Feature("prefill", "token", "prefill"), Feature("decode", "token", "decode")]
@@ -55,13 +55,13 @@ def _fit(frame, options=QUICK):
 
 
 def _values(part):
-    return {t.feature.name: t.value for t in part.terms}
+    return {t.feature: t.value for t in part.terms}
 
 
 def test_terms_are_those_of_the_held_out_rows():
     fitted = _fit(_frame(late=0.8))
     (part,) = refit_on_holdout(fitted)
-    assert part.intercept == pytest.approx(1600, rel=0.02)
+    assert part.intercept.value == pytest.approx(1600, rel=0.02)
     assert _values(part) == pytest.approx({"prefill": 8, "decode": 40}, rel=0.03)
     assert _values(fitted.regimes[0]) == pytest.approx({"prefill": 10, "decode": 50}, rel=0.03)
 
@@ -85,7 +85,7 @@ def test_a_term_the_held_out_rows_cannot_tell_keeps_its_value():
     (part,) = refit_on_holdout(fitted)
     assert _values(part)["prefill"] == _values(fitted.regimes[0])["prefill"]
     assert _values(part)["decode"] == pytest.approx(50, rel=0.03)
-    assert part.intercept == pytest.approx(2000, rel=0.02)
+    assert part.intercept.value == pytest.approx(2000, rel=0.02)
 
 
 def test_what_may_not_be_negative_is_not_in_hindsight_either():
@@ -109,14 +109,16 @@ def test_regimes_are_fitted_apart_and_one_of_too_few_rows_stays():
         prefill=pl.when(pl.int_range(pl.len()) % every == 0).then(pl.col("prefill") + 1).otherwise(0),
     )
     regimes = [
-        RegimeRows("mixed", (RegimeComparison("prefill", ">", value=0.0),), tuple(FEATURES)),
-        RegimeRows("decode", None, (FEATURES[1],)),
+        RegimeRows(
+            "mixed", tuple(FEATURES), Condition(any=(Comparison(feature="prefill", op=">", value=0.0),))
+        ),
+        RegimeRows("decode", (FEATURES[1],)),
     ]
     fitted = fit_regimes(frame, regimes, QUICK)
     assert isinstance(fitted, LinearFit)
     mixed_part, decode_part = refit_on_holdout(fitted)
     assert mixed_part == fitted.regimes[0]
-    assert decode_part.intercept != fitted.regimes[1].intercept
+    assert decode_part.intercept.value != fitted.regimes[1].intercept.value
     quiet = frame.filter((pl.col("split") == "holdout") & (pl.col("prefill") == 0))
     predicted = predict_regimes((mixed_part, decode_part), quiet)
     assert np.mean(predicted) == pytest.approx(quiet["y"].mean(), rel=0.02)

@@ -83,7 +83,7 @@ def _fit(frame, signs):
 def test_a_declared_sign_binds_and_any_sign_lifts_it():
     frame = _frame(lambda prefill, decode: 5000 - 10 * prefill - 20 * decode)
     declared, lifted = (_fit(frame, signs) for signs in (Signs("declared", intercept=True), ANY_SIGN))
-    assert {t.feature.name for t in declared.terms} == {"decode"}
+    assert {t.feature for t in declared.terms} == {"decode"}
     (left_out,) = declared.features_left_out
     assert (left_out.feature, left_out.reason) == (
         "prefill",
@@ -91,7 +91,7 @@ def test_a_declared_sign_binds_and_any_sign_lifts_it():
     )
     trained = frame.filter(pl.col("split") == "train")["prefill"]
     assert left_out.training_range == (trained.min(), trained.max())
-    assert {t.feature.name: t.value for t in lifted.terms} == pytest.approx(
+    assert {t.feature: t.value for t in lifted.terms} == pytest.approx(
         {"prefill": -10, "decode": -20}, rel=0.02
     )
 
@@ -102,13 +102,11 @@ def test_a_fit_that_falls_below_zero_within_its_ranges_is_made_without_free_sign
     part = _fit(frame, Signs("declared", intercept=True))
     assert part.signs == NON_NEGATIVE
     assert part.least >= 0
-    assert {t.feature.name for t in part.terms} == {"prefill"}
+    assert {t.feature for t in part.terms} == {"prefill"}
     kept = _fit(
         _frame(lambda prefill, decode: 500 + 10 * prefill - 4 * decode), Signs("declared", intercept=True)
     )
-    assert {t.feature.name: t.value for t in kept.terms} == pytest.approx(
-        {"prefill": 10, "decode": -4}, rel=0.1
-    )
+    assert {t.feature: t.value for t in kept.terms} == pytest.approx({"prefill": 10, "decode": -4}, rel=0.1)
 
 
 def test_every_time_per_token_request_or_byte_declares_its_sign():

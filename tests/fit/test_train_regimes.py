@@ -11,16 +11,16 @@ from tracefit.fit import splits
 from tracefit.fit.fitted import (
     FitOptions,
     LinearFit,
-    RegimeComparison,
     RegimeRows,
     TooFewRows,
     predict_regimes,
 )
+from tracefit.fit.results import ALWAYS, Comparison, Condition
 from tracefit.fit.train import fit_regimes
 
 SLOPE = (Feature("ahead", "request", "ahead"),)
-NO_SLOT = (RegimeComparison("slots", "<=", value=0.0),)
-REGIMES = [RegimeRows("queued", NO_SLOT, SLOPE), RegimeRows("free", None, SLOPE)]
+NO_SLOT = Condition(any=(Comparison(feature="slots", op="<=", value=0.0),))
+REGIMES = [RegimeRows("queued", SLOPE, NO_SLOT), RegimeRows("free", SLOPE)]
 
 
 def _frame(n=400, *, full=0.5, wrong=0):
@@ -53,9 +53,9 @@ def _fit(frame, regimes=REGIMES) -> LinearFit:
 def test_each_regime_has_its_own_line():
     queued, free = _fit(_frame()).regimes
     assert (queued.regime.name, free.regime.name) == ("queued", "free")
-    assert queued.intercept == pytest.approx(5000, rel=1e-3)
+    assert queued.intercept.value == pytest.approx(5000, rel=1e-3)
     assert queued.terms[0].value == pytest.approx(100, rel=1e-3)
-    assert free.intercept == pytest.approx(200, rel=1e-3)
+    assert free.intercept.value == pytest.approx(200, rel=1e-3)
     assert queued.rows_used + free.rows_used == 280
 
 
@@ -73,7 +73,7 @@ def test_a_regime_with_too_few_rows_leaves_them_to_the_next():
 def test_the_only_fitted_regime_predicts_all_rows():
     fitted = _fit(_frame(full=0.97))
     assert [p.regime.name for p in fitted.regimes] == ["queued"]
-    assert fitted.regimes[0].regime.any_of is None
+    assert fitted.regimes[0].regime.when == ALWAYS
 
 
 def test_the_condition_is_held_against_what_happened():
@@ -105,19 +105,7 @@ def test_a_row_without_a_label_is_no_hit_and_no_miss():
     assert classifier.confusion["true_positive"] + classifier.confusion["true_negative"] == 105
 
 
-def test_comparisons_with_another_feature():
-    row = pl.DataFrame({"demand": [5, 6, None], "free": [5, 5, 5]})
-    more = RegimeComparison("demand", ">", feature2="free")
-    assert row.select(more.holds()).to_series().to_list() == [False, True, False]
-
-
 def test_too_few_rows_in_all_regimes():
     result = fit_regimes(_frame(30), REGIMES, FitOptions(reference=False, penalties=(("ridge", 1e-10),)))
     assert isinstance(result, TooFewRows)
     assert "30 and 10 are needed" in result.reason
-
-
-def test_no_comparison_holds_for_no_row_and_no_condition_for_every_row():
-    rows = pl.DataFrame({"slots": [0, 1, None]})
-    for any_of, expected in ((), 0), (NO_SLOT, 1), (None, 3):
-        assert rows.filter(RegimeRows("some", any_of, SLOPE).holds()).height == expected

@@ -8,7 +8,8 @@ import pytest
 
 from tracefit.features.sets import Feature
 from tracefit.fit import splits
-from tracefit.fit.fitted import FitOptions, LinearFit, RegimeComparison, RegimeRows
+from tracefit.fit.fitted import FitOptions, LinearFit, RegimeRows
+from tracefit.fit.results import Comparison, Condition
 from tracefit.fit.train import fit_linear, fit_regimes
 
 OPTIONS = FitOptions(drop_outliers=False, reference=False, penalties=(("ridge", 1e-9),))
@@ -52,8 +53,8 @@ def test_every_regime_needs_its_rows():
     frame = frame.with_columns(rare=pl.int_range(pl.len()) % 10 == 0).cast({"rare": pl.Int64})
     features = (Feature("x", "1", "x"),)
     regimes = [
-        RegimeRows("rare", (RegimeComparison("rare", ">", value=0.0),), features),
-        RegimeRows("rest", None, features),
+        RegimeRows("rare", features, Condition(any=(Comparison(feature="rare", op=">", value=0.0),))),
+        RegimeRows("rest", features),
     ]
     fitted = fit_regimes(frame, regimes, OPTIONS)
     assert isinstance(fitted, LinearFit)

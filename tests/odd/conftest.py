@@ -22,6 +22,7 @@ import typer.main
 
 from tracefit import consumers
 from tracefit.cli import main
+from tracefit.features.targets import TARGETS
 from tracefit.synth import LengthMix, SynthOptions, synth, write_run
 from tracefit.tables import dialects
 
@@ -161,7 +162,7 @@ def _validator(name):
     return jsonschema.Draft202012Validator(schema)
 
 
-TRIED = ("beta", "alpha.queue_wait", "alpha.admission", "alpha.departure")
+TRIED = ("beta", *(target.model for target in TARGETS))
 
 
 def through_every_command(folder, work, *, features="batch", commands=("inspect", "verify")):

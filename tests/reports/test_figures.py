@@ -8,9 +8,10 @@ import polars as pl
 import pytest
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
-from tracefit.commands.figure_data import engine_run, model_rows, thinned
+from tracefit.commands.figures import engine_figure, evaluated, model_figures, thinned
+from tracefit.features.targets import TARGETS
 from tracefit.fit.results import Overload, QueuePeriod
-from tracefit.reports.figures import engine_figure, model_figures, robust_limits
+from tracefit.reports.figures import robust_limits
 from tracefit.tables.store import TableStore
 
 
@@ -27,7 +28,7 @@ def drawn(trained):
         frame = rows[name.split(".")[0]]
         if name.startswith("alpha."):
             frame = frame.filter(pl.col("target") == name.removeprefix("alpha."))
-        made = model_figures(models[name], model_rows(models[name], frame, points=points))
+        made = model_figures(models[name], evaluated(models[name], frame), points=points)
         return {f.name.rsplit("-", 1)[-1]: f for f in made}, models[name], evaluation.models[name], frame
 
     return figures
@@ -88,7 +89,7 @@ def test_many_rows_are_thinned_evenly():
 
 
 def test_every_figure_has_a_caption_and_a_summary(drawn):
-    for name in ("beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure"):
+    for name in ("beta.cycle_time", *(target.model for target in TARGETS)):
         for figure in drawn(name, points=10)[0].values():
             assert figure.look.startswith("Look for")
             assert figure.look.endswith(".")
@@ -135,7 +136,7 @@ def test_the_engine_over_its_run_by_hand():
         for s in ("s", "another")
     ]
     overload = Overload(run_id="r", reasons=("why",), trained_on=False, queued=tuple(queued))
-    figure = engine_figure(engine_run(timeline, training, run_id="r", server="s", overload=overload))
+    figure = engine_figure(timeline, training, run_id="r", server="s", overload=overload)
     assert figure.title == "The engine of r, s: overloaded, left out of training"
     lines = {t["name"]: t for t in figure.traces}
     assert set(lines["requests running"]["y"]) == {4.0}
@@ -160,7 +161,7 @@ def _marked(figure):
 def test_tokens_are_those_of_the_steps_that_are_known():
     """One step in ten is traced: a sum over time would be a tenth of the truth."""
     timeline = _timeline(running_depth=[4] * 801).gather_every(10)
-    figure = engine_figure(engine_run(timeline, NO_TRAINING, run_id="r", server="s"))
+    figure = engine_figure(timeline, NO_TRAINING, run_id="r", server="s")
     (tokens,) = (t for t in figure.traces if t["name"] == "tokens per step")
     assert set(tokens["y"]) == {15.0}
 
@@ -175,14 +176,14 @@ def test_of_many_idle_gaps_the_longest_are_marked():
         cycle_us=[*(s * 1e6 for s in lengths), None],
         idle_after=[True] * 63 + [False],
     )
-    figure = engine_figure(engine_run(timeline, NO_TRAINING, run_id="r", server="s"))
+    figure = engine_figure(timeline, NO_TRAINING, run_id="r", server="s")
     assert [name for name, *_ in _marked(figure)] == ["idle"] * 60
     assert [start for _, start, _ in _marked(figure)] == pytest.approx(starts[3:-1])
     assert [s["showlegend"] for s in figure.layout["shapes"]] == [True, *[False] * 59], "in the legend once"
 
 
 def test_an_engine_of_which_little_is_known_is_not_drawn():
-    assert engine_run(_timeline(running_depth=[1]), NO_TRAINING, run_id="r", server="s") is None
+    assert engine_figure(_timeline(running_depth=[1]), NO_TRAINING, run_id="r", server="s") is None
 
 
 def test_a_few_outliers_do_not_stretch_an_axis():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tracefit import inspect
-from tracefit.reports.terminal_results import inspection_text
+from tracefit.reports.terminal_results import inspect_text
 from tracefit.text import columns, number
 
 
 @pytest.fixture
 def text_of(tmp_path):
-    return lambda trace: inspection_text(inspect([trace.write(tmp_path / "busy")]))
+    return lambda trace: inspect_text(inspect([trace.write(tmp_path / "busy")]))
 
 
 def test_run_servers_events_checks_and_what_they_allow(traces, text_of):

@@ -8,9 +8,8 @@ import polars as pl
 import pytest
 
 from tracefit.coefficients.files import read_evaluation
-from tracefit.commands.figure_data import measured_latencies
+from tracefit.commands.figures import measured_latencies
 from tracefit.reports.figures import distribution_figures
-from tracefit.results.figures import ScopeRows
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def scope(trained):
 
 
 def test_curves_are_the_quantiles_of_the_evaluation(scope):
-    figures = {f.title: f for f in distribution_figures(scope, None)}
+    figures = {f.title: f for f in distribution_figures(scope, {}, {})}
     assert list(figures) == [f"{name}, predicted and measured" for name in ("TTFT", "ITL", "E2E")]
     for name, label in (("ttft", "TTFT"), ("e2e", "E2E")):
         published = scope.latency[name].distribution
@@ -51,7 +50,7 @@ def test_what_no_model_predicts_is_drawn_as_measured(scope):
         schema_overrides={"itl_us": pl.Float64},
     )
     ttft, e2e = distribution_figures(
-        scope.model_copy(update={"latency": {}}), ScopeRows({}, measured_latencies(requests), (), 0)
+        scope.model_copy(update={"latency": {}}), measured_latencies(requests), {}
     )
     assert (ttft.title, e2e.title) == ("TTFT as measured", "E2E as measured")
     (series,) = ttft.traces
@@ -63,6 +62,6 @@ def test_a_zero_has_no_place_on_an_axis_of_powers_of_ten(scope):
     entry = scope.latency["ttft"]
     with_zero = replace(entry.distribution, averages_only=(0.0, *entry.distribution.averages_only[1:]))
     changed = scope.model_copy(update={"latency": {"ttft": replace(entry, distribution=with_zero)}})
-    (figure,) = distribution_figures(changed, None)
+    (figure,) = distribution_figures(changed, {}, {})
     lengths = [len(t["x"]) for t in figure.traces]
     assert lengths == [len(with_zero.percents), len(with_zero.percents), len(with_zero.percents) - 1]

@@ -7,11 +7,16 @@ import pytest
 
 import tracefit
 from tracefit.coefficients.files import read_evaluation
-from tracefit.commands.figure_data import latencies_over_load, step_times_over_batch
+from tracefit.commands.figures import (
+    bins_by_run,
+    latencies_over_load,
+    latency_load_figure,
+    runs_figure,
+    step_times_over_batch,
+)
 from tracefit.commands.report import parse_slo
 from tracefit.errors import UsageError
-from tracefit.reports.figures import distribution_figures, latency_load_figure, runs_figure
-from tracefit.results.figures import ScopeRows
+from tracefit.reports.figures import distribution_figures
 
 MS = 1_000_000
 
@@ -39,18 +44,22 @@ def _requests(run="a", *, arrivals=(0, 10, 20, 90), ends=(50, 100, None, 95), tt
 
 def test_the_load_is_the_requests_in_flight_when_one_arrives():
     """At 0, 10, 20 and 90 ms 0, 1, 2 and 1 others: the third has no end and counts for nobody."""
-    found = latencies_over_load(_requests(), {"ttft": 6.0})
+    found = latencies_over_load(_requests())
     assert list(found) == ["ttft", "itl"], "nothing is known of E2E"
-    bins = found["ttft"].runs["a"]
+    bins = _bins(found["ttft"])
     assert [(b.low, b.high, b.median) for b in bins] == [(0, 0, 4), (1, 1, 6), (1, 1, 10), (2, 2, 8)]
-    assert (found["ttft"].slo_ms, found["ttft"].within_pct, found["ttft"].requests) == (6.0, 50.0, 4)
-    assert found["itl"].requests == 3, "one was cut off"
-    assert (found["itl"].slo_ms, found["itl"].within_pct) == (None, None)
+    assert "50.0 % of 4 requests had TTFT within 6 ms;" in latency_load_figure("s", found, {"ttft": 6.0}).note
+    assert found["itl"].height == 3, "one was cut off"
+    assert "within" not in latency_load_figure("s", found, {}).note
+
+
+def _bins(rows):
+    return bins_by_run(rows, "in_flight", "ms")["a"]
 
 
 def test_loads_of_two_servers_do_not_add_up():
     other = _requests().with_columns(server=pl.lit("t"))
-    bins = latencies_over_load(pl.concat([_requests(), other]))["ttft"].runs["a"]
+    bins = _bins(latencies_over_load(pl.concat([_requests(), other]))["ttft"])
     assert max(b.high for b in bins) == 2
 
 
@@ -77,8 +86,8 @@ def scope(trained):
 
 
 def _figures(scope, requests, slo_ms, more_runs=0):
-    rows = ScopeRows({}, {}, (), 0, latencies_over_load(requests, slo_ms), {}, more_runs)
-    return {f.kind: f for f in (*distribution_figures(scope, rows), latency_load_figure("s", rows))}
+    by_load = latency_load_figure("s", latencies_over_load(requests), slo_ms, more_runs)
+    return {f.kind: f for f in (*distribution_figures(scope, {}, slo_ms), by_load)}
 
 
 def _marks(figure):
@@ -123,10 +132,10 @@ def test_several_runs_are_overlaid(scope):
 
 
 def test_step_times_of_several_runs_are_overlaid(scope):
-    bins = latencies_over_load(_requests())["ttft"].runs["a"]
-    figure = runs_figure("s", ScopeRows({}, {}, (), 0, {}, {"a": bins, "b": bins}))
+    bins = _bins(latencies_over_load(_requests())["ttft"])
+    figure = runs_figure("s", {"a": bins, "b": bins})
     assert [t["name"] for t in figure.traces] == ["a", "b"]
-    assert runs_figure("s", ScopeRows({}, {}, (), 0, {}, {"a": bins})) is None
+    assert runs_figure("s", {"a": bins}) is None
 
 
 def test_objectives_of_the_command_line():

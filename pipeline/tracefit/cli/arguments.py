@@ -1,16 +1,14 @@
-"""Arguments and options that several commands share, each with its help, and their conversion for the library.
+"""Arguments of several commands, groups of options with their help, and their conversion for the library.
 
-An option of several commands is one entry of a group (`SERVER`, `INGEST`, `ENGINE`, `TRAIN`); a command says which groups it `takes`,
-and a function for each group makes of their values what the library expects.
+Options that belong together are a group (`SERVER`, `INGEST`, ...), which a command takes as a whole, and a function makes of its
+values what the library expects.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from tracefit.commands.ingest import ServerOptions
     from tracefit.commands.reading import IngestOptions
     from tracefit.commands.train import TrainOptions
-    from tracefit.engines.choice import EngineChoice
+    from tracefit.receive.options import ReceiveOptions
 
 
 Paths = Annotated[
@@ -47,25 +45,10 @@ TablesFolder = Annotated[str, typer.Argument(help="A folder that ingest or run w
 ModelFiles = Annotated[
     str, typer.Argument(help="A coefficient file, a folder of them, or a folder that run wrote.")
 ]
-AllSpans = Annotated[
-    bool, typer.Option("--all-spans", help="Keep spans of other services too, in the spans table only.")
-]
-KeepAttributes = Annotated[
-    Optional[list[str]],
-    typer.Option(
-        metavar="KEY,...",
-        help="Span attributes to keep in addition to ids, counts, routes, the model and sampling parameters; "
-        "repeatable.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
-
-# -- options of several commands ------------------------------------------------------------------------
-#
-# A group is declared once, whatever the number of commands that take it: name to what typer reads, and its default.
+# -- groups of options ----------------------------------------------------------------------------------
 
 Group = Mapping[str, tuple[Any, Any]]
+"""Name of each option, as the library has it, to what typer reads and its default."""
 
 
 def _option(kind: Any, default: Any, *flags: str, **settings: Any) -> tuple[Any, Any]:
@@ -91,9 +74,21 @@ SERVER: Group = {
 }
 """Facts about the servers behind the traces, where their files do not state them; read by `server_options`."""
 
+_KEPT: Group = {
+    "all_spans": _option(
+        bool, False, "--all-spans", help="Keep spans of other services too, in the spans table only."
+    ),
+    "keep_attributes": _option(
+        Optional[list[str]],
+        None,
+        metavar="KEY,...",
+        help="Span attributes to keep in addition to ids, counts, routes, the model and sampling parameters; "
+        "repeatable.",
+    ),
+}
+
 INGEST: Group = {
-    "all_spans": (AllSpans, False),
-    "keep_attributes": (KeepAttributes, None),
+    **_KEPT,
     "show_values": _option(
         bool,
         False,
@@ -188,36 +183,120 @@ TRAIN: Group = {
 """How models are fitted: each under its name in `TrainOptions`; read by `train_options`."""
 
 
-_Command = TypeVar("_Command", bound=Callable[..., None])
+RECEIVE: Group = {
+    "host": _option(
+        str, "127.0.0.1", help="Address to listen on; any that is not loopback needs TLS or --insecure."
+    ),
+    "grpc_port": _option(int, 4317, min=0, max=65535, help="Port of OTLP/gRPC; 0 takes a free one."),
+    "http_port": _option(int, 4318, min=0, max=65535, help="Port of OTLP/HTTP; 0 takes a free one."),
+    "tls_cert": _option(Optional[Path], None, help="Certificate chain, PEM; goes with --tls-key."),
+    "tls_key": _option(Optional[Path], None, help="Private key of the certificate, PEM."),
+    "insecure": _option(bool, False, "--insecure", help="Listen beyond this machine without TLS."),
+    "token_file": _option(
+        Optional[Path],
+        None,
+        help="File with the token that senders present as `authorization: Bearer TOKEN`.",
+    ),
+    "rotation": _option(
+        str,
+        "64MiB,5min",
+        "--rotate",
+        metavar="SIZE,TIME",
+        help="Begin a new file at this size, or after this time.",
+    ),
+    "stop_after_s": _option(
+        Optional[str],
+        None,
+        "--stop-after",
+        metavar="TIME",
+        help="Stop by itself after this time, such as 10min; else on SIGTERM.",
+    ),
+    **_KEPT,
+}
+"""Where to listen, and what is kept of what comes in; read by `receive_options`."""
+
+DESCRIPTION: Group = {
+    "batch": _option(
+        Optional[float],
+        None,
+        min=0,
+        help="Requests that decode. For a request: those that run beside it; if not given, none with an empty queue, "
+        "else as many as slots and KV blocks hold.",
+    ),
+    "context": _option(
+        Optional[float], None, min=0, help="Mean tokens in the caches of the requests of --batch."
+    ),
+    "prefill": _option(float, 0, min=0, help="Prompt tokens computed in the step."),
+    "prefill_reqs": _option(
+        Optional[float], None, min=0, help="Requests that the prompt tokens of the step belong to."
+    ),
+    "waiting": _option(float, 0, min=0, help="Requests in the queue during the step."),
+    "prompt": _option(Optional[float], None, min=1, help="Prompt tokens of a request: predicts the request."),
+    "output": _option(float, 1, min=1, help="Tokens the request generates."),
+    "queue": _option(float, 0, min=0, help="Requests waiting ahead of it."),
+    "cached": _option(float, 0, min=0, help="Prompt tokens found in the prefix cache."),
+    "feature": _option(
+        Optional[list[str]],
+        None,
+        metavar="NAME=NUMBER",
+        help="A feature or table column as it is, such as running_depth, the requests that run when it arrives; "
+        "repeatable.",
+    ),
+}
+"""The step or the request to predict."""
+
+SYNTH: Group = {
+    "name": _option(str, "synth-run", help="Name of the run folder."),
+    "seed": _option(int, 0, min=0, help="Seed of every draw."),
+    "law": _option(
+        Literal["linear", "roofline"], "linear", help="Step-time law; its coefficients are in truth.json."
+    ),
+    "model": _option(str, "llama-8b", help="Model preset, such as llama-8b."),
+    "gpu": _option(str, "H100", help="GPU preset, such as H100."),
+    "tp": _option(int, 1, min=1, help="Tensor-parallel ranks."),
+    "requests": _option(int, 300, min=1, help="Requests per server."),
+    "rate_per_s": _option(float, 14.0, "--rate", help="Mean arrivals per second."),
+    "surge": _option(
+        Optional[float],
+        None,
+        help="Factor on the arrivals in the last 30 % of the time, steady before; light, burst and heavy load if not "
+        "given.",
+    ),
+    "num_blocks": _option(
+        int, 4097, "--blocks", min=2, help="KV blocks; few of them cause a queue and preemptions."
+    ),
+    "noise": _option(float, 0.03, min=0, help="Sigma of the log-normal factor on a step's time."),
+    "step_sampling": _option(float, 1.0, min=0, max=1, help="Share of steps traced."),
+    "rich_sampling": _option(float, 0.0, min=0, max=1, help="Share of traced steps with request snapshots."),
+    "journey_sampling": _option(float, 1.0, min=0, max=1, help="Share of requests traced."),
+    "duration": _option(
+        Literal["schedule", "step"],
+        "schedule",
+        help="What step.duration_us holds: time in schedule(), or the step's time.",
+    ),
+    "queued_stamp": _option(
+        Literal["step_start", "arrival"],
+        "step_start",
+        help="QUEUED at the step start after the API work, or at the end of that work itself.",
+    ),
+}
+"""What to generate: each under its name in `SynthOptions`, but `surge`, which stands for phases of the load."""
+
+OUTPUT: Group = {
+    "json": _option(bool, False, "--json", help="Print a machine-readable summary on stdout."),
+    "quiet": _option(bool, False, "--quiet", "-q", help="Print errors only."),
+}
+"""How a command shows its result: the last options of every command."""
 
 
-def takes(*groups: Group) -> Callable[[_Command], _Command]:
-    """Give a command the options of some groups, before its own keyword-only ones; it finds their values in its context."""
-
-    def with_options(command: _Command) -> _Command:
-        signature = inspect.signature(command, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        last = [p for p in own if p.kind is p.KEYWORD_ONLY]
-        shared = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
-            for group in groups
-            for name, (kind, default) in group.items()
-        ]
-        # What typer reads: the function itself takes them as `**options`.
-        command.__signature__ = signature.replace(  # type: ignore[attr-defined]  # functions have no declared one
-            parameters=[*own[: len(own) - len(last)], *shared, *last]
-        )
-        return command
-
-    return with_options
+# -- their values for the library -----------------------------------------------------------------------
 
 
-def server_options(context: typer.Context, *settings: str) -> ServerOptions:
+def server_options(options: Mapping[str, Any], *settings: str) -> ServerOptions:
     """Collect the options that describe the servers behind the traces; `settings` come before those of the user."""
     from tracefit.commands.ingest import ServerOptions, parse_assignments
     from tracefit.server.settings import SETTINGS, canonical_name, settings_from
 
-    options = context.params
     assigned = parse_assignments([*settings, *(options["settings"] or [])])
     given = {**assigned, "tensor_parallel": options["tp"]}
     # A misspelt setting is refused by `parse_assignments`; one of a newer vLLM, which is not in the list yet, has to pass.
@@ -231,40 +310,45 @@ def server_options(context: typer.Context, *settings: str) -> ServerOptions:
     )
 
 
-def keys_of(texts: list[str] | None) -> tuple[str, ...]:
-    """Return the keys of attributes in the values of an option; several may stand in one, comma separated."""
+def _keys_of(texts: list[str] | None) -> tuple[str, ...]:
     # Environment and configuration file hold one text for an option; commas let it name several keys there.
     keys = [key.strip() for text in texts or [] for key in text.split(",")]
     return tuple(key for key in keys if key)
 
 
-def ingest_options(context: typer.Context) -> IngestOptions:
+def ingest_options(options: Mapping[str, Any]) -> IngestOptions:
     """Collect the options that bound reading and choose which part of the traces is kept."""
     from tracefit.commands.reading import IngestOptions
 
-    given = context.params
-    return IngestOptions(
-        all_spans=given["all_spans"],
-        keep_attributes=keys_of(given["keep_attributes"]),
-        show_values=given["show_values"],
-        max_document=given["max_document"] << 20,
-        max_rejects=given["max_rejects"],
-    )
+    given = {name: options[name] for name in INGEST}
+    given["keep_attributes"] = _keys_of(given["keep_attributes"])
+    given["max_document"] <<= 20
+    return IngestOptions(**given)
 
 
-def engine_options(context: typer.Context) -> EngineChoice:
-    """Collect where traces are decoded."""
+def receive_options(options: Mapping[str, Any]) -> ReceiveOptions:
+    """Collect where to listen, and what is kept of what comes in."""
+    from tracefit.receive.options import ReceiveOptions, parse_duration, parse_rotation
+
+    given = {name: options[name] for name in RECEIVE}
+    given["rotation"] = parse_rotation(given["rotation"])
+    given["keep_attributes"] = _keys_of(given["keep_attributes"])
+    after = given["stop_after_s"]
+    given["stop_after_s"] = parse_duration(after, option="--stop-after") if after else None
+    return ReceiveOptions(**given)
+
+
+def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect where traces are decoded, as the arguments of a command of the library."""
     from tracefit.engines.choice import EngineChoice
 
-    return EngineChoice(context.params["engine"], context.params["ray_address"])
+    return {"workers": options["workers"], "engine": EngineChoice(options["engine"], options["ray_address"])}
 
 
-def train_options(context: typer.Context) -> TrainOptions:
-    """Collect the training options: `run` and `train` take every option under its name in TrainOptions."""
+def train_options(options: Mapping[str, Any]) -> TrainOptions:
+    """Collect how models are fitted."""
     from tracefit.coefficients.verdicts import override
     from tracefit.commands.train import TrainOptions
 
-    # An option that is missing here is a KeyError in every run: none can be forgotten silently.
-    given = {field.name: context.params[field.name] for field in dataclasses.fields(TrainOptions)}
-    given["thresholds"] = override(given["thresholds"] or [])
-    return TrainOptions(**given)
+    given = {name: options[name] for name in TRAIN}
+    return TrainOptions(**given | {"thresholds": override(given["thresholds"] or [])})

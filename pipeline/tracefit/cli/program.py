@@ -7,16 +7,21 @@ configuration file of `--config`, under the names of the flags.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import tomllib
+from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Optional, TypeVar
 
 import typer
 from typer.core import TyperGroup, TyperOption
 
+from tracefit import console
 from tracefit._version import __version__
+from tracefit.cli.arguments import OUTPUT, Group
 from tracefit.console import CONFIG_FILE, LogLevel, set_log_level, warn
 from tracefit.errors import UsageError, did_you_mean
 
@@ -212,3 +217,54 @@ def _main(
     if isinstance(context.command, Commands):
         for text in unknown_variables(context.command):
             warn(text)
+
+
+_Command = TypeVar("_Command", bound=Callable[..., object])
+
+
+def command(task: str, *groups: Group, output: Group = OUTPUT) -> Callable[[_Command], _Command]:
+    """Make a function a command, with the options of some groups before its own keyword-only ones and those of `output` at the end.
+
+    The function gets the terminal, its own arguments and, as `**options`, the values of the groups. It returns a result, which is
+    shown as `<command>_text` of `reports.terminal_results` writes it, or a tuple of a result and its text.
+
+    Args:
+        task: What the command works on, with its arguments in braces: for the line of an unexpected error.
+        groups: The groups.
+        output: How the result may be shown.
+    """
+
+    def register(function: _Command) -> _Command:
+        name = function.__name__
+        own = [
+            p
+            for p in inspect.signature(function, eval_str=True).parameters.values()
+            if p.kind is not p.VAR_KEYWORD
+        ]
+        last = [p for p in own if p.kind is p.KEYWORD_ONLY]
+
+        def options(*of: Group) -> list[inspect.Parameter]:
+            declared = [item for group in of for item in group.items()]
+            return [
+                inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=d)
+                for n, (kind, d) in declared
+            ]
+
+        def call(**values: Any) -> None:
+            as_json, quiet = values.pop("json"), values.pop("quiet", False)
+            with console.command(task.format_map(values), quiet=quiet) as terminal:
+                result = function(terminal, **values)
+                if isinstance(result, tuple):
+                    result, text = result
+                else:
+                    text = getattr(import_module("tracefit.reports.terminal_results"), f"{name}_text")(result)
+                terminal.show(result, text, as_json=as_json)
+
+        # What typer reads, in the order of the help; the first parameter is the terminal.
+        parameters = [*own[1 : len(own) - len(last)], *options(*groups), *last, *options(output)]
+        call.__name__, call.__doc__ = name, function.__doc__
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions have no declared one
+        app.command()(call)
+        return function
+
+    return register

@@ -19,7 +19,6 @@ polars is imported only where a frame is evaluated: a single row is evaluated wi
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any
@@ -33,20 +32,13 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.model import Comparison, Condition, Model, Term
+    from tracefit.coefficients.model import Model
     from tracefit.features.expressions import Node
+    from tracefit.fit.results import Term
 
 MAX_NAMES_SHOWN = 40
 STEP_RESIDUAL = "step_residual_us"
 """Column of a training frame: time from a request's arrival to the next known step start; null when the engine is idle."""
-
-_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-}
 
 
 # -- the linear forms of a model ---------------------------------------------------------------------------
@@ -167,7 +159,7 @@ def _known(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else float(value)
 
 
-# -- sums, conditions and the boundary rule --------------------------------------------------------------
+# -- sums of terms ----------------------- --------------------------------------------------------------
 
 
 def _sum(form: LinearForm, start: Any, value_of: Callable[[str], Any]) -> Any:
@@ -193,48 +185,6 @@ def line_expression(form: LinearForm) -> pl.Expr:
     return total
 
 
-def _holds(condition: Condition, values: Mapping[str, float | None]) -> bool:
-    """Return whether a condition holds for one row: an empty `any` is false, an empty `all` true, null does not hold."""
-
-    def one(c: Comparison) -> bool:
-        left = values[c.feature]
-        right = values[c.feature2] if c.feature2 else c.value
-        return left is not None and right is not None and bool(_COMPARE[c.op](left, right))
-
-    return (condition.any is None or any(map(one, condition.any))) and all(map(one, condition.all or ()))
-
-
-def holds_expression(condition: Condition) -> pl.Expr:
-    """Return a condition as a polars expression, never null: an empty `any` is false, an empty `all` true."""
-    import polars as pl
-
-    def one(c: Comparison) -> pl.Expr:
-        right = pl.col(c.feature2) if c.feature2 else pl.lit(c.value)
-        return pl.Expr.fill_null(_COMPARE[c.op](pl.col(c.feature), right), value=False)
-
-    some = [one(c) for c in condition.any or ()]
-    holds = pl.lit(condition.any is None) if not some else pl.any_horizontal(some)
-    return pl.all_horizontal([holds, *(one(c) for c in condition.all or ())])
-
-
-NEVER = "never"
-
-
-def condition_text(
-    condition: Condition, name: Callable[[str], str] = str, number: Callable[[float | None], str] = str
-) -> str:
-    """Write a condition: comparisons joined by `or` and `and`; `never` where none can hold, empty where it always holds."""
-
-    def one(c: Comparison) -> str:
-        return f"{name(c.feature)} {c.op} {name(c.feature2) if c.feature2 else number(c.value)}"
-
-    if condition.any is not None and not condition.any:
-        return NEVER
-    sides = [(condition.any, " or "), (condition.all, " and ")]
-    texts = [joint.join(map(one, comparisons)) for comparisons, joint in sides if comparisons]
-    return " and ".join(f"({t})" for t in texts) if len(texts) > 1 else "".join(texts)
-
-
 # -- the model -------------------------------------------------------------------------------------------
 
 
@@ -257,9 +207,8 @@ class CompiledModel:
         # A term whose formula is its own name is a column.
         own = {t.feature: t.formula for t in terms if t.formula and t.formula != t.feature}
         self.formulas = Formulas.parse({**(columns or {}), **model.definitions, **own}, where=model.name)
-        conditions = [regime.when for regime in model.regimes] if isinstance(model, RegimesModel) else []
-        compared = [c for when in conditions for c in (*(when.any or ()), *(when.all or ()))]
-        self.compared = tuple(dict.fromkeys(n for c in compared for n in (c.feature, c.feature2) if n))
+        regimes = model.regimes if isinstance(model, RegimesModel) else ()
+        self.compared = tuple(dict.fromkeys(n for regime in regimes for n in regime.when.names))
         self.features = tuple(dict.fromkeys([*(t.feature for t in terms), *self.compared]))
 
     @property
@@ -315,7 +264,7 @@ class CompiledModel:
         """
         if isinstance(self.model, RegimesModel):
             for regime in self.model.regimes:
-                if _holds(regime.when, values):
+                if regime.when.holds(values):
                     return regime.name, regime
             raise UsageError(f"no regime of {self.model.name} holds for these features")
         # The last form of a boundary model is `without_clock`.
@@ -359,7 +308,7 @@ class CompiledModel:
         chosen: pl.Expr = pl.lit(None)
         # From the last regime to the first: the outermost condition is the one that is looked at first.
         for regime, value in reversed(list(zip(self.model.regimes, values, strict=True))):
-            chosen = pl.when(holds_expression(regime.when)).then(value).otherwise(chosen)
+            chosen = pl.when(regime.when.expression()).then(value).otherwise(chosen)
         return chosen
 
     def expression(self) -> pl.Expr:

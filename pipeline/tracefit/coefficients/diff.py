@@ -6,79 +6,27 @@ difference of predictions, so both models are evaluated on the same points of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from tracefit.coefficients.compiled import CompiledModel, linear_forms
-from tracefit.coefficients.model import (  # the schema of what compare prints needs Bounds when it runs
-    BoundaryModel,
-    Bounds,
-    LinearForm,
-    LinearModel,
-)
+from tracefit.coefficients.model import BoundaryModel, LinearModel
 from tracefit.coefficients.predict_frames import predict_rows
+from tracefit.results.models import CoefficientDiff, PredictionDiff
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.coefficients.model import Model, Number, Term
+    from tracefit.coefficients.model import LinearForm, Model
+    from tracefit.fit.results import Bounds, Number, Term
 
 POINTS = 2000
 """Number of points of the shared training range at which two models are compared."""
 
 _SAME_COUNT = {"decode_tokens": "num_decode_reqs", "num_decode_reqs": "decode_tokens"}
 """A decoding request computes one token: where only one of the two is known, it stands for the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoefficientDiff:
-    """One coefficient in two files.
-
-    Attributes:
-        part: Regime, or linear form of the model.
-        term: Feature, `intercept` or `offset`.
-        unit: Of the values.
-        first: Value in the first file, null where it has none.
-        first_ci95: Its interval.
-        second: Value in the second file.
-        second_ci95: Its interval.
-        apart: Whether the intervals do not meet; null where one is missing.
-    """
-
-    part: str
-    term: str
-    unit: str
-    first: float | None
-    first_ci95: Bounds | None
-    second: float | None
-    second_ci95: Bounds | None
-    apart: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class PredictionDiff:
-    """Difference of the predictions of one linear form over the range both files were trained on, second minus first.
-
-    Attributes:
-        part: Regime, or linear form of the model.
-        points: Points of the shared range at which both predict.
-        first_us: Mean prediction of the first file.
-        mean_us: Mean difference.
-        low_us: Largest decrease.
-        high_us: Largest increase.
-        ranges: Shared range of every column.
-    """
-
-    part: str
-    points: int
-    first_us: float
-    mean_us: float
-    low_us: float
-    high_us: float
-    ranges: dict[str, Bounds]
 
 
 def coefficient_diffs(first: Model, second: Model) -> list[CoefficientDiff]:

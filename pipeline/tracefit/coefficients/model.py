@@ -10,18 +10,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from tracefit.features import targets
 from tracefit.features.expressions import MAX_FORMULA_CHARS
 from tracefit.fit.results import (
+    Condition,
+    Identifier,
     Latency,
     LeftOutErrors,
     Metrics,
     Missing,
+    Number,
     OmittedFeature,
     Overload,
+    Strict,
     SummedTime,
+    Term,
     Validation,
 )
 from tracefit.server.documents import Scalar
@@ -33,13 +38,6 @@ FileKind = Literal["alpha", "beta"]
 """alpha: models of API, queue and departure; beta: models of step times."""
 
 # -- the evaluation -------------------------------------------------------------------------------------
-
-
-class Strict(BaseModel):
-    """A part of a published file: immutable, finite numbers, no unknown keys."""
-
-    # By name too: `schema` is `schema_` here, for pydantic's models have a method of that name.
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
 
 class TimelineEntry(Strict):
@@ -226,13 +224,7 @@ class Evaluation(Strict):
 
 # A file may come from anyone: what it can hold is bounded.
 MAX_TERMS = 1000
-_ROUNDING = 1e-8
-"""A written value and its written interval may differ by their last digit."""
-
-Relation = Literal["<", "<=", ">", ">=", "=="]
-Bounds = tuple[float, float]
 Formula = Annotated[str, Field(max_length=MAX_FORMULA_CHARS)]
-Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$", max_length=200)]
 
 
 class TargetFacts(Strict):
@@ -244,54 +236,6 @@ class TargetFacts(Strict):
     source: str = Field(
         description="which evidence the target was measured from, e.g. step_clock or duration"
     )
-
-
-class Number(Strict):
-    """A fitted number in the target's unit."""
-
-    value: float
-    ci95: Bounds | None = Field(default=None, description="95 % interval; contains the value")
-
-    @model_validator(mode="after")
-    def _is_in_its_interval(self) -> Self:
-        _check_interval(self.value, self.ci95)
-        return self
-
-
-class Term(Strict):
-    """One addend: value times feature, both raw."""
-
-    feature: Identifier
-    unit: str = Field(description="unit of the value, e.g. us/token")
-    value: float
-    ci95: Bounds | None = None
-    sign: Literal["non_negative"] | None = Field(
-        default=None, description="what physics says of the value: no load can make it negative"
-    )
-    training_range: Bounds | None = Field(
-        default=None, description="smallest and largest value in the training rows"
-    )
-    formula: str | None = Field(
-        default=None,
-        max_length=MAX_FORMULA_CHARS,
-        description="how the feature is computed from table columns and the model's definitions",
-    )
-
-    @model_validator(mode="after")
-    def _has_ordered_ranges(self) -> Self:
-        _check_interval(self.value, self.ci95)
-        if self.training_range is not None and self.training_range[0] > self.training_range[1]:
-            raise ValueError(f"training_range of {self.feature} begins above its end")
-        return self
-
-
-def _check_interval(value: float, ci95: Bounds | None) -> None:
-    if ci95 is None:
-        return
-    # Both were rounded to `files.DIGITS` digits, each by itself.
-    room = _ROUNDING * max(abs(value), abs(ci95[0]), abs(ci95[1]))
-    if not ci95[0] - room <= value <= ci95[1] + room:
-        raise ValueError(f"ci95 {list(ci95)} does not contain the value {value}")
 
 
 def _each_feature_once(terms: tuple[Term, ...]) -> tuple[Term, ...]:
@@ -309,34 +253,6 @@ class Linear(Strict):
     form: Literal["linear"] = "linear"
     intercept: Number
     terms: Terms = ()
-
-
-class Comparison(Strict):
-    """A feature compared with a number or with another feature."""
-
-    feature: Identifier
-    op: Relation
-    value: float | None = None
-    feature2: Identifier | None = None
-
-    @model_validator(mode="after")
-    def _has_one_right_side(self) -> Self:
-        if (self.value is None) == (self.feature2 is None):
-            raise ValueError("a comparison needs either value or feature2")
-        return self
-
-
-class Condition(Strict):
-    """True if any / all of the comparisons hold; an empty `any` is false, an empty `all` true; null does not hold."""
-
-    any: tuple[Comparison, ...] | None = Field(default=None, max_length=100)
-    all: tuple[Comparison, ...] | None = Field(default=None, max_length=100)
-
-    @model_validator(mode="after")
-    def _has_comparisons(self) -> Self:
-        if self.any is None and self.all is None:
-            raise ValueError("a condition needs any or all")
-        return self
 
 
 class Regime(Strict):

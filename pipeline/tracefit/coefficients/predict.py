@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from tracefit.coefficients.compiled import CompiledModel, Formulas, expected_at_boundary, line_value
 from tracefit.coefficients.model import STEP_MODELS, BoundaryModel
 from tracefit.coefficients.workload import (
-    DEFAULT_BLOCK_SIZE,
     LIMITS,
     REQUEST_COLUMNS,
     STEP_COLUMNS,
@@ -22,11 +21,13 @@ from tracefit.coefficients.workload import (
     traffic_formulas,
 )
 from tracefit.errors import DataError, UsageError, did_you_mean
+from tracefit.server.settings import DEFAULT_BLOCK_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from tracefit.coefficients.model import LinearForm, Model, NotFitted, RequestRange, Term, Workload
+    from tracefit.coefficients.model import LinearForm, Model, NotFitted, RequestRange, Workload
+    from tracefit.fit.results import Term
 
 PREDICTED = "predicted_us"
 """Name of the prediction itself among what is outside its range: a line below 0 is cut off there."""

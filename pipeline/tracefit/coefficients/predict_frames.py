@@ -28,13 +28,13 @@ from tracefit.coefficients.predict import MAX_NAME_SHOWN, PREDICTED, p90_ape_pct
 from tracefit.coefficients.requests import Arithmetic, RequestComposer, Value, complete
 from tracefit.coefficients.workload import LIMITS, OTHERS, REQUEST_INPUTS, RUNNING, STEP_INPUTS
 from tracefit.errors import UsageError, did_you_mean
+from tracefit.features import targets
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from tracefit.coefficients.model import Model
     from tracefit.coefficients.predict import ScopeModels
-    from tracefit.features.targets import Target
 
 
 Rows = IntoFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]]
@@ -140,9 +140,6 @@ def _column(values: Any) -> Any:
 
 OUTPUTS = (PREDICTED, "low_us", "high_us", "out_of_range")
 """Columns that are added to steps and to rows of features."""
-
-DURATIONS = ("admission_us", "queue_wait_us", "prefill_us", "itl_us", "departure_us", "ttft_us", "e2e_us")
-"""Columns that are added to requests; null where there is no model, and in what needs it."""
 
 MAX_PREFILL_STEPS = 5_000_000
 """Steps of all prompts together."""
@@ -295,7 +292,7 @@ def _with_stand_ins(compiled: CompiledModel, rows: pl.DataFrame) -> pl.DataFrame
 
 
 def predict_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
-    """Predict requests described by `workload.REQUEST_INPUTS`; adds the columns of `DURATIONS`.
+    """Predict requests described by `workload.REQUEST_INPUTS`; adds the columns of `durations`.
 
     Args:
         models: Models of one scope.
@@ -314,8 +311,16 @@ def predict_requests(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
         "ttft_us": found.ttft,
         "e2e_us": found.e2e,
     }
-    durations = {name: unknown if values[name] is None else values[name] for name in DURATIONS}
-    return rows.hstack(pl.DataFrame(durations).fill_nan(None))
+    known = {name: unknown if values[name] is None else values[name] for name in durations()}
+    return rows.hstack(pl.DataFrame(known).fill_nan(None))
+
+
+def durations() -> list[str]:
+    """Return the columns that are added to requests; null where there is no model, and in what needs it."""
+    before, after = (
+        [f"{target.name}_us" for target in targets.parts_of(latency)] for latency in ("ttft", "client")
+    )
+    return [*before, "prefill_us", "itl_us", *after, "ttft_us", "e2e_us"]
 
 
 def _inputs(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
@@ -323,7 +328,7 @@ def _inputs(models: ScopeModels, rows: pl.DataFrame) -> pl.DataFrame:
     for name in ("prompt_tokens", "output_tokens"):
         if name not in rows.columns:
             raise UsageError(f"the rows have no column {name}", hint="prompt and output tokens are needed")
-    clash = [c for c in DURATIONS if c in rows.columns]
+    clash = [c for c in durations() if c in rows.columns]
     if clash:
         raise UsageError(f"the rows have a column {clash[0]} already", hint="rename it")
     known = [c for c in (*REQUEST_INPUTS, *OTHERS) if c in rows.columns]
@@ -411,7 +416,7 @@ class ManyRequests(RequestComposer):
         )
         return np.bincount(of, weights=steps.prompt_step(k), minlength=counts.size)
 
-    def _overhead(self, target: Target, inputs: Mapping[str, Value]) -> Value | None:
+    def _overhead(self, target: targets.Target, inputs: Mapping[str, Value]) -> Value | None:
         model = self.models.models.get(target.model)
         if model is None:
             return None

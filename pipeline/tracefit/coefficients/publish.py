@@ -22,12 +22,13 @@ from tracefit.coefficients.models import Models
 from tracefit.coefficients.request_ranges import described_requests, request_ranges, workload_of
 from tracefit.features.training import definitions
 from tracefit.fit.latency import split_requests, trained_steps
+from tracefit.fit.results import Number, Term
 from tracefit.fit.splits import counted, evaluation_rows
 from tracefit.statistics import mean_of
 from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tracefit.fit.fitted import FittedBoundary, FittedModel, FittedRegime, FittedScope, LinearFit
     from tracefit.fit.results import AcrossResult
@@ -116,63 +117,42 @@ def _model(
     if model.boundary is not None:
         return _boundary(common, model.boundary, first)
     if len(fitted.regimes) == 1:
-        return cf.LinearModel(**common, **_line(first))
-    return cf.RegimesModel(form="regimes", **common, regimes=tuple(_regime(part) for part in fitted.regimes))
+        return cf.LinearModel(**common, intercept=first.intercept, terms=first.terms)
+    return cf.RegimesModel(
+        form="regimes",
+        **common,
+        regimes=tuple(
+            cf.Regime(name=r.regime.name, when=r.regime.when, intercept=r.intercept, terms=r.terms)
+            for r in fitted.regimes
+        ),
+    )
 
 
 def _formulas(fitted: LinearFit) -> list[str]:
     """Formulas of a model's terms, and the names its conditions compare."""
-    compared = [c for part in fitted.regimes for c in part.regime.any_of or ()]
-    names = [n for c in compared for n in (c.feature, c.feature2) if n]
-    return [*(t.feature.formula for t in fitted.terms), *names]
+    names = [n for part in fitted.regimes for n in part.regime.when.names]
+    return [*(t.formula for t in fitted.terms if t.formula), *names]
 
 
 def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegime) -> cf.BoundaryModel:
     slope = fitted.work_us_per_prompt_token
     # Work and offset are searched for on a grid of boundaries, not by least squares: they have no confidence interval.
-    terms = (cf.Term(feature="prompt_tokens", unit="us/token", value=slope),) if slope else ()
+    terms = (Term(feature="prompt_tokens", unit="us/token", value=slope),) if slope else ()
     return cf.BoundaryModel(
         **common,
         form="boundary",
         boundary="step_start",
         queue="one_at_a_time",
-        work=cf.Work(intercept=cf.Number(value=fitted.work_us), terms=terms),
-        offset=cf.Number(value=fitted.offset_us),
-        without_clock=cf.Linear(**_line(linear)),
+        work=cf.Work(intercept=Number(value=fitted.work_us), terms=terms),
+        offset=Number(value=fitted.offset_us),
+        without_clock=cf.Linear(intercept=linear.intercept, terms=linear.terms),
         expectation=cf.Expectation(
-            intercept=cf.Number(value=fitted.work_us + fitted.expected_wait_us),
+            intercept=Number(value=fitted.work_us + fitted.expected_wait_us),
             terms=terms,
-            residual=cf.Number(value=fitted.residual_us),
+            residual=Number(value=fitted.residual_us),
             busy_share=fitted.busy_share,
         ),
     )
-
-
-def _line(part: FittedRegime) -> dict[str, Any]:
-    """Return the intercept and the terms of a linear form."""
-    terms = tuple(
-        cf.Term(
-            feature=t.feature.name,
-            unit=t.feature.coefficient_unit,
-            value=t.value,
-            ci95=t.ci95,
-            training_range=t.training_range,
-            formula=t.feature.formula,
-            sign=t.feature.sign,
-        )
-        for t in part.terms
-    )
-    return {"intercept": cf.Number(value=part.intercept, ci95=part.intercept_ci95), "terms": terms}
-
-
-def _regime(part: FittedRegime) -> cf.Regime:
-    any_of = part.regime.any_of
-    when = (
-        cf.Condition(all=())
-        if any_of is None
-        else cf.Condition(any=tuple(cf.Comparison(**asdict(c)) for c in any_of))
-    )
-    return cf.Regime(name=part.regime.name, when=when, **_line(part))
 
 
 def _estimator(fitted: LinearFit, part: FittedRegime) -> cf.Estimator:
@@ -285,6 +265,8 @@ def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
         name: _sum(per_run, name)
         for name in ("files", "bytes", "other_spans", "rejects", "dropped_attributes")
     }
+    seconds = (pl.col("last_unix_ns") - pl.col("first_unix_ns")) / 1e9
+    servers = runs.sort(SERVER).with_columns(seconds=seconds).select(*cf.ServerEntry.model_fields)
     return cf.IngestEntry(
         **summed,
         spans=_sum(runs, "spans"),
@@ -293,7 +275,7 @@ def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
         missing_attributes={event: tuple(sorted(keys)) for event, keys in sorted(missing.items())},
         dropped_events=_sum(runs, "dropped_events"),
         duplicates=_sum(per_run, "duplicate_spans"),
-        servers=tuple(_server(row) for row in runs.sort(SERVER).iter_rows(named=True)),
+        servers=tuple(cf.ServerEntry(**row) for row in servers.iter_rows(named=True)),
     )
 
 
@@ -303,12 +285,6 @@ def _counts(texts: pl.Series) -> dict[str, int]:
     for text in texts.drop_nulls():
         total.update(json.loads(text))
     return dict(sorted(total.items()))
-
-
-def _server(row: Mapping[str, Any]) -> cf.ServerEntry:
-    first, last = row["first_unix_ns"], row["last_unix_ns"]
-    same = {k: row[k] for k in cf.ServerEntry.model_fields if k in row}
-    return cf.ServerEntry(**same, seconds=None if first is None or last is None else (last - first) / 1e9)
 
 
 def _sum(frame: pl.DataFrame, column: str) -> int:
@@ -371,11 +347,7 @@ def _timeline(scope: FittedScope) -> cf.TimelineEntry:
         idle_gaps=idle.height,
         step_sampling=mean_of(runs["step_sampling"]),
         journey_sampling=mean_of(runs["journey_sampling"]),
-        duration_coverage=scope.cover.share,
-        median_cycle_us=scope.cover.median_cycle_us,
-        median_duration_us=scope.cover.median_duration_us,
-        beta_target_source=scope.choice.source if scope.choice else None,
-        beta_target_reason=scope.choice.reason if scope.choice else None,
+        **asdict(scope.source),
         execution_lag_steps=max(tables.lags.values(), default=0),
         clock_checked_events=_sum(tables.clock_checks, "events"),
         clock_disagreements=_sum(tables.clock_checks, "disagreeing"),

@@ -255,12 +255,10 @@ class RequestPrediction:
 
     Attributes:
         scope_id: Whose models predict.
-        admission: ARRIVED to QUEUED.
-        queue_wait: QUEUED to first SCHEDULED.
+        overheads: Durations around the steps, by name of their target, in the order a request goes through them.
         prefill: First SCHEDULED to FIRST_TOKEN.
         itl: Mean time of a decode step, those with prompts of others among them.
-        departure: FINISHED to DEPARTED.
-        ttft: admission + queue wait + prefill.
+        ttft: The overheads before the first step + prefill.
         e2e: ttft + (output tokens - 1) * itl, ARRIVED to FINISHED.
         prefill_steps: Steps the prompt takes.
         assumed: What the input leaves open, and what stands in.
@@ -268,11 +266,9 @@ class RequestPrediction:
     """
 
     scope_id: str | None
-    admission: PredictedDuration | None
-    queue_wait: PredictedDuration | None
+    overheads: dict[str, PredictedDuration | None]
     prefill: PredictedDuration
     itl: PredictedDuration
-    departure: PredictedDuration | None
     ttft: PredictedDuration | None
     e2e: PredictedDuration | None
     prefill_steps: int
@@ -309,7 +305,7 @@ class OneRequest(RequestComposer):
         prompt, output, queue, cached = (
             stated[name] or 0.0 for name in ("prompt_tokens", "output_tokens", "queue", "cached")
         )
-        around = {target.model for target in (*targets.parts_of("ttft"), *targets.parts_of("client"))}
+        around = {target.model for target in targets.around_steps()}
         read_by = [models.step_model, *(m for name, m in models.models.items() if name in around)]
         models.require_read(features, read_by, OTHERS)
         if output < 1:
@@ -353,21 +349,22 @@ class OneRequest(RequestComposer):
         found, queue = self.compose(), self.stated["queue"]
         if self.models.setting("async_scheduling") is True and self.inputs["batch"]:
             self.assumed.append("scheduling runs a step ahead: the prompt waits one cycle more")
-        if "queue_wait" in self._intervals and queue and not self._wait_knows_queue():
-            self.out_of_range.append(
-                "alpha.queue_wait: nothing in it depends on the queue, no request waited in training"
-            )
-        wait = self._intervals.get("queue_wait")
-        if wait is not None and queue:
+        overheads = {name: self._intervals.get(name) for name in found.overheads}
+        for target in targets.around_steps():
+            wait = overheads[target.name]
+            if not (wait and queue and target.state == "queue"):
+                continue
+            if "queue" not in self.models.compiled(self.models.models[target.model]).inputs:
+                self.out_of_range.append(
+                    f"{target.model}: nothing in it depends on the queue, no request waited in training"
+                )
             # Its errors are those on the work that was ahead; here that is assumed, of requests like the mean.
-            wait = PredictedDuration(wait.value_us)
+            overheads[target.name] = PredictedDuration(wait.value_us)
         return RequestPrediction(
             self.models.scope_id,
-            self._intervals.get("admission"),
-            wait,
+            overheads,
             PredictedDuration(found.prefill),
             self._in_range("itl", found.itl),
-            self._intervals.get("departure"),
             None if found.ttft is None else self._in_range("ttft", found.ttft),
             None if found.e2e is None else self._in_range("e2e", found.e2e),
             self.prefill_steps,
@@ -408,9 +405,6 @@ class OneRequest(RequestComposer):
     def _note(self, found: Prediction) -> None:
         self.assumed += found.assumed
         self.outside += found.outside
-
-    def _wait_knows_queue(self) -> bool:
-        return "queue" in self.models.compiled(self.models.models["alpha.queue_wait"]).inputs
 
     @property
     def _is_outside(self) -> bool:

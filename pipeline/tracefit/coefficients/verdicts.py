@@ -14,6 +14,7 @@ from tracefit.coefficients.model import STEP_MODELS, Answer, Criterion, Verdict
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.features.targets import target_named
 from tracefit.fit.splits import FEW_ROWS
+from tracefit.text import number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -175,7 +176,7 @@ def _criterion(models: Mapping[str, Validation], threshold: Threshold) -> Criter
         required = f"at {'least' if measure.higher_is_better else 'most'} {bound:g}{measure.unit} required"
         # The verdict stands: it says itself on how little it rests.
         few = f" from {entry.holdout.n} rows only" if entry.holdout.n < FEW_ROWS else ""
-        reason = f"{measure.what} {value:.3g}{measure.unit}{few} ({required})"
+        reason = f"{measure.what} {number(value)}{measure.unit}{few} ({required})"
     return Criterion(
         measure=threshold.measure,
         value=value,

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import Workload
 
-DEFAULT_BLOCK_SIZE = 16
-
 STEP_INPUTS = ("batch", "context", "prefill", "prefill_reqs", "prefill_done", "waiting")
 
 LIMITS = {

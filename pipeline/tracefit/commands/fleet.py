@@ -11,26 +11,27 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from tracefit._version import __version__
 from tracefit.commands.reading import (
+    FilePiece,
     IngestOptions,
-    KnownFiles,
-    Reading,
     RunReading,
     content_hash,
+    known_files,
     options_hash,
     resolve_run_id,
     work_bytes,
 )
 from tracefit.engines.build import RunTask, build_runs
-from tracefit.engines.decode import decode_tasks
-from tracefit.engines.jobs import Job, run_jobs
+from tracefit.engines.decode import Task, decode_tasks
+from tracefit.engines.jobs import Job, take_together
 from tracefit.errors import DataError
-from tracefit.inputs import blocks
+from tracefit.inputs.blocks import Block
 from tracefit.inputs.files import content_hash_of
 from tracefit.server.context import gpu_to_json
 from tracefit.server.settings import settings_to_json
@@ -41,16 +42,17 @@ from tracefit.tables.staging import staged_parts
 from tracefit.tables.store import put_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     import polars as pl
 
     from tracefit.engines.build import BuiltRun
-    from tracefit.engines.decode import Decoded, Task
+    from tracefit.engines.decode import Decoded
     from tracefit.engines.jobs import TaskEngine
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
+    from tracefit.inputs.rejects import Reject
     from tracefit.kv.recordings import KvRows
     from tracefit.progress import Progress
     from tracefit.server.context import RunContext
@@ -126,10 +128,10 @@ class Fleet:
         new = [file for run in runs for file in self._new_files(run)]
         engine.limit(max(sum(map(work_bytes, new)) // options.bytes_per_worker, 1))
         by_path = engine.workers > 1 and not engine.carries_bytes
-        self._how = Reading(options, self._place, by_path, progress)
+        self._reading = partial(
+            RunReading, options=options, place=self._place, by_path=by_path, progress=progress
+        )
         self._unread = deque(sorted(runs, key=lambda run: -run.size_bytes))
-        self._open: RunAtWork | None = None
-        self._next: tuple[RunAtWork, Task] | None = None
         self._ready: deque[RunAtWork] = deque()
         self._built: dict[str, tuple[RunAtWork, BuiltRun]] = {}
         self._ended = 0
@@ -158,19 +160,20 @@ class Fleet:
             self._work_off()
 
     def _work_off(self) -> None:
-        for job, handle in run_jobs(self._engine, self._next_job):
+        self._decoding = self._decode_jobs()
+        for job, result in self._engine.run(self._next_job):
             # A job knows what takes its result: decoded blocks, or the tables of runs.
-            job.work(self._engine.result(handle))
+            job.work(result)
             # Its blocks are in memory as long as it has a name, and the next ones are about to be read.
-            del job, handle
+            del job, result
             if time.monotonic() >= self._publish_from:
                 self._publish()
         self._publish()
 
-    def _take_decoded(self, tasks: Sequence[tuple[RunAtWork, Task]], result: Sequence[Decoded]) -> None:
-        for (run, task), decoded in zip(tasks, result, strict=True):
+    def _take_decoded(self, pieces: Sequence[tuple[RunAtWork, FilePiece]], result: Sequence[Decoded]) -> None:
+        for (run, piece), parts in zip(pieces, chain.from_iterable(result), strict=True):
             if run.failed is None and run.reading is not None:
-                run.reading.take(task, decoded)
+                run.reading.take(piece, parts)
                 self._look_at(run)
 
     def _take_built(self, runs: Sequence[RunAtWork], result: Sequence[BuiltRun | DataError]) -> None:
@@ -184,53 +187,48 @@ class Fleet:
 
     def _next_job(self) -> Job | None:
         # A run whose blocks are read is built before others are read: the largest one keeps a worker busy for longest.
-        if not self._ready:
-            tasks = self._bundle()
-            if tasks:
-                argument = tuple(task for _, task in tasks)
-                name = argument[0].items[0].source_file
-                return Job(decode_tasks, argument, name, partial(self._take_decoded, tasks))
-        return self._build_job() if self._ready else None
+        job = None if self._ready else next(self._decoding, None)
+        return self._build_job() if job is None and self._ready else job
 
-    def _bundle(self) -> tuple[tuple[RunAtWork, Task], ...]:
-        """Return the next blocks to decode; those of small runs together."""
-        found: list[tuple[RunAtWork, Task]] = []
-        size, most = 0, self._options.limits.block_bytes
-        # Once half full, it is given out: what does not fit would be in memory beside it.
-        while (not found or size < most // 2) and (task := self._next or self._next_task()) is not None:
-            own = sum(item.size for item in task[1].items if isinstance(item, blocks.Block))
-            self._next = task if found and size + own > most else None
-            if self._next is not None:
-                break
-            found.append(task)
-            size += own
-        return tuple(found)
+    def _decode_jobs(self) -> Iterator[Job]:
+        """Yield jobs of decoding; small blocks share one, also those of several runs, because each job has a fixed cost."""
+        given: list[tuple[RunAtWork, FilePiece, Block | Reject]] = []
+        size = 0
+        for run, piece, item in self._pieces():
+            given.append((run, piece, item))
+            size += item.size if isinstance(item, Block) else 0
+            # Half full, it is given out: what does not fit would be in memory beside it.
+            if size >= self._options.limits.block_bytes // 2:
+                yield self._decode_job(given)
+                given, size = [], 0
+        if given:
+            yield self._decode_job(given)
 
-    def _next_task(self) -> tuple[RunAtWork, Task] | None:
-        """Return the next blocks of the run that is being read or of the next one."""
-        while self._open is not None or self._unread:
-            run = self._open = self._open or self._unread.popleft()
+    def _decode_job(self, given: Sequence[tuple[RunAtWork, FilePiece, Block | Reject]]) -> Job:
+        runs = [list(of_run) for _, of_run in groupby(given, key=lambda each: id(each[0]))]
+        tasks = tuple(
+            Task(tuple(item for _, _, item in run), self._options.rows, self._place) for run in runs
+        )
+        pieces = [(run, piece) for run, piece, _ in given]
+        return Job(decode_tasks, tasks, given[0][2].source_file, partial(self._take_decoded, pieces))
+
+    def _pieces(self) -> Iterator[tuple[RunAtWork, FilePiece, Block | Reject]]:
+        """Yield what is to be decoded of one run after the other."""
+        while self._unread:
+            run = self._unread.popleft()
             try:
-                run.reading = run.reading or self._begin(run)
-                if (task := run.reading.next_task()) is not None:
-                    return run, task
+                run.reading = self._begin(run)
+                for piece, item in run.reading.pieces():
+                    yield run, piece, item
             except DataError as error:
                 self._end(run, error)
-            self._open = None
             self._look_at(run)
-        return None
 
     def _build_job(self) -> Job:
         """Return a job for some of the runs that wait: few enough that every worker gets some."""
-        share, size = -(-len(self._ready) // self._engine.workers), 0
-        runs: list[RunAtWork] = []
-        while (
-            self._ready
-            and len(runs) < share
-            and (not runs or size + self._ready[0].size_bytes <= self._options.limits.block_bytes)
-        ):
-            runs.append(self._ready.popleft())
-            size += runs[-1].size_bytes
+        share = -(-len(self._ready) // self._engine.workers)
+        most_bytes = self._options.limits.block_bytes
+        runs = take_together(self._ready, lambda run: run.size_bytes, most=share, most_bytes=most_bytes)
         if len(self._runs) == 1:
             self._progress.stage(f"writing {runs[0].run_id}")
         return Job(
@@ -238,7 +236,7 @@ class Fleet:
             tuple(map(self._run_task, runs)),
             runs[0].source.name,
             partial(self._take_built, runs),
-            is_last=size >= _BUILT_APART * self._options.bytes_per_worker
+            is_last=sum(run.size_bytes for run in runs) >= _BUILT_APART * self._options.bytes_per_worker
             and self._ended + len(self._built) + len(runs) == len(self._runs),
         )
 
@@ -246,8 +244,9 @@ class Fleet:
 
     def _new_files(self, run: RunAtWork) -> list[TraceFile]:
         """Return the files that look as if they had to be read: by name and size alone, no file is opened for it."""
-        known = KnownFiles.of(self._manifest.runs.get(run.source.run_id), self._options_hash, self._there)
-        return [file for file in run.source.trace_files if not known.looks_known(file)]
+        known = known_files(self._manifest.runs.get(run.source.run_id), self._options_hash, self._there)
+        sizes = {name: file.size_bytes for name, file in known.items()}
+        return [file for file in run.source.trace_files if sizes.get(file.name) != file.size]
 
     def _begin(self, run: RunAtWork) -> RunReading:
         source = run.source
@@ -262,9 +261,8 @@ class Fleet:
             run.warnings.append(
                 f"{source.run_id}: another run of that name is in the tables already; this one is {run_id}"
             )
-        return RunReading(
-            source.trace_files, KnownFiles.of(run.known, self._options_hash, self._there), self._how
-        )
+        known = known_files(run.known, self._options_hash, self._there)
+        return self._reading(source.trace_files, known)
 
     def _look_at(self, run: RunAtWork) -> None:
         """Have a run built when its files are read, unless it stays as it is."""

@@ -8,18 +8,25 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import polars as pl
 
 from tracefit.commands.fleet import Fleet, RunAtWork
-from tracefit.commands.reading import IngestOptions, KnownFiles, options_hash, resolve_run_id
+from tracefit.commands.reading import (
+    IngestOptions,
+    is_unchanged,
+    known_files,
+    options_hash,
+    resolve_run_id,
+)
 from tracefit.commands.scopes import write_timelines
 from tracefit.engines.build import is_small
 from tracefit.engines.choice import LOCAL, EngineChoice, open_engine
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import Inputs, RunSource, open_inputs
+from tracefit.inputs.files import content_hash_of
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, read_context, scope_of
@@ -30,12 +37,11 @@ from tracefit.tables.staging import staged_parts
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from tracefit.engines.jobs import TaskEngine
-    from tracefit.inputs.files import TraceFile
     from tracefit.tables.rows import RowOptions
 
 _MOST_REASONS = 6
@@ -280,21 +286,24 @@ def plan_ingest(
         return IngestPlan(tuple(files), tuple(f"{left.name}: {left.reason}" for left in inputs.left_out))
 
 
-def _planned(source: RunSource, store: TableStore, options: RowOptions) -> list[PlannedFile]:
+def _planned(source: RunSource, store: TableStore, options: RowOptions) -> Iterator[PlannedFile]:
     manifest = store.manifest()
     run_id = resolve_run_id(manifest, source)
-    known = KnownFiles.of(manifest.runs.get(run_id), options_hash(options), lambda: staged_parts(store.place))
-    return [_planned_file(run_id, file, known.status(file)) for file in source.trace_files]
-
-
-def _planned_file(run_id: str, file: TraceFile, status: Literal["new", "grown", "known"]) -> PlannedFile:
-    contents = inspect_file(file)
-    return PlannedFile(
-        run_id=run_id,
-        file=file.name,
-        shape=str(contents),
-        compression=contents.compression,
-        bytes=file.size,
-        status=status,
-        bytes_to_read=0 if status == "known" else file.size,
-    )
+    known = known_files(manifest.runs.get(run_id), options_hash(options), lambda: staged_parts(store.place))
+    for file in source.trace_files:
+        contents, entry = inspect_file(file), known.get(file.name)
+        # A file in a bucket that was written again may be the same all the same.
+        is_known = is_unchanged(file, entry) or (
+            entry is not None
+            and file.filesystem is not None
+            and is_unchanged(file, entry, content_hash_of(file))
+        )
+        yield PlannedFile(
+            run_id=run_id,
+            file=file.name,
+            shape=str(contents),
+            compression=contents.compression,
+            bytes=file.size,
+            status="known" if is_known else "grown" if entry else "new",
+            bytes_to_read=0 if is_known else file.size,
+        )

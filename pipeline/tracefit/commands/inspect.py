@@ -254,11 +254,7 @@ def _allowances(e: Evidence, context: RunContext) -> tuple[Allowance, ...]:
 
 
 def _step_time(e: Evidence) -> Allowance:
-    kinds = {
-        "adjacent": "adjacent pairs",
-        "intervals": "intervals between known starts",
-        "idle": "idle gaps",
-    }
+    kinds = {"adjacent": "adjacent pairs", "intervals": "intervals between known starts", "idle": "idle gaps"}
     found = ", ".join(f"{e[kind]:,} {what}" for kind, what in kinds.items() if e[kind])
     if _suffice(e, _STEP_TIME):
         return Allowance(_STEP_TIME, "yes", f"{found}; {_split(e, _STEP_TIME)}", trains=True)

@@ -1,4 +1,4 @@
-"""Read the trace files of a run as tasks of decoding; known files are skipped, remote ones are fetched first.
+"""Read the trace files of a run in blocks for decoding; known files are skipped, remote ones are fetched first.
 
 One rule: a file with the same name, size and hash as in the manifest is not decoded again; any other file is.
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tracefit._version import __version__
-from tracefit.engines.decode import Decoded, Task, decode_task
+from tracefit.engines.decode import Task, decode_task
+from tracefit.engines.jobs import take_together
 from tracefit.inputs.blocks import BLOCK_BYTES, Block, ReadLimits, read_blocks
 from tracefit.inputs.discovery import refuse_other_signal
 from tracefit.inputs.files import ContentHash, content_hash_of, fetch
@@ -26,7 +27,7 @@ from tracefit.tables.manifest import IngestedRun, Manifest, ReadFile, StagedPart
 from tracefit.tables.rows import RowOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
@@ -37,58 +38,33 @@ EXPANSION = 10
 """Decompressed bytes of a compressed one, about."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownFiles:
-    """What a run's manifest entry knows of files, as far as it is of use with these options and this version."""
+def known_files(run: IngestedRun | None, options: str, there: Callable[[], set[str]]) -> dict[str, ReadFile]:
+    """Return what a run's manifest entry knows of files, by name, as far as it is of use with these options and this version.
 
-    files: dict[str, ReadFile]
+    Staged parts of them exist; `there` returns the names of all that do.
+    """
+    if run is None or run.options != options:
+        return {}
+    return {
+        file.path: file
+        for file in run.files
+        if file.tool_version == __version__ and all(part.name in there() for part in file.parts)
+    }
 
-    @classmethod
-    def of(cls, run: IngestedRun | None, options: str, there: Callable[[], set[str]]) -> KnownFiles:
-        """Return the files of a run whose staged parts exist; `there` returns the names of all parts that do."""
-        if run is None or run.options != options:
-            return cls({})
-        return cls(
-            {
-                file.path: file
-                for file in run.files
-                if file.tool_version == __version__ and all(part.name in there() for part in file.parts)
-            }
-        )
 
-    def looks_known(self, file: TraceFile) -> bool:
-        """Return whether a file has the name and size of a known one."""
-        known = self.files.get(file.name)
-        return known is not None and known.size_bytes == file.size
+def is_unchanged(file: TraceFile, known: ReadFile | None, sha256: str | None = None) -> bool:
+    """Return whether a file is the known one of its name, by size and hash; it is hashed only if the sizes are equal.
 
-    def unchanged_remote(self, file: TraceFile) -> ReadFile | None:
-        """Return the entry of an unchanged file in a bucket, by its size and modification time."""
-        known = self.files.get(file.name)
-        if file.filesystem is None or file.modified_ns is None or known is None:
-            return None
-        return known if (known.size_bytes, known.modified_ns) == (file.size, file.modified_ns) else None
+    A file in a bucket whose hash is not known goes by its size and modification time.
 
-    def unchanged(self, file: TraceFile, sha256: str | None = None) -> ReadFile | None:
-        """Return the entry of an unchanged file, by name, size and hash; it is hashed only if name and size are equal.
-
-        Raises:
-            UsageError: It cannot be read.
-        """
-        known = self.files.get(file.name)
-        if known is None or known.size_bytes != file.size:
-            return None
-        return known if known.sha256 == (sha256 or content_hash_of(file)) else None
-
-    def status(self, file: TraceFile) -> Literal["new", "grown", "known"]:
-        """Say whether a file is known, has changed or grown, or is new.
-
-        Raises:
-            UsageError: It cannot be read.
-        """
-        if file.name not in self.files:
-            return "new"
-        known = self.unchanged_remote(file) or self.unchanged(file)
-        return "known" if known else "grown"
+    Raises:
+        UsageError: It cannot be read.
+    """
+    if known is None or known.size_bytes != file.size:
+        return False
+    if sha256 is None and file.filesystem is not None:
+        return file.modified_ns is not None and known.modified_ns == file.modified_ns
+    return known.sha256 == (sha256 or content_hash_of(file))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,70 +106,115 @@ class IngestOptions:
         return RowOptions(attributes, self.all_spans, self.show_values, self.max_rejects)
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How trace files are read; the same for the files of all runs.
+@dataclass(slots=True, eq=False)
+class FilePiece:
+    """A block, or a reject between blocks: its place in its file, and its staged parts once it is decoded."""
+
+    file: _FileAtWork
+    offset: int
+    parts: tuple[StagedPart, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _FileAtWork:
+    """A file that is read: its hash or what takes it, what was read so far, and the rejects in what is decoded."""
+
+    file: TraceFile
+    content: ContentHash | str
+    pieces: list[FilePiece] = field(default_factory=list)
+    rejects: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RunReading:
+    """Reads the files of one run: gives out pieces, takes what they are decoded to in any order.
+
+    A file with too many rejects is not read to its end; what counts of it does not depend on the order of the results.
 
     Attributes:
+        trace_files: The files.
+        known: What the manifest knows of them.
         options: What is kept of the traces, and bounds.
         place: Where the tables are; copies of files in buckets lie in its scratch folder for a while.
         by_path: Whether blocks of local files come as ranges, which another process of this machine reads.
         progress: Receives the bytes read, and warnings about files that are not read to their end.
     """
 
+    trace_files: Sequence[TraceFile]
+    known: Mapping[str, ReadFile]
     options: IngestOptions
     place: Place
     by_path: bool
     progress: Progress
+    _unchanged: list[ReadFile] = field(default_factory=list)
+    _read: list[_FileAtWork] = field(default_factory=list)
+    _decoding: int = 0
+    _all_given: bool = False
 
-
-class RunReading:
-    """Reads the files of one run: gives out tasks, takes their results in any order.
-
-    A file with too many rejects is not read to its end; what counts of it does not depend on the order of the results.
-    """
-
-    def __init__(self, files: Iterable[TraceFile], known: KnownFiles, how: Reading) -> None:
-        self._known = known
-        self._how = how
-        self._unchanged: list[ReadFile] = []
-        self._read: list[TraceFile] = []
-        self._hashes: dict[str, ContentHash | str] = {}
-        self._parts: dict[str, list[StagedPart]] = {}
-        self._rejects: dict[str, int] = {}
-        self._stopped: list[Reject] = []
-        self._given: deque[Task] = deque()
-        self._ended: dict[int, Decoded] = {}
-        self._left = self._tasks(files)
-        self._all_given = False
-
-    def next_task(self) -> Task | None:
-        """Return the next task; null after the last one.
+    def pieces(self) -> Iterator[tuple[FilePiece, Block | Reject]]:
+        """Yield the pieces of all files that are not known.
 
         Raises:
             UsageError: A file cannot be read.
             DataError: A file holds other data than traces.
             OSError: A copy cannot be written.
         """
-        task = next(self._left, None)
-        if task is None:
-            self._all_given = True
-        else:
-            self._given.append(task)
-        return task
+        local: list[TraceFile] = []
+        remote: deque[TraceFile] = deque()
+        for file in self.trace_files:
+            if not self._is_known(file):
+                (local if file.filesystem is None else remote).append(file)
+        for file in local:
+            yield from self._pieces_of(_FileAtWork(file, ContentHash()), file)
+        most_bytes = self.options.fetched_bytes
+        while group := take_together(remote, lambda file: file.size, most=len(remote), most_bytes=most_bytes):
+            # The copies are gone when the last block is read, not when it is decoded: blocks carry their bytes.
+            with self.place.scratch() as scratch:
+                for file, copy in zip(group, fetch(group, scratch, self.progress.read), strict=True):
+                    refuse_other_signal(copy.file)
+                    if not self._is_known(file, copy.content_hash):
+                        yield from self._pieces_of(_FileAtWork(file, copy.content_hash), copy.file)
+        self._all_given = True
 
-    def take(self, task: Task, decoded: Decoded) -> None:
-        """Take the result of a task."""
-        self._ended[id(task)] = decoded
-        # Rejects are counted in the order of the file, whichever block is decoded first.
-        while self._given and id(self._given[0]) in self._ended:
-            first = self._given.popleft()
-            self._count(first, self._ended.pop(id(first)))
+    def _is_known(self, file: TraceFile, sha256: str | None = None) -> bool:
+        known = self.known.get(file.name)
+        if known is None or not is_unchanged(file, known, sha256):
+            return False
+        # The time of a file in a bucket changes with every upload, its content need not.
+        modified_ns = None if file.filesystem is None else file.modified_ns
+        self._unchanged.append(msgspec.structs.replace(known, modified_ns=modified_ns))
+        return True
+
+    def _pieces_of(self, work: _FileAtWork, copy: TraceFile) -> Iterator[tuple[FilePiece, Block | Reject]]:
+        """Read a file, from its copy if it is in a bucket: the bytes of that were hashed and reported when it was made."""
+        self._read.append(work)
+        is_hashed = isinstance(work.content, str)
+        for item in read_blocks(
+            copy,
+            self.options.limits,
+            on_read=None if is_hashed else self.progress.read,
+            content_hash=None if isinstance(work.content, str) else work.content,
+            show_values=self.options.show_values,
+            by_path=self.by_path and not is_hashed,
+        ):
+            if work.rejects >= self.options.max_rejects:
+                break
+            work.pieces.append(
+                FilePiece(work, item.offset if isinstance(item, Block) else item.source_offset)
+            )
+            self._decoding += 1
+            yield work.pieces[-1], item
+
+    def take(self, piece: FilePiece, parts: tuple[StagedPart, ...]) -> None:
+        """Take the staged parts of a piece."""
+        piece.parts = parts
+        piece.file.rejects += sum(part.rejects for part in parts)
+        self._decoding -= 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether every task was given out and has its result."""
-        return self._all_given and not self._given
+        """Whether every piece was given out and has its parts."""
+        return self._all_given and not self._decoding
 
     def files(self) -> tuple[tuple[ReadFile, ...], bool]:
         """Return the manifest entries of the files in the order of their names, and whether they are as they were before.
@@ -201,126 +222,31 @@ class RunReading:
         Raises:
             UsageError: A file cannot be read.
         """
-        # After all blocks: later blocks of the file are on their way when it is stopped.
-        for reject in self._stopped:
-            self._parts[reject.source_file] += decode_task(self._task([reject]))[0]
-        self._stopped.clear()
-        read = [*self._unchanged, *map(self._entry, self._read)]
-        ordered = tuple(sorted(read, key=lambda file: file.path))
-        before = tuple(sorted(self._known.files.values(), key=lambda file: file.path))
-        return ordered, ordered == before
+        read = sorted([*self._unchanged, *map(self._entry, self._read)], key=lambda file: file.path)
+        return tuple(read), read == sorted(self.known.values(), key=lambda file: file.path)
 
-    def _entry(self, file: TraceFile) -> ReadFile:
-        found = self._hashes[file.name]
+    def _entry(self, work: _FileAtWork) -> ReadFile:
+        file, most = work.file, self.options.max_rejects
+        parts: list[StagedPart] = []
+        rejects = 0
+        for piece in work.pieces:
+            parts += piece.parts
+            rejects += sum(part.rejects for part in piece.parts)
+            # In the order of the file, whichever block was decoded first: rows after the last listed reject do not count.
+            if rejects >= most:
+                reason = f"more than {most} rejects: the rest of the file is not read (--max-rejects sets the limit)"
+                self.progress.warn(f"{file.name}: {reason}")
+                last = Reject(file.name, piece.offset, 0, reason)
+                parts += decode_task(Task((last,), self.options.rows, self.place))[0]
+                break
         return ReadFile(
             path=file.name,
             size_bytes=file.size,
-            sha256=found if isinstance(found, str) else found.of(file),
+            sha256=work.content if isinstance(work.content, str) else work.content.of(file),
             tool_version=__version__,
-            parts=tuple(self._parts[file.name]),
+            parts=tuple(parts),
             modified_ns=None if file.filesystem is None else file.modified_ns,
         )
-
-    def _tasks(self, files: Iterable[TraceFile]) -> Iterator[Task]:
-        local: list[TraceFile] = []
-        remote: list[TraceFile] = []
-        for file in files:
-            is_local = file.filesystem is None
-            if known := self._known.unchanged(file) if is_local else self._known.unchanged_remote(file):
-                self._unchanged.append(known)
-            else:
-                (local if is_local else remote).append(file)
-        for file in local:
-            self._hashes[file.name] = ContentHash()
-        self._begin(local)
-        yield from self._tasks_of(local, self._how.progress.read, by_path=self._how.by_path)
-        for group in _in_groups(remote, self._how.options.fetched_bytes):
-            # The copies are gone when the last block is read, not when it is decoded: blocks carry their bytes.
-            with self._how.place.scratch() as scratch:
-                new = []
-                for file, copy in zip(group, fetch(group, scratch, self._how.progress.read), strict=True):
-                    refuse_other_signal(copy.file)
-                    # The time of a file in a bucket changes with every upload, its content need not.
-                    if known := self._known.unchanged(copy.file, copy.content_hash):
-                        self._unchanged.append(msgspec.structs.replace(known, modified_ns=file.modified_ns))
-                    else:
-                        new.append(copy.file)
-                        self._hashes[file.name] = copy.content_hash
-                        self._begin([file])
-                yield from self._tasks_of(new, lambda _: None, by_path=False)
-
-    def _begin(self, files: Sequence[TraceFile]) -> None:
-        self._read += files
-        for file in files:
-            self._parts[file.name] = []
-            self._rejects[file.name] = 0
-
-    def _count(self, task: Task, decoded: Decoded) -> None:
-        limit = self._how.options.limits.max_rejects
-        for item, parts in zip(task.items, decoded, strict=True):
-            name = item.source_file
-            # Rows after the last listed reject do not count.
-            if self._rejects[name] >= limit:
-                continue
-            self._parts[name] += parts
-            self._rejects[name] += sum(part.rejects for part in parts)
-            if self._rejects[name] >= limit:
-                reason = f"more than {limit} rejects: the rest of the file is not read (--max-rejects sets the limit)"
-                self._how.progress.warn(f"{name}: {reason}")
-                offset = item.offset if isinstance(item, Block) else item.source_offset
-                self._stopped.append(Reject(name, offset, 0, reason))
-
-    def _tasks_of(
-        self, files: Sequence[TraceFile], on_read: Callable[[int], object], *, by_path: bool
-    ) -> Iterator[Task]:
-        """Yield tasks; small blocks share one, because each task has a fixed cost."""
-        items: list[Block | Reject] = []
-        size, encoding = 0, None
-        most = self._how.options.limits.block_bytes
-        for item in self._items(files, on_read, by_path=by_path):
-            if isinstance(item, Block):
-                if items and (size + item.size > most or encoding not in (None, item.encoding)):
-                    yield self._task(items)
-                    items, size, encoding = [], 0, None
-                size, encoding = size + item.size, item.encoding
-            items.append(item)
-        if items:
-            yield self._task(items)
-
-    def _task(self, items: Sequence[Block | Reject]) -> Task:
-        return Task(tuple(items), self._how.options.rows, self._how.place)
-
-    def _items(
-        self, files: Sequence[TraceFile], on_read: Callable[[int], object], *, by_path: bool
-    ) -> Iterator[Block | Reject]:
-        limits = self._how.options.limits
-        for file in files:
-            found = self._hashes[file.name]
-            blocks = read_blocks(
-                file,
-                limits,
-                on_read=on_read,
-                content_hash=found if isinstance(found, ContentHash) else None,
-                show_values=self._how.options.show_values,
-                by_path=by_path,
-            )
-            for item in blocks:
-                if self._rejects[file.name] >= limits.max_rejects:
-                    break
-                # A copy of a file in a bucket is named as the file.
-                yield replace(item, source_file=file.name)
-
-
-def _in_groups(files: Sequence[TraceFile], size_bytes: int) -> Iterator[list[TraceFile]]:
-    """Yield files in groups of so many bytes at most; a larger file comes alone."""
-    group: list[TraceFile] = []
-    for file in files:
-        if group and sum(each.size for each in group) + file.size > size_bytes:
-            yield group
-            group = []
-        group.append(file)
-    if group:
-        yield group
 
 
 def work_bytes(file: TraceFile) -> int:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
-from tracefit.commands.figure_data import SLO_MS, scope_rows
+from tracefit.commands.figures import SLO_MS, scope_figures
 from tracefit.errors import TracefitError, UsageError, known_names
+from tracefit.features.targets import LATENCIES
 from tracefit.inputs.buckets import place_of
 from tracefit.progress import NullProgress, Progress
-from tracefit.reports.content import all_figures, build_report, scope_parts
+from tracefit.reports.content import build_report
 from tracefit.reports.document import markdown_text, plain
 from tracefit.reports.sentences import verdicts
-from tracefit.results.figures import LATENCIES
 from tracefit.results.models import ReportResult
 from tracefit.results.notebook import draw_with
 from tracefit.tables.disk import write_files
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.model import CoefficientFile, Evaluation, Model, ScopeEvaluation
     from tracefit.reports.document import Report
-    from tracefit.results.figures import ScopeRows
+    from tracefit.reports.figures import ScopeFigures
 
 MAX_PAGE_BYTES = 6_000_000
 """Of these plotly itself takes 4.8 million."""
@@ -122,29 +122,32 @@ def report_of(
     models = (*beta.models, *alpha.models)
     traced = _traced(evaluation, store) if store is not None else None
     for points, drawn in _DETAIL:
-        rows: dict[str, ScopeRows] | None = None
+        figures: dict[str, ScopeFigures] | None = None
         if store is not None:
-            rows = {
-                scope.scope_id: scope_rows(
+            figures = {
+                scope.scope_id: scope_figures(
                     scope, _models_of(scope, models), store, points=points, slo_ms=slo_ms
                 )
                 for scope in evaluation.scopes[:drawn]
             }
-        made = build_report(evaluation, alpha, beta, rows, traced=traced)
+        made = build_report(evaluation, alpha, beta, figures, traced=traced)
         if _fits(made, page_bytes):
             break
-    if rows and progress is not None:
-        _warn_of_other_frames(evaluation, models, rows, progress)
+    if figures and progress is not None:
+        _warn_of_other_frames(evaluation, models, figures, progress)
     return made
 
 
 def _warn_of_other_frames(
-    evaluation: Evaluation, models: Sequence[Model], rows: Mapping[str, ScopeRows], progress: Progress
+    evaluation: Evaluation,
+    models: Sequence[Model],
+    figures: Mapping[str, ScopeFigures],
+    progress: Progress,
 ) -> None:
     """Say which models have no figures: tables hold the training frames of the last training alone."""
-    for scope in (one for one in evaluation.scopes if one.scope_id in rows):
+    for scope in (one for one in evaluation.scopes if one.scope_id in figures):
         measured = [m.name for m in _models_of(scope, models) if m.validation and m.validation.holdout.n]
-        if without := [name for name in measured if name not in rows[scope.scope_id].models]:
+        if without := [name for name in measured if name not in figures[scope.scope_id].models]:
             progress.warn(
                 f"{', '.join(without)}: no figures, the tables hold the training rows of another training; train again"
             )
@@ -165,11 +168,9 @@ def draw(evaluation: Path, models: Path, tables: Path, figure: str, scope: str |
         raise TracefitError("figures need plotly and jinja2", hint="pip install 'tracefit[report]'") from None
     published = read_evaluation(evaluation)
     chosen = _scope_of(published, scope)
-    alpha, beta = (read_coefficients(models / f"{kind}.json") for kind in ("alpha", "beta"))
-    own = _models_of(chosen, (*beta.models, *alpha.models))
-    rows = {chosen.scope_id: scope_rows(chosen, own, TableStore(tables), points=_NOTEBOOK_POINTS)}
-    parts = scope_parts(published, alpha, beta, rows)
-    figures = all_figures(next(one for one in parts if one.scope.scope_id == chosen.scope_id))
+    fitted = [m for kind in ("beta", "alpha") for m in read_coefficients(models / f"{kind}.json").models]
+    own = _models_of(chosen, fitted)
+    figures = scope_figures(chosen, own, TableStore(tables), points=_NOTEBOOK_POINTS).by_name()
     if figure not in figures:
         raise UsageError(f"there is no figure {figure}", hint=known_names(figure, figures, title="figures"))
     return plotly_figure(figures[figure])

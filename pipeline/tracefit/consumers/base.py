@@ -18,6 +18,8 @@ import polars as pl
 from tracefit.errors import DataError
 from tracefit.features.sets import Feature, FeatureSet
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, split_by_time, step_frame
+from tracefit.fit.validation import measure
+from tracefit.results.models import HeldOut
 from tracefit.server.settings import JOURNEY_FLAGS
 from tracefit.tables.schema import ENGINE
 
@@ -64,29 +66,6 @@ class Source:
         features = FeatureSet("columns", tuple(Feature(name, "", name) for name in columns))
         timeline = self.tables.timeline if timeline is None else timeline
         return step_frame(self.tables, timeline, features, {}, source)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """Error of an exported form on the hold-out, beside the training median's.
-
-    Attributes:
-        what: The quantity, in the consumer's words.
-        unit: Unit of the errors.
-        n: Held-out rows.
-        mape_pct: Mean absolute percentage error.
-        mae: Mean absolute error.
-        bias_pct: 100 * (sum predicted - sum actual) / sum actual.
-        baseline_mae: Mean absolute error of the training median on the same rows.
-    """
-
-    what: str
-    unit: str
-    n: int
-    mape_pct: float | None
-    mae: float | None
-    bias_pct: float | None
-    baseline_mae: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +120,6 @@ def held_out(what: str, unit: str, actual: Vector, predicted: Vector, trained: V
         predicted: Predictions of the consumer's formula with the exported numbers, shape (n,).
         trained: Measured values of the training rows, of any shape.
     """
-    from tracefit.fit.validation import measure  # noqa: PLC0415 - results of every command import this module, none of them fits
-
     errors = measure(actual, predicted)
     baseline = measure(actual, np.full(len(actual), float(np.median(trained))))
     return HeldOut(what, unit, errors.n, errors.mape_pct, errors.mae, errors.bias_pct, baseline.mae)

@@ -6,15 +6,17 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.compiled import condition_text, linear_forms
+from tracefit.coefficients.compiled import linear_forms
 from tracefit.coefficients.model import BoundaryModel, Regime
-from tracefit.consumers.base import OUT, Export, HeldOut, Source, consumer
+from tracefit.consumers.base import OUT, Export, Source, consumer
 from tracefit.errors import spreadsheet_safe
+from tracefit.results.models import HeldOut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tracefit.coefficients.model import Bounds, Model, Number, Term
+    from tracefit.coefficients.model import Model
+    from tracefit.fit.results import Bounds, Number, Term
 
 _HEAD = (
     "scope_id",
@@ -56,7 +58,7 @@ def _rows(model: Model) -> Iterator[tuple[str, str, list[object]]]:
     """Yield the linear form, its condition and the other cells of every number of a model."""
     clock = {"work": "step starts known", "without_clock": "step starts unknown"}
     for name, form in linear_forms(model).items():
-        condition = condition_text(form.when) if isinstance(form, Regime) else clock.get(name, "")
+        condition = form.when.text() if isinstance(form, Regime) else clock.get(name, "")
         yield name, condition, _number("intercept", "us", form.intercept)
         for term in form.terms:
             yield name, condition, _number(term.feature, term.unit, term, term.training_range, term.formula)

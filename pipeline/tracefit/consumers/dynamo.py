@@ -17,7 +17,6 @@ from tracefit.coefficients.predict_frames import predict_steps
 from tracefit.consumers.base import (
     OUT,
     Export,
-    HeldOut,
     Source,
     consumer,
     flags,
@@ -31,6 +30,7 @@ from tracefit.consumers.base import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tracefit.results.models import HeldOut
     from tracefit.statistics import Matrix, Vector
 
 POINTS = 33

@@ -11,12 +11,13 @@ and the mean over these steps counts.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import polars as pl
 
 from tracefit.consumers.base import (
     Export,
-    HeldOut,
     Source,
     commented,
     consumer,
@@ -32,6 +33,9 @@ from tracefit.fit.estimators import fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import counted
 from tracefit.tables.schema import SERVER
+
+if TYPE_CHECKING:
+    from tracefit.results.models import HeldOut
 
 _REQUESTS = ("num_prefill_reqs", "num_decode_reqs")
 _COLUMNS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_context_tokens", *_REQUESTS)

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import polars as pl
-
 from tracefit import memory
 from tracefit.errors import DataError
-from tracefit.server.settings import ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
+from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG, JOURNEY_FLAGS, STEP_FLAGS
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import BuildLimits, IngestCounts, build_tables
 from tracefit.tables.runs import COMPLETE_SHARE
-from tracefit.tables.store import RunWriter, put_parts, read_part
+from tracefit.tables.store import RunWriter, put_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    import polars as pl
 
     from tracefit.inputs.files import TraceFile
     from tracefit.kv.recordings import KvRows
@@ -116,72 +116,25 @@ def build_run(task: RunTask) -> BuiltRun:
         raise
 
 
-class _Tables:
-    """The tables of a run, as they are made.
-
-    Those that others are made from stay in memory while they are small: they are not read back, and written once.
-    """
-
-    USED_AGAIN = ("steps", "journey_events", "request_snapshots", "requests", "runs", "rejects")
-
-    def __init__(self, writer: RunWriter, small_run_rows: int) -> None:
-        self._writer = writer
-        self._most_rows = small_run_rows
-        self._held: dict[str, list[pl.DataFrame]] = {}
-        self._rows = 0
-
-    def write(self, name: str, rows: pl.DataFrame) -> None:
-        """Take the next rows of a table; beyond `small_run_rows`, all are written, and what follows as it comes."""
-        if name not in self.USED_AGAIN or self._rows > self._most_rows:
-            self._writer.write(name, rows)
-            return
-        self._held.setdefault(name, []).append(rows)
-        self._rows += rows.height
-        if self._rows > self._most_rows:
-            for held, parts in self._held.items():
-                for part in parts:
-                    self._writer.write(held, part)
-            self._held.clear()
-
-    def read(self, name: str) -> pl.DataFrame:
-        """Return a whole table."""
-        return pl.concat(self._held[name]) if name in self._held else read_part(self._writer.close()[name])
-
-    def replace(self, tables: Mapping[str, pl.DataFrame]) -> None:
-        """Take whole tables, in place of those that are there."""
-        for name, rows in tables.items():
-            if self._rows > self._most_rows:
-                self._writer.write(name, rows)
-            else:
-                self._held[name] = [rows]
-
-    def close(self) -> dict[str, Path]:
-        """Write what is in memory; return the file of each table."""
-        for name in self._held:
-            self._writer.write(name, self.read(name))
-        return self._writer.close()
-
-
 def _build(task: RunTask, folder: Path) -> BuiltRun:
     with RunWriter(folder) as writer:
-        tables = _Tables(writer, task.memory_limits.small_run_rows)
         counts = build_tables(
             task.files,
             run_id=task.run_id,
             place=task.place,
             scratch=folder,
-            write=tables.write,
+            writer=writer,
             run_columns=task.columns,
             limits=task.limits,
             memory_limits=task.memory_limits,
         )
         _require_spans(task.name, counts)
         # After the tables of the traces: KV events are matched with their steps and requests.
-        tables.replace(_kv_tables(task, tables.read))
-        runs = tables.read("runs")
+        writer.write_all(_kv_tables(task, writer.read))
+        runs = writer.read("runs")
         if is_small(runs, task.memory_limits):
-            tables.replace(timeline_of(tables.read, task.context))
-        return BuiltRun(tables.close(), {}, runs)
+            writer.write_all(timeline_of(writer.read, task.context))
+        return BuiltRun(writer.close(), {}, runs)
 
 
 def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:
@@ -229,7 +182,7 @@ def timeline_of(read: Callable[[str], pl.DataFrame], context: RunContext) -> dic
 
 def engine_limits(context: RunContext) -> EngineLimits:
     """Return the known limits of the server's scheduler."""
-    from tracefit.timeline.composition import DEFAULT_BLOCK_SIZE, EngineLimits  # noqa: PLC0415
+    from tracefit.timeline.composition import EngineLimits  # noqa: PLC0415
 
     s = context.settings
     return EngineLimits(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 from tracefit.inputs.blocks import Block, load
@@ -21,7 +22,7 @@ class Task:
     """Blocks of one run that are decoded together, and the place for their rows.
 
     Attributes:
-        items: Blocks of one encoding, and the rejects between them.
+        items: Blocks, and the rejects between them.
         options: Which part of the input is kept.
         place: Where the staged parts go.
     """
@@ -56,7 +57,9 @@ def decode_task(task: Task) -> Decoded:
     parts: list[list[StagedPart]] = [[] for _ in task.items]
     rejects = [(number, item) for number, item in enumerate(task.items) if isinstance(item, Reject)]
     blocks = [(number, item, load(item)) for number, item in enumerate(task.items) if isinstance(item, Block)]
-    for batch in decode_blocks(blocks, task.options.wanted, rejects=rejects):
+    alike = [list(some) for _, some in groupby(blocks, key=lambda block: block[1].encoding)]
+    batches = (decode_blocks(some, task.options.wanted) for some in alike)
+    for batch in chain(*batches, decode_blocks([], task.options.wanted, rejects=rejects)):
         rows = rows_of(batch, task.options)
         name = write_staged(rows, task.place)
         for file, spans, other_spans, bad in rows.counts.iter_rows():

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tracefit.errors import DataError, TracefitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections import deque
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 TASKS_PER_WORKER = 2
 """Jobs that a worker has or that wait for it: each may hold a block's bytes."""
+
+
+_Item = TypeVar("_Item")
 
 
 class WorkerError(DataError):
@@ -50,10 +54,6 @@ class TaskEngine(Protocol):
     """Jobs that run at the same time, at most."""
 
     @property
-    def ahead(self) -> int:
-        """Jobs that have begun or wait for a worker, at most."""
-
-    @property
     def carries_bytes(self) -> bool:
         """Whether workers may be without the files that this process reads: blocks carry their bytes then."""
 
@@ -67,19 +67,16 @@ class TaskEngine(Protocol):
             UsageError: They have not.
         """
 
-    def submit(self, job: Job) -> Any:
-        """Begin a job; return a handle for `wait` and `result`."""
+    def run(self, next_job: Callable[[], Job | None]) -> Iterator[tuple[Job, Any]]:
+        """Run jobs; yield each when it has ended, with what its function returned.
 
-    def wait(self, handles: Sequence[Any]) -> list[Any]:
-        """Return the handles of jobs that have ended; there is one at least."""
-
-    def result(self, handle: Any) -> Any:
-        """Return what the function of an ended job returned.
+        Args:
+            next_job: Returns the next job, or null if there is none until another job has ended.
 
         Raises:
-            WorkerError: The worker died.
-            TracefitError: The function raised it.
-            OSError: The function raised it.
+            WorkerError: A worker died.
+            TracefitError: The function of a job raised it.
+            OSError: The function of a job raised it.
         """
 
 
@@ -91,23 +88,15 @@ def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Excepti
         return None, error
 
 
-def run_jobs(engine: TaskEngine, next_job: Callable[[], Job | None]) -> Iterator[tuple[Job, Any]]:
-    """Run jobs; yield each when it has ended, with the handle of its result.
-
-    Args:
-        engine: Where they run.
-        next_job: Returns the next job, or null if there is none until another job has ended.
-    """
-    pending: dict[Any, Job] = {}
-    while True:
-        while len(pending) < engine.ahead and (job := next_job()) is not None:
-            pending[engine.submit(job)] = job
-        if not pending:
-            return
-        job = None  # what has a name here is not freed
-        for handle in engine.wait(list(pending)):
-            yield pending.pop(handle), handle
-        del handle
+def take_together(
+    waiting: deque[_Item], size_bytes: Callable[[_Item], int], *, most: int, most_bytes: int
+) -> list[_Item]:
+    """Take items that are worked on together, because small ones share a fixed cost; a larger one is taken alone."""
+    taken: list[_Item] = []
+    while waiting and len(taken) < most and (not taken or size_bytes(waiting[0]) <= most_bytes):
+        taken.append(waiting.popleft())
+        most_bytes -= size_bytes(taken[-1])
+    return taken
 
 
 def available_cores() -> int:

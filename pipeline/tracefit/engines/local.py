@@ -11,29 +11,24 @@ import sys
 import threading
 import warnings
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
-from tracefit.engines.jobs import TASKS_PER_WORKER, Job, WorkerError, attempt, available_cores
+from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator
     from concurrent.futures import Future, ProcessPoolExecutor
     from multiprocessing.connection import Connection
 
+    from tracefit.engines.jobs import Job
+
+    _Outcome = tuple[Any, Exception | None]
+
 _TURN_S = 0.2
-
-
-@dataclass(slots=True, eq=False)
-class _LocalJob:
-    """A job, and what comes of it once it has begun."""
-
-    job: Job
-    future: Future[tuple[Any, Exception | None]] | None = None
 
 
 class LocalEngine:
@@ -48,19 +43,12 @@ class LocalEngine:
         """Take at most this many processes, or one for each core."""
         self.workers = workers or available_cores()
         self._stack = ExitStack()
-        self._running = 0
-        self._held: _LocalJob | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)  # type: ignore[arg-type]  # the three arguments of every exit
-
-    @property
-    def ahead(self) -> int:
-        """Jobs that have begun or wait for a worker, at most."""
-        return 1 if self.workers <= 1 else TASKS_PER_WORKER * self.workers
 
     def limit(self, workers: int) -> None:
         """Start no more processes than these."""
@@ -69,55 +57,62 @@ class LocalEngine:
     def check(self, folder: Path | None) -> None:
         """Do nothing: processes of this machine have what this one has."""
 
-    def submit(self, job: Job) -> _LocalJob:
-        """Begin a job in a worker, or keep it for this process while there is no other."""
-        handle = _LocalJob(job)
-        if self._held is None and not self._running:
-            self._held = handle
-            return handle
-        for one in filter(None, (self._held, handle)):
-            with worker_surroundings(self.workers):
-                one.future = self._pool.submit(attempt, one.job.function, one.job.argument)
-            self._running += 1
-        self._held = None
-        return handle
+    def run(self, next_job: Callable[[], Job | None]) -> Iterator[tuple[Job, Any]]:
+        """Run jobs; see `jobs.TaskEngine`."""
+        most = 1 if self.workers <= 1 else TASKS_PER_WORKER * self.workers
+        waiting: list[Job] = []
+        running: dict[Future[_Outcome], Job] = {}
+        while True:
+            while len(waiting) + len(running) < most and (job := next_job()) is not None:
+                waiting.append(job)
+                if running or len(waiting) > 1:
+                    running |= {self._begin(one): one for one in waiting}
+                    waiting.clear()
+            if waiting:
+                job = waiting.pop()
+                yield job, job.function(job.argument)
+            elif running:
+                for future in _ended(running):
+                    job = running.pop(future)
+                    yield job, _result(future, job)
+                del future
+            else:
+                return
+            job = None  # what has a name here is not freed
 
-    def wait(self, handles: Sequence[_LocalJob]) -> list[_LocalJob]:
-        """Run the job that was kept here, or wait until a worker has ended one."""
-        from concurrent.futures import FIRST_COMPLETED, Future  # noqa: PLC0415 - takes a while to import
-        from concurrent.futures import wait as wait_for  # noqa: PLC0415
-
-        if self._held is not None:
-            handle, self._held = self._held, None
-            handle.future = Future()
-            handle.future.set_result(attempt(handle.job.function, handle.job.argument))
-            return [handle]
-        # In turns: once polars has its own handler of Ctrl-C, a wait without an end is not interrupted.
-        futures = [handle.future for handle in handles if handle.future is not None]
-        while not (done := wait_for(futures, timeout=_TURN_S, return_when=FIRST_COMPLETED).done):
-            pass
-        self._running -= len(done)
-        return [handle for handle in handles if handle.future in done]
-
-    def result(self, handle: _LocalJob) -> Any:
-        """Return what a job came to; see `TaskEngine`."""
-        from concurrent.futures.process import BrokenProcessPool  # noqa: PLC0415
-
-        try:
-            value, error = handle.future.result()  # type: ignore[union-attr]  # it has ended
-        except BrokenProcessPool as broken:
-            raise WorkerError(
-                "a worker died while it was read",
-                where=handle.job.name,
-                hint="if memory ran out, use fewer --workers",
-            ) from broken
-        if error is not None:
-            raise error
-        return value
+    def _begin(self, job: Job) -> Future[_Outcome]:
+        with worker_surroundings(self.workers):
+            return self._pool.submit(attempt, job.function, job.argument)
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:
         return self._stack.enter_context(_process_pool(self.workers))
+
+
+def _ended(running: Collection[Future[_Outcome]]) -> Collection[Future[_Outcome]]:
+    """Wait until a worker has ended a job, or several have."""
+    from concurrent.futures import FIRST_COMPLETED, wait  # noqa: PLC0415 - takes a while to import
+
+    # In turns: once polars has its own handler of Ctrl-C, a wait without an end is not interrupted.
+    while not (done := wait(running, timeout=_TURN_S, return_when=FIRST_COMPLETED).done):
+        pass
+    return done
+
+
+def _result(future: Future[_Outcome], job: Job) -> Any:
+    from concurrent.futures.process import BrokenProcessPool  # noqa: PLC0415 - as above
+
+    try:
+        value, error = future.result()
+    except BrokenProcessPool as broken:
+        raise WorkerError(
+            "a worker died while it was read",
+            where=job.name,
+            hint="if memory ran out, use fewer --workers",
+        ) from broken
+    if error is not None:
+        raise error
+    return value
 
 
 @contextmanager

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
 from tracefit._version import __version__
-from tracefit.engines.jobs import TASKS_PER_WORKER, Job, WorkerError, attempt, available_cores
+from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, available_cores
 from tracefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from tracefit.engines.jobs import Job
 
 MEMORY_BYTES = 600 << 20
 """Memory of a job that Ray sets aside; a job that is run again gets twice as much, so that fewer run beside it."""
@@ -26,15 +28,6 @@ MOST_TRIES = 4
 _OBJECTS_BYTES = 512 << 20
 _MOST_CORES, _TURN_S, _ANSWER_S = 4, 0.5, 5.0
 _set_up = cache(memory.reuse_freed)
-
-
-class _RayJob:
-    """A job, the number of its runs, and what came of it."""
-
-    def __init__(self, job: Job) -> None:
-        self.job, self.tries = job, 0
-        self.ref: Any = None
-        self.ended: tuple[Any, Exception | None] = None, None
 
 
 class RayEngine:
@@ -68,7 +61,7 @@ class RayEngine:
             self.__exit__()
             raise UsageError("has no CPU for jobs", where=self._where, hint="add nodes with CPUs")
         self.workers = min(workers or cores, cores)
-        self.ahead = TASKS_PER_WORKER * cores if self.workers == cores else self.workers
+        self._ahead = TASKS_PER_WORKER * cores if self.workers == cores else self.workers
         # A job that asks for more than any node has would wait for ever.
         most_cores, self._most = (
             int(max(node["Resources"].get(kind, 0) for node in self._nodes)) for kind in ("CPU", "memory")
@@ -126,43 +119,35 @@ class RayEngine:
                 shared = "write to a disk that all nodes share, or to a bucket"
                 raise UsageError(f"does not see {folder.parent}", where=where, hint=shared)
 
-    def submit(self, job: Job) -> _RayJob:
-        """Begin a job."""
-        return self._begin(_RayJob(job))
-
-    def _begin(self, handle: _RayJob) -> _RayJob:
-        reserved = min(MEMORY_BYTES << handle.tries, self._most)
-        handle.tries += 1
-        call = self._call.options(memory=reserved, **_on_cores(self._last_cores if handle.job.is_last else 1))
-        handle.ref = call.remote(handle.job.function, handle.job.argument)
-        return handle
-
-    def wait(self, handles: Sequence[_RayJob]) -> list[_RayJob]:
-        """Wait until a job has ended; one whose worker died is run again."""
+    def run(self, next_job: Callable[[], Job | None]) -> Iterator[tuple[Job, Any]]:
+        """Run jobs, one whose worker or node died once more; see `jobs.TaskEngine`."""
+        running: dict[Any, tuple[Job, int]] = {}
         while True:
-            done, _ = self._ray.wait([handle.ref for handle in handles], timeout=_TURN_S)
-            ended = [handle for handle in handles if handle.ref in done and self._has_ended(handle)]
-            if ended:
-                return ended
+            while len(running) < self._ahead and (job := next_job()) is not None:
+                running[self._begin(job, 1)] = job, 1
+            if not running:
+                return
+            done, _ = self._ray.wait(list(running), timeout=_TURN_S)
+            for ref in done:
+                job, tries = running.pop(ref)
+                try:
+                    value, error = self._ray.get(ref)
+                except self._ray.exceptions.RayError as died:
+                    if tries < MOST_TRIES:
+                        running[self._begin(job, tries + 1)] = job, tries + 1
+                        continue
+                    text = f"a worker died while it was read, {tries} times ({type(died).__name__})"
+                    hint = "if memory ran out, use fewer --workers, or nodes with more memory"
+                    raise WorkerError(text, where=job.name, hint=hint) from died
+                if error is not None:
+                    raise error
+                yield job, value
+            job = ref = value = None  # what has a name here is not freed
 
-    def _has_ended(self, handle: _RayJob) -> bool:
-        try:
-            handle.ended = self._ray.get(handle.ref)
-        except self._ray.exceptions.RayError as error:
-            if handle.tries < MOST_TRIES:
-                self._begin(handle)
-                return False
-            text = f"a worker died while it was read, {handle.tries} times ({type(error).__name__})"
-            hint = "if memory ran out, use fewer --workers, or nodes with more memory"
-            handle.ended = None, WorkerError(text, where=handle.job.name, hint=hint)
-        return True
-
-    def result(self, handle: _RayJob) -> Any:
-        """Return what a job came to; see `jobs.TaskEngine`."""
-        value, error = handle.ended
-        if error is not None:
-            raise error
-        return value
+    def _begin(self, job: Job, tries: int) -> Any:
+        reserved = min(MEMORY_BYTES << (tries - 1), self._most)
+        call = self._call.options(memory=reserved, **_on_cores(self._last_cores if job.is_last else 1))
+        return call.remote(job.function, job.argument)
 
 
 def _on_cores(count: int) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
 
 import polars as pl
 
 from tracefit.engines.build import engine_limits, timeline_of
-from tracefit.engines.jobs import Job, run_jobs
+from tracefit.engines.jobs import Job, take_together
 from tracefit.fit.fitted import ScopeTables
 from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, find_overloads
 from tracefit.kv.columns import with_kv_cache, with_prefix_hits
@@ -141,16 +142,14 @@ def each_run(
     share = -(-len(waiting) // engine.workers)
 
     def next_job() -> Job | None:
-        chosen: list[str] = []
-        left = BYTES_PER_JOB
-        while waiting and (not chosen or (waiting[0][1] <= left and len(chosen) < share)):
-            run_id, size = waiting.popleft()
-            chosen.append(run_id)
-            left -= size
+        chosen = [
+            run_id
+            for run_id, _ in take_together(waiting, itemgetter(1), most=share, most_bytes=BYTES_PER_JOB)
+        ]
         if not chosen:
             return None
         # Pinned: the job reads the parts that the manifest names now, whatever is published meanwhile.
         return Job(partial(_of_each, function, store.pinned(chosen)), chosen, name=chosen[0], work=chosen)
 
-    for job, handle in run_jobs(engine, next_job):
-        yield from zip(job.work, engine.result(handle), strict=True)
+    for job, made in engine.run(next_job):
+        yield from zip(job.work, made, strict=True)

@@ -30,7 +30,7 @@ class Target:
         name: Name in files, options and training frames.
         label: Its name in reports.
         title: Its name in messages, where a reader has no context.
-        definition: The two events it lies between, as published with the model.
+        definition: The two events it lies between, as published with the model and in the report's list of terms.
         column: Column of the `requests` table with its duration, in us.
         begins: Column of the `requests` table with the event it begins at, in ns.
         step: Column of the `requests` table with the step counter at that event.
@@ -41,7 +41,8 @@ class Target:
         drop_outliers: Leave outliers out of the training part. Off where the tail is what the model is for.
         non_negative: No coefficient can be negative, whatever its feature declares.
         adds_to: The shortest latency that includes it: TTFT (and so E2E and the client's), or the client's alone. Null for a
-            target that is in no latency.
+            target that is in no latency. Predictions of requests and the report's figure of TTFT list it by its label.
+        contains: What happens in it, for the list of terms; empty where `definition` says it all.
         follows_from_steps: Composed latencies take it from the steps themselves where the batches are the traced ones.
     """
 
@@ -58,6 +59,7 @@ class Target:
     drop_outliers: bool = True
     non_negative: bool = False
     adds_to: Literal["ttft", "client"] | None = None
+    contains: str = ""
     follows_from_steps: bool = False
 
     @property
@@ -91,6 +93,9 @@ DURATION = StepTarget("duration", "duration", "step.duration_us as the server st
 
 STEP_TARGETS = (CYCLE_TIME, DURATION)
 """In order of preference: where files hold both, predictions use the first."""
+
+LATENCIES: dict[str, str] = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
+"""Latencies of requests that users ask for first: their names in files, and as people write them."""
 
 STEP_BEGINS = "first_scheduled_ns"
 """Event of a request at which the first of its steps begins."""
@@ -126,6 +131,7 @@ TARGETS: tuple[Target, ...] = (
         # A request whose API work ran past a boundary waits a whole step more: the rule, not an outlier.
         drop_outliers=False,
         adds_to="ttft",
+        contains="work of the API process, and the wait for the next step",
     ),
     Target(
         name="departure",
@@ -148,6 +154,11 @@ TARGETS: tuple[Target, ...] = (
 def target_named(name: str) -> Target:
     """Return the target of a name; KeyError where there is none."""
     return {target.name: target for target in TARGETS}[name]
+
+
+def around_steps() -> tuple[Target, ...]:
+    """Return the targets that are in a latency, in the order a request goes through them."""
+    return (*parts_of("ttft"), *parts_of("client"))
 
 
 def parts_of(latency: Literal["ttft", "client"]) -> tuple[Target, ...]:

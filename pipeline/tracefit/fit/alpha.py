@@ -19,13 +19,12 @@ from tracefit.fit.fitted import (
     NON_NEGATIVE,
     FitOptions,
     FittedModel,
-    RegimeComparison,
     RegimeRows,
     ScopeOptions,
     ScopeTables,
     TooFewRows,
 )
-from tracefit.fit.results import Candidate, Missing
+from tracefit.fit.results import Candidate, Comparison, Condition, Missing
 from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_regimes
 from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS
@@ -41,16 +40,20 @@ if TYPE_CHECKING:
 _QUEUED = pl.col("first_scheduled_step") > pl.col("queued_step") + 1
 """Whether a request was left waiting: the first scheduling pass after it was queued did not take it."""
 
-SOMEONE_WAITS = (
-    RegimeComparison("waiting_depth", ">", value=0.0),
-    RegimeComparison("max_num_seqs", "<=", feature2="running_depth"),
+SOMEONE_WAITS = Condition(
+    any=(
+        Comparison(feature="waiting_depth", op=">", value=0.0),
+        Comparison(feature="max_num_seqs", op="<=", feature2="running_depth"),
+    )
 )
 """`NO_CAPACITY` as far as a sampled step shows it: the step left a request waiting, or no slot free."""
 
-NO_CAPACITY = (
-    RegimeComparison("free_slots", "<=", value=0.0),
-    RegimeComparison("free_tokens", "<=", value=0.0),
-    RegimeComparison("block_demand", ">", feature2="kv_blocks_free"),
+NO_CAPACITY = Condition(
+    any=(
+        Comparison(feature="free_slots", op="<=", value=0.0),
+        Comparison(feature="free_tokens", op="<=", value=0.0),
+        Comparison(feature="block_demand", op=">", feature2="kv_blocks_free"),
+    )
 )
 """The next scheduling pass leaves a request waiting when slots, token budget or KV blocks do not suffice for it."""
 
@@ -89,17 +92,17 @@ class Form:
 
 
 def _one_line(offered: tuple[Feature, ...], _exact: bool) -> list[RegimeRows]:
-    return [RegimeRows("all", None, offered)]
+    return [RegimeRows("all", offered)]
 
 
 def _queued_or_free(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
     """Return the two regimes of a queue wait: left waiting by a scheduling pass, or taken by the next one."""
     if not exact:
         # The latest sampled step does not show who waits for what, so that both regimes are offered all features.
-        return [RegimeRows("queued", SOMEONE_WAITS, offered), RegimeRows("free", None, offered)]
+        return [RegimeRows("queued", offered, SOMEONE_WAITS), RegimeRows("free", offered)]
     queued = tuple(f for f in offered if f.name in QUEUED_FEATURES)
     free = tuple(f for f in offered if f.name in FREE_FEATURES)
-    return [RegimeRows("queued", NO_CAPACITY, queued), RegimeRows("free", None, free)]
+    return [RegimeRows("queued", queued, NO_CAPACITY), RegimeRows("free", free)]
 
 
 FORMS: Mapping[FormName, Form] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import polars as pl
 
@@ -38,7 +38,7 @@ from tracefit.fit.holdout import (
     load_extrapolation,
     with_load,
 )
-from tracefit.fit.results import Candidate, DurationCover, Missing, TargetChoice
+from tracefit.fit.results import Candidate, Missing, StepTimeSource
 from tracefit.fit.splits import counted, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
 from tracefit.server.settings import STEP_FLAGS
@@ -61,48 +61,42 @@ class StepTimes:
     """The fitted step time of a scope, or why there is none.
 
     Attributes:
-        cover: What `step.duration_us` covers of the time the engine was busy.
-        choice: Where step times come from; null for traces without steps.
+        source: Where step times come from.
         result: The model, or why there is none.
     """
 
-    cover: DurationCover
-    choice: TargetChoice | None
+    source: StepTimeSource
     result: FittedModel | Missing
 
     @property
     def are_whole(self) -> bool:
         """Whether the target is the whole time of a step: only then are latencies sums of it."""
-        if self.choice is None:
-            return False
-        return self.choice.source == "clock" or (self.cover.share or 0.0) >= COVERED_SHARE
+        if self.source.beta_target_source == "duration":
+            return (self.source.duration_coverage or 0.0) >= COVERED_SHARE
+        return self.source.beta_target_source == "clock"
 
 
-def duration_cover(timeline: pl.DataFrame) -> DurationCover:
-    """Measure the share of busy time that step durations cover, over adjacent steps."""
+def duration_cover(timeline: pl.DataFrame) -> StepTimeSource:
+    """Measure the share of busy time that step durations cover; the target is not chosen yet."""
     busy = timeline.filter((pl.col("cycle_source") == "adjacent") & ~pl.col("idle_after"))
     total = float(busy["cycle_us"].sum())
     if not busy.height or total <= 0:
-        return DurationCover(None, None, None)
+        return StepTimeSource(None, None, None)
     medians = busy.select(pl.col("cycle_us").median(), pl.col("duration_us").cast(pl.Float64).median()).row(0)
-    return DurationCover(float(busy["duration_us"].sum() or 0) / total, *medians)
+    return StepTimeSource(float(busy["duration_us"].sum() or 0) / total, *medians)
 
 
-def choose_target(cover: DurationCover, wanted: BetaTarget) -> TargetChoice:
-    """Choose where step times come from: the durations where they cover the steps, otherwise the step clock."""
-    if wanted == "duration":
-        return TargetChoice("duration", "asked for with --beta-target duration")
-    if wanted == "clock":
-        return TargetChoice("clock", "asked for with --beta-target clock")
-    if cover.share is None or cover.median_duration_us is None:
-        return TargetChoice(
-            "clock", "no two consecutive steps in the sample with a step.duration_us to compare"
-        )
+def choose_target(cover: StepTimeSource, wanted: BetaTarget) -> tuple[Literal["clock", "duration"], str]:
+    """Return where step times come from, and why: the durations where they cover the steps, otherwise the step clock."""
+    if wanted != "auto":
+        return wanted, f"asked for with --beta-target {wanted}"
+    if cover.duration_coverage is None or cover.median_duration_us is None:
+        return "clock", "no two consecutive steps in the sample with a step.duration_us to compare"
     medians = f"median cycle {cover.median_cycle_us:.0f} us, median step.duration_us {cover.median_duration_us:.0f} us"
-    share = f"step.duration_us covers {100 * cover.share:.1f} % of busy time"
-    if cover.share >= COVERED_SHARE:
-        return TargetChoice("duration", f"{share}: durations are the step times ({medians})")
-    return TargetChoice("clock", f"{share}: it is the time inside schedule(), not the step ({medians})")
+    share = f"step.duration_us covers {100 * cover.duration_coverage:.1f} % of busy time"
+    if cover.duration_coverage >= COVERED_SHARE:
+        return "duration", f"{share}: durations are the step times ({medians})"
+    return "clock", f"{share}: it is the time inside schedule(), not the step ({medians})"
 
 
 def fit_step_times(
@@ -115,8 +109,9 @@ def fit_step_times(
     if not tables.timeline.height:
         remedy = f"start the server with {STEP_FLAGS}"
         without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
-        return StepTimes(cover, None, Missing(target.model, without, remedy))
-    choice = choose_target(cover, options.beta_target)
+        return StepTimes(cover, Missing(target.model, without, remedy))
+    whence, why = choose_target(cover, options.beta_target)
+    source = replace(cover, beta_target_source=whence, beta_target_reason=why)
     if scope.context.gpu is not None and len(sets) > 1:
         # With a known GPU the roofline terms are these amounts of work, scaled to times.
         sets = [candidate for candidate in sets if candidate.name != "work_max"]
@@ -125,19 +120,19 @@ def fit_step_times(
     variants = [_variants(one) for one in sets]
     offered = {feature.name: feature for tried in variants for one in tried for feature in one.features}
     every = FeatureSet("offered", (*offered.values(), *LOAD_FEATURES))
-    rows, load = with_load(step_frame(tables, timeline, every, constants, choice.source))
+    rows, load = with_load(step_frame(tables, timeline, every, constants, whence))
     how = beta_options(options)
     features, rows, candidates = _choose_set(rows, variants, how)
-    regimes = [RegimeRows("all", None, features.features)]
+    regimes = [RegimeRows("all", features.features)]
     result = fit_regimes(rows, regimes, how)
     if isinstance(result, TooFewRows):
         few = f"of {tables.sampled_steps} sampled steps few are consecutive"
         remedy = f"raise --step-tracing-sample-rate: {few}"
         too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
-        return StepTimes(cover, choice, Missing(target.model, too_few, remedy))
-    source = DURATION if choice.source == "duration" else CYCLE_TIME
-    definition = source.definition
-    if source is CYCLE_TIME and any(tables.lags.values()):
+        return StepTimes(source, Missing(target.model, too_few, remedy))
+    measured = DURATION if whence == "duration" else CYCLE_TIME
+    definition = measured.definition
+    if measured is CYCLE_TIME and any(tables.lags.values()):
         ahead = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
         definition = f"{definition}; {ahead}"
     reason = (f"feature set {features.name} chosen: {SET_RULE}",) if candidates else ()
@@ -145,7 +140,7 @@ def fit_step_times(
         target.model,
         target.name,
         definition,
-        source.source,
+        measured.source,
         result,
         features.name,
         tuple(regimes),
@@ -163,7 +158,7 @@ def fit_step_times(
         notes=(*reason, *beyond_training(result.terms, tables.timeline)),
         feature_definitions=features,
     )
-    return StepTimes(cover, choice, model)
+    return StepTimes(source, model)
 
 
 def _prefill_reach_pct(fitted: LinearFit, timeline: pl.DataFrame, token_budget: int | None) -> float | None:

@@ -1,8 +1,8 @@
 """What fits take and return: options and the tables of one scope; linear models, and all that was fitted of a scope.
 
 A linear model is one line, or one line per regime: a regime is a condition on the features with a line of its own, and the
-first regime whose condition holds predicts a row. `Feature` and `RegimeRows` describe a model before the fit, `FittedTerm`
-and `FittedRegime` after it. These objects hold data frames and stay inside the process: what files publish is in `results`.
+first regime whose condition holds predicts a row. `RegimeRows` describes one before the fit, `FittedRegime` after it. These
+objects hold data frames and stay inside the process: what files publish is in `results`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
+from tracefit.fit.results import ALWAYS, Term
 from tracefit.server.settings import without_attribute
 
 if TYPE_CHECKING:
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
     from tracefit.fit.results import (
         Collinearity,
         ComposedLatencies,
-        DurationCover,
+        Condition,
         Missing,
+        Number,
         OmittedFeature,
         Overload,
         PenaltyChoice,
         PredictionInterval,
+        StepTimeSource,
         SummedTime,
-        TargetChoice,
         Validation,
     )
     from tracefit.server.context import ModelScope
@@ -157,48 +159,13 @@ class ScopeTables:
 
 
 @dataclass(frozen=True, slots=True)
-class FittedTerm:
-    """A coefficient on a raw feature."""
-
-    feature: Feature
-    value: float
-    ci95: tuple[float, float] | None
-    training_range: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class RegimeComparison:
-    """A feature compared with a number or with another feature; null compares false.
-
-    A `Comparison` of a coefficient file is made of it, field by field: files may state more than a fit decides by.
-    """
-
-    feature: str
-    op: Literal["<=", ">"]
-    value: float | None = None
-    feature2: str | None = None
-
-    def holds(self) -> pl.Expr:
-        """Return the comparison as an expression over a training frame."""
-        left = pl.col(self.feature)
-        right = pl.col(self.feature2) if self.feature2 else pl.lit(self.value)
-        return (left <= right if self.op == "<=" else left > right).fill_null(value=False)
-
-
-@dataclass(frozen=True, slots=True)
 class RegimeRows:
-    """The rows of one linear model: those for which any comparison holds."""
+    """The rows of one linear model, those for which the condition holds, and the features it is offered."""
 
     name: str
-    any_of: tuple[RegimeComparison, ...] | None
-    """None for all rows that the regimes before leave; of no comparison at all none holds, as in a coefficient file."""
     features: tuple[Feature, ...]
-
-    def holds(self) -> pl.Expr:
-        """Return the condition as an expression over a training frame."""
-        if not self.any_of:
-            return pl.lit(self.any_of is None)
-        return pl.any_horizontal(c.holds() for c in self.any_of)
+    when: Condition = ALWAYS
+    """Of the rows that the regimes before leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +173,8 @@ class FittedRegime:
     """One linear model: the whole of a linear fit, or one regime of a fit by regimes."""
 
     regime: RegimeRows
-    intercept: float
-    intercept_ci95: tuple[float, float] | None
-    terms: tuple[FittedTerm, ...]
+    intercept: Number
+    terms: tuple[Term, ...]
     features_left_out: tuple[OmittedFeature, ...]
     choice: PenaltyChoice
     rows_used: int
@@ -220,15 +186,13 @@ class FittedRegime:
     @property
     def least(self) -> float:
         """Smallest prediction, before clipping, over the box of the training ranges of all features."""
-        return self.intercept + sum(
-            min(t.value * t.training_range[0], t.value * t.training_range[1]) for t in self.terms
-        )
+        return self.intercept.value + sum(min(t.value * end for end in t.limits) for t in self.terms)
 
     def predict(self, rows: pl.DataFrame) -> Vector:
         """Predict the rows of a training frame, clipped at 0; shape (n,)."""
-        values: Vector = np.full(rows.height, self.intercept)
+        values: Vector = np.full(rows.height, self.intercept.value)
         for term in self.terms:
-            values += term.value * rows[term.feature.name].cast(pl.Float64).to_numpy()
+            values += term.value * rows[term.feature].cast(pl.Float64).to_numpy()
         return np.asarray(np.maximum(values, 0.0))
 
 
@@ -246,7 +210,7 @@ def active_regime(regimes: Sequence[FittedRegime], rows: pl.DataFrame) -> Intege
     # From the last regime to the first: where several conditions hold the earliest one is written last and stays.
     active = np.full(rows.height, len(regimes) - 1)
     for index in reversed(range(len(regimes) - 1)):
-        active[which(rows, regimes[index].regime.holds())] = index
+        active[which(rows, regimes[index].regime.when.expression())] = index
     return active
 
 
@@ -260,11 +224,19 @@ def linear_terms(
     coefficients: Vector,
     x: Matrix,
     intervals: Sequence[tuple[float, float] | None] | None = None,
-) -> tuple[FittedTerm, ...]:
+) -> tuple[Term, ...]:
     """Return a term per coefficient that is not zero, with the range of its feature in the training rows `x`."""
     given = intervals or [None] * len(columns)
     return tuple(
-        FittedTerm(column, float(value), interval, (float(values.min()), float(values.max())))
+        Term(
+            feature=column.name,
+            unit=column.coefficient_unit,
+            value=float(value),
+            ci95=interval,
+            sign=column.sign,
+            training_range=(float(values.min()), float(values.max())),
+            formula=column.formula,
+        )
         for column, value, interval, values in zip(columns, coefficients, given, x.T, strict=True)
         if value != 0
     )
@@ -284,7 +256,7 @@ class LinearFit:
     """The training frame with `excluded_reason` as the fit left it."""
 
     @property
-    def terms(self) -> tuple[FittedTerm, ...]:
+    def terms(self) -> tuple[Term, ...]:
         """Terms of all regimes."""
         return tuple(t for regime in self.regimes for t in regime.terms)
 
@@ -362,8 +334,7 @@ class FittedScope:
 
     scope: ModelScope
     tables: ScopeTables
-    cover: DurationCover
-    choice: TargetChoice | None
+    source: StepTimeSource
     models: tuple[FittedModel, ...]
     missing: tuple[Missing, ...]
     alpha_rows: pl.DataFrame | None

@@ -24,7 +24,6 @@ from tracefit.fit import splits
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.fitted import (
     FitOptions,
-    FittedTerm,
     active_regime,
     linear_terms,
     matrix,
@@ -32,7 +31,7 @@ from tracefit.fit.fitted import (
     target_of,
 )
 from tracefit.fit.load import with_phases
-from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, StepPhase, SummedTime
+from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, Number, StepPhase, SummedTime
 from tracefit.fit.select import time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted, evaluation_rows
 from tracefit.fit.train import MAX_UNKNOWN_SHARE, Design, design_of, estimator_of
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tracefit.fit.fitted import FittedRegime, LinearFit
+    from tracefit.fit.results import Term
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 FEWEST_BLOCKS = 10
@@ -187,13 +187,14 @@ def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
 def _refitted(regime: FittedRegime, held: pl.DataFrame) -> FittedRegime:
     if held.height < MIN_TRAIN_ROWS:
         return regime
-    data, _ = design_of(held, [t.feature for t in regime.terms])
-    kept = [t for t in regime.terms if t.feature not in data.columns]
+    offered = {f.name: f for f in regime.regime.features}
+    data, _ = design_of(held, [offered[t.feature] for t in regime.terms])
+    kept = [t for t in regime.terms if offered[t.feature] not in data.columns]
     # Terms that keep their value are subtracted: the others are fitted to what is left.
-    kept_us = matrix(held, [t.feature.name for t in kept]) @ np.array([t.value for t in kept])
+    kept_us = matrix(held, [t.feature for t in kept]) @ np.array([t.value for t in kept])
     model = estimator_of(regime, data.columns).fit(data.x, data.y - kept_us, data.weights)
     terms = (*linear_terms(data.columns, model.coef_, data.x), *kept)
-    return replace(regime, intercept=model.intercept_, terms=terms)
+    return replace(regime, intercept=Number(value=model.intercept_), terms=terms)
 
 
 def errors_by_phase(
@@ -327,14 +328,14 @@ def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorO
     )
 
 
-def beyond_training(terms: Sequence[FittedTerm], steps: pl.DataFrame) -> tuple[str, ...]:
+def beyond_training(terms: Sequence[Term], steps: pl.DataFrame) -> tuple[str, ...]:
     """Return a note for each feature whose largest value in the steps is more than twice its largest one in training.
 
     Where few steps are sampled few have a known time, and the longest prompts may be among the rest.
     """
     notes = []
     for term in terms:
-        name, (_, trained_max) = term.feature.name, term.training_range
+        name, (_, trained_max) = term.feature, term.limits
         if name not in steps.columns:
             continue
         values = steps[name].drop_nulls()

@@ -418,7 +418,7 @@ def _predicted_steps(
 
 def _step_times(beta: LinearFit, rows: pl.DataFrame) -> Vector:
     """Predict steps; an unknown feature gets the median of the training rows, as in the fit."""
-    names = sorted({t.feature.name for t in beta.terms})
+    names = sorted({t.feature for t in beta.terms})
     middle = beta.rows.filter(pl.col("split") == "train").select(
         pl.col(n).cast(pl.Float64).median() for n in names
     )

@@ -1,21 +1,181 @@
-"""Results of a fit as plain data: error metrics, validation, choices that were made, and models that are missing.
+"""Results of a fit: lines with their terms and conditions, error metrics, choices that were made, and models that are missing.
 
 The modules of this room fill these types, and the coefficient and evaluation files publish them as they are: the order of
-the fields is the order of the keys, and `Attributes` are the descriptions in `schemas/`. A field with a default may be
-absent in a file of an older version. Reading such a file and predicting a row from it need neither numpy nor polars: this
-module imports neither.
+the fields is the order of the keys, and `Attributes` are the descriptions in `schemas/`. What also comes in with a file that
+anyone may have written is checked on its own (`Strict`). A field with a default may be absent in a file of an older version.
+Reading such a file and predicting a row from it need neither numpy nor polars: this module imports neither.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tracefit.features.expressions import MAX_FORMULA_CHARS
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from tracefit.fit.estimators import Penalty
     from tracefit.statistics import Vector
+
+
+# -- a fitted line ---------------------------------------------------------------------------------------
+
+_ROUNDING = 1e-8
+"""A written value and its written interval may differ by their last digit."""
+
+Relation = Literal["<", "<=", ">", ">=", "=="]
+Bounds = tuple[float, float]
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$", max_length=200)]
+
+_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+}
+
+
+class Strict(BaseModel):
+    """A part of a published file: immutable, finite numbers, no unknown keys."""
+
+    # By name too: `schema` is `schema_` here, for pydantic's models have a method of that name.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class Number(Strict):
+    """A fitted number in the target's unit."""
+
+    value: float
+    ci95: Bounds | None = Field(default=None, description="95 % interval; contains the value")
+
+    @model_validator(mode="after")
+    def _is_in_its_interval(self) -> Self:
+        _check_interval(self.value, self.ci95)
+        return self
+
+
+class Term(Strict):
+    """One addend: value times feature, both raw."""
+
+    feature: Identifier
+    unit: str = Field(description="unit of the value, e.g. us/token")
+    value: float
+    ci95: Bounds | None = None
+    sign: Literal["non_negative"] | None = Field(
+        default=None, description="what physics says of the value: no load can make it negative"
+    )
+    training_range: Bounds | None = Field(
+        default=None, description="smallest and largest value in the training rows"
+    )
+    formula: str | None = Field(
+        default=None,
+        max_length=MAX_FORMULA_CHARS,
+        description="how the feature is computed from table columns and the model's definitions",
+    )
+
+    @property
+    def limits(self) -> Bounds:
+        """The training range; without bounds where it is not known."""
+        return self.training_range or (-math.inf, math.inf)
+
+    @model_validator(mode="after")
+    def _has_ordered_ranges(self) -> Self:
+        _check_interval(self.value, self.ci95)
+        if self.training_range is not None and self.training_range[0] > self.training_range[1]:
+            raise ValueError(f"training_range of {self.feature} begins above its end")
+        return self
+
+
+def _check_interval(value: float, ci95: Bounds | None) -> None:
+    if ci95 is None:
+        return
+    # Both were rounded to `files.DIGITS` digits, each by itself.
+    room = _ROUNDING * max(abs(value), abs(ci95[0]), abs(ci95[1]))
+    if not ci95[0] - room <= value <= ci95[1] + room:
+        raise ValueError(f"ci95 {list(ci95)} does not contain the value {value}")
+
+
+class Comparison(Strict):
+    """A feature compared with a number or with another feature."""
+
+    feature: Identifier
+    op: Relation
+    value: float | None = None
+    feature2: Identifier | None = None
+
+    @model_validator(mode="after")
+    def _has_one_right_side(self) -> Self:
+        if (self.value is None) == (self.feature2 is None):
+            raise ValueError("a comparison needs either value or feature2")
+        return self
+
+
+class Condition(Strict):
+    """True if any / all of the comparisons hold; an empty `any` is false, an empty `all` true; null does not hold."""
+
+    any: tuple[Comparison, ...] | None = Field(default=None, max_length=100)
+    all: tuple[Comparison, ...] | None = Field(default=None, max_length=100)
+
+    @model_validator(mode="after")
+    def _has_comparisons(self) -> Self:
+        if self.any is None and self.all is None:
+            raise ValueError("a condition needs any or all")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the comparisons compare."""
+        compared = (*(self.any or ()), *(self.all or ()))
+        return tuple(dict.fromkeys(n for c in compared for n in (c.feature, c.feature2) if n))
+
+    def holds(self, values: Mapping[str, float | None]) -> bool:
+        """Return whether it holds for one row."""
+
+        def one(c: Comparison) -> bool:
+            left = values[c.feature]
+            right = values[c.feature2] if c.feature2 else c.value
+            return left is not None and right is not None and bool(_COMPARE[c.op](left, right))
+
+        return (self.any is None or any(map(one, self.any))) and all(map(one, self.all or ()))
+
+    def expression(self) -> pl.Expr:
+        """Return it as a polars expression, never null."""
+        import polars as pl
+
+        def one(c: Comparison) -> pl.Expr:
+            right = pl.col(c.feature2) if c.feature2 else pl.lit(c.value)
+            return pl.Expr.fill_null(_COMPARE[c.op](pl.col(c.feature), right), value=False)
+
+        some = [one(c) for c in self.any or ()]
+        holds = pl.lit(self.any is None) if not some else pl.any_horizontal(some)
+        return pl.all_horizontal([holds, *(one(c) for c in self.all or ())])
+
+    def text(self, name: Callable[[str], str] = str, number: Callable[[float | None], str] = str) -> str:
+        """Write it: comparisons joined by `or` and `and`; `never` where none can hold, empty where it always holds."""
+
+        def one(c: Comparison) -> str:
+            return f"{name(c.feature)} {c.op} {name(c.feature2) if c.feature2 else number(c.value)}"
+
+        if self.any is not None and not self.any:
+            return NEVER
+        sides = [(self.any, " or "), (self.all, " and ")]
+        texts = [joint.join(map(one, comparisons)) for comparisons, joint in sides if comparisons]
+        return " and ".join(f"({t})" for t in texts) if len(texts) > 1 else "".join(texts)
+
+
+ALWAYS = Condition(all=())
+NEVER = "never"
+
+
+# -- its validation --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,20 +511,17 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True)
-class DurationCover:
-    """Share of the busy time that `step.duration_us` covers, over consecutive sampled steps."""
+class StepTimeSource:
+    """Where beta's target comes from, and the share of busy time that `step.duration_us` covers, over adjacent steps.
 
-    share: float | None
+    The target's source is null for traces without steps.
+    """
+
+    duration_coverage: float | None
     median_cycle_us: float | None
     median_duration_us: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class TargetChoice:
-    """The source of beta's target, and the reason for it."""
-
-    source: Literal["clock", "duration"]
-    reason: str
+    beta_target_source: Literal["clock", "duration"] | None = None
+    beta_target_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

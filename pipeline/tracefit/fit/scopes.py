@@ -54,7 +54,7 @@ def fit_scope(
     steps = _alone(
         lambda: fit_step_times(scope, tables, beta_sets, options),
         lambda reason: StepTimes(
-            duration_cover(tables.timeline), None, Missing(step_target.model, reason, _REMEDY)
+            duration_cover(tables.timeline), Missing(step_target.model, reason, _REMEDY)
         ),
     )
     beta = steps.result if isinstance(steps.result, FittedModel) else None
@@ -72,8 +72,7 @@ def fit_scope(
     return FittedScope(
         scope=scope,
         tables=tables,
-        cover=steps.cover,
-        choice=steps.choice,
+        source=steps.source,
         models=models,
         missing=tuple(result for result in (steps.result, *results) if isinstance(result, Missing)),
         alpha_rows=pl.concat(frames, how="diagonal_relaxed") if frames else None,
@@ -187,7 +186,8 @@ def _pooled_frames(scopes: Sequence[FittedScope]) -> tuple[list[_Pooled], list[s
     frames, notes = [], []
     for scope in scopes:
         context = scope.scope.context
-        if scope.choice is None or not any(m.name == CYCLE_TIME.model for m in scope.models):
+        source = scope.source.beta_target_source
+        if source is None or not any(m.name == CYCLE_TIME.model for m in scope.models):
             continue
         if context.architecture is None or context.gpu is None:
             lacking = "config.json" if context.architecture is None else "GPU"
@@ -195,7 +195,7 @@ def _pooled_frames(scopes: Sequence[FittedScope]) -> tuple[list[_Pooled], list[s
             continue
         timeline = training.with_roofline(scope.tables.timeline, context)
         constants = training.constants_of(context)
-        rows = step_frame(scope.tables, timeline, POOLED, constants, scope.choice.source)
+        rows = step_frame(scope.tables, timeline, POOLED, constants, source)
         used = counted(rows, "train")
         if used.height:
             # Steps of a 70B model take ten times as long as those of an 8B one: without the scale they would decide the fit alone.

@@ -30,7 +30,7 @@ from tracefit.fit.fitted import (
     target_of,
     which,
 )
-from tracefit.fit.results import NO_INTERVAL, LearningPoint, OmittedFeature, PenaltyChoice
+from tracefit.fit.results import ALWAYS, NO_INTERVAL, LearningPoint, Number, OmittedFeature, PenaltyChoice
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
@@ -65,7 +65,7 @@ def fit_linear(
 
     Columns of `rows`: run_id, server, ts_ns, y, split, excluded_reason, and the features, which are in order of preference.
     """
-    return fit_regimes(rows, [RegimeRows("all", None, tuple(features))], options)
+    return fit_regimes(rows, [RegimeRows("all", tuple(features))], options)
 
 
 def fit_regimes(rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions) -> LinearFit | TooFewRows:
@@ -141,19 +141,20 @@ def _fit_each(
     designs: list[Design] = []
     rest = used
     for regime in regimes:
-        matching = rest.filter(regime.holds())
+        holds = regime.when.expression()
+        matching = rest.filter(holds)
         if matching.height < MIN_TRAIN_ROWS:
             continue
-        rest = rest.filter(~regime.holds()) if regime.any_of is not None else rest.clear()
+        rest = rest.filter(~holds)
         columns = [f for f in regime.features if f.name in known]
         lacking = [x for x in unknown if x.feature in {f.name for f in regime.features}]
-        fitted, design = _fit_one(matching, outlying.filter(regime.holds()), regime, columns, options)
+        fitted, design = _fit_one(matching, outlying.filter(holds), regime, columns, options)
         left_out = tuple(_with_range(x, matching) for x in (*lacking, *fitted.features_left_out))
         results.append(replace(fitted, features_left_out=left_out))
         designs.append(design)
     # The last regime must predict all remaining rows, so that it loses the condition it was fitted under.
     if results:
-        results[-1] = replace(results[-1], regime=replace(results[-1].regime, any_of=None))
+        results[-1] = replace(results[-1], regime=replace(results[-1].regime, when=ALWAYS))
     return results, designs
 
 
@@ -195,16 +196,16 @@ def _fit_one(
         if value == 0
     ]
     terms = linear_terms(data.columns, model.coef_, data.x, intervals)
-    in_model = [data.columns.index(t.feature) for t in terms]
+    names, columns = [t.feature for t in terms], [c.name for c in data.columns]
+    in_model = [columns.index(name) for name in names]
     fitted = FittedRegime(
         regime=regime,
-        intercept=model.intercept_,
-        intercept_ci95=intercept_ci,
+        intercept=Number(value=model.intercept_, ci95=intercept_ci),
         terms=terms,
         features_left_out=(*left, *zeroed),
         choice=choice,
         rows_used=used.height,
-        collinearity=collinearity(data.x[:, in_model], [t.feature.name for t in terms], regime.name),
+        collinearity=collinearity(data.x[:, in_model], names, regime.name),
         prediction_interval=NO_INTERVAL,
         signs=options.signs,
     )
@@ -306,7 +307,7 @@ def learning_curve(
                 model = estimator_of(regime, design.columns)
                 model.fit(design.x[used], design.y[used], design.weights[used])
                 terms = linear_terms(design.columns, model.coef_, design.x)
-                refitted[index] = replace(regime, intercept=model.intercept_, terms=terms)
+                refitted[index] = replace(regime, intercept=Number(value=model.intercept_), terms=terms)
         errors = measure(y, predict_regimes(refitted, evaluated))
         if errors.mae is not None:
             points.append(LearningPoint(share, sum(rows), errors.mae, errors.mape_pct))

@@ -139,7 +139,7 @@ def validate(
     groups = {name: which(evaluated, condition) for name, condition in options.groups}
     outside, extrapolated = _extrapolated(regimes, evaluated)
     close = np.abs(predicted - y_held) <= WITHIN_PCT / 100 * np.abs(y_held)
-    names = sorted({t.feature.name for regime in regimes for t in regime.terms})
+    names = sorted({t.feature for regime in regimes for t in regime.terms})
     return Validation(
         unit="us",
         n_features=sum(len(regime.terms) for regime in regimes),
@@ -194,12 +194,11 @@ def _extrapolated(regimes: list[FittedRegime], evaluated: pl.DataFrame) -> tuple
     active = active_regime(regimes, evaluated)
     for index, regime in enumerate(regimes):
         for term in regime.terms:
-            values = evaluated[term.feature.name].cast(pl.Float64).to_numpy()
-            low, high = term.training_range
+            values = evaluated[term.feature].cast(pl.Float64).to_numpy()
+            low, high = term.limits
             out_of_range = (active == index) & ((values < low) | (values > high))
             if out_of_range.any():
-                name = term.feature.name
-                by_feature[name] = by_feature.get(name, 0) + int(out_of_range.sum())
+                by_feature[term.feature] = by_feature.get(term.feature, 0) + int(out_of_range.sum())
             outside |= out_of_range
     return outside, by_feature
 
@@ -217,7 +216,7 @@ def _coverage_pct(regimes: list[FittedRegime], evaluated: pl.DataFrame) -> float
 def _classify(regimes: list[FittedRegime], evaluated: pl.DataFrame, label: pl.Expr) -> Classifier:
     """Compare the first regime's condition with its true value, on the rows where that is known."""
     known = evaluated.filter(label.is_not_null())
-    true, predicted = which(known, label), which(known, regimes[0].regime.holds())
+    true, predicted = which(known, label), which(known, regimes[0].regime.when.expression())
     # Balanced accuracy: the mean of the rates of correct predictions among true and among false rows.
     rates = [
         float((predicted[true == side] == side).mean()) for side in (True, False) if (true == side).any()

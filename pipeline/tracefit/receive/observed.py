@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from tracefit.tables import dialects
+from tracefit.text import UNKNOWN, columns, count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterator
 
 _RECENT = 1000
 """Times that medians are taken of."""
@@ -173,24 +174,20 @@ async def show_live(observed: Observed, console: Console | None = None) -> None:
             await asyncio.sleep(_REFRESH_S)
 
 
-def _median(times: Iterable[float], shown: str) -> str:
-    known = list(times)
-    return shown.format(statistics.median(known)) if known else "-"
+def _median(times: Collection[float], decimals: int, unit: str) -> str:
+    return f"{statistics.median(times):,.{decimals}f} {unit}" if times else UNKNOWN
 
 
-def live_table(observed: Observed) -> Table:
+def live_table(observed: Observed) -> Text:
     """Return the view of this moment."""
     spans_per_s, steps_per_s = observed.rates()
     rows = {
-        "spans": f"{observed.spans:,} ({spans_per_s:,.0f}/s)",
-        "steps": f"{observed.steps:,} ({steps_per_s:,.0f}/s)",
-        "requests": f"{observed.requests:,}",
-        "TTFT, median": _median(observed.ttft_s, "{:,.3f} s"),
-        "step time, median": _median(observed.cycle_ms, "{:,.2f} ms"),
-        "events dropped by the sender": f"{observed.dropped_events:,}",
-        "requests refused": f"{observed.refused:,}",
+        "spans": f"{count(observed.spans)} ({spans_per_s:,.0f}/s)",
+        "steps": f"{count(observed.steps)} ({steps_per_s:,.0f}/s)",
+        "requests": count(observed.requests),
+        "TTFT, median": _median(observed.ttft_s, 3, "s"),
+        "step time, median": _median(observed.cycle_ms, 2, "ms"),
+        "events dropped by the sender": count(observed.dropped_events),
+        "requests refused": count(observed.refused),
     }
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return Text(columns(None, rows.items(), left=(0, 1)))

@@ -10,31 +10,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.compiled import NEVER, condition_text, main_forms
-from tracefit.coefficients.model import (
-    BoundaryModel,
-    CoefficientFile,
-    Condition,
-    Expectation,
-    Model,
-    Number,
-    RegimesModel,
-    Term,
-)
-from tracefit.reports.document import Bullets, Figure, Report, ReportPart, Section, Table, table
-from tracefit.reports.figures import (
-    breakdown_figure,
-    distribution_figures,
-    engine_figure,
-    first_token_figure,
-    latency_load_figure,
-    load_figure,
-    model_figures,
-    over_time_figure,
-    runs_figure,
-)
+from tracefit.coefficients.compiled import main_forms
+from tracefit.coefficients.model import BoundaryModel, RegimesModel
+from tracefit.features.targets import LATENCIES, around_steps
+from tracefit.fit.results import NEVER
+from tracefit.reports.document import Bullets, Report, ReportPart, Section, Table, table, table_of
+from tracefit.reports.figures import figures_of_evaluation
 from tracefit.reports.sentences import lead, least_exact, step_entry, verdicts
-from tracefit.results.figures import LATENCIES
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
     ScopeLabel,
@@ -51,37 +33,24 @@ from tracefit.text import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from tracefit.coefficients.model import (
-        Evaluation,
-        IngestEntry,
-        ScopeEvaluation,
-        ServerEntry,
-        TimelineEntry,
-    )
-    from tracefit.fit.results import (
-        Burst,
-        LatencyErrors,
-        LeftOutErrors,
-        Metrics,
-        Overload,
-        Phase,
-        PredictionInterval,
-        StepPhase,
-        SummedTime,
-        Validation,
-    )
-    from tracefit.reports.document import ReportPart, Table
-    from tracefit.results.figures import ScopeRows
+    from tracefit.coefficients import model as published
+    from tracefit.fit import results
+    from tracefit.fit.results import Condition, Number, Term
+    from tracefit.reports.figures import ScopeFigures
 
 ERRORS = ("n", "median APE %", "P90 %", "P99 %", "MAPE %", "bias %", "MAE us")
 
 
-def metrics(m: Metrics) -> tuple[str, ...]:
+def metrics(m: results.Metrics) -> tuple[str, ...]:
     """Write errors under the heads of `ERRORS`."""
     percentages = (m.mdape_pct, m.p90_ape_pct, m.p99_ape_pct, m.mape_pct, m.bias_pct)
     return (count(m.n), *(percent(v) for v in percentages), number(m.mae))
+
+
+def _mae(errors: results.Metrics | None) -> float | None:
+    return errors.mae if errors else None
 
 
 _HOLDOUT_NOTE = (
@@ -111,9 +80,10 @@ _TERMS = (
     ("bias", "sum of predictions over sum of measurements, less 100 %"),
     ("baseline", "predicts the training median for every row"),
     ("reference", "gradient boosting on the same features and rows: about the best these features allow"),
-    ("admission", "ARRIVED to QUEUED: work of the API process, and the wait for the next step"),
-    ("queue wait", "QUEUED to SCHEDULED"),
-    ("departure", "FINISHED to DEPARTED"),
+    *(
+        (target.label, f"{target.definition}: {target.contains}" if target.contains else target.definition)
+        for target in around_steps()
+    ),
     ("TTFT, ITL, E2E", "time to the first token, between tokens, and from arrival to the last token"),
     (
         "training range",
@@ -124,36 +94,35 @@ _TERMS = (
 
 @dataclass(frozen=True, slots=True)
 class ScopeParts:
-    """One scope of the report: its evaluation, its models by name, and the rows of its figures; null without tables."""
+    """One scope of the report: its evaluation, its models by name, and its figures; null where these are left out."""
 
-    scope: ScopeEvaluation
+    scope: published.ScopeEvaluation
     label: ScopeLabel
-    models: dict[str, Model]
-    rows: ScopeRows | None
-    has_figures: bool = True
+    models: dict[str, published.Model]
+    figures: ScopeFigures | None
 
 
 def build_report(
-    evaluation: Evaluation,
-    alpha: CoefficientFile,
-    beta: CoefficientFile,
-    rows: Mapping[str, ScopeRows] | None,
+    evaluation: published.Evaluation,
+    alpha: published.CoefficientFile,
+    beta: published.CoefficientFile,
+    figures: Mapping[str, ScopeFigures] | None,
     *,
     traced: tuple[int, int] | None = None,
 ) -> Report:
     """Build the whole report.
 
-    `rows` holds those of the scopes that are drawn, by scope id, and is null without tables; `traced` is the first and the last
-    time of the traces in Unix nanoseconds.
+    `figures` holds those of the scopes that are drawn, by scope id, and is null without tables; `traced` is the first and the
+    last time of the traces in Unix nanoseconds.
     """
-    scopes = scope_parts(evaluation, alpha, beta, rows)
+    scopes = _scope_parts(evaluation, alpha, beta, figures)
     data: list[ReportPart] = [
         Section("Data", tuple(data_parts(evaluation)), folded=True),
         *_across_parts(evaluation),
         Section("Terms", (table(("term", "meaning"), _TERMS),), folded=True),
         *_provenance(alpha, beta),
     ]
-    if rows is None:
+    if figures is None:
         data.insert(
             0, "There were no tables beside the evaluation: figures of rows, requests and runs are left out."
         )
@@ -177,11 +146,11 @@ def build_report(
     return Report(title, exactness, (_overview(scopes), *sections, *data), subject)
 
 
-def scope_parts(
-    evaluation: Evaluation,
-    alpha: CoefficientFile,
-    beta: CoefficientFile,
-    rows: Mapping[str, ScopeRows] | None,
+def _scope_parts(
+    evaluation: published.Evaluation,
+    alpha: published.CoefficientFile,
+    beta: published.CoefficientFile,
+    figures: Mapping[str, ScopeFigures] | None,
 ) -> list[ScopeParts]:
     """Return the scopes of an evaluation with their models; see `build_report`."""
     models = {(m.scope_id, m.name): m for m in (*beta.models, *alpha.models)}
@@ -196,8 +165,7 @@ def scope_parts(
             scope,
             labels[scope.scope_id],
             {name: models[scope.scope_id, name] for name in scope.models},
-            rows.get(scope.scope_id) if rows is not None else None,
-            has_figures=rows is None or scope.scope_id in rows,
+            figures_of_evaluation(scope) if figures is None else figures.get(scope.scope_id),
         )
         for scope in evaluation.scopes
     ]
@@ -210,7 +178,7 @@ def _title(one: ScopeParts) -> str:
     return f"{model} on {facts.gpu}" if facts and facts.gpu else model
 
 
-def _subject(evaluation: Evaluation, traced: tuple[int, int] | None) -> str:
+def _subject(evaluation: published.Evaluation, traced: tuple[int, int] | None) -> str:
     servers = evaluation.ingest.servers
     counts = (
         plural(len({s.run_id for s in servers}), "run"),
@@ -226,7 +194,7 @@ def _moment(unix_ns: int) -> str:
     return f"{datetime.fromtimestamp(unix_ns / 1e9, UTC):%Y-%m-%d %H:%M}"
 
 
-def _headlines(scope: ScopeEvaluation) -> dict[str, tuple[Metrics, Metrics]]:
+def _headlines(scope: published.ScopeEvaluation) -> dict[str, tuple[results.Metrics, results.Metrics]]:
     """Return the errors a reader asks for first, each with those of the baseline."""
     # In the order of a simulation: all latencies are made of step times.
     step = step_entry(scope)
@@ -237,7 +205,7 @@ def _headlines(scope: ScopeEvaluation) -> dict[str, tuple[Metrics, Metrics]]:
     return {label: both for label, both in found.items() if both[0].mdape_pct is not None}
 
 
-def _headline_table(scope: ScopeEvaluation) -> Table:
+def _headline_table(scope: published.ScopeEvaluation) -> Table:
     rows = [
         (
             label,
@@ -252,7 +220,7 @@ def _headline_table(scope: ScopeEvaluation) -> Table:
     )
 
 
-def _holds_for(scope: ScopeEvaluation) -> str:
+def _holds_for(scope: published.ScopeEvaluation) -> str:
     # The errors beside it were measured on such load: beyond it nothing is known.
     step = step_entry(scope)
     load = step.error_over_load if step else None
@@ -277,12 +245,12 @@ def _overview(scopes: Sequence[ScopeParts]) -> Table:
     return table(("scope", *uses, *(f"{h}, median / P90 error" for h in labels), "holds for"), rows)
 
 
-def _some_runs(scope: ScopeEvaluation, most: int = 2) -> str:
+def _some_runs(scope: published.ScopeEvaluation, most: int = 2) -> str:
     more = f" and {len(scope.runs) - most} more" if len(scope.runs) > most else ""
     return f"{'run' if len(scope.runs) == 1 else 'runs'} {', '.join(scope.runs[:most])}{more}"
 
 
-def _errors_of(found: Metrics) -> str:
+def _errors_of(found: results.Metrics) -> str:
     return f"{percent(found.mdape_pct)} / {percent(found.p90_ape_pct)} %"
 
 
@@ -291,9 +259,9 @@ def _scope(one: ScopeParts, *, several: bool = False) -> list[ReportPart]:
 
     Of several scopes the verdicts stand side by side before them: there the first figure comes first.
     """
-    scope, models = one.scope, one.models
-    figures = scope_figures(one)
-    first = figures[:1] if several else []
+    scope, models, figures = one.scope, one.models, one.figures
+    drawn = figures.first if figures else ()
+    first = drawn[:1] if several else ()
     parts: list[ReportPart] = (
         [f"Of scopes alike, this one has {one.label.detail}."] if one.label.detail else []
     )
@@ -304,14 +272,13 @@ def _scope(one: ScopeParts, *, several: bool = False) -> list[ReportPart]:
         parts += [_headline_table(scope), note]
     parts += [f"Note: {text}." for text in scope.notes]
     parts += [_overload(o) for o in scope.overloaded]
-    parts += figures[len(first) :]
-    if not one.has_figures:
+    parts += drawn[len(first) :]
+    if figures is None:
         parts.append(
             "Figures of this scope are left out to keep the page small; train on its runs alone to get them."
         )
-    elif one.rows is not None and one.rows.more_engines:
-        total = count(len(one.rows.engines) + one.rows.more_engines)
-        parts.append(f"{len(one.rows.engines)} of {total} engines are drawn, overloaded ones first.")
+    elif figures.note:
+        parts.append(figures.note)
     lost = [
         f"**{m.name}** was not fitted: {m.reason}" + (f"; {m.remedy}" if m.remedy else "")
         for m in scope.not_fitted
@@ -320,61 +287,22 @@ def _scope(one: ScopeParts, *, several: bool = False) -> list[ReportPart]:
     if scope.summed_step_time is not None:
         errors.append(summed_line(scope.summed_step_time))
     parts.append(Section("Errors on the hold-out", tuple(errors), folded=True))
-    latencies = (
-        (*distribution_figures(scope, one.rows), *latency_parts(scope))
-        if one.has_figures
-        else latency_parts(scope)
-    )
-    parts.append(Section("Request latencies", tuple(latencies), folded=True))
+    latencies = (*(figures.latencies if figures else ()), *latency_parts(scope))
+    parts.append(Section("Request latencies", latencies, folded=True))
     # Step times before waits: latencies build on them.
     for name, entry in sorted(scope.models.items(), key=lambda item: not item[0].startswith("beta.")):
         described = model_parts(entry, models[name], scope.exclusions.get(name, {}))
-        rows = one.rows.models.get(name) if one.rows is not None else None
-        drawn = model_figures(models[name], rows) if rows is not None else ()
-        parts.append(Section(f"`{name}`", (*described, *drawn), folded=True))
+        of_rows = figures.models.get(name, ()) if figures else ()
+        parts.append(Section(f"`{name}`", (*described, *of_rows), folded=True))
     server = (*_server_facts(one), *clock_parts(scope.timeline), *_ranges(models))
     return [*parts, Section("Server, step clock and training ranges", server, folded=True)]
-
-
-def scope_figures(one: ScopeParts) -> list[ReportPart]:
-    """Return the figures every reader looks at, in reading order."""
-    if not one.has_figures:
-        return []
-    scope_id, rows = one.scope.scope_id, one.rows
-    entry = step_entry(one.scope)
-    figures: list[Figure | None] = []
-    if rows is not None:
-        steps = next((r for name, r in rows.models.items() if name.startswith("beta.")), None)
-        if steps is not None:
-            figures += [
-                over_time_figure(scope_id, steps.timeline),
-                load_figure(scope_id, entry.error_over_load if entry else None),
-            ]
-            figures += [breakdown_figure(scope_id, steps.breakdown)] if steps.breakdown else []
-        figures += [first_token_figure(scope_id, rows.first_token)] if rows.first_token else []
-        figures += [latency_load_figure(scope_id, rows), runs_figure(scope_id, rows)]
-        figures += [engine_figure(e) for e in rows.engines]
-    # Without tables too: errors over the load are in the evaluation itself.
-    elif entry is not None:
-        figures.append(load_figure(scope_id, entry.error_over_load))
-    return [f for f in figures if f is not None]
-
-
-def all_figures(one: ScopeParts) -> dict[str, Figure]:
-    """Return every figure of a scope by the name that `plot` knows it by."""
-    named: dict[str, Figure] = {}
-    for figure in Report("", parts=tuple(_scope(one))).figures():
-        # Each engine has a figure of one kind: the second one is `timeline-2`.
-        taken = sum(f.kind == figure.kind for f in named.values())
-        named[f"{figure.kind}-{taken + 1}" if taken else figure.kind] = figure
-    return named
 
 
 def _bullets(items: Sequence[str]) -> list[ReportPart]:
     return [Bullets(tuple(items))] if items else []
 
 
-def _misleading(scope: ScopeEvaluation) -> list[str]:
+def _misleading(scope: published.ScopeEvaluation) -> list[str]:
     """Warn of mean percentage errors that a few rows dominate."""
     return [
         f"**`{name}`: the mean error misleads.** Half of the held-out rows are within {percent(m.mdape_pct)} %, nine of "
@@ -405,7 +333,7 @@ def _server_facts(one: ScopeParts) -> list[ReportPart]:
     return [*shown, table(("setting", "value"), settings, folded="Server settings")] if settings else shown
 
 
-def _overload(one: Overload) -> str:
+def _overload(one: results.Overload) -> str:
     fate = (
         "it is trained on all the same, so the models describe an overloaded server"
         if one.trained_on
@@ -417,11 +345,11 @@ def _overload(one: Overload) -> str:
 _ERRORS = ("model", *ERRORS, "baseline MAE", "reference MAE")
 
 
-def _errors(scope: ScopeEvaluation) -> Table:
+def _errors(scope: published.ScopeEvaluation) -> Table:
     rows = []
     for name, entry in scope.models.items():
-        reference = entry.gradient_boosting.mae if entry.gradient_boosting else None
-        rows.append((f"`{name}`", *metrics(entry.holdout), number(entry.baseline.mae), number(reference)))
+        beside = (number(entry.baseline.mae), number(_mae(entry.gradient_boosting)))
+        rows.append((f"`{name}`", *metrics(entry.holdout), *beside))
         # Baseline and reference are measured on all rows together.
         rows += [
             (f"`{name}`, {kind.replace('_', ' ')}", *metrics(m), "", "") for kind, m in entry.by_group.items()
@@ -429,7 +357,7 @@ def _errors(scope: ScopeEvaluation) -> Table:
     return table(_ERRORS, rows)
 
 
-def _ranges(models: dict[str, Model]) -> list[ReportPart]:
+def _ranges(models: dict[str, published.Model]) -> list[ReportPart]:
     """Give the training ranges: a prediction outside them extrapolates."""
     rows = [
         (f"`{name}`{regime}", f"`{t.feature}`", interval(t.training_range))
@@ -443,14 +371,14 @@ def _ranges(models: dict[str, Model]) -> list[ReportPart]:
     return [Section("Training ranges", (text, table(("model", "feature", "training range"), rows)))]
 
 
-def _all_terms(model: Model) -> list[tuple[str, Term]]:
+def _all_terms(model: published.Model) -> list[tuple[str, Term]]:
     """Return every term of a model, after the name of its regime where there are several."""
     several = isinstance(model, RegimesModel)
     forms = main_forms(model).items()
     return [(f", {name}" if several else "", t) for name, form in forms for t in form.terms]
 
 
-def _provenance(alpha: CoefficientFile, beta: CoefficientFile) -> list[ReportPart]:
+def _provenance(alpha: published.CoefficientFile, beta: published.CoefficientFile) -> list[ReportPart]:
     made = beta.provenance or alpha.provenance
     if made is None:
         return []
@@ -470,21 +398,7 @@ def _option(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-_ACROSS = (
-    "left out",
-    "model",
-    "features",
-    "n",
-    "median APE %",
-    "MAPE %",
-    "bias %",
-    "MAE us",
-    "baseline MAE",
-    "reference MAE",
-)
-
-
-def _across_parts(evaluation: Evaluation) -> list[ReportPart]:
+def _across_parts(evaluation: published.Evaluation) -> list[ReportPart]:
     """Return the section on leaving out runs, models and GPUs; empty unless that was requested."""
     if not evaluation.across and not evaluation.across_notes:
         return []
@@ -492,38 +406,38 @@ def _across_parts(evaluation: Evaluation) -> list[ReportPart]:
         "Each run, model and GPU is left out in turn and predicted by a model fitted on the others; errors are on all of its rows.",
     ]
     if evaluation.across:
-        parts.append(table(_ACROSS, [_across_row(one) for one in evaluation.across]))
+        columns: dict[str, Callable[[results.LeftOutErrors], str]] = {
+            "left out": lambda one: f"{one.kind} `{one.left_out}`",
+            "model": lambda one: f"`{one.model}`",
+            "features": lambda one: one.feature_set,
+            "n": lambda one: count(one.errors.n),
+            "median APE %": lambda one: percent(one.errors.mdape_pct),
+            "MAPE %": lambda one: percent(one.errors.mape_pct),
+            "bias %": lambda one: percent(one.errors.bias_pct),
+            "MAE us": lambda one: number(one.errors.mae),
+            "baseline MAE": lambda one: number(one.baseline.mae),
+            "reference MAE": lambda one: number(_mae(one.gradient_boosting)),
+        }
+        parts.append(table_of(evaluation.across, columns))
     parts += _bullets([f"Note: {note}." for note in evaluation.across_notes])
     return [Section("Across runs, models and GPUs", tuple(parts))]
-
-
-def _across_row(one: LeftOutErrors) -> tuple[str, ...]:
-    e, reference = one.errors, one.gradient_boosting.mae if one.gradient_boosting else None
-    return (
-        f"{one.kind} `{one.left_out}`",
-        f"`{one.model}`",
-        one.feature_set,
-        count(e.n),
-        *(percent(v) for v in (e.mdape_pct, e.mape_pct, e.bias_pct)),
-        *(number(v) for v in (e.mae, one.baseline.mae, reference)),
-    )
 
 
 # -- the data -------------------------------------------------------------------------------------------
 
 
-_SERVERS = (
-    "run",
-    "server",
-    "seconds",
-    "epochs",
-    "requests",
-    "steps",
-    "steps sampled",
-    "journeys sampled",
-    "snapshots",
-    "dropped events",
-)
+_SERVERS: dict[str, Callable[[published.ServerEntry], str]] = {
+    "run": lambda s: f"`{s.run_id}`",
+    "server": lambda s: s.server,
+    "seconds": lambda s: number(s.seconds),
+    "epochs": lambda s: count(s.epochs),
+    "requests": lambda s: count(s.requests),
+    "steps": lambda s: count(s.steps),
+    "steps sampled": lambda s: share(s.step_sampling),
+    "journeys sampled": lambda s: share(s.journey_sampling),
+    "snapshots": lambda s: share(s.snapshot_sampling),
+    "dropped events": lambda s: count(s.dropped_events),
+}
 _SAMPLING = (
     "Sampling rates are estimated from the traces: the share of counted steps that have a summary; the share of the requests "
     "in step summaries that have a journey, `-` without any summary; the share of summarised steps that have snapshots."
@@ -535,7 +449,7 @@ _ROWS = (
 _MANY_ROWS = 12
 
 
-def data_parts(evaluation: Evaluation) -> list[ReportPart]:
+def data_parts(evaluation: published.Evaluation) -> list[ReportPart]:
     """Return the section on the input and on the rows of each model."""
     entry = evaluation.ingest
     parts: list[ReportPart] = [_ingested(entry)]
@@ -546,10 +460,7 @@ def data_parts(evaluation: Evaluation) -> list[ReportPart]:
         )
     parts += [sentence(without_attribute(*lacking)) for lacking in entry.missing_attributes.items()]
     if entry.servers:
-        parts += [
-            _SAMPLING,
-            table(_SERVERS, [_server(s) for s in entry.servers]),
-        ]
+        parts += [_SAMPLING, table_of(entry.servers, _SERVERS)]
     rows = [
         (f"`{r.run_id}`", f"`{r.model}`", count(r.trained), count(r.held_out), reasons(r.left_out) or "none")
         for scope in evaluation.scopes
@@ -568,7 +479,7 @@ def data_parts(evaluation: Evaluation) -> list[ReportPart]:
     return [*parts, table(("event", "count"), events, folded="Events by name")] if events else parts
 
 
-def _ingested(entry: IngestEntry) -> ReportPart:
+def _ingested(entry: published.IngestEntry) -> ReportPart:
     rows = [
         ("files", count(entry.files)),
         ("bytes", count(entry.bytes)),
@@ -582,21 +493,10 @@ def _ingested(entry: IngestEntry) -> ReportPart:
     return table(("what", "count"), rows)
 
 
-def _server(s: ServerEntry) -> tuple[str, ...]:
-    return (
-        f"`{s.run_id}`",
-        s.server,
-        number(s.seconds),
-        *(count(n) for n in (s.epochs, s.requests, s.steps)),
-        *(share(rate) for rate in (s.step_sampling, s.journey_sampling, s.snapshot_sampling)),
-        count(s.dropped_events),
-    )
-
-
 _MOST_SAMPLED = 0.98
 
 
-def clock_parts(t: TimelineEntry) -> list[ReportPart]:
+def clock_parts(t: published.TimelineEntry) -> list[ReportPart]:
     """Return the section on the source of step times: the coverage of `step.duration_us`, and the step clock."""
     rows = [
         ("busy time covered by `step.duration_us`", share(t.duration_coverage)),
@@ -653,7 +553,7 @@ _PREAMBLE = (
 )
 
 
-def latency_parts(scope: ScopeEvaluation) -> list[ReportPart]:
+def latency_parts(scope: published.ScopeEvaluation) -> list[ReportPart]:
     """Return the text and tables on composed latencies; one line where none was composed."""
     if not scope.latency:
         reason = scope.latency_missing or "nothing was fitted"
@@ -673,7 +573,7 @@ def latency_parts(scope: ScopeEvaluation) -> list[ReportPart]:
     return [*parts, *_by_group(scope)]
 
 
-def summed_line(entry: SummedTime) -> str:
+def summed_line(entry: results.SummedTime) -> str:
     """Return the bias of the summed step times of the hold-out, with its uncertainty."""
     return (
         f"**Step times of the hold-out summed:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
@@ -683,7 +583,7 @@ def summed_line(entry: SummedTime) -> str:
     )
 
 
-def _drift(entry: SummedTime) -> str:
+def _drift(entry: results.SummedTime) -> str:
     if not entry.drifting:
         return ""
     if entry.speed_change_pct is None:
@@ -695,7 +595,7 @@ def _drift(entry: SummedTime) -> str:
     )
 
 
-def burst_lines(bursts: Sequence[Burst]) -> list[str]:
+def burst_lines(bursts: Sequence[results.Burst]) -> list[str]:
     """Return the bursts outside the range of the admission model."""
     if not bursts:
         return []
@@ -712,7 +612,7 @@ def burst_lines(bursts: Sequence[Burst]) -> list[str]:
     return [text]
 
 
-def _rows(scope: ScopeEvaluation) -> Iterator[tuple[str, ...]]:
+def _rows(scope: published.ScopeEvaluation) -> Iterator[tuple[str, ...]]:
     for name, entry in scope.latency.items():
         for way, label in _WAYS.items():
             yield (LATENCIES.get(name, name), label, *metrics(getattr(entry, way)))
@@ -722,7 +622,7 @@ _BY_PHASE = "By workload phase (an interval of a run with one arrival rate)"
 _GROUP_HEAD = ("latency", *ERRORS, "averages only MAPE %", "baseline MAPE %")
 
 
-def _by_group(scope: ScopeEvaluation) -> Iterator[Table]:
+def _by_group(scope: published.ScopeEvaluation) -> Iterator[Table]:
     """Yield the errors by run and by workload phase, where there is any of these."""
     found = {name: scope.latency[name] for name in LATENCIES}
     runs = [(f"`{run}`", *_group(name, e)) for name, f in found.items() for run, e in f.by_run.items()]
@@ -734,12 +634,12 @@ def _by_group(scope: ScopeEvaluation) -> Iterator[Table]:
         yield table(("phase", *_GROUP_HEAD), phases, folded=f"{_BY_PHASE}, teacher-forced")
 
 
-def _group(latency: str, errors: LatencyErrors) -> tuple[str, ...]:
+def _group(latency: str, errors: results.LatencyErrors) -> tuple[str, ...]:
     others = (errors.averages_only.mape_pct, errors.baseline.mape_pct)
     return (LATENCIES[latency], *metrics(errors.teacher_forced), *(percent(v) for v in others))
 
 
-def step_phase_parts(phases: Sequence[StepPhase]) -> list[ReportPart]:
+def step_phase_parts(phases: Sequence[results.StepPhase]) -> list[ReportPart]:
     """Return the errors of step times by workload phase, where there are at least two."""
     if len(phases) < 2:
         return []
@@ -747,7 +647,7 @@ def step_phase_parts(phases: Sequence[StepPhase]) -> list[ReportPart]:
     return [table(("phase", *ERRORS, "baseline MAPE %"), rows, folded=_BY_PHASE)]
 
 
-def _phase(phase: Phase) -> str:
+def _phase(phase: results.Phase) -> str:
     rate = f"{number(phase.arrivals_per_s)} requests/s"
     return f"`{phase.run_id}` {phase.from_s:.0f} to {phase.to_s:.0f} s, {rate}"
 
@@ -759,7 +659,9 @@ TROUBLE = 30.0
 """Condition number above which single coefficients are poorly determined (Belsley, Kuh and Welsch 1980)."""
 
 
-def model_parts(entry: Validation, model: Model, left_out: dict[str, int]) -> list[ReportPart]:
+def model_parts(
+    entry: results.Validation, model: published.Model, left_out: dict[str, int]
+) -> list[ReportPart]:
     """Return the section on one model, without its figures; `left_out` counts rows left out of its fit, by reason."""
     parts: list[ReportPart] = []
     if model.target is not None:
@@ -774,25 +676,23 @@ def model_parts(entry: Validation, model: Model, left_out: dict[str, int]) -> li
     parts.append(Bullets(facts))
     parts += step_phase_parts(entry.by_phase)
     if entry.candidates:
-        tried = [
-            (
-                f"`{c.name}`{' **chosen**' if c.chosen else ''}",
-                count(c.features),
-                number(c.inside_mae),
-                number(c.beyond_mae),
-                c.reason,
-            )
-            for c in entry.candidates
-        ]
-        head = ("candidate", "features", "MAE inside", "MAE beyond the load", "reason")
-        parts.append(table(head, tried, folded="Candidates compared on the training part"))
+        columns: dict[str, Callable[[results.Candidate], str]] = {
+            "candidate": lambda c: f"`{c.name}`{' **chosen**' if c.chosen else ''}",
+            "features": lambda c: count(c.features),
+            "MAE inside": lambda c: number(c.inside_mae),
+            "MAE beyond the load": lambda c: number(c.beyond_mae),
+            "reason": lambda c: c.reason,
+        }
+        parts.append(table_of(entry.candidates, columns, folded="Candidates compared on the training part"))
     if model.features_left_out:
         rows = [(f"`{x.feature}`", x.reason) for x in model.features_left_out]
         parts.append(table(("feature", "reason"), rows, folded="Features left out"))
     return parts
 
 
-def _model_facts(entry: Validation, model: Model, left_out: dict[str, int]) -> Iterator[str]:
+def _model_facts(
+    entry: results.Validation, model: published.Model, left_out: dict[str, int]
+) -> Iterator[str]:
     if entry.boundary_accuracy_pct is not None:
         yield (
             f"**Step boundary predicted correctly:** {percent(entry.boundary_accuracy_pct)} % of held-out requests whose step is known "
@@ -821,7 +721,7 @@ def _model_facts(entry: Validation, model: Model, left_out: dict[str, int]) -> I
         yield f"**Training rows by source:** {reasons(entry.rows_by_source)}."
 
 
-def _coefficients(model: Model) -> list[ReportPart]:
+def _coefficients(model: published.Model) -> list[ReportPart]:
     if isinstance(model, RegimesModel):
         return [
             part
@@ -844,7 +744,7 @@ def _coefficients(model: Model) -> list[ReportPart]:
     return [_terms(model.intercept, model.terms)]
 
 
-def _expectation(expected: Expectation) -> str:
+def _expectation(expected: published.Expectation) -> str:
     return (
         f"Expected where the step starts are not known: {number(expected.intercept.value)} us; of a step in progress "
         f"{number(expected.residual.value)} us are left on average (half a cycle, cycles weighted by their length), "
@@ -853,7 +753,7 @@ def _expectation(expected: Expectation) -> str:
 
 
 def _condition(when: Condition) -> str:
-    text = condition_text(when, lambda name: f"`{name}`", exact)
+    text = when.text(lambda name: f"`{name}`", exact)
     # The last regime has no condition of its own: it predicts what the others leave.
     return "otherwise" if not text else text if text == NEVER else f"when {text}"
 
@@ -875,7 +775,7 @@ def interval(pair: tuple[float, float] | None) -> str:
 # How far the model can be trusted
 
 
-def trust_lines(entry: Validation) -> list[str]:
+def trust_lines(entry: results.Validation) -> list[str]:
     """Return one paragraph per fact of a model's validation."""
     lines = [
         _equations(entry),
@@ -888,7 +788,7 @@ def trust_lines(entry: Validation) -> list[str]:
     return [line for line in lines if line]
 
 
-def _intervals(entry: Validation) -> str:
+def _intervals(entry: results.Validation) -> str:
     if not entry.prediction_intervals or entry.interval_coverage_pct is None:
         return ""
     several = len(entry.prediction_intervals) > 1
@@ -898,13 +798,13 @@ def _intervals(entry: Validation) -> str:
     return f"**95 % prediction interval:** {limits}. It held {entry.interval_coverage_pct:.1f} % of the held-out rows."
 
 
-def _limits(interval: PredictionInterval, unit: str) -> str:
+def _limits(interval: results.PredictionInterval, unit: str) -> str:
     if interval.kind == "ratio":
         return f"{interval.low:.3g} to {interval.high:.3g} times the prediction"
     return f"the prediction {interval.low:+,.0f} to {interval.high:+,.0f} {unit}"
 
 
-def _collinearity(entry: Validation) -> str:
+def _collinearity(entry: results.Validation) -> str:
     # Predictions do not suffer from collinearity, single coefficients do: who reads them as costs has to know.
     parts = []
     for one in entry.collinearity:
@@ -925,7 +825,7 @@ def _collinearity(entry: Validation) -> str:
     return f"**Collinearity of the kept features:** {'; '.join(parts)}." if parts else ""
 
 
-def _extrapolation(entry: Validation) -> str:
+def _extrapolation(entry: results.Validation) -> str:
     if not entry.extrapolated_rows:
         return ""
     by_feature = ", ".join(f"`{name}` {rows:,}" for name, rows in entry.extrapolated.items())
@@ -935,7 +835,7 @@ def _extrapolation(entry: Validation) -> str:
     )
 
 
-def _equations(entry: Validation) -> str:
+def _equations(entry: results.Validation) -> str:
     found = entry.held_out_equations
     if found is None:
         return ""
@@ -947,7 +847,7 @@ def _equations(entry: Validation) -> str:
     )
 
 
-def _beyond_load(entry: Validation) -> str:
+def _beyond_load(entry: results.Validation) -> str:
     found, inside = entry.load_extrapolation, entry.by_load.get("inside")
     if found is None:
         return ""
@@ -966,7 +866,7 @@ def _beyond_load(entry: Validation) -> str:
     )
 
 
-def _learning(entry: Validation) -> str:
+def _learning(entry: results.Validation) -> str:
     if len(entry.learning_curve) < 2:
         return ""
     points = ", ".join(f"{number(p.mae)} ({p.rows:,})" for p in entry.learning_curve)

@@ -1,7 +1,7 @@
-"""Figures of the report, each with a sentence that says what to look for and its numbers in a few rows.
+"""What figures of the report are put together from, and those that show the published evaluation.
 
-Everything they show comes from the published evaluation, the model files and `results.figures`; nothing is computed here
-but units, the limits of an axis, and the few rows under a curve of many points.
+A figure has a sentence that says what to look for, and its numbers in a few rows. Those of rows, requests and engines are
+drawn in `commands.figures`, which reads the tables; nothing is computed here but units and the limits of an axis.
 
 Traces and layouts are dictionaries in the terms of plotly: whoever writes Markdown or JSON needs no plotly, and `page` makes the
 figures of the library of them. Colours of the page come from a template, one for light and one for dark.
@@ -11,31 +11,23 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, Unpack
 
-from tracefit.coefficients.model import RegimesModel
 from tracefit.errors import printable
-from tracefit.reports.document import Figure, Table, Trace
-from tracefit.results.figures import LATENCIES, US_PER_MS, ShadedRegion
+from tracefit.features.targets import LATENCIES
+from tracefit.reports.document import Figure, Table
+from tracefit.reports.sentences import step_entry
 from tracefit.text import count, number, percent, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tracefit.coefficients.model import Model, ScopeEvaluation
-    from tracefit.fit.results import ErrorOverLoad
+    from tracefit.coefficients.model import ScopeEvaluation
     from tracefit.reports.document import Trace
-    from tracefit.results.figures import (
-        Bin,
-        Breakdown,
-        Cloud,
-        EngineRun,
-        LatencyOverLoad,
-        ModelRows,
-        OverTime,
-        Points,
-        ScopeRows,
-    )
+
+US_PER_MS = 1e3
 
 # Colours: at least 3:1 against white and against the dark page, so that one palette serves both.
 BLUE, ORANGE, GREEN, PURPLE = "#3987d6", "#d9730d", "#2f9e63", "#9a6bd6"
@@ -136,22 +128,15 @@ def line(
     }
 
 
-def dots(points: Points, colour: str, *, symbol: str = "circle", opacity: float = 0.55) -> Trace:
-    """Draw rows as points; what is known of each row shows on hover."""
-    known = {name: values for name, values in points.facts.items() if any(v is not None for v in values)}
-    # Rounded here, not by the page: a number that is not known is a dash.
-    facts = [["-" if v is None else float(f"{v:.4g}") for v in values] for values in known.values()]
-    lines = [f"{name_text(name)}: %{{customdata[{k}]}}" for k, name in enumerate(known)]
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name_text(points.name),
-        "x": rounded(points.x),
-        "y": rounded(points.y),
-        "marker": {"color": colour, "size": 5, "opacity": opacity, "symbol": symbol},
-        "customdata": list(zip(*facts, strict=True)),
-        "hovertemplate": "<br>".join(lines) + "<extra></extra>",
-    }
+RegionKind = Literal["training range", "hold-out", "warm-up", "idle", "queue never empty", "overload"]
+
+
+class ShadedRegion(NamedTuple):
+    """An interval of the x axis with a meaning."""
+
+    kind: RegionKind
+    start: float
+    end: float
 
 
 def shaded(regions: Iterable[ShadedRegion]) -> list[Trace]:
@@ -265,6 +250,11 @@ def limited(values: Sequence[float], *, from_zero: bool = False) -> tuple[Trace,
     return {"range": rounded((low, high))}, note
 
 
+def axis_number(place: int) -> str:
+    """Return what plotly has behind the `y` of a panel's axis, the first one on top."""
+    return "" if place == 0 else str(place + 1)
+
+
 def domain(place: int, panels: int, gap: float = 0.06) -> list[float]:
     """Return the share of the height that a panel takes, the first one on top."""
     # So many panels with a gap between each two fill the figure: panels * (height - gap) + (panels - 1) * gap = 1.
@@ -284,99 +274,48 @@ class FigureWords(TypedDict):
     note: str
 
 
-_MEASURED, _PREDICTED = BLUE, ORANGE
-_PART_COLOURS = {
-    "every step": GREY,
-    "weights": BLUE,
-    "prompt tokens": ORANGE,
-    "generated tokens": GREEN,
-    "tokens": AMBER,
-    "context": PURPLE,
-    "requests": TEAL,
-    "waiting requests": PINK,
-    "communication": AMBER,
-    "admission": BLUE,
-    "queue": PINK,
-    "prefill": ORANGE,
-}
+MEASURED, PREDICTED = BLUE, ORANGE
 
 
-def _bin_table(bins: Iterable[Bin], x_name: str, y_name: str) -> Table:
-    rows = tuple((_between(b), count(b.rows), *(number(v) for v in (b.median, b.p10, b.p90))) for b in bins)
-    return Table((x_name, "rows", f"median {y_name}", "P10", "P90"), rows)
+@dataclass(frozen=True, slots=True)
+class ScopeFigures:
+    """The figures of one scope.
+
+    Attributes:
+        first: Those every reader looks at, in reading order.
+        latencies: Distributions of the request latencies.
+        models: Those of the rows of each model, by its name.
+        note: On engines that are not drawn; empty where all are.
+    """
+
+    first: tuple[Figure, ...]
+    latencies: tuple[Figure, ...]
+    models: Mapping[str, tuple[Figure, ...]] = field(default_factory=dict)
+    note: str = ""
+
+    def by_name(self) -> dict[str, Figure]:
+        """Return every figure by the name that `plot` knows it by."""
+        named: dict[str, Figure] = {}
+        for figure in (*self.first, *self.latencies, *chain.from_iterable(self.models.values())):
+            # Each engine has a figure of one kind: the second one is `timeline-2`.
+            taken = sum(f.kind == figure.kind for f in named.values())
+            named[f"{figure.kind}-{taken + 1}" if taken else figure.kind] = figure
+        return named
 
 
-def _between(b: Bin) -> str:
-    return f"{number(b.low)} to {number(b.high)}"
-
-
-def _how_many(cloud: Cloud) -> str:
-    points = sum(len(p.x) for p in cloud.points)
-    if points == cloud.rows:
-        return f"All {count(cloud.rows)} rows."
-    return f"{count(points)} of {count(cloud.rows)} rows, evenly in time."
-
-
-# Step times
-
-
-def over_time_figure(scope_id: str, found: OverTime) -> Figure:
-    """Draw measured and predicted step times over time; single steps show what they computed."""
-    limits, note = limited([y for y in (*found.rows.y, *found.measured) if y is not None], from_zero=True)
-    several = len(found.runs) > 1
-    place: Trace = {"xref": "x", "y": 1, "yref": "paper", "xanchor": "left", "showarrow": False}
-    names = [{"text": name_text(run), "x": at, **place} for run, at in (found.runs if several else ())]
-    x = "seconds, runs one after the other" if several else "seconds into the run"
-    hover = "%{y:.3~f} ms<extra>%{fullData.name}</extra>"
-    return Figure(
-        name=anchor(f"{scope_id}-step-times"),
-        kind="step-times",
-        title="Step times over time: predicted against measured",
-        look="Look for times at which the two lines part: what the server did then, the model does not know.",
-        note=f"Lines are means over equal intervals of time, points single steps. {note}".rstrip(),
-        hint="Hover over a point for what that step computed; drag to zoom, double-click to see everything again.",
-        summary=_over_time_table(found),
-        traces=(
-            dots(found.rows, _MEASURED, opacity=0.4) | {"name": "single steps, measured"},
-            # Lines break between two runs: nothing was measured there.
-            line("measured", found.at_s, found.measured, _MEASURED, connectgaps=False, hovertemplate=hover),
-            line(
-                "predicted", found.at_s, found.predicted, _PREDICTED, connectgaps=False, hovertemplate=hover
-            ),
-        ),
-        layout={
-            "xaxis": axis_of(x),
-            "yaxis": axis_of("step time, ms", **limits),
-            "shapes": shaded(found.holdout),
-            "annotations": names,
-        },
-        wide=True,
-        height=380,
-    )
-
-
-def _over_time_table(found: OverTime, parts: int = 8) -> Table:
-    known = [
-        (at, m, p)
-        for at, m, p in zip(found.at_s, found.measured, found.predicted, strict=True)
-        if m is not None and p is not None
-    ]
-    rows = []
-    for k in range(parts):
-        some = known[k * len(known) // parts : (k + 1) * len(known) // parts]
-        if some:
-            measured, predicted = (sum(row[i] for row in some) / len(some) for i in (1, 2))
-            off = percent(100 * (predicted / measured - 1)) if measured else "-"
-            span = f"{number(some[0][0])} to {number(some[-1][0])}"
-            rows.append((span, number(measured), number(predicted), off))
-    return Table(("seconds", "measured, ms", "predicted, ms", "off by %"), tuple(rows))
+def figures_of_evaluation(scope: ScopeEvaluation) -> ScopeFigures:
+    """Return the figures that need no tables."""
+    by_load = error_by_load_figure(scope)
+    return ScopeFigures((by_load,) if by_load else (), distribution_figures(scope, {}, {}))
 
 
 _LOADS = {"running_tokens": "tokens in the caches of the batch", "batch_requests": "requests in the batch"}
 
 
-def load_figure(scope_id: str, found: ErrorOverLoad | None) -> Figure | None:
-    """Draw errors over the load of held-out rows, the training range shaded."""
+def error_by_load_figure(scope: ScopeEvaluation) -> Figure | None:
+    """Draw errors of step times over the load of held-out rows, the training range shaded."""
+    entry = step_entry(scope)
+    found = entry.error_over_load if entry else None
     # Rows whose measurement is zero have no error in percent.
     bins = [b for b in found.bins if b.holdout.mdape_pct is not None] if found else []
     if found is None or not bins:
@@ -391,7 +330,7 @@ def load_figure(scope_id: str, found: ErrorOverLoad | None) -> Figure | None:
         ("bias", GREY, [b.holdout.bias_pct for b in bins]),
     )
     return Figure(
-        name=anchor(f"{scope_id}-error-by-load"),
+        name=anchor(f"{scope.scope_id}-error-by-load"),
         kind="error-by-load",
         title="Errors of step times by load",
         look="Look for errors that grow, or a bias that leaves zero, outside the shaded training range: there the model "
@@ -421,189 +360,6 @@ def load_figure(scope_id: str, found: ErrorOverLoad | None) -> Figure | None:
     )
 
 
-def breakdown_figure(scope_id: str, found: Breakdown) -> Figure:
-    """Draw what held-out steps consist of, short steps first."""
-    return _stacked(
-        found,
-        "step",
-        "predicted step time, ms",
-        name=anchor(f"{scope_id}-step-breakdown"),
-        kind="step-breakdown",
-        title="What a step costs",
-        look="Look for the part that grows towards the long steps: that is what to change to make them shorter.",
-        note="*Every step* is what even the smallest step costs: launches, and reading the weights unless they are a part of "
-        "their own.",
-    )
-
-
-def first_token_figure(scope_id: str, found: Breakdown) -> Figure:
-    """Draw what the measured TTFT consists of, requests with the shortest first."""
-    return _stacked(
-        found,
-        "request",
-        "measured TTFT, ms",
-        name=anchor(f"{scope_id}-first-token"),
-        kind="first-token",
-        title="Where TTFT goes",
-        look="Look for what the slow requests have that the fast ones do not: a queue asks for more servers, a prefill for "
-        "shorter prompts or larger steps.",
-        note="*Admission* is arrival to the queue, *queue* to the first step, *prefill* to the first token.",
-    )
-
-
-def _stacked(found: Breakdown, what: str, y: str, **words: Unpack[FigureWords]) -> Figure:
-    width = 100 / len(found.rows)
-    at = [width * (k + 0.5) for k in range(len(found.rows))]
-    groups = [f"{width * k:.0f} to {width * (k + 1):.0f} %" for k in range(len(found.rows))]
-    facts = [
-        "<br>".join(f"{n}: {number(v)}" for n, values in found.facts.items() if (v := values[k]) is not None)
-        for k in range(len(groups))
-    ]
-    wholes = [sum(values[k] for values in found.parts.values()) for k in range(len(groups))]
-    bars = tuple(
-        {
-            "type": "bar",
-            "name": name_text(part),
-            "x": at,
-            "y": rounded(values),
-            "width": 0.84 * width,
-            "marker": {"color": _PART_COLOURS.get(part, AMBER)},
-            "customdata": [
-                f"{percent(100 * v / whole) if whole else '-'} % of {number(whole)} ms<br>mean of {plural(n, what)}, {group}<br>{fact}"
-                for v, whole, n, group, fact in zip(values, wholes, found.rows, groups, facts, strict=True)
-            ],
-            "hovertemplate": "%{fullData.name}: %{y:.3~f} ms<br>%{customdata}<extra></extra>",
-        }
-        for part, values in found.parts.items()
-    )
-    measured: tuple[Trace, ...] = ()
-    # Parts of a step are predicted, so that the measurement beside them shows what they miss; those of TTFT are measured.
-    if what == "step":
-        outline = {"color": "#1b1f24", "width": 1.5}
-        measured = (
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "measured",
-                "x": at,
-                "y": rounded(found.measured),
-                "marker": {"symbol": "diamond", "size": 8, "color": "#fff", "line": outline},
-                "hovertemplate": "measured: %{y:.3~f} ms<extra></extra>",
-            },
-        )
-    rows = tuple(
-        (
-            group,
-            count(found.rows[k]),
-            *(number(v[k]) for v in found.parts.values()),
-            number(found.measured[k]),
-        )
-        for k, group in enumerate(groups)
-    )
-    x = f"{what}s from the shortest to the longest, %"
-    axis = axis_of(x, range=[0, 100], showgrid=False)
-    return Figure(
-        **words,
-        summary=Table(
-            (f"{what}s by length", f"{what}s", *(f"{p}, ms" for p in found.parts), "measured, ms"), rows
-        ),
-        traces=(*bars, *measured),
-        # Relative: a part below zero, such as a negative intercept, hangs below the axis.
-        layout={"xaxis": axis, "yaxis": axis_of(y), "barmode": "relative"},
-    )
-
-
-# One model
-
-
-def model_figures(model: Model, rows: ModelRows) -> tuple[Figure, ...]:
-    """Draw the rows of one model for an expert: predictions, and residuals over time and over its strongest features."""
-    name = anchor(f"{model.scope_id}-{model.name}")
-    overlaid = f" The runs of {rows.servers} servers overlay each other." if rows.servers > 1 else ""
-    over_time = _residuals(
-        rows.over_time,
-        "seconds into the run",
-        rows.holdout,
-        name=f"{name}-time",
-        kind=f"{model.name}-residuals",
-        title=f"{model.name}: residuals over time",
-        look="Look for a drift or a step: then the server changed, and the end of the run is not like its beginning.",
-        note=f"{_how_many(rows.over_time)}{overlaid}",
-    )
-    over_features = (
-        _residuals(
-            cloud,
-            feature,
-            name=f"{name}-over-{anchor(feature)}",
-            kind=f"{model.name}-residuals-{feature}",
-            title=f"{model.name}: residuals against {feature}",
-            look=f"Look for a bend in the medians: then the effect of {feature} is not linear, and predictions at its ends are "
-            "biased.",
-            note="Held-out rows.",
-        )
-        for feature, cloud in rows.over_features.items()
-    )
-    return (_predicted_figure(model, rows), over_time, *over_features)
-
-
-def _predicted_figure(model: Model, rows: ModelRows) -> Figure:
-    """Draw predicted against measured durations of held-out rows."""
-    look = "Look for a cloud that leaves the line at one end: the model misses a bend there."
-    if isinstance(model, RegimesModel):
-        first, rest = model.regimes[0].name, model.regimes[-1].name
-        look = f"Look for points of *{first}* among those of *{rest}*: there the condition between the two regimes is wrong."
-    zeros = (
-        f" {plural(rows.without_place, 'row')} with a zero cannot be drawn on logarithmic axes."
-        if rows.without_place
-        else ""
-    )
-    # Both axes have one scale, so that the diagonal is where a prediction is right.
-    values = [v for p in rows.predicted.points for v in (*p.x, *p.y)]
-    ends = (min(values, default=0.0), max(values, default=1.0))
-
-    def axis(title: str) -> Trace:
-        return log_axis(title, values) if rows.wide_range else axis_of(title)
-
-    diagonal = line("predicted as measured", ends, ends, GREY, dash="dash", hoverinfo="skip")
-    return Figure(
-        name=f"{anchor(f'{model.scope_id}-{model.name}')}-against",
-        kind=f"{model.name}-predicted",
-        title=f"{model.name}: predicted against measured",
-        look=look,
-        note=f"Held out. {_how_many(rows.predicted)}{zeros}",
-        summary=_bin_table(rows.predicted.bins, "measured, ms", "predicted, ms"),
-        traces=(*_clouds(rows.predicted), diagonal),
-        layout={"xaxis": axis("measured, ms"), "yaxis": axis("predicted, ms")},
-    )
-
-
-def _clouds(cloud: Cloud) -> tuple[Trace, ...]:
-    styles = ((BLUE, "circle"), (ORANGE, "triangle-up"), (GREEN, "square"))
-    return tuple(
-        dots(p, colour, symbol=symbol) for p, (colour, symbol) in zip(cloud.points, styles, strict=False)
-    )
-
-
-def _residuals(
-    cloud: Cloud, x: str, regions: Iterable[ShadedRegion] = (), **words: Unpack[FigureWords]
-) -> Figure:
-    limits, beyond = limited([y for p in cloud.points for y in p.y])
-    medians = line(
-        "median of each eighth", [b.middle for b in cloud.bins], [b.median for b in cloud.bins], PINK
-    )
-    words["note"] = f"{words['note']} {beyond}".rstrip()
-    return Figure(
-        **words,
-        summary=_bin_table(cloud.bins, x, "residual, ms"),
-        traces=(*_clouds(cloud), medians),
-        layout={
-            "xaxis": spread_axis(name_text(x), [v for p in cloud.points for v in p.x]),
-            "yaxis": axis_of("measured - predicted, ms", zeroline=True, **limits),
-            "shapes": shaded(regions),
-        },
-    )
-
-
 # Latencies of requests
 
 _WRITTEN_PERCENTS = (5, 25, 50, 75, 90, 95, 99)
@@ -611,21 +367,24 @@ _FAR_OFF = 10.0
 """Times the largest value from which on a line would squeeze a figure."""
 
 
-def _objective(slo_ms: float | None, largest: float) -> str:
+def objective(slo_ms: float | None, largest: float) -> str:
     """Name an objective that is drawn; empty where there is none, or it lies far off."""
     return "" if slo_ms is None or slo_ms > _FAR_OFF * largest else f"SLO {slo_ms:,g} ms"
 
 
-def distribution_figures(scope: ScopeEvaluation, rows: ScopeRows | None) -> tuple[Figure, ...]:
+def distribution_figures(
+    scope: ScopeEvaluation, measured_ms: Mapping[str, Mapping[int, float]], slo_ms: Mapping[str, float]
+) -> tuple[Figure, ...]:
     """Draw distributions of request latencies: measured beside predicted, or measured alone where none is predicted.
 
-    `rows` is null without tables.
+    Args:
+        scope: The evaluation.
+        measured_ms: Latency to its measured percentiles, percent to value; empty without tables.
+        slo_ms: The longest each latency should take.
     """
     figures = []
     for key, label in LATENCIES.items():
-        entry = scope.latency.get(key)
-        objective = rows.over_load.get(key) if rows is not None else None
-        slo_ms = objective.slo_ms if objective else None
+        entry, slo = scope.latency.get(key), slo_ms.get(key)
         name = anchor(f"{scope.scope_id}-{key}-cdf")
         if entry is not None and (found := entry.distribution) is not None:
             ways = {
@@ -637,7 +396,7 @@ def distribution_figures(scope: ScopeEvaluation, rows: ScopeRows | None) -> tupl
                 _distribution(
                     {way: tuple(q / US_PER_MS for q in us) for way, us in ways.items() if us},
                     found.percents,
-                    slo_ms,
+                    slo,
                     name=name,
                     kind=key,
                     title=f"{label}, predicted and measured",
@@ -646,13 +405,12 @@ def distribution_figures(scope: ScopeEvaluation, rows: ScopeRows | None) -> tupl
                     note=f"Share of {count(found.requests)} held-out requests with at most this {label}.",
                 )
             )
-        elif rows is not None and key in rows.latencies_ms:
-            at_ms = rows.latencies_ms[key]
+        elif at_ms := measured_ms.get(key):
             figures.append(
                 _distribution(
                     {"measured": tuple(at_ms.values())},
                     tuple(at_ms),
-                    slo_ms,
+                    slo,
                     name=name,
                     kind=key,
                     title=f"{label} as measured",
@@ -669,7 +427,7 @@ def _distribution(
     slo_ms: float | None,
     **words: Unpack[FigureWords],
 ) -> Figure:
-    styles = {"measured": (_MEASURED, "solid"), "predicted, measured batches": (_PREDICTED, "dash")}
+    styles = {"measured": (MEASURED, "solid"), "predicted, measured batches": (PREDICTED, "dash")}
     hover = "%{y} % within %{x:,.4~r} ms<extra>%{fullData.name}</extra>"
     traces = []
     for name, values in curves.items():
@@ -679,7 +437,7 @@ def _distribution(
         xs, ys = ([point[i] for point in drawn] for i in (0, 1))
         traces.append(line(name, xs, ys, colour, dash=dash, hovertemplate=hover))
     every = [v for values in curves.values() for v in values]
-    objective = _objective(slo_ms, max(every, default=0.0))
+    words_of_slo = objective(slo_ms, max(every, default=0.0))
     written = [(k, p) for k, p in enumerate(percents) if p in _WRITTEN_PERCENTS]
     return Figure(
         **words,
@@ -692,200 +450,6 @@ def _distribution(
             "xaxis": log_axis(f"{LATENCIES[words['kind']]}, ms", every),
             # Beyond 100: a line along the edge would be cut in half.
             "yaxis": axis_of("requests, %", range=[0, 102]),
-            "shapes": [mark(objective, "x", slo_ms)] if objective and slo_ms else [],
+            "shapes": [mark(words_of_slo, "x", slo_ms)] if words_of_slo and slo_ms else [],
         },
     )
-
-
-def latency_load_figure(scope_id: str, rows: ScopeRows) -> Figure | None:
-    """Draw the latencies over the load, one line per run where there are several."""
-    if not rows.over_load:
-        return None
-    several = any(len(found.runs) > 1 for found in rows.over_load.values())
-    traces: list[Trace] = []
-    shapes: list[Trace] = []
-    axes: Trace = {}
-    keys = list(rows.over_load)
-    for place, (key, found) in enumerate(rows.over_load.items()):
-        # plotly calls the first axis `y`, the others `y2`, `y3` and so on.
-        axis = "" if place == 0 else str(place + 1)
-        colours = dict(zip(found.runs, COLOURS, strict=False))
-        for run, bins in found.runs.items():
-            # Of several runs only the slow tenth, which objectives are about: two lines each would be too many to tell apart.
-            shown = [("P90", "p90")] if several else [("median", "median"), ("P90", "p90")]
-            for words, what in shown:
-                colour = colours[run] if several else (BLUE if what == "median" else PINK)
-                one = line(
-                    run if several else words,
-                    [b.middle for b in bins],
-                    [getattr(b, what) for b in bins],
-                    colour,
-                    mode="lines+markers",
-                    yaxis=f"y{axis}",
-                    legendgroup=run if several else words,
-                    showlegend=place == 0,
-                    customdata=[f"{_between(b)} in flight, {plural(b.rows, 'request')}" for b in bins],
-                    hovertemplate=f"{LATENCIES[key]} {words} %{{y:,.4~r}} ms<br>%{{customdata}}<extra>%{{fullData.name}}</extra>",
-                )
-                traces.append(one)
-        objective = _objective(found.slo_ms, max(b.p90 for bins in found.runs.values() for b in bins))
-        if objective and found.slo_ms:
-            shapes.append(mark(f"{LATENCIES[key]}: {objective}", "y", found.slo_ms, on=f"y{axis}"))
-        values = [v for bins in found.runs.values() for b in bins for v in (b.median, b.p90)]
-        axes[f"yaxis{axis}"] = log_axis(f"{LATENCIES[key]}, ms", values, domain=domain(place, len(keys)))
-    last = "" if len(keys) == 1 else str(len(keys))
-    x = "requests in flight on arrival"
-    return Figure(
-        name=anchor(f"{scope_id}-latency-load"),
-        height=130 + 130 * len(keys),
-        kind="latency-by-load",
-        title="Latencies against load" + (", P90 of each run" if several else ""),
-        look="Look for the load from which a latency climbs: there the server is full.",
-        note=f"Measured requests in groups of equal size by the traced requests in flight when each arrived."
-        f"{_left_out(rows)}{_within(rows.over_load)}{_APART if several else ''}",
-        summary=Table(
-            ("latency", "run", "requests in flight", "requests", "median, ms", "P90, ms"),
-            tuple(
-                (LATENCIES[key], f"`{run}`", _between(b), count(b.rows), number(b.median), number(b.p90))
-                for key, found in rows.over_load.items()
-                for run, bins in found.runs.items()
-                for b in bins
-            ),
-        ),
-        traces=tuple(traces),
-        layout={
-            "xaxis": axis_of(x, anchor=f"y{last}", rangemode="tozero"),
-            "shapes": shapes,
-            **axes,
-        },
-    )
-
-
-_APART = " Runs whose lines lie apart at one load differ in their servers or in their requests."
-
-
-def _within(found: Mapping[str, LatencyOverLoad]) -> str:
-    within = "; ".join(
-        f"{percent(one.within_pct)} % of {count(one.requests)} requests had {LATENCIES[key]} within {one.slo_ms:,g} ms"
-        for key, one in found.items()
-        if one.slo_ms is not None and one.within_pct is not None
-    )
-    return f" Objectives (SLO): {within}; `tracefit report --slo` sets others." if within else ""
-
-
-def _left_out(rows: ScopeRows) -> str:
-    return f" {plural(rows.more_runs, 'more run')} not drawn." if rows.more_runs else ""
-
-
-def runs_figure(scope_id: str, rows: ScopeRows) -> Figure | None:
-    """Overlay the step times of several runs over the requests in the batch; null for a single run."""
-    if len(rows.step_times) < 2:
-        return None
-    hover = "%{y:.3~f} ms<br>%{customdata}<extra>%{fullData.name}</extra>"
-    return Figure(
-        name=anchor(f"{scope_id}-runs"),
-        kind="runs",
-        title="Runs overlaid: step times against the batch",
-        look="Look for lines that lie apart: one model for all of them is then wrong for each.",
-        note=f"Median times of steps in groups of equal size by the requests in the batch.{_left_out(rows)}",
-        summary=Table(
-            ("run", "requests in the batch", "steps", "median, ms", "P10", "P90"),
-            tuple(
-                (f"`{run}`", _between(b), count(b.rows), *(number(v) for v in (b.median, b.p10, b.p90)))
-                for run, bins in rows.step_times.items()
-                for b in bins
-            ),
-        ),
-        traces=tuple(
-            line(
-                run,
-                [b.middle for b in bins],
-                [b.median for b in bins],
-                colour,
-                mode="lines+markers",
-                customdata=[f"{_between(b)} requests, {plural(b.rows, 'step')}" for b in bins],
-                hovertemplate=hover,
-            )
-            for (run, bins), colour in zip(rows.step_times.items(), COLOURS, strict=False)
-        ),
-        layout={"xaxis": axis_of("requests in the batch"), "yaxis": axis_of("median step time, ms")},
-    )
-
-
-# Engines over their runs
-
-_QUANTITIES = {
-    "running": ("running", "requests running", BLUE),
-    "waiting": ("waiting", "requests waiting", PINK),
-    "tokens": ("tokens", "tokens per step", ORANGE),
-    "kv_pct": ("KV, %", "KV blocks in use, %", PURPLE),
-    "cycle_ms": ("step, ms", "step time, ms", GREEN),
-}
-"""Quantity to the label of its panel, what it is in full, and its colour."""
-
-
-def engine_figure(engine: EngineRun) -> Figure:
-    """Draw what one engine did over its run."""
-    fate = ""
-    if engine.overloaded is not None:
-        fate = f": overloaded, {'trained on all the same' if engine.overloaded else 'left out of training'}"
-    shapes = shaded(engine.regions)
-    if engine.holdout_from_s is not None:
-        shapes.append(mark("hold-out begins", "x", engine.holdout_from_s, colour=GREY))
-    panels = len(engine.quantities)
-    axes: Trace = {}
-    traces = []
-    for place, quantity in enumerate(engine.quantities):
-        axis = "" if place == 0 else str(place + 1)
-        label, full, colour = _QUANTITIES[quantity.key]
-        axes[f"yaxis{axis}"] = axis_of(
-            label, rangemode="tozero", nticks=4, domain=domain(place, panels, 0.05)
-        )
-        traces.append(
-            line(
-                full,
-                quantity.at_s,
-                quantity.values,
-                colour,
-                yaxis=f"y{axis}",
-                showlegend=False,
-                hovertemplate="%{y:,.4~r}<extra>%{fullData.name}</extra>",
-            )
-        )
-    return Figure(
-        name=anchor(f"engine-{engine.run_id}-{engine.server}"),
-        height=90 + 105 * panels,
-        kind="timeline",
-        title=f"The engine of {engine.run_id}, {engine.server}{fate}",
-        look="Look for a hold-out unlike what comes before it: then its errors say little about the rest. A queue that grows "
-        "through the whole run means that the server was offered more than it can do.",
-        note="Means of the traced steps over equal intervals of time; of step times the median.",
-        summary=_engine_table(engine),
-        traces=tuple(traces),
-        layout={
-            # One time, one label in each panel: panels share the axis.
-            "hovermode": "x",
-            "shapes": shapes,
-            "xaxis": axis_of("seconds into the run", anchor=f"y{panels if panels > 1 else ''}"),
-            **axes,
-        },
-        wide=True,
-    )
-
-
-def _engine_table(engine: EngineRun) -> Table:
-    known = {q.key: q for q in engine.quantities}
-    means = {
-        "before the hold-out": [known[k].before_holdout if k in known else None for k in _QUANTITIES],
-        "hold-out": [known[k].in_holdout if k in known else None for k in _QUANTITIES],
-    }
-    rows = [
-        (label, *(number(v) for v in values))
-        for label, values in means.items()
-        if any(v is not None for v in values)
-    ]
-    for kind in dict.fromkeys(r.kind for r in engine.regions):
-        lengths = [r.end - r.start for r in engine.regions if r.kind == kind]
-        label = f"{kind}: {plural(len(lengths), 'interval')}, {number(sum(lengths))} s"
-        rows.append((label, *[""] * len(_QUANTITIES)))
-    return Table(("part of the run", *(head for _, head, _ in _QUANTITIES.values())), tuple(rows))

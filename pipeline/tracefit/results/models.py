@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tracefit.coefficients.diff import CoefficientDiff, PredictionDiff
-from tracefit.consumers.base import HeldOut
 from tracefit.errors import EXIT_DONE, EXIT_NOTHING, EXIT_QUARANTINE
 from tracefit.results.notebook import Shown, drawn
 from tracefit.results.traces import IngestResult
@@ -162,6 +160,54 @@ DriftVerdict = Literal["good", "drifted", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
+class CoefficientDiff:
+    """One coefficient in two files.
+
+    Attributes:
+        part: Regime, or linear form of the model.
+        term: Feature, `intercept` or `offset`.
+        unit: Of the values.
+        first: Value in the first file, null where it has none.
+        first_ci95: Its interval.
+        second: Value in the second file.
+        second_ci95: Its interval.
+        apart: Whether the intervals do not meet; null where one is missing.
+    """
+
+    part: str
+    term: str
+    unit: str
+    first: float | None
+    first_ci95: tuple[float, float] | None
+    second: float | None
+    second_ci95: tuple[float, float] | None
+    apart: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionDiff:
+    """Difference of the predictions of one linear form over the range both files were trained on, second minus first.
+
+    Attributes:
+        part: Regime, or linear form of the model.
+        points: Points of the shared range at which both predict.
+        first_us: Mean prediction of the first file.
+        mean_us: Mean difference.
+        low_us: Largest decrease.
+        high_us: Largest increase.
+        ranges: Shared range of every column.
+    """
+
+    part: str
+    points: int
+    first_us: float
+    mean_us: float
+    low_us: float
+    high_us: float
+    ranges: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelComparison:
     """One model in two files."""
 
@@ -231,6 +277,29 @@ class CompareResult(Shown):
 
 
 # -- export ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Error of an exported form on the hold-out, beside the training median's.
+
+    Attributes:
+        what: The quantity, in the consumer's words.
+        unit: Unit of the errors.
+        n: Held-out rows.
+        mape_pct: Mean absolute percentage error.
+        mae: Mean absolute error.
+        bias_pct: 100 * (sum predicted - sum actual) / sum actual.
+        baseline_mae: Mean absolute error of the training median on the same rows.
+    """
+
+    what: str
+    unit: str
+    n: int
+    mape_pct: float | None
+    mae: float | None
+    bias_pct: float | None
+    baseline_mae: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,9 @@ ALIASES: Mapping[str, str] = {
 }
 """Other spellings of settings, dashes already turned into underscores."""
 
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens per KV block that vLLM takes on GPUs where nobody sets another."""
+
 DEFAULTS: Mapping[str, Scalar] = {
     "tensor_parallel": 1,
     "pipeline_parallel": 1,
@@ -179,7 +182,7 @@ DEFAULTS: Mapping[str, Scalar] = {
     "enable_chunked_prefill": True,
     "enable_prefix_caching": True,
     "enforce_eager": False,
-    "block_size": 16,
+    "block_size": DEFAULT_BLOCK_SIZE,
     "kv_cache_dtype": "auto",
 }
 """Defaults of vLLM's engine v1 that hold on every platform; the others depend on hardware and version."""

@@ -134,17 +134,29 @@ class Emitter:
     def _event(self, name: str, ts_ns: int, attributes: Attributes) -> GeneratedEvent:
         return GeneratedEvent(name, self._stamp_ns(ts_ns), attributes)
 
-    def _kept(self, events: list[GeneratedEvent]) -> tuple[tuple[GeneratedEvent, ...], int]:
-        """Return the events a span keeps under the limit, and how many it lost."""
+    def _span(
+        self,
+        name: tuple[str, str],
+        ids: tuple[str, str, str],
+        unix_ns: tuple[int, int],
+        attributes: Attributes,
+        events: list[GeneratedEvent],
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        error: str = "",
+    ) -> GeneratedSpan:
+        """Return a span: its scope and name; trace, span and parent; start and end; and of its events those within the limit."""
+        flags = _FLAGS_CHILD_OF_REMOTE if ids[2] else _FLAGS_ROOT
         # The SDK's queue of events is bounded (128 by default) and loses its oldest.
         lost = max(len(events) - (self._options.span_event_limit or len(events)), 0)
-        return tuple(events[lost:]), lost
+        return GeneratedSpan(
+            name[0], *ids, flags, name[1], kind, *unix_ns, attributes, tuple(events[lost:]), lost, error
+        )
 
     def _api_span(self, request: Request, trace_id: str, span_id: str) -> GeneratedSpan:
         # Status code 2 is on aborted chat and non-streaming requests alone; a broken stream ends its span without one.
         is_failed = request.is_aborted and (request.is_chat or not request.is_streaming)
         error = "Client disconnected" if is_failed else ""
-        events, dropped = self._kept(list(self._api_events(request, error)))
         attributes: dict[str, SpanValue] = {
             "gen_ai.request.id": request.api_id,
             "http.route": "/v1/chat/completions" if request.is_chat else "/v1/completions",
@@ -158,19 +170,13 @@ class Emitter:
         # Of finished chat requests alone: output lengths of the others are in their journeys.
         if request.is_chat and not request.is_aborted:
             attributes["gen_ai.usage.completion_tokens"] = request.done_tokens
-        return GeneratedSpan(
-            scope=_API,
-            trace_id=trace_id,
-            span_id=span_id,
-            parent_span_id="",
-            flags=_FLAGS_ROOT,
-            name="llm_request",
+        return self._span(
+            (_API, "llm_request"),
+            (trace_id, span_id, ""),
+            (self._unix_ns(request.arrival_ns) - 60_000, self._unix_ns(request.departed_ns) + 30_000),
+            attributes,
+            list(self._api_events(request, error)),
             kind=SpanKind.SERVER,
-            start_unix_ns=self._unix_ns(request.arrival_ns) - 60_000,
-            end_unix_ns=self._unix_ns(request.departed_ns) + 30_000,
-            attributes=attributes,
-            events=events,
-            dropped_events=dropped,
             error=error,
         )
 
@@ -193,20 +199,12 @@ class Emitter:
 
     def _core_span(self, request: Request, trace_id: str, span_id: str, *, parent_id: str) -> GeneratedSpan:
         points = request.points
-        events, dropped = self._kept([self._journey_event(request, point) for point in points])
-        return GeneratedSpan(
-            scope=_CORE,
-            trace_id=trace_id,
-            span_id=span_id,
-            parent_span_id=parent_id,
-            flags=_FLAGS_CHILD_OF_REMOTE,
-            name="llm_core",
-            kind=SpanKind.INTERNAL,
-            start_unix_ns=self._unix_ns(points[0].ts_ns) - 12_000,
-            end_unix_ns=self._stamp_ns(points[-1].ts_ns) + 60_000,
-            attributes={"gen_ai.request.id": request.request_id},
-            events=events,
-            dropped_events=dropped,
+        return self._span(
+            (_CORE, "llm_core"),
+            (trace_id, span_id, parent_id),
+            (self._unix_ns(points[0].ts_ns) - 12_000, self._stamp_ns(points[-1].ts_ns) + 60_000),
+            {"gen_ai.request.id": request.request_id},
+            [self._journey_event(request, point) for point in points],
         )
 
     def _journey_event(self, request: Request, point: JourneyPoint) -> GeneratedEvent:
@@ -248,26 +246,14 @@ class Emitter:
         self, events: list[GeneratedEvent], steps: tuple[int, int, int], unix_ns: tuple[int, int]
     ) -> GeneratedSpan:
         sequence, first, last = steps
-        kept, dropped = self._kept(events)
-        return GeneratedSpan(
-            scope=_STEP,
-            trace_id=self._hex(16),
-            span_id=self._hex(8),
-            parent_span_id="",
-            flags=_FLAGS_ROOT,
-            name=f"scheduler_steps_{sequence}",
-            kind=SpanKind.INTERNAL,
-            start_unix_ns=unix_ns[0],
-            end_unix_ns=unix_ns[1],
-            attributes={
-                "scheduler.span_sequence": sequence,
-                "scheduler.step_range_start": first,
-                "scheduler.closure_interval": self._options.steps_per_span,
-                "scheduler.step_range_end": last,
-            },
-            events=kept,
-            dropped_events=dropped,
-        )
+        attributes: dict[str, SpanValue] = {
+            "scheduler.span_sequence": sequence,
+            "scheduler.step_range_start": first,
+            "scheduler.closure_interval": self._options.steps_per_span,
+            "scheduler.step_range_end": last,
+        }
+        ids = self._hex(16), self._hex(8), ""
+        return self._span((_STEP, f"scheduler_steps_{sequence}"), ids, unix_ns, attributes, events)
 
     def _step_events(self, step: StepLog) -> Iterator[GeneratedEvent]:
         # The emitter's `step.duration_us` is the time in schedule(), whatever its name says.
@@ -450,8 +436,7 @@ def _text(text: str) -> str:
 def _batch_message(batch: ExportBatch) -> trace_pb2.TracesData:
     scopes = [
         trace_pb2.ScopeSpans(
-            scope=common_pb2.InstrumentationScope(name=scope),
-            spans=[_span_message(span) for span in spans],
+            scope=common_pb2.InstrumentationScope(name=scope), spans=[_span_message(span) for span in spans]
         )
         for scope, spans in batch.by_scope().items()
     ]

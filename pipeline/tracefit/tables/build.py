@@ -31,15 +31,16 @@ from tracefit.tables.requests import (
 )
 from tracefit.tables.resolve import ResolvedPart, resolve
 from tracefit.tables.rows import NO_CLOCK
-from tracefit.tables.runs import RunTally
+from tracefit.tables.runs import missing_attributes, run_rows
 from tracefit.tables.staging import parts_of, read_staged, staged_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from tracefit.tables.manifest import ReadFile
     from tracefit.tables.places import Place
+    from tracefit.tables.store import RunWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def build_tables(
     run_id: str,
     place: Place,
     scratch: Path,
-    write: Callable[[str, pl.DataFrame], None],
+    writer: RunWriter,
     run_columns: Mapping[str, str | int | None],
     limits: Mapping[str, float],
     memory_limits: BuildLimits,
@@ -93,7 +94,7 @@ def build_tables(
         run_id: The run.
         place: Where the staged parts are.
         scratch: A folder on disk for what does not fit into memory.
-        write: Takes the next rows of a table, in order; called at least once for every table.
+        writer: Takes the tables.
         run_columns: Values of the `runs` table for the whole run, beside the counts.
         limits: Settings of the server that bound values of the tables; one that the run contradicts is not used.
         memory_limits: How much of the run is in memory at a time.
@@ -108,7 +109,7 @@ def build_tables(
     other_spans = sum(part.other_spans for file in files for part in file.parts)
     if run.counts["spans"]:
         counts = {"other_spans": other_spans, "duplicate_spans": spans_read - run.counts["spans"]}
-        run.finish(write, {**run_columns, **counts})
+        run.finish(writer, {**run_columns, **counts})
     return IngestCounts(run.counts["spans"], other_spans, run.counts["rejects"])
 
 
@@ -388,11 +389,10 @@ class _Run:
 
     def finish(
         self,
-        write: Callable[[str, pl.DataFrame], None],
+        writer: RunWriter,
         run_columns: Mapping[str, str | int | None],
     ) -> None:
-        """Write every table, `requests` before `steps`: `RunTally` needs that order."""
-        tally = RunTally(self.run_id)
+        """Write every table."""
         self._finish_requests()
         for name in ("requests", "journey_events", "request_snapshots", "steps", "spans", "rejects"):
             # At least one, so that a table without rows is there too.
@@ -400,8 +400,7 @@ class _Run:
                 self._sort(name).windows() if self._sort(name).rows else [schema.TABLES[name].empty()]
             ):
                 rows = _without_repeats(window) if name == "spans" and self.counts["other"] else window
-                tally.add(name, rows)
-                write(name, rows)
+                writer.write(name, rows)
             del self.sorts[name]
         counted: dict[str, str | int | None] = {
             "rejects": self.counts["rejects"],
@@ -409,9 +408,9 @@ class _Run:
             "clock_corrected_events": self.counts["clock_corrected_events"],
             "events": json.dumps(self.events, sort_keys=True),
             "implausible": json.dumps(self.implausible, sort_keys=True),
-            "missing_attributes": json.dumps(tally.missing_attributes()),
+            "missing_attributes": json.dumps(missing_attributes(writer.scan)),
         }
-        write("runs", tally.rows({**run_columns, **counted}))
+        writer.write("runs", run_rows(writer.scan, self.run_id, {**run_columns, **counted}))
 
     def _finish_requests(self) -> None:
         cached = first_hits(pl.concat(self.cached))

@@ -619,7 +619,7 @@ ALPHA_TRAINING = TableSchema(
     (
         *_ENGINE_COLUMNS,
         _s("scope_id", "scope the row was fitted in"),
-        _s("target", "queue_wait, admission or departure"),
+        _s("target", "the target: of the model `alpha.<target>`"),
         _s("request_id", "core request id"),
         _ns("ts_ns", "event the interval began with"),
         *_TRAINING,

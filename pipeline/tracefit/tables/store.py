@@ -104,8 +104,7 @@ class TableStore:
             changes = {}
             for run_id, frames in runs:
                 with RunWriter(Path(tempfile.mkdtemp(dir=scratch))) as writer:
-                    for name, frame in frames.items():
-                        writer.write(name, frame)
+                    writer.write_all(frames)
                     parts = writer.close()
                 # Other tables of the run stay as they are.
                 before = known.get(run_id)
@@ -419,6 +418,21 @@ class RunWriter:
             self._finish()
             self._open = _TableFileWriter(schema.TABLES[name], self._scratch / f"{name}.parquet")
         self._open.write(rows)
+
+    def write_all(self, tables: Mapping[str, pl.DataFrame]) -> None:
+        """Write whole tables."""
+        for name, rows in tables.items():
+            self.write(name, rows)
+
+    def read(self, name: str) -> pl.DataFrame:
+        """Return a table that was written."""
+        self._finish()
+        return read_part(self._parts[name])
+
+    def scan(self, name: str) -> pl.LazyFrame:
+        """Return a table that was written as a lazy frame."""
+        self._finish()
+        return pl.scan_parquet(self._parts[name], hive_partitioning=False)
 
     def __enter__(self) -> Self:
         return self

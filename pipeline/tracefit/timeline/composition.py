@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from tracefit.server.settings import DEFAULT_BLOCK_SIZE
 from tracefit.timeline.engines import Floats, Ints, StepAxis, bincount_at, position, range_add
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# What vLLM takes on GPUs where nobody sets another. A description of a step for `predict` has its own: it does without polars.
-DEFAULT_BLOCK_SIZE = 16
 _WINDOW = 16
 """Steps that are searched first for the chunks of a prompt."""
 
