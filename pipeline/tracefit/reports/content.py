@@ -790,7 +790,7 @@ def trust_lines(entry: results.Validation) -> Iterator[str]:
 
 def _limits(interval: results.PredictionInterval, unit: str) -> str:
     if interval.kind == "ratio":
-        return f"{interval.low:.3g} to {interval.high:.3g} times the prediction"
+        return f"{number(interval.low)} to {number(interval.high)} times the prediction"
     return f"the prediction {interval.low:+,.0f} to {interval.high:+,.0f} {unit}"
 
 
