@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
 import polars as pl
 
 from tracefit import memory
@@ -29,10 +28,10 @@ from tracefit.tables.requests import (
     request_spans,
     sift_numbers,
 )
-from tracefit.tables.resolve import ResolvedPart, resolve
+from tracefit.tables.resolve import ResolvedRun, resolve
 from tracefit.tables.rows import NO_CLOCK
 from tracefit.tables.runs import missing_attributes, run_rows
-from tracefit.tables.staging import parts_of, read_staged, staged_bytes
+from tracefit.tables.staging import RunPart, parts_of, read_staged, staged_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -102,9 +101,11 @@ def build_tables(
     Returns:
         The counts; a run without a single span of the vLLM scopes is not written at all.
     """
+    if not (parts := parts_of(files)):
+        return IngestCounts(0, 0, 0)
     # Sorted windows of a third: what is being read, what waits for the next block, and a copy in order.
     space = SortSpace(scratch, memory_limits.sorted_bytes, memory_limits.sorted_bytes // 3)
-    run, spans_read = _sorted_rows(files, run_id, place, space, limits, memory_limits.window_bytes)
+    run, spans_read = _sorted_rows(parts, run_id, place, space, limits, memory_limits.window_bytes)
     memory.give_back()
     other_spans = sum(part.other_spans for file in files for part in file.parts)
     if run.counts["spans"]:
@@ -114,7 +115,7 @@ def build_tables(
 
 
 def _sorted_rows(
-    files: Sequence[ReadFile],
+    parts: Sequence[RunPart],
     run_id: str,
     place: Place,
     space: SortSpace,
@@ -125,14 +126,14 @@ def _sorted_rows(
 
     A function of its own, so that the facts of each span are freed before the tables are written.
     """
-    parts, clocks = resolve(place, parts_of(files))
-    groups = _grouped(place, parts, window_bytes)
-    windows = (_Window.of(place, group) for group in groups)
-    starts, sieve = _epoch_starts(windows, space, _Sieve(limits, clocks))
+    resolved = resolve(place, parts)
+    bounds = _window_bounds(place, resolved, window_bytes)
+    windows = (_Window.of(place, resolved, *each) for each in bounds)
+    starts, sieve = _epoch_starts(windows, space, _Sieve(limits, resolved.clocks))
     run = _Run(run_id, space, starts, sieve)
-    for group in groups:
-        run.add(_Window.of(place, group))
-    return run, sum(part.spans_read for part in parts)
+    for each in bounds:
+        run.add(_Window.of(place, resolved, *each))
+    return run, resolved.spans_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,33 +193,36 @@ class _Sieve:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Staged parts that are read together; row numbers continue from part to part."""
+    """Staged parts that are read together.
+
+    Attributes:
+        place: Where they are.
+        parts: Each part with the number of its first row; row numbers continue from part to part.
+        facts: server, core_zero, server_zero of each row; of spans that do not count, the server is null.
+    """
 
     place: Place
-    parts: Sequence[tuple[ResolvedPart, int]]
-    """Each part with the number of its first row."""
+    parts: Sequence[tuple[RunPart, int]]
     facts: pl.DataFrame
-    """server, core_zero, server_zero of each row; of spans that do not count, the server is null."""
 
     @classmethod
-    def of(cls, place: Place, parts: Sequence[ResolvedPart]) -> _Window:
-        """Return a window of parts; only here do server names become text, to save memory until then."""
-        firsts = [0, *accumulate(part.rows for part in parts[:-1])]
-        numbered = list(zip(parts, firsts, strict=True))
-        counted = pl.concat([_moved(part.spans, first) for part, first in numbered])
-        every = pl.DataFrame({"row": np.arange(sum(part.rows for part in parts), dtype=np.uint32)})
-        facts = every.join(counted, on="row", how="left", maintain_order="left").drop("row")
-        return cls(place, numbered, facts.with_columns(pl.col("server").cast(pl.String)))
+    def of(cls, place: Place, run: ResolvedRun, begin: int, end: int) -> _Window:
+        """Return a window of the parts from one number to another."""
+        first = run.firsts[begin]
+        parts = [(run.parts[number], run.firsts[number] - first) for number in range(begin, end)]
+        # Only here do server names become text, to save memory until then.
+        facts = run.facts[first : run.firsts[end]].with_columns(pl.col("server").cast(pl.String))
+        return cls(place, parts, facts)
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of all spans, counted or not; a file number is replaced by the name of the file."""
         frames = []
-        for resolved, first in self.parts:
-            rows = read_staged(self.place, resolved.part.name, kind, columns)
-            if "row" in rows.columns:
-                rows = _moved(rows, first)
+        for part, first in self.parts:
+            rows = read_staged(self.place, part.name, kind, columns)
+            if first and "row" in rows.columns:
+                rows = rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
             if "file" in rows.columns:
-                rows = resolved.part.of_files(rows, "source_file")
+                rows = part.of_files(rows, "source_file")
             frames.append(rows)
         return pl.concat(frames)
 
@@ -242,23 +246,18 @@ class _Window:
         return placed, lost, broken, moved
 
 
-def _moved(rows: pl.DataFrame, first: int) -> pl.DataFrame:
-    return rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32)) if first else rows
-
-
-def _grouped(place: Place, parts: Sequence[ResolvedPart], window_bytes: int) -> list[list[ResolvedPart]]:
-    """Return consecutive parts that make a window; small ones share one, because each frame has a fixed cost."""
-    groups: list[list[ResolvedPart]] = []
+def _window_bounds(place: Place, run: ResolvedRun, window_bytes: int) -> list[tuple[int, int]]:
+    """Return which parts make a window, each from one number to another: small ones share the fixed cost of its frames."""
+    begins: list[int] = []
     size = 0
-    sizes = staged_bytes(place, (part.part.name for part in parts))
-    for part, stored in zip(parts, sizes, strict=True):
-        own = max(stored, part.rows * _BYTES_PER_SPAN)
-        if not groups or size + own > window_bytes:
-            groups.append([])
+    sizes = staged_bytes(place, (part.name for part in run.parts))
+    for number, (stored, (first, end)) in enumerate(zip(sizes, pairwise(run.firsts), strict=True)):
+        own = max(stored, (end - first) * _BYTES_PER_SPAN)
+        if not begins or size + own > window_bytes:
+            begins.append(number)
             size = 0
-        groups[-1].append(part)
         size += own
-    return groups
+    return list(pairwise([*begins, len(run.parts)]))
 
 
 def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -> tuple[pl.DataFrame, _Sieve]:
