@@ -105,35 +105,20 @@ def build_tables(
         return IngestCounts(0, 0, 0)
     # Sorted windows of a third: what is being read, what waits for the next block, and a copy in order.
     space = SortSpace(scratch, memory_limits.sorted_bytes, memory_limits.sorted_bytes // 3)
-    run, spans_read = _sorted_rows(parts, run_id, place, space, limits, memory_limits.window_bytes)
-    memory.give_back()
-    other_spans = sum(part.other_spans for file in files for part in file.parts)
-    if run.counts["spans"]:
-        counts = {"other_spans": other_spans, "duplicate_spans": spans_read - run.counts["spans"]}
-        run.finish(writer, {**run_columns, **counts})
-    return IngestCounts(run.counts["spans"], other_spans, run.counts["rejects"])
-
-
-def _sorted_rows(
-    parts: Sequence[RunPart],
-    run_id: str,
-    place: Place,
-    space: SortSpace,
-    limits: Mapping[str, float],
-    window_bytes: int,
-) -> tuple[_Run, int]:
-    """Return the rows of all tables, in sorts, and how many spans were read.
-
-    A function of its own, so that the facts of each span are freed before the tables are written.
-    """
     resolved = resolve(place, parts)
-    bounds = _window_bounds(place, resolved, window_bytes)
+    bounds = _window_bounds(place, resolved, memory_limits.window_bytes)
     windows = (_Window.of(place, resolved, *each) for each in bounds)
     starts, sieve = _epoch_starts(windows, space, _Sieve(limits, resolved.clocks))
     run = _Run(run_id, space, starts, sieve)
     for each in bounds:
         run.add(_Window.of(place, resolved, *each))
-    return run, resolved.spans_read
+    duplicates = resolved.spans_read - run.counts["spans"]
+    del resolved, windows  # the facts of every span: what follows takes as much memory
+    memory.give_back()
+    other_spans = sum(part.other_spans for file in files for part in file.parts)
+    if run.counts["spans"]:
+        run.finish(writer, {**run_columns, "other_spans": other_spans, "duplicate_spans": duplicates})
+    return IngestCounts(run.counts["spans"], other_spans, run.counts["rejects"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,45 +251,35 @@ def _epoch_starts(windows: Iterable[_Window], space: SortSpace, sieve: _Sieve) -
     marks.add(pl.DataFrame(schema=MARKS))
     # The settings are counted, not applied, in this pass: whether the run contradicts them shows at its end.
     free = replace(sieve, limits={})
-    counted = _LimitCount(sieve.limits)
+    limited = {
+        name: [c for c in schema.TABLES[name].columns if c.limit in sieve.limits]
+        for name in ("steps", "journey_events")
+    }
+    values, above = Counter[tuple[str | None, str]](), Counter[tuple[str | None, str]]()
     for window in windows:
-        columns = ("row", "unix_ns", "ts_start_ns", "step_id", *counted.columns("steps"))
+        columns = ("row", "unix_ns", "ts_start_ns", "step_id", *(c.name for c in limited["steps"]))
         steps, _ = free.sift("steps", window.read("steps", columns))
-        columns = ("row", "unix_ns", "ts_ns", "step_id", "layer", *counted.columns("journey_events"))
+        columns = (
+            "row",
+            "unix_ns",
+            "ts_ns",
+            "step_id",
+            "layer",
+            *(c.name for c in limited["journey_events"]),
+        )
         journeys, _, _, _ = window.journeys(free, columns)
         marks.add(marks_of(steps, journeys))
-        counted.add("steps", steps)
-        counted.add("journey_events", journeys)
+        for name, rows in (("steps", steps), ("journey_events", journeys)):
+            for c in limited[name]:
+                values[c.limit, c.name] += rows[c.name].count()
+                above[c.limit, c.name] += int((rows[c.name] > sieve.limits[c.limit or ""]).sum() or 0)
     scanner = EpochScanner()
     for found in marks.windows():
         scanner.feed(found)
     starts = scanner.starts()
-    sound = replace(sieve, limits=counted.accepted(), strays=scanner.strays(), bounds=scanner.bounds())
-    return starts, sound
-
-
-@dataclass(slots=True)
-class _LimitCount:
-    """Counts how often the values of a run exceed the settings that should bound them."""
-
-    limits: Mapping[str, float]
-    values: Counter[str] = field(default_factory=Counter)
-    above: Counter[str] = field(default_factory=Counter)
-
-    def columns(self, table: str) -> list[str]:
-        """Return the columns of a table that a known setting bounds."""
-        return [c.name for c in schema.TABLES[table].columns if c.limit in self.limits]
-
-    def add(self, table: str, rows: pl.DataFrame) -> None:
-        for c in schema.TABLES[table].columns:
-            if c.limit is not None and c.limit in self.limits:
-                self.values[f"{c.limit} {c.name}"] += rows[c.name].count()
-                self.above[f"{c.limit} {c.name}"] += int((rows[c.name] > self.limits[c.limit]).sum() or 0)
-
-    def accepted(self) -> dict[str, float]:
-        """Return the settings that the run does not contradict."""
-        refuted = {key.split()[0] for key, n in self.above.items() if n > self.values[key] * _ODD_SHARE}
-        return {name: most for name, most in self.limits.items() if name not in refuted}
+    refuted = {limit for (limit, name), n in above.items() if n > values[limit, name] * _ODD_SHARE}
+    accepted = {name: most for name, most in sieve.limits.items() if name not in refuted}
+    return starts, replace(sieve, limits=accepted, strays=scanner.strays(), bounds=scanner.bounds())
 
 
 @dataclass(slots=True)
