@@ -166,25 +166,12 @@ def _events_of(place: Place, part: str) -> pl.DataFrame:
     # SCHEDULED and PREEMPTED are stamped at the start of a step, in schedule(); all other events after its execution, when
     # the counter already stands one higher.
     late = pl.when(pl.col("event").is_in(["SCHEDULED", "PREEMPTED"])).then(0).otherwise(1)
-    return pl.concat(
-        [
-            _mark(steps, pl.col("ts_start_ns"), pl.col("step_id"), is_summary=True),
-            _mark(snapshots, pl.lit(None, pl.Int64), pl.col("step_id"), is_summary=False),
-            _mark(
-                journeys.filter(pl.col("layer") == "core"),
-                pl.col("ts_ns"),
-                pl.col("step_id") + late,
-                is_summary=False,
-            ),
-        ]
+    kinds = (
+        (steps, pl.col("ts_start_ns"), pl.col("step_id"), True),
+        (snapshots, pl.lit(None, pl.Int64), pl.col("step_id"), False),
+        (journeys.filter(pl.col("layer") == "core"), pl.col("ts_ns"), pl.col("step_id") + late, False),
     )
-
-
-def _mark(events: pl.DataFrame, ts_ns: pl.Expr, step: pl.Expr, *, is_summary: bool) -> pl.DataFrame:
-    return events.select(
-        "row",
-        "unix_ns",
-        ts_ns=ts_ns,
-        step=step.cast(pl.Int64),
-        is_summary=pl.lit(is_summary, pl.Boolean),
+    return pl.concat(
+        rows.select("row", "unix_ns", ts_ns=ts_ns, step=step.cast(pl.Int64), is_summary=pl.lit(is_summary))
+        for rows, ts_ns, step, is_summary in kinds
     )
